@@ -1,0 +1,65 @@
+"""How near its peak does your PyTorch code run, where did every millisecond go, and what would bring it back?
+
+The public names below are imported on first use, so that `import nearpeak` is fast and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nearpeak.errors import NearpeakError
+    from nearpeak.machines.model import Machine
+    from nearpeak.measure import inputs
+    from nearpeak.measure.bench import bench
+    from nearpeak.measure.case import Case
+    from nearpeak.measure.compare import compare
+    from nearpeak.measure.machine import machine
+    from nearpeak.measure.sweep import sweep
+    from nearpeak.measure.timing import Comparison, Timing
+    from nearpeak.work.model import Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Case",
+    "Comparison",
+    "Machine",
+    "NearpeakError",
+    "Timing",
+    "Work",
+    "bench",
+    "compare",
+    "inputs",
+    "machine",
+    "sweep",
+]
+
+_HOME = {
+    "Case": "nearpeak.measure.case",
+    "Comparison": "nearpeak.measure.timing",
+    "Machine": "nearpeak.machines.model",
+    "NearpeakError": "nearpeak.errors",
+    "Timing": "nearpeak.measure.timing",
+    "Work": "nearpeak.work.model",
+    "bench": "nearpeak.measure.bench",
+    "compare": "nearpeak.measure.compare",
+    "inputs": "nearpeak.measure.inputs",
+    "machine": "nearpeak.measure.machine",
+    "sweep": "nearpeak.measure.sweep",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'nearpeak' has no attribute {name!r}")
+    module = import_module(home)
+    value = module if name == "inputs" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Work on a machine: the time that the hardware allows. Pure arithmetic."""

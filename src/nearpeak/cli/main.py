@@ -1,0 +1,107 @@
+"""The command `nearpeak`: finds the verb, runs it, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+from nearpeak import __version__
+from nearpeak.cli import bench, doctor, machine
+from nearpeak.errors import NearpeakError
+
+
+class Verb(Protocol):
+    """What the module of a verb has."""
+
+    __doc__: str | None
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it and return the exit code."""
+
+
+VERBS: dict[str, Verb] = {"machine": machine, "bench": bench, "doctor": doctor}
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+EPILOG = """\
+exit codes:
+  0  ok
+  1  a gate failed
+  2  the command line or the case cannot be used as given
+  3  the measurement is not trustworthy
+  4  the environment is missing something
+
+NEARPEAK_DEBUG=1 shows the traceback of an error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (that of the process when None) and return its exit code.
+
+    Results go to stdout. A NearpeakError becomes one message on stderr and the exit code of its class.
+    """
+    # Without numpy torch warns on import; nothing here uses numpy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except NearpeakError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        print("nearpeak: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has gone. Python flushes stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line, with one sub-parser per verb."""
+    parser = argparse.ArgumentParser(
+        prog="nearpeak",
+        description="Measures PyTorch code, bounds it by what the hardware can do, and explains the gap.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"nearpeak {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    for name, module in VERBS.items():
+        text = (module.__doc__ or "").strip()
+        verb = verbs.add_parser(
+            name,
+            help=text.partition("\n")[0].replace("%", "%%"),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.configure(verb)
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.verb is None:
+        parser.print_help(sys.stderr)
+        return 2
+    return VERBS[arguments.verb].run(arguments)
+
+
+def _report(error: NearpeakError) -> int:
+    if os.environ.get("NEARPEAK_DEBUG", "0") not in ("", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    else:
+        print(f"nearpeak: {error}", file=sys.stderr)
+        if error.__cause__ is not None:
+            print("NEARPEAK_DEBUG=1 shows the traceback.", file=sys.stderr)
+    return error.exit_code

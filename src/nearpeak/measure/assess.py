@@ -1,0 +1,143 @@
+"""From a series of blocks to flags: each check looks at one thing and says what it saw."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nearpeak.measure.flags import Flag, raise_flag
+from nearpeak.measure.options import Options
+from nearpeak.measure.statistics import Interval, inflation, lag1, median, median_interval, modality, quantile, trend
+from nearpeak.measure.subject import Subject
+from nearpeak.measure.timing import Block
+from nearpeak.units import percent, seconds
+
+CLOCK_SPREAD = 0.02
+SHARED_BLOCKS = 0.25
+"""A condition that held in fewer blocks than this is not worth a flag."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Counts that must not move while timing."""
+
+    allocations: int
+    compilations: int
+
+    @staticmethod
+    def now(subject: Subject) -> Counters:
+        """The counts at this moment."""
+        allocations = 0
+        if subject.device is not None:
+            statistics: dict[str, Any] = torch.cuda.memory_stats(subject.device.device)
+            allocations = statistics.get("num_device_alloc", 0) + statistics.get("num_alloc_retries", 0)
+        return Counters(allocations=allocations, compilations=_compilations())
+
+
+def interval_of(blocks: Sequence[Block], options: Options) -> tuple[float, Interval]:
+    """Median and interval of the blocks' readings, widened where neighbours agree too much."""
+    values = [block.seconds for block in blocks]
+    return median(values), median_interval(values, options.confidence, inflate=inflation(values))
+
+
+def assess(
+    subject: Subject, blocks: Sequence[Block], options: Options, before: Counters, after: Counters, *, converged: bool
+) -> list[Flag]:
+    """All flags of a finished series."""
+    flags = [*subject.flags]
+    flags += _of_the_series(subject, blocks, options, converged)
+    flags += _of_the_conditions(subject, blocks)
+    flags += _of_the_subject(subject, before, after)
+    return flags
+
+
+def _of_the_series(subject: Subject, blocks: Sequence[Block], options: Options, converged: bool) -> Iterator[Flag]:
+    values = [block.seconds for block in blocks]
+    middle, interval = interval_of(blocks, options)
+    if not converged:
+        half = interval.half_width(middle)
+        evidence = f"half the interval is {percent(half, 2)} of the median, {percent(options.precision, 2)} was asked"
+        yield raise_flag("PRECISION_NOT_REACHED", f"{evidence} ({len(blocks)} blocks)")
+    drift = trend(values)
+    if drift.p_value < 0.01 and abs(drift.change) > max(0.01, 2 * options.precision):
+        evidence = f"{percent(drift.change, 1)} from the first to the last block (p = {drift.p_value:.1e}"
+        yield raise_flag("DRIFT", f"{evidence}, neighbours correlate by {lag1(values):.2f})")
+    hidden = [block.launch_hidden for block in blocks if block.launch_hidden is not None]
+    exposed = hidden.count(False)
+    if exposed > 0.1 * len(hidden):
+        evidence = f"in {exposed} of {len(hidden)} blocks the device ran dry while calls were enqueued"
+        yield raise_flag("LAUNCH_NOT_HIDDEN", evidence)
+    single = subject.sampler.kind in ("device", "cpu", "latency") and len(blocks[0].readings) > 1
+    readings = [reading for block in blocks for reading in block.readings] if single else values
+    if subject.sampler.kind == "device" and "graph" in subject.sampler.method:
+        readings = values  # a graph block's readings are its two sums, not calls
+    humps = modality(readings)
+    if len(readings) >= 40 and humps > 2.8 and quantile(readings, 0.9) > 1.05 * quantile(readings, 0.1):
+        evidence = f"m-value {humps:.1f} over {len(readings)} readings, 10 % to 90 %: "
+        spread = f"{seconds(quantile(readings, 0.1))} to {seconds(quantile(readings, 0.9))}"
+        yield raise_flag("MULTIMODAL", evidence + spread)
+    if len(readings) >= 40 and quantile(readings, 0.99) > 1.5 * median(readings):
+        evidence = f"the slowest hundredth takes {quantile(readings, 0.99) / median(readings):.1f} times the median"
+        yield raise_flag("HEAVY_TAIL", evidence)
+
+
+_THROTTLES = {
+    "power cap": "POWER_CAP",
+    "thermal (software)": "THERMAL",
+    "thermal (hardware)": "THERMAL",
+    "hardware slowdown": "HARDWARE_SLOWDOWN",
+    "power brake": "HARDWARE_SLOWDOWN",
+    "cpu quota": "CPU_THROTTLED",
+    "cpu contended": "CPU_CONTENDED",
+}
+
+
+def _of_the_conditions(subject: Subject, blocks: Sequence[Block]) -> Iterator[Flag]:
+    seen: dict[str, int] = {}
+    for block in blocks:
+        for reason in block.conditions.throttle:
+            seen[reason] = seen.get(reason, 0) + 1
+    for reason, count in seen.items():
+        if count >= SHARED_BLOCKS * len(blocks):
+            yield raise_flag(_THROTTLES[reason], f"{reason} in {count} of {len(blocks)} blocks")
+    clocks = [block.conditions.clock_hz for block in blocks if block.conditions.clock_hz]
+    if len(clocks) >= 6:
+        low, high = quantile(clocks, 0.1), quantile(clocks, 0.9)
+        if high - low > CLOCK_SPREAD * high:
+            yield raise_flag("CLOCK_VARIED", f"10 % to 90 % of the blocks: {low / 1e6:.0f} to {high / 1e6:.0f} MHz")
+    if subject.device is not None:
+        processes = subject.device.conditions.processes()
+        if processes is not None and processes > 1:
+            yield raise_flag("GPU_SHARED", f"{processes} processes hold compute contexts")
+
+
+def _of_the_subject(subject: Subject, before: Counters, after: Counters) -> Iterator[Flag]:
+    case, probe = subject.case, subject.probe
+    if after.allocations > before.allocations:
+        evidence = f"{after.allocations - before.allocations} allocations from the driver during the timed blocks"
+        yield raise_flag("MEMORY_ALLOCATED", evidence)
+    if after.compilations > before.compilations:
+        evidence = f"{after.compilations - before.compilations} compilations during the timed blocks"
+        yield raise_flag("COMPILED_DURING_TIMING", evidence)
+    if probe.memory_growth > 0 and (subject.device is not None or probe.memory_growth > 2**20):
+        yield raise_flag("MEMORY_GROWS", f"{probe.memory_growth / 2**20:.3g} MiB more after every call")
+    if probe.mutated and case.reset is None:
+        places = ", ".join(str(i) for i in probe.mutated)
+        yield raise_flag("INPUT_MUTATED", f"the values of tensor argument {places} differ after every call")
+    if probe.nonfinite:
+        yield raise_flag("OUTPUT_NONFINITE", "the inputs are finite, the result is not")
+    if not any(True for _ in case.tensors()):
+        yield raise_flag("CLOSURE_INPUTS", "no tensor among the arguments")
+
+
+def _compilations() -> int:
+    """Frames that torch.compile has compiled so far; 0 if it was never imported."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0
+    counters: Any = dynamo.counters
+    return int(sum(counters["frames"].values()))

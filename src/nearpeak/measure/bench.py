@@ -1,0 +1,263 @@
+"""`bench`: one honest time for one callable."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import platform
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import nearpeak
+from nearpeak.bound.roofline import bound
+from nearpeak.errors import UntrustworthyMeasurement
+from nearpeak.machines.model import Machine
+from nearpeak.measure.assess import Counters, assess, interval_of
+from nearpeak.measure.case import Case, as_case
+from nearpeak.measure.flags import Flag, raise_flag
+from nearpeak.measure.inputs import describe
+from nearpeak.measure.machine import known_machine
+from nearpeak.measure.options import Options, options_from
+from nearpeak.measure.probe import reporting
+from nearpeak.measure.samplers import GraphSampler, WallSampler
+from nearpeak.measure.statistics import median
+from nearpeak.measure.subject import Subject, prepare
+from nearpeak.measure.timing import Block, Environment, Timing
+from nearpeak.units import percent, seconds
+from nearpeak.work.model import Work
+
+CHECK_EVERY = 4
+SUSTAINED_WARMUP_SECONDS = 2.0
+CPU_BOUND_MARGIN = 1.1
+
+Progress = Callable[[str], None]
+
+
+def bench(
+    fn: Callable[..., Any] | Case,
+    *args: Any,
+    work: Work | None = None,
+    reset: Callable[[], Any] | None = None,
+    name: str = "",
+    machine: Machine | None = None,
+    strict: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Timing:
+    """Times `fn(*args)` and says which time it is, how sure it is, and what is doubtful about it.
+
+    On a GPU the time is by default the device time of one call with the launch hidden; on the CPU it is wall time.
+
+    Args:
+        fn: What to call, or a `Case`.
+        args: Its arguments. Tensors passed here are described in the result and can be rotated.
+        work: What a call must do at the least; with it the result has a bound.
+        reset: Called before each call, outside the timed region.
+        name: For reports; the function's name otherwise.
+        machine: Whose ceilings give the bound; this machine's calibrated or catalogued ones otherwise.
+        strict: Raise `UntrustworthyMeasurement` when the grade is C or F.
+        progress: Called with a line of text now and then.
+        options: kind ("auto", "device", "graph", "pipelined", "latency", "enqueue", "cpu"), method ("auto", "events",
+            "graph"), cache ("cold", "hot"), evict ("flush", "rotate"), regime ("burst", "sustained"), precision
+            (relative half-width of the interval, 0.005), max_seconds (2), warmup_seconds (0.2), min_blocks (12),
+            max_blocks (400), confidence (0.95), seed.
+
+    >>> import torch
+    >>> timing = bench(torch.softmax, torch.randn(256, 256), -1, max_seconds=0.2)
+    >>> timing.kind, timing.low <= timing.seconds <= timing.high
+    ('cpu', True)
+    """
+    chosen = options_from(options)
+    case = as_case(fn, args, {}, work=work, reset=reset, name=name)
+    say = progress or (lambda line: None)
+    say(f"{case.name}: probing")
+    subject = prepare(case, chosen)
+    with _on_device(subject), quiet_collector():
+        say(f"{case.name}: warming up ({subject.sampler.method})")
+        with reporting(case, "while warming up"):
+            warm_up(subject, chosen)
+        before = Counters.now(subject)
+        with reporting(case, "while it was timed"):
+            blocks, converged, interrupted = _collect(subject, chosen, say)
+        after = Counters.now(subject)
+        if not interrupted:
+            _take_other_times(subject, chosen)
+    flags = assess(subject, blocks, chosen, before, after, converged=converged)
+    if interrupted:
+        flags.append(raise_flag("PARTIAL", f"stopped by hand after {len(blocks)} blocks"))
+    timing = make_timing(subject, blocks, chosen, flags, machine=machine, partial=interrupted)
+    if strict and timing.grade in ("C", "F"):
+        raise UntrustworthyMeasurement(explain(timing))
+    return timing
+
+
+def warm_up(subject: Subject, options: Options) -> None:
+    """Blocks as they will be timed, for a while and until they no longer get faster."""
+    wanted = max(options.warmup_seconds, SUSTAINED_WARMUP_SECONDS if options.regime == "sustained" else 0.0)
+    start = time.perf_counter()
+    recent: list[float] = []
+    while True:
+        recent.append(subject.sampler.block().seconds)
+        elapsed = time.perf_counter() - start
+        settled = len(recent) >= 8 and median(recent[-4:]) > 0.98 * median(recent[-8:-4])
+        if elapsed >= wanted and (settled or elapsed >= 3 * wanted or len(recent) >= 8 + 100 * wanted):
+            return
+
+
+def _collect(subject: Subject, options: Options, say: Progress) -> tuple[list[Block], bool, bool]:
+    """Blocks until the interval is narrow enough or the time is up: the width decides, never a p-value."""
+    blocks: list[Block] = []
+    start = time.perf_counter()
+    try:
+        subject.conditions.read()
+        while len(blocks) < options.max_blocks:
+            blocks.append(measured_block(subject))
+            elapsed = time.perf_counter() - start
+            if len(blocks) < options.min_blocks and elapsed < 5 * options.max_seconds:
+                continue
+            if len(blocks) % CHECK_EVERY and elapsed < options.max_seconds:
+                continue
+            middle, interval = interval_of(blocks, options)
+            half = interval.half_width(middle)
+            if half <= options.precision and len(blocks) >= options.min_blocks:
+                return blocks, True, False
+            say(f"{subject.case.name}: {len(blocks)} blocks, {seconds(middle)} +- {percent(half, 2)}")
+            if elapsed >= options.max_seconds:
+                return blocks, False, False
+    except KeyboardInterrupt:
+        if not blocks:
+            raise
+        return blocks, False, True
+    return blocks, False, False
+
+
+def measured_block(subject: Subject) -> Block:
+    """One block with the conditions right after it."""
+    return dataclasses.replace(subject.sampler.block(), conditions=subject.conditions.read())
+
+
+def _take_other_times(subject: Subject, options: Options) -> None:
+    """The other kinds of time, more briefly: what the host sees, and what a graph would give."""
+    device, case = subject.device, subject.case
+    if device is None:
+        return
+    estimate = max(subject.probe.enqueue_seconds, 2e-6)
+    with reporting(case, "while its host times were taken"):
+        for kind in ("enqueue", "pipelined", "latency"):
+            if kind == subject.sampler.kind or (kind == "enqueue" and subject.probe.synchronises):
+                continue
+            sampler = WallSampler(device, case.call, kind, call_seconds=estimate, reset=case.reset)  # type: ignore[arg-type]
+            sampler.block()
+            subject.other_seconds[kind] = median([sampler.block().seconds for _ in range(7)])
+    if isinstance(subject.sampler, GraphSampler) and subject.sampler.kind == "device":
+        gap = subject.sampler.gap_seconds
+        subject.other_seconds["graph"] = median([subject.sampler.block().seconds + gap for _ in range(5)])
+
+
+def make_timing(
+    subject: Subject,
+    blocks: list[Block],
+    options: Options,
+    flags: list[Flag],
+    *,
+    machine: Machine | None = None,
+    partial: bool = False,
+) -> Timing:
+    """The result object, with its bound and the verdict on who is waiting for whom."""
+    middle, interval = interval_of(blocks, options)
+    case, kind = subject.case, subject.sampler.kind
+    cpu_bound = None
+    enqueue = subject.other_seconds.get("enqueue")
+    if enqueue is not None and kind in ("device", "graph"):
+        cpu_bound = enqueue > CPU_BOUND_MARGIN * middle
+        if cpu_bound:
+            evidence = f"the host needs {seconds(enqueue)} to enqueue what the device does in {seconds(middle)}"
+            idle = f"the device idles {percent(1 - middle / enqueue, 0)} of the time"
+            flags = [*flags, raise_flag("CPU_BOUND", f"{evidence}: {idle}")]
+    inputs = tuple(describe(tensor) for tensor in case.tensors())
+    for statistics in inputs:
+        if statistics.degenerate:
+            shape = "x".join(map(str, statistics.shape))
+            flags = [*flags, raise_flag("DEGENERATE_INPUT", f"{statistics.dtype} {shape}: {statistics.degenerate}")]
+    bound_seconds = bound_limiter = None
+    if case.work is not None:
+        machine = machine or known_machine(subject.device)
+        if machine is not None and machine.achievable is not None:
+            limit = bound(case.work, machine)
+            bound_seconds, bound_limiter = limit.seconds, limit.limiter
+            measured = machine.achievable.how == "measured"
+            if measured and options.cache == "cold" and limit.limiter != "launch" and interval.high < 0.97 * limit.seconds:
+                evidence = f"{seconds(middle)} measured, {seconds(limit.seconds)} is the {limit.limiter} bound"
+                flags = [*flags, raise_flag("ABOVE_ROOFLINE", evidence)]
+    return Timing(
+        name=case.name,
+        seconds=middle,
+        low=interval.low,
+        high=interval.high,
+        confidence=interval.confidence,
+        kind=kind,
+        method=subject.sampler.method,
+        cache=options.cache if kind in ("device", "graph", "cpu") else "hot",
+        regime=options.regime if subject.device is not None else "sustained",
+        blocks=tuple(blocks),
+        flags=tuple(flags),
+        environment=environment(subject),
+        other_seconds=dict(subject.other_seconds),
+        cpu_bound=cpu_bound,
+        kernels=subject.probe.kernels or (),
+        parameters=dict(case.parameters),
+        inputs=inputs,
+        work=case.work,
+        bound_seconds=bound_seconds,
+        bound_limiter=bound_limiter,
+        partial=partial,
+    )
+
+
+def environment(subject: Subject) -> Environment:
+    """Where and when this was measured."""
+    device = subject.device
+    return Environment(
+        device=subject.device_name if device is not None else (platform.processor() or platform.machine()),
+        driver=device.conditions.driver() if device is not None else None,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        nearpeak=nearpeak.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        threads=torch.get_num_threads(),
+    )
+
+
+def explain(timing: Timing) -> str:
+    """Why a measurement should not be used, with the remedies."""
+    reasons = [
+        f"  {flag.name}: {flag.evidence}. {flag.remedy}" for flag in timing.flags if flag.severity != "note"
+    ]
+    return f"{timing.name}: grade {timing.grade}.\n" + "\n".join(reasons)
+
+
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """No garbage collection inside: a pause of the collector would be read as the subject's time."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _on_device(subject: Subject) -> Iterator[None]:
+    if subject.device is None:
+        yield
+    else:
+        with torch.cuda.device(subject.device.device):
+            yield

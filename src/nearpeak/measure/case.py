@@ -1,0 +1,213 @@
+"""`Case`: what to time, with its arguments; and how a case is loaded from a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nearpeak.errors import CaseError, did_you_mean
+from nearpeak.work.model import Work
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Case:
+    """A callable with its arguments, ready to be timed.
+
+    `work` states what the call must do at the least, for a bound beside the time. `reset` runs before every call,
+    outside the timed region: to zero gradients, or to restore inputs that the call changes.
+
+    >>> Case(sum, [1, 2, 3]).call()
+    6
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    work: Work | None = None
+    reset: Callable[[], Any] | None = None
+    name: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        work: Work | None = None,
+        reset: Callable[[], Any] | None = None,
+        name: str = "",
+        parameters: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not callable(fn):
+            raise CaseError(
+                f"A case needs something to call, and got {_brief(fn)} of type {type(fn).__name__}. Pass a function "
+                "and its arguments: bench(torch.softmax, x, -1), not bench(torch.softmax(x, -1))."
+            )
+        for attribute, value in (
+            ("fn", fn),
+            ("args", args),
+            ("kwargs", kwargs),
+            ("work", work),
+            ("reset", reset),
+            ("name", name or getattr(fn, "__name__", type(fn).__name__)),
+            ("parameters", dict(parameters or {})),
+        ):
+            object.__setattr__(self, attribute, value)
+
+    def call(self) -> Any:
+        """Runs it once."""
+        return self.fn(*self.args, **self.kwargs)
+
+    def tensors(self) -> Iterator[Any]:
+        """The tensors among the arguments, through lists, tuples and dictionaries."""
+        yield from _tensors((self.args, dict(self.kwargs)))
+
+    def hidden_tensors(self) -> Iterator[Any]:
+        """The tensors that the function brings along: closure, defaults, bound object, module parameters."""
+        fn: Any = self.fn
+        while hasattr(fn, "__wrapped__") or hasattr(fn, "func"):  # functools.wraps, functools.partial
+            yield from _tensors((getattr(fn, "args", ()), getattr(fn, "keywords", {})))
+            fn = getattr(fn, "__wrapped__", None) or fn.func
+        owner = getattr(fn, "__self__", fn)
+        if callable(getattr(owner, "parameters", None)) and hasattr(owner, "state_dict"):
+            yield from owner.parameters()
+        cells = getattr(fn, "__closure__", None) or ()
+        contents = [cell.cell_contents for cell in cells if _filled(cell)]
+        for content in [*contents, *(getattr(fn, "__defaults__", None) or ())]:
+            if callable(getattr(content, "parameters", None)) and hasattr(content, "state_dict"):
+                yield from content.parameters()
+            yield from _tensors(content)
+
+    def with_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Case:
+        """The same case on other arguments."""
+        return Case(
+            self.fn, *args, work=self.work, reset=self.reset, name=self.name, parameters=self.parameters, **kwargs
+        )
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a cell that is not filled yet
+        return False
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
+    if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
+        yield value
+    elif depth < 4 and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth + 1)
+    elif depth < 4 and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
+
+
+def as_case(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], **fields: Any) -> Case:
+    """`fn` itself if it is a case already, or a new one around it."""
+    if isinstance(fn, Case):
+        if args or kwargs:
+            raise CaseError("A Case brings its own arguments: pass either bench(case) or bench(fn, *args).")
+        given = {key: value for key, value in fields.items() if value}
+        return Case(
+            fn.fn,
+            *fn.args,
+            work=given.get("work", fn.work),
+            reset=given.get("reset", fn.reset),
+            name=given.get("name", fn.name),
+            parameters=given.get("parameters", fn.parameters),
+            **fn.kwargs,
+        )
+    return Case(fn, *args, **fields, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseBuilder:
+    """A function in a file that builds a case; its parameters are what a sweep varies."""
+
+    path: Path
+    name: str
+    function: Callable[..., Any]
+
+    def build(self, **parameters: Any) -> Case:
+        """Calls the function and checks what it returned."""
+        where = f"{self.path}:{self.name}"
+        signature = inspect.signature(self.function)
+        for parameter in parameters:
+            if parameter not in signature.parameters:
+                hint = did_you_mean(parameter, signature.parameters) if signature.parameters else "It takes none."
+                raise CaseError(f"{where} has no parameter {parameter!r}. {hint}")
+        try:
+            built = self.function(**parameters)
+        except Exception as error:
+            raise CaseError(f"{where} failed while building its inputs: {describe_error(error)}") from error
+        stated = {key: str(value) for key, value in parameters.items()}
+        if isinstance(built, Case):
+            return as_case(built, (), {}, name=self.name, parameters=stated)
+        if callable(built):
+            return Case(built, name=self.name, parameters=stated)
+        if isinstance(built, tuple) and built and callable(built[0]):
+            return Case(built[0], *built[1:], name=self.name, parameters=stated)
+        raise CaseError(
+            f"{where} returned {_brief(built)}. A case builds its inputs and returns what to time: a callable, "
+            "a tuple (callable, *arguments), or a nearpeak.Case."
+        )
+
+
+def load(reference: str) -> CaseBuilder:
+    """The case builder that `path/to/file.py:name` names. The file is run, as importing it would."""
+    path_text, separator, name = reference.rpartition(":")
+    if not separator or not path_text.endswith(".py"):
+        raise CaseError(f"Cannot read {reference!r} as a case. Write FILE.py:FUNCTION, for example cases.py:softmax.")
+    path = Path(path_text)
+    if not path.is_file():
+        raise CaseError(f"There is no file {path_text!r} (from {Path.cwd()}).")
+    module = _import_file(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        found = "is not callable" if name in vars(module) else "does not exist"
+        raise CaseError(f"{name!r} {found} in {path_text}. {did_you_mean(name, public) if public else ''}".strip())
+    return CaseBuilder(path=path, name=name, function=function)
+
+
+def _import_file(path: Path) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(f"_nearpeak_case_{path.stem}", path)
+    if specification is None or specification.loader is None:
+        raise CaseError(f"{path} cannot be imported as Python.")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        raise CaseError(f"{path} failed while it was imported: {describe_error(error)}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def describe_error(error: BaseException) -> str:
+    """Type, message and the place in the user's code, on one line."""
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if "nearpeak/measure" not in file and "/torch/" not in file and not file.startswith("<"):
+            place = f" (at {file}:{traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}{place}"
+
+
+def _brief(value: Any) -> str:
+    if hasattr(value, "shape"):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

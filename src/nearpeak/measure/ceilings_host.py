@@ -1,0 +1,103 @@
+"""The ceilings of this CPU: what its memory, its caches and its vector or matrix units reach in PyTorch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nearpeak.machines.detect import cpu_facts
+from nearpeak.machines.model import Achievable
+from nearpeak.measure.ceilings import Ceilings, Progress, duration, reach
+from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostSampler
+from nearpeak.units import quantity
+
+SIZES = (512, 1024, 2048)
+LONGEST_PRODUCT_SECONDS = 1.0
+SUSTAINED_SECONDS = 1.0
+
+
+def calibrate_host(progress: Progress | None = None) -> Achievable:
+    """Measures this CPU, with the threads that torch uses now. About 15 seconds on two cores."""
+    facts = cpu_facts()
+    ceilings = Ceilings(progress)
+    cache = facts.cache_bytes or UNKNOWN_CACHE_BYTES
+    _bandwidths(ceilings, int(max(4 * cache, 2**27)))
+    _cache_bandwidth(ceilings, int(cache))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8):
+        _products(ceilings, dtype, facts.matrix_engine)
+    ceilings.say("one small operation")
+    small = torch.randn(16)
+    out = torch.empty_like(small)
+    call = HostSampler(lambda: torch.add(small, small, out=out), "hot", call_seconds=2e-6)
+    ceilings.set("launch.host_call", duration(call, "torch.add of 16 elements"))
+    return ceilings.achievable()
+
+
+def _hot(call: Callable[[], Any]) -> HostSampler:
+    call()
+    start = time.perf_counter()
+    call()
+    return HostSampler(call, "hot", call_seconds=time.perf_counter() - start)
+
+
+def _bandwidths(ceilings: Ceilings, size: int) -> None:
+    a, b, c = (torch.randn(size // 4) for _ in range(3))
+    ways: dict[str, tuple[Callable[[], Any], int]] = {
+        "copy": (lambda: a.copy_(b), 2),
+        "read": (lambda: torch.sum(a), 1),
+        "fill": (lambda: a.fill_(1.0), 1),
+        "triad": (lambda: torch.add(b, c, alpha=2.0, out=a), 3),
+    }
+    for name, (call, passes) in ways.items():
+        ceilings.say(f"memory: {name} of {quantity(size, 'B')}")
+        how = f"{name} of {quantity(size, 'B')} per tensor, {passes} pass{'es' if passes > 1 else ''}"
+        ceilings.set(f"bandwidth.{name}", reach(_hot(call), passes * size, how, blocks=5))
+
+
+def _cache_bandwidth(ceilings: Ceilings, cache: int) -> None:
+    ceilings.say("last-level cache")
+    for divisor in (2, 4, 8):
+        size = max(2**16, cache // divisor)
+        data = torch.randn(size // 4)
+        how = f"repeated read of {quantity(size, 'B')}"
+        ceilings.best("cache_bandwidth", reach(_hot(lambda data=data: torch.sum(data)), size, how, blocks=5))  # type: ignore[misc]
+
+
+def _products(ceilings: Ceilings, dtype: torch.dtype, engine: str | None) -> None:
+    """The best product over growing sizes; stops where one takes too long, as in types that the CPU only emulates."""
+    name = str(dtype).removeprefix("torch.")
+    room = "matrix" if engine is not None and name in ("bfloat16", "int8", "float16") else "vector"
+    ceilings.say(f"matrix product in {name}")
+    best: HostSampler | None = None
+    for size in SIZES:
+        call = _product(size, dtype)
+        try:
+            sampler = _hot(call)
+        except RuntimeError:  # this build of torch has no such product on the CPU
+            return
+        how = f"product of {size} x {size} matrices"
+        before = ceilings.value(f"{room}.{name}") or 0.0
+        start = time.perf_counter()
+        ceilings.best(f"{room}.{name}", reach(sampler, 2.0 * size**3, how, blocks=5))
+        best = sampler if (ceilings.value(f"{room}.{name}") or 0.0) > before else best
+        if 8 * (time.perf_counter() - start) > 6 * LONGEST_PRODUCT_SECONDS:
+            break
+    if name == "float32" and best is not None:
+        blocks = max(5, int(SUSTAINED_SECONDS / max(1e-3, best.block().seconds)))
+        size = SIZES[-1] if best.calls == 1 else SIZES[0]
+        ceilings.say(f"the same, sustained for {SUSTAINED_SECONDS:g} s")
+        sustained = _hot(_product(size, dtype))
+        how = f"product of {size} x {size} matrices for {SUSTAINED_SECONDS:g} s"
+        ceilings.set("matrix_sustained.float32", reach(sustained, 2.0 * size**3, how, blocks=min(blocks, 50)))
+
+
+def _product(size: int, dtype: torch.dtype) -> Callable[[], Any]:
+    if dtype == torch.int8:
+        a, b = (torch.randint(-128, 128, (size, size), dtype=dtype) for _ in range(2))
+        return lambda: torch._int_mm(a, b)
+    x, y = (torch.randn(size, size).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype)
+    return lambda: torch.mm(x, y, out=out)

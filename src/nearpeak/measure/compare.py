@@ -1,0 +1,182 @@
+"""`compare`: which of two is faster, by how much, and could a difference have been seen at all?"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nearpeak.errors import UntrustworthyMeasurement, UsageError
+from nearpeak.measure.assess import Counters, assess
+from nearpeak.measure.bench import Progress, explain, make_timing, measured_block, quiet_collector, warm_up
+from nearpeak.measure.case import Case, as_case
+from nearpeak.measure.flags import raise_flag
+from nearpeak.measure.options import Options, options_from
+from nearpeak.measure.probe import reporting
+from nearpeak.measure.statistics import signed_rank_centre
+from nearpeak.measure.subject import Subject, prepare
+from nearpeak.measure.timing import Block, Comparison, Verdict
+from nearpeak.units import percent
+
+MIN_PAIRS = 20
+CHECK_EVERY = 10
+POWER = 1 + 0.8416 / 1.9600
+"""A difference is seen four times out of five when it is this many half-widths away from none."""
+
+
+def compare(
+    a: Callable[..., Any] | Case,
+    b: Callable[..., Any] | Case,
+    *args: Any,
+    margin: float = 0.01,
+    work: Any = None,
+    reset: Callable[[], Any] | None = None,
+    names: tuple[str, str] = ("", ""),
+    strict: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Comparison:
+    """Times `a(*args)` and `b(*args)` in interleaved pairs of blocks, in random order, and judges the ratio b / a.
+
+    Drifts of clocks, heat and neighbours hit both alike, so that they cancel in the ratio of each pair; measuring all
+    of one and then all of the other would read them as a difference.
+
+    The verdict is about b: FASTER or SLOWER when the interval of the ratio excludes 1 and is not within `margin`;
+    EQUIVALENT when the whole interval is within `margin`; INCONCLUSIVE otherwise. `detectable` is the smallest
+    difference that the run would have seen four times out of five. Options are those of `bench`.
+
+    >>> import torch
+    >>> result = compare(torch.sin, torch.cos, torch.randn(20_000), max_seconds=0.1, warmup_seconds=0.01)
+    >>> result.low <= result.ratio <= result.high
+    True
+    """
+    if not 0 < margin < 1:
+        raise UsageError(f"margin is {margin!r}; it is a share between 0 and 1, such as 0.01 for 1 %.")
+    chosen = options_from({"precision": margin / 3, **options})
+    case_a = as_case(a, args if not isinstance(a, Case) else (), {}, work=work, reset=reset, name=names[0] or _name(a, "a", b))
+    case_b = as_case(b, args if not isinstance(b, Case) else (), {}, work=work, reset=reset, name=names[1] or _name(b, "b", a))
+    say = progress or (lambda line: None)
+    say(f"probing {case_a.name} and {case_b.name}")
+    subjects = (prepare(case_a, chosen), prepare(case_b, chosen))
+    kinds = tuple(subject.sampler.kind for subject in subjects)
+    if kinds[0] != kinds[1] or subjects[0].device is not subjects[1].device:
+        raise UsageError(
+            f"{case_a.name} gives a {kinds[0]} time on {subjects[0].device_name}, {case_b.name} a {kinds[1]} time on "
+            f"{subjects[1].device_name}: these cannot be compared. Ask for one kind of both, for example kind='latency'."
+        )
+    _same_method(subjects, chosen)
+    with quiet_collector():
+        for subject in subjects:
+            with reporting(subject.case, "while warming up"):
+                warm_up(subject, chosen)
+        before = [Counters.now(subject) for subject in subjects]
+        series, converged, interrupted = collect_pairs(subjects, chosen, say)
+        after = [Counters.now(subject) for subject in subjects]
+    timings = []
+    for i, subject in enumerate(subjects):
+        # The precision of a comparison is that of the ratio: a single series may wander as it likes.
+        flags = assess(subject, series[i], chosen, before[i], after[i], converged=True)
+        flags = [flag for flag in flags if flag.name != "DRIFT"]
+        if interrupted:
+            flags.append(raise_flag("PARTIAL", f"stopped by hand after {len(series[i])} pairs"))
+        timings.append(make_timing(subject, series[i], chosen, flags, partial=interrupted))
+    result = judge(timings[0], timings[1], margin=margin, confidence=chosen.confidence, partial=interrupted)
+    if strict:
+        for timing in timings:
+            if timing.grade in ("C", "F"):
+                raise UntrustworthyMeasurement(explain(timing))
+    return result
+
+
+def collect_pairs(
+    subjects: tuple[Subject, Subject], options: Options, say: Progress
+) -> tuple[tuple[list[Block], list[Block]], bool, bool]:
+    """Pairs of neighbouring blocks, each pair in random order, until the interval of the ratio is narrow."""
+    order = random.Random(options.seed)
+    series: tuple[list[Block], list[Block]] = ([], [])
+    start = time.perf_counter()
+    try:
+        while len(series[1]) < options.max_blocks:
+            turn = [0, 1]
+            order.shuffle(turn)
+            fresh: dict[int, Block] = {}
+            for i in turn:
+                with reporting(subjects[i].case, "while it was timed"):
+                    fresh[i] = measured_block(subjects[i])
+            for i in (0, 1):
+                series[i].append(fresh[i])
+            pairs, elapsed = len(series[1]), time.perf_counter() - start
+            if pairs < MIN_PAIRS or (pairs % CHECK_EVERY and elapsed < options.max_seconds):
+                continue
+            centre = signed_rank_centre(_log_ratios(series), options.confidence)
+            half = (centre.interval.high - centre.interval.low) / 2
+            if half <= options.precision:
+                return series, True, False
+            say(f"{pairs} pairs, ratio {math.exp(centre.value):.4f} +- {percent(half, 2)}")
+            if elapsed >= options.max_seconds:
+                break
+    except KeyboardInterrupt:
+        if len(series[1]) < 6:
+            raise
+        return series, False, True
+    return series, False, False
+
+
+def judge(a: Any, b: Any, *, margin: float, confidence: float = 0.95, partial: bool = False) -> Comparison:
+    """The verdict on two timings whose blocks were taken in pairs."""
+    centre = signed_rank_centre(_log_ratios((a.blocks, b.blocks)), confidence)
+    low, high = math.exp(centre.interval.low), math.exp(centre.interval.high)
+    half = (centre.interval.high - centre.interval.low) / 2
+    return Comparison(
+        a=a,
+        b=b,
+        ratio=math.exp(centre.value),
+        low=low,
+        high=high,
+        confidence=centre.interval.confidence,
+        verdict=verdict(low, high, margin),
+        margin=margin,
+        detectable=math.expm1(POWER * half),
+        pairs=len(a.blocks),
+        partial=partial,
+    )
+
+
+def verdict(low: float, high: float, margin: float) -> Verdict:
+    """What the interval of the ratio says.
+
+    >>> verdict(0.90, 0.95, 0.01), verdict(1.02, 1.03, 0.01), verdict(0.995, 1.004, 0.01), verdict(0.97, 1.02, 0.01)
+    ('FASTER', 'SLOWER', 'EQUIVALENT', 'INCONCLUSIVE')
+    """
+    if low >= 1 / (1 + margin) and high <= 1 + margin:
+        return "EQUIVALENT"
+    if high < 1:
+        return "FASTER"
+    if low > 1:
+        return "SLOWER"
+    return "INCONCLUSIVE"
+
+
+def _log_ratios(series: Any) -> list[float]:
+    pairs = zip(series[0], series[1], strict=True)
+    return [math.log(max(b.seconds, 1e-12) / max(a.seconds, 1e-12)) for a, b in pairs]
+
+
+def _same_method(subjects: tuple[Subject, Subject], options: Options) -> None:
+    """Both with the same sampler: a graph on one side and events on the other would differ by their zeros."""
+    if type(subjects[0].sampler) is type(subjects[1].sampler):
+        return
+    from dataclasses import replace
+
+    events = replace(options, method="events")
+    for subject in subjects:
+        fresh = prepare(subject.case, events)
+        subject.sampler, subject.flags = fresh.sampler, fresh.flags
+
+
+def _name(fn: Any, letter: str, other: Any) -> str:
+    own = fn.name if isinstance(fn, Case) else getattr(fn, "__name__", "")
+    others = other.name if isinstance(other, Case) else getattr(other, "__name__", "")
+    return f"{own} ({letter})" if own and own == others else own or letter

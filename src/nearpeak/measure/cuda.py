@@ -1,0 +1,152 @@
+"""A CUDA device as an instrument: events, a spin that occupies it, and the eviction of its cache.
+
+The spin is `torch.cuda._sleep`, a kernel of one thread that counts clock cycles. It is bounded, so that code which
+synchronises inside a timed region is slow but never deadlocks, as it would behind a host-released barrier.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from nearpeak.measure.conditions import GpuConditions
+from nearpeak.measure.statistics import median
+from nearpeak.measure.timing import Cache
+
+SETTLE_SECONDS = 4e-6
+"""Pause between eviction and call: the memory system drains, and what precedes every call is the same kernel."""
+
+EVICT_FACTOR = 2.0
+"""How many times the cache is swept before a cold call."""
+
+LONGEST_SPIN_SECONDS = 0.25
+
+
+class CudaDevice:
+    """One GPU, with what the harness needs to know of it; use `cuda_device(index)`, which keeps them."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.device = torch.device("cuda", index)
+        properties: Any = torch.cuda.get_device_properties(index)
+        self.name: str = properties.name
+        self.cache_bytes = int(getattr(properties, "L2_cache_size", 0))
+        self.memory_bytes = int(properties.total_memory)
+        self.conditions = GpuConditions(str(getattr(properties, "uuid", "")))
+        self.sweep_bytes = int(EVICT_FACTOR * self.cache_bytes)
+        self._sweep: torch.Tensor | None = None
+        self._sink = torch.zeros((), device=self.device)
+        self._events: list[Any] = []
+        self.cycles_per_second = self._measure_spin()
+
+    def spin(self, seconds: float) -> None:
+        """Enqueues a kernel that keeps the device busy for about this long, drawing little power."""
+        torch.cuda._sleep(max(1, int(seconds * self.cycles_per_second)))
+
+    def evict(self) -> None:
+        """Enqueues a read of twice the cache, so that nothing of the caller's is in it.
+
+        Reading leaves clean lines. A flush that writes leaves the cache full of dirty ones, and their write-back is
+        then paid by the timed kernel: 20 % of a 33-million-element add on an H200.
+        """
+        if self._sweep is None:
+            self._sweep = torch.randn(max(4, self.sweep_bytes) // 4, device=self.device)
+        torch.sum(self._sweep, dim=0, out=self._sink)
+
+    def sweep(self, factor: float = EVICT_FACTOR) -> None:
+        """Sets how many times the cache is swept; the self-test breaks the eviction with it, and must notice."""
+        self.sweep_bytes = int(factor * self.cache_bytes)
+        self._sweep = None
+
+    def events(self, count: int) -> Sequence[Any]:
+        """At least `count` timing events, reused between blocks: creating one costs more than recording it."""
+        while len(self._events) < count:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()  # the driver creates it at its first use
+            self._events.append(event)
+        return self._events[:count]
+
+    def synchronize(self) -> None:
+        """Waits for everything on this device."""
+        torch.cuda.synchronize(self.device)
+
+    def event_tick(self) -> float:
+        """The smallest step between event times, in seconds."""
+        events = self.events(64)
+        self.spin(1e-3)
+        for event in events:
+            event.record()
+        self.synchronize()
+        first = events[0]
+        times = sorted({round(first.elapsed_time(event) * 1e6) for event in events[1:]})  # nanoseconds
+        steps = [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
+        return math.gcd(*steps) * 1e-9 if steps else float("nan")
+
+    def event_pair_seconds(self) -> float:
+        """What two events with nothing between them read."""
+        events = self.events(40)
+        self.spin(1e-3)
+        for event in events:
+            event.record()
+        self.synchronize()
+        return median([a.elapsed_time(b) * 1e-3 for a, b in zip(events[::2], events[1::2], strict=True)])
+
+    def _measure_spin(self) -> float:
+        events = self.events(2)
+        torch.cuda._sleep(1_000_000)
+        cycles = 4_000_000
+        events[0].record()
+        torch.cuda._sleep(cycles)
+        events[1].record()
+        self.synchronize()
+        return cycles / (events[0].elapsed_time(events[1]) * 1e-3)
+
+
+@lru_cache(maxsize=16)
+def cuda_device(index: int) -> CudaDevice:
+    """The instrument for GPU `index`, made once per process."""
+    with torch.cuda.device(index):
+        return CudaDevice(index)
+
+
+class Stage:
+    """What stands before every timed call, outside the timed region: reset, pace, eviction, settling.
+
+    `pace` spins in proportion to the call's own time, so that a burst keeps the device's duty low and its clocks up.
+    """
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        cache: Cache,
+        *,
+        reset: Callable[[], Any] | None = None,
+        pace_seconds: float = 0.0,
+        evict: bool = True,
+    ) -> None:
+        self.device = device
+        self.cold = cache == "cold" and evict
+        self.reset = reset
+        self.pace_seconds = pace_seconds
+
+    def __call__(self) -> None:
+        """Enqueues it all."""
+        if self.reset is not None:
+            self.reset()
+        if self.pace_seconds > 0:
+            self.device.spin(self.pace_seconds)
+        if self.cold:
+            self.device.evict()
+        self.device.spin(SETTLE_SECONDS)
+
+
+def host_seconds(action: Callable[[], Any]) -> float:
+    """Host time until `action` returns."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

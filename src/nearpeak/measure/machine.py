@@ -1,0 +1,89 @@
+"""`machine`: this machine with its measured ceilings, or one of the catalogue."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Callable
+
+import torch
+
+from nearpeak.machines import catalogue, store
+from nearpeak.machines.detect import cpu_facts
+from nearpeak.machines.model import Machine
+from nearpeak.measure.cuda import CudaDevice, cuda_device
+
+Progress = Callable[[str], None]
+
+
+def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:
+    """The machine `name` of the catalogue, or this one with its ceilings measured.
+
+    A first call on a machine measures it and keeps the result for this device, driver and torch version; later calls
+    read that. `calibrate` measures again. A cache file that is damaged or belongs to another machine is measured again.
+
+    >>> machine("h100-sxm").theoretical.bandwidth
+    3350000000000.0
+    """
+    if name is not None:
+        return catalogue.find(name)
+    say = progress or (lambda line: None)
+    device = cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    key = _key(device)
+    if not calibrate:
+        found = store.load(key)
+        if isinstance(found, store.Stored):
+            return found.machine
+        if found is not None:
+            say(f"{found.path} is not used: {found.reason}")
+        say("measuring this machine, once")
+    facts = _facts(device)
+    if device is None:
+        from nearpeak.measure.ceilings_host import calibrate_host
+
+        achievable = calibrate_host(say)
+    else:
+        from nearpeak.measure.ceilings_cuda import calibrate_cuda
+
+        achievable = calibrate_cuda(device.index, say)
+    measured = dataclasses.replace(facts, achievable=achievable)
+    kept = store.save(measured, key)
+    if isinstance(kept, store.Unusable):
+        say(f"the calibration is not kept: {kept.path} {kept.reason}")
+    return measured
+
+
+def known_machine(device: CudaDevice | None) -> Machine | None:
+    """What is known of a device without measuring it: its calibration, else its row of the catalogue, else None."""
+    found = store.load(_key(device))
+    if isinstance(found, store.Stored):
+        return found.machine
+    return catalogue.by_driver_name(device.name) if device is not None else None
+
+
+def _key(device: CudaDevice | None) -> store.Key:
+    if device is None:
+        facts = cpu_facts()
+        return store.Key(device=facts.id, driver=f"{platform.system()} {torch.get_num_threads()} threads", torch=torch.__version__)
+    return store.Key(device=device.name, driver=device.conditions.driver() or "unknown", torch=torch.__version__)
+
+
+def _facts(device: CudaDevice | None) -> Machine:
+    """The machine as its datasheet or the system describes it; its measured ceilings come on top."""
+    if device is None:
+        return cpu_facts()
+    known = catalogue.by_driver_name(device.name)
+    if known is not None:
+        return known
+    properties = torch.cuda.get_device_properties(device.index)
+    return Machine(
+        id=device.name.lower().replace(" ", "-"),
+        name=device.name,
+        kind="gpu",
+        vendor="amd" if torch.version.hip else "nvidia",
+        architecture=f"compute capability {properties.major}.{properties.minor}",
+        processors=properties.multi_processor_count,
+        memory_bytes=float(device.memory_bytes),
+        cache_bytes=float(device.cache_bytes) or None,
+        sources={"memory_bytes": "the driver", "processors": "the driver", "cache_bytes": "the driver"},
+    )

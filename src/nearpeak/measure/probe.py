@@ -1,0 +1,208 @@
+"""A first look at a subject, before any time is taken: does it run, where, does it wait, keep memory, change its inputs?"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearpeak.errors import CaseError
+from nearpeak.measure.case import Case, describe_error
+from nearpeak.measure.cuda import CudaDevice, host_seconds
+from nearpeak.measure.profiler import profile_calls, span_seconds
+from nearpeak.measure.statistics import median
+
+PROBE_CALLS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the first calls showed."""
+
+    call_seconds: float
+    """Wall time of one call, device idle before and after."""
+    enqueue_seconds: float
+    memory_growth: float
+    """Bytes that every call keeps."""
+    mutated: tuple[int, ...]
+    """Positions of tensors whose values differ after every call."""
+    nonfinite: bool
+    """The inputs are finite and the result is not."""
+    synchronises: bool = False
+    kernels: tuple[str, ...] | None = None
+    """Names, in order; None where the profiler sees none."""
+    kernel_span: float | None = None
+    off_stream: bool = False
+
+
+@contextlib.contextmanager
+def reporting(case: Case, when: str) -> Iterator[None]:
+    """Turns an error of the user's code into a `CaseError` with the original as its cause."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CaseError(
+            f"{case.name} ran out of memory {when}: {describe_error(error)}. Use smaller inputs, or free memory."
+        ) from error
+    except Exception as error:
+        raise CaseError(f"{case.name} raised an error {when}: {describe_error(error)}") from error
+
+
+def device_of(case: Case) -> torch.device:
+    """Where the case's tensors are; for a case without tensors, where its kernels run."""
+    for tensors in (case.tensors(), case.hidden_tensors()):
+        devices = {tensor.device for tensor in tensors}
+        on_gpu = sorted((device for device in devices if device.type == "cuda"), key=str)
+        if len(on_gpu) > 1:
+            raise CaseError(
+                f"{case.name} has tensors on several GPUs ({', '.join(map(str, on_gpu))}). Time one device at a time."
+            )
+        if on_gpu:
+            return on_gpu[0]
+        if devices:
+            return torch.device("cpu")
+    if torch.cuda.is_available():
+        with reporting(case, "on its first call"):
+            case.call()
+            calls = profile_calls(case.call, 1, synchronize=torch.cuda.synchronize)
+        if calls and calls[0]:
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def probe_host(case: Case) -> Probe:
+    """The probe of a case that runs on the CPU."""
+    common = _probe(case, synchronize=lambda: None, memory=_resident_bytes)
+    available = _available_bytes()
+    if available is not None:
+        _refuse_endless_growth(case, common.memory_growth, available)
+    return common
+
+
+def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe:
+    """The probe of a case on a GPU, with what only a GPU can tell: waiting, kernels, streams."""
+    common = _probe(case, synchronize=device.synchronize, memory=lambda: torch.cuda.memory_allocated(device.device))
+    _refuse_endless_growth(case, common.memory_growth, torch.cuda.mem_get_info(device.device)[0])
+    with reporting(case, "while it was probed"):
+        synchronises = _synchronises(case, device, common.enqueue_seconds)
+        profiled = profile_calls(case.call, 3, synchronize=device.synchronize) if kernels else []
+    seen = [call for call in profiled if call]
+    if not seen:
+        return replace(common, synchronises=synchronises)
+    stream = torch.cuda.current_stream(device.device)
+    return replace(
+        common,
+        synchronises=synchronises,
+        kernels=tuple(kernel.name for kernel in seen[-1]),
+        kernel_span=median([span_seconds(call) for call in seen]),
+        off_stream=_off_stream(case, device) if len({k.stream for k in seen[-1]}) > 1 or not stream else False,
+    )
+
+
+def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
+    tensors = list(case.tensors())
+    finite_before = all(_finite(tensor) for tensor in tensors)
+    with reporting(case, "on its first call"):
+        if case.reset is not None:
+            case.reset()
+        result = case.call()
+        synchronize()
+    samples, sizes, walls, enqueues = [], [], [], []
+    for _ in range(PROBE_CALLS):
+        del result
+        with reporting(case, "on a repeated call"):
+            if case.reset is not None:
+                case.reset()
+            synchronize()
+            start = time.perf_counter()
+            result = case.call()
+            enqueues.append(time.perf_counter() - start)
+            synchronize()
+            walls.append(time.perf_counter() - start)
+        samples.append([_sample(tensor) for tensor in tensors])
+        sizes.append(memory())
+    outputs_finite = all(_finite(tensor) for tensor in Case(lambda: None, result).tensors())
+    growths = [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
+    mutated = tuple(
+        i
+        for i in range(len(tensors))
+        if all(not torch.equal(a[i], b[i]) for a, b in zip(samples, samples[1:], strict=False))
+    )
+    return Probe(
+        call_seconds=median(walls),
+        enqueue_seconds=min(enqueues),
+        memory_growth=float(min(growths)) if min(growths) > 0 else 0.0,
+        mutated=mutated,
+        nonfinite=finite_before and not outputs_finite,
+    )
+
+
+def _synchronises(case: Case, device: CudaDevice, enqueue_seconds: float) -> bool:
+    """Whether the call waits for the device: behind a long spin it then returns late."""
+    spin = 0.02 + 2 * enqueue_seconds
+    if spin > 0.3:  # a call that occupies the host this long cannot be told apart from one that waits
+        return False
+    device.synchronize()
+    device.spin(spin)
+    waited = host_seconds(case.call)
+    device.synchronize()
+    return waited > enqueue_seconds + 0.5 * spin
+
+
+def _off_stream(case: Case, device: CudaDevice) -> bool:
+    """Whether work is still running on another stream when the current stream is done with the call."""
+    end = torch.cuda.Event()
+    open_ends = 0
+    for _ in range(3):
+        device.synchronize()
+        case.call()
+        end.record()
+        end.synchronize()
+        start = time.perf_counter()
+        device.synchronize()
+        open_ends += time.perf_counter() - start > 30e-6
+    return open_ends >= 2
+
+
+def _refuse_endless_growth(case: Case, growth: float, available: float) -> None:
+    if growth * 200 > available:
+        raise CaseError(
+            f"{case.name} keeps {growth / 2**20:.0f} MiB more with every call; a few hundred calls would fill the "
+            "memory. Do not append results to a list or keep graphs of autograd alive between calls."
+        )
+
+
+def _sample(tensor: torch.Tensor, size: int = 4096) -> torch.Tensor:
+    flat = tensor.detach()
+    if not flat.is_contiguous() or flat.dtype.itemsize == 1:
+        flat = flat.to(torch.float32) if flat.is_floating_point() else flat
+    flat = flat.reshape(-1)
+    step = max(1, flat.numel() // size)
+    return flat[::step][:size].cpu()
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.device.type == "meta":
+        return True
+    return bool(torch.isfinite(_sample(tensor).to(torch.float32)).all())
+
+
+def _resident_bytes() -> int:
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _available_bytes() -> float | None:
+    if sys.platform != "linux":
+        return None
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,41 @@
+"""What all tests share: a cache directory of their own, and the tests that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+_cache = tempfile.TemporaryDirectory(prefix="nearpeak-tests-")
+_not_run = pytest.StashKey[int]()
+
+
+def pytest_configure() -> None:
+    os.environ["NEARPEAK_CACHE_DIR"] = _cache.name
+
+
+def pytest_unconfigure() -> None:
+    _cache.cleanup()
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have dropped what was not asked for
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    need_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if need_gpu and not _gpu_available():
+        for item in need_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        config.stash[_not_run] = len(need_gpu)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count = config.stash.get(_not_run, 0)
+    if count:
+        tests = "1 test needs a GPU and was" if count == 1 else f"{count} tests need a GPU and were"
+        terminalreporter.write_line(f"{tests} not run: pytest -m gpu")
+
+
+def _gpu_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,96 @@
+"""The public surface, and what importing it costs."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+import time
+from types import ModuleType
+
+import pytest
+
+import nearpeak
+import nearpeak.render
+
+PUBLIC = {
+    "Case",
+    "Comparison",
+    "Machine",
+    "NearpeakError",
+    "Timing",
+    "Work",
+    "bench",
+    "compare",
+    "inputs",
+    "machine",
+    "sweep",
+}
+
+HEAVY = {"torch", "triton", "rich", "numpy"}
+
+RENDERERS = sorted(module.name for module in pkgutil.walk_packages(nearpeak.render.__path__, "nearpeak.render."))
+
+
+def python(*arguments: str) -> str:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def imported_by(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after `code`."""
+    output = python("-c", f"{code}\nimport sys\nprint(*sys.modules, file=sys.__stdout__)")
+    return {name.partition(".")[0] for name in output.split()}
+
+
+def best_seconds(*arguments: str, repeats: int = 5) -> float:
+    """The fastest of `repeats` runs of the interpreter."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        python(*arguments)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_exported_names():
+    assert set(nearpeak.__all__) == PUBLIC
+    assert set(nearpeak._HOME) == PUBLIC
+    assert set(dir(nearpeak)) >= PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_exported_name_resolves(name: str):
+    value = getattr(nearpeak, name)
+    if name == "inputs":
+        assert isinstance(value, ModuleType)
+    else:
+        assert callable(value)
+        assert value.__name__ == name
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'nearpeak' has no attribute 'bnech'"):
+        _ = nearpeak.bnech
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import nearpeak",
+        "import nearpeak.cli.main",
+        "from nearpeak import Machine, NearpeakError, Work",
+        "from nearpeak.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+    ],
+)
+def test_light_imports_load_nothing_heavy(code: str):
+    assert not imported_by(code) & HEAVY
+
+
+@pytest.mark.parametrize("module", RENDERERS)
+def test_rendering_needs_no_torch(module: str):
+    assert not imported_by(f"import {module}") & {"torch", "triton"}
+
+
+def test_help_answers_at_once():
+    bare = best_seconds("-c", "pass")
+    assert best_seconds("-m", "nearpeak", "--help") < bare + 0.130
