@@ -14,7 +14,7 @@ MADE_UP = Machine(
     vendor="nvidia",
     architecture="hopper",
     processors=100,
-    memory_bytes=80e9,
+    memory_bytes=80 * 2**30,
     memory_kind="HBM3",
     cache_bytes=50 * 2**20,
     shared_memory_bytes=228 * 2**10,
@@ -57,7 +57,7 @@ GOLDEN = """\
 Made-up GPU 80GB (made-up)
 kind        GPU, nvidia, hopper
 processors  100 multiprocessors, boost 1.50 GHz, 700 W
-memory      80 GB HBM3
+memory      80.0 GiB HBM3
 caches      L2 50 MiB, shared memory 228 KiB each
 links       NVLink 4 x18 450 GB/s, PCIe 5.0 x16 63.0 GB/s
 
@@ -81,7 +81,7 @@ launch                           time
 enqueue (host)                4.20 us
 smallest step of event times      0 s
 
-Achievable, measured: 2026-01-02, driver 570.86.15, torch 2.13.0.
+Achievable: measured 2026-01-02, driver 570.86.15, torch 2.13.0.
 Widest spread of repeats: 2.0 % (bandwidth.read).
 Calibrated 2026-01-02T03:04:05+00:00, driver 570.86.15, torch 2.13.0.
 Kept in /cache/machines/made-up.json

@@ -11,12 +11,17 @@ import torch
 
 from nearpeak.measure.flags import Flag, raise_flag
 from nearpeak.measure.options import Options
+from nearpeak.measure.samplers import EventSampler, GraphSampler, RegressionSampler
 from nearpeak.measure.statistics import Interval, inflation, lag1, median, median_interval, modality, quantile, trend
 from nearpeak.measure.subject import Subject
 from nearpeak.measure.timing import Block
 from nearpeak.units import percent, seconds
 
 CLOCK_SPREAD = 0.02
+EVENT_JITTER_SECONDS = 2e-6
+"""Events scatter by this much (seen on an H200): two humps so close are the instrument's own."""
+FULL_CLOCK = 0.98
+"""A power cap at this share of the highest clock costs nothing worth a flag."""
 SHARED_BLOCKS = 0.25
 """A condition that held in fewer blocks than this is not worth a flag."""
 
@@ -71,16 +76,16 @@ def _of_the_series(subject: Subject, blocks: Sequence[Block], options: Options, 
     if exposed > 0.1 * len(hidden):
         evidence = f"in {exposed} of {len(hidden)} blocks the device ran dry while calls were enqueued"
         yield raise_flag("LAUNCH_NOT_HIDDEN", evidence)
-    single = subject.sampler.kind in ("device", "cpu", "latency") and len(blocks[0].readings) > 1
-    readings = [reading for block in blocks for reading in block.readings] if single else values
-    if subject.sampler.kind == "device" and "graph" in subject.sampler.method:
-        readings = values  # a graph block's readings are its two sums, not calls
+    readings = values
+    if not isinstance(subject.sampler, RegressionSampler):  # whose readings are two sums, not calls
+        readings = [reading for block in blocks for reading in block.readings]
     humps = modality(readings)
-    if len(readings) >= 40 and humps > 2.8 and quantile(readings, 0.9) > 1.05 * quantile(readings, 0.1):
+    jitter = EVENT_JITTER_SECONDS if isinstance(subject.sampler, (EventSampler, GraphSampler)) else 0.0
+    if len(readings) >= 40 and humps > 2.8 and quantile(readings, 0.9) > 1.05 * quantile(readings, 0.1) + jitter:
         evidence = f"m-value {humps:.1f} over {len(readings)} readings, 10 % to 90 %: "
         spread = f"{seconds(quantile(readings, 0.1))} to {seconds(quantile(readings, 0.9))}"
         yield raise_flag("MULTIMODAL", evidence + spread)
-    if len(readings) >= 40 and quantile(readings, 0.99) > 1.5 * median(readings):
+    if len(readings) >= 40 and quantile(readings, 0.99) > 1.5 * median(readings) + jitter:
         evidence = f"the slowest hundredth takes {quantile(readings, 0.99) / median(readings):.1f} times the median"
         yield raise_flag("HEAVY_TAIL", evidence)
 
@@ -98,9 +103,13 @@ _THROTTLES = {
 
 def _of_the_conditions(subject: Subject, blocks: Sequence[Block]) -> Iterator[Flag]:
     seen: dict[str, int] = {}
+    fastest = subject.device.conditions.highest_clock_hz() if subject.device is not None else None
     for block in blocks:
+        clock = block.conditions.clock_hz
+        at_full_clock = fastest is not None and clock is not None and clock >= FULL_CLOCK * fastest
         for reason in block.conditions.throttle:
-            seen[reason] = seen.get(reason, 0) + 1
+            if not at_full_clock:
+                seen[reason] = seen.get(reason, 0) + 1
     for reason, count in seen.items():
         if count >= SHARED_BLOCKS * len(blocks):
             yield raise_flag(_THROTTLES[reason], f"{reason} in {count} of {len(blocks)} blocks")

@@ -1,4 +1,4 @@
-"""The achievable ceilings of the machine at hand, measured with the harness. Shared parts of CPU and GPU calibration."""
+"""The achievable ceilings of the machine at hand, measured with the harness: what CPU and GPU share."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Ceilings:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Achievable(
             how="measured",
-            note=f"measured {now} with torch {torch.__version__}, {torch.get_num_threads()} threads",
+            note=f"{now} with torch {torch.__version__}, {torch.get_num_threads()} threads",
             bandwidth=max(self.group("bandwidth").values()),
             cache_bandwidth=self.value("cache_bandwidth"),
             matrix=self.group("matrix"),

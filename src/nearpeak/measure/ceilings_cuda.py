@@ -11,7 +11,8 @@ import torch
 from nearpeak.machines.model import Achievable, Ceiling
 from nearpeak.measure.ceilings import Ceilings, Progress, duration, reach
 from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
-from nearpeak.measure.samplers import GraphSampler, PairSampler, WallSampler
+from nearpeak.measure.instrument import zero_of
+from nearpeak.measure.samplers import EventSampler, RegressionSampler, WallSampler
 from nearpeak.measure.spin import fma_kernel
 from nearpeak.measure.statistics import median, quantile
 from nearpeak.units import quantity
@@ -38,26 +39,24 @@ def calibrate_cuda(index: int, progress: Progress | None = None) -> Achievable:
         return ceilings.achievable()
 
 
-def _pairs(device: CudaDevice, call: Callable[[], Any], *, pace: bool = True) -> PairSampler:
+def _pairs(device: CudaDevice, call: Callable[[], Any], *, pace: bool = True) -> EventSampler:
     """Events around hot calls, in bursts unless `pace` is off; sized by a first look."""
     for _ in range(2):
         call()
-    first = PairSampler(device, call, Stage(device, "hot"), call_seconds=1e-3, enqueue_seconds=2e-5, calls=2)
+    first = EventSampler(device, call, Stage(device, "hot"), call_seconds=1e-3, enqueue_seconds=2e-5, calls=2)
     estimate = first.block().seconds
     stage = Stage(device, "hot", pace_seconds=3 * estimate if pace else 0.0)
-    return PairSampler(device, call, stage, call_seconds=estimate, enqueue_seconds=2e-5, zero_seconds=_zero(device))
+    return EventSampler(device, call, stage, call_seconds=estimate, enqueue_seconds=2e-5, zero_seconds=_zero(device))
 
 
 def _zero(device: CudaDevice) -> float:
-    from nearpeak.measure.instrument import zero_of
-
-    return zero_of(device.index, "hot").pair
+    return zero_of(device.index, "hot").events
 
 
 def _bandwidths(ceilings: Ceilings, device: CudaDevice) -> None:
     free = torch.cuda.mem_get_info(device.device)[0]
-    size = int(min(2**31, max(8 * device.cache_bytes, 2**28), free // 5)) // 4096 * 4096
-    size = max(size, int(min(2**31, free // 5)) // 4096 * 4096)
+    # Large, because what a write leaves in the cache when its kernel ends has not reached the memory.
+    size = int(min(2**33, free // 5)) // 4096 * 4096
     a, b, c = (torch.randn(size // 4, device=device.device) for _ in range(3))
     out = torch.zeros((), device=device.device)
     ways: dict[str, tuple[Callable[[], Any], int]] = {
@@ -88,7 +87,7 @@ def _cache_bandwidth(ceilings: Ceilings, device: CudaDevice) -> None:
         }
         for name, call in ways.items():
             call()
-            sampler = GraphSampler(device, call, Stage(device, "hot"), call_seconds=10e-6)
+            sampler = RegressionSampler(device, call, call_seconds=10e-6)
             how = f"repeated {name} within {quantity(size, 'B')}"
             ceilings.best("cache_bandwidth", reach(sampler, size, how))
 
@@ -106,7 +105,7 @@ def _launches(ceilings: Ceilings, device: CudaDevice) -> None:
 
     enqueue = WallSampler(device, call, "enqueue", call_seconds=1e-5)
     ceilings.set("launch.enqueue", duration(enqueue, "torch.add of 16 elements, host time behind a busy device"))
-    graph = GraphSampler(device, empty, Stage(device, "hot"), call_seconds=2e-6)
+    graph = RegressionSampler(device, empty, call_seconds=2e-6)
     ceilings.set("launch.in_graph", duration(graph, "what one more empty kernel adds to a CUDA graph"))
     pairs = [device.event_pair_seconds() for _ in range(5)]
     spread = (max(pairs) - min(pairs)) / median(pairs)
@@ -158,7 +157,9 @@ def _products(device: CudaDevice) -> Iterator[tuple[str, Callable[[int, int, int
     yield "float32", plain(torch.float32)
 
 
-def _matrix(ceilings: Ceilings, device: CudaDevice, name: str, make: Callable[[int, int, int], Callable[[], Any]]) -> None:
+def _matrix(
+    ceilings: Ceilings, device: CudaDevice, name: str, make: Callable[[int, int, int], Callable[[], Any]]
+) -> None:
     room = "vector" if name == "float32" else "matrix"  # without tf32 a float32 product runs on the vector units
     best: tuple[float, Callable[[], Any], tuple[int, int, int]] | None = None
     for shape in PRODUCTS if name not in ("float32", "float64") else PRODUCTS[:1]:

@@ -16,7 +16,7 @@ from nearpeak.measure.flags import raise_flag
 from nearpeak.measure.options import Options, options_from
 from nearpeak.measure.probe import reporting
 from nearpeak.measure.statistics import signed_rank_centre
-from nearpeak.measure.subject import Subject, prepare
+from nearpeak.measure.subject import Subject, prepare_alike
 from nearpeak.measure.timing import Block, Comparison, Verdict
 from nearpeak.units import percent
 
@@ -55,24 +55,27 @@ def compare(
     if not 0 < margin < 1:
         raise UsageError(f"margin is {margin!r}; it is a share between 0 and 1, such as 0.01 for 1 %.")
     chosen = options_from({"precision": margin / 3, **options})
-    case_a = as_case(a, args if not isinstance(a, Case) else (), {}, work=work, reset=reset, name=names[0] or _name(a, "a", b))
-    case_b = as_case(b, args if not isinstance(b, Case) else (), {}, work=work, reset=reset, name=names[1] or _name(b, "b", a))
+    case_a = as_case(
+        a, args if not isinstance(a, Case) else (), {}, work=work, reset=reset, name=names[0] or _name(a, "a", b)
+    )
+    case_b = as_case(
+        b, args if not isinstance(b, Case) else (), {}, work=work, reset=reset, name=names[1] or _name(b, "b", a)
+    )
     say = progress or (lambda line: None)
     say(f"probing {case_a.name} and {case_b.name}")
-    subjects = (prepare(case_a, chosen), prepare(case_b, chosen))
+    subjects = prepare_alike(case_a, case_b, chosen)
     kinds = tuple(subject.sampler.kind for subject in subjects)
     if kinds[0] != kinds[1] or subjects[0].device is not subjects[1].device:
         raise UsageError(
             f"{case_a.name} gives a {kinds[0]} time on {subjects[0].device_name}, {case_b.name} a {kinds[1]} time on "
             f"{subjects[1].device_name}: these cannot be compared. Ask for one kind of both, for example kind='latency'."
         )
-    _same_method(subjects, chosen)
     with quiet_collector():
         for subject in subjects:
             with reporting(subject.case, "while warming up"):
                 warm_up(subject, chosen)
         before = [Counters.now(subject) for subject in subjects]
-        series, converged, interrupted = collect_pairs(subjects, chosen, say)
+        series, interrupted = collect_pairs(subjects, chosen, say)
         after = [Counters.now(subject) for subject in subjects]
     timings = []
     for i, subject in enumerate(subjects):
@@ -92,7 +95,7 @@ def compare(
 
 def collect_pairs(
     subjects: tuple[Subject, Subject], options: Options, say: Progress
-) -> tuple[tuple[list[Block], list[Block]], bool, bool]:
+) -> tuple[tuple[list[Block], list[Block]], bool]:
     """Pairs of neighbouring blocks, each pair in random order, until the interval of the ratio is narrow."""
     order = random.Random(options.seed)
     series: tuple[list[Block], list[Block]] = ([], [])
@@ -113,15 +116,15 @@ def collect_pairs(
             centre = signed_rank_centre(_log_ratios(series), options.confidence)
             half = (centre.interval.high - centre.interval.low) / 2
             if half <= options.precision:
-                return series, True, False
+                return series, False
             say(f"{pairs} pairs, ratio {math.exp(centre.value):.4f} +- {percent(half, 2)}")
             if elapsed >= options.max_seconds:
                 break
     except KeyboardInterrupt:
         if len(series[1]) < 6:
             raise
-        return series, False, True
-    return series, False, False
+        return series, True
+    return series, False
 
 
 def judge(a: Any, b: Any, *, margin: float, confidence: float = 0.95, partial: bool = False) -> Comparison:
@@ -162,18 +165,6 @@ def verdict(low: float, high: float, margin: float) -> Verdict:
 def _log_ratios(series: Any) -> list[float]:
     pairs = zip(series[0], series[1], strict=True)
     return [math.log(max(b.seconds, 1e-12) / max(a.seconds, 1e-12)) for a, b in pairs]
-
-
-def _same_method(subjects: tuple[Subject, Subject], options: Options) -> None:
-    """Both with the same sampler: a graph on one side and events on the other would differ by their zeros."""
-    if type(subjects[0].sampler) is type(subjects[1].sampler):
-        return
-    from dataclasses import replace
-
-    events = replace(options, method="events")
-    for subject in subjects:
-        fresh = prepare(subject.case, events)
-        subject.sampler, subject.flags = fresh.sampler, fresh.flags
 
 
 def _name(fn: Any, letter: str, other: Any) -> str:

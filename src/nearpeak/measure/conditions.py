@@ -68,6 +68,11 @@ class GpuConditions:
             throttle=tuple(text for bit, text in _REASONS.items() if reasons & bit),
         )
 
+    def highest_clock_hz(self) -> float | None:
+        """The highest clock of the multiprocessors."""
+        clock = self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM) if self._handle is not None else None
+        return None if clock is None else clock * 1e6
+
     def processes(self) -> int | None:
         """How many processes compute on this GPU."""
         found = self._ask("nvmlDeviceGetComputeRunningProcesses")

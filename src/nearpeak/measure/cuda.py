@@ -6,6 +6,7 @@ synchronises inside a timed region is slow but never deadlocks, as it would behi
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from nearpeak.measure.conditions import GpuConditions
 from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Cache
 
-SETTLE_SECONDS = 4e-6
+SETTLE_SECONDS = 10e-6
 """Pause between eviction and call: the memory system drains, and what precedes every call is the same kernel."""
 
 EVICT_FACTOR = 2.0
@@ -84,7 +85,7 @@ class CudaDevice:
         self.synchronize()
         first = events[0]
         times = sorted({round(first.elapsed_time(event) * 1e6) for event in events[1:]})  # nanoseconds
-        steps = [b - a for a, b in zip(times, times[1:], strict=False) if b > a]
+        steps = [b - a for a, b in itertools.pairwise(times) if b > a]
         return math.gcd(*steps) * 1e-9 if steps else float("nan")
 
     def event_pair_seconds(self) -> float:
@@ -94,7 +95,7 @@ class CudaDevice:
         for event in events:
             event.record()
         self.synchronize()
-        return median([a.elapsed_time(b) * 1e-3 for a, b in zip(events[::2], events[1::2], strict=True)])
+        return median([float(a.elapsed_time(b)) * 1e-3 for a, b in zip(events[::2], events[1::2], strict=True)])
 
     def _measure_spin(self) -> float:
         events = self.events(2)
@@ -104,7 +105,7 @@ class CudaDevice:
         torch.cuda._sleep(cycles)
         events[1].record()
         self.synchronize()
-        return cycles / (events[0].elapsed_time(events[1]) * 1e-3)
+        return cycles / (float(events[0].elapsed_time(events[1])) * 1e-3)
 
 
 @lru_cache(maxsize=16)

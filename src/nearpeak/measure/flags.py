@@ -1,4 +1,4 @@
-"""Quality flags: what is known to be wrong with a measurement, with evidence and a remedy, and the grade they add up to.
+"""Quality flags: what is doubtful about a measurement, with evidence and a remedy, and the grade they add up to.
 
 One table, keyed by the flag's name. A severity of `note` does not lower the grade: it says what the number is, not
 that it is doubtful. `doubt` means that the figure may be off or not reproducible, `wrong` that it does not measure
@@ -47,14 +47,19 @@ _FLAGS: dict[str, tuple[Severity, str]] = {
     "DRIFT": ("doubt", "The time was still moving: warm up longer, or use compare() for differences."),
     "MULTIMODAL": ("doubt", "Two or more speeds alternate: look at the raw series, fix the seed, pin the threads."),
     "HEAVY_TAIL": ("note", "Rare calls take much longer: look at the raw series before promising a latency."),
-    "MEMORY_ALLOCATED": ("doubt", "The allocator asked the system for memory while timing: warm up longer, reuse buffers."),
+    "MEMORY_ALLOCATED": (
+        "doubt",
+        "The allocator asked the system for memory while timing: warm up longer, reuse buffers.",
+    ),
     "MEMORY_GROWS": ("doubt", "Each call keeps memory: do not store results between calls."),
     "COMPILED_DURING_TIMING": ("wrong", "Compilation ran inside the timed region: keep shapes fixed, warm up longer."),
-    "DEGENERATE_INPUT": ("doubt", "Use random data of the real distribution: constant data runs faster than real data."),
+    "DEGENERATE_INPUT": (
+        "doubt",
+        "Use random data of the real distribution: constant data runs faster than real data.",
+    ),
     "INPUT_MUTATED": ("doubt", "The call changes its inputs: pass `reset` to restore them outside the timed region."),
     "OUTPUT_NONFINITE": ("doubt", "The result has infinities or NaNs: check the inputs, or pass `reset`."),
     "PRECISION_NOT_REACHED": ("doubt", "Give it more time with max_seconds, or accept a wider interval."),
-    "METHODS_DISAGREE": ("doubt", "Events and graph differ: the call behaves differently when captured."),
     "PARTIAL": ("doubt", "The run was interrupted: measure again."),
 }
 

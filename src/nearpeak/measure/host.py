@@ -14,6 +14,8 @@ from nearpeak.measure.timing import Block, Cache, Kind
 
 HOT_BLOCK_SECONDS = 4e-3
 COLD_CALLS = 3
+EVICT_FACTOR = 2.0
+"""How many times the last-level cache is swept before a cold call; the self-test breaks it on purpose."""
 UNKNOWN_CACHE_BYTES = 64 * 2**20
 """Swept when the system does not tell the size of its last-level cache; the timing is then flagged."""
 
@@ -21,9 +23,9 @@ UNKNOWN_CACHE_BYTES = 64 * 2**20
 class HostEviction:
     """Sweeps a buffer of twice the last-level cache through the cores."""
 
-    def __init__(self, factor: float = 2.0) -> None:
+    def __init__(self) -> None:
         self.cache_bytes = cpu_facts().cache_bytes
-        self._sweep = torch.randn(int(factor * (self.cache_bytes or UNKNOWN_CACHE_BYTES)) // 4)
+        self._sweep = torch.randn(int(EVICT_FACTOR * (self.cache_bytes or UNKNOWN_CACHE_BYTES)) // 4)
 
     def __call__(self) -> None:
         """Reads it all."""
@@ -43,12 +45,14 @@ class HostSampler:
         call_seconds: float,
         reset: Callable[[], Any] | None = None,
         evict: Callable[[], Any] | None = None,
+        calls: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.call, self.reset, self.clock = call, reset, clock
         self.evict = evict if cache == "cold" else None
         single = self.evict is not None or reset is not None
-        self.calls = COLD_CALLS if single else max(1, min(10_000, int(HOT_BLOCK_SECONDS / max(call_seconds, 1e-7))))
+        fitting = max(1, min(10_000, int(HOT_BLOCK_SECONDS / max(call_seconds, 1e-7))))
+        self.calls = calls or (COLD_CALLS if single else fitting)
         self.single = single
         self.zero_seconds = self._clock_seconds() if single else 0.0
         self.method = (

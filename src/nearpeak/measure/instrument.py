@@ -1,35 +1,38 @@
-"""The instrument's own zero: what its methods read for a kernel that does nothing.
+"""The instrument's own zero: what its methods read for a kernel beyond that kernel's own duration.
 
-Measured once per process, device and cache state, with the same stages and the same samplers as everything else. The
-empty kernel's own duration comes from the profiler; without one it is unknown and taken as zero, `proven` is False,
-and small figures are flagged.
+Measured once per process, device and cache state, with the same stages and samplers as everything else, on a few small
+kernels whose duration the profiler knows. Without a profiler that duration is unknown and taken as nothing, `proven`
+is False, and small figures are flagged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from nearpeak.measure.cuda import Stage, cuda_device
+from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostEviction, HostSampler
 from nearpeak.measure.profiler import busy_seconds, profile_calls
-from nearpeak.measure.samplers import GraphSampler, PairSampler
+from nearpeak.measure.samplers import EventSampler, GraphSampler, RegressionSampler, Sampler
 from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Cache
 
-BLOCKS = 15
+BLOCKS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero:
-    """What each method adds to a kernel's own duration, and how far these readings scatter."""
+    """What each method adds to a kernel's own duration, and how far that differs between kernels."""
 
-    empty_kernel: float
-    pair: float
+    events: float
+    graph_events: float | None
     gap: float
     uncertainty: float
+    graph_uncertainty: float
     proven: bool
 
 
@@ -38,64 +41,103 @@ def zero_of(index: int, cache: Cache) -> Zero:
     """The zero of GPU `index` for cold or hot calls."""
     device = cuda_device(index)
     stage = Stage(device, cache)
-
-    def empty() -> None:
-        torch.cuda._sleep(1)
-
-    duration = empty_kernel_seconds(index)
-    pairs = PairSampler(device, empty, stage, call_seconds=2e-6, enqueue_seconds=10e-6)
-    graph = GraphSampler(device, empty, stage, call_seconds=2e-6)
-    for sampler in (pairs, graph):
-        sampler.block()
-    pair_blocks = [pairs.block().seconds for _ in range(BLOCKS)]
-    gap_blocks = [graph.block().seconds for _ in range(BLOCKS)]
-    known = duration if duration is not None else 0.0
+    readings: dict[str, list[float]] = {"events": [], "graph_events": [], "gap": []}
+    proven = True
+    for call in _small_kernels(device):
+        call()
+        known = profiled_seconds(call, stage, device)
+        proven = proven and known is not None
+        for name, sampler in _samplers(device, call, stage):
+            readings[name].append(_reading(sampler) - (known or 0.0))
+    in_graph = readings["graph_events"]
     return Zero(
-        empty_kernel=known,
-        pair=median(pair_blocks) - known,
-        gap=median(gap_blocks) - known,
-        # Around kernels of other shapes the pair's overhead differs by up to this much (20 operations on an H200).
-        uncertainty=max(0.4e-6, (max(pair_blocks) - min(pair_blocks)) / 2),
-        proven=duration is not None,
+        events=median(readings["events"]),
+        graph_events=median(in_graph) if in_graph else None,
+        gap=median(readings["gap"]),
+        uncertainty=_half_range(readings["events"]),
+        graph_uncertainty=_half_range(in_graph),
+        proven=proven,
     )
 
 
-@lru_cache(maxsize=16)
-def empty_kernel_seconds(index: int) -> float | None:
-    """How long the profiler says that an empty kernel runs; None where it sees no kernel."""
-    device = cuda_device(index)
+def _half_range(values: list[float]) -> float:
+    return max(0.1e-6, (max(values) - min(values)) / 2) if values else float("inf")
+
+
+def _small_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
+    """One kernel each, of different shapes: one thread, one block, many blocks, a reduction, a matrix product."""
+    place = device.device
+    few, many = torch.randn(16, device=place), torch.randn(2**17, device=place)
+    few_out, many_out = torch.empty_like(few), torch.empty_like(many)
+    rows = torch.randn(64, 4096, device=place)
+    rows_out = torch.empty(64, device=place)
+    a = torch.randn(384, 384, device=place, dtype=torch.float16)
+    product = torch.empty_like(a)
+    return [
+        lambda: torch.cuda._sleep(1),
+        lambda: torch.add(few, few, out=few_out),
+        lambda: torch.exp(many, out=many_out),
+        lambda: torch.amax(rows, dim=1, out=rows_out),
+        lambda: torch.mm(a, a, out=product),
+    ]
+
+
+def _samplers(device: CudaDevice, call: Callable[[], Any], stage: Stage) -> list[tuple[str, Sampler]]:
+    found: list[tuple[str, Sampler]] = [
+        ("events", EventSampler(device, call, stage, call_seconds=5e-6, enqueue_seconds=10e-6)),
+        ("gap", RegressionSampler(device, call, call_seconds=5e-6)),
+    ]
+    if can_time_in_graphs():
+        found.append(("graph_events", GraphSampler(device, call, stage, call_seconds=5e-6)))
+    return found
+
+
+def _reading(sampler: Sampler) -> float:
+    sampler.block()
+    return median([sampler.block().seconds for _ in range(BLOCKS)])
+
+
+@lru_cache(maxsize=1)
+def can_time_in_graphs() -> bool:
+    """Whether this torch can record timing events inside a CUDA graph."""
     try:
-        calls = profile_calls(
-            lambda: torch.cuda._sleep(1), 20, before=lambda: device.spin(2e-5), synchronize=device.synchronize
-        )
+        torch.cuda.Event(enable_timing=True, external=True)
+    except TypeError:
+        return False
+    return True
+
+
+def profiled_seconds(call: Callable[[], Any], stage: Stage, device: CudaDevice, calls: int = 30) -> float | None:
+    """How long the profiler says that the kernels of a call run, staged as a block would; None where it sees none."""
+    device.spin(1e-3)
+    try:
+        profiled = profile_calls(call, calls, before=stage, synchronize=device.synchronize)
     except RuntimeError:  # no CUPTI, or another profiler holds it
         return None
-    seen = [busy_seconds(kernels) for kernels in calls if kernels]
+    seen = [busy_seconds(kernels) for kernels in profiled if kernels]
     return median(seen) if seen else None
 
 
 @lru_cache(maxsize=32)
 def eviction_ratio(index: int, sweep_bytes: int) -> float:
-    """How much longer a read of a quarter of the cache takes after an eviction than when it is repeated.
+    """How much longer a sum of two tensors that fit in the cache takes after an eviction than when it is repeated.
 
     `sweep_bytes` is what the eviction sweeps, so that an answer is kept only for that eviction.
     """
     device = cuda_device(index)
-    data = torch.randn(max(1, device.cache_bytes // 4) // 4, device=device.device)
-    out = torch.zeros((), device=device.device)
+    a, b, c = (torch.randn(max(24, device.cache_bytes // 24) // 4, device=device.device) for _ in range(3))
     caches: tuple[Cache, Cache] = ("cold", "hot")
     times = []
     for cache in caches:
-        sampler = PairSampler(
+        sampler = EventSampler(
             device,
-            lambda: torch.sum(data, dim=0, out=out),
+            lambda: torch.add(a, b, out=c),
             Stage(device, cache),
             call_seconds=20e-6,
             enqueue_seconds=20e-6,
-            zero_seconds=zero_of(index, cache).pair,
+            zero_seconds=zero_of(index, cache).events,
         )
-        sampler.block()
-        times.append(median([sampler.block().seconds for _ in range(5)]))
+        times.append(_reading(sampler))
     return times[0] / times[1]
 
 
@@ -110,4 +152,4 @@ def host_eviction_ratio() -> float:
         torch.sum(data)
 
     hot = HostSampler(lambda: torch.sum(data), "cold", call_seconds=1e-3, evict=warm)
-    return median([cold.block().seconds for _ in range(5)]) / median([hot.block().seconds for _ in range(5)])
+    return _reading(cold) / _reading(hot)

@@ -64,7 +64,9 @@ def known_machine(device: CudaDevice | None) -> Machine | None:
 def _key(device: CudaDevice | None) -> store.Key:
     if device is None:
         facts = cpu_facts()
-        return store.Key(device=facts.id, driver=f"{platform.system()} {torch.get_num_threads()} threads", torch=torch.__version__)
+        return store.Key(
+            device=facts.id, driver=f"{platform.system()} {torch.get_num_threads()} threads", torch=torch.__version__
+        )
     return store.Key(device=device.name, driver=device.conditions.driver() or "unknown", torch=torch.__version__)
 
 

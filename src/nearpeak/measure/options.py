@@ -43,8 +43,8 @@ class Options:
             raise UsageError(f"confidence is {self.confidence!r}; it is a share from 0.5 to below 1.")
         if self.min_blocks < 6 or self.max_blocks < self.min_blocks:
             raise UsageError(
-                f"min_blocks is {self.min_blocks} and max_blocks is {self.max_blocks}; at least 6 blocks are needed for "
-                "a 95 % interval, and max_blocks is no smaller than min_blocks."
+                f"min_blocks is {self.min_blocks} and max_blocks is {self.max_blocks}; a 95 % "
+                "interval needs at least 6 blocks, and max_blocks is no smaller than min_blocks."
             )
 
 

@@ -1,8 +1,9 @@
-"""A first look at a subject, before any time is taken: does it run, where, does it wait, keep memory, change its inputs?"""
+"""A first look, before any time is taken: does it run, where, does it wait, keep memory, change its inputs?"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def reporting(case: Case, when: str) -> Iterator[None]:
 def device_of(case: Case) -> torch.device:
     """Where the case's tensors are; for a case without tensors, where its kernels run."""
     for tensors in (case.tensors(), case.hidden_tensors()):
-        devices = {tensor.device for tensor in tensors}
+        devices: set[torch.device] = {tensor.device for tensor in tensors}
         on_gpu = sorted((device for device in devices if device.type == "cuda"), key=str)
         if len(on_gpu) > 1:
             raise CaseError(
@@ -128,11 +129,9 @@ def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
         samples.append([_sample(tensor) for tensor in tensors])
         sizes.append(memory())
     outputs_finite = all(_finite(tensor) for tensor in Case(lambda: None, result).tensors())
-    growths = [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
+    growths = [b - a for a, b in itertools.pairwise(sizes)]
     mutated = tuple(
-        i
-        for i in range(len(tensors))
-        if all(not torch.equal(a[i], b[i]) for a, b in zip(samples, samples[1:], strict=False))
+        i for i in range(len(tensors)) if all(not torch.equal(a[i], b[i]) for a, b in itertools.pairwise(samples))
     )
     return Probe(
         call_seconds=median(walls),
@@ -184,7 +183,7 @@ def _sample(tensor: torch.Tensor, size: int = 4096) -> torch.Tensor:
         flat = flat.to(torch.float32) if flat.is_floating_point() else flat
     flat = flat.reshape(-1)
     step = max(1, flat.numel() // size)
-    return flat[::step][:size].cpu()
+    return flat[::step][:size].cpu().clone()
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ def profile_calls(
                 with torch.profiler.record_function(_RANGE):
                     call()
             synchronize()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     ranges = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events
@@ -58,6 +58,7 @@ def profile_calls(
         for event in events
         if not _on_device(event) and event.name().startswith(("cuda", "cu", "hip"))
     }
+    origin = min((event.start_ns() for event in events), default=0)  # seconds since 1970 lose the nanoseconds
     found: list[list[Kernel]] = [[] for _ in ranges]
     for event in events:
         launch = launches.get(event.correlation_id())
@@ -67,7 +68,7 @@ def profile_calls(
             if start <= launch <= end:
                 kernel = Kernel(
                     name=event.name(),
-                    start=event.start_ns() * 1e-9,
+                    start=(event.start_ns() - origin) * 1e-9,
                     seconds=event.duration_ns() * 1e-9,
                     stream=event.device_resource_id(),
                 )

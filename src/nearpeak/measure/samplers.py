@@ -1,9 +1,9 @@
 """How a block of calls becomes a time. A sampler measures one subject, one block at a time.
 
-    PairSampler     events around each call, the whole block enqueued behind a spin       device
-    GraphSampler    what a call adds to a CUDA graph: with the calls minus without them   graph, device
-    WallSampler     the host's clock: pipelined, latency or enqueue                       pipelined, latency, enqueue
-    HostSampler     the host's clock around code that runs on the CPU                     cpu (in host.py)
+EventSampler       events around each call: enqueued behind a spin, or in a CUDA graph     device, graph
+RegressionSampler  what one more call adds to a CUDA graph of calls, cache hot              device, graph
+WallSampler        the host's clock                                                         pipelined, latency, enqueue
+HostSampler        the host's clock around code that runs on the CPU (in host.py)           cpu
 """
 
 from __future__ import annotations
@@ -22,22 +22,26 @@ from nearpeak.measure.timing import Block, Kind
 BLOCK_SECONDS = 4e-3
 """Device time that a block aims at: long against clock reads and launches, short against drifts."""
 
+STAGE_SECONDS = 50e-6
+"""About what a stage takes; only for sizing blocks."""
+
 
 class Sampler(Protocol):
     """Measures one subject, a block at a time."""
 
     kind: Kind
     method: str
+    calls: int
 
     def block(self) -> Block:
         """Runs one block of calls and reads its time per call."""
         ...
 
 
-class PairSampler:
-    """Device time of each call between two events, with the enqueuing hidden behind a spin and proven hidden.
+class EventSampler:
+    """Time of each call between two events, with the enqueuing hidden behind a spin and proven hidden.
 
-    `zero_seconds` is what the pair reads around an empty kernel beyond that kernel's own duration; the instrument
+    `zero_seconds` is what the pair of events reads around a kernel beyond that kernel's own duration; the instrument
     measures it in the same process and in the same surroundings.
     """
 
@@ -55,10 +59,10 @@ class PairSampler:
         calls: int | None = None,
     ) -> None:
         self.device, self.call, self.stage, self.zero_seconds = device, call, stage, zero_seconds
-        unit = call_seconds + stage.pace_seconds + 40e-6
+        unit = call_seconds + stage.pace_seconds + STAGE_SECONDS
         self.calls = calls or max(1, min(20, int(BLOCK_SECONDS / unit), int(0.05 / max(enqueue_seconds, 1e-6))))
         self.spin_seconds = min(LONGEST_SPIN_SECONDS, 2e-4 + 1.5 * self.calls * (enqueue_seconds + 60e-6))
-        self.method = f"CUDA events around each call, behind a spin, zero of {zero_seconds * 1e6:.2f} us removed"
+        self.method = f"CUDA events around each call, behind a spin, less their zero of {zero_seconds * 1e6:.2f} us"
 
     def block(self) -> Block:
         """Enqueues all calls of the block behind a spin; a spin that ended too early is made longer, then given up."""
@@ -83,18 +87,16 @@ class PairSampler:
         hidden = not first.query()
         enqueuing = time.perf_counter() - start
         self.device.synchronize()
-        readings = tuple(
-            events[2 * i].elapsed_time(events[2 * i + 1]) * 1e-3 - self.zero_seconds for i in range(self.calls)
-        )
+        readings = _between(events, self.calls, self.zero_seconds)
         return Block(seconds=median(readings), readings=readings, launch_hidden=hidden), enqueuing
 
 
 class GraphSampler:
-    """What one call adds to a CUDA graph: the same graph with and without its calls, replayed in random order.
+    """The same stages, events and calls as an `EventSampler`, captured once in a CUDA graph and replayed.
 
-    A cold graph holds `calls` stages, each followed by a call or by nothing. A hot graph holds calls alone, many or
-    few. The difference over the number of calls is free of event and launch overhead; what remains is the pause
-    between two kernels of a graph, `gap_seconds`, which the instrument measures on an empty kernel.
+    The host's part is gone, so that nothing needs hiding, and around one kernel the events read its duration to
+    0.2 us. The pauses between the kernels of a call are those of a graph, shorter than those of a stream: for several
+    kernels it is another kind of time.
     """
 
     def __init__(
@@ -104,57 +106,105 @@ class GraphSampler:
         stage: Stage,
         *,
         call_seconds: float,
+        zero_seconds: float = 0.0,
+        kind: Literal["device", "graph"] = "graph",
+        calls: int | None = None,
+    ) -> None:
+        self.device, self.zero_seconds = device, zero_seconds
+        self.kind: Kind = kind
+        unit = call_seconds + stage.pace_seconds + STAGE_SECONDS
+        self.calls = calls or max(1, min(20, int(BLOCK_SECONDS / unit)))
+        self.method = f"CUDA events around each call in a CUDA graph, less their zero of {zero_seconds * 1e6:.2f} us"
+        self._events: list[Any] = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2 * self.calls)]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            for i in range(self.calls):
+                stage()
+                self._events[2 * i].record()
+                call()
+                self._events[2 * i + 1].record()
+        self._graph.replay()  # the first replay uploads the graph
+        device.synchronize()
+
+    def block(self) -> Block:
+        """One replay."""
+        self._graph.replay()
+        self.device.synchronize()
+        readings = _between(self._events, self.calls, self.zero_seconds)
+        return Block(seconds=median(readings), readings=readings, launch_hidden=True)
+
+
+class RegressionSampler:
+    """What one more call adds to a CUDA graph of hot calls: a graph of many calls against one of few, in random order.
+
+    Free of event and launch overhead, and averaged over hundreds of calls, which suits kernels of a few microseconds.
+    What remains is the pause between two kernels of a graph, `gap_seconds`, measured by the instrument.
+    """
+
+    kind: Kind = "device"
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        call: Callable[[], Any],
+        *,
+        call_seconds: float,
         gap_seconds: float = 0.0,
-        kind: Kind = "graph",
+        reset: Callable[[], Any] | None = None,
         calls: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.device, self.stage, self.gap_seconds, self.kind = device, stage, gap_seconds, kind
+        self.device, self.gap_seconds = device, gap_seconds
         self._random = random.Random(seed)
-        unit = call_seconds + (stage.pace_seconds + 40e-6 if stage.cold else 0.0)
-        most = 24 if stage.cold else 256
-        self.calls = calls or max(4, min(most, int(BLOCK_SECONDS / unit)))
-        few = 0 if stage.cold else max(1, self.calls // 4)
+        self.spin_seconds = 3e-4
+        self.calls = calls or max(4, min(256, int(BLOCK_SECONDS / max(call_seconds, 1e-6))))
+        few = max(1, self.calls // 4)
         self.added = self.calls - few
-        self.with_calls = self._capture(call, self.calls)
-        self.without = self._capture(call, few)
         self.method = (
-            f"CUDA graph, {self.calls} against {few} calls, pause of {gap_seconds * 1e6:.2f} us per call removed"
+            f"regression: {self.calls} against {few} calls in a CUDA graph, less a pause of {gap_seconds * 1e6:.2f} us"
         )
-        for graph in (self.with_calls, self.without):  # the first replay uploads the graph
+        self._graphs = tuple(self._capture(call, reset, count) for count in (self.calls, few))
+        for graph in self._graphs:
             graph.replay()
         device.synchronize()
 
-    def _capture(self, call: Callable[[], Any], calls: int) -> Any:
+    @staticmethod
+    def _capture(call: Callable[[], Any], reset: Callable[[], Any] | None, calls: int) -> Any:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            if not self.stage.cold:
-                self.stage()
-            for i in range(self.calls if self.stage.cold else calls):
-                if self.stage.cold:
-                    self.stage()
-                elif self.stage.reset is not None:
-                    self.stage.reset()
-                if i < calls:
-                    call()
+            for _ in range(calls):
+                if reset is not None:
+                    reset()
+                call()
         return graph
 
     def block(self) -> Block:
-        """Replays both graphs behind one spin and takes the difference."""
+        """Replays both graphs behind one spin, long enough for both launches, and takes the difference."""
+        for _ in range(4):
+            block = self._try_block()
+            if block.launch_hidden:
+                break
+            self.spin_seconds = min(LONGEST_SPIN_SECONDS, 2 * self.spin_seconds)
+        return block
+
+    def _try_block(self) -> Block:
         events = self.device.events(4)
-        order = [(self.with_calls, 0), (self.without, 2)]
+        order = [0, 1]
         self._random.shuffle(order)
-        self.device.spin(3e-4)
-        for graph, position in order:
-            events[position].record()
-            graph.replay()
-            events[position + 1].record()
-        hidden = not events[order[0][1]].query()
+        self.device.spin(self.spin_seconds)
+        for which in order:
+            events[2 * which].record()
+            self._graphs[which].replay()
+            events[2 * which + 1].record()
+        hidden = not events[2 * order[0]].query()
         self.device.synchronize()
-        high = events[0].elapsed_time(events[1]) * 1e-3
-        low = events[2].elapsed_time(events[3]) * 1e-3
-        seconds = (high - low) / self.added - self.gap_seconds
-        return Block(seconds=seconds, readings=(high, low), launch_hidden=hidden)
+        many, few = _between(events, 2, 0.0)
+        seconds = (many - few) / self.added - self.gap_seconds
+        return Block(seconds=seconds, readings=(many, few), launch_hidden=hidden)
+
+
+def _between(events: Any, pairs: int, zero: float) -> tuple[float, ...]:
+    return tuple(events[2 * i].elapsed_time(events[2 * i + 1]) * 1e-3 - zero for i in range(pairs))
 
 
 class WallSampler:

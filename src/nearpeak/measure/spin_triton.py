@@ -19,7 +19,7 @@ def spin(times_ptr, nanoseconds):
 
 
 @triton.jit
-def fma(out_ptr, factor, steps, WIDTH: tl.constexpr):
+def fma(out_ptr, factor, steps, WIDTH: tl.constexpr):  # noqa: N803  # upper case: a compile-time constant
     """Four independent chains per lane, so that the latency of one hides behind the others."""
     offsets = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     start = offsets.to(tl.float32)

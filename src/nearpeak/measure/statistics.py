@@ -6,6 +6,7 @@ No value is ever removed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def lag1(values: Sequence[float]) -> float:
     ranks = _ranks(values)
     mean = (n + 1) / 2
     centred = [rank - mean for rank in ranks]
-    return sum(a * b for a, b in zip(centred, centred[1:], strict=False)) / sum(a * a for a in centred)
+    return sum(a * b for a, b in itertools.pairwise(centred)) / sum(a * a for a in centred)
 
 
 def inflation(values: Sequence[float]) -> float:

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from nearpeak.errors import CaseError, UsageError
+from nearpeak.errors import CaseError, EnvironmentProblem, UsageError
 from nearpeak.measure.case import Case
 from nearpeak.measure.conditions import ConditionsReader, CpuConditions
 from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.flags import Flag, raise_flag
 from nearpeak.measure.host import HostEviction, HostSampler
-from nearpeak.measure.instrument import eviction_ratio, host_eviction_ratio, zero_of
+from nearpeak.measure.instrument import Zero, eviction_ratio, host_eviction_ratio, zero_of
 from nearpeak.measure.options import Options
 from nearpeak.measure.probe import Probe, device_of, probe_cuda, probe_host, reporting
-from nearpeak.measure.samplers import GraphSampler, PairSampler, Sampler, WallSampler
+from nearpeak.measure.samplers import (
+    STAGE_SECONDS,
+    EventSampler,
+    GraphSampler,
+    RegressionSampler,
+    Sampler,
+    WallSampler,
+)
 from nearpeak.measure.statistics import median
 from nearpeak.units import seconds as seconds_text
 
 SMALL_SECONDS = 100e-6
-"""Below this the overhead of an event pair is a visible share, and a graph is used where it can be."""
+"""Below this a single kernel is timed in a CUDA graph, where the zero of the events is better known."""
+
+RESOLUTION = 0.1
+"""A zero that is known no better than this share of the time is flagged."""
 
 IDLE_SHARE = 3.0
 """In a burst the device idles this many times as long as it works, so that power does not limit its clocks."""
@@ -51,16 +61,32 @@ class Subject:
         return self.device.name if self.device is not None else "cpu"
 
 
-def prepare(case: Case, options: Options) -> Subject:
-    """Probes the case and chooses its sampler."""
+def prepare(case: Case, options: Options, calls: int | None = None) -> Subject:
+    """Probes the case and chooses its sampler; `calls` per block are chosen to fit unless they are given."""
     place = device_of(case)
     if place.type == "cpu":
-        return _prepare_host(case, options)
+        return _prepare_host(case, options, calls)
     with torch.cuda.device(place):
-        return _prepare_cuda(case, options, cuda_device(torch.cuda.current_device()))
+        return _prepare_cuda(case, options, cuda_device(torch.cuda.current_device()), calls)
 
 
-def _prepare_host(case: Case, options: Options) -> Subject:
+def prepare_alike(a: Case, b: Case, options: Options) -> tuple[Subject, Subject]:
+    """Two subjects for a comparison, exchangeable if their code is the same.
+
+    Two captures of one call have their own memory and differ by some ten nanoseconds, so a graph is used only where it
+    is asked for. Loops of different length differ by more than 1 % on a CPU, so subjects of similar length get blocks
+    of the same number of calls.
+    """
+    if options.method == "auto" and options.kind != "graph":
+        options = replace(options, method="events")
+    first, second = prepare(a, options), prepare(b, options)
+    calls = (first.sampler.calls, second.sampler.calls)
+    if calls[0] != calls[1] and max(calls) < 2 * min(calls):
+        second = prepare(b, options, calls[0])
+    return first, second
+
+
+def _prepare_host(case: Case, options: Options, calls: int | None) -> Subject:
     if options.kind not in ("auto", "cpu"):
         raise UsageError(f"{case.name} runs on the CPU, which has no {options.kind} time: use kind='cpu' or 'auto'.")
     probe = probe_host(case)
@@ -72,11 +98,13 @@ def _prepare_host(case: Case, options: Options) -> Subject:
         else:
             evict = HostEviction()
             flags += _eviction_flags(host_eviction_ratio(), evict.cache_bytes)
-    sampler = HostSampler(call, options.cache, call_seconds=probe.call_seconds, reset=case.reset, evict=evict)
+    sampler = HostSampler(
+        call, options.cache, call_seconds=probe.call_seconds, reset=case.reset, evict=evict, calls=calls
+    )
     return Subject(case=case, probe=probe, sampler=sampler, device=None, conditions=CpuConditions(), flags=flags)
 
 
-def _prepare_cuda(case: Case, options: Options, device: CudaDevice) -> Subject:
+def _prepare_cuda(case: Case, options: Options, device: CudaDevice, calls: int | None) -> Subject:
     if options.kind == "cpu":
         raise UsageError(f"{case.name} runs on {device.name}: kind='cpu' is for code on the CPU.")
     probe = probe_cuda(case, device)
@@ -93,84 +121,147 @@ def _prepare_cuda(case: Case, options: Options, device: CudaDevice) -> Subject:
         subject.sampler = WallSampler(
             device,
             case.call,
-            options.kind,  # type: ignore[arg-type]  # narrowed by the line above
+            options.kind,
             call_seconds=probe.call_seconds,
             reset=case.reset,
+            calls=calls,
         )
     elif probe.synchronises:
         flags.append(raise_flag("SYNC_IN_REGION", "behind a busy device the call returned only when it was done"))
     elif probe.off_stream:
         flags.append(raise_flag("OFF_STREAM", "work was still running after the current stream had finished the call"))
     else:
-        _choose_device_sampler(subject, options, device)
+        _choose_device_sampler(subject, options, device, calls)
         if options.cache == "cold" and options.evict == "flush":
             flags += _eviction_flags(eviction_ratio(device.index, device.sweep_bytes), device.cache_bytes)
     return subject
 
 
-def _choose_device_sampler(subject: Subject, options: Options, device: CudaDevice) -> None:
+def _choose_device_sampler(subject: Subject, options: Options, device: CudaDevice, calls: int | None) -> None:
+    """Events behind a spin; a graph for small single kernels, and where a spin cannot hide the launches."""
     case, probe = subject.case, subject.probe
     call: Callable[[], Any] = case.call
     if options.cache == "cold" and options.evict == "rotate":
         call = _rotating(case, device.cache_bytes)
     zero = zero_of(device.index, options.cache)
-    evict = options.evict == "flush"
-
-    def stage(pace: float) -> Stage:
-        return Stage(device, options.cache, reset=case.reset, pace_seconds=pace, evict=evict)
-
-    rough = PairSampler(
-        device,
-        call,
-        stage(0.0),
-        call_seconds=probe.call_seconds,
-        enqueue_seconds=probe.enqueue_seconds,
-        zero_seconds=zero.pair,
-    )
-    with reporting(case, "while it was first timed"):
-        rough_blocks = [rough.block() for _ in range(3)]
-    estimate = max(1e-7, median([block.seconds for block in rough_blocks]))
-    pace = 0.0
-    if options.regime == "burst":
-        pace = min(LONGEST_PACE_SECONDS, max(0.0, IDLE_SHARE * estimate - 35e-6))
-    hidden = all(block.launch_hidden for block in rough_blocks)
+    estimate, hidden = _first_estimate(subject, call, options, zero)
+    stage = _stage(subject, options, estimate)
     single = probe.kernels is not None and len(probe.kernels) == 1
+    small = options.method == "auto" and single and estimate < SMALL_SECONDS
     wants_graph = options.kind == "graph" or options.method == "graph"
-    if wants_graph or (options.method == "auto" and ((single and estimate < SMALL_SECONDS) or not hidden)):
-        kind: Literal["graph", "device"] = "graph" if options.kind == "graph" or not hidden else "device"
-        gap = 0.0 if kind == "graph" else zero.gap
-        try:
-            subject.sampler = GraphSampler(
-                device, call, stage(pace), call_seconds=estimate, gap_seconds=gap, kind=kind, seed=options.seed
-            )
-        except RuntimeError as error:
-            device.synchronize()
-            if wants_graph:
-                raise CaseError(f"{case.name} cannot be captured in a CUDA graph: {_first_line(error)}") from error
-            subject.flags.append(raise_flag("NO_GRAPH", _first_line(error)))
-        else:
-            _cross_check(subject, estimate, zero.pair, hidden)
+    uncertainty = zero.uncertainty
+    try:
+        if wants_graph or (options.method == "auto" and not hidden):
+            subject.sampler = _graph_sampler(device, call, stage, estimate, zero, "graph", calls)
             return
-    subject.sampler = PairSampler(
+        candidate: Sampler | None = None
+        if small and options.cache == "hot":
+            candidate = RegressionSampler(
+                device,
+                call,
+                call_seconds=estimate,
+                gap_seconds=zero.gap,
+                reset=case.reset,
+                calls=calls,
+                seed=options.seed,
+            )
+        elif small and zero.graph_events is not None:
+            candidate = _graph_sampler(device, call, stage, estimate, zero, "device", calls)
+            uncertainty = zero.graph_uncertainty
+        if candidate is not None and _agrees(candidate, estimate, zero.events):
+            subject.sampler = candidate
+            _flag_resolution(subject, uncertainty if zero.proven else zero.events, estimate)
+            return
+    except RuntimeError as error:
+        device.synchronize()
+        if wants_graph:
+            raise CaseError(f"{case.name} cannot be captured in a CUDA graph: {_first_line(error)}") from error
+        subject.flags.append(raise_flag("NO_GRAPH", _first_line(error)))
+    subject.sampler = EventSampler(
         device,
         call,
-        stage(pace),
+        stage,
         call_seconds=estimate,
         enqueue_seconds=max(probe.enqueue_seconds, 5e-6),
-        zero_seconds=zero.pair,
+        zero_seconds=zero.events,
+        calls=calls,
     )
-    if zero.uncertainty > 0.03 * estimate:
-        evidence = f"the zero of the event pair is known to {seconds_text(zero.uncertainty, 2)}"
+    _flag_resolution(subject, zero.uncertainty if zero.proven else zero.events, estimate)
+
+
+def _stage(subject: Subject, options: Options, estimate: float) -> Stage:
+    """What stands before a call; in a burst it idles in proportion to the call's time."""
+    assert subject.device is not None
+    pace = 0.0
+    if options.regime == "burst":
+        pace = min(LONGEST_PACE_SECONDS, max(0.0, IDLE_SHARE * estimate - STAGE_SECONDS))
+    evict = options.evict == "flush"
+    return Stage(subject.device, options.cache, reset=subject.case.reset, pace_seconds=pace, evict=evict)
+
+
+def _flag_resolution(subject: Subject, uncertainty: float, estimate: float) -> None:
+    if uncertainty > RESOLUTION * estimate:
+        evidence = f"the instrument's zero is known to {seconds_text(uncertainty, 2)}"
         subject.flags.append(raise_flag("BELOW_RESOLUTION", f"{evidence}, the call takes {seconds_text(estimate)}"))
 
 
-def _cross_check(subject: Subject, by_events: float, zero: float, hidden: bool) -> None:
-    """Events and graph measure the same kernel: a large difference means that capture changed the program."""
-    by_graph = median([subject.sampler.block().seconds for _ in range(3)])
-    tolerance = 0.15 * by_events + 0.5 * zero + 0.5e-6
-    if hidden and subject.sampler.kind == "device" and abs(by_graph - by_events) > tolerance:
-        evidence = f"events read {seconds_text(by_events)}, the graph {seconds_text(by_graph)}"
-        subject.flags.append(raise_flag("METHODS_DISAGREE", evidence))
+def _agrees(candidate: Sampler, by_events: float, zero: float) -> bool:
+    """Whether a captured call takes what the same call takes in a stream: capture can change the program.
+
+    A clone, for example, becomes a copy node that runs at two thirds of the speed of the kernel.
+    """
+    by_graph = median([candidate.block().seconds for _ in range(3)])
+    return abs(by_graph - by_events) <= 0.15 * by_events + 0.5 * zero
+
+
+def _first_estimate(subject: Subject, call: Callable[[], Any], options: Options, zero: Zero) -> tuple[float, bool]:
+    """About how long a call takes, and whether a spin can hide its launches."""
+    assert subject.device is not None
+    rough = EventSampler(
+        subject.device,
+        call,
+        Stage(subject.device, options.cache, reset=subject.case.reset, evict=options.evict == "flush"),
+        call_seconds=subject.probe.call_seconds,
+        enqueue_seconds=subject.probe.enqueue_seconds,
+        zero_seconds=zero.events,
+    )
+    with reporting(subject.case, "while it was first timed"):
+        blocks = [rough.block() for _ in range(3)]
+    return max(1e-7, median([block.seconds for block in blocks])), all(block.launch_hidden for block in blocks)
+
+
+def _graph_sampler(
+    device: CudaDevice,
+    call: Callable[[], Any],
+    stage: Stage,
+    estimate: float,
+    zero: Zero,
+    kind: Literal["device", "graph"],
+    calls: int | None = None,
+) -> GraphSampler:
+    if zero.graph_events is None:
+        raise EnvironmentProblem(
+            f"torch {torch.__version__} cannot record timing events inside a CUDA graph; torch 2.8 or later can."
+        )
+    return GraphSampler(
+        device, call, stage, call_seconds=estimate, zero_seconds=zero.graph_events, kind=kind, calls=calls
+    )
+
+
+def graph_seconds(subject: Subject, options: Options) -> float | None:
+    """What a call takes in a CUDA graph; None where it was measured already or cannot be captured."""
+    device, probe = subject.device, subject.probe
+    if device is None or subject.sampler.kind != "device" or probe.synchronises:
+        return None
+    estimate = max(1e-6, subject.sampler.block().seconds)
+    stage = _stage(subject, options, estimate)
+    zero = zero_of(device.index, options.cache)
+    try:
+        sampler = _graph_sampler(device, subject.case.call, stage, estimate, zero, "graph")
+    except (RuntimeError, EnvironmentProblem):
+        device.synchronize()
+        return None
+    return median([sampler.block().seconds for _ in range(5)])
 
 
 def _eviction_flags(ratio: float, cache_bytes: float | None) -> list[Flag]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from nearpeak.measure.flags import Flag, Grade, grade
+from nearpeak.measure.input_facts import InputStatistics
 from nearpeak.units import percent, seconds_between
 from nearpeak.work.model import Work
 
@@ -87,7 +88,7 @@ class Timing:
     kernels: tuple[str, ...] = ()
     """Names of the kernels of one call, if the profiler could see them."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    inputs: tuple[Any, ...] = ()
+    inputs: tuple[InputStatistics, ...] = ()
     """Statistics of the tensors that were passed."""
     work: Work | None = None
     bound_seconds: float | None = None

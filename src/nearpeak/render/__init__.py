@@ -1,0 +1,1 @@
+"""Results as text, SVG and JSON: `render(thing) -> str`. No torch."""

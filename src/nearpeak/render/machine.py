@@ -38,7 +38,7 @@ def list_text(machines: Sequence[Machine]) -> str:
         rows.append(
             [
                 machine.id,
-                _capacity(machine.memory_bytes),
+                gibibytes(machine.memory_bytes),
                 quantity(bandwidth, "B/s"),
                 _rate(matrix.get("bfloat16")),
                 _rate(matrix.get("float8")),
@@ -90,7 +90,7 @@ def _facts(machine: Machine) -> str:
         "" if machine.vector_bits is None else f"vectors of {machine.vector_bits} bits",
         machine.matrix_engine or "",
     ]
-    memory = "" if machine.memory_bytes is None else f"{_capacity(machine.memory_bytes)} {machine.memory_kind or ''}"
+    memory = "" if machine.memory_bytes is None else f"{gibibytes(machine.memory_bytes)} {machine.memory_kind or ''}"
     power = "" if machine.power_watts is None else quantity(machine.power_watts, "W")
     rows = {
         "kind": [machine.kind.upper(), machine.vendor, machine.architecture],
@@ -193,7 +193,7 @@ def _origin(machine: Machine, stored: Stored | None) -> str:
     achievable = machine.achievable
     if achievable is None:
         return _wrapped("Not calibrated: `nearpeak machine --calibrate` measures what this machine can reach.")
-    lines = [f"Achievable, {achievable.how}: {achievable.note}."]
+    lines = [f"Achievable: {achievable.how} {achievable.note}."]
     if achievable.ceilings:
         name, widest = max(achievable.ceilings.items(), key=lambda item: item[1].spread)
         lines.append(f"Widest spread of repeats: {percent(widest.spread)} ({name}).")
@@ -251,13 +251,6 @@ def _in_order(dtypes: Iterable[str]) -> list[str]:
 def _rate(value: float | None) -> str:
     """A rate under a header that has the unit: "989 T"."""
     return quantity(value, "").strip()
-
-
-def _capacity(value: float | None) -> str:
-    """Memory in the unit in which it is a whole number: a datasheet's 80 GB stays 80 GB, what a system has is GiB."""
-    if value is not None and value % 1e9 == 0:
-        return f"{value / 1e9:.0f} GB"
-    return gibibytes(value)
 
 
 def _binary(value: float | None) -> str:

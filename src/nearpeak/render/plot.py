@@ -1,0 +1,325 @@
+"""Lines and points on two axes as one SVG: light and dark, readable in print, everything escaped, no script.
+
+Series differ by colour and by marker, so that a plot reads without colour. A value that an axis cannot show (zero on
+a logarithmic one, or outside the limits that were asked for) is drawn hollow at the edge, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nearpeak.units import significant
+
+WIDTH, HEIGHT = 860, 480
+LEFT, RIGHT, TOP, BOTTOM = 84, 24, 48, 62
+LEGEND_ROW = 20
+CHARACTER = 7.0
+"""About how wide a character of the legend is, in pixels."""
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the second of each pair is for a dark page.
+_COLOURS = (
+    ("#0072b2", "#56b4e9"),
+    ("#d55e00", "#f0854a"),
+    ("#009e73", "#3fc79a"),
+    ("#b4508f", "#dd8fc0"),
+    ("#8a6d00", "#e6c229"),
+    ("#555555", "#b8b8b8"),
+)
+_MARKERS = ("circle", "square", "triangle", "diamond", "plus", "cross")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Points with a name. `bars` are (low, high) around each y. `colour` picks a colour and marker by number."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    bars: tuple[tuple[float, float], ...] = ()
+    labels: tuple[str, ...] = ()
+    """What a point is, shown when it is hovered over."""
+    line: bool = True
+    markers: bool = True
+    dashed: bool = False
+    colour: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A shaded range of y, such as a tolerance."""
+
+    name: str
+    low: float
+    high: float
+
+
+def line_plot(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    x_ticks: Sequence[tuple[float, str]] = (),
+    y_limits: tuple[float, float] | None = None,
+    x_format: Callable[[float], str] = significant,
+    y_format: Callable[[float], str] = significant,
+    bands: Sequence[Band] = (),
+) -> str:
+    """The plot as a complete SVG file. `x_ticks` are (value, text) in place of round numbers."""
+    _check(series)
+    finite = [(x, y) for one in series for x, y in one.points if math.isfinite(x) and math.isfinite(y)]
+    ends = [end for one in series for bar in one.bars for end in bar if math.isfinite(end)]
+    edges = [edge for band in bands for edge in (band.low, band.high) if math.isfinite(edge)]
+    legend = _legend_rows([*(band.name for band in bands), *(one.name for one in series)])
+    height = HEIGHT + LEGEND_ROW * len(legend)
+    x = _Axis.around([x for x, _ in finite], log=log_x, start=LEFT, end=WIDTH - RIGHT, limits=None)
+    y = _Axis.around(
+        [*(y for _, y in finite), *ends, *edges], log=log_y, start=HEIGHT - BOTTOM, end=TOP, limits=y_limits
+    )
+    described = f"{title}. {x_label} against {y_label}."
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'role="img" aria-label="{_escape(described)}" font-family="system-ui, sans-serif" font-size="12">',
+        _style(),
+        f'<rect class="np-page" width="{WIDTH}" height="{height}"/>',
+        _label(WIDTH / 2, 26, title, size=15, shorten=100),
+        *(_band(band, y) for band in bands),
+        *_grid_x(x, x_ticks or [(value, _trimmed(x_format(value))) for value in x.ticks()]),
+        *_grid_y(y, y_format),
+        f'<path class="np-frame" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
+        _label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, x_label, shorten=100),
+        _label(18, (TOP + HEIGHT - BOTTOM) / 2, y_label, turned=True, shorten=60),
+    ]
+    if not finite:
+        parts.append(_label((LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2, "nothing to show"))
+    styles = [one.colour if one.colour is not None else i for i, one in enumerate(series)]
+    parts += [_series(one, style, x, y) for one, style in zip(series, styles, strict=True)]
+    parts += _legend(legend, bands, series, styles)
+    return "\n".join(part for part in [*parts, "</svg>"] if part) + "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axis:
+    """From values to pixels. Inside, a logarithmic axis works on log10 of the values."""
+
+    log: bool
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @staticmethod
+    def around(
+        values: Sequence[float], *, log: bool, start: float, end: float, limits: tuple[float, float] | None
+    ) -> _Axis:
+        usable = [value for value in (limits or values) if value > 0 or not log]
+        inner = [math.log10(value) if log else value for value in usable] or [0.0, 1.0]
+        low, high = min(inner), max(inner)
+        if limits is None:
+            least = math.log10(1.5) if log else abs(high) * 0.1
+            room = max(0.05 * (high - low), (least - (high - low)) / 2) or 0.5
+            low, high = low - room, high + room
+        return _Axis(log=log, low=low, high=high, start=start, end=end)
+
+    def place(self, value: float) -> tuple[float, bool]:
+        """The pixel, and whether the value itself is shown there; otherwise it is the nearer edge."""
+        if self.log and value <= 0:
+            return self.start, False
+        inner = math.log10(value) if self.log else value
+        held = min(max(inner, self.low), self.high)
+        share = (held - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.start + share * (self.end - self.start), abs(held - inner) < 1e-9 * max(1.0, abs(inner))
+
+    def ticks(self) -> list[float]:
+        """Round values inside the axis, about four to nine of them."""
+        if not self.log:
+            return _round_ticks(self.low, self.high)
+        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+        for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+            found = [digit * 10.0**decade for decade in decades for digit in digits]
+            inside = [value for value in found if self.low <= math.log10(value) <= self.high]
+            if len(inside) >= 4:
+                return inside[:: math.ceil(len(inside) / 9)]
+        return _round_ticks(10.0**self.low, 10.0**self.high)
+
+
+def _round_ticks(low: float, high: float) -> list[float]:
+    span = high - low
+    if span <= 0:
+        return [low]
+    step = 10.0 ** math.floor(math.log10(span / 4))
+    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if span / (step * factor) <= 8)
+    first = math.ceil(low / step)
+    return [number * step for number in range(first, math.floor(high / step) + 1)]
+
+
+def _check(series: Sequence[Series]) -> None:
+    for one in series:
+        for what, extra in (("bars", one.bars), ("labels", one.labels)):
+            if extra and len(extra) != len(one.points):
+                raise ValueError(f"{one.name}: {len(extra)} {what} for {len(one.points)} points")
+
+
+def _style() -> str:
+    def rules(page: str, ink: str, faint: str, dark: int) -> str:
+        colours = "".join(
+            f".np-s{i}{{stroke:{pair[dark]}}}.np-f{i}{{fill:{pair[dark]}}}" for i, pair in enumerate(_COLOURS)
+        )
+        return (
+            f".np-page{{fill:{page}}}.np-hollow{{fill:{page}}}text{{fill:{ink}}}.np-frame{{stroke:{ink}}}"
+            f".np-grid{{stroke:{faint}}}.np-band{{fill:{ink}}}{colours}"
+        )
+
+    shape = (
+        ".np-frame,.np-grid,.np-line,.np-bar{fill:none}.np-line{stroke-width:2}.np-bar{stroke-width:1.3}"
+        ".np-dashed{stroke-dasharray:7 5;stroke-width:1.5}.np-mark{stroke-width:1.5}.np-band{fill-opacity:.07}"
+    )
+    light, dark = rules("#ffffff", "#1f2328", "#e3e6ea", 0), rules("#16191d", "#dfe3e8", "#30363d", 1)
+    return f"<style>{shape}{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
+
+
+def _grid_x(axis: _Axis, ticks: Sequence[tuple[float, str]]) -> list[str]:
+    parts, last = [], -math.inf
+    for value, text in ticks:
+        place, shown = axis.place(value)
+        if not shown:
+            continue
+        parts.append(f'<path class="np-grid" d="M{place:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+        width = CHARACTER * len(_cut(text, 20))
+        if place - width / 2 > last + 6:  # a text that would run into the one before is left out
+            parts.append(_label(place, HEIGHT - BOTTOM + 18, text, shorten=20))
+            last = place + width / 2
+    return parts
+
+
+def _grid_y(axis: _Axis, format_value: Callable[[float], str]) -> list[str]:
+    parts = []
+    for value in axis.ticks():
+        place, _ = axis.place(value)
+        parts.append(f'<path class="np-grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(_label(LEFT - 8, place + 4, _trimmed(format_value(value)), anchor="end", shorten=10))
+    return parts
+
+
+def _band(band: Band, axis: _Axis) -> str:
+    (bottom, _), (top, _) = axis.place(band.low), axis.place(band.high)
+    return (
+        f'<rect class="np-band" x="{LEFT}" y="{top:.1f}" width="{WIDTH - RIGHT - LEFT}" '
+        f'height="{max(0.0, bottom - top):.1f}"><title>{_escape(band.name)}</title></rect>'
+    )
+
+
+def _series(series: Series, style: int, x: _Axis, y: _Axis) -> str:
+    parts, path = [], []
+    colour = style % len(_COLOURS)
+    for i, (x_value, y_value) in enumerate(series.points):
+        if not (math.isfinite(x_value) and math.isfinite(y_value)):
+            continue
+        (column, x_shown), (row, y_shown) = x.place(x_value), y.place(y_value)
+        path.append(f"{column:.1f} {row:.1f}")
+        if series.bars:
+            (low, _), (high, _) = (y.place(end) for end in series.bars[i])
+            bar = f"M{column - 4:.1f} {low:.1f}h8m-4 0V{high:.1f}m-4 0h8"
+            parts.append(f'<path class="np-bar np-s{colour}" d="{bar}"/>')
+        if series.markers:
+            name = series.labels[i] if series.labels else f"{series.name}: {significant(y_value)}"
+            parts.append(_mark(column, row, style, solid=x_shown and y_shown, name=name))
+    if series.line and len(path) > 1:
+        dashed = " np-dashed" if series.dashed else ""
+        parts.insert(0, f'<path class="np-line np-s{colour}{dashed}" d="M{"L".join(path)}"/>')
+    return "\n".join(parts)
+
+
+def _mark(column: float, row: float, style: int, *, solid: bool, name: str = "") -> str:
+    colour = style % len(_COLOURS)
+    shape = _MARKERS[(style + style // len(_COLOURS)) % len(_MARKERS)]
+    fill = f"np-f{colour}" if solid else "np-hollow"
+    at = f"M{column:.1f} {row:.1f}"
+    paths = {
+        "circle": f"{at}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+        "square": f"{at}m-3.6 -3.6h7.2v7.2h-7.2z",
+        "triangle": f"{at}m0 -4.8l4.6 8h-9.2z",
+        "diamond": f"{at}m0 -5l5 5l-5 5l-5 -5z",
+        "plus": f"{at}m-5 0h10m-5 -5v10",
+        "cross": f"{at}m-4 -4l8 8m-8 0l8 -8",
+    }
+    described = f"<title>{_escape(name)}</title>" if name else ""
+    return f'<path class="np-mark np-s{colour} {fill}" d="{paths[shape]}">{described}</path>'
+
+
+def _legend_rows(names: Sequence[str]) -> list[list[int]]:
+    """Numbers of the entries, in rows that fit the width."""
+    rows: list[list[int]] = []
+    used = math.inf
+    for i, name in enumerate(names):
+        width = _entry_width(name)
+        if used + width > WIDTH - LEFT - RIGHT:
+            rows.append([])
+            used = 0.0
+        rows[-1].append(i)
+        used += width
+    return rows
+
+
+def _entry_width(name: str) -> float:
+    return 46 + CHARACTER * len(_cut(name, 60))
+
+
+def _legend(rows: list[list[int]], bands: Sequence[Band], series: Sequence[Series], styles: Sequence[int]) -> list[str]:
+    parts = []
+    for number, row in enumerate(rows):
+        left, level = float(LEFT), HEIGHT + LEGEND_ROW * number + 4
+        for entry in row:
+            if entry < len(bands):
+                name = bands[entry].name
+                parts.append(f'<rect class="np-band" x="{left:.1f}" y="{level - 6}" width="24" height="12"/>')
+            else:
+                one, style = series[entry - len(bands)], styles[entry - len(bands)]
+                name = one.name
+                if one.line:
+                    dashed = " np-dashed" if one.dashed else ""
+                    colour = style % len(_COLOURS)
+                    parts.append(f'<path class="np-line np-s{colour}{dashed}" d="M{left:.1f} {level}h24"/>')
+                if one.markers:
+                    parts.append(_mark(left + 12, level, style, solid=True))
+            parts.append(_label(left + 30, level + 4, name, anchor="start", shorten=60))
+            left += _entry_width(name)
+    return parts
+
+
+def _label(
+    column: float,
+    row: float,
+    text: str,
+    *,
+    anchor: str = "middle",
+    size: int = 12,
+    turned: bool = False,
+    shorten: int = 200,
+) -> str:
+    turn = f' transform="rotate(-90 {column:.1f} {row:.1f})"' if turned else ""
+    weight = ' font-weight="600"' if size > 12 else ""
+    shown = _escape(_cut(text, shorten))
+    return (
+        f'<text x="{column:.1f}" y="{row:.1f}" text-anchor="{anchor}" font-size="{size}"{weight}{turn}>{shown}</text>'
+    )
+
+
+def _trimmed(text: str) -> str:
+    """A tick without zeros that say nothing: "10.0 ms" is "10 ms"."""
+    return re.sub(r"(\.\d*?)0+(?!\d)", lambda match: match[1].rstrip("."), text)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def _escape(text: str) -> str:
+    """For XML: markup escaped, and characters that XML does not allow replaced."""
+    allowed = (c if c >= " " and not "\ud800" <= c <= "\udfff" and c not in "\ufffe\uffff" else "?" for c in text)
+    return html.escape("".join(allowed), quote=True)

@@ -1,0 +1,23 @@
+"""The self-test's table."""
+
+from __future__ import annotations
+
+import textwrap
+
+from nearpeak.measure.selftest.report import Report
+
+_MARKS = {True: "ok", False: "FAILED", None: "not run"}
+
+
+def text(report: Report) -> str:
+    """One entry per experiment: the question, what was expected, what was found."""
+    lines = [f"Self-test on {report.device}, torch {report.torch}, {report.date}" + (", quick" if report.quick else "")]
+    for experiment in report.experiments:
+        mark = _MARKS[experiment.passed]
+        lines.append("")
+        lines.append(f"{mark:8}{experiment.name}: {experiment.question} ({experiment.seconds:.0f} s)")
+        for label, content in (("expected", experiment.expected), ("found", experiment.found)):
+            lines += textwrap.wrap(f"{label:9}{content}", 80, initial_indent=" " * 8, subsequent_indent=" " * 17)
+    counts = {mark: sum(e.passed is passed for e in report.experiments) for passed, mark in _MARKS.items()}
+    lines += ["", ", ".join(f"{count} {mark}" for mark, count in counts.items() if count)]
+    return "\n".join(lines)
