@@ -4,24 +4,34 @@
 
 The referee is the profiler: the kernels of each call, run with the same eviction and pacing as nearpeak's own blocks.
 Needs a GPU and triton. An operation agrees when nearpeak is within 3 % or 0.3 us of the referee.
+
+A second referee is Nsight Compute, which times each kernel alone. It needs a run of its own, whose table is then given
+to the first:
+
+    ncu --csv --nvtx --nvtx-include "call/" --clock-control none --cache-control all \\
+        --metrics gpu__time_duration.sum python benchmarks/kernel_durations.py --calls 5 > ncu.csv
+    python benchmarks/kernel_durations.py --ncu ncu.csv --json ...
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.utils.benchmark
 import triton.testing
+from torch.nn import functional
 
 import nearpeak
 from nearpeak.measure.cuda import Stage, cuda_device
+from nearpeak.measure.instrument import small_kernels
 from nearpeak.measure.profiler import busy_seconds, profile_calls
 from nearpeak.measure.samplers import STAGE_SECONDS
 from nearpeak.measure.statistics import median
@@ -29,6 +39,9 @@ from nearpeak.measure.subject import IDLE_SHARE
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RELATIVE, ABSOLUTE = 0.03, 0.3e-6
+NCU_CALLS = 5
+NO_KERNEL = ("clone 64 MB", "clone 1 GiB", "clone 8 GiB")
+"""Copies by the driver: the profiler times them, ncu lists kernels only."""
 
 
 def operations() -> dict[str, Callable[[], nearpeak.Case]]:
@@ -42,21 +55,23 @@ def operations() -> dict[str, Callable[[], nearpeak.Case]]:
         return nearpeak.Case(fn, *(tensor(size, dtype=dtype) for _ in range(count)))
 
     def attention() -> nearpeak.Case:
-        return nearpeak.Case(F.scaled_dot_product_attention, *(tensor(4, 16, 4096, 128) for _ in range(3)))
+        return nearpeak.Case(functional.scaled_dot_product_attention, *(tensor(4, 16, 4096, 128) for _ in range(3)))
 
     return {
         "relu 512k fp32": lambda: pointwise(torch.relu, 1, 2**19),
         "product 256": lambda: product(256, 256, 256),
         "product 512": lambda: product(512, 512, 512),
         "add 1M fp32": lambda: pointwise(torch.add, 2, 2**20),
-        "layer norm 1k x 1k fp32": lambda: nearpeak.Case(F.layer_norm, tensor(1024, 1024, dtype=FP32), (1024,)),
+        "layer norm 1k x 1k fp32": lambda: nearpeak.Case(
+            functional.layer_norm, tensor(1024, 1024, dtype=FP32), (1024,)
+        ),
         "embedding 4k of 32k x 1k": lambda: nearpeak.Case(
-            F.embedding, nearpeak.inputs.token_ids(4096, vocabulary=32000), tensor(32000, 1024)
+            functional.embedding, nearpeak.inputs.token_ids(4096, vocabulary=32000), tensor(32000, 1024)
         ),
         "product 1024": lambda: product(1024, 1024, 1024),
         "standard deviation 4k x 1k": lambda: nearpeak.Case(torch.std, tensor(4096, 1024, dtype=FP32), -1),
         "softmax 2k x 2k": lambda: nearpeak.Case(torch.softmax, tensor(2048, 2048), -1),
-        "gelu 16M": lambda: pointwise(F.gelu, 1, 2**24, BF16),
+        "gelu 16M": lambda: pointwise(functional.gelu, 1, 2**24, BF16),
         "add 8M fp32": lambda: pointwise(torch.add, 2, 2**23),
         "clone 64 MB": lambda: pointwise(torch.clone, 1, 2**24),
         "cumulative sum 4k x 1k": lambda: nearpeak.Case(torch.cumsum, tensor(4096, 1024, dtype=FP32), -1),
@@ -70,24 +85,60 @@ def operations() -> dict[str, Callable[[], nearpeak.Case]]:
     }
 
 
-def referee(case: nearpeak.Case, seconds: float) -> tuple[float, int]:
-    """The median of the kernels' busy time per call, and how many kernels a call has."""
+@dataclass(frozen=True, kw_only=True)
+class Refereed:
+    """One session of the profiler: what it reports for the calls, and what our events read around the same calls."""
+
+    profiler: float
+    events: float
+    kernels: int
+
+
+def referee(case: nearpeak.Case, seconds: float) -> Refereed:
+    """Runs small kernels of known zero and the case in one session of the profiler, with events around every call.
+
+    The profiler slows some kernels down, and the pauses around all of them. So the events' zero is taken in the same
+    session, and their reading is of the very calls that the profiler timed.
+    """
     device = cuda_device(torch.cuda.current_device())
-    stage = Stage(device, "cold", pace_seconds=max(0.0, IDLE_SHARE * seconds - STAGE_SECONDS))
-    calls = max(5, min(60, int(0.2 / (4 * seconds + 60e-6))))
-    runs: list[float] = []
-    kernels = 0
-    for _ in range(3):
-        device.spin(2e-3)
-        for call in profile_calls(case.call, calls, before=stage, synchronize=device.synchronize):
-            runs.append(busy_seconds(call))
-            kernels = len(call)
-    return median(runs), kernels
+    paced = Stage(device, "cold", pace_seconds=max(0.0, IDLE_SHARE * seconds - STAGE_SECONDS))
+    plain = Stage(device, "cold")
+    calls = max(7, min(60, int(0.3 / (4 * seconds + 60e-6))))
+    schedule = [(kernel, plain) for kernel in small_kernels(device) for _ in range(30)] + [(case.call, paced)] * calls
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * len(schedule))]
+    turns = iter(range(len(schedule)))
+    position = 0
+
+    def before() -> None:
+        nonlocal position
+        position = next(turns)
+        schedule[position][1]()
+
+    def call() -> None:
+        events[2 * position].record()
+        schedule[position][0]()
+        events[2 * position + 1].record()
+
+    for event in events:
+        event.record()
+    device.spin(0.05)
+    profiled = profile_calls(call, len(schedule), before=before, synchronize=device.synchronize)
+    busy = [busy_seconds(kernels) for kernels in profiled]
+    read = [a.elapsed_time(b) * 1e-3 for a, b in zip(events[::2], events[1::2], strict=True)]
+    groups = [slice(start, start + 30) for start in range(0, len(schedule) - calls, 30)]
+    zero = median([median(read[group]) - median(busy[group]) for group in groups])
+    return Refereed(profiler=median(busy[-calls:]), events=median(read[-calls:]) - zero, kernels=len(profiled[-1]))
+
+
+def within(seconds: float, truth: float) -> bool:
+    return abs(seconds - truth) <= max(RELATIVE * truth, ABSOLUTE)
 
 
 def measure(name: str, case: nearpeak.Case) -> dict[str, Any]:
     timing = nearpeak.bench(case, name=name, max_seconds=1.0)
-    truth, kernels = referee(case, timing.seconds)
+    refereed = [referee(case, timing.seconds) for _ in range(3)]
+    truth = median([session.profiler for session in refereed])
+    events = median([session.events for session in refereed])
     again = nearpeak.bench(case, name=name, max_seconds=1.0)
     others = {
         "do_bench": triton.testing.do_bench(case.call, return_mode="median") * 1e-3,
@@ -96,11 +147,11 @@ def measure(name: str, case: nearpeak.Case) -> dict[str, Any]:
         .blocked_autorange(min_run_time=0.2)
         .median,
     }
-    error = timing.seconds - truth
     return {
         "name": name,
-        "kernels": kernels,
+        "kernels": refereed[-1].kernels,
         "referee": truth,
+        "events under the profiler": events,
         "nearpeak": timing.seconds,
         "nearpeak again": again.seconds,
         "low": timing.low,
@@ -110,28 +161,71 @@ def measure(name: str, case: nearpeak.Case) -> dict[str, Any]:
         "flags": [f"{flag.name}: {flag.evidence}" for flag in timing.flags],
         "other_seconds": dict(timing.other_seconds),
         "others": others,
-        "agrees": abs(error) <= max(RELATIVE * truth, ABSOLUTE),
+        "agrees": within(timing.seconds, truth),
+        "agrees on the same calls": within(events, truth),
     }
+
+
+def only_call(calls: int) -> None:
+    """Each operation a few times in a named range, for a profiler that wraps this process."""
+    for build in {"empty": lambda: nearpeak.Case(torch.cuda._sleep, 1), **operations()}.values():
+        case = build()
+        case.call()
+        torch.cuda.synchronize()
+        for _ in range(calls):
+            torch.cuda.nvtx.range_push("call")
+            case.call()
+            torch.cuda.nvtx.range_pop()
+        torch.cuda.synchronize()
+        del case
+        torch.cuda.empty_cache()
+
+
+def read_ncu(path: Path, calls: int) -> dict[str, float]:
+    """Seconds of each operation's kernel from ncu's table, the median over its calls."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
+    durations = [
+        float(row["Metric Value"].replace(",", "")) * {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}[row["Metric Unit"]]
+        for row in csv.DictReader(lines)
+        if row["Metric Name"] == "gpu__time_duration.sum"
+    ]
+    names = ["empty", *(name for name in operations() if name not in NO_KERNEL)]
+    if len(durations) != calls * len(names):
+        raise SystemExit(f"{path}: {len(durations)} kernels, expected {calls * len(names)}")
+    return {name: median(durations[calls * i : calls * (i + 1)]) for i, name in enumerate(names)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--ncu", type=Path, help="the table of a run under ncu")
+    parser.add_argument("--calls", type=int, help="only run each operation so often, for a run under ncu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.calls:
+        only_call(arguments.calls)
+        return
+    second = read_ncu(arguments.ncu, NCU_CALLS) if arguments.ncu else {}
     rows = []
-    header = f"{'operation':28} {'kernels':>8} {'nearpeak':>9} {'again':>9} {'do_bench':>9} {'cudagraph':>9} {'Timer':>9}  us"
-    print(header)
+    columns = ("profiler", "events*", "nearpeak", "again", "do_bench", "cudagraph", "Timer")
+    print(f"{'operation, times in us':28}" + " ".join(f"{column:>9}" for column in columns))
     for name, build in operations().items():
-        row = measure(name, build())
+        row = {**measure(name, build()), "ncu": second.get(name)}
         rows.append(row)
-        columns = [row["referee"], row["nearpeak"], row["nearpeak again"], *row["others"].values()]
-        times = " ".join(f"{value * 1e6:9.2f}" for value in columns)
+        values = [
+            row["referee"],
+            row["events under the profiler"],
+            row["nearpeak"],
+            row["nearpeak again"],
+            *row["others"].values(),
+        ]
+        times = " ".join(f"{value * 1e6:9.2f}" for value in values)
         mark = "" if row["agrees"] else " <-- differs"
         print(f"{name:28}{times} {row['grade']}{mark}", flush=True)
         torch.cuda.empty_cache()
-    agreed = sum(row["agrees"] for row in rows)
-    print(f"{agreed} of {len(rows)} within 3 % or 0.3 us of the kernel durations")
+    for key, text in (("agrees", "nearpeak"), ("agrees on the same calls", "events* (around the profiled calls)")):
+        agreed = sum(row[key] for row in rows)
+        print(f"{text}: {agreed} of {len(rows)} within 3 % or 0.3 us of the profiler's kernel durations")
     if arguments.json:
         properties = torch.cuda.get_device_properties(0)
         result = {
@@ -139,6 +233,7 @@ def main() -> None:
             "device": properties.name,
             "torch": torch.__version__,
             "triton": triton.__version__,
+            "ncu_empty": second.get("empty"),
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from nearpeak.measure.flags import flag_names, raise_flag
 from nearpeak.measure.input_facts import InputStatistics
-from nearpeak.measure.timing import Block, Comparison, Conditions, Environment, Timing
+from nearpeak.measure.timing import Block, Comparison, Conditions, Environment, Kind, Timing
 from nearpeak.render import timing as render
 from nearpeak.work.model import Work
 
@@ -264,3 +266,16 @@ def test_kernel_names(signature, name):
 
 def test_a_time_of_zero_is_shown():
     assert fits(render.text(dataclasses.replace(GPU, seconds=0.0, low=0.0, high=0.0)))
+
+
+def test_the_documentation_lists_every_flag_as_it_is():
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    for name in flag_names():
+        flag = raise_flag(name, "")
+        assert f"| `{name}` | {flag.severity} | {flag.remedy} |" in page
+
+
+def test_the_documentation_has_every_kind_of_time():
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    assert set(render.MEANINGS) == set(get_args(Kind))
+    assert all(f"| `{kind}` |" in page for kind in render.MEANINGS)

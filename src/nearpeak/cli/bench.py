@@ -160,11 +160,12 @@ def _sweep(builder: CaseBuilder, arguments: argparse.Namespace, options: dict[st
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # Drawn between points only: a thread that redraws it would run beside what is timed.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(builder.name, total=None)
 
         def point(done: int, count: int, text: str) -> None:
-            bar.update(task, completed=done, total=count, description=f"{builder.name} {text}"[:60])
+            bar.update(task, completed=done, total=count, description=f"{builder.name} {text}"[:60], refresh=True)
 
         return sweep(builder, grid, point=point, **options)
 

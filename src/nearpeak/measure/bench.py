@@ -139,7 +139,10 @@ def _collect(subject: Subject, options: Options, say: Progress) -> tuple[list[Bl
 
 
 def measured_block(subject: Subject) -> Block:
-    """One block with the conditions right after it."""
+    """One block, on a new draw of the inputs that are redrawn, with the conditions right after it."""
+    if subject.case.redrawn:
+        subject.blocks += 1
+        subject.case.redraw(subject.blocks)
     return dataclasses.replace(subject.sampler.block(), conditions=subject.conditions.read())
 
 

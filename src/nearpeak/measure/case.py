@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib.util
 import inspect
 import sys
@@ -12,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from nearpeak.errors import CaseError, did_you_mean
+from nearpeak.measure.redrawn import Redrawn
 from nearpeak.work.model import Work
 
 
@@ -33,6 +36,8 @@ class Case:
     reset: Callable[[], Any] | None = None
     name: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
+    redrawn: tuple[tuple[Any, Redrawn[Any]], ...] = ()
+    """Arguments that are drawn again for each block, with what draws them."""
 
     def __init__(
         self,
@@ -49,20 +54,40 @@ class Case:
                 f"A case needs something to call, and got {_brief(fn)} of type {type(fn).__name__}. Pass a function "
                 "and its arguments: bench(torch.softmax, x, -1), not bench(torch.softmax(x, -1))."
             )
+        redrawn: list[tuple[Any, Redrawn[Any]]] = []
+
+        def drawn(value: Any) -> Any:
+            if not isinstance(value, Redrawn):
+                return value
+            redrawn.append((value.draw(0), value))
+            return redrawn[-1][0]
+
         for attribute, value in (
             ("fn", fn),
-            ("args", args),
-            ("kwargs", kwargs),
+            ("args", tuple(drawn(value) for value in args)),
+            ("kwargs", {key: drawn(value) for key, value in kwargs.items()}),
             ("work", work),
             ("reset", reset),
             ("name", name or getattr(fn, "__name__", type(fn).__name__)),
             ("parameters", dict(parameters or {})),
+            ("redrawn", tuple(redrawn)),
         ):
             object.__setattr__(self, attribute, value)
 
     def call(self) -> Any:
         """Runs it once."""
         return self.fn(*self.args, **self.kwargs)
+
+    def redraw(self, block: int) -> None:
+        """Puts the values of another draw into the arguments that are `Redrawn`."""
+        for current, source in self.redrawn:
+            for old, new in zip(_tensors(current), _tensors(source.draw(block)), strict=True):
+                if old.shape != new.shape:
+                    raise CaseError(
+                        f"{self.name}: a Redrawn input has shape {tuple(old.shape)} in one draw and "
+                        f"{tuple(new.shape)} in another. Keep the shape, and vary the values."
+                    )
+                old.detach().copy_(new)
 
     def tensors(self) -> Iterator[Any]:
         """The tensors among the arguments, through lists, tuples and dictionaries."""
@@ -85,10 +110,17 @@ class Case:
             yield from _tensors(content)
 
     def with_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Case:
-        """The same case on other arguments."""
+        """The same case on other arguments, which are no longer redrawn."""
         return Case(
             self.fn, *args, work=self.work, reset=self.reset, name=self.name, parameters=self.parameters, **kwargs
         )
+
+    def with_fields(self, **fields: Any) -> Case:
+        """The same case with another name, work, reset or parameters."""
+        other = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(other, name, value)
+        return other
 
 
 def _filled(cell: Any) -> bool:
@@ -101,12 +133,15 @@ def _filled(cell: Any) -> bool:
 def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
     if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
         yield value
-    elif depth < 4 and isinstance(value, (list, tuple)):
+    elif depth < 8 and isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item, depth + 1)
-    elif depth < 4 and isinstance(value, dict):
+    elif depth < 8 and isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item, depth + 1)
+    elif depth < 8 and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from _tensors(getattr(value, item.name), depth + 1)
 
 
 def as_case(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], **fields: Any) -> Case:
@@ -114,16 +149,7 @@ def as_case(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], **fields:
     if isinstance(fn, Case):
         if args or kwargs:
             raise CaseError("A Case brings its own arguments: pass either bench(case) or bench(fn, *args).")
-        given = {key: value for key, value in fields.items() if value}
-        return Case(
-            fn.fn,
-            *fn.args,
-            work=given.get("work", fn.work),
-            reset=given.get("reset", fn.reset),
-            name=given.get("name", fn.name),
-            parameters=given.get("parameters", fn.parameters),
-            **fn.kwargs,
-        )
+        return fn.with_fields(**{key: value for key, value in fields.items() if value})
     return Case(fn, *args, **fields, **kwargs)
 
 
@@ -139,8 +165,9 @@ class CaseBuilder:
         """Calls the function and checks what it returned."""
         where = f"{self.path}:{self.name}"
         signature = inspect.signature(self.function)
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         for parameter in parameters:
-            if parameter not in signature.parameters:
+            if parameter not in signature.parameters and not takes_any:
                 hint = did_you_mean(parameter, signature.parameters) if signature.parameters else "It takes none."
                 raise CaseError(f"{where} has no parameter {parameter!r}. {hint}")
         try:

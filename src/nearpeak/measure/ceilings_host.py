@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from nearpeak.measure.ceilings import Ceilings, Progress, duration, reach
 from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostSampler
 from nearpeak.units import quantity
 
-SIZES = (512, 1024, 2048)
-LONGEST_PRODUCT_SECONDS = 1.0
+SIZES = (256, 512, 1024, 2048, 4096)
+LONGEST_PRODUCT_SECONDS = 0.2
 SUSTAINED_SECONDS = 1.0
 
 
 def calibrate_host(progress: Progress | None = None) -> Achievable:
-    """Measures this CPU, with the threads that torch uses now. About 15 seconds on two cores."""
+    """Measures this CPU, with the threads that torch uses now. A few seconds on two cores."""
     facts = cpu_facts()
     ceilings = Ceilings(progress)
     cache = facts.cache_bytes or UNKNOWN_CACHE_BYTES
@@ -61,37 +62,35 @@ def _cache_bandwidth(ceilings: Ceilings, cache: int) -> None:
     ceilings.say("last-level cache")
     for divisor in (2, 4, 8):
         size = max(2**16, cache // divisor)
-        data = torch.randn(size // 4)
-        how = f"repeated read of {quantity(size, 'B')}"
-        ceilings.best("cache_bandwidth", reach(_hot(lambda data=data: torch.sum(data)), size, how, blocks=5))  # type: ignore[misc]
+        a, b = torch.randn(size // 8), torch.empty(size // 8)
+        how = f"repeated copy within {quantity(size, 'B')}"
+        ceilings.best("cache_bandwidth", reach(_hot(partial(b.copy_, a)), size, how, blocks=5))
 
 
 def _products(ceilings: Ceilings, dtype: torch.dtype, engine: str | None) -> None:
-    """The best product over growing sizes; stops where one takes too long, as in types that the CPU only emulates."""
+    """The best product over growing sizes, as far as one stays short: some types are only emulated on a CPU."""
     name = str(dtype).removeprefix("torch.")
     room = "matrix" if engine is not None and name in ("bfloat16", "int8", "float16") else "vector"
     ceilings.say(f"matrix product in {name}")
-    best: HostSampler | None = None
+    rate, best_size = 0.0, SIZES[0]
     for size in SIZES:
-        call = _product(size, dtype)
+        flops = 2.0 * size**3
+        if rate and flops / rate > LONGEST_PRODUCT_SECONDS:
+            break
         try:
-            sampler = _hot(call)
+            ceiling = reach(_hot(_product(size, dtype)), flops, f"product of {size} x {size} matrices", blocks=5)
         except RuntimeError:  # this build of torch has no such product on the CPU
             return
-        how = f"product of {size} x {size} matrices"
-        before = ceilings.value(f"{room}.{name}") or 0.0
-        start = time.perf_counter()
-        ceilings.best(f"{room}.{name}", reach(sampler, 2.0 * size**3, how, blocks=5))
-        best = sampler if (ceilings.value(f"{room}.{name}") or 0.0) > before else best
-        if 8 * (time.perf_counter() - start) > 6 * LONGEST_PRODUCT_SECONDS:
-            break
-    if name == "float32" and best is not None:
-        blocks = max(5, int(SUSTAINED_SECONDS / max(1e-3, best.block().seconds)))
-        size = SIZES[-1] if best.calls == 1 else SIZES[0]
+        ceilings.best(f"{room}.{name}", ceiling)
+        if ceiling.value > rate:
+            rate, best_size = ceiling.value, size
+    if name == "float32":
         ceilings.say(f"the same, sustained for {SUSTAINED_SECONDS:g} s")
-        sustained = _hot(_product(size, dtype))
-        how = f"product of {size} x {size} matrices for {SUSTAINED_SECONDS:g} s"
-        ceilings.set("matrix_sustained.float32", reach(sustained, 2.0 * size**3, how, blocks=min(blocks, 50)))
+        sampler = _hot(_product(best_size, dtype))
+        flops = 2.0 * best_size**3
+        blocks = max(5, int(SUSTAINED_SECONDS * rate / flops / sampler.calls))
+        how = f"product of {best_size} x {best_size} matrices for {SUSTAINED_SECONDS:g} s"
+        ceilings.set("matrix_sustained.float32", reach(sampler, flops, how, blocks=blocks))
 
 
 def _product(size: int, dtype: torch.dtype) -> Callable[[], Any]:

@@ -68,7 +68,7 @@ def compare(
     if kinds[0] != kinds[1] or subjects[0].device is not subjects[1].device:
         raise UsageError(
             f"{case_a.name} gives a {kinds[0]} time on {subjects[0].device_name}, {case_b.name} a {kinds[1]} time on "
-            f"{subjects[1].device_name}: these cannot be compared. Ask for one kind of both, for example kind='latency'."
+            f"{subjects[1].device_name}: these cannot be compared. Ask for one kind, for example kind='latency'."
         )
     with quiet_collector():
         for subject in subjects:

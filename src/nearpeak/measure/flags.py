@@ -29,7 +29,6 @@ _FLAGS: dict[str, tuple[Severity, str]] = {
     "CPU_BOUND": ("note", "Capture it in a CUDA graph, use torch.compile, or do more work per call."),
     "CLOSURE_INPUTS": ("note", "Pass tensors as arguments, so that they can be described and watched."),
     "NO_GRAPH": ("note", "Avoid host synchronisation and host-side state in the call to make it capturable."),
-    "WITHIN_RUN_ONLY": ("note", "Run again in a fresh process to see the spread between runs."),
     "LAUNCH_NOT_HIDDEN": ("wrong", "The time contains host delays: lower the host work per call or use a CUDA graph."),
     "SYNC_IN_REGION": ("doubt", "Remove .item(), .cpu(), nonzero or synchronize() from the call for a device time."),
     "OFF_STREAM": ("doubt", "Make the current stream wait for the side stream before the call returns."),

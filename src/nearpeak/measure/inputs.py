@@ -12,15 +12,14 @@ since all of them are drawn on the CPU and then moved; `seed=None` draws anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import torch
 
 from nearpeak.errors import UsageError
 from nearpeak.measure.draws import at_least, device_for, generator, not_negative, one_of, positive
 from nearpeak.measure.input_statistics import InputStatistics, describe
+from nearpeak.measure.redrawn import Redrawn
 from nearpeak.measure.routing import Routing, RoutingStatistics, routing
 
 __all__ = [
@@ -36,8 +35,6 @@ __all__ = [
     "token_ids",
     "weights",
 ]
-
-T = TypeVar("T")
 
 _FLOAT_NAMES = ("float64", "float32", "float16", "bfloat16")
 _FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -172,29 +169,6 @@ def sequence_lengths(
     else:
         lengths = torch.full((count,), float(mean), dtype=torch.float64)
     return lengths.clamp_(1, min(ceiling, 2.0**53)).round_().to(torch.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Redrawn(Generic[T]):
-    """Inputs that are drawn again for each block of a measurement, so that one lucky draw does not decide the result.
-
-    `make` gets the number of the block as its seed, so that a run can be repeated value by value.
-
-    >>> inputs = Redrawn(lambda seed: token_ids(4, vocabulary=9, seed=seed, device="cpu"))
-    >>> inputs.draw(3).equal(inputs.draw(3)), inputs.draw(3).equal(inputs.draw(4))
-    (True, False)
-    """
-
-    make: Callable[[int], T]
-
-    def __post_init__(self) -> None:
-        if not callable(self.make):
-            raise UsageError(f"Redrawn takes a function of a seed, found {type(self.make).__name__}.")
-
-    def draw(self, block: int) -> T:
-        """The inputs of that block."""
-        at_least("block", block, 0)
-        return self.make(block)
 
 
 def _floating(dtype: str | torch.dtype) -> torch.dtype:

@@ -43,7 +43,7 @@ def zero_of(index: int, cache: Cache) -> Zero:
     stage = Stage(device, cache)
     readings: dict[str, list[float]] = {"events": [], "graph_events": [], "gap": []}
     proven = True
-    for call in _small_kernels(device):
+    for call in small_kernels(device):
         call()
         known = profiled_seconds(call, stage, device)
         proven = proven and known is not None
@@ -64,7 +64,7 @@ def _half_range(values: list[float]) -> float:
     return max(0.1e-6, (max(values) - min(values)) / 2) if values else float("inf")
 
 
-def _small_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
+def small_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
     """One kernel each, of different shapes: one thread, one block, many blocks, a reduction, a matrix product."""
     place = device.device
     few, many = torch.randn(16, device=place), torch.randn(2**17, device=place)

@@ -35,11 +35,11 @@ class Options:
         _choice("cache", self.cache, get_args(Cache))
         _choice("evict", self.evict, get_args(Evict))
         _choice("regime", self.regime, get_args(Regime))
-        for name in ("precision", "max_seconds", "warmup_seconds"):
+        for name in ("precision", "max_seconds", "warmup_seconds", "min_blocks", "max_blocks"):
             value = getattr(self, name)
-            if not value >= 0:
+            if not isinstance(value, (int, float)) or not value >= 0:
                 raise UsageError(f"{name} is {value!r}; it is a number of at least 0.")
-        if not 0.5 <= self.confidence < 1:
+        if not isinstance(self.confidence, (int, float)) or not 0.5 <= self.confidence < 1:
             raise UsageError(f"confidence is {self.confidence!r}; it is a share from 0.5 to below 1.")
         if self.min_blocks < 6 or self.max_blocks < self.min_blocks:
             raise UsageError(

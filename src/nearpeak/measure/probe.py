@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nearpeak.errors import CaseError
+from nearpeak.errors import CaseError, NearpeakError
 from nearpeak.measure.case import Case, describe_error
 from nearpeak.measure.cuda import CudaDevice, host_seconds
 from nearpeak.measure.profiler import profile_calls, span_seconds
@@ -47,6 +47,8 @@ def reporting(case: Case, when: str) -> Iterator[None]:
     """Turns an error of the user's code into a `CaseError` with the original as its cause."""
     try:
         yield
+    except NearpeakError:
+        raise
     except torch.OutOfMemoryError as error:
         raise CaseError(
             f"{case.name} ran out of memory {when}: {describe_error(error)}. Use smaller inputs, or free memory."

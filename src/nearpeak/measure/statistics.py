@@ -54,9 +54,10 @@ def median_interval(values: Sequence[float], confidence: float = 0.95, *, inflat
     ordered = sorted(values)
     n = len(ordered)
     low_rank = _lower_rank(n, confidence)
+    # Of the ranks before they are widened: widening makes up for neighbours that agree, it does not add confidence.
+    coverage = 1.0 - 2.0 * sum(math.comb(n, i) for i in range(low_rank)) / 2.0**n
     if inflate > 1.0:
         low_rank = max(1, math.floor((n + 1) / 2 - inflate * ((n + 1) / 2 - low_rank)))
-    coverage = 1.0 - 2.0 * sum(math.comb(n, i) for i in range(low_rank)) / 2.0**n
     return Interval(low=ordered[low_rank - 1], high=ordered[n - low_rank], confidence=max(0.0, coverage))
 
 
@@ -156,13 +157,13 @@ def _signed_rank_cut(n: int, confidence: float) -> tuple[int, float]:
 def modality(values: Sequence[float]) -> float:
     """The m-value: 2 for one hump, 4 for two; above 2.8 a distribution has more than one mode.
 
-    The sum of the rises and falls of the histogram over its highest bin, with the number of bins that leaves at least
-    ten values in a full one, so that small samples do not look ragged.
+    The sum of the rises and falls of the histogram over its highest bin, with twenty values to a bin where there are
+    enough, so that small samples do not look ragged.
     """
     n = len(values)
     low, high = quantile(values, 0.01), quantile(values, 0.99)
-    bins = min(20, n // 10)
-    if bins < 4 or high <= low:
+    bins = max(4, min(20, n // 20))
+    if n < 40 or high <= low:
         return 2.0
     counts = [0] * bins
     for value in values:
@@ -172,7 +173,7 @@ def modality(values: Sequence[float]) -> float:
     # A rise or fall smaller than its counting noise is no hump.
     total, last = 0.0, 0
     for height in heights[1:]:
-        if abs(height - last) > 2 * math.sqrt(max(height, last, 1)) or height == 0:
+        if abs(height - last) > 2 * math.sqrt(max(height + last, 1)) or height == 0:
             total += abs(height - last)
             last = height
     return max(2.0, total / max(counts))

@@ -54,6 +54,8 @@ class Subject:
     conditions: ConditionsReader
     flags: list[Flag] = field(default_factory=list)
     other_seconds: dict[str, float] = field(default_factory=dict)
+    blocks: int = 0
+    """How many blocks were taken: the seed of inputs that are redrawn."""
 
     @property
     def device_name(self) -> str:
@@ -141,14 +143,18 @@ def _choose_device_sampler(subject: Subject, options: Options, device: CudaDevic
     """Events behind a spin; a graph for small single kernels, and where a spin cannot hide the launches."""
     case, probe = subject.case, subject.probe
     call: Callable[[], Any] = case.call
-    if options.cache == "cold" and options.evict == "rotate":
+    rotating = options.cache == "cold" and options.evict == "rotate"
+    if rotating:
         call = _rotating(case, device.cache_bytes)
     zero = zero_of(device.index, options.cache)
     estimate, hidden = _first_estimate(subject, call, options, zero)
     stage = _stage(subject, options, estimate)
     single = probe.kernels is not None and len(probe.kernels) == 1
-    small = options.method == "auto" and single and estimate < SMALL_SECONDS
+    # A graph replays the copies that it captured: too few of them would stay in the cache.
+    small = options.method == "auto" and single and estimate < SMALL_SECONDS and not rotating
     wants_graph = options.kind == "graph" or options.method == "graph"
+    if wants_graph and rotating:
+        raise UsageError("A CUDA graph replays the same inputs: use evict='flush' for a cold graph time.")
     uncertainty = zero.uncertainty
     try:
         if wants_graph or (options.method == "auto" and not hidden):
@@ -251,7 +257,8 @@ def _graph_sampler(
 def graph_seconds(subject: Subject, options: Options) -> float | None:
     """What a call takes in a CUDA graph; None where it was measured already or cannot be captured."""
     device, probe = subject.device, subject.probe
-    if device is None or subject.sampler.kind != "device" or probe.synchronises:
+    rotating = options.cache == "cold" and options.evict == "rotate"
+    if device is None or subject.sampler.kind != "device" or probe.synchronises or rotating:
         return None
     estimate = max(1e-6, subject.sampler.block().seconds)
     stage = _stage(subject, options, estimate)

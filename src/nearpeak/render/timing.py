@@ -69,7 +69,7 @@ def comparison_text(comparison: Comparison) -> str:
         table(["", "name", f"{a.kind} time, {a.cache} cache", "grade"], rows, "lllr"),
         _labelled(
             {
-                "method": a.method if a.method == b.method else f"a: {a.method}; b: {b.method}",
+                "method": plain(a.method if a.method == b.method else f"a: {a.method}; b: {b.method}"),
                 "measured": _environment(b.environment),
             }
         ),
