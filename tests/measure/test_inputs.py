@@ -290,7 +290,7 @@ def test_redrawn_gives_each_block_its_own_inputs():
 def test_redrawn_refuses_inputs_that_are_already_drawn():
     with pytest.raises(UsageError, match="function of a seed, found Tensor"):
         Redrawn(torch.zeros(3))
-    with pytest.raises(UsageError, match="block: expected an integer of at least 0"):
+    with pytest.raises(UsageError, match="block is -1"):
         Redrawn(lambda seed: seed).draw(-1)
 
 

@@ -16,6 +16,7 @@ import torch
 import nearpeak
 from nearpeak.bound.roofline import bound
 from nearpeak.errors import UntrustworthyMeasurement
+from nearpeak.machines.detect import cpu_facts
 from nearpeak.machines.model import Machine
 from nearpeak.measure.assess import Counters, assess, interval_of
 from nearpeak.measure.case import Case, as_case
@@ -233,7 +234,7 @@ def environment(subject: Subject) -> Environment:
     """Where and when this was measured."""
     device = subject.device
     return Environment(
-        device=subject.device_name if device is not None else (platform.processor() or platform.machine()),
+        device=subject.device_name if device is not None else cpu_facts().name,
         driver=device.conditions.driver() if device is not None else None,
         torch=torch.__version__,
         python=platform.python_version(),

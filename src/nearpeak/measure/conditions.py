@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from nearpeak.machines.limits import number
 from nearpeak.measure.timing import Conditions
 
 
@@ -82,7 +83,10 @@ class GpuConditions:
         """The driver's version."""
         if self._handle is None:
             return None
-        version = self._nvml.nvmlSystemGetDriverVersion()
+        try:
+            version = self._nvml.nvmlSystemGetDriverVersion()
+        except self._nvml.NVMLError:
+            return None
         return version.decode() if isinstance(version, bytes) else str(version)
 
     def _ask(self, function: str, *arguments: Any) -> Any:
@@ -99,20 +103,19 @@ class CpuConditions:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._last: tuple[float, float, float] | None = None
+        self._last: tuple[float, float | None, float | None] | None = None
         self.read()
 
     def read(self) -> Conditions:
         """The clock now; throttled and stalled time since the last reading, as reasons."""
         now = time.perf_counter()
-        throttled = self._counter("sys/fs/cgroup/cpu.stat", "throttled_usec") or 0.0
-        waiting = self._pressure() or 0.0
+        throttled, waiting = self._counter("sys/fs/cgroup/cpu.stat", "throttled_usec"), self._pressure()
         reasons = []
         if self._last is not None and now > self._last[0]:
             elapsed = now - self._last[0]
-            if throttled - self._last[1] > 0.01 * elapsed * 1e6:
+            if _grew(self._last[1], throttled, 0.01 * elapsed * 1e6):
                 reasons.append("cpu quota")
-            if waiting - self._last[2] > 0.1 * elapsed * 1e6:
+            if _grew(self._last[2], waiting, 0.1 * elapsed * 1e6):
                 reasons.append("cpu contended")
         self._last = (now, throttled, waiting)
         kilohertz = self._text("sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
@@ -127,12 +130,16 @@ class CpuConditions:
         for line in (self._text(path) or "").splitlines():
             name, _, value = line.partition(" ")
             if name == key:
-                return float(value)
+                return number(value)
         return None
 
     def _pressure(self) -> float | None:
         """Microseconds in which some runnable task had no core."""
         for line in (self._text("proc/pressure/cpu") or "").splitlines():
             if line.startswith("some") and "total=" in line:
-                return float(line.rpartition("total=")[2])
+                return number(line.rpartition("total=")[2])
         return None
+
+
+def _grew(before: float | None, now: float | None, by: float) -> bool:
+    return before is not None and now is not None and now - before > by

@@ -15,7 +15,8 @@ def text(report: Report) -> str:
     for experiment in report.experiments:
         mark = _MARKS[experiment.passed]
         lines.append("")
-        lines.append(f"{mark:8}{experiment.name}: {experiment.question} ({experiment.seconds:.0f} s)")
+        heading = f"{mark:8}{experiment.name}: {experiment.question} ({experiment.seconds:.0f} s)"
+        lines += textwrap.wrap(heading, 80, subsequent_indent=" " * 8)
         for label, content in (("expected", experiment.expected), ("found", experiment.found)):
             lines += textwrap.wrap(f"{label:9}{content}", 80, initial_indent=" " * 8, subsequent_indent=" " * 17)
     counts = {mark: sum(e.passed is passed for e in report.experiments) for passed, mark in _MARKS.items()}

@@ -1,0 +1,82 @@
+"""The table and the plot of docs/accuracy.md, from the results of kernel_durations.py.
+
+    python benchmarks/kernel_durations_page.py benchmarks/results/kernel_durations_h200.json
+
+writes docs/images/kernel_durations.svg and replaces the table in docs/accuracy.md. A test holds the page to the data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nearpeak.render.plot import Band, Series, line_plot
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "accuracy.md"
+PLOT = ROOT / "docs" / "images" / "kernel_durations.svg"
+BEGIN, END = "<!-- table -->", "<!-- /table -->"
+
+
+def times(row: dict[str, Any]) -> dict[str, float]:
+    """What each harness says of one operation."""
+    return {"nearpeak": row["nearpeak"], **row["others"]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The operations, shortest first: the profiler's kernel durations, ncu's, ours, and everyone's error."""
+    rows = sorted(result["rows"], key=lambda row: row["referee"])
+    names = list(times(rows[0]))
+    lines = [
+        "| operation | profiler, us | ncu, us | " + " | ".join(f"{name}, us" for name in names) + " |",
+        "| --- |" + " ---: |" * (2 + len(names)),
+    ]
+    for row in rows:
+        truth = row["referee"]
+        cells = [f"{value * 1e6:.2f} ({100 * (value / truth - 1):+.1f} %)" for value in times(row).values()]
+        ncu = f"{row['ncu'] * 1e6:.2f}" if row.get("ncu") else "-"
+        lines.append(f"| {row['name']} | {truth * 1e6:.2f} | {ncu} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any]) -> str:
+    """Relative error against the true duration, one series per harness."""
+    rows = sorted(result["rows"], key=lambda row: row["referee"])
+    series = [
+        Series(
+            name=name,
+            points=tuple((row["referee"] * 1e6, 100 * (times(row)[name] / row["referee"] - 1)) for row in rows),
+            labels=tuple(row["name"] for row in rows),
+            line=False,
+        )
+        for name in reversed(list(times(rows[0])))
+    ]
+    return line_plot(
+        series,
+        title=f"20 operations on an {result['device']}: reported time against kernel duration",
+        x_label="kernel duration by the profiler, us",
+        y_label="error, %",
+        log_x=True,
+        y_limits=(-40.0, 120.0),
+        bands=(Band(name="3 %", low=-3.0, high=3.0),),
+    )
+
+
+def page_with_table(text: str, result: dict[str, Any]) -> str:
+    """The page with its table replaced."""
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{BEGIN}\n{table(result)}\n{END}{after}"
+
+
+def main() -> None:
+    result = json.loads(Path(sys.argv[1]).read_text())
+    PLOT.parent.mkdir(exist_ok=True)
+    PLOT.write_text(plot(result))
+    PAGE.write_text(page_with_table(PAGE.read_text(), result))
+
+
+if __name__ == "__main__":
+    main()
