@@ -11,7 +11,9 @@ SOURCE = Path(nearpeak.__file__).parent
 
 def raised_in_source():
     """Every flag name that some code outside the table mentions as a string."""
-    texts = [file.read_text() for file in SOURCE.rglob("*.py") if file.name != "flags.py" and "selftest" not in file.parts]
+    texts = [
+        file.read_text() for file in SOURCE.rglob("*.py") if file.name != "flags.py" and "selftest" not in file.parts
+    ]
     return {name for text in texts for name in re.findall(r'"([A-Z]+(?:_[A-Z]+)*)"', text)}
 
 

@@ -72,7 +72,9 @@ def test_ranks_of_the_median_interval_are_those_of_the_tables(n, low, high):
 
 
 def test_coverage_is_the_binomial_probability_of_the_ranks():
-    assert median_interval(range(20)).confidence == pytest.approx(1 - 2 * sum(math.comb(20, i) for i in range(6)) / 2**20)
+    assert median_interval(range(20)).confidence == pytest.approx(
+        1 - 2 * sum(math.comb(20, i) for i in range(6)) / 2**20
+    )
 
 
 @pytest.mark.parametrize(("n", "coverage"), [(1, 0.0), (2, 0.5), (3, 0.75), (4, 0.875), (5, 0.9375)])

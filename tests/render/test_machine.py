@@ -151,7 +151,21 @@ def test_the_list_fits_80_columns_and_has_a_line_per_machine():
     assert widest(text) <= 80
     assert [line.split()[0] for line in text.splitlines()[2 : 2 + len(machines)]] == [m.id for m in machines]
     line = next(line for line in text.splitlines() if line.startswith("h100-sxm"))
-    assert line.split() == ["h100-sxm", "80", "GB", "3.35", "TB/s", "989", "T", "1.98", "P", "50", "MiB", "450", "GB/s"]
+    assert line.split() == [
+        "h100-sxm",
+        "80.0",
+        "GiB",
+        "3.35",
+        "TB/s",
+        "989",
+        "T",
+        "1.98",
+        "P",
+        "50",
+        "MiB",
+        "450",
+        "GB/s",
+    ]
 
 
 def test_the_networks_fit_80_columns():

@@ -227,7 +227,7 @@ def _judge(result: Result, *, strict: bool) -> int:
         timings = (result.a, result.b) if isinstance(result, Comparison) else (result,)
     doubtful = [timing for timing in timings if timing.grade in ("C", "F")]
     if strict and doubtful:
-        from nearpeak.measure.bench import explain
+        from nearpeak.measure.result import explain
 
         sys.stdout.flush()
         raise UntrustworthyMeasurement("\n".join(explain(timing) for timing in doubtful))

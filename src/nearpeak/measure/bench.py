@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import gc
-import platform
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-import nearpeak
-from nearpeak.bound.roofline import bound
 from nearpeak.errors import UntrustworthyMeasurement
-from nearpeak.machines.detect import cpu_facts
 from nearpeak.machines.model import Machine
 from nearpeak.measure.assess import Counters, assess, interval_of
 from nearpeak.measure.case import Case, as_case
-from nearpeak.measure.flags import Flag, raise_flag
-from nearpeak.measure.inputs import describe
-from nearpeak.measure.machine import known_machine
+from nearpeak.measure.flags import raise_flag
 from nearpeak.measure.options import Options, options_from
 from nearpeak.measure.probe import reporting
+from nearpeak.measure.result import explain, limit_of, make_timing
 from nearpeak.measure.samplers import WallSampler
 from nearpeak.measure.statistics import median
 from nearpeak.measure.subject import Subject, graph_seconds, prepare
-from nearpeak.measure.timing import Block, Environment, Timing
+from nearpeak.measure.timing import Block, Timing
 from nearpeak.units import percent, seconds
 from nearpeak.work.model import Work
 
 CHECK_EVERY = 4
 SUSTAINED_WARMUP_SECONDS = 2.0
-CPU_BOUND_MARGIN = 1.1
 
 Progress = Callable[[str], None]
 
@@ -78,6 +71,7 @@ def bench(
     say = progress or (lambda line: None)
     say(f"{case.name}: probing")
     subject = prepare(case, chosen)
+    limit = limit_of(subject, machine)
     with _on_device(subject), quiet_collector():
         say(f"{case.name}: warming up ({subject.sampler.method})")
         with reporting(case, "while warming up"):
@@ -86,12 +80,11 @@ def bench(
         with reporting(case, "while it was timed"):
             blocks, converged, interrupted = _collect(subject, chosen, say)
         after = Counters.now(subject)
-        if not interrupted:
-            _take_other_times(subject, chosen)
+        interrupted = interrupted or not _take_other_times(subject, chosen)
     flags = assess(subject, blocks, chosen, before, after, converged=converged)
     if interrupted:
         flags.append(raise_flag("PARTIAL", f"stopped by hand after {len(blocks)} blocks"))
-    timing = make_timing(subject, blocks, chosen, flags, machine=machine, partial=interrupted)
+    timing = make_timing(subject, blocks, chosen, flags, limit=limit, partial=interrupted)
     if strict and timing.grade in ("C", "F"):
         raise UntrustworthyMeasurement(explain(timing))
     return timing
@@ -147,8 +140,16 @@ def measured_block(subject: Subject) -> Block:
     return dataclasses.replace(subject.sampler.block(), conditions=subject.conditions.read())
 
 
-def _take_other_times(subject: Subject, options: Options) -> None:
-    """The other kinds of time, more briefly: what the host sees, and what a graph would give."""
+def _take_other_times(subject: Subject, options: Options) -> bool:
+    """The other kinds of time, more briefly: what the host sees, and what a graph would give. False if interrupted."""
+    try:
+        _other_times(subject, options)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _other_times(subject: Subject, options: Options) -> None:
     device, case = subject.device, subject.case
     if device is None:
         return
@@ -163,91 +164,6 @@ def _take_other_times(subject: Subject, options: Options) -> None:
     graph = graph_seconds(subject, options)
     if graph is not None:
         subject.other_seconds["graph"] = graph
-
-
-def make_timing(
-    subject: Subject,
-    blocks: list[Block],
-    options: Options,
-    flags: list[Flag],
-    *,
-    machine: Machine | None = None,
-    partial: bool = False,
-) -> Timing:
-    """The result object, with its bound and the verdict on who is waiting for whom."""
-    middle, interval = interval_of(blocks, options)
-    case, kind = subject.case, subject.sampler.kind
-    cpu_bound = None
-    enqueue = subject.other_seconds.get("enqueue")
-    if enqueue is not None and kind in ("device", "graph"):
-        cpu_bound = enqueue > CPU_BOUND_MARGIN * middle
-        if cpu_bound:
-            evidence = f"the host needs {seconds(enqueue)} to enqueue what the device does in {seconds(middle)}"
-            idle = f"the device idles {percent(1 - middle / enqueue, 0)} of the time"
-            flags = [*flags, raise_flag("CPU_BOUND", f"{evidence}: {idle}")]
-    inputs = tuple(describe(tensor) for tensor in case.tensors())
-    for statistics in inputs:
-        if statistics.degenerate:
-            shape = "x".join(map(str, statistics.shape))
-            flags = [*flags, raise_flag("DEGENERATE_INPUT", f"{statistics.dtype} {shape}: {statistics.degenerate}")]
-    bound_seconds = bound_limiter = None
-    if case.work is not None:
-        machine = machine or known_machine(subject.device)
-        if machine is not None and machine.achievable is not None:
-            limit = bound(case.work, machine)
-            bound_seconds, bound_limiter = limit.seconds, limit.limiter
-            measured = machine.achievable.how == "measured"
-            if (
-                measured
-                and options.cache == "cold"
-                and limit.limiter != "launch"
-                and interval.high < 0.97 * limit.seconds
-            ):
-                evidence = f"{seconds(middle)} measured, {seconds(limit.seconds)} is the {limit.limiter} bound"
-                flags = [*flags, raise_flag("ABOVE_ROOFLINE", evidence)]
-    return Timing(
-        name=case.name,
-        seconds=middle,
-        low=interval.low,
-        high=interval.high,
-        confidence=interval.confidence,
-        kind=kind,
-        method=subject.sampler.method,
-        cache=options.cache if kind in ("device", "graph", "cpu") else "hot",
-        regime=options.regime if subject.device is not None else "sustained",
-        blocks=tuple(blocks),
-        flags=tuple(flags),
-        environment=environment(subject),
-        other_seconds=dict(subject.other_seconds),
-        cpu_bound=cpu_bound,
-        kernels=subject.probe.kernels or (),
-        parameters=dict(case.parameters),
-        inputs=inputs,
-        work=case.work,
-        bound_seconds=bound_seconds,
-        bound_limiter=bound_limiter,
-        partial=partial,
-    )
-
-
-def environment(subject: Subject) -> Environment:
-    """Where and when this was measured."""
-    device = subject.device
-    return Environment(
-        device=subject.device_name if device is not None else cpu_facts().name,
-        driver=device.conditions.driver() if device is not None else None,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        nearpeak=nearpeak.__version__,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        threads=torch.get_num_threads(),
-    )
-
-
-def explain(timing: Timing) -> str:
-    """Why a measurement should not be used, with the remedies."""
-    reasons = [f"  {flag.name}: {flag.evidence}. {flag.remedy}" for flag in timing.flags if flag.severity != "note"]
-    return f"{timing.name}: grade {timing.grade}.\n" + "\n".join(reasons)
 
 
 @contextlib.contextmanager

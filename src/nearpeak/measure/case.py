@@ -172,7 +172,7 @@ class CaseBuilder:
                 raise CaseError(f"{where} has no parameter {parameter!r}. {hint}")
         try:
             built = self.function(**parameters)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CaseError(f"{where} failed while building its inputs: {describe_error(error)}") from error
         stated = {key: str(value) for key, value in parameters.items()}
         if isinstance(built, Case):
@@ -213,7 +213,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         specification.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaseError(f"{path} failed while it was imported: {describe_error(error)}") from error
     finally:
         sys.path.remove(str(path.resolve().parent))

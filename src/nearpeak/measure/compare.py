@@ -10,11 +10,12 @@ from typing import Any
 
 from nearpeak.errors import UntrustworthyMeasurement, UsageError
 from nearpeak.measure.assess import Counters, assess
-from nearpeak.measure.bench import Progress, explain, make_timing, measured_block, quiet_collector, warm_up
+from nearpeak.measure.bench import Progress, measured_block, quiet_collector, warm_up
 from nearpeak.measure.case import Case, as_case
 from nearpeak.measure.flags import raise_flag
 from nearpeak.measure.options import Options, options_from
 from nearpeak.measure.probe import reporting
+from nearpeak.measure.result import explain, limit_of, make_timing
 from nearpeak.measure.statistics import signed_rank_centre
 from nearpeak.measure.subject import Subject, prepare_alike
 from nearpeak.measure.timing import Block, Comparison, Verdict
@@ -70,6 +71,7 @@ def compare(
             f"{case_a.name} gives a {kinds[0]} time on {subjects[0].device_name}, {case_b.name} a {kinds[1]} time on "
             f"{subjects[1].device_name}: these cannot be compared. Ask for one kind, for example kind='latency'."
         )
+    limits = [limit_of(subject) for subject in subjects]
     with quiet_collector():
         for subject in subjects:
             with reporting(subject.case, "while warming up"):
@@ -84,7 +86,7 @@ def compare(
         flags = [flag for flag in flags if flag.name != "DRIFT"]
         if interrupted:
             flags.append(raise_flag("PARTIAL", f"stopped by hand after {len(series[i])} pairs"))
-        timings.append(make_timing(subject, series[i], chosen, flags, partial=interrupted))
+        timings.append(make_timing(subject, series[i], chosen, flags, limit=limits[i], partial=interrupted))
     result = judge(timings[0], timings[1], margin=margin, confidence=chosen.confidence, partial=interrupted)
     if strict:
         for timing in timings:

@@ -16,7 +16,7 @@ import torch
 from nearpeak.errors import CaseError, NearpeakError
 from nearpeak.measure.case import Case, describe_error
 from nearpeak.measure.cuda import CudaDevice, host_seconds
-from nearpeak.measure.profiler import profile_calls, span_seconds
+from nearpeak.measure.profiler import busy_seconds, profile_calls
 from nearpeak.measure.statistics import median
 
 PROBE_CALLS = 4
@@ -38,7 +38,8 @@ class Probe:
     synchronises: bool = False
     kernels: tuple[str, ...] | None = None
     """Names, in order; None where the profiler sees none."""
-    kernel_span: float | None = None
+    kernel_seconds: float | None = None
+    """In which at least one kernel ran, by the profiler."""
     off_stream: bool = False
 
 
@@ -93,18 +94,22 @@ def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe
     common = _probe(case, synchronize=device.synchronize, memory=lambda: torch.cuda.memory_allocated(device.device))
     _refuse_endless_growth(case, common.memory_growth, torch.cuda.mem_get_info(device.device)[0])
     with reporting(case, "while it was probed"):
-        synchronises = _synchronises(case, device, common.enqueue_seconds)
+        common = replace(
+            common,
+            synchronises=_synchronises(case, device, common.enqueue_seconds),
+            off_stream=_off_stream(case, device),
+        )
+    try:
         profiled = profile_calls(case.call, 3, synchronize=device.synchronize) if kernels else []
+    except RuntimeError:  # no CUPTI, or the caller is being profiled already
+        return common
     seen = [call for call in profiled if call]
     if not seen:
-        return replace(common, synchronises=synchronises)
-    stream = torch.cuda.current_stream(device.device)
+        return common
     return replace(
         common,
-        synchronises=synchronises,
         kernels=tuple(kernel.name for kernel in seen[-1]),
-        kernel_span=median([span_seconds(call) for call in seen]),
-        off_stream=_off_stream(case, device) if len({k.stream for k in seen[-1]}) > 1 or not stream else False,
+        kernel_seconds=median([busy_seconds(call) for call in seen]),
     )
 
 
@@ -132,9 +137,7 @@ def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
         sizes.append(memory())
     outputs_finite = all(_finite(tensor) for tensor in Case(lambda: None, result).tensors())
     growths = [b - a for a, b in itertools.pairwise(sizes)]
-    mutated = tuple(
-        i for i in range(len(tensors)) if all(not torch.equal(a[i], b[i]) for a, b in itertools.pairwise(samples))
-    )
+    mutated = tuple(i for i in range(len(tensors)) if all(_differ(a[i], b[i]) for a, b in itertools.pairwise(samples)))
     return Probe(
         call_seconds=median(walls),
         enqueue_seconds=min(enqueues),
@@ -180,6 +183,8 @@ def _refuse_endless_growth(case: Case, growth: float, available: float) -> None:
 
 
 def _sample(tensor: torch.Tensor, size: int = 4096) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return torch.empty(0)  # sparse, nested or without data: not watched
     flat = tensor.detach()
     if not flat.is_contiguous() or flat.dtype.itemsize == 1:
         flat = flat.to(torch.float32) if flat.is_floating_point() else flat
@@ -188,8 +193,12 @@ def _sample(tensor: torch.Tensor, size: int = 4096) -> torch.Tensor:
     return flat[::step][:size].cpu().clone()
 
 
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # by bits, as a NaN equals not even itself
+
+
 def _finite(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.device.type == "meta":
+    if not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(_sample(tensor).to(torch.float32)).all())
 

@@ -148,6 +148,10 @@ def _choose_device_sampler(subject: Subject, options: Options, device: CudaDevic
         call = _rotating(case, device.cache_bytes)
     zero = zero_of(device.index, options.cache)
     estimate, hidden = _first_estimate(subject, call, options, zero)
+    if probe.kernel_seconds is not None and estimate < 0.5 * probe.kernel_seconds - 2e-6:
+        evidence = f"the current stream is done in {seconds_text(estimate)}, the kernels run for "
+        subject.flags.append(raise_flag("OFF_STREAM", evidence + seconds_text(probe.kernel_seconds)))
+        return
     stage = _stage(subject, options, estimate)
     single = probe.kernels is not None and len(probe.kernels) == 1
     # A graph replays the copies that it captured: too few of them would stay in the cache.

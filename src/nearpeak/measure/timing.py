@@ -93,6 +93,8 @@ class Timing:
     work: Work | None = None
     bound_seconds: float | None = None
     bound_limiter: str | None = None
+    bound_ceilings: Literal["measured", "derated"] | None = None
+    """Whether the bound rests on this machine's calibration or on a datasheet's figures times a factor."""
     partial: bool = False
     """The run was interrupted; the figures are of what had been measured."""
     schema: int = SCHEMA

@@ -134,6 +134,9 @@ def _headline(timing: Timing) -> str:
     )
 
 
+_CEILINGS = {"measured": "", "derated": " (datasheet, derated; calibrate for its own figure)", None: ""}
+
+
 def _bound(timing: Timing) -> str:
     """How near the roofline, what limits, and the machine's figure that the bound was computed with."""
     moved, computed = rates(timing)
@@ -149,7 +152,7 @@ def _bound(timing: Timing) -> str:
         }.get(limiter or "", "")
         facts["bound"] = (
             f"{percent(timing.share_of_bound)} of the roofline; {limiter} limits: {seconds(bound)}"
-            f"{f', {at}' if at else ''}"
+            f"{f', {at}' if at else ''}{_CEILINGS[timing.bound_ceilings]}"
         )
     elif work is not None:
         facts["bound"] = "none: this machine is not calibrated. Run `nearpeak machine --calibrate`."

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nearpeak.measure.assess import interval_of
-from nearpeak.measure.bench import CHECK_EVERY, make_timing, quiet_collector
+from nearpeak.measure.bench import CHECK_EVERY, quiet_collector
 from nearpeak.measure.case import Case
 from nearpeak.measure.compare import collect_pairs, judge
 from nearpeak.measure.options import Options
+from nearpeak.measure.result import make_timing
 from nearpeak.measure.selftest.bench_place import Place
 from nearpeak.measure.selftest.report import Experiment
 from nearpeak.measure.statistics import median, median_interval

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nearpeak.measure.bench import CPU_BOUND_MARGIN, bench
+from nearpeak.measure.bench import bench
 from nearpeak.measure.case import Case
+from nearpeak.measure.result import CPU_BOUND_MARGIN
 from nearpeak.measure.selftest.bench_place import Place, spin_host
 from nearpeak.measure.selftest.report import Experiment
 from nearpeak.units import percent
