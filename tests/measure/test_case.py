@@ -6,6 +6,7 @@ import torch
 
 from nearpeak.errors import CaseError
 from nearpeak.measure.case import Case, as_case, describe_error, load
+from nearpeak.measure.redrawn import Redrawn
 from nearpeak.work.model import Work
 
 X, Y, Z = torch.randn(2), torch.randn(3), torch.randn(4)
@@ -266,3 +267,33 @@ def test_the_place_is_the_users_line_and_not_one_inside_torch():
 
 def test_an_error_that_was_never_raised_has_no_place():
     assert describe_error(KeyError("x")) == "KeyError: 'x'"
+
+
+def test_tensors_are_found_in_a_dataclass():
+    @dataclasses.dataclass
+    class Batch:
+        ids: torch.Tensor
+        masks: list
+        size: int = 3
+
+    assert found(Case(print, Batch(ids=X, masks=[Y])).tensors()) == [2, 3]
+
+
+def test_a_redrawn_argument_changes_its_values_in_place():
+    case = Case(torch.neg, Redrawn(lambda seed: torch.full((3,), float(seed))))
+    (x,) = case.args
+    case.redraw(5)
+    assert case.args[0] is x
+    assert case.call().tolist() == [-5.0] * 3
+    assert as_case(case, (), {}, name="renamed").redrawn == case.redrawn
+
+
+def test_a_redrawn_argument_that_changes_its_shape_is_refused():
+    case = Case(torch.neg, Redrawn(lambda seed: torch.ones(3 + seed)), name="growing")
+    with pytest.raises(CaseError, match=r"growing: a Redrawn input has shape \(3,\) in one draw and \(5,\) in another"):
+        case.redraw(2)
+
+
+def test_a_file_that_ends_the_program_is_reported(write):
+    write("import sys\nsys.exit(3)\n")
+    assert "cases.py failed while it was imported: SystemExit: 3" in str(refused("cases.py:f"))

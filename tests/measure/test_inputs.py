@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearpeak.errors import EnvironmentProblem, UsageError
-from nearpeak.measure.input_statistics import DISTINCT_SAMPLE, SAMPLE, InputStatistics, _spread, describe
 from nearpeak.measure.inputs import (
     FLOATING,
     Redrawn,
@@ -21,7 +20,8 @@ from nearpeak.measure.inputs import (
     token_ids,
     weights,
 )
-from nearpeak.measure.routing import busiest_share
+from nearpeak.measure.inputs.experts import busiest_share
+from nearpeak.measure.inputs.statistics import DISTINCT_SAMPLE, SAMPLE, InputStatistics, _spread, describe
 from nearpeak.records import from_json, to_json
 
 GENERATORS = {
@@ -277,7 +277,7 @@ def test_statistics_of_a_known_load():
 
 
 def test_many_tokens_are_drawn_in_parts(monkeypatch):
-    monkeypatch.setattr("nearpeak.measure.routing._SCORES_AT_ONCE", 100)
+    monkeypatch.setattr("nearpeak.measure.inputs.experts._SCORES_AT_ONCE", 100)
     assert_is_a_routing(routing(95, 10, 3, device="cpu"), 95, 10, 3)
 
 

@@ -149,4 +149,4 @@ def _compilations() -> int:
     if dynamo is None:
         return 0
     counters: Any = dynamo.counters
-    return int(sum(counters["frames"].values()))
+    return int(counters["frames"]["total"])

@@ -120,7 +120,8 @@ def _collect(subject: Subject, options: Options, say: Progress) -> tuple[list[Bl
             half = interval.half_width(middle)
             if half <= options.precision and len(blocks) >= options.min_blocks:
                 # The interval that happened to be narrow covers too little (92 %): the reported one has fresh blocks.
-                blocks += [measured_block(subject) for _ in range(CHECK_EVERY)]
+                for _ in range(CHECK_EVERY):
+                    blocks.append(measured_block(subject))
                 return blocks, True, False
             say(f"{subject.case.name}: {len(blocks)} blocks, {seconds(middle)} +- {percent(half, 2)}")
             if elapsed >= options.max_seconds:

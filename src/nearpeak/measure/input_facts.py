@@ -1,4 +1,4 @@
-"""`InputStatistics`: what is kept of a tensor beside a result. Plain data, no torch; `input_statistics` fills it."""
+"""`InputStatistics`: what is kept of a tensor beside a result. Plain data, no torch; `inputs.statistics` fills it."""
 
 from __future__ import annotations
 

@@ -86,10 +86,5 @@ def busy_seconds(kernels: tuple[Kernel, ...]) -> float:
     return total
 
 
-def span_seconds(kernels: tuple[Kernel, ...]) -> float:
-    """From the first kernel's start to the last one's end."""
-    return max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels) if kernels else 0.0
-
-
 def _on_device(event: Any) -> bool:
     return "CPU" not in str(event.device_type())

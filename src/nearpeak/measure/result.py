@@ -15,7 +15,7 @@ from nearpeak.machines.detect import cpu_facts
 from nearpeak.machines.model import Machine
 from nearpeak.measure.assess import interval_of
 from nearpeak.measure.flags import Flag, raise_flag
-from nearpeak.measure.input_statistics import describe
+from nearpeak.measure.inputs.statistics import describe
 from nearpeak.measure.machine import known_machine
 from nearpeak.measure.options import Options
 from nearpeak.measure.subject import Subject
@@ -71,7 +71,8 @@ def make_timing(
             evidence = f"the host needs {seconds(enqueue)} to enqueue what the device does in {seconds(middle)}"
             idle = f"the device idles {percent(1 - middle / enqueue, 0)} of the time"
             flags = [*flags, raise_flag("CPU_BOUND", f"{evidence}: {idle}")]
-    inputs = tuple(describe(tensor) for tensor in case.tensors())
+    dense = (t for t in case.tensors() if t.layout == torch.strided and t.device.type != "meta" and not t.is_quantized)
+    inputs = tuple(describe(tensor) for tensor in dense)
     for statistics in inputs:
         if statistics.degenerate:
             shape = "x".join(map(str, statistics.shape))

@@ -11,7 +11,8 @@ _MARKS = {True: "ok", False: "FAILED", None: "not run"}
 
 def text(report: Report) -> str:
     """One entry per experiment: the question, what was expected, what was found."""
-    lines = [f"Self-test on {report.device}, torch {report.torch}, {report.date}" + (", quick" if report.quick else "")]
+    title = f"Self-test on {report.device}, torch {report.torch}, {report.date}" + (", quick" if report.quick else "")
+    lines = textwrap.wrap(title, 80)
     for experiment in report.experiments:
         mark = _MARKS[experiment.passed]
         lines.append("")

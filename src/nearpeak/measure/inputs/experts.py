@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from nearpeak.errors import UsageError
-from nearpeak.measure.draws import at_least, derived_seed, device_for, generator, one_of, positive
+from nearpeak.measure.inputs.draws import at_least, derived_seed, device_for, generator, one_of, positive
 
 _SCORES_AT_ONCE = 2**22
 _LARGEST_SKEW = 64.0

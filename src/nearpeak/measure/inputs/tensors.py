@@ -1,13 +1,4 @@
-"""Inputs whose distribution is stated, and the statistics of inputs that someone else made.
-
-Zeros, constants and uniform routing flatter a kernel: they draw less power, hit the cache and balance the load. The
-generators here draw data that looks like the real thing (MoE routing is in `routing.py`), and `describe` (in
-`input_statistics.py`) says what any tensor holds. A seed gives the same values on every call and on every device,
-since all of them are drawn on the CPU and then moved; `seed=None` draws anew.
-
-    >>> activations(2, 3, device="cpu").equal(activations(2, 3, device="cpu"))
-    True
-"""
+"""Generators of tensors with stated distributions."""
 
 from __future__ import annotations
 
@@ -17,24 +8,7 @@ from typing import Literal
 import torch
 
 from nearpeak.errors import UsageError
-from nearpeak.measure.draws import at_least, device_for, generator, not_negative, one_of, positive
-from nearpeak.measure.input_statistics import InputStatistics, describe
-from nearpeak.measure.redrawn import Redrawn
-from nearpeak.measure.routing import Routing, RoutingStatistics, routing
-
-__all__ = [
-    "FLOATING",
-    "InputStatistics",
-    "Redrawn",
-    "Routing",
-    "RoutingStatistics",
-    "activations",
-    "describe",
-    "routing",
-    "sequence_lengths",
-    "token_ids",
-    "weights",
-]
+from nearpeak.measure.inputs.draws import at_least, device_for, generator, not_negative, one_of, positive
 
 _FLOAT_NAMES = ("float64", "float32", "float16", "bfloat16")
 _FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
