@@ -199,7 +199,8 @@ def test_a_power_cap_at_the_highest_clock_costs_nothing():
 
 def clocked(clocks):
     return [
-        Block(seconds=v, readings=(v,), conditions=Conditions(clock_hz=c)) for v, c in zip(noisy(20), clocks, strict=True)
+        Block(seconds=v, readings=(v,), conditions=Conditions(clock_hz=c))
+        for v, c in zip(noisy(20), clocks, strict=True)
     ]
 
 
@@ -208,7 +209,9 @@ def test_clocks_that_vary_are_flagged():
     assert evidence == "10 % to 90 % of the blocks: 1500 to 1900 MHz"
 
 
-@pytest.mark.parametrize("clocks", [[1.9e9] * 20, [1.9e9] * 19 + [0.5e9], [None] * 20, [1e9] * 2 + [None] * 16 + [2e9] * 2])
+@pytest.mark.parametrize(
+    "clocks", [[1.9e9] * 20, [1.9e9] * 19 + [0.5e9], [None] * 20, [1e9] * 2 + [None] * 16 + [2e9] * 2]
+)
 def test_steady_or_unknown_clocks_are_not_flagged(clocks):
     assert "CLOCK_VARIED" not in flags(clocked(clocks))
 
@@ -228,7 +231,13 @@ def test_what_happened_while_timing_is_flagged():
 
 @pytest.mark.parametrize(
     ("growth", "device", "flagged"),
-    [(0.0, None, False), (2**20, None, False), (2**20 + 4096, None, True), (512.0, Device(), True), (0.0, Device(), False)],
+    [
+        (0.0, None, False),
+        (2**20, None, False),
+        (2**20 + 4096, None, True),
+        (512.0, Device(), True),
+        (0.0, Device(), False),
+    ],
 )
 def test_memory_that_every_call_keeps_is_flagged(growth, device, flagged):
     """The resident size of a process moves by pages anyway; what a GPU's allocator counts is exact."""

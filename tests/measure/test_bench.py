@@ -332,7 +332,13 @@ def with_achievable(**fields):
 
 @pytest.mark.parametrize(
     ("kind", "enqueue", "cpu_bound"),
-    [("device", 2e-3, True), ("device", 1.05e-3, False), ("graph", 2e-3, True), ("cpu", 2e-3, None), ("device", None, None)],
+    [
+        ("device", 2e-3, True),
+        ("device", 1.05e-3, False),
+        ("graph", 2e-3, True),
+        ("cpu", 2e-3, None),
+        ("device", None, None),
+    ],
 )
 def test_a_host_that_cannot_keep_up_is_named(kind, enqueue, cpu_bound):
     timing = timed(1e-3, None, kind=kind, other={} if enqueue is None else {"enqueue": enqueue})
@@ -347,7 +353,9 @@ def test_a_host_that_cannot_keep_up_is_named(kind, enqueue, cpu_bound):
 def test_an_explanation_names_the_doubts_and_not_the_notes():
     timing = timed(1e-3, Work(bytes_read=2e6), kind="device", other={"enqueue": 2e-3})
     assert names(timing) == {"CPU_BOUND", "ABOVE_ROOFLINE"}
-    assert explain(timing).startswith("len: grade F.\n  ABOVE_ROOFLINE: 1.00 ms measured, 2.00 ms is the memory bound. Check")
+    assert explain(timing).startswith(
+        "len: grade F.\n  ABOVE_ROOFLINE: 1.00 ms measured, 2.00 ms is the memory bound. Check"
+    )
     assert "CPU_BOUND" not in explain(timing)
 
 
@@ -367,7 +375,9 @@ def test_a_real_measurement_on_this_cpu():
     assert timing.method.startswith("host clock around a loop of ")
     assert timing.cache == "hot"
     assert 0 < timing.low <= timing.seconds <= timing.high < 0.1
-    assert timing.seconds == pytest.approx(sorted(block.seconds for block in timing.blocks)[len(timing.blocks) // 2], rel=0.2)
+    assert timing.seconds == pytest.approx(
+        sorted(block.seconds for block in timing.blocks)[len(timing.blocks) // 2], rel=0.2
+    )
     assert timing.environment.torch == torch.__version__
     assert timing.environment.threads == torch.get_num_threads()
     assert [statistics.shape for statistics in timing.inputs] == [(64, 64)]
@@ -399,7 +409,7 @@ def test_a_kind_of_time_that_the_cpu_does_not_have_is_refused():
 
 
 def test_rotation_needs_tensors_and_not_too_many_copies():
-    with pytest.raises(UsageError, match="has no tensor arguments to rotate: .* use evict='flush'"):
+    with pytest.raises(UsageError, match=r"has no tensor arguments to rotate: .* use evict='flush'"):
         bench(lambda: None, evict="rotate")
     with pytest.raises(UsageError, match=r"would need \d+ copies of its inputs to leave the cache: use evict='flush'"):
         bench(torch.exp, torch.randn(4), evict="rotate")
@@ -410,7 +420,9 @@ def test_rotation_calls_on_copies_in_turn(monkeypatch):
 
     monkeypatch.setattr(subject, "_host_cache_bytes", lambda: 2**20)
     x, seen = torch.randn(2**16), []
-    timing = bench(lambda pair: seen.append(pair[0].data_ptr()), [x], evict="rotate", max_seconds=0.05, warmup_seconds=0)
+    timing = bench(
+        lambda pair: seen.append(pair[0].data_ptr()), [x], evict="rotate", max_seconds=0.05, warmup_seconds=0
+    )
     copies = math.ceil(3 * 2**20 / (4 * 2**16)) + 1
     assert len(set(seen)) == copies
     timed_calls = seen[-copies:]

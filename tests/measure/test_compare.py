@@ -232,7 +232,7 @@ def test_ctrl_c_before_enough_pairs_goes_on_up():
 
 def test_the_one_that_raises_is_named():
     subjects = fake_subject(lambda: 1e-3, "good"), fake_subject(failing_after(7, ValueError("late")), "bad")
-    with pytest.raises(CaseError, match="^bad raised an error while it was timed: ValueError: late"):
+    with pytest.raises(CaseError, match=r"^bad raised an error while it was timed: ValueError: late"):
         collect_pairs(subjects, Options(), lambda line: None)
 
 
@@ -268,20 +268,20 @@ def test_a_drift_that_both_share_is_not_flagged(fakes):
 def test_strict_raises_for_the_doubtful_one(fakes):
     subjects = fakes(lambda: 1e-3, lambda: 1e-3)
     subjects[1].flags.append(raise_flag("CACHE_NOT_COLD", "made up"))
-    with pytest.raises(UntrustworthyMeasurement, match="second: grade F.\n  CACHE_NOT_COLD: made up"):
+    with pytest.raises(UntrustworthyMeasurement, match=r"second: grade F\.\n  CACHE_NOT_COLD: made up"):
         compare(len, len, X, strict=True, warmup_seconds=0)
 
 
 def test_two_kinds_of_time_are_not_compared(fakes):
     subjects = fakes(lambda: 1e-3, lambda: 1e-3)
     subjects[1].sampler.kind = "graph"
-    with pytest.raises(UsageError, match="gives a cpu time on cpu, .* a graph time on cpu: these cannot be compared"):
+    with pytest.raises(UsageError, match=r"gives a cpu time on cpu, .* a graph time on cpu: these cannot be compared"):
         compare(len, sum, X)
 
 
 @pytest.mark.parametrize("margin", [0, 1, -0.1, 5, math.nan])
 def test_a_margin_that_is_no_share_is_refused(margin):
-    with pytest.raises(UsageError, match="margin is .*; it is a share between 0 and 1, such as 0.01 for 1 %"):
+    with pytest.raises(UsageError, match=r"margin is .*; it is a share between 0 and 1, such as 0.01 for 1 %"):
         compare(len, len, X, margin=margin)
 
 

@@ -52,7 +52,7 @@ def test_zero_is_a_number(name):
 
 @pytest.mark.parametrize("value", [0.49, 1, 95, -0.95, math.nan])
 def test_a_confidence_that_is_no_share_is_refused(value):
-    with pytest.raises(UsageError, match="it is a share from 0.5 to below 1"):
+    with pytest.raises(UsageError, match=r"it is a share from 0\.5 to below 1"):
         options_from({"confidence": value})
 
 

@@ -66,9 +66,9 @@ def test_the_message_of_bench_names_the_users_line_and_not_one_of_ours():
 
 def test_running_out_of_memory_is_called_that():
     case = Case(torch.exp, torch.ones(3))
-    with pytest.raises(CaseError, match="exp ran out of memory while it was timed: .* Use smaller inputs") as caught:
-        with reporting(case, "while it was timed"):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    message = r"exp ran out of memory while it was timed: .* Use smaller inputs"
+    with pytest.raises(CaseError, match=message) as caught, reporting(case, "while it was timed"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
@@ -96,6 +96,15 @@ def test_what_every_call_keeps_is_counted(memory):
     assert probe_host(Case(call)).memory_growth == 2**22
 
 
+def test_growth_is_what_every_call_keeps_at_the_least(memory):
+    sizes = iter([0, 0, 2**24, 2**22, 2**23])
+
+    def call():
+        memory.used += next(sizes)
+
+    assert probe_host(Case(call)).memory_growth == 2**22
+
+
 def test_what_only_some_calls_keep_is_not_growth(memory):
     calls = []
 
@@ -117,7 +126,7 @@ def test_a_case_that_would_fill_the_memory_is_refused(memory):
     def hoard():
         memory.used += 2**30
 
-    with pytest.raises(CaseError, match="hoard keeps 1024 MiB more with every call; .* Do not append results"):
+    with pytest.raises(CaseError, match=r"hoard keeps 1024 MiB more with every call; .* Do not append results"):
         probe_host(Case(hoard))
 
 
