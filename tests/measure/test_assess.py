@@ -226,7 +226,7 @@ def test_what_happened_while_timing_is_flagged():
     after = Counters(allocations=STILL.allocations + 2, compilations=STILL.compilations + 1)
     found = flags(blocks(noisy()), after=after)
     assert found["MEMORY_ALLOCATED"].evidence == "2 allocations from the driver during the timed blocks"
-    assert found["COMPILED_DURING_TIMING"].evidence == "1 compilations during the timed blocks"
+    assert found["COMPILED_DURING_TIMING"].evidence == "compilations during the timed blocks: 1"
 
 
 @pytest.mark.parametrize(

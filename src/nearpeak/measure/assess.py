@@ -130,7 +130,7 @@ def _of_the_subject(subject: Subject, before: Counters, after: Counters) -> Iter
         evidence = f"{after.allocations - before.allocations} allocations from the driver during the timed blocks"
         yield raise_flag("MEMORY_ALLOCATED", evidence)
     if after.compilations > before.compilations:
-        evidence = f"{after.compilations - before.compilations} compilations during the timed blocks"
+        evidence = f"compilations during the timed blocks: {after.compilations - before.compilations}"
         yield raise_flag("COMPILED_DURING_TIMING", evidence)
     if probe.memory_growth > 0 and (subject.device is not None or probe.memory_growth > 2**20):
         yield raise_flag("MEMORY_GROWS", f"{probe.memory_growth / 2**20:.3g} MiB more after every call")

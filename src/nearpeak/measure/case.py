@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -220,13 +221,20 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
+_OTHERS_CODE = (
+    str(Path(__file__).parent),
+    *(str(Path(place) / "torch") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
+)
+"""Where errors pass through but do not begin, for one who reads a message."""
+
+
 def describe_error(error: BaseException) -> str:
     """Type, message and the place in the user's code, on one line."""
     place = ""
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if "nearpeak/measure" not in file and "/torch/" not in file and not file.startswith("<"):
+        if not file.startswith(("<", *_OTHERS_CODE)):
             place = f" (at {file}:{traceback.tb_lineno})"
         traceback = traceback.tb_next
     text = " ".join(str(error).split())

@@ -21,7 +21,7 @@ from nearpeak.measure.samplers import EventSampler, GraphSampler, RegressionSamp
 from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Cache
 
-BLOCKS = 7
+BLOCKS = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,9 @@ def small_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
     few_out, many_out = torch.empty_like(few), torch.empty_like(many)
     rows = torch.randn(64, 4096, device=place)
     rows_out = torch.empty(64, device=place)
+    table, table_out = torch.randn(128, 1024, device=place), torch.empty(128, 1024, device=place)
+    wide = torch.randn(2**18, device=place)
+    wide_out = torch.empty_like(wide)
     a = torch.randn(384, 384, device=place, dtype=torch.float16)
     product = torch.empty_like(a)
     return [
@@ -79,6 +82,9 @@ def small_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
         lambda: torch.exp(many, out=many_out),
         lambda: torch.amax(rows, dim=1, out=rows_out),
         lambda: torch.mm(a, a, out=product),
+        lambda: torch.neg(wide, out=wide_out),
+        lambda: torch.softmax(table, -1, out=table_out),
+        lambda: torch.mul(many, many, out=many_out),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -83,10 +84,12 @@ def device_of(case: Case) -> torch.device:
 def probe_host(case: Case) -> Probe:
     """The probe of a case that runs on the CPU."""
     common = _probe(case, synchronize=lambda: None, memory=_resident_bytes)
-    available = _available_bytes()
-    if available is not None:
-        _refuse_endless_growth(case, common.memory_growth, available)
-    return common
+    available = _available_bytes() or math.inf
+    _refuse_endless_growth(case, common.memory_growth, available)
+    with reporting(case, "on a repeated call"):
+        growth = max(common.memory_growth, _steady_growth(case, common.call_seconds))
+    _refuse_endless_growth(case, growth, available)
+    return replace(common, memory_growth=growth)
 
 
 def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe:
@@ -94,11 +97,7 @@ def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe
     common = _probe(case, synchronize=device.synchronize, memory=lambda: torch.cuda.memory_allocated(device.device))
     _refuse_endless_growth(case, common.memory_growth, torch.cuda.mem_get_info(device.device)[0])
     with reporting(case, "while it was probed"):
-        common = replace(
-            common,
-            synchronises=_synchronises(case, device, common.enqueue_seconds),
-            off_stream=_off_stream(case, device),
-        )
+        common = replace(common, synchronises=_synchronises(case, device, common.enqueue_seconds))
     try:
         profiled = profile_calls(case.call, 3, synchronize=device.synchronize) if kernels else []
     except RuntimeError:  # no CUPTI, or the caller is being profiled already
@@ -106,10 +105,13 @@ def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe
     seen = [call for call in profiled if call]
     if not seen:
         return common
+    seconds = median([busy_seconds(call) for call in seen])
+    several_streams = len({kernel.stream for kernel in seen[-1]}) > 1
     return replace(
         common,
         kernels=tuple(kernel.name for kernel in seen[-1]),
-        kernel_seconds=median([busy_seconds(call) for call in seen]),
+        kernel_seconds=seconds,
+        off_stream=several_streams and _off_stream(case, device, seconds),
     )
 
 
@@ -147,6 +149,19 @@ def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
     )
 
 
+def _steady_growth(case: Case, call_seconds: float) -> float:
+    """Resident bytes that calls add in the long run: the first ones may live on what the allocator had in store."""
+    calls = max(2, min(20, int(0.1 / max(call_seconds, 1e-6))))
+    sizes = [_resident_bytes()]
+    for _ in range(3):
+        for _ in range(calls):
+            if case.reset is not None:
+                case.reset()
+            case.call()
+        sizes.append(_resident_bytes())
+    return max(0.0, min(b - a for a, b in itertools.pairwise(sizes[1:])) / calls)
+
+
 def _synchronises(case: Case, device: CudaDevice, enqueue_seconds: float) -> bool:
     """Whether the call waits for the device: behind a long spin it then returns late."""
     spin = 0.02 + 2 * enqueue_seconds
@@ -159,19 +174,22 @@ def _synchronises(case: Case, device: CudaDevice, enqueue_seconds: float) -> boo
     return waited > enqueue_seconds + 0.5 * spin
 
 
-def _off_stream(case: Case, device: CudaDevice) -> bool:
-    """Whether work is still running on another stream when the current stream is done with the call."""
+def _off_stream(case: Case, device: CudaDevice, kernel_seconds: float) -> bool:
+    """Whether work is still running on another stream when the current stream is done with the call.
+
+    Waking up from a wait takes the host some ten microseconds, so only a real share of the call counts.
+    """
     end = torch.cuda.Event()
     open_ends = 0
-    for _ in range(3):
+    for _ in range(5):
         device.synchronize()
         case.call()
         end.record()
         end.synchronize()
         start = time.perf_counter()
         device.synchronize()
-        open_ends += time.perf_counter() - start > 30e-6
-    return open_ends >= 2
+        open_ends += time.perf_counter() - start > max(50e-6, 0.1 * kernel_seconds)
+    return open_ends >= 4
 
 
 def _refuse_endless_growth(case: Case, growth: float, available: float) -> None:

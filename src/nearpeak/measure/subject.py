@@ -128,6 +128,8 @@ def _prepare_cuda(case: Case, options: Options, device: CudaDevice, calls: int |
             reset=case.reset,
             calls=calls,
         )
+    elif probe.synchronises and "graph" in (options.kind, options.method):
+        raise CaseError(f"{case.name} cannot be captured in a CUDA graph: it waits for the device.")
     elif probe.synchronises:
         flags.append(raise_flag("SYNC_IN_REGION", "behind a busy device the call returned only when it was done"))
     elif probe.off_stream:
