@@ -62,9 +62,10 @@ def _cache_bandwidth(ceilings: Ceilings, cache: int) -> None:
     ceilings.say("last-level cache")
     for divisor in (2, 4, 8):
         size = max(2**16, cache // divisor)
-        a, b = torch.randn(size // 8), torch.empty(size // 8)
-        how = f"repeated copy within {quantity(size, 'B')}"
-        ceilings.best("cache_bandwidth", reach(_hot(partial(b.copy_, a)), size, how, blocks=5))
+        a, b, whole = torch.randn(size // 8), torch.empty(size // 8), torch.empty(size // 4)
+        for name, call in (("copy", partial(b.copy_, a)), ("fill", partial(whole.fill_, 1.0))):
+            how = f"repeated {name} within {quantity(size, 'B')}"
+            ceilings.best("cache_bandwidth", reach(_hot(call), size, how, blocks=5))
 
 
 def _products(ceilings: Ceilings, dtype: torch.dtype, engine: str | None) -> None:
