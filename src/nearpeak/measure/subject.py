@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -10,14 +9,16 @@ from typing import Any, Literal
 import torch
 
 from nearpeak.errors import CaseError, EnvironmentProblem, UsageError
+from nearpeak.machines.detect import cpu_facts
 from nearpeak.measure.case import Case
 from nearpeak.measure.conditions import ConditionsReader, CpuConditions
 from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.flags import Flag, raise_flag
-from nearpeak.measure.host import HostEviction, HostSampler
+from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostEviction, HostSampler
 from nearpeak.measure.instrument import Zero, eviction_ratio, host_eviction_ratio, zero_of
 from nearpeak.measure.options import Options
 from nearpeak.measure.probe import Probe, device_of, probe_cuda, probe_host, reporting
+from nearpeak.measure.rotation import rotating
 from nearpeak.measure.samplers import (
     STAGE_SECONDS,
     EventSampler,
@@ -96,7 +97,7 @@ def _prepare_host(case: Case, options: Options, calls: int | None) -> Subject:
     call, evict = case.call, None
     if options.cache == "cold":
         if options.evict == "rotate":
-            call = _rotating(case, _host_cache_bytes())
+            call = rotating(case, cpu_facts().cache_bytes or UNKNOWN_CACHE_BYTES)
         else:
             evict = HostEviction()
             flags += _eviction_flags(host_eviction_ratio(), evict.cache_bytes)
@@ -145,9 +146,9 @@ def _choose_device_sampler(subject: Subject, options: Options, device: CudaDevic
     """Events behind a spin; a graph for small single kernels, and where a spin cannot hide the launches."""
     case, probe = subject.case, subject.probe
     call: Callable[[], Any] = case.call
-    rotating = options.cache == "cold" and options.evict == "rotate"
-    if rotating:
-        call = _rotating(case, device.cache_bytes)
+    rotates = options.cache == "cold" and options.evict == "rotate"
+    if rotates:
+        call = rotating(case, device.cache_bytes)
     zero = zero_of(device.index, options.cache)
     estimate, hidden = _first_estimate(subject, call, options, zero)
     if probe.kernel_seconds is not None and estimate < 0.5 * probe.kernel_seconds - 2e-6:
@@ -157,13 +158,13 @@ def _choose_device_sampler(subject: Subject, options: Options, device: CudaDevic
     stage = _stage(subject, options, estimate)
     single = probe.kernels is not None and len(probe.kernels) == 1
     # A graph replays the copies that it captured: too few of them would stay in the cache.
-    small = options.method == "auto" and single and estimate < SMALL_SECONDS and not rotating
+    small = options.method == "auto" and single and estimate < SMALL_SECONDS and not rotates
     wants_graph = options.kind == "graph" or options.method == "graph"
-    if wants_graph and rotating:
+    if wants_graph and rotates:
         raise UsageError("A CUDA graph replays the same inputs: use evict='flush' for a cold graph time.")
     uncertainty = zero.uncertainty
     try:
-        if wants_graph or (options.method == "auto" and not hidden):
+        if wants_graph or (options.method == "auto" and options.kind == "auto" and not hidden):
             subject.sampler = _graph_sampler(device, call, stage, estimate, zero, "graph", calls)
             return
         candidate: Sampler | None = None
@@ -263,8 +264,8 @@ def _graph_sampler(
 def graph_seconds(subject: Subject, options: Options) -> float | None:
     """What a call takes in a CUDA graph; None where it was measured already or cannot be captured."""
     device, probe = subject.device, subject.probe
-    rotating = options.cache == "cold" and options.evict == "rotate"
-    if device is None or subject.sampler.kind != "device" or probe.synchronises or rotating:
+    rotates = options.cache == "cold" and options.evict == "rotate"
+    if device is None or subject.sampler.kind != "device" or probe.synchronises or rotates:
         return None
     estimate = max(1e-6, subject.sampler.block().seconds)
     stage = _stage(subject, options, estimate)
@@ -284,48 +285,6 @@ def _eviction_flags(ratio: float, cache_bytes: float | None) -> list[Flag]:
         evidence = f"a read after the eviction took {ratio:.2f} times as long as a repeated read"
         return [raise_flag("CACHE_NOT_COLD", evidence)]
     return []
-
-
-def _rotating(case: Case, cache_bytes: float) -> Callable[[], Any]:
-    """The case's call on a new copy of its tensors each time, over at least three times the cache."""
-    tensors = list(case.tensors())
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if not size:
-        raise UsageError(f"{case.name} has no tensor arguments to rotate: pass them as arguments or use evict='flush'.")
-    copies = math.ceil(3 * cache_bytes / size) + 1
-    if copies > 256:
-        raise UsageError(
-            f"{case.name} would need {copies} copies of its inputs to leave the cache: use evict='flush' instead."
-        )
-    cases = [case, *(_copy(case) for _ in range(copies - 1))]
-    position = 0
-
-    def call() -> Any:
-        nonlocal position
-        position = (position + 1) % copies
-        return cases[position].call()
-
-    return call
-
-
-def _copy(case: Case) -> Case:
-    def copy(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach().clone().requires_grad_(value.requires_grad)
-        if isinstance(value, (list, tuple)):
-            return type(value)(copy(item) for item in value)
-        if isinstance(value, dict):
-            return {key: copy(item) for key, item in value.items()}
-        return value
-
-    return case.with_arguments(copy(case.args), copy(dict(case.kwargs)))
-
-
-def _host_cache_bytes() -> float:
-    from nearpeak.machines.detect import cpu_facts
-    from nearpeak.measure.host import UNKNOWN_CACHE_BYTES
-
-    return cpu_facts().cache_bytes or UNKNOWN_CACHE_BYTES
 
 
 def _first_line(error: BaseException) -> str:
