@@ -86,9 +86,9 @@ def _two_speeds(place: Place) -> Timing:
 
     def call(anchor: torch.Tensor) -> None:
         turn[0] += 1
-        spin(150_000 if turn[0] // 40 % 2 else 260_000)
+        spin(150_000 if turn[0] // 7 % 2 else 260_000)
 
-    return bench(call, anchor, **{**_QUICK, "max_seconds": 1.0}, reset=lambda: None)
+    return bench(call, anchor, **{**_QUICK, "max_seconds": 1.0, "min_blocks": 60}, reset=lambda: None)
 
 
 def _rare_delays(place: Place) -> Timing:
