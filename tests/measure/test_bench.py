@@ -17,6 +17,7 @@ from nearpeak.measure.case import Case
 from nearpeak.measure.options import Options
 from nearpeak.measure.probe import Probe
 from nearpeak.measure.result import explain, limit_of, make_timing
+from nearpeak.measure.rotation import rotating
 from nearpeak.measure.subject import Subject
 from nearpeak.measure.timing import Block, Conditions
 from nearpeak.work.model import Work
@@ -415,19 +416,14 @@ def test_rotation_needs_tensors_and_not_too_many_copies():
         bench(torch.exp, torch.randn(4), evict="rotate")
 
 
-def test_rotation_calls_on_copies_in_turn(monkeypatch):
-    from nearpeak.measure import subject
-
-    monkeypatch.setattr(subject, "_host_cache_bytes", lambda: 2**20)
+def test_rotation_calls_on_copies_in_turn():
     x, seen = torch.randn(2**16), []
-    timing = bench(
-        lambda pair: seen.append(pair[0].data_ptr()), [x], evict="rotate", max_seconds=0.05, warmup_seconds=0
-    )
+    call = rotating(Case(lambda pair: seen.append(pair[0].data_ptr()), [x]), cache_bytes=2**20)
     copies = math.ceil(3 * 2**20 / (4 * 2**16)) + 1
-    assert len(set(seen)) == copies
-    timed_calls = seen[-copies:]
-    assert len(set(timed_calls)) == copies  # in turn, never twice in a row
-    assert timing.cache == "cold"
+    for _ in range(2 * copies):
+        call()
+    assert len(set(seen[:copies])) == copies  # none twice before all were used
+    assert seen[copies:] == seen[:copies]
 
 
 def test_something_that_is_no_function_is_refused():
