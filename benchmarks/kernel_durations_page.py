@@ -26,19 +26,26 @@ def times(row: dict[str, Any]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The operations, shortest first: the profiler's kernel durations, ncu's, ours, and everyone's error."""
+    """The operations, shortest first: times in microseconds, then everyone's error against the profiler."""
     rows = sorted(result["rows"], key=lambda row: row["referee"])
     names = list(times(rows[0]))
     lines = [
-        "| operation | profiler, us | ncu, us | " + " | ".join(f"{name}, us" for name in names) + " |",
-        "| --- |" + " ---: |" * (2 + len(names)),
+        "| operation | profiler | ncu | nearpeak | " + " | ".join(f"error of {breakable(name)}" for name in names) + " |",
+        "| --- |" + " ---: |" * (3 + len(names)),
     ]
     for row in rows:
         truth = row["referee"]
-        cells = [f"{value * 1e6:.2f} ({100 * (value / truth - 1):+.1f} %)" for value in times(row).values()]
-        ncu = f"{row['ncu'] * 1e6:.2f}" if row.get("ncu") else "-"
-        lines.append(f"| {row['name']} | {truth * 1e6:.2f} | {ncu} | " + " | ".join(cells) + " |")
+        microseconds = [f"{value * 1e6:.2f}" if value else "-" for value in (truth, row.get("ncu"), row["nearpeak"])]
+        errors = [f"{100 * (value / truth - 1):+.1f}&nbsp;%" for value in times(row).values()]
+        lines.append(
+            f"| {row['name'].replace(' x ', '&nbsp;x&nbsp;')} | " + " | ".join([*microseconds, *errors]) + " |"
+        )
     return "\n".join(lines)
+
+
+def breakable(name: str) -> str:
+    """A long name that a narrow column may break."""
+    return name.replace("_cuda", "_<wbr>cuda").replace(".", ".<wbr>")
 
 
 def plot(result: dict[str, Any]) -> str:
