@@ -12,7 +12,7 @@ import torch
 from nearpeak.measure.assess import interval_of
 from nearpeak.measure.bench import CHECK_EVERY, quiet_collector
 from nearpeak.measure.case import Case
-from nearpeak.measure.compare import collect_pairs, judge
+from nearpeak.measure.compare import CONFIDENCE, collect_pairs, judge
 from nearpeak.measure.options import Options
 from nearpeak.measure.result import make_timing
 from nearpeak.measure.selftest.bench_place import Place
@@ -174,6 +174,7 @@ def _options(place: Place) -> Options:
         warmup_seconds=0.0,
         precision=MARGIN / 3,
         max_blocks=60,
+        confidence=CONFIDENCE,
     )
 
 
@@ -198,7 +199,7 @@ def _compare_once(subjects: tuple[Subject, Subject], options: Options, seed: int
     if interrupted:
         raise KeyboardInterrupt
     timings = [make_timing(subject, series[i], options, []) for i, subject in enumerate(subjects)]
-    return judge(timings[0], timings[1], margin=MARGIN)
+    return judge(timings[0], timings[1], margin=MARGIN, confidence=options.confidence)
 
 
 def _verdicts(results: list[Comparison]) -> dict[str, int]:
