@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nearpeak.bound.estimate import Estimate
+    from nearpeak.capture.estimate import estimate
+    from nearpeak.capture.fake import fake
     from nearpeak.errors import NearpeakError
     from nearpeak.machines.model import Machine
     from nearpeak.measure import inputs
@@ -25,12 +28,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Case",
     "Comparison",
+    "Estimate",
     "Machine",
     "NearpeakError",
     "Timing",
     "Work",
     "bench",
     "compare",
+    "estimate",
+    "fake",
     "inputs",
     "machine",
     "sweep",
@@ -39,12 +45,15 @@ __all__ = [
 _HOME = {
     "Case": "nearpeak.measure.case",
     "Comparison": "nearpeak.measure.timing",
+    "Estimate": "nearpeak.bound.estimate",
     "Machine": "nearpeak.machines.model",
     "NearpeakError": "nearpeak.errors",
     "Timing": "nearpeak.measure.timing",
     "Work": "nearpeak.work.model",
     "bench": "nearpeak.measure.bench",
     "compare": "nearpeak.measure.compare",
+    "estimate": "nearpeak.capture.estimate",
+    "fake": "nearpeak.capture.fake",
     "inputs": "nearpeak.measure.inputs",
     "machine": "nearpeak.measure.machine",
     "sweep": "nearpeak.measure.sweep",

@@ -1,0 +1,119 @@
+"""`Residency`: which bytes the last-level cache may still hold, as a least-recently-used model over a stream of ops.
+
+The model serves a lower bound, so wherever it cannot know, it assumes the case that moves fewer bytes:
+
+* A read of bytes that are resident does not go to memory. Where only a part of a storage is resident, that part is
+  taken to be the one that is asked for.
+* The cache writes back. Written bytes reach memory only when they are evicted while somebody still wants them: an
+  intermediate that is consumed and dead before that (`release`) never does, since its memory is used again and its
+  lines are overwritten in place. So a write costs memory traffic only for what does not fit, at the op that pushes
+  it out; what is still in the cache at the end never costs any.
+* Evicting a storage gives up its clean bytes first.
+* How much room a storage takes (`least`) and how much of it can be hit (`most`) are kept apart, because accesses name
+  no addresses: two slices written one after the other may be the same slice (room for one) or not (both can be hit).
+
+One access evicts at most what was admitted before it: the time per access is constant, amortised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nearpeak.work.cost import Access
+from nearpeak.work.op import Storage
+
+
+@dataclass(slots=True)
+class _Entry:
+    least: float = 0.0
+    most: float = 0.0
+    dirty: float = 0.0
+
+
+class Residency:
+    """The state of a cache of `capacity_bytes`. 0 is no cache: every byte goes to memory.
+
+    >>> cache = Residency(100)
+    >>> cache.access(1, 80), cache.access(1, 80)  # cold, then warm
+    (0.0, 80)
+    >>> cache.write(2, 60)  # pushes half of storage 1 out, which is clean
+    >>> cache.resident(1), cache.resident(2), cache.written_back
+    (40.0, 60.0, 0.0)
+    >>> cache.write(3, 100)  # pushes storage 2 out, which is not
+    >>> cache.written_back
+    60.0
+    """
+
+    def __init__(self, capacity_bytes: float) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.written_back = 0.0
+        """Bytes that had to go to memory because they were evicted, or never fitted; only grows."""
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._occupied = 0.0
+
+    def resident(self, storage: int) -> float:
+        """The most bytes of a storage that can be hit now."""
+        entry = self._entries.get(storage)
+        return entry.most if entry else 0.0
+
+    def access(self, storage: int, size: float) -> float:
+        """Reads `size` bytes of a storage, which become resident; returns how many of them were so before."""
+        hit = min(size, self.resident(storage))
+        held = min(size, self.capacity_bytes)
+        entry = self._touch(storage, held)
+        entry.most = max(entry.most, held)
+        self._evict()
+        return hit
+
+    def write(self, storage: int, size: float, *, limit: float = math.inf) -> None:
+        """Writes `size` bytes of a storage, which has no more than `limit` bytes; they become resident."""
+        held = min(size, self.capacity_bytes)
+        self.written_back += size - held
+        entry = self._touch(storage, held)
+        entry.most = min(entry.most + held, max(limit, entry.most, held), self.capacity_bytes)
+        entry.dirty = max(entry.dirty, held)
+        self._evict()
+
+    def release(self, storage: int) -> None:
+        """Nobody wants the storage any more: its room is free, and its bytes need not reach memory."""
+        entry = self._entries.pop(storage, None)
+        if entry:
+            self._occupied -= entry.least
+
+    def _touch(self, storage: int, held: float) -> _Entry:
+        entry = self._entries.get(storage)
+        if entry is None:
+            entry = self._entries[storage] = _Entry()
+        else:
+            self._entries.move_to_end(storage)
+        self._occupied += max(held - entry.least, 0.0)
+        entry.least = max(entry.least, held)
+        return entry
+
+    def _evict(self) -> None:
+        while self._occupied > self.capacity_bytes and len(self._entries) > 1:
+            storage, entry = next(iter(self._entries.items()))
+            kept = max(self.capacity_bytes - (self._occupied - entry.least), 0.0)
+            self._occupied -= entry.least - kept
+            self.written_back += max(entry.dirty - kept, 0.0)
+            if kept > 0.0:
+                self._entries[storage] = _Entry(least=kept, most=kept, dirty=min(entry.dirty, kept))
+                return
+            del self._entries[storage]
+
+
+def by_storage(accesses: Sequence[Access], storages: Mapping[int, Storage]) -> dict[int, float]:
+    """Bytes by storage: views of the same storage add up, to no more than it has."""
+    sizes: dict[int, float] = {}
+    for access in accesses:
+        sizes[access.storage] = sizes.get(access.storage, 0.0) + access.bytes
+    if len(sizes) == len(accesses):
+        return sizes
+    for storage, size in sizes.items():
+        known = storages.get(storage)
+        if known is not None and size > known.bytes > 0:
+            sizes[storage] = known.bytes
+    return sizes

@@ -1,0 +1,45 @@
+"""`Touches`: which storages an op reads and writes, whether or not bytes are charged for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nearpeak.work.cost import Cost, Family
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+CHAINED: frozenset[Family] = frozenset({"pointwise", "movement", "creation", "random"})
+"""Families whose ops can run inside another op's kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touches:
+    """Storages that an op depends on and storages that it changes. A view has neither."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+def touches_of(op: Op, cost: Cost) -> Touches:
+    """From the tensors as well as from the cost: a formula may charge nothing for a tensor that is read."""
+    if cost.family == "view":
+        return Touches((), ())
+    reads = {tensor.storage: None for tensor in op.inputs}
+    for access in cost.reads:
+        reads[access.storage] = None
+    writes = {access.storage: None for access in cost.writes}
+    if cost.family != "creation" or writes:  # `empty` writes nothing
+        for tensor in op.outputs:
+            writes[tensor.storage] = None
+    for name in op.mutated:
+        writes.update(dict.fromkeys(_storages(op.arguments.get(name))))
+    return Touches(tuple(reads), tuple(writes))
+
+
+def _storages(value: Any) -> list[int]:
+    if isinstance(value, Tensor):
+        return [value.storage]
+    if isinstance(value, (tuple, list)):
+        return [storage for item in value for storage in _storages(item)]
+    return []

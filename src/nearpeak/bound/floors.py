@@ -1,0 +1,172 @@
+"""The three floors of a traced step: as written, fused and ideal.
+
+Each is a sum, or one application, of the same roofline, `max(memory, cache, compute, launch)`:
+
+* memory: bytes that the model of the last-level cache sends to memory, over the memory's bandwidth;
+* cache: all bytes, since each crosses the last-level cache, over its bandwidth; nothing where that is not known;
+* compute: matrix FLOPs of all dtypes one after the other, vector FLOPs beside them. Matrix work of a dtype without a
+  matrix engine runs at its vector rate, and the other way round. A dtype with neither is an error;
+* launch: one more kernel in a graph, on a GPU with measured ceilings; nothing on a CPU, where compiled code need not
+  make a call per op, and nothing at the datasheet's ceilings.
+
+The floors are in order by construction. Fused is never above as written: regrouping removes accesses, which can make
+a least-recently-used cache miss more; where that costs more than it saves in all, nothing is regrouped. Ideal is not
+above either: both streams start with a cold cache, so they fetch what was there before at least once, and they push
+out all results but what one cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nearpeak.bound.cache import Residency, by_storage
+from nearpeak.bound.dependencies import touches_of
+from nearpeak.bound.fusion import Group, does_anything
+from nearpeak.bound.times import Ceilings, Stream, Times
+from nearpeak.machines.model import Machine
+from nearpeak.work.cost import Cost
+from nearpeak.work.op import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpBound(Times):
+    """One op at its own roofline."""
+
+    index: int
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBound(Times):
+    """One group as one kernel."""
+
+    group: Group
+
+
+def as_written(
+    trace: Trace,
+    costs: Sequence[Cost],
+    machine: Machine,
+    *,
+    ceilings: Ceilings = "achievable",
+    residency: Residency | None = None,
+) -> tuple[OpBound, ...]:
+    """Every op at its own roofline, in the order written.
+
+    The cache starts cold, or as `residency` has it, which is left as the trace leaves it: run a trace twice through
+    one `Residency` for the bound of the second, warm run.
+    """
+    stream = Stream(trace, machine, ceilings, residency)
+    dead = _dead_after(trace, costs, [(index,) for index in range(len(costs))])
+    bounds = []
+    for index, cost in enumerate(costs):
+        times = stream.step(
+            cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=does_anything(cost), op=index
+        )
+        for storage in dead.get(index, ()):
+            stream.residency.release(storage)
+        bounds.append(
+            OpBound(
+                index=index,
+                cost=cost,
+                memory_seconds=times.memory_seconds,
+                cache_seconds=times.cache_seconds,
+                compute_seconds=times.compute_seconds,
+                launch_seconds=times.launch_seconds,
+            )
+        )
+    return tuple(bounds)
+
+
+def group_bounds(
+    trace: Trace,
+    costs: Sequence[Cost],
+    grouped: Sequence[Group],
+    machine: Machine,
+    *,
+    ceilings: Ceilings = "achievable",
+) -> tuple[GroupBound, ...]:
+    """Every group of `fusion.groups` at the roofline of what crosses its border, one launch each."""
+    stream = Stream(trace, machine, ceilings)
+    dead = _dead_after(trace, costs, [group.members for group in grouped])
+    bounds = []
+    for position, group in enumerate(grouped):
+        times = stream.step(
+            group.reads, group.writes, group.flops, group.vector_flops, launches=group.launches, op=group.members[0]
+        )
+        for storage in dead.get(position, ()):
+            stream.residency.release(storage)
+        bounds.append(
+            GroupBound(
+                group=group,
+                memory_seconds=times.memory_seconds,
+                cache_seconds=times.cache_seconds,
+                compute_seconds=times.compute_seconds,
+                launch_seconds=times.launch_seconds,
+            )
+        )
+    return tuple(bounds)
+
+
+def fused_seconds(
+    trace: Trace,
+    costs: Sequence[Cost],
+    grouped: Sequence[Group],
+    machine: Machine,
+    *,
+    ceilings: Ceilings = "achievable",
+) -> float:
+    """The sum over the groups, or over the ops as written where that is less."""
+    return min(
+        sum(item.seconds for item in group_bounds(trace, costs, grouped, machine, ceilings=ceilings)),
+        sum(item.seconds for item in as_written(trace, costs, machine, ceilings=ceilings)),
+    )
+
+
+def ideal_seconds(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ceilings = "achievable") -> float:
+    """The roofline of `ideal`."""
+    return ideal(trace, costs, machine, ceilings=ceilings).seconds
+
+
+def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ceilings = "achievable") -> Times:
+    """What is left when the whole step is one kernel: no intermediate, no launch, all work at the best rate.
+
+    Of a storage that was there before, the largest single read counts, unless it was written first. Of a result, the
+    largest single write; what the cache can hold of all results together need not reach memory.
+    """
+    read: dict[int, float] = {}
+    written: dict[int, float] = {}
+    stream = Stream(trace, machine, ceilings)
+    matrix_seconds = vector_seconds = 0.0
+    for index, cost in enumerate(costs):
+        for storage, size in by_storage(cost.reads, trace.storages).items():
+            known = trace.storages.get(storage)
+            if known is not None and known.kind != "intermediate" and storage not in written:
+                read[storage] = max(read.get(storage, 0.0), size)
+        for storage, size in by_storage(cost.writes, trace.storages).items():
+            written[storage] = max(written.get(storage, 0.0), size)
+        matrix_seconds += stream.matrix_seconds(cost.flops, index)
+        vector_seconds += stream.vector_seconds(cost.vector_flops, index, best=True)
+    reads = sum(read.values())
+    results = sum(size for storage, size in written.items() if storage in trace.results)
+    return Times(
+        memory_seconds=(reads + max(results - stream.residency.capacity_bytes, 0.0)) / stream.limits.bandwidth,
+        cache_seconds=(reads + results) / stream.cache_bandwidth,
+        compute_seconds=max(matrix_seconds, vector_seconds),
+    )
+
+
+def _dead_after(trace: Trace, costs: Sequence[Cost], kernels: Sequence[Sequence[int]]) -> Mapping[int, Sequence[int]]:
+    """Intermediates that nobody wants any more, by the position of the last kernel that uses them."""
+    last: dict[int, int] = {}
+    for position, members in enumerate(kernels):
+        for index in members:
+            touched = touches_of(trace.ops[index], costs[index])
+            last.update(dict.fromkeys((*touched.reads, *touched.writes), position))
+    dead: dict[int, list[int]] = {}
+    for storage, position in last.items():
+        known = trace.storages.get(storage)
+        if known is not None and known.kind == "intermediate" and storage not in trace.results:
+            dead.setdefault(position, []).append(storage)
+    return dead

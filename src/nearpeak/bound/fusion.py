@@ -1,0 +1,274 @@
+"""`groups`: the ops of a trace regrouped so that intermediates that need not reach memory do not.
+
+Which ops share a group, and so one kernel:
+
+* pointwise ops, copies and casts, creation and random numbers, in chains and trees; views are free and go with the op
+  that wrote what they view;
+* reductions, normalisations and losses with such neighbours before and after them;
+* one matrix product, convolution or attention with such neighbours (prologue and epilogue), but no reduction;
+* attention written out: product, pointwise ops and a softmax, product, where nobody else wants what lies between
+  (found in `nearpeak.bound.attention`).
+
+A group stays within one phase, so what autograd saves for backward stays written. It is executable: no path leads
+from a member to a member through an op outside. Ops merge along a storage that one writes and the other reads, and
+only if the graph of groups stays free of cycles. Each group has a level, every dependency leads to a higher one, and
+two groups merge only where a level lies between all that they need and all that needs them. That test may refuse a
+merge that would do no harm; it never allows one that would, and it costs no search.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from nearpeak.bound.attention import written_out
+from nearpeak.bound.cache import by_storage
+from nearpeak.bound.dependencies import CHAINED, Touches, touches_of
+from nearpeak.work.cost import Access, Cost, Family
+from nearpeak.work.op import Trace
+
+REDUCING: frozenset[Family] = frozenset({"reduction", "normalisation", "loss"})
+ANCHORS: frozenset[Family] = frozenset({"matrix", "convolution", "attention"})
+CENTRES: tuple[Family, ...] = (
+    *("attention", "matrix", "convolution", "normalisation", "loss", "reduction"),
+    *("pointwise", "random", "movement", "creation"),
+)
+"""A group is named after the first of these that it has."""
+NEIGHBOURS = CHAINED | REDUCING
+MOST_NEIGHBOURS = 64
+"""Groups with more groups before or after them do not grow: no kernel has that many operands, and the work per merge
+stays bounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ops that run as one kernel, and what still crosses its border."""
+
+    members: tuple[int, ...]
+    """Indices of ops, in order."""
+    family: Family
+    """Of the op that the others are grouped around."""
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    flops: Mapping[str, float]
+    vector_flops: Mapping[str, float]
+    saved_bytes: float
+    """What the members read and write on their own, less `reads` and `writes`."""
+    launches: bool
+    """Whether it does anything: a view alone does not."""
+
+
+def groups(trace: Trace, costs: Sequence[Cost]) -> tuple[Group, ...]:
+    """The groups of a trace, each op in exactly one, in an order in which they can run."""
+    touches = [touches_of(op, cost) for op, cost in zip(trace.ops, costs, strict=True)]
+    merged = _Merging(trace, costs)
+    merged.run(touches, written_out(trace, costs, touches))
+    members: dict[int, list[int]] = {}
+    for index in range(len(trace.ops)):
+        members.setdefault(merged.root(index), []).append(index)
+    private = _private(trace, costs, touches, merged)
+    return tuple(
+        _group(trace, costs, at, private) if len(at) > 1 else _alone(at[0], costs[at[0]])
+        for at in (members[root] for root in _ordered(members, merged))
+    )
+
+
+class _Merging:
+    """Groups while they form: a forest over op indices, the root of each tree with the facts of its group."""
+
+    def __init__(self, trace: Trace, costs: Sequence[Cost]) -> None:
+        count = len(trace.ops)
+        self.trace = trace
+        self.costs = costs
+        self.parent = list(range(count))
+        self.level = [0.0] * count
+        self.before: list[AbstractSet[int]] = [frozenset()] * count
+        self.after: list[set[int]] = [set() for _ in range(count)]
+        self.anchored = [cost.family in ANCHORS for cost in costs]
+        self.reducing = [cost.family in REDUCING for cost in costs]
+        self.joins = [
+            cost.model != "none"
+            and (cost.family in ANCHORS or (cost.family in NEIGHBOURS and not any(cost.flops.values())))
+            for cost in costs
+        ]
+
+    def root(self, index: int) -> int:
+        parent = self.parent
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    def run(self, touches: Sequence[Touches], attentions: Mapping[int, int]) -> None:
+        """Goes through the ops once; `attentions` has the first product of the attention that an op belongs to."""
+        writer: dict[int, int] = {}
+        readers: dict[int, list[int]] = {}
+        for index, touched in enumerate(touches):
+            if self.costs[index].family == "view":
+                self._follow(index, writer)
+                continue
+            needed = {writer[storage] for storage in (*touched.reads, *touched.writes) if storage in writer}
+            for storage in touched.writes:
+                needed.update(readers.pop(storage, ()))
+            self.before[index] = {self.root(other) for other in needed}
+            for other in self.before[index]:
+                self.after[other].add(index)
+            self.level[index] = 1.0 + max((self.level[other] for other in self.before[index]), default=0.0)
+            self._join(index, writer, attentions.get(index))
+            for storage in touched.writes:
+                writer[storage] = index
+            for storage in touched.reads:
+                readers.setdefault(storage, []).append(index)
+
+    def _follow(self, index: int, writer: Mapping[int, int]) -> None:
+        op = self.trace.ops[index]
+        source = next((writer[tensor.storage] for tensor in op.inputs if tensor.storage in writer), None)
+        if source is not None and self.trace.ops[source].phase == op.phase:
+            self.parent[index] = self.root(source)
+
+    def _join(self, index: int, writer: Mapping[int, int], attention: int | None) -> None:
+        if attention is not None and attention != index and self._merge(index, attention, as_attention=True):
+            index = self.root(index)
+        if not self.joins[index]:
+            return
+        written = [access for access in self.costs[index].reads if access.storage in writer]
+        for access in sorted(written, key=_bytes, reverse=True):
+            self._merge(index, writer[access.storage])
+
+    def _merge(self, index: int, other: int, *, as_attention: bool = False) -> bool:
+        one, two = self.root(index), self.root(other)
+        if one == two or not (self.joins[one] and self.joins[two]):
+            return one == two
+        if self.trace.ops[one].phase != self.trace.ops[two].phase:
+            return False
+        anchored, reducing = self.anchored[one] or self.anchored[two], self.reducing[one] or self.reducing[two]
+        if not as_attention and ((self.anchored[one] and self.anchored[two]) or (anchored and reducing)):
+            return False
+        sizes = (len(self.before[one]) + len(self.before[two]), len(self.after[one]) + len(self.after[two]))
+        if max(sizes) > MOST_NEIGHBOURS:
+            return False
+        inside = {one, two}
+        before = {self.root(at) for at in self.before[one] | self.before[two]} - inside
+        after = {self.root(at) for at in self.after[one] | self.after[two]} - inside
+        low = max((self.level[at] for at in before), default=0.0)
+        high = min((self.level[at] for at in after), default=float("inf"))
+        level = low + 1.0 if low + 1.0 < high else (low + high) / 2
+        if not low < level < high:
+            return False
+        self.parent[one] = two
+        self.level[two], self.before[two], self.after[two] = level, before, after
+        self.anchored[two], self.reducing[two] = anchored, reducing and not as_attention
+        self.before[one] = self.after[one] = set()
+        return True
+
+
+def _bytes(access: Access) -> float:
+    return access.bytes
+
+
+def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], merged: _Merging) -> set[int]:
+    """Intermediates that only one group touches, that it reads, and that are no result: they need not reach memory."""
+    owner: dict[int, int | None] = {}
+    read: set[int] = set()
+    for index, touched in enumerate(touches):
+        root = merged.root(index)
+        for storage in (*touched.reads, *touched.writes):
+            if owner.setdefault(storage, root) != root:
+                owner[storage] = None
+        read.update(access.storage for access in costs[index].reads)
+    return {
+        storage
+        for storage, root in owner.items()
+        if root is not None
+        and storage in read
+        and storage not in trace.results
+        and (known := trace.storages.get(storage)) is not None
+        and known.kind == "intermediate"
+    }
+
+
+def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private: set[int]) -> Group:
+    """What crosses the border: what is read before the group writes it, and what others may want.
+
+    Several members that read one storage are charged as the largest of them: they may read the same bytes.
+    """
+    reads: dict[int, float] = {}
+    writes: dict[int, float] = {}
+    flops: dict[str, float] = {}
+    vector_flops: dict[str, float] = {}
+    total = 0.0
+    for index in members:
+        cost = costs[index]
+        if cost.family == "view":
+            continue
+        for dtype, count in cost.flops.items():
+            flops[dtype] = flops.get(dtype, 0.0) + count
+        for dtype, count in cost.vector_flops.items():
+            vector_flops[dtype] = vector_flops.get(dtype, 0.0) + count
+        for storage, size in by_storage(cost.reads, trace.storages).items():
+            total += size
+            if storage not in writes and storage not in private:
+                reads[storage] = max(reads.get(storage, 0.0), size)
+        for storage, size in by_storage(cost.writes, trace.storages).items():
+            total += size
+            writes[storage] = max(writes.get(storage, 0.0), size)
+    writes = {storage: size for storage, size in writes.items() if storage not in private}
+    return Group(
+        members=tuple(members),
+        family=_family([costs[index].family for index in members]),
+        reads=tuple(Access(storage=storage, bytes=size) for storage, size in reads.items()),
+        writes=tuple(Access(storage=storage, bytes=size) for storage, size in writes.items()),
+        flops=flops,
+        vector_flops=vector_flops,
+        saved_bytes=total - sum(reads.values()) - sum(writes.values()),
+        launches=any(does_anything(costs[index]) for index in members),
+    )
+
+
+def _alone(index: int, cost: Cost) -> Group:
+    return Group(
+        members=(index,),
+        family=cost.family,
+        reads=cost.reads,
+        writes=cost.writes,
+        flops=cost.flops,
+        vector_flops=cost.vector_flops,
+        saved_bytes=0.0,
+        launches=does_anything(cost),
+    )
+
+
+def does_anything(cost: Cost) -> bool:
+    """Whether an op needs a kernel: it moves a byte or computes."""
+    return bool(cost.reads or cost.writes or any(cost.flops.values()) or any(cost.vector_flops.values()))
+
+
+def _family(families: Sequence[Family]) -> Family:
+    if sum(family == "matrix" for family in families) > 1:
+        return "attention"
+    others = [family for family in families if family != "view"]
+    return next((family for family in CENTRES if family in others), others[0] if others else "view")
+
+
+def _ordered(members: Mapping[int, Sequence[int]], merged: _Merging) -> list[int]:
+    """Roots in an order in which the groups can run, as near to the order of the ops as their dependencies allow."""
+    waiting: dict[int, int] = dict.fromkeys(members, 0)
+    after: dict[int, set[int]] = {root: set() for root in members}
+    for root in members:
+        for other in {merged.root(at) for at in merged.before[root]} - {root}:
+            after[other].add(root)
+            waiting[root] += 1
+    ready = [(members[root][-1], root) for root, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    ordered: list[int] = []
+    while ready:
+        _, root = heapq.heappop(ready)
+        ordered.append(root)
+        for other in after[root]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, (members[other][-1], other))
+    assert len(ordered) == len(members), "the graph of groups has a cycle"
+    return ordered

@@ -1,0 +1,1 @@
+"""The ops of real code, from live or fake execution, as plain data."""

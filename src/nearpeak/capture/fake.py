@@ -1,0 +1,160 @@
+"""`fake()`: build models and tensors of any size without memory, and code written for CUDA on a machine without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+_MEMO_SIZE = 64
+
+
+class _Memo(dict[Any, Any]):
+    """The fake mode's memory of what it converted, without weak references and with an end.
+
+    torch refuses `module.to(dtype)` for a fake parameter that something refers to weakly, as its own memory does. Only
+    the last few entries are ever asked for again.
+    """
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= _MEMO_SIZE:
+            del self[next(iter(self))]
+        super().__setitem__(key, value)
+
+
+class _Shared:
+    """The one fake mode behind every `fake()`: tensors of two modes cannot meet in one op."""
+
+    mode: FakeTensorMode | None = None
+    asked_for_cuda: bool = False
+
+
+def fake_mode() -> FakeTensorMode:
+    """The fake mode that all tensors built inside `fake()` belong to."""
+    if _Shared.mode is None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # no subclass: torch looks its rules up by the exact type
+        mode.fake_tensor_converter.meta_converter.tensor_memo = _Memo()  # type: ignore[assignment]
+        mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]  # a copied tensor keeps its mode
+        _Shared.mode = mode
+    return _Shared.mode
+
+
+def asked_for_cuda() -> bool:
+    """Whether code inside `fake()` asked for CUDA and got the CPU, because this torch has no CUDA."""
+    return _Shared.asked_for_cuda
+
+
+@contextmanager
+def fake() -> Iterator[None]:
+    """Tensors and modules that are built inside have shapes, strides and dtypes, and no memory.
+
+    Where torch has no CUDA, `device="cuda"`, `.cuda()` and `.to("cuda")` give the CPU's fake tensors, so that code
+    written for a GPU runs as it is.
+
+    >>> with fake():
+    ...     weights = torch.empty(70_000_000_000, device="cuda", dtype=torch.bfloat16)
+    >>> weights.untyped_storage().nbytes()
+    140000000000
+    """
+    with fake_mode(), _Copies(), redirected():
+        yield
+
+
+@contextmanager
+def fresh_conversions(mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, `mode` converts each real tensor anew: what one trace does to its copy, the next one does not see."""
+    before = mode.fake_tensor_converter
+    mode.fake_tensor_converter = FakeTensorConverter(export=False)
+    try:
+        yield
+    finally:
+        mode.fake_tensor_converter = before
+
+
+@contextmanager
+def redirected() -> Iterator[None]:
+    """Sends what asks for CUDA to the CPU where torch has no CUDA; does nothing elsewhere.
+
+    Fake CUDA tensors abort the whole process inside autograd in a CPU build of torch.
+    """
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(_Redirect())
+            stack.enter_context(_autocast_on_cpu())
+        yield
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _to_cpu(device: Any) -> Any:
+    if _is_cuda(device):
+        _Shared.asked_for_cuda = True
+        return "cpu"
+    return device
+
+
+class _Copies(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy fake tensors, which torch does by way of their data."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            memo[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if _is_parameter(tensor) else copy
+        return memo[id(tensor)]
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+class _Redirect(TorchFunctionMode):
+    """Rewrites the device arguments of every torch function."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs) if kwargs else {}
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        if func is torch.Tensor.cuda:
+            _Shared.asked_for_cuda = True
+            return args[0].to("cpu")
+        if func is torch.Tensor.to and len(args) > 1:
+            target = args[1]
+            if isinstance(target, int) and not isinstance(target, bool):  # an index of a CUDA device
+                target = f"cuda:{target}"
+            args = (args[0], _to_cpu(target), *args[2:])
+        elif any(isinstance(value, torch.device) for value in args):
+            args = tuple(_to_cpu(value) if isinstance(value, torch.device) else value for value in args)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _autocast_on_cpu() -> Iterator[None]:
+    """`torch.autocast("cuda")` casts on the CPU as well; its default dtype stays CUDA's float16."""
+    original = torch.amp.autocast_mode.autocast.__init__
+
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if _is_cuda(device_type):
+            device_type = _to_cpu(device_type)
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    torch.amp.autocast_mode.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.autocast_mode.autocast.__init__ = original  # type: ignore[method-assign]

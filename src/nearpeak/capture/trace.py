@@ -1,0 +1,168 @@
+"""`trace`: the ops of any PyTorch callable, from running it on fake tensors or live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from nearpeak.capture.fake import asked_for_cuda, fake_mode, fresh_conversions, redirected
+from nearpeak.capture.modules import Holdings
+from nearpeak.capture.recorder import LimitReached, Recorder
+from nearpeak.capture.source import failing_line
+from nearpeak.capture.untouched import Untouched
+from nearpeak.capture.values import tensors_in
+from nearpeak.errors import UsageError
+from nearpeak.work.op import Trace
+
+LIMIT = 2_000_000
+"""Ops after which a trace stops."""
+
+_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    grad: bool | None = None,
+    live: bool = False,
+    limit: int = LIMIT,
+) -> Trace:
+    """The ops that `fn(*args, **kwargs)` runs, in order. Nothing is computed and no memory is used.
+
+    Modules, optimizers and gradients are afterwards as they were before.
+
+    >>> [op.name for op in trace(torch.mm, torch.empty(8, 4), torch.empty(4, 2)).ops]
+    ['aten.mm.default']
+
+    Args:
+        fn: A function, a module, or a whole training step that calls `backward()` and `optimizer.step()` itself.
+        *args: Its arguments; real and fake tensors alike.
+        kwargs: Its keyword arguments.
+        grad: True also runs the backward pass from all results that require gradients; False runs without autograd;
+            None runs `fn` as it is.
+        live: Run on the real tensors, for code that looks at values. Then everything happens that `fn` does.
+        limit: The most ops to record; the trace then ends, and says so.
+    """
+    named = dict(kwargs or {})
+    holdings = Holdings(fn, args, named)
+    untouched = Untouched()
+    mode = None if live else _mode_of(args, named, holdings)
+    recorder = Recorder(mode=mode, limit=limit, untouched=untouched)
+    truncated = False
+    with ExitStack() as stack:
+        if mode is not None:
+            args, named = pytree.tree_map_only(torch.Tensor, _without_history, (args, named))
+            stack.enter_context(fresh_conversions(mode))
+            stack.enter_context(untouched.restoring())
+            stack.enter_context(mode)
+            stack.enter_context(redirected())
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
+        for name, module in holdings.roots():
+            recorder.modules.add_root(module, name)
+        for optimizer in holdings.optimizers:
+            untouched.optimizer(optimizer)
+        stack.enter_context(recorder.modules.watching())
+        stack.enter_context(_watching_optimizers(recorder, untouched))
+        returned: Any = None
+        try:
+            with recorder:
+                returned = fn(*args, **named)
+            if grad:
+                _backward(recorder, returned)
+        except LimitReached:
+            truncated = True
+        except _NEEDS_DATA as error:
+            raise UsageError(_needs_data(error)) from None
+        except UnsupportedOperatorException as error:
+            raise UsageError(
+                f"{failing_line(error.__traceback__)}: {error.func} has no implementation for fake tensors. Register "
+                "one with torch.library.register_fake, or pass live=True to run on real tensors."
+            ) from None
+        wanted = {
+            recorder.storages.used(recorder.fake_of(item)) for item in (*tensors_in(returned), *untouched.wanted())
+        }
+    return Trace(
+        ops=tuple(recorder.ops),
+        storages=recorder.storages.facts(),
+        results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
+        truncated=truncated,
+        notes=tuple(_notes(truncated, limit, live)),
+    )
+
+
+def _mode_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], holdings: Holdings) -> FakeTensorMode:
+    """The fake mode of the tensors that are fake already, or ours."""
+    tensors = tensors_in((args, kwargs))
+    tensors += [tensor for _, module in holdings.modules for tensor in (*module.parameters(), *module.buffers())]
+    modes = {id(tensor.fake_mode): tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)}
+    if len(modes) > 1:
+        raise UsageError(
+            f"The fake tensors among the arguments come from {len(modes)} different fake modes. Build all of them "
+            "inside nearpeak.fake()."
+        )
+    return next(iter(modes.values()), None) or fake_mode()
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """An argument that was computed before is a leaf here: its graph is not part of the call."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+
+
+def _backward(recorder: Recorder, returned: Any) -> None:
+    outputs = [tensor for tensor in tensors_in(returned) if tensor.requires_grad]
+    if not outputs:
+        raise UsageError(
+            "grad=True asks for the backward pass, and no result of the call requires gradients. Let an argument or a "
+            "parameter require them, or leave grad out."
+        )
+    gradients = [torch.ones_like(tensor) for tensor in outputs]  # they come from outside: not an op of the call
+    with recorder:
+        torch.autograd.backward(outputs, gradients)
+
+
+@contextmanager
+def _watching_optimizers(recorder: Recorder, untouched: Untouched) -> Iterator[None]:
+    def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        untouched.optimizer(optimizer)
+        recorder.optimizers_running += 1
+
+    def after(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        recorder.optimizers_running -= 1
+
+    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _needs_data(error: DataDependentOutputException | DynamicOutputShapeException) -> str:
+    if isinstance(error, DataDependentOutputException):
+        what = "asks for a value (.item(), .tolist(), a branch on a tensor)"
+    else:
+        what = "gives a result whose shape depends on values"
+    return (
+        f"{failing_line(error.__traceback__)}: {error.func} {what}, and fake tensors have none. Pass live=True to run "
+        "on real tensors, or replace that line by one whose result depends on shapes alone."
+    )
+
+
+def _notes(truncated: bool, limit: int, live: bool) -> Iterator[str]:
+    if truncated:
+        yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
+    if not live and asked_for_cuda():
+        yield "The code asked for CUDA; this torch has none, so the ops are those of the CPU."

@@ -1,0 +1,80 @@
+"""Leaves the user's modules, optimizers and gradients as they were before a trace on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = ("_parameters", "_buffers", "_modules")
+
+
+class Untouched:
+    """Remembers objects when they are first met, and restores them."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, tuple[nn.Module, dict[str, Any], dict[str, dict[str, Any]]]] = {}
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[Any, Any], list[dict[str, Any]]]] = {}
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Restores everything that was remembered inside, after errors too."""
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def module(self, module: nn.Module) -> None:
+        """Remembers the attributes, parameters, buffers and gradients of a module and all below it."""
+        for part in module.modules():
+            if id(part) not in self._modules:
+                containers = {name: dict(part.__dict__[name]) for name in _CONTAINERS}
+                self._modules[id(part)] = (part, dict(part.__dict__), containers)
+        for parameter in module.parameters():
+            self.leaf(parameter)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remembers the state and settings of an optimizer and the gradients of its parameters."""
+        if id(optimizer) in self._optimizers:
+            return
+        state = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()}
+        self._optimizers[id(optimizer)] = (optimizer, state, [dict(group) for group in optimizer.param_groups])
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.leaf(parameter)
+
+    def leaf(self, tensor: torch.Tensor) -> None:
+        """Remembers the gradient of a leaf."""
+        if id(tensor) not in self._leaves and tensor.is_leaf:
+            self._leaves[id(tensor)] = (tensor, tensor.grad)
+
+    def wanted(self) -> Iterator[torch.Tensor]:
+        """What outlives the call: gradients of the leaves and the state of the optimizers, as they are now."""
+        for leaf, _ in self._leaves.values():
+            if leaf.grad is not None:
+                yield leaf.grad
+        for optimizer, _, _ in self._optimizers.values():
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def _restore(self) -> None:
+        for module, attributes, containers in self._modules.values():
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, content in containers.items():
+                module.__dict__[name].clear()
+                module.__dict__[name].update(content)
+        for optimizer, state, groups in self._optimizers.values():
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                group.clear()
+                group.update(settings)
+        for leaf, gradient in self._leaves.values():
+            if leaf.grad is not gradient:
+                leaf.grad = gradient

@@ -1,0 +1,131 @@
+"""Tensors and arguments as plain data, with a number for every storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nearpeak.work.op import Storage, StorageKind
+from nearpeak.work.tensor import Tensor
+
+_PLAIN = (int, float, bool, str, complex, type(None))
+_DTYPES: dict[torch.dtype, str] = {}
+
+
+class Storages:
+    """Numbers storages by identity.
+
+    A weak reference to each is kept. It keeps no data alive, but the address that identifies the storage is not given
+    to another one as long as it exists, so numbers are never reused.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._held: list[StorageWeakRef] = []
+        self._known: dict[int, tuple[StorageKind, str]] = {}
+        self._bytes: list[int] = []
+        self._kinds: list[tuple[StorageKind, str]] = []
+
+    def name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
+        """Says what the storage of a tensor is, for when it is first used."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            self._held.append(StorageWeakRef(storage))
+            self._known.setdefault(storage._cdata, (kind, name))
+
+    def number(self, tensor: torch.Tensor, kind: StorageKind) -> int:
+        """The number of the storage behind a tensor; `kind` is what it is if it is seen for the first time."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        size = storage.nbytes()
+        number = self._numbers.get(address)
+        if number is None:
+            number = len(self._bytes)
+            self._numbers[address] = number
+            self._held.append(StorageWeakRef(storage))
+            self._bytes.append(size)
+            if kind == "input" and isinstance(tensor, torch.nn.Parameter):
+                kind = "parameter"
+            self._kinds.append((kind, "") if kind == "intermediate" else self._known.get(address, (kind, "")))
+        elif size > self._bytes[number]:
+            self._bytes[number] = size
+        return number
+
+    def existed(self, number: int) -> bool:
+        """Whether a storage is older than the trace."""
+        return self._kinds[number][0] != "intermediate"
+
+    def used(self, tensor: torch.Tensor) -> int | None:
+        """The number of the storage behind a tensor, where an op has used it."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def facts(self) -> dict[int, Storage]:
+        """All storages by number."""
+        return {
+            number: Storage(bytes=float(size), kind=kind, name=name)
+            for number, (size, (kind, name)) in enumerate(zip(self._bytes, self._kinds, strict=True))
+        }
+
+    def tensor(self, tensor: torch.Tensor, kind: StorageKind) -> Tensor:
+        """A tensor as plain data. What has no strides (a sparse tensor) is empty: of its bytes nothing is known."""
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            dtype = _DTYPES[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout is not torch.strided:
+            self._bytes.append(0)
+            self._kinds.append((kind, ""))
+            return Tensor(shape=(0,), strides=(1,), dtype=dtype, storage=len(self._bytes) - 1)
+        return Tensor(
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+            dtype=dtype,
+            storage=self.number(tensor, kind),
+            offset=tensor.storage_offset(),  # type: ignore[arg-type]
+        )
+
+    def value(self, value: Any, kind: StorageKind) -> Any:
+        """An argument as plain data."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, kind)
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple([self.value(item, kind) for item in value])
+        if isinstance(value, torch.device):
+            return value.type
+        if isinstance(value, torch.SymInt):
+            return int(value)
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return str(value).removeprefix("torch.")
+        return type(value).__name__  # a generator, a function of a higher-order operator
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors inside nested containers, dataclasses and model outputs included."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def look(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif id(item) in seen:
+            return
+        elif isinstance(item, dict):
+            seen.add(id(item))
+            for inner in item.values():
+                look(inner)
+        elif isinstance(item, (list, tuple, set)):
+            seen.add(id(item))
+            for inner in item:
+                look(inner)
+        elif hasattr(item, "__dict__") and not isinstance(item, (type, torch.nn.Module)):
+            seen.add(id(item))
+            for inner in vars(item).values():
+                look(inner)
+
+    look(value)
+    return found

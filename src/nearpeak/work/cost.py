@@ -1,0 +1,130 @@
+"""`Cost`: what one op must do at the least, memory by storage; and the one registry of formulas.
+
+A formula is a function of an `Op` that returns a `Cost`, registered under the exact names of the operators that it
+serves. A name with its overload ("aten.sum.dim_IntList") goes before the operator ("aten.sum"), which stands for all of
+its overloads. A name that is registered twice is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nearpeak.work.model import Work
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+Family = Literal[
+    "matrix",
+    "attention",
+    "convolution",
+    "pointwise",
+    "reduction",
+    "normalisation",
+    "loss",
+    "indexing",
+    "sorting",
+    "movement",
+    "creation",
+    "pooling",
+    "fourier",
+    "random",
+    "optimizer",
+    "quantisation",
+    "collective",
+    "view",
+    "unknown",
+]
+Model = Literal["formula", "operands", "none"]
+"""How a cost was found: by a formula, as the bytes of the operands (a floor all the same), or not at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Bytes of one storage that are read or written."""
+
+    storage: int
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The least that an op must do: reads and writes by storage, FLOPs by engine and the dtype that it works in."""
+
+    family: Family
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    flops: Mapping[str, float] = field(default_factory=dict)
+    """On the matrix engine, by the dtype names of ceilings: "bfloat16", "tfloat32", "float8", ..."""
+    vector_flops: Mapping[str, float] = field(default_factory=dict)
+    model: Model = "formula"
+
+    @property
+    def work(self) -> Work:
+        """The sums."""
+        return Work(
+            flops=self.flops,
+            vector_flops=self.vector_flops,
+            bytes_read=sum(access.bytes for access in self.reads),
+            bytes_written=sum(access.bytes for access in self.writes),
+        )
+
+
+Formula = Callable[[Op], Cost]
+
+_FORMULAS: dict[str, Formula] = {}
+
+
+def formula(*names: str) -> Callable[[Formula], Formula]:
+    """Registers a formula under operator names."""
+
+    def register(function: Formula) -> Formula:
+        for name in names:
+            if name in _FORMULAS:
+                raise ValueError(f"{name} has a formula already: {_FORMULAS[name].__qualname__}")
+            _FORMULAS[name] = function
+        return function
+
+    return register
+
+
+def registered() -> Mapping[str, Formula]:
+    """All formulas by name."""
+    from nearpeak.work import families  # noqa: F401  # importing a family registers its formulas
+
+    return _FORMULAS
+
+
+def accesses(*items: Tensor | tuple[Tensor, float] | None) -> tuple[Access, ...]:
+    """Accesses to tensors: all bytes behind each, or as many as are given with it. The same memory counts once.
+
+    Two views of one storage that are not the same view count both, up to what they can hold together.
+    """
+    seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], float] = {}
+    for item in items:
+        if item is None:
+            continue
+        tensor, size = item if isinstance(item, tuple) else (item, item.bytes)
+        key = (tensor.storage, tensor.offset, tensor.shape, tensor.strides)
+        seen[key] = max(seen.get(key, 0.0), size)
+    return tuple(Access(storage=key[0], bytes=size) for key, size in seen.items() if size)
+
+
+def every(tensors: Iterable[Tensor]) -> tuple[Access, ...]:
+    """Accesses to all of these tensors."""
+    return accesses(*tensors)
+
+
+def cost_of(op: Op) -> Cost:
+    """The cost of an op: by its formula, else nothing for a view, else the bytes of its operands."""
+    formulas = registered()
+    found = formulas.get(op.name) or formulas.get(op.packet)
+    if found is not None:
+        return found(op)
+    storages = {tensor.storage for tensor in op.inputs}
+    if not op.mutated and op.outputs and all(tensor.storage in storages for tensor in op.outputs):
+        return Cost(family="view")
+    if not op.outputs and not op.mutated:
+        return Cost(family="unknown", model="none")
+    return Cost(family="unknown", writes=every(op.outputs), model="operands")

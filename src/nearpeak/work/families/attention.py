@@ -1,0 +1,227 @@
+"""Attention: the fused operators, forward and backward.
+
+Counted: products over the pairs of a query and a key that are not masked by position. Forward 2 products (scores,
+values), backward 5 (scores again, and the gradients of probabilities, values, queries and keys), 2 FLOPs for each pair
+and element of the head, and one vector FLOP per pair for the exponential. Query, key and value are read once through
+their strides (fewer key heads: fewer bytes), the output and the log-sum-exp are written; backward reads both again, as
+every implementation does, though they could be computed anew. Random state is a few bytes and not counted.
+
+Positions: the `is_causal` of torch's SDPA aligns top left (query i sees keys 0 to i), that of the raw flash operators
+bottom right. Queries and keys that take part in no pair are not read. A dense mask is read once through its strides and
+takes no pairs away: its values are data, and these operators compute all pairs under it.
+
+float32 goes by the flag for tf32, except in the memory-efficient kernels, which take float32 apart into tf32 products
+whatever the flag says: charged as one such product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nearpeak.work.cost import Cost, accesses, every, formula
+from nearpeak.work.families.attention_pairs import Pairs, banded, packed
+from nearpeak.work.families.matrix import engines, tensors, vector_dtype, written
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+_HEADS_FIRST, _SEQUENCE_FIRST = -2, -3
+"""The dimension of the sequence: SDPA has (batch, heads, sequence, head), the raw operators (batch, sequence, heads,
+head), and without the batch where sequences are packed."""
+
+
+def _forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | None = None) -> Cost:
+    query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
+    heads = _heads(query, key, value, axis)
+    flops, vector = _flops(op, 2 * (query.shape[-1] + value.shape[-1]), heads * pairs.count, tf32)
+    reads: list[Tensor | tuple[Tensor, float]] = [
+        _part(query, axis, pairs.queries),
+        _part(key, axis, pairs.keys),
+        _part(value, axis, pairs.keys),
+        *_mask(op, mask, axis, pairs),
+        *(tensor for name in ("q_descale", "k_descale", "v_descale") for tensor in tensors(op, name)),
+    ]
+    changed = [tensor for name in op.mutated for tensor in tensors(op, name)]
+    writes: list[Tensor | tuple[Tensor, float]] = [*(changed or op.outputs[:1])]
+    for statistics in op.outputs[:1] if changed else op.outputs[1:2]:
+        if op.arguments.get("compute_log_sumexp", True):  # some kernels pad it
+            writes.append((statistics, min(statistics.bytes, heads * query.shape[axis] * statistics.item_bytes)))
+    return Cost(family="attention", reads=accesses(*reads), writes=accesses(*writes), flops=flops, vector_flops=vector)
+
+
+def _backward(
+    op: Op,
+    axis: int,
+    pairs: Pairs,
+    *,
+    mask: str = "",
+    wanted: Sequence[bool] = (True, True, True, False),
+    tf32: bool | None = None,
+) -> Cost:
+    """`wanted`: the gradients of query, key, value and mask. Without the first two and the last there are no scores
+    to differentiate, and only the product for the values remains."""
+    query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
+    grad = op.tensor("grad_out_" if "grad_out_" in op.arguments else "grad_out")
+    for_query, for_key, for_value, for_mask = wanted
+    scores = for_query or for_key or for_mask
+    width = query.shape[-1] * (1 + for_query + for_key) + value.shape[-1] * (scores + for_value)
+    if not any(wanted):
+        return Cost(family="attention")
+    heads = _heads(query, key, value, axis)
+    flops, vector = _flops(op, 2 * width, heads * pairs.count, tf32)
+    statistics = op.tensor("logsumexp")
+    rows = heads * pairs.queries[1]
+    reads: list[Tensor | tuple[Tensor, float]] = [
+        _part(query, axis, pairs.queries),
+        _part(key, axis, pairs.keys),
+        _part(grad, axis, pairs.queries),
+        (statistics, min(statistics.bytes, rows * statistics.item_bytes)),
+        *_mask(op, mask, axis, pairs),
+    ]
+    if scores:
+        reads += [_part(value, axis, pairs.keys), _part(op.tensor("out"), axis, pairs.queries)]
+    outputs = op.outputs  # kernels give gradients back that nobody asked for
+    if len(outputs) >= 3:
+        outputs = tuple(output for output, asked in zip(outputs, wanted, strict=False) if asked)
+    return Cost(family="attention", reads=accesses(*reads), writes=every(outputs), flops=flops, vector_flops=vector)
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, axis: int) -> int:
+    """Batch times heads of queries; a batch of one is broadcast, fewer key heads are shared."""
+    total = 1
+    for dimension in range(-max(len(tensor.shape) for tensor in (query, key, value)), -1):
+        if dimension != axis:
+            sizes = [tensor.shape[dimension] for tensor in (query, key, value) if len(tensor.shape) >= -dimension]
+            total *= 0 if 0 in sizes else max(sizes)
+    return total
+
+
+def _part(tensor: Tensor, axis: int, positions: tuple[int, int]) -> Tensor:
+    """The positions of a sequence that are used: a first one and how many."""
+    first, count = positions
+    if count == tensor.shape[axis]:
+        return tensor
+    shape, dimension = list(tensor.shape), axis % len(tensor.shape)
+    shape[dimension] = count
+    return replace(tensor, shape=tuple(shape), offset=tensor.offset + first * tensor.strides[dimension])
+
+
+def _mask(op: Op, argument: str, axis: int, pairs: Pairs) -> list[tuple[Tensor, float]]:
+    """The part of a dense mask that belongs to pairs which are computed."""
+    total = op.tensor("query").shape[axis] * op.tensor("key").shape[axis]
+    return [(mask, mask.bytes * pairs.count / total) for mask in tensors(op, argument) if total]
+
+
+def _flops(op: Op, per_pair: int, pairs: int, tf32: bool | None) -> tuple[dict[str, float], dict[str, float]]:
+    dtype = op.tensor("query").dtype
+    matrix, vector = engines(dtype, float(per_pair * pairs), tf32=op.tf32_products if tf32 is None else tf32)
+    if pairs:
+        name = vector_dtype(dtype)
+        vector[name] = vector.get(name, 0.0) + pairs
+    return matrix, vector
+
+
+def _sdpa_pairs(op: Op) -> Pairs:
+    queries, keys = op.tensor("query").shape[_HEADS_FIRST], op.tensor("key").shape[_HEADS_FIRST]
+    return banded(queries, keys, right=0 if op.arguments.get("is_causal") else None)
+
+
+@formula(
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+)
+def _sdpa(op: Op) -> Cost:
+    mask = "attn_mask" if "attn_mask" in op.arguments else "attn_bias"
+    return _forward(op, _HEADS_FIRST, _sdpa_pairs(op), mask=mask)
+
+
+@formula("aten._scaled_dot_product_efficient_attention")
+def _sdpa_efficient(op: Op) -> Cost:
+    return _forward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", tf32=True)
+
+
+@formula("aten.scaled_dot_product_attention", "aten._scaled_dot_product_attention_math")
+def _sdpa_whole(op: Op) -> Cost:
+    """Not yet lowered to a kernel: no log-sum-exp; what it returns, probabilities perhaps, is written."""
+    cost = _forward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_mask")
+    return replace(cost, writes=written(op))
+
+
+@formula(
+    "aten._scaled_dot_product_flash_attention_backward",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten._scaled_dot_product_cudnn_attention_backward",
+)
+def _sdpa_backward(op: Op) -> Cost:
+    mask = "attn_mask" if "attn_mask" in op.arguments else "attn_bias"
+    return _backward(op, _HEADS_FIRST, _sdpa_pairs(op), mask=mask)
+
+
+@formula("aten._scaled_dot_product_fused_attention_overrideable_backward")
+def _sdpa_overrideable_backward(op: Op) -> Cost:
+    return _backward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", wanted=op.arguments["grad_input_mask"])
+
+
+@formula("aten._scaled_dot_product_efficient_attention_backward")
+def _sdpa_efficient_backward(op: Op) -> Cost:
+    wanted = op.arguments["grad_input_mask"]
+    return _backward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", wanted=wanted, tf32=True)
+
+
+@formula(
+    "aten._flash_attention_forward",
+    "aten._flash_attention_forward_no_dropout_inplace",
+)
+def _flash(op: Op) -> Cost:
+    return _forward(op, _SEQUENCE_FIRST, _flash_pairs(op))
+
+
+@formula("aten._flash_attention_backward")
+def _flash_backward(op: Op) -> Cost:
+    return _backward(op, _SEQUENCE_FIRST, _flash_pairs(op))
+
+
+def _flash_pairs(op: Op) -> Pairs:
+    """A negative window has no limit. How much of a paged or partly filled cache is used is data: none is charged."""
+    left, right = (_limit(op.arguments.get(f"window_size_{side}")) for side in ("left", "right"))
+    if op.arguments.get("is_causal"):
+        right = 0
+    return _raw_pairs(op, "cum_seq_q", "cum_seq_k", ("seqused_k", "block_table"), left, right, aligned_right=True)
+
+
+def _limit(window: int | None) -> int | None:
+    return None if window is None or window < 0 else window
+
+
+@formula("aten._efficient_attention_forward")
+def _efficient(op: Op) -> Cost:
+    return _forward(op, _SEQUENCE_FIRST, _efficient_pairs(op), mask="bias", tf32=True)
+
+
+@formula("aten._efficient_attention_backward")
+def _efficient_backward(op: Op) -> Cost:
+    wanted = (True, True, True, bool(op.arguments["bias_requires_grad"]))
+    return _backward(op, _SEQUENCE_FIRST, _efficient_pairs(op), mask="bias", wanted=wanted, tf32=True)
+
+
+def _efficient_pairs(op: Op) -> Pairs:
+    """`custom_mask_type`: 0 none, 1 causal from the top left, 2 from the bottom right; a window of n is n keys."""
+    kind, window = op.arguments["custom_mask_type"], op.arguments.get("window_size")
+    left = window - 1 if kind and window is not None and window > 0 else None
+    right = 0 if kind else None
+    return _raw_pairs(op, "cu_seqlens_q", "cu_seqlens_k", ("seqlen_k",), left, right, aligned_right=kind == 2)
+
+
+def _raw_pairs(
+    op: Op, ends: str, key_ends: str, fill: tuple[str, ...], left: int | None, right: int | None, *, aligned_right: bool
+) -> Pairs:
+    queries, keys = op.tensor("query").shape[_SEQUENCE_FIRST], op.tensor("key").shape[_SEQUENCE_FIRST]
+    if any(op.arguments.get(name) is not None for name in fill):
+        return Pairs(count=0, queries=(0, 0), keys=(0, 0))
+    cuts = op.arguments.get(ends)
+    if isinstance(cuts, Tensor):
+        same = cuts == op.arguments.get(key_ends)
+        return packed(queries, keys, cuts.elements - 1, same=same, left=left, right=right, aligned_right=aligned_right)
+    return banded(queries, keys, left=left, right=right, offset=keys - queries if aligned_right else 0)

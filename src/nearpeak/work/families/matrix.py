@@ -1,0 +1,211 @@
+"""Matrix products.
+
+Counted: a multiply-add as 2 FLOPs on the engine that takes the operands' dtype, each operand once through its strides,
+the result once. Not counted: adding the bias and scaling by `alpha` or `beta`, which ride on the accumulator, nor are
+algorithms of the Strassen kind considered, which no library uses. `beta=0` means that the addend is not read, `alpha=0`
+that the factors are not. A complex product takes three real ones (Gauss), the fewest that libraries use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nearpeak.work.cost import Access, Cost, accesses, every, formula
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def engines(dtype: str, flops: float, *, tf32: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """FLOPs of a product of `dtype` operands as (matrix engine, vector units), by the dtype names of ceilings.
+
+    float32 runs on the vector units unless tf32 is allowed. Products of integers wider than 8 bits have no ceiling and
+    count nothing.
+
+    >>> engines("float8_e4m3fn", 8.0, tf32=False), engines("float32", 8.0, tf32=False)
+    (({'float8': 8.0}, {}), ({}, {'float32': 8.0}))
+    """
+    if dtype in _PARTS:
+        dtype, flops = _PARTS[dtype], 3 * flops
+    if not flops:
+        return {}, {}
+    if dtype == "float32":
+        return ({"tfloat32": flops}, {}) if tf32 else ({}, {"float32": flops})
+    if dtype.startswith(("float8", "float4")):
+        return {dtype[:6]: flops}, {}
+    return ({dtype: flops}, {}) if dtype in ("float64", "bfloat16", "float16", "int8") else ({}, {})
+
+
+def vector_dtype(dtype: str) -> str:
+    """The dtype in which vector units work on `dtype`: float32 for everything but doubles."""
+    return "float64" if dtype in ("float64", "complex128") else "float32"
+
+
+def written(op: Op) -> tuple[Access, ...]:
+    """All that the op writes: its outputs and the arguments that it changes, the same memory once."""
+    return every((*op.outputs, *(tensor for name in op.mutated for tensor in tensors(op, name))))
+
+
+def tensors(op: Op, argument: str) -> Iterator[Tensor]:
+    """The tensors of an argument that is a tensor, a list of them, None or absent."""
+    value: Any = op.arguments.get(argument)
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, Tensor):
+            yield item
+
+
+def result(op: Op) -> Tensor:
+    """The first output, or what the op writes where it returns nothing."""
+    return op.outputs[0] if op.outputs else op.tensor(op.mutated[0])
+
+
+def product(
+    op: Op,
+    left: str,
+    right: str,
+    *,
+    added: str | None = None,
+    contracted: int | None = None,
+    dtype: str | None = None,
+    vector: Mapping[str, float] | None = None,
+    extra: tuple[Tensor | tuple[Tensor, float], ...] = (),
+) -> Cost:
+    """`left @ right + added`: an element of the result takes `contracted` multiply-adds (the last size of `left`)."""
+    out = result(op)
+    if not out.elements:
+        return Cost(family="matrix")
+    a, b = op.tensor(left), op.tensor(right)
+    inner = (a.shape[-1] if contracted is None else contracted) * _packed(a)
+    reads: list[Tensor | tuple[Tensor, float]] = list(extra)
+    scale = op.arguments.get("alpha", 1)
+    if scale == 0:
+        inner = 0
+    else:
+        reads += [a, b]
+    if added is not None and op.arguments.get("beta", 1) != 0:
+        reads += tensors(op, added)
+    flops, vector_flops = engines(dtype or a.dtype, 2.0 * out.elements * inner, tf32=op.tf32_products)
+    for name, count in (vector or {}).items():
+        vector_flops[name] = vector_flops.get(name, 0.0) + count
+    return Cost(family="matrix", reads=accesses(*reads), writes=written(op), flops=flops, vector_flops=vector_flops)
+
+
+def _packed(tensor: Tensor) -> int:
+    """How many numbers one element holds."""
+    return 2 if tensor.dtype == "float4_e2m1fn_x2" else 1
+
+
+@formula("aten.mm", "aten.bmm", "aten._int_mm")
+def _two_matrices(op: Op) -> Cost:
+    return product(op, "self", "mat2")
+
+
+@formula("aten.matmul")
+def _matmul(op: Op) -> Cost:
+    return product(op, "self", "other")
+
+
+@formula("aten.mv")
+def _matrix_vector(op: Op) -> Cost:
+    return product(op, "self", "vec")
+
+
+@formula("aten.dot")
+def _dot(op: Op) -> Cost:
+    return product(op, "self", "tensor")
+
+
+@formula("aten.vdot")
+def _vdot(op: Op) -> Cost:
+    return product(op, "self", "other")
+
+
+@formula("aten.linear")
+def _linear(op: Op) -> Cost:
+    return product(op, "input", "weight", added="bias")
+
+
+@formula("aten.addmm", "aten.addmm_")
+def _addmm(op: Op) -> Cost:
+    return product(op, "mat1", "mat2", added="self")
+
+
+@formula("aten._addmm_activation")
+def _addmm_activation(op: Op) -> Cost:
+    """One vector FLOP per element for the activation, whichever it is."""
+    out = result(op)
+    return product(op, "mat1", "mat2", added="self", vector={vector_dtype(out.dtype): float(out.elements)})
+
+
+@formula("aten.addmv", "aten.addmv_")
+def _addmv(op: Op) -> Cost:
+    return product(op, "mat", "vec", added="self")
+
+
+@formula("aten.baddbmm", "aten.baddbmm_")
+def _baddbmm(op: Op) -> Cost:
+    return product(op, "batch1", "batch2", added="self")
+
+
+@formula("aten.addbmm", "aten.addbmm_")
+def _addbmm(op: Op) -> Cost:
+    """The products of the batch are summed, so the batch is contracted too."""
+    batch = op.tensor("batch1")
+    return product(op, "batch1", "batch2", added="self", contracted=batch.shape[0] * batch.shape[2])
+
+
+@formula("aten._scaled_mm", "aten._scaled_mm_v2")
+def _scaled_mm(op: Op) -> Cost:
+    """float8 or float4 factors. Scales are read; those of blocks without the padding that their layout may have."""
+    a, b = op.tensor("self"), op.tensor("mat2")
+    scales = [
+        *_scales(op, "scale_a", rows=a.shape[0], columns=a.shape[1] * _packed(a)),
+        *_scales(op, "scale_b", rows=b.shape[1], columns=a.shape[1] * _packed(a)),
+    ]
+    return product(op, "self", "mat2", added="bias", extra=tuple(scales))
+
+
+def _scales(op: Op, argument: str, *, rows: int, columns: int) -> Iterator[tuple[Tensor, float]]:
+    for scale in tensors(op, argument):
+        block = 32 if scale.dtype == "float8_e8m0fnu" else 16
+        yield scale, min(scale.bytes, rows * math.ceil(columns / block) * scale.item_bytes)
+
+
+@formula("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
+def _grouped_mm(op: Op) -> Cost:
+    """One product for each group. `offs`, which cuts the flat factor into groups, is data and not known.
+
+    - Both factors stacked: a batched product.
+    - One stacked, one flat (tokens with experts): each token meets one matrix whatever the cut, so FLOPs are those of
+      one product over all tokens. All tokens could go to one expert, so of the stack one matrix is read.
+    - Both flat: the contraction is cut; every element of both is used in one group, and a result is written for each.
+
+    Assumed: the groups cover the flat factor. Scales that belong to groups are charged for one group.
+    """
+    a, b, out = op.tensor("self"), op.tensor("mat2"), result(op)
+    if not out.elements:
+        return Cost(family="matrix")
+    inner = a.shape[-1] * _packed(a)
+    groups = a.shape[0] if len(a.shape) == 3 else b.shape[0] if len(b.shape) == 3 else out.shape[0]
+    a_scales, b_scales = tuple(tensors(op, "scale_a")), tuple(tensors(op, "scale_b"))
+    reads: list[Tensor | tuple[Tensor, float]] = [*tensors(op, "offs"), *tensors(op, "bias")]
+    elements = out.elements
+    if len(a.shape) == len(b.shape) == 3:
+        reads += [a, b, *a_scales, *b_scales]
+    elif len(a.shape) == 2 and len(b.shape) == 2:
+        elements //= groups
+        reads += [a, b, *_shares((*a_scales, *b_scales), groups)]
+    elif len(a.shape) == 2:
+        reads += [a, replace(b, shape=(1, *b.shape[1:])), *a_scales, *_shares(b_scales, groups)]
+    else:
+        reads += [replace(a, shape=(1, *a.shape[1:])), b, *_shares(a_scales, groups), *b_scales]
+    flops, vector_flops = engines(a.dtype, 2.0 * elements * inner, tf32=op.tf32_products)
+    return Cost(family="matrix", reads=accesses(*reads), writes=written(op), flops=flops, vector_flops=vector_flops)
+
+
+def _shares(scales: tuple[Tensor, ...], groups: int) -> list[tuple[Tensor, float]]:
+    return [(scale, scale.bytes / groups) for scale in scales]

@@ -1,0 +1,168 @@
+"""Pointwise operators: every operand is read once, the result is written once, one operation per element.
+
+The other families of streaming operators (reductions, norms, losses, optimizers) build on the parts here: `read`,
+`written`, `distinct` and `arithmetic`.
+
+What only lucky data would save is charged: `where` reads both of its branches, `any` reads all of its input, although
+some masks would let a kernel skip parts. What the arguments alone would save is not: `pow` with exponent 0 reads
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from nearpeak.work.cost import Cost, accesses, formula
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+TAGGED = """
+__ilshift__ __ixor__ __lshift__ __rshift__ __xor__ _conj_physical abs acos acos_ acosh acosh_ add add_ addcdiv addcdiv_
+addcmul addcmul_ angle asin asin_ asinh asinh_ atan atan2 atan2_ atan_ atanh atanh_ bitwise_and bitwise_and_
+bitwise_left_shift bitwise_left_shift_ bitwise_not bitwise_not_ bitwise_or bitwise_or_ bitwise_right_shift
+bitwise_right_shift_ bitwise_xor bitwise_xor_ ceil ceil_ celu celu_ clamp clamp_ clamp_max clamp_max_ clamp_min
+clamp_min_ clip clip_ conj_physical conj_physical_ copysign cos cos_ cosh cosh_ deg2rad deg2rad_ digamma digamma_ div
+div_ elu elu_ eq erf erf_ erfc erfc_ erfinv erfinv_ exp exp2 exp2_ exp_ expm1 expm1_ float_power float_power_ floor
+floor_ fmax fmin fmod fmod_ frac frac_ frexp gcd ge gelu gelu_backward gt hardshrink hardsigmoid hardsigmoid_ hardtanh
+hardtanh_ heaviside hypot hypot_ i0 i0_ igamma igamma_ igammac igammac_ isfinite isinf isnan isneginf isposinf lcm ldexp
+ldexp_ le leaky_relu leaky_relu_ lerp lerp_ lgamma lgamma_ log log10 log10_ log1p log1p_ log2 log2_ log_ logaddexp
+logaddexp2 logical_and logical_and_ logical_not logical_not_ logical_or logical_or_ logical_xor logical_xor_ logit
+logit_ logit_backward lt masked_fill maximum minimum mish mul mul_ mvlgamma mvlgamma_ nan_to_num nan_to_num_ ne neg neg_
+nextafter nextafter_ polygamma polygamma_ positive pow pow_ rad2deg rad2deg_ reciprocal reciprocal_ relu relu6 relu_
+remainder remainder_ round round_ rrelu rsqrt rsqrt_ rsub selu selu_ sgn sgn_ sigmoid sigmoid_ sigmoid_backward sign
+sign_ signbit silu silu_ silu_backward sin sin_ sinc sinc_ sinh sinh_ softplus softshrink special_airy_ai
+special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t
+special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_erfcx
+special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1 special_i1e
+special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0
+special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
+special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+special_spherical_bessel_j0 special_xlog1py special_zeta sqrt sqrt_ square square_ sub sub_ tan tan_ tanh tanh_
+tanh_backward threshold threshold_backward true_divide trunc trunc_ where xlogy xlogy_
+""".split()
+"""The operators that torch itself tags as pointwise, in all of their overloads; a test compares them with torch."""
+
+TAGGED_OVERLOADS = ("max.other", "max.out", "min.other", "min.out")
+"""Overloads that are pointwise while their operator is a reduction."""
+
+UNTAGGED = """
+__and__ __iand__ __ior__ __irshift__ __or__ _prelu_kernel _prelu_kernel_backward abs_ complex copysign_ elu_backward
+eq_ floor_divide floor_divide_ gcd_ ge_ gelu_ glu glu_backward gt_ hardshrink_backward hardsigmoid_backward hardswish
+hardswish_ hardswish_backward hardtanh_backward heaviside_ lcm_ le_ leaky_relu_backward linalg_cross
+log_sigmoid_backward log_sigmoid_forward lt_ masked_fill_ mish_ mish_backward ne_ polar rrelu_with_noise_backward
+softplus_backward softshrink_backward threshold_
+""".split()
+"""Operators without the tag that read every operand once and write their result once all the same."""
+
+WITHOUT_ARITHMETIC = frozenset(
+    """
+    __and__ __iand__ __ilshift__ __ior__ __irshift__ __ixor__ __lshift__ __or__ __rshift__ __xor__ _conj_physical abs
+    bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor complex conj_physical copysign
+    frexp isfinite isinf isnan isneginf isposinf logical_and logical_not logical_or logical_xor masked_fill nan_to_num
+    neg nextafter positive sgn sign signbit threshold threshold_backward where
+    """.split()
+)
+"""Operators that only choose between values or look at bits: no floating-point operation is unavoidable."""
+
+
+def distinct(tensor: Tensor) -> float:
+    """How many elements of it differ in memory: expanded ones count once."""
+    return tensor.bytes / tensor.item_bytes
+
+
+def mutated(op: Op) -> tuple[Tensor, ...]:
+    """The tensors among the arguments that it writes."""
+    found: list[Tensor] = []
+    for name in op.mutated:
+        value = op.arguments.get(name)
+        found.extend(item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Tensor))
+    return tuple(found)
+
+
+def read(op: Op, *, unread: Iterable[str] = ()) -> tuple[Tensor, ...]:
+    """The operands that it reads: not what it only writes, not the arguments named in `unread`.
+
+    `self` of an in-place operator is read. Tensors without dimensions are left out: most are numbers from the host,
+    and the others are one element.
+    """
+    skipped = {*unread, *(name for name in op.mutated if name != "self")}
+    found: list[Tensor] = []
+    for name, value in op.arguments.items():
+        if name not in skipped:
+            found.extend(item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Tensor))
+    return tuple(tensor for tensor in found if tensor.shape)
+
+
+def written(op: Op) -> tuple[Tensor, ...]:
+    """The tensors that it writes: its results and what it mutates. `out` may have been resized: its result counts."""
+    storages = {tensor.storage for tensor in op.outputs}
+    return (*op.outputs, *(tensor for tensor in mutated(op) if tensor.storage not in storages))
+
+
+def arithmetic(inputs: Iterable[Tensor], outputs: Iterable[Tensor], count: float) -> dict[str, float]:
+    """`count` operations of the vector units under the dtype that they work in.
+
+    float64 where an input has it, float32 for all other floating and complex types; nothing for integers and booleans,
+    unless they are turned into floating-point numbers.
+    """
+    dtypes = {tensor.dtype for tensor in inputs}
+    if not count:
+        return {}
+    if dtypes & {"float64", "complex128"}:
+        return {"float64": count}
+    if any(_has_fraction(dtype) for dtype in dtypes | {tensor.dtype for tensor in outputs}):
+        return {"float32": count}
+    return {}
+
+
+def _has_fraction(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def pointwise_flops(name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> dict[str, float]:
+    """One operation per element of the result, or per distinct combination of operands where those are fewer.
+
+    The exponential of a row that is expanded to four is computed once at the least, and written four times.
+    """
+    if not outputs or name.removesuffix("_") in WITHOUT_ARITHMETIC or name in WITHOUT_ARITHMETIC:
+        return {}
+    elements = float(max(tensor.elements for tensor in outputs))
+    combinations = 1.0
+    for tensor in {*inputs}:
+        combinations *= distinct(tensor)
+        if (
+            combinations >= elements
+        ):  # the others could only add to it, unless they are empty, and then so is the result
+            break
+    return arithmetic(inputs, outputs, min(elements, combinations))
+
+
+def total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of counts by dtype."""
+    sums: dict[str, float] = {}
+    for count in counts:
+        for dtype, value in count.items():
+            sums[dtype] = sums.get(dtype, 0.0) + value
+    return sums
+
+
+@formula(*(f"aten.{name}" for name in (*TAGGED, *TAGGED_OVERLOADS, *UNTAGGED)))
+def pointwise(op: Op) -> Cost:
+    """Reads each operand once, writes the result; one operation per element of it.
+
+    `masked_fill_` needs no old value: what it keeps stays where it is. A power of 0 is 1 whatever its base is.
+    """
+    power_of_zero = op.packet in ("aten.pow", "aten.pow_") and _is_zero(op.arguments.get("exponent"))
+    unread = ("self",) if power_of_zero or op.packet == "aten.masked_fill_" else ()
+    inputs, outputs = read(op, unread=unread), written(op)
+    return Cost(
+        family="pointwise",
+        reads=accesses(*inputs),
+        writes=accesses(*outputs),
+        vector_flops={} if unread else pointwise_flops(op.packet.removeprefix("aten."), inputs, outputs),
+    )
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, (int, float)) and value == 0

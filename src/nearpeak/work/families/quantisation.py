@@ -1,0 +1,114 @@
+"""Quantisation, its simulation in training, and products with packed integer weights.
+
+Going to integers or back takes one multiplication per element; rounding, clamping and zero points are not counted. A
+product with packed weights multiplies in the dtype of the activations, as the weights are unpacked on the way; it reads
+the packed bytes.
+"""
+
+from __future__ import annotations
+
+from nearpeak.work.cost import Cost, every, formula
+from nearpeak.work.families.matrix import product, result, vector_dtype, written
+from nearpeak.work.op import Op
+
+
+def _elementwise(op: Op, flops_per_element: int) -> Cost:
+    """Reads all operands that are not just written, writes the outputs."""
+    elements = sum(tensor.elements for tensor in op.outputs if tensor.dtype != "bool")
+    if not elements:
+        return Cost(family="quantisation")
+    given = tuple(tensor for tensor in op.inputs if tensor not in op.outputs)
+    dtypes = {tensor.dtype for tensor in (*given, *op.outputs)}
+    count = {vector_dtype("float64" if "float64" in dtypes else "float32"): float(flops_per_element * elements)}
+    return Cost(
+        family="quantisation",
+        reads=every(given),
+        writes=written(op),
+        vector_flops=count if flops_per_element else {},
+    )
+
+
+@formula(
+    "aten.quantize_per_tensor",
+    "aten.quantize_per_channel",
+    "aten.dequantize",
+    *(f"quantized_decomposed.quantize_per_{what}" for what in ("tensor", "channel", "token", "channel_group")),
+    *(f"quantized_decomposed.dequantize_per_{what}" for what in ("tensor", "channel", "token", "channel_group")),
+)
+def _convert(op: Op) -> Cost:
+    return _elementwise(op, 1)
+
+
+@formula(
+    "aten.fake_quantize_per_tensor_affine",
+    "aten.fake_quantize_per_channel_affine",
+    "aten.fake_quantize_per_tensor_affine_cachemask",
+    "aten.fake_quantize_per_channel_affine_cachemask",
+    "aten._fake_quantize_learnable_per_tensor_affine",
+    "aten._fake_quantize_learnable_per_channel_affine",
+    "quantized_decomposed.fake_quant_per_channel",
+)
+def _there_and_back(op: Op) -> Cost:
+    """One multiplication down, one up. The mask that backward needs is written."""
+    return _elementwise(op, 2)
+
+
+@formula(
+    "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "aten.fake_quantize_per_tensor_affine_cachemask_backward",
+    "aten.fake_quantize_per_channel_affine_cachemask_backward",
+    "aten.int_repr",
+    "aten._make_per_tensor_quantized_tensor",
+    "aten._convert_weight_to_int4pack",
+    "aten._convert_weight_to_int4pack_for_cpu",
+)
+def _moved(op: Op) -> Cost:
+    """Copies, repacking and selection by a mask. The first has a switch whose value is data: off, it only copies."""
+    return _elementwise(op, 0)
+
+
+@formula("aten._fused_moving_avg_obs_fq_helper", "aten.fused_moving_avg_obs_fake_quant")
+def _observed(op: Op) -> Cost:
+    """Whether it observes and quantises is data; the input is read and the outputs are written either way."""
+    return Cost(family="quantisation", reads=every((op.tensor("self"),)), writes=every(op.outputs))
+
+
+@formula(
+    "aten._fake_quantize_learnable_per_tensor_affine_backward",
+    "aten._fake_quantize_learnable_per_channel_affine_backward",
+)
+def _learnable_backward(op: Op) -> Cost:
+    """The gradient of the scale takes a multiply-add per element at the least."""
+    read = (op.tensor("grad"), op.tensor("self"), op.tensor("scale"), op.tensor("zero_point"))
+    grad = op.tensor("grad")
+    flops = {vector_dtype(grad.dtype): 2.0 * grad.elements} if grad.elements else {}
+    return Cost(family="quantisation", reads=every(read), writes=written(op), vector_flops=flops)
+
+
+@formula("aten._weight_int4pack_mm", "aten._weight_int4pack_mm_for_cpu", "aten._weight_int8pack_mm")
+def _packed_product(op: Op) -> Cost:
+    scales = op.tensor("scales" if "scales" in op.arguments else "qScaleAndZeros")
+    return _as_quantisation(product(op, "self", "mat2", extra=(scales,)))
+
+
+@formula("aten._weight_int4pack_mm_with_scales_and_zeros")
+def _packed_product_with_zeros(op: Op) -> Cost:
+    return _as_quantisation(product(op, "self", "mat2", extra=(op.tensor("qScale"), op.tensor("qZeros"))))
+
+
+@formula("aten._mixed_dtypes_linear")
+def _mixed_dtypes_linear(op: Op) -> Cost:
+    elements = float(result(op).elements)
+    activation = {"float32": elements} if op.arguments.get("activation") not in (None, "", "none") else {}
+    cost = product(op, "input", "weight", added="bias", extra=(op.tensor("scale"),), vector=activation)
+    return _as_quantisation(cost)
+
+
+def _as_quantisation(cost: Cost) -> Cost:
+    return Cost(
+        family="quantisation",
+        reads=cost.reads,
+        writes=cost.writes,
+        flops=cost.flops,
+        vector_flops=cost.vector_flops,
+    )

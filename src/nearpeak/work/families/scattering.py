@@ -1,0 +1,216 @@
+"""Writing by index: indices and values read, and the least of the destination that they can meet.
+
+In place only what is indicated is touched. Indices may repeat, and repeated writes meet in a cache, so the least of
+the destination is one slice for all of them together: written, and read too where values are added to it. Which of two
+values for one place wins is open, but to know that they meet every index is read, and no kernel then spares the value.
+
+Out of place the whole result is written, and of the old tensor at least what the values cannot cover is read; all of
+it where values are added to it. The gradient of `gather` is `scatter_add`, that of `index` is `index_put`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nearpeak.work.cost import Cost, accesses, formula
+from nearpeak.work.families.indexing import MASK_DTYPES, indexed_dimensions, least_bytes
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+
+def scattered(
+    op: Op,
+    *,
+    reads: tuple[Tensor | None, ...],
+    least: float,
+    most: float,
+    accumulate: bool,
+    additions: float = 0.0,
+) -> Cost:
+    """The cost of a write by index that meets at least `least` and at most `most` bytes of `self`."""
+    target, result = op.tensor("self"), op.outputs[0]
+    flops: dict[str, float] = {}
+    if additions and result.is_floating:
+        flops["float64" if result.dtype == "float64" else "float32"] = float(additions)
+    if target == result:
+        least = min(least, target.bytes)
+        old, written = (least if accumulate else 0.0), least
+    else:
+        old, written = (target.bytes if accumulate else max(0.0, target.bytes - most)), result.bytes
+    return Cost(
+        family="indexing",
+        reads=accesses(*reads, (target, old)),
+        writes=accesses((result, written)),
+        vector_flops=flops,
+    )
+
+
+def _along(op: Op) -> tuple[int, ...]:
+    return (op.arguments["dim"],) if op.tensor("self").shape else ()
+
+
+def _slice_elements(op: Op) -> int:
+    """Elements of one slice of `self` across `dim`."""
+    target = op.tensor("self")
+    return target.elements // max(1, target.shape[op.arguments["dim"]]) if target.shape else 1
+
+
+@formula(
+    "aten.scatter",
+    "aten.scatter_",
+    "aten.scatter_add",
+    "aten.scatter_add_",
+    "aten.scatter_reduce",
+    "aten.scatter_reduce_",
+)
+def scatter(op: Op) -> Cost:
+    """Indices and as many values as there are indices; of the destination one element for each place across them."""
+    target, index = op.tensor("self"), op.tensor("index")
+    source = op.arguments.get("src")
+    values = source if isinstance(source, Tensor) else None
+    if values is not None and len(values.shape) == len(index.shape):
+        values = replace(values, shape=index.shape)  # the rest of a larger source is not read
+    reduce = "sum" if "scatter_add" in op.name else op.arguments.get("reduce")
+    accumulate = reduce is not None and op.arguments.get("include_self", True)
+    shape = index.shape if len(index.shape) == len(target.shape) else (index.elements,) * len(target.shape)
+    return scattered(
+        op,
+        reads=(index, values),
+        least=least_bytes(target, _along(op), shape) if index.elements else 0.0,
+        most=index.elements * target.item_bytes,
+        accumulate=bool(accumulate),
+        additions=index.elements if accumulate and reduce in ("sum", "add", "prod", "multiply") else 0.0,
+    )
+
+
+@formula(
+    "aten.index_add",
+    "aten.index_add_",
+    "aten.index_copy",
+    "aten.index_copy_",
+    "aten.index_reduce",
+    "aten.index_reduce_",
+)
+def index_write(op: Op) -> Cost:
+    """Indices and values; of the destination one slice."""
+    target, index, values = op.tensor("self"), op.tensor("index"), op.tensor("source")
+    adds = op.packet.startswith("aten.index_add")
+    accumulate = adds or (op.packet.startswith("aten.index_reduce") and op.arguments["include_self"])
+    return scattered(
+        op,
+        reads=(index, values),
+        least=least_bytes(target, _along(op)) if index.elements else 0.0,
+        most=values.elements * target.item_bytes,
+        accumulate=bool(accumulate),
+        additions=values.elements if adds else 0.0,
+    )
+
+
+@formula("aten.index_fill", "aten.index_fill_")
+def index_fill(op: Op) -> Cost:
+    """Indices, the value where it is a tensor; of the destination one slice."""
+    target, index, value = op.tensor("self"), op.tensor("index"), op.arguments["value"]
+    piece = least_bytes(target, _along(op)) if index.elements else 0.0
+    return scattered(
+        op,
+        reads=(index, value if isinstance(value, Tensor) else None),
+        least=piece,
+        most=_slice_elements(op) * index.elements * target.item_bytes,
+        accumulate=False,
+    )
+
+
+@formula("aten.index_put", "aten.index_put_", "aten._index_put_impl", "aten._index_put_impl_", "aten._unsafe_index_put")
+def index_put(op: Op) -> Cost:
+    """Indices and values; of the destination one slice, or by a mask the places that the values tell the number of.
+
+    A value that is broadcast over a mask does not tell how many places are set. In place that may be none; out of
+    place the old tensor is read in whole, as `where` reads it: only lucky data would spare it.
+    """
+    target, values = op.tensor("self"), op.tensor("values")
+    indices: tuple[Tensor | None, ...] = tuple(op.arguments["indices"])
+    dimensions, masks = indexed_dimensions(indices)
+    given = [index for index in indices if index is not None]
+    accumulate = bool(op.arguments["accumulate"])
+    rest = [size for number, size in enumerate(target.shape) if number not in dimensions]
+    read: Tensor | None = values
+    if any(index.dtype in MASK_DTYPES for index in given):
+        counted = masks and len(indices) == 1 and len(values.shape) == 1 + len(rest) and values.shape[0] > 1
+        count = values.shape[0] * math.prod(rest) if counted else 0
+        least = count * target.item_bytes
+        most = least
+        read = values if counted else None
+    else:
+        places = math.prod(_broadcast([index.shape for index in given]))
+        count = places * math.prod(rest)
+        least = least_bytes(target, dimensions) if count else 0.0
+        most = count * target.item_bytes
+    return scattered(
+        op,
+        reads=(*indices, read),
+        least=least,
+        most=most,
+        accumulate=accumulate,
+        additions=count if accumulate else 0.0,
+    )
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> list[int]:
+    width = max((len(shape) for shape in shapes), default=0)
+    aligned = [(1,) * (width - len(shape)) + shape for shape in shapes]
+    return [next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)]
+
+
+@formula("aten.put", "aten.put_")
+def put(op: Op) -> Cost:
+    """Indices and values; of the destination one element."""
+    target, index, values = op.tensor("self"), op.tensor("index"), op.tensor("source")
+    accumulate = bool(op.arguments["accumulate"])
+    return scattered(
+        op,
+        reads=(index, values),
+        least=target.item_bytes if index.elements else 0.0,
+        most=index.elements * target.item_bytes,
+        accumulate=accumulate,
+        additions=index.elements if accumulate else 0.0,
+    )
+
+
+@formula("aten._unsafe_masked_index_put_accumulate")
+def masked_index_put(op: Op) -> Cost:
+    """The mask and the old tensor read, the result written; where the mask is off no value is needed."""
+    return scattered(op, reads=(op.tensor("mask"),), least=0.0, most=0.0, accumulate=True)
+
+
+@formula("aten.masked_scatter", "aten.masked_scatter_")
+def masked_scatter(op: Op) -> Cost:
+    """The mask read and, out of place, for each element either the old or the next of the source; the result written.
+
+    How many come from the source is open. If the source's elements are different memory the sum does not depend on it
+    and is charged to the old tensor. In place nothing but the mask is sure to be touched.
+    """
+    source = op.tensor("source")
+    expanded = source.bytes < source.elements * source.item_bytes
+    return scattered(
+        op,
+        reads=(op.tensor("mask"),),
+        least=0.0,
+        most=source.elements * source.item_bytes if expanded else 0.0,
+        accumulate=False,
+    )
+
+
+@formula("aten.masked_scatter_backward")
+def masked_scatter_backward(op: Op) -> Cost:
+    """The mask read and the result written, zeros included; how much of the gradient is selected is open."""
+    return Cost(family="indexing", reads=accesses(op.tensor("mask")), writes=accesses(*op.outputs))
+
+
+@formula("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter", "aten.as_strided_scatter")
+def view_scatter(op: Op) -> Cost:
+    """Values read, the rest of the old tensor read, the result written."""
+    source, target = op.tensor("src"), op.tensor("self")
+    return scattered(
+        op, reads=(source,), least=source.bytes, most=source.elements * target.item_bytes, accumulate=False
+    )

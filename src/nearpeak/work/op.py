@@ -1,0 +1,85 @@
+"""`Op` and `Trace`: executed operations as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nearpeak.work.tensor import Tensor
+
+Phase = Literal["forward", "backward", "optimizer"]
+StorageKind = Literal["parameter", "buffer", "input", "intermediate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One executed operation.
+
+    `arguments` has the arguments by the names of the operator's schema, defaults included: a `Tensor`, a list of them
+    as a tuple, a number, a bool, a string (dtypes, layouts and devices are strings: "bfloat16", "cuda"), None, or a
+    tuple of those.
+    """
+
+    name: str
+    """Namespace, operator and overload: "aten.add.Tensor"."""
+    arguments: Mapping[str, Any]
+    outputs: tuple[Tensor, ...]
+    mutated: tuple[str, ...] = ()
+    """Names of the arguments that it writes: `self` of an in-place operator, `out` of an out variant."""
+    phase: Phase = "forward"
+    module: str = ""
+    """Path of the module that ran it: "model.layers.0.mlp"."""
+    source: str = ""
+    """The line of the user's code: "train.py:41"."""
+    tf32_products: bool = False
+    """Whether float32 matrix products ran in tf32, by torch's flags at that moment."""
+    tf32_convolutions: bool = True
+
+    @property
+    def packet(self) -> str:
+        """The name without its overload: "aten.add"."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """All tensors among the arguments, in order."""
+        return tuple(_tensors(tuple(self.arguments.values())))
+
+    def tensor(self, argument: str) -> Tensor:
+        """The tensor that is passed as `argument`; a KeyError or TypeError of ours where it is none."""
+        value = self.arguments[argument]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{self.name}: the argument {argument!r} is {value!r}, not a tensor")
+        return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One piece of memory and where it comes from. Whatever is no intermediate exists before the trace."""
+
+    bytes: float
+    kind: StorageKind
+    name: str = ""
+    """Of a parameter or buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The ops of a step in order, the storages that they touch, and which storages are its results."""
+
+    ops: tuple[Op, ...]
+    storages: Mapping[int, Storage]
+    results: frozenset[int] = frozenset()
+    """Storages that are still wanted afterwards: returned tensors, gradients, updated parameters and state."""
+    truncated: bool = False
+    """The trace stopped at its limit; what follows is not in it."""
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,6 @@
+"""The builder of traces, for all tests of bounds."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
