@@ -30,7 +30,9 @@ def table(result: dict[str, Any]) -> str:
     rows = sorted(result["rows"], key=lambda row: row["referee"])
     names = list(times(rows[0]))
     lines = [
-        "| operation | profiler | ncu | nearpeak | " + " | ".join(f"error of {breakable(name)}" for name in names) + " |",
+        "| operation | profiler | ncu | nearpeak | "
+        + " | ".join(f"error of {breakable(name)}" for name in names)
+        + " |",
         "| --- |" + " ---: |" * (3 + len(names)),
     ]
     for row in rows:

@@ -118,3 +118,33 @@ def test_code_that_looks_at_values_is_told_what_to_do():
         nearpeak.estimate(lambda x: x if x.sum().item() > 0 else -x, torch.ones(4), on="h200-sxm")
     found = nearpeak.estimate(lambda x: x if x.sum().item() > 0 else -x, torch.ones(4), on="h200-sxm", live=True)
     assert found.ops[0].name == "aten.sum.default"
+
+
+def test_a_fake_module_converts_as_a_real_one_does():
+    with nearpeak.fake():
+        tied = torch.nn.Embedding(10, 4, padding_idx=0)  # its padding row keeps a second reference to the weight
+        head = torch.nn.Linear(4, 10, bias=False)
+        head.weight = tied.weight
+        scale = torch.nn.Module()
+        scale.factor = torch.nn.Parameter(torch.tensor(2.5), requires_grad=False)
+        model = torch.nn.ModuleList([tied, head, scale, torch.nn.BatchNorm1d(4)]).to(torch.bfloat16)
+    assert head.weight is tied.weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert isinstance(scale.factor, torch.nn.Parameter) and not scale.factor.requires_grad
+    assert model[3].running_mean.dtype == torch.bfloat16
+    assert model[3].num_batches_tracked.dtype == torch.int64
+
+
+def test_a_short_range_keeps_its_values():
+    with nearpeak.fake():
+        rates = [rate.item() for rate in torch.linspace(0, 0.4, 5)]
+        halves = [half.tolist() for half in torch.linspace(0, 0.3, 4).split(2)]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    assert halves == [pytest.approx([0, 0.1]), pytest.approx([0.2, 0.3])]
+
+
+def test_an_initialiser_that_looks_at_values_leaves_fake_tensors_alone():
+    with nearpeak.fake():
+        weight = torch.nn.init.trunc_normal_(torch.nn.Parameter(torch.empty(4, 4)))
+    assert weight.shape == (4, 4)
+    assert torch.nn.init.trunc_normal_(torch.zeros(100)).std() > 0.5  # outside, it draws

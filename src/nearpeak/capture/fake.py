@@ -7,10 +7,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
 
 _MEMO_SIZE = 64
+_SHORT = 64
 
 
 class _Memo(dict[Any, Any]):
@@ -60,7 +66,7 @@ def fake() -> Iterator[None]:
     >>> weights.untyped_storage().nbytes()
     140000000000
     """
-    with fake_mode(), _Copies(), redirected():
+    with fake_mode(), _Copies(), _SmallRanges(), _no_drawing(), _conversions(), redirected():
         yield
 
 
@@ -114,6 +120,89 @@ class _Copies(TorchFunctionMode):
             copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             memo[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if _is_parameter(tensor) else copy
         return memo[id(tensor)]
+
+
+class _SmallRanges(TorchFunctionMode):
+    """Keeps the values of short linear ranges: constructors read them, as rates that grow from layer to layer.
+
+    What is computed from such ranges alone has values too.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        steps = kwargs.get("steps", args[2] if len(args) > 2 else None)
+        ranged = func is torch.linspace and isinstance(steps, int) and steps <= _SHORT
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        known = bool(tensors) and all(type(value) is torch.Tensor and value.numel() <= _SHORT for value in tensors)
+        if ranged or known:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _no_drawing() -> Iterator[None]:
+    """A truncated normal draws until it likes the values, which fake tensors do not have: inside, it leaves them."""
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
+
+    torch.nn.init._no_grad_trunc_normal_ = leave
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """`module.to(dtype)` for fake modules: new parameters in place of the old, tied ones tied as before.
+
+    torch swaps the memory of a fake parameter with that of its converted copy, and refuses when anything else refers
+    to it, as an embedding's padding row or a parameter made from a number does.
+    """
+    original: Any = torch.nn.Module._apply
+    converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    depth = 0
+
+    def convert(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        if id(tensor) not in converted:
+            with torch.no_grad():
+                new = function(tensor)
+            if _is_parameter(tensor):
+                new = torch.nn.Parameter(new, tensor.requires_grad)
+            converted[id(tensor)] = (tensor, new)  # the old one is kept, so that its id is not given to another
+        return converted[id(tensor)][1]
+
+    def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        nonlocal depth
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(tensor is not None and not isinstance(tensor, FakeTensor) for tensor in own):
+            return original(module, function, recurse)
+        depth += 1
+        try:
+            children: list[Any] = list(module.children()) if recurse else []
+            for child in children:
+                child._apply(function)
+            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in places:
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = convert(tensor, function)
+        finally:
+            depth -= 1
+            if depth == 0:
+                converted.clear()
+        return module
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
