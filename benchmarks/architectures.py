@@ -141,7 +141,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    columns = {"params": 9, "ops": 8, "as written": 12, "fused": 9, "ideal, ms": 9, "modelled": 10, "took": 8}
+    columns = {"params": 9, "ops": 8, "as written": 12, "fused": 9, "ideal, ms": 11, "modelled": 10, "took": 8}
     print(f"{'architecture':14}" + "".join(f"{title:>{width}}" for title, width in columns.items()))
     rows = []
     for name, build in architectures().items():

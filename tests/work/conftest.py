@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nearpeak.work.cost import cost_of
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -55,24 +56,40 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.fixture
-def dispatched():
-    """A function that calls another and gives the ops that it dispatched."""
+def calls():
+    """`calls(function, *args)` gives the ops that the call dispatched, in order."""
 
-    def run(function, *args, **kwargs):
+    def record(function, *args, **kwargs):
         with Recorder() as recorder:
             function(*args, **kwargs)
         return recorder.ops
 
-    return run
+    return record
 
 
 @pytest.fixture
-def cost(dispatched):
-    """A function that calls another, which dispatches one operator that is no view, and gives the cost of that."""
-    from nearpeak.work.cost import cost_of
+def dispatched(calls):
+    """The same, under the name that it has where whole models run."""
+    return calls
+
+
+@pytest.fixture
+def call(calls):
+    """`call(function, *args)` gives the only op that the call dispatched."""
+
+    def record(function, *args, **kwargs):
+        (op,) = calls(function, *args, **kwargs)
+        return op
+
+    return record
+
+
+@pytest.fixture
+def cost(calls):
+    """`cost(function, *args)` gives the cost of the one operator of the call that is no view."""
 
     def run(function, *args, **kwargs):
-        costs = [cost_of(op) for op in dispatched(function, *args, **kwargs)]
+        costs = [cost_of(op) for op in calls(function, *args, **kwargs)]
         (one,) = [item for item in costs if item.family != "view"]
         assert one.model == "formula"
         return one
