@@ -13,17 +13,23 @@ from torch.autograd.graph import _engine_run_backward
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _STANDARD = sysconfig.get_paths()["stdlib"]
+_SCRIPTS = sysconfig.get_paths()["scripts"]
 _ENGINE = _engine_run_backward.__code__
 
 
 @functools.cache
 def _user_file(filename: str) -> str:
-    """The name of a file of the user's; nothing for torch's, ours, the standard library's and generated code."""
+    """The name of a file of the user's.
+
+    Nothing for torch's and ours, for the standard library, installed commands and generated code.
+    """
     if filename.startswith(("<frozen", "<string", "<eval_with_key", "<__array_function__")):
         return ""
     if any(filename.startswith(folder + "/") for folder in _OURS):
         return ""
     if filename.startswith(_STANDARD + "/") and "-packages" not in filename:
+        return ""
+    if filename.startswith(_SCRIPTS + "/"):  # the entry point of a command, our own among them
         return ""
     return Path(filename).name
 
