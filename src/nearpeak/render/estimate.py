@@ -13,8 +13,9 @@ TOP = 12
 def text(estimate: Estimate, top: int = TOP) -> str:
     """The whole report, within 80 columns."""
     ceilings = {"measured": "measured ceilings", "derated": "derated datasheet", "datasheet": "datasheet peaks"}
+    count = f"{len(estimate.ops)} op{'' if len(estimate.ops) == 1 else 's'}"
     parts = [
-        f"On {plain(estimate.machine, 40)}, {ceilings.get(estimate.how, estimate.how)}: {len(estimate.ops)} op{'' if len(estimate.ops) == 1 else 's'}, "
+        f"On {plain(estimate.machine, 40)}, {ceilings.get(estimate.how, estimate.how)}: {count}, "
         f"{quantity(estimate.flops, 'FLOP')}, {quantity(estimate.bytes, 'B')}",
         _floors(estimate),
         _families(estimate),
