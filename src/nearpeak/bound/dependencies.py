@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from nearpeak.work.cost import Cost, Family
 from nearpeak.work.op import Op
-from nearpeak.work.tensor import Tensor
 
 CHAINED: frozenset[Family] = frozenset({"pointwise", "movement", "creation", "random"})
 """Families whose ops can run inside another op's kernel."""
@@ -32,14 +30,6 @@ def touches_of(op: Op, cost: Cost) -> Touches:
     if cost.family != "creation" or writes:  # `empty` writes nothing
         for tensor in op.outputs:
             writes[tensor.storage] = None
-    for name in op.mutated:
-        writes.update(dict.fromkeys(_storages(op.arguments.get(name))))
+    for tensor in op.tensors(*op.mutated):
+        writes[tensor.storage] = None
     return Touches(tuple(reads), tuple(writes))
-
-
-def _storages(value: Any) -> list[int]:
-    if isinstance(value, Tensor):
-        return [value.storage]
-    if isinstance(value, (tuple, list)):
-        return [storage for item in value for storage in _storages(item)]
-    return []

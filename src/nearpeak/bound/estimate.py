@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from nearpeak.bound.floors import as_written, fused_seconds, ideal_seconds
 from nearpeak.bound.fusion import Group, groups
+from nearpeak.bound.times import Ceilings
 from nearpeak.machines.model import Machine
 from nearpeak.work.cost import Cost, cost_of
 from nearpeak.work.model import Work
 from nearpeak.work.op import Op, Phase, Trace
-
-Ceilings = Literal["achievable", "theoretical"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,7 @@ def estimate_trace(trace: Trace, machine: Machine, *, ceilings: Ceilings = "achi
         ceilings=ceilings,
         how=achievable.how if ceilings == "achievable" and achievable is not None else "datasheet",
         as_written_s=sum(op.seconds for op in ops),
-        fused_s=fused_seconds(trace, costs, fusion, machine, ceilings=ceilings),
+        fused_s=fused_seconds(trace, costs, fusion, machine, ceilings=ceilings, written=bounds),
         ideal_s=ideal_seconds(trace, costs, machine, ceilings=ceilings),
         work=_total(costs),
         ops=ops,

@@ -64,18 +64,8 @@ def as_written(
         times = stream.step(
             cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=does_anything(cost), op=index
         )
-        for storage in dead.get(index, ()):
-            stream.residency.release(storage)
-        bounds.append(
-            OpBound(
-                index=index,
-                cost=cost,
-                memory_seconds=times.memory_seconds,
-                cache_seconds=times.cache_seconds,
-                compute_seconds=times.compute_seconds,
-                launch_seconds=times.launch_seconds,
-            )
-        )
+        stream.release(dead.get(index, ()))
+        bounds.append(OpBound(index=index, cost=cost, **times.seconds_by_resource()))
     return tuple(bounds)
 
 
@@ -95,17 +85,8 @@ def group_bounds(
         times = stream.step(
             group.reads, group.writes, group.flops, group.vector_flops, launches=group.launches, op=group.members[0]
         )
-        for storage in dead.get(position, ()):
-            stream.residency.release(storage)
-        bounds.append(
-            GroupBound(
-                group=group,
-                memory_seconds=times.memory_seconds,
-                cache_seconds=times.cache_seconds,
-                compute_seconds=times.compute_seconds,
-                launch_seconds=times.launch_seconds,
-            )
-        )
+        stream.release(dead.get(position, ()))
+        bounds.append(GroupBound(group=group, **times.seconds_by_resource()))
     return tuple(bounds)
 
 
@@ -116,11 +97,14 @@ def fused_seconds(
     machine: Machine,
     *,
     ceilings: Ceilings = "achievable",
+    written: Sequence[OpBound] | None = None,
 ) -> float:
-    """The sum over the groups, or over the ops as written where that is less."""
+    """The sum over the groups, or over the ops as written (computed unless they are given) where that is less."""
+    if written is None:
+        written = as_written(trace, costs, machine, ceilings=ceilings)
     return min(
         sum(item.seconds for item in group_bounds(trace, costs, grouped, machine, ceilings=ceilings)),
-        sum(item.seconds for item in as_written(trace, costs, machine, ceilings=ceilings)),
+        sum(item.seconds for item in written),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from nearpeak.bound.cache import Residency, by_storage
@@ -29,6 +29,10 @@ class Times:
     def seconds(self) -> float:
         """The roofline."""
         return max(self.memory_seconds, self.cache_seconds, self.compute_seconds, self.launch_seconds)
+
+    def seconds_by_resource(self) -> dict[str, float]:
+        """The fields, for a record that has others beside them."""
+        return {field.name: getattr(self, field.name) for field in fields(Times)}
 
     @property
     def limiter(self) -> FloorLimiter:
@@ -90,6 +94,11 @@ class Stream:
             compute_seconds=max(self.matrix_seconds(flops, op), self.vector_seconds(vector_flops, op)),
             launch_seconds=self.launch if launches else 0.0,
         )
+
+    def release(self, storages: Iterable[int]) -> None:
+        """Forgets storages that nobody wants any more: they are never written back."""
+        for storage in storages:
+            self.residency.release(storage)
 
     def matrix_seconds(self, flops: Mapping[str, float], op: int) -> float:
         """Matrix work of all dtypes, one after the other; at the vector rate of a dtype that has no matrix engine."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nearpeak.bound.estimate import Ceilings, Estimate, estimate_trace
+from nearpeak.bound.estimate import Estimate, estimate_trace
+from nearpeak.bound.times import Ceilings
 from nearpeak.capture.trace import trace
 from nearpeak.machines.model import Machine
 from nearpeak.measure.case import Case, as_case

@@ -16,7 +16,7 @@ from nearpeak.machines.model import Machine
 from nearpeak.measure.assess import Counters, assess, interval_of
 from nearpeak.measure.case import Case, as_case
 from nearpeak.measure.flags import raise_flag
-from nearpeak.measure.options import Options, options_from
+from nearpeak.measure.options import Options, Progress, options_from
 from nearpeak.measure.probe import reporting
 from nearpeak.measure.result import explain, limit_of, make_timing
 from nearpeak.measure.samplers import WallSampler
@@ -28,8 +28,6 @@ from nearpeak.work.model import Work
 
 CHECK_EVERY = 4
 SUSTAINED_WARMUP_SECONDS = 2.0
-
-Progress = Callable[[str], None]
 
 
 def bench(

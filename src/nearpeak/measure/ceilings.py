@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from nearpeak.machines.model import Achievable, Ceiling, LaunchCost
+from nearpeak.measure.options import Progress
 from nearpeak.measure.samplers import Sampler
 from nearpeak.measure.statistics import median, quantile
-
-Progress = Callable[[str], None]
 
 
 def reach(sampler: Sampler, amount: float, how: str, blocks: int = 9) -> Ceiling:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from nearpeak.machines.model import Achievable, Ceiling
-from nearpeak.measure.ceilings import Ceilings, Progress, duration, reach
+from nearpeak.measure.ceilings import Ceilings, duration, reach
 from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.instrument import zero_of
+from nearpeak.measure.options import Progress
 from nearpeak.measure.samplers import EventSampler, RegressionSampler, WallSampler
 from nearpeak.measure.spin import fma_kernel
 from nearpeak.measure.statistics import median, quantile

@@ -11,8 +11,9 @@ import torch
 
 from nearpeak.machines.detect import cpu_facts
 from nearpeak.machines.model import Achievable
-from nearpeak.measure.ceilings import Ceilings, Progress, duration, reach
+from nearpeak.measure.ceilings import Ceilings, duration, reach
 from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostSampler
+from nearpeak.measure.options import Progress
 from nearpeak.units import quantity
 
 SIZES = (256, 512, 1024, 2048, 4096)

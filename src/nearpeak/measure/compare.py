@@ -11,10 +11,10 @@ from typing import Any
 
 from nearpeak.errors import UntrustworthyMeasurement, UsageError
 from nearpeak.measure.assess import Counters, assess
-from nearpeak.measure.bench import Progress, measured_block, quiet_collector, warm_up
+from nearpeak.measure.bench import measured_block, quiet_collector, warm_up
 from nearpeak.measure.case import Case, as_case
 from nearpeak.measure.flags import raise_flag
-from nearpeak.measure.options import Options, options_from
+from nearpeak.measure.options import Options, Progress, options_from
 from nearpeak.measure.probe import reporting
 from nearpeak.measure.result import explain, limit_of, make_timing
 from nearpeak.measure.statistics import signed_rank_centre

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Callable
 
 import torch
 
@@ -12,8 +11,7 @@ from nearpeak.machines import catalogue, store
 from nearpeak.machines.detect import cpu_facts
 from nearpeak.machines.model import Machine
 from nearpeak.measure.cuda import CudaDevice, cuda_device
-
-Progress = Callable[[str], None]
+from nearpeak.measure.options import Progress
 
 
 def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:

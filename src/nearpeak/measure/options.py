@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.measure.timing import Cache, Kind, Regime
+
+Progress = Callable[[str], None]
+"""Gets a line of text now and then."""
 
 Method = Literal["auto", "events", "graph"]
 Evict = Literal["flush", "rotate"]

@@ -13,9 +13,9 @@ import torch
 
 from nearpeak.errors import CaseError, UsageError, did_you_mean
 from nearpeak.machines.model import Machine
-from nearpeak.measure.bench import Progress, bench
+from nearpeak.measure.bench import bench
 from nearpeak.measure.case import CaseBuilder
-from nearpeak.measure.options import options_from
+from nearpeak.measure.options import Progress, options_from
 from nearpeak.measure.saved import label
 from nearpeak.measure.timing import Sweep, Timing
 

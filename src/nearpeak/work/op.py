@@ -46,6 +46,16 @@ class Op:
         """All tensors among the arguments, in order."""
         return tuple(_tensors(tuple(self.arguments.values())))
 
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """The tensors that it writes: its results and what it mutates. A resized `out` counts as its result."""
+        storages = {tensor.storage for tensor in self.outputs}
+        return (*self.outputs, *(tensor for tensor in self.tensors(*self.mutated) if tensor.storage not in storages))
+
+    def tensors(self, *arguments: str) -> tuple[Tensor, ...]:
+        """The tensors of these arguments, each a tensor, a list of them, None or absent."""
+        return tuple(tensor for name in arguments for tensor in _tensors(self.arguments.get(name)))
+
     def tensor(self, argument: str) -> Tensor:
         """The tensor that is passed as `argument`; a KeyError or TypeError of ours where it is none."""
         value = self.arguments[argument]

@@ -12,6 +12,7 @@ from nearpeak.measure.case import Case
 from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostEviction
 from nearpeak.measure.selftest.bench_place import Place
 from nearpeak.measure.selftest.report import Experiment
+from nearpeak.measure.timing import Timing
 from nearpeak.units import percent, quantity
 
 
@@ -71,7 +72,7 @@ def eviction(place: Place, quick: bool) -> Experiment:
     )
 
 
-def _bench_with_broken_eviction(place: Place, case: Case):  # type: ignore[no-untyped-def]  # a Timing
+def _bench_with_broken_eviction(place: Place, case: Case) -> Timing:
     if place.cuda is not None:
         place.cuda.sweep(1 / 16)
         try:

@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -193,8 +194,6 @@ def _compare_many(place: Place, a: Case, b: Case, count: int) -> list[Comparison
 
 
 def _compare_once(subjects: tuple[Subject, Subject], options: Options, seed: int) -> Comparison:
-    from dataclasses import replace
-
     series, interrupted = collect_pairs(subjects, replace(options, seed=seed), lambda line: None)
     if interrupted:
         raise KeyboardInterrupt

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nearpeak.errors import CaseError
+from nearpeak.machines.catalogue import find
 from nearpeak.measure.bench import bench
 from nearpeak.measure.machine import known_machine
 from nearpeak.measure.selftest.bench_place import Place, spin_host
@@ -163,10 +166,6 @@ def _overflows(place: Place) -> Timing:
 def _impossible(place: Place) -> Timing:
     machine = known_machine(place.cuda)
     if machine is None or machine.achievable is None or machine.achievable.how != "measured":
-        from dataclasses import replace
-
-        from nearpeak.machines.catalogue import find
-
         known = find("h200-sxm")
         assert known.achievable is not None
         machine = replace(known, achievable=replace(known.achievable, how="measured"))
@@ -213,8 +212,6 @@ def _other_processes(program: str, count: int, wait_for_line: bool = False) -> I
 @contextmanager
 def _quiet_compiler() -> Iterator[None]:
     """The compiler logs that it recompiles, which is what this fault is for."""
-    import logging
-
     logger = logging.getLogger("torch._dynamo")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from nearpeak.measure.bench import bench
 from nearpeak.measure.case import Case
 from nearpeak.measure.result import CPU_BOUND_MARGIN
@@ -22,8 +24,6 @@ def waiting(place: Place, quick: bool) -> Experiment:
     if place.cuda is None or place.spin is None:
         found = "needs a GPU and triton"
         return Experiment(name="waiting", question=question, expected=expected, found=found, passed=None)
-    import torch
-
     spin = place.spin
     anchor = torch.zeros(1, device=place.device)
     rows: list[dict[str, Any]] = []

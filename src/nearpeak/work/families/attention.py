@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from nearpeak.work.cost import Cost, accesses, every, formula
 from nearpeak.work.families.attention_pairs import Pairs, banded, packed
-from nearpeak.work.families.matrix import engines, tensors, vector_dtype, written
+from nearpeak.work.families.matrix import engines, vector_dtype
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -39,9 +39,9 @@ def _forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | No
         _part(key, axis, pairs.keys),
         _part(value, axis, pairs.keys),
         *_mask(op, mask, axis, pairs),
-        *(tensor for name in ("q_descale", "k_descale", "v_descale") for tensor in tensors(op, name)),
+        *(tensor for name in ("q_descale", "k_descale", "v_descale") for tensor in op.tensors(name)),
     ]
-    changed = [tensor for name in op.mutated for tensor in tensors(op, name)]
+    changed = [tensor for name in op.mutated for tensor in op.tensors(name)]
     writes: list[Tensor | tuple[Tensor, float]] = [*(changed or op.outputs[:1])]
     for statistics in op.outputs[:1] if changed else op.outputs[1:2]:
         if op.arguments.get("compute_log_sumexp", True):  # some kernels pad it
@@ -109,7 +109,7 @@ def _part(tensor: Tensor, axis: int, positions: tuple[int, int]) -> Tensor:
 def _mask(op: Op, argument: str, axis: int, pairs: Pairs) -> list[tuple[Tensor, float]]:
     """The part of a dense mask that belongs to pairs which are computed."""
     total = op.tensor("query").shape[axis] * op.tensor("key").shape[axis]
-    return [(mask, mask.bytes * pairs.count / total) for mask in tensors(op, argument) if total]
+    return [(mask, mask.bytes * pairs.count / total) for mask in op.tensors(argument) if total]
 
 
 def _flops(op: Op, per_pair: int, pairs: int, tf32: bool | None) -> tuple[dict[str, float], dict[str, float]]:
@@ -146,7 +146,7 @@ def _sdpa_efficient(op: Op) -> Cost:
 def _sdpa_whole(op: Op) -> Cost:
     """Not yet lowered to a kernel: no log-sum-exp; what it returns, probabilities perhaps, is written."""
     cost = _forward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_mask")
-    return replace(cost, writes=written(op))
+    return replace(cost, writes=every(op.written))
 
 
 @formula(

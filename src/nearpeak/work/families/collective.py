@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nearpeak.work.cost import Cost, every, formula
-from nearpeak.work.families.matrix import written
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -31,12 +30,12 @@ def _under(op: Op, *arguments: str) -> tuple[Tensor, ...]:
     "_dtensor.shard_dim_alltoall",
 )
 def _functional(op: Op) -> Cost:
-    return Cost(family="collective", reads=every(_under(op, "input", "inputs")), writes=written(op))
+    return Cost(family="collective", reads=every(_under(op, "input", "inputs")), writes=every(op.written))
 
 
 @formula("_c10d_functional.broadcast", "_c10d_functional.broadcast_")
 def _broadcast(op: Op) -> Cost:
-    return Cost(family="collective", writes=written(op))
+    return Cost(family="collective", writes=every(op.written))
 
 
 @formula("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", "c10d.barrier")

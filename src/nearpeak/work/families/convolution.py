@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.matrix import engines, result, tensors, vector_dtype, written
+from nearpeak.work.cost import Cost, accesses, every, formula
+from nearpeak.work.families.matrix import engines, result, vector_dtype
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -141,7 +141,7 @@ def _flops(op: Op, geometry: _Geometry, dtype: str, products: int = 1) -> tuple[
 
 def _forward(op: Op, data: str, *, transposed: bool, added: tuple[str, ...] = ("bias",), pointwise: int = 0) -> Cost:
     source, weight, out = op.tensor(data), op.tensor("weight"), result(op)
-    extra = [tensor for name in added for tensor in tensors(op, name)]
+    extra = [tensor for name in added for tensor in op.tensors(name)]
     if not out.elements:
         return Cost(family="convolution")
     geometry = _geometry(op, source, weight, out, transposed=transposed)
@@ -152,7 +152,7 @@ def _forward(op: Op, data: str, *, transposed: bool, added: tuple[str, ...] = ("
     return Cost(
         family="convolution",
         reads=accesses((source, source.bytes * geometry.input), (weight, weight.bytes * geometry.weight), *extra),
-        writes=written(op),
+        writes=every(op.written),
         flops=matrix,
         vector_flops=vector,
     )
@@ -211,7 +211,7 @@ def _backward(op: Op) -> Cost:
     channels = weight.shape[1] * op.arguments["groups"] if op.arguments["transposed"] else weight.shape[0]
     shapes = (source.shape, weight.shape, (channels,))  # kernels give gradients back that nobody asked for
     asked = [shape for shape, wanted in zip(shapes, op.arguments["output_mask"], strict=True) if wanted]
-    writes = written(replace(op, outputs=tuple(output for output in op.outputs if output.shape in asked)))
+    writes = every(replace(op, outputs=tuple(output for output in op.outputs if output.shape in asked)).written)
     if not grad.elements:
         return Cost(family="convolution", writes=writes)
     geometry = _geometry(op, source, weight, grad, transposed=bool(op.arguments["transposed"]))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.matrix import result, vector_dtype, written
+from nearpeak.work.cost import Cost, accesses, every, formula
+from nearpeak.work.families.matrix import result, vector_dtype
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -38,4 +38,4 @@ def _transform(op: Op, signal: Tensor, *, real: bool) -> Cost:
     points = math.prod(signal.shape[dim] for dim in op.arguments["dim"])
     each = math.log2(points) - 1 if real else 2 * math.log2(points)
     flops = {vector_dtype(signal.dtype): signal.elements * each} if each > 0 else {}
-    return Cost(family="fourier", reads=accesses(op.tensor("self")), writes=written(op), vector_flops=flops)
+    return Cost(family="fourier", reads=accesses(op.tensor("self")), writes=every(op.written), vector_flops=flops)

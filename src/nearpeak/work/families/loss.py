@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.pointwise import arithmetic, distinct, read, written
+from nearpeak.work.families.pointwise import arithmetic, distinct, read
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
 
 def _streamed(op: Op, operations_per_element: int) -> Cost:
-    inputs, outputs = read(op), written(op)
+    inputs, outputs = read(op), op.written
     elements = max((distinct(tensor) for tensor in inputs), default=0.0)
     return Cost(
         family="loss",
@@ -55,7 +55,7 @@ def negative_log_likelihood(op: Op) -> Cost:
     return Cost(
         family="loss",
         reads=accesses(target, _gathered(scores, target.elements), *_one_weight(op)),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
     )
 
 
@@ -65,7 +65,7 @@ def negative_log_likelihood_backward(op: Op) -> Cost:
     return Cost(
         family="loss",
         reads=accesses(*read(op, unread=("self", "weight", "total_weight")), *_one_weight(op)),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
     )
 
 
@@ -88,7 +88,7 @@ def cross_entropy(op: Op) -> Cost:
     return Cost(
         family="loss",
         reads=accesses(logits, op.tensor("target"), *_one_weight(op)),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
         vector_flops=arithmetic((logits,), (), 2 * distinct(logits)),
     )
 
@@ -100,7 +100,7 @@ def multi_margin(op: Op) -> Cost:
     return Cost(
         family="loss",
         reads=accesses(*inputs, *_one_weight(op)),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
         vector_flops=arithmetic(inputs, (), distinct(op.tensor("self"))),
     )
 
@@ -125,6 +125,6 @@ def connectionist_temporal_classification(op: Op) -> Cost:
         return Cost(
             family="loss",
             reads=accesses(*reads, table, op.tensor("grad"), op.tensor("neg_log_likelihood")),
-            writes=accesses(*written(op)),
+            writes=accesses(*op.written),
         )
     return Cost(family="loss", reads=accesses(*reads), writes=accesses(op.outputs[0], table))

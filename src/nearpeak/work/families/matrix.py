@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
-from nearpeak.work.cost import Access, Cost, accesses, every, formula
+from nearpeak.work.cost import Cost, accesses, every, formula
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -45,19 +44,6 @@ def vector_dtype(dtype: str) -> str:
     return "float64" if dtype in ("float64", "complex128") else "float32"
 
 
-def written(op: Op) -> tuple[Access, ...]:
-    """All that the op writes: its outputs and the arguments that it changes, the same memory once."""
-    return every((*op.outputs, *(tensor for name in op.mutated for tensor in tensors(op, name))))
-
-
-def tensors(op: Op, argument: str) -> Iterator[Tensor]:
-    """The tensors of an argument that is a tensor, a list of them, None or absent."""
-    value: Any = op.arguments.get(argument)
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(item, Tensor):
-            yield item
-
-
 def result(op: Op) -> Tensor:
     """The first output, or what the op writes where it returns nothing."""
     return op.outputs[0] if op.outputs else op.tensor(op.mutated[0])
@@ -87,11 +73,13 @@ def product(
     else:
         reads += [a, b]
     if added is not None and op.arguments.get("beta", 1) != 0:
-        reads += tensors(op, added)
+        reads += op.tensors(added)
     flops, vector_flops = engines(dtype or a.dtype, 2.0 * out.elements * inner, tf32=op.tf32_products)
     for name, count in (vector or {}).items():
         vector_flops[name] = vector_flops.get(name, 0.0) + count
-    return Cost(family="matrix", reads=accesses(*reads), writes=written(op), flops=flops, vector_flops=vector_flops)
+    return Cost(
+        family="matrix", reads=accesses(*reads), writes=every(op.written), flops=flops, vector_flops=vector_flops
+    )
 
 
 def _packed(tensor: Tensor) -> int:
@@ -170,7 +158,7 @@ def _scaled_mm(op: Op) -> Cost:
 
 
 def _scales(op: Op, argument: str, *, rows: int, columns: int) -> Iterator[tuple[Tensor, float]]:
-    for scale in tensors(op, argument):
+    for scale in op.tensors(argument):
         block = 32 if scale.dtype == "float8_e8m0fnu" else 16
         yield scale, min(scale.bytes, rows * math.ceil(columns / block) * scale.item_bytes)
 
@@ -191,8 +179,8 @@ def _grouped_mm(op: Op) -> Cost:
         return Cost(family="matrix")
     inner = a.shape[-1] * _packed(a)
     groups = a.shape[0] if len(a.shape) == 3 else b.shape[0] if len(b.shape) == 3 else out.shape[0]
-    a_scales, b_scales = tuple(tensors(op, "scale_a")), tuple(tensors(op, "scale_b"))
-    reads: list[Tensor | tuple[Tensor, float]] = [*tensors(op, "offs"), *tensors(op, "bias")]
+    a_scales, b_scales = tuple(op.tensors("scale_a")), tuple(op.tensors("scale_b"))
+    reads: list[Tensor | tuple[Tensor, float]] = [*op.tensors("offs"), *op.tensors("bias")]
     elements = out.elements
     if len(a.shape) == len(b.shape) == 3:
         reads += [a, b, *a_scales, *b_scales]
@@ -204,7 +192,9 @@ def _grouped_mm(op: Op) -> Cost:
     else:
         reads += [replace(a, shape=(1, *a.shape[1:])), b, *_shares(a_scales, groups), *b_scales]
     flops, vector_flops = engines(a.dtype, 2.0 * elements * inner, tf32=op.tf32_products)
-    return Cost(family="matrix", reads=accesses(*reads), writes=written(op), flops=flops, vector_flops=vector_flops)
+    return Cost(
+        family="matrix", reads=accesses(*reads), writes=every(op.written), flops=flops, vector_flops=vector_flops
+    )
 
 
 def _shares(scales: tuple[Tensor, ...], groups: int) -> list[tuple[Tensor, float]]:

@@ -7,7 +7,7 @@ least of each formula; parameters are charged in their own dtype, saved statisti
 from __future__ import annotations
 
 from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.pointwise import arithmetic, distinct, read, written
+from nearpeak.work.families.pointwise import arithmetic, distinct, read
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -26,13 +26,13 @@ def _cost(
 @formula("aten._softmax", "aten._log_softmax", "aten._safe_softmax", "aten._masked_softmax")
 def softmax(op: Op) -> Cost:
     """Reads the input (and the mask), writes the output; an exponential, a sum and a scaling per element."""
-    return _cost(read(op), written(op), op.tensor("self"), 3)
+    return _cost(read(op), op.written, op.tensor("self"), 3)
 
 
 @formula("aten._softmax_backward_data", "aten._log_softmax_backward_data", "aten._masked_softmax_backward")
 def softmax_backward(op: Op) -> Cost:
     """Reads the gradient and the output (and the mask), writes the gradient: a sum, a product and a difference."""
-    return _cost(read(op), written(op), op.tensor("grad_output"), 3)
+    return _cost(read(op), op.written, op.tensor("grad_output"), 3)
 
 
 @formula("aten.native_layer_norm", "aten.native_group_norm")
@@ -41,13 +41,13 @@ def mean_norm(op: Op) -> Cost:
 
     Per element: a sum, a sum of squares (2), a shift and a scaling.
     """
-    return _cost(read(op), written(op), op.tensor("input"), 5)
+    return _cost(read(op), op.written, op.tensor("input"), 5)
 
 
 @formula("aten._fused_rms_norm", "aten.rms_norm")
 def root_mean_square_norm(op: Op) -> Cost:
     """Reads the input and the weight; writes the output and the saved statistic. A sum of squares (2) and a scaling."""
-    return _cost(read(op), written(op), op.tensor("input"), 3)
+    return _cost(read(op), op.written, op.tensor("input"), 3)
 
 
 @formula("aten.native_layer_norm_backward", "aten.native_group_norm_backward", "aten._fused_rms_norm_backward")
@@ -96,7 +96,7 @@ def batch_norm(op: Op) -> Cost:
     squares (2), a shift and a scaling; with given statistics the last two.
     """
     training = bool(op.arguments.get("training", "with_update" in op.packet))
-    outputs = tuple(tensor for tensor in written(op) if tensor.dtype != "uint8")
+    outputs = tuple(tensor for tensor in op.written if tensor.dtype != "uint8")
     if training and "functional" not in op.packet:
         outputs += tuple(_present(op, "running_mean", "running_var"))
     elif not training:
@@ -137,29 +137,29 @@ def _batch_norm_backward(op: Op, gradient_name: str, training: bool, wanted: tup
 @formula("aten.batch_norm_stats")
 def batch_norm_statistics(op: Op) -> Cost:
     """Reads the input, writes mean and reciprocal deviation: a sum and a sum of squares (2)."""
-    return _cost(read(op), written(op), op.tensor("input"), 3)
+    return _cost(read(op), op.written, op.tensor("input"), 3)
 
 
 @formula("aten.batch_norm_elemt")
 def batch_norm_apply(op: Op) -> Cost:
     """Reads the input, the statistics and the parameters, writes the output: a shift and a scaling."""
-    return _cost(read(op), written(op), op.tensor("input"), 2)
+    return _cost(read(op), op.written, op.tensor("input"), 2)
 
 
 @formula("aten.batch_norm_backward_reduce", "aten.batch_norm_backward_elemt")
 def batch_norm_backward_parts(op: Op) -> Cost:
     """Reads the gradient, the input and the statistics, writes sums or the gradient: a product and a sum."""
     unread = ("weight", "invstd") if op.packet.endswith("reduce") else ("count",)
-    return _cost(read(op, unread=unread), written(op), op.tensor("grad_out"), 2)
+    return _cost(read(op, unread=unread), op.written, op.tensor("grad_out"), 2)
 
 
 @formula("aten._weight_norm_interface")
 def weight_norm(op: Op) -> Cost:
     """Reads direction and magnitude, writes the weight and the norms: a sum of squares (2) and a scaling."""
-    return _cost(read(op), written(op), op.tensor("v"), 3)
+    return _cost(read(op), op.written, op.tensor("v"), 3)
 
 
 @formula("aten._weight_norm_interface_backward")
 def weight_norm_backward(op: Op) -> Cost:
     """Reads the gradient, direction, magnitude and norms; writes both gradients: a product and a sum."""
-    return _cost(read(op), written(op), op.tensor("grad_w"), 2)
+    return _cost(read(op), op.written, op.tensor("grad_w"), 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.pointwise import arithmetic, distinct, pointwise_flops, read, total, written
+from nearpeak.work.families.pointwise import arithmetic, distinct, pointwise_flops, read, total
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -23,7 +23,7 @@ log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid 
 @formula(*(f"aten._foreach_{name}{suffix}" for name in FOREACH_POINTWISE for suffix in ("", "_")))
 def foreach_pointwise(op: Op) -> Cost:
     """As the operator of that name on each tensor: reads all lists, writes the results or the first list in place."""
-    inputs, outputs = read(op), written(op)
+    inputs, outputs = read(op), op.written
     name = op.packet.removeprefix("aten._foreach_")
     columns = zip(_columns(op), outputs, strict=True)
     flops = total(pointwise_flops(name, operands, (result,)) for operands, result in columns)
@@ -45,7 +45,7 @@ def _columns(op: Op) -> Iterator[tuple[Tensor, ...]]:
 @formula("aten._foreach_norm", "aten._foreach_max", "aten._foreach_powsum")
 def foreach_reduction(op: Op) -> Cost:
     """Reads the list once, writes one number per tensor; n - 1 operations for n numbers."""
-    inputs, outputs = read(op), written(op)
+    inputs, outputs = read(op), op.written
     flops = total(arithmetic((tensor,), (), max(distinct(tensor) - 1, 0.0)) for tensor in inputs)
     return Cost(family="reduction", reads=accesses(*inputs), writes=accesses(*outputs), vector_flops=flops)
 
@@ -53,14 +53,14 @@ def foreach_reduction(op: Op) -> Cost:
 @formula("aten._foreach_zero", "aten._foreach_zero_")
 def foreach_zero(op: Op) -> Cost:
     """Writes the list and reads nothing."""
-    return Cost(family="optimizer", writes=accesses(*written(op)))
+    return Cost(family="optimizer", writes=accesses(*op.written))
 
 
 @formula("aten._foreach_copy", "aten._foreach_copy_", "aten._foreach_clone")
 def foreach_copy(op: Op) -> Cost:
     """Reads the sources, writes the results; what a destination held is not read."""
     unread = () if op.packet == "aten._foreach_clone" else ("self",)
-    return Cost(family="optimizer", reads=accesses(*read(op, unread=unread)), writes=accesses(*written(op)))
+    return Cost(family="optimizer", reads=accesses(*read(op, unread=unread)), writes=accesses(*op.written))
 
 
 def _list(op: Op, name: str) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def _step(
             written_lists.append("grads")
         outputs = [tensor for name in written_lists for tensor in _list(op, name)]
     else:
-        outputs = list(written(op))
+        outputs = list(op.written)
     states = (tensor for name in read_states for tensor in _list(op, name))
     flops = total(
         arithmetic((parameter,), (), operations_per_parameter * distinct(parameter)) for parameter in parameters
@@ -160,7 +160,7 @@ def unscale(op: Op) -> Cost:
     return Cost(
         family="optimizer",
         reads=accesses(*gradients),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
         vector_flops=arithmetic(gradients, (), sum(distinct(tensor) for tensor in gradients)),
     )
 
@@ -168,4 +168,4 @@ def unscale(op: Op) -> Cost:
 @formula("aten._amp_update_scale", "aten._amp_update_scale_")
 def update_scale(op: Op) -> Cost:
     """Writes the scale and the counter of its growth: single numbers."""
-    return Cost(family="optimizer", writes=accesses(*written(op)))
+    return Cost(family="optimizer", writes=accesses(*op.written))

@@ -71,15 +71,6 @@ def distinct(tensor: Tensor) -> float:
     return tensor.bytes / tensor.item_bytes
 
 
-def mutated(op: Op) -> tuple[Tensor, ...]:
-    """The tensors among the arguments that it writes."""
-    found: list[Tensor] = []
-    for name in op.mutated:
-        value = op.arguments.get(name)
-        found.extend(item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Tensor))
-    return tuple(found)
-
-
 def read(op: Op, *, unread: Iterable[str] = ()) -> tuple[Tensor, ...]:
     """The operands that it reads: not what it only writes, not the arguments named in `unread`.
 
@@ -87,17 +78,8 @@ def read(op: Op, *, unread: Iterable[str] = ()) -> tuple[Tensor, ...]:
     and the others are one element.
     """
     skipped = {*unread, *(name for name in op.mutated if name != "self")}
-    found: list[Tensor] = []
-    for name, value in op.arguments.items():
-        if name not in skipped:
-            found.extend(item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Tensor))
+    found = op.tensors(*(name for name in op.arguments if name not in skipped))
     return tuple(tensor for tensor in found if tensor.shape)
-
-
-def written(op: Op) -> tuple[Tensor, ...]:
-    """The tensors that it writes: its results and what it mutates. `out` may have been resized: its result counts."""
-    storages = {tensor.storage for tensor in op.outputs}
-    return (*op.outputs, *(tensor for tensor in mutated(op) if tensor.storage not in storages))
 
 
 def arithmetic(inputs: Iterable[Tensor], outputs: Iterable[Tensor], count: float) -> dict[str, float]:
@@ -155,7 +137,7 @@ def pointwise(op: Op) -> Cost:
     """
     power_of_zero = op.packet in ("aten.pow", "aten.pow_") and _is_zero(op.arguments.get("exponent"))
     unread = ("self",) if power_of_zero or op.packet == "aten.masked_fill_" else ()
-    inputs, outputs = read(op, unread=unread), written(op)
+    inputs, outputs = read(op, unread=unread), op.written
     return Cost(
         family="pointwise",
         reads=accesses(*inputs),

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 
 from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.pointwise import arithmetic, distinct, read, written
+from nearpeak.work.families.pointwise import arithmetic, distinct, read
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -53,7 +53,7 @@ def window_pool(op: Op) -> Cost:
     return Cost(
         family="pooling",
         reads=accesses(_part(source, count)),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
         vector_flops=arithmetic((source,), (), float(max(count - result.elements, 0))),
     )
 
@@ -71,7 +71,7 @@ def adaptive_pool(op: Op) -> Cost:
     return Cost(
         family="pooling",
         reads=accesses(source),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
         vector_flops=arithmetic((source,), (), max(distinct(source) - op.outputs[0].elements, 0.0)),
     )
 
@@ -91,13 +91,13 @@ def adaptive_pool(op: Op) -> Cost:
 )
 def pool_backward(op: Op) -> Cost:
     """Reads the gradient and the indices, not the input; writes the whole gradient of the input."""
-    return Cost(family="pooling", reads=accesses(*read(op, unread=("self",))), writes=accesses(*written(op)))
+    return Cost(family="pooling", reads=accesses(*read(op, unread=("self",))), writes=accesses(*op.written))
 
 
 @formula("aten.max_unpool2d", "aten.max_unpool3d")
 def unpool(op: Op) -> Cost:
     """Reads values and indices, writes the whole result."""
-    return Cost(family="pooling", reads=accesses(*read(op)), writes=accesses(*written(op)))
+    return Cost(family="pooling", reads=accesses(*read(op)), writes=accesses(*op.written))
 
 
 _NEAREST = (
@@ -124,7 +124,7 @@ def interpolate(op: Op) -> Cost:
     return Cost(
         family="pooling",
         reads=accesses(_part(source, count)),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
         vector_flops=arithmetic((source,), (), operations),
     )
 
@@ -148,19 +148,19 @@ def _sources(size: int, wanted: int, scale: float | None) -> int:
 @formula(*_ANTIALIASED)
 def interpolate_smoothed(op: Op) -> Cost:
     """Reads all of the input, for its filter widens as the result shrinks; writes the result."""
-    return Cost(family="pooling", reads=accesses(*read(op)), writes=accesses(*written(op)))
+    return Cost(family="pooling", reads=accesses(*read(op)), writes=accesses(*op.written))
 
 
 @formula(*(f"{name}_backward" for name in (*_NEAREST, *_SMOOTH, *_ANTIALIASED)))
 def interpolate_backward(op: Op) -> Cost:
     """Reads the gradient, writes the whole gradient of the input."""
-    return Cost(family="pooling", reads=accesses(*read(op)), writes=accesses(*written(op)))
+    return Cost(family="pooling", reads=accesses(*read(op)), writes=accesses(*op.written))
 
 
 @formula("aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.cudnn_grid_sampler")
 def grid_sample(op: Op) -> Cost:
     """Reads the grid and writes the result. Which elements of the input it needs is data: none are charged."""
-    return Cost(family="pooling", reads=accesses(op.tensor("grid")), writes=accesses(*written(op)))
+    return Cost(family="pooling", reads=accesses(op.tensor("grid")), writes=accesses(*op.written))
 
 
 @formula("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward", "aten.cudnn_grid_sampler_backward")

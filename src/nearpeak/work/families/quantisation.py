@@ -8,7 +8,7 @@ the packed bytes.
 from __future__ import annotations
 
 from nearpeak.work.cost import Cost, every, formula
-from nearpeak.work.families.matrix import product, result, vector_dtype, written
+from nearpeak.work.families.matrix import product, result, vector_dtype
 from nearpeak.work.op import Op
 
 
@@ -23,7 +23,7 @@ def _elementwise(op: Op, flops_per_element: int) -> Cost:
     return Cost(
         family="quantisation",
         reads=every(given),
-        writes=written(op),
+        writes=every(op.written),
         vector_flops=count if flops_per_element else {},
     )
 
@@ -82,7 +82,7 @@ def _learnable_backward(op: Op) -> Cost:
     read = (op.tensor("grad"), op.tensor("self"), op.tensor("scale"), op.tensor("zero_point"))
     grad = op.tensor("grad")
     flops = {vector_dtype(grad.dtype): 2.0 * grad.elements} if grad.elements else {}
-    return Cost(family="quantisation", reads=every(read), writes=written(op), vector_flops=flops)
+    return Cost(family="quantisation", reads=every(read), writes=every(op.written), vector_flops=flops)
 
 
 @formula("aten._weight_int4pack_mm", "aten._weight_int4pack_mm_for_cpu", "aten._weight_int8pack_mm")

@@ -6,7 +6,7 @@ Generators work with integers and are charged no floating-point operation.
 from __future__ import annotations
 
 from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.pointwise import arithmetic, distinct, read, written
+from nearpeak.work.families.pointwise import arithmetic, distinct, read
 from nearpeak.work.op import Op
 
 
@@ -23,13 +23,13 @@ from nearpeak.work.op import Op
 )
 def drawn(op: Op) -> Cost:
     """Writes the numbers and reads nothing: a tensor argument only gives the shape, or is overwritten."""
-    return Cost(family="random", writes=accesses(*written(op)))
+    return Cost(family="random", writes=accesses(*op.written))
 
 
 @formula("aten.bernoulli.Tensor", "aten.bernoulli.Tensor_out", "aten.bernoulli_.Tensor")
 def drawn_like(op: Op) -> Cost:
     """Reads the probabilities `p`; `self` only gives the shape, or is overwritten."""
-    return Cost(family="random", reads=accesses(*read(op, unread=("self",))), writes=accesses(*written(op)))
+    return Cost(family="random", reads=accesses(*read(op, unread=("self",))), writes=accesses(*op.written))
 
 
 @formula(
@@ -44,7 +44,7 @@ def drawn_like(op: Op) -> Cost:
 )
 def drawn_from(op: Op) -> Cost:
     """Reads the parameters of the distribution, writes what is drawn. Unnormalised weights must all be read."""
-    return Cost(family="random", reads=accesses(*read(op)), writes=accesses(*written(op)))
+    return Cost(family="random", reads=accesses(*read(op)), writes=accesses(*op.written))
 
 
 @formula("aten.native_dropout", "aten._fused_dropout")
@@ -58,7 +58,7 @@ def dropout(op: Op) -> Cost:
     keep = probability if op.packet == "aten._fused_dropout" else 1 - probability
     if op.arguments.get("train") is False:
         keep = 1.0
-    inputs, outputs = (read(op) if keep else ()), written(op)
+    inputs, outputs = (read(op) if keep else ()), op.written
     scaled = sum(distinct(tensor) for tensor in inputs) if keep < 1 else 0.0
     return Cost(
         family="random",
@@ -71,7 +71,7 @@ def dropout(op: Op) -> Cost:
 @formula("aten.native_dropout_backward", "aten._masked_scale")
 def dropout_backward(op: Op) -> Cost:
     """Reads the gradient and the mask, writes the gradient; one multiplication per element."""
-    inputs, outputs = read(op), written(op)
+    inputs, outputs = read(op), op.written
     return Cost(
         family="random",
         reads=accesses(*inputs),
@@ -89,6 +89,6 @@ def leaky_with_noise(op: Op) -> Cost:
     return Cost(
         family="random",
         reads=accesses(*inputs),
-        writes=accesses(*(tensor for tensor in written(op) if tensor.storage not in kept)),
+        writes=accesses(*(tensor for tensor in op.written if tensor.storage not in kept)),
         vector_flops=arithmetic(inputs, (), sum(distinct(tensor) for tensor in inputs)),
     )

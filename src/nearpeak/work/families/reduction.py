@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.pointwise import arithmetic, distinct, read, written
+from nearpeak.work.families.pointwise import arithmetic, distinct, read
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -31,7 +31,7 @@ def reduction_flops(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> 
 )
 def reduction(op: Op) -> Cost:
     """Reads the input once, writes the results (values, indices); n - 1 operations for n floating-point numbers."""
-    inputs, outputs = read(op), written(op)
+    inputs, outputs = read(op), op.written
     return Cost(
         family="reduction",
         reads=accesses(*inputs),
@@ -48,6 +48,6 @@ def trace(op: Op) -> Cost:
     return Cost(
         family="reduction",
         reads=accesses((matrix, min(length * matrix.item_bytes, matrix.bytes))),
-        writes=accesses(*written(op)),
+        writes=accesses(*op.written),
         vector_flops=arithmetic((matrix,), (), float(max(length - 1, 0))),
     )
