@@ -5,11 +5,17 @@
 Needs `pip install transformers`, no GPU and no weights: models are built from small configurations on fake tensors.
 What is asked: how much of the as-written time has a cost formula, and are the FLOPs of the matrix products those that
 the weights and tokens imply.
+
+On a machine with a GPU, `--device cuda` builds the models as fake CUDA tensors, whose ops torch itself chooses, and
+`--compare` holds the floors against those of another machine, which had to know that choice:
+
+    python benchmarks/architectures.py --device cuda --compare benchmarks/results/architectures.json
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
 import json
 import time
@@ -114,16 +120,17 @@ def closed_form(name: str, model: Any) -> float | None:
     return 6 * weights * BATCH * TOKENS + attention
 
 
-def step_of(build: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Callable[[], None], Any]:
+def step_of(build: Callable[[], tuple[Any, dict[str, Any]]], device: str) -> tuple[Callable[[], None], Any]:
     """A training step and its model."""
     with nearpeak.fake():
-        model, inputs = build()
+        with torch.device(device):
+            model, inputs = build()
         model = model.to(torch.bfloat16)
         inputs = {
             key: value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for key, value in inputs.items()
         }
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         model(**inputs).loss.backward()
@@ -133,10 +140,33 @@ def step_of(build: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Callable[[
     return step, model
 
 
+FLOORS = ("as_written_s", "fused_s", "ideal_s")
+
+
+def compare(rows: list[dict[str, Any]], other: Path) -> None:
+    """The floors against those of another run, and which operators differ in number."""
+    theirs = {row["name"]: row for row in json.loads(other.read_text())["rows"]}
+    print(f"\n{'architecture':14}{'as written':>12}{'fused':>9}{'ideal':>9}   operators here and there")
+    for row in rows:
+        known = theirs.get(row["name"], {"error": "is not in it"})
+        if "error" in row or "error" in known:
+            print(f"{row['name']:14}{row.get('error') or known.get('error')}")
+            continue
+        deviations = "".join(
+            f"{row[key] / known[key] - 1:+{width}.2%}" for key, width in zip(FLOORS, (12, 9, 9), strict=True)
+        )
+        names = sorted({*row["operators"], *known["operators"]})
+        counts = [(name, row["operators"].get(name, 0), known["operators"].get(name, 0)) for name in names]
+        different = [f"{name.removeprefix('aten.')} {here} {there}" for name, here, there in counts if here != there]
+        print(f"{row['name']:14}{deviations}   {', '.join(different) or 'the same'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--on", default="h200-sxm", help="a machine of the catalogue")
     parser.add_argument("--only", help="one architecture")
+    parser.add_argument("--device", default="cpu", help="where the fake models are built (cpu)")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="hold the floors against those of another run")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -149,7 +179,7 @@ def main() -> None:
             continue
         start = time.perf_counter()
         try:
-            step, model = step_of(build)
+            step, model = step_of(build, arguments.device)
             found = nearpeak.estimate(step, on=arguments.on)
         except Exception as error:
             print(f"{name:14}{type(error).__name__}: {' '.join(str(error).split())[:150]}", flush=True)
@@ -164,6 +194,7 @@ def main() -> None:
             "matrix_flops": matrix,
             "closed_form_flops": expected,
             "ops": len(found.ops),
+            "operators": dict(collections.Counter(op.name for op in found.ops if op.family != "view")),
             "as_written_s": found.as_written_s,
             "fused_s": found.fused_s,
             "ideal_s": found.ideal_s,
@@ -180,10 +211,13 @@ def main() -> None:
             + (f"  {row['unmodelled']}" if row["unmodelled"] else ""),
             flush=True,
         )
+    if arguments.compare:
+        compare(rows, arguments.compare)
     if arguments.json:
         result = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "on": arguments.on,
+            "device": arguments.device,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "rows": rows,

@@ -16,6 +16,7 @@ import nearpeak.render
 PUBLIC = {
     "Case",
     "Comparison",
+    "Cost",
     "Estimate",
     "Machine",
     "NearpeakError",
@@ -23,8 +24,10 @@ PUBLIC = {
     "Work",
     "bench",
     "compare",
+    "declare_cost",
     "estimate",
     "fake",
+    "forget_cost",
     "inputs",
     "machine",
     "sweep",

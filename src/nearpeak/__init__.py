@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from nearpeak.bound.estimate import Estimate
     from nearpeak.capture.estimate import estimate
     from nearpeak.capture.fake import fake
+    from nearpeak.capture.machine import machine
     from nearpeak.errors import NearpeakError
     from nearpeak.machines.model import Machine
     from nearpeak.measure import inputs
     from nearpeak.measure.bench import bench
     from nearpeak.measure.case import Case
     from nearpeak.measure.compare import compare
-    from nearpeak.measure.machine import machine
     from nearpeak.measure.sweep import sweep
     from nearpeak.measure.timing import Comparison, Timing
+    from nearpeak.work.cost import Cost
+    from nearpeak.work.declared import declare_cost, forget_cost
     from nearpeak.work.model import Work
 
 __version__ = "0.1.0"
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Case",
     "Comparison",
+    "Cost",
     "Estimate",
     "Machine",
     "NearpeakError",
@@ -35,8 +38,10 @@ __all__ = [
     "Work",
     "bench",
     "compare",
+    "declare_cost",
     "estimate",
     "fake",
+    "forget_cost",
     "inputs",
     "machine",
     "sweep",
@@ -45,6 +50,7 @@ __all__ = [
 _HOME = {
     "Case": "nearpeak.measure.case",
     "Comparison": "nearpeak.measure.timing",
+    "Cost": "nearpeak.work.cost",
     "Estimate": "nearpeak.bound.estimate",
     "Machine": "nearpeak.machines.model",
     "NearpeakError": "nearpeak.errors",
@@ -52,10 +58,12 @@ _HOME = {
     "Work": "nearpeak.work.model",
     "bench": "nearpeak.measure.bench",
     "compare": "nearpeak.measure.compare",
+    "declare_cost": "nearpeak.work.declared",
     "estimate": "nearpeak.capture.estimate",
     "fake": "nearpeak.capture.fake",
+    "forget_cost": "nearpeak.work.declared",
     "inputs": "nearpeak.measure.inputs",
-    "machine": "nearpeak.measure.machine",
+    "machine": "nearpeak.capture.machine",
     "sweep": "nearpeak.measure.sweep",
 }
 

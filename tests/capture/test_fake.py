@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nearpeak.capture.fake import asked_for_cuda, fake
+from nearpeak.capture.fake import fake
+from nearpeak.capture.redirect import redirected
 
 without_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="devices are redirected only where torch has no CUDA"
@@ -35,7 +36,8 @@ def test_tensors_of_two_blocks_work_together():
 
 @without_cuda
 def test_cuda_is_redirected_in_all_its_spellings():
-    with fake():
+    with fake(), redirected() as redirection:
+        assert not redirection.asked
         tensors = [
             torch.empty(3, device="cuda"),
             torch.empty(3, device="cuda:1"),
@@ -59,7 +61,7 @@ def test_cuda_is_redirected_in_all_its_spellings():
     assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
     assert tensors[7].dtype is torch.float64
     assert tensors[14].dtype is torch.bfloat16
-    assert asked_for_cuda()
+    assert redirection.asked
 
 
 @without_cuda
@@ -80,6 +82,19 @@ def test_autocast_for_cuda_casts():
             assert model(torch.randn(2, 4)).dtype is torch.float16
     with torch.autocast("cpu"):
         assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype is torch.bfloat16
+
+
+@without_cuda
+def test_code_around_cuda_runs():
+    with fake(), redirected() as redirection:
+        assert torch.empty(3).pin_memory().to("cuda", non_blocking=True).shape == (3,)
+        assert torch.empty(3, pin_memory=True).shape == (3,)
+        torch.cuda.synchronize()
+        assert redirection.asked
+        assert not torch.cuda.is_available()
+        assert torch.amp.GradScaler("cuda").is_enabled()
+    with pytest.raises(AssertionError, match="CUDA"):
+        torch.cuda.synchronize()
 
 
 def test_an_equation_that_spells_cuda_is_no_device():

@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from nearpeak.capture.fake import fake
+from nearpeak.capture.lowering.target import Target
 from nearpeak.capture.trace import trace
 from nearpeak.errors import UsageError
 
@@ -370,6 +371,11 @@ def test_code_for_cuda_is_traced_where_there_is_none():
     recorded = trace(lambda: torch.zeros(3, device="cuda").cuda() + 1)
     assert names(recorded) == ["aten.zeros.default", "aten.add.Tensor"]
     assert any("CUDA" in note for note in recorded.notes)
+    assert not trace(torch.neg, torch.zeros(3)).notes
+    assert not trace(lambda: torch.zeros(3, device="cuda"), target=Target(kind="gpu")).notes
+    assert any("CUDA" in note for note in trace(lambda: torch.zeros(3).cuda(), target=Target(kind="cpu")).notes)
+    live = trace(torch.neg, torch.zeros(3), target=Target(kind="gpu"), live=True)
+    assert any("CPU" in note for note in live.notes)
 
 
 @pytest.mark.parametrize(
@@ -446,6 +452,15 @@ def test_flex_attention():
     attention = only(trace(lambda x: flex_attention(x, x, x), x), "higher_order.flex_attention")
     assert attention.outputs[0].shape == (1, 2, 128, 16)
     assert len({tensor.storage for tensor in attention.inputs if tensor.shape == x.shape}) == 1
+
+
+def test_tf32_means_nothing_on_a_cpu():
+    def convolve(x):
+        return nn.functional.conv2d(x, x)
+
+    x = torch.zeros(1, 1, 3, 3)
+    gpu, cpu = (trace(convolve, x, target=Target(kind=kind)).ops[0] for kind in ("gpu", "cpu"))
+    assert (gpu.tf32_convolutions, cpu.tf32_convolutions) == (True, False)
 
 
 def test_tf32_flags_are_those_of_the_moment():

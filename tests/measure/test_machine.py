@@ -3,11 +3,10 @@ import dataclasses
 import pytest
 import torch
 
-from nearpeak.errors import UnknownMachine
 from nearpeak.machines import catalogue, store
 from nearpeak.machines.model import Achievable
 from nearpeak.measure import ceilings_host
-from nearpeak.measure.machine import known_machine, machine
+from nearpeak.measure.machine import known_machine, this_machine
 
 
 @pytest.fixture
@@ -31,72 +30,61 @@ def only_file(tmp_path):
     return file
 
 
-def test_a_machine_of_the_catalogue_is_found_and_nothing_is_measured(here):
-    assert machine("h200-sxm") == catalogue.find("h200-sxm")
-    assert machine("h200-sxm", calibrate=True) == catalogue.find("h200-sxm")
-    assert here == []
-
-
-def test_an_unknown_machine_is_answered_with_the_nearest():
-    with pytest.raises(UnknownMachine, match="h100-sxm"):
-        machine("h100-sxn")
-
-
 def test_the_first_call_measures_and_later_ones_read(here):
     lines = []
-    first = machine(progress=lines.append)
+    first = this_machine(progress=lines.append)
     assert first.kind == "cpu"
     assert first.achievable.bandwidth == 1e10
     assert lines == ["measuring this machine, once", "memory: copy"]
     lines.clear()
-    assert machine(progress=lines.append) == first
+    assert this_machine(progress=lines.append) == first
     assert here == [1e10]
     assert lines == []
 
 
 def test_calibrating_again_measures_and_replaces(here):
-    machine()
-    assert machine(calibrate=True).achievable.bandwidth == 1e10 + 1
-    assert machine().achievable.bandwidth == 1e10 + 1
+    this_machine()
+    assert this_machine(calibrate=True).achievable.bandwidth == 1e10 + 1
+    assert this_machine().achievable.bandwidth == 1e10 + 1
     assert len(here) == 2
 
 
 @pytest.mark.parametrize("damage", ["{", "", "[]", '{"schema": 1}', None])
 def test_a_damaged_file_is_measured_again_and_said(here, tmp_path, damage):
-    machine()
+    this_machine()
     file = only_file(tmp_path)
     text = file.read_text()
     file.write_text(text.replace("10000000000.0", "99000000000.0") if damage is None else damage)
     lines = []
-    assert machine(progress=lines.append).achievable.bandwidth == 1e10 + 1
+    assert this_machine(progress=lines.append).achievable.bandwidth == 1e10 + 1
     assert lines[0].startswith(f"{file} is not used: ")
-    assert machine().achievable.bandwidth == 1e10 + 1
+    assert this_machine().achievable.bandwidth == 1e10 + 1
     assert len(here) == 2
 
 
 def test_another_number_of_threads_is_another_machine(here, monkeypatch):
-    machine()
+    this_machine()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
-    assert machine().achievable.bandwidth == 1e10 + 1
+    assert this_machine().achievable.bandwidth == 1e10 + 1
 
 
 def test_another_torch_is_another_machine(here, monkeypatch):
-    machine()
+    this_machine()
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert machine().achievable.bandwidth == 1e10 + 1
+    assert this_machine().achievable.bandwidth == 1e10 + 1
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(here, tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("a file where a folder should be")
     monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path / "taken"))
     lines = []
-    assert machine(progress=lines.append).achievable.bandwidth == 1e10
+    assert this_machine(progress=lines.append).achievable.bandwidth == 1e10
     assert lines[-1].startswith("the calibration is not kept: ")
 
 
 def test_what_is_known_without_measuring(here):
     assert known_machine(None) is None
-    measured = machine()
+    measured = this_machine()
     assert known_machine(None) == measured
     assert here == [1e10]
 

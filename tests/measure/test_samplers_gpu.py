@@ -13,7 +13,7 @@ from nearpeak.measure.case import Case
 from nearpeak.measure.compare import compare
 from nearpeak.measure.cuda import LONGEST_SPIN_SECONDS, Stage, cuda_device
 from nearpeak.measure.instrument import can_time_in_graphs, eviction_ratio, profiled_seconds, zero_of
-from nearpeak.measure.machine import known_machine, machine
+from nearpeak.measure.machine import known_machine, this_machine
 from nearpeak.measure.probe import probe_cuda
 from nearpeak.measure.samplers import STAGE_SECONDS, EventSampler, GraphSampler, RegressionSampler, WallSampler
 from nearpeak.measure.selftest.bench_place import spin_host
@@ -252,6 +252,15 @@ def test_a_graph_that_was_only_preferred_is_replaced_and_noted(device):
     assert "graph" not in timing.other_seconds
 
 
+def test_random_numbers_can_be_drawn_after_a_capture_that_failed(device):
+    """A backward pass runs on the stream of its forward pass, which is not the one that captures."""
+    x = torch.randn(2**14, device=device.device, requires_grad=True)
+    y = torch.exp(x)
+    gradient = torch.ones_like(y)
+    bench(lambda: torch.autograd.grad(y, x, gradient, retain_graph=True), **QUICK)
+    assert torch.randn(3, device=device.device).isfinite().all()
+
+
 def test_a_graph_of_rotated_inputs_is_refused(device):
     with pytest.raises(UsageError, match="use evict='flush' for a cold graph time"):
         bench(torch.neg, torch.randn(device.cache_bytes // 4, device=device.device), kind="graph", evict="rotate")
@@ -363,7 +372,7 @@ def test_calibration_finds_sane_figures_and_keeps_them(device, tmp_path, monkeyp
     monkeypatch.setattr(ceilings_cuda, "PRODUCTS", ((4096, 4096, 4096),))
     monkeypatch.setattr(ceilings_cuda, "SUSTAINED_SECONDS", 0.2)
     start = time.perf_counter()
-    measured = machine(calibrate=True)
+    measured = this_machine(calibrate=True)
     assert time.perf_counter() - start < 60
     found = measured.achievable
     assert found.how == "measured"
@@ -378,5 +387,5 @@ def test_calibration_finds_sane_figures_and_keeps_them(device, tmp_path, monkeyp
         assert 0.5 * datasheet.theoretical.bandwidth < found.bandwidth <= 1.02 * datasheet.theoretical.bandwidth
         peak = datasheet.theoretical.matrix["float16"]
         assert 0.3 * peak < found.matrix["float16"] <= 1.05 * peak
-    assert machine() == measured
+    assert this_machine() == measured
     assert known_machine(device) == measured

@@ -1,49 +1,13 @@
 """The report of an estimate."""
 
-from nearpeak.bound.estimate import Coverage, Estimate, EstimatedOp
+import pytest
+from estimates import estimate, op
+
+from nearpeak.bound.tiles import Tiling
 from nearpeak.render.estimate import text
-from nearpeak.work.model import Work
-
-
-def op(name="aten.mm.default", seconds=1e-3, **fields):
-    return EstimatedOp(
-        **{
-            "name": name,
-            "family": "matrix",
-            "flops": 2e9,
-            "bytes_read": 4e6,
-            "bytes_written": 2e6,
-            "seconds": seconds,
-            "limiter": "compute",
-            "module": "layers.0",
-            "phase": "forward",
-            "source": "/home/me/train.py:41",
-            "model": "formula",
-            **fields,
-        }
-    )
-
-
-def estimate(ops, unmodelled=None, **fields):
-    return Estimate(
-        **{
-            "machine": "h200-sxm",
-            "ceilings": "achievable",
-            "how": "derated",
-            "as_written_s": sum(one.seconds for one in ops),
-            "fused_s": 0.5e-3,
-            "ideal_s": 0.25e-3,
-            "work": Work(flops={"bfloat16": 4e9}, bytes_read=8e6, bytes_written=4e6),
-            "ops": tuple(ops),
-            "groups": (),
-            "coverage": Coverage(formula=len(ops), operands=0, none=0, seconds_share=1.0, unmodelled=unmodelled or {}),
-            **fields,
-        }
-    )
-
 
 EXPECTED = """\
-On h200-sxm, derated datasheet: 3 ops, 4.00 GFLOP, 12.0 MB
+On toy, measured ceilings: 3 ops, 4.00 GFLOP, 12.0 MB
 
 floor          time  meaning
 ----------  -------  ------------------------------------------------
@@ -70,7 +34,8 @@ def test_the_report():
 
 
 def test_what_has_no_model_is_named():
-    assert "Without a formula: mine.kernel.default x3." in text(estimate([op()], {"mine.kernel.default": 3}))
+    report = text(estimate([op()], {"mine.kernel.default": 3}))
+    assert "Without a formula: mine.kernel.default x3." in report.replace("\n", " ")
 
 
 def test_a_trace_that_stopped_says_so():
@@ -85,3 +50,22 @@ def test_names_from_outside_are_cut_and_harmless():
 
 def test_an_empty_trace_is_a_report_too():
     assert "0 ops" in text(estimate([]))
+
+
+def tiled(m, **fields):
+    tiling = Tiling(batch=1, m=m, n=2560, k=64, tile=(128, 256, 64), tiles=-(-m // 128) * 10, processors=10)
+    return op(tiling=tiling, **fields)
+
+
+def test_products_that_fill_the_processors_badly():
+    found = text(estimate([tiled(64), tiled(64), tiled(1280)]))
+    section = found.partition("Matrix products that fill the 10 processors badly")[2].splitlines()
+    row = next(line for line in section if line.startswith("mm"))
+    assert row.split() == ["mm", "x2", "64x2560x64", "128x256", "1.00", "50", "%", "50", "%", "2.00", "ms"]
+    assert "1280x2560" not in found  # nothing is lost there
+    assert max(map(len, found.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("fields", [{"m": 1280}, {"m": 64, "limiter": "memory"}])
+def test_products_that_lose_nothing_by_it_are_not_shown(fields):
+    assert "badly" not in text(estimate([tiled(**fields)]))

@@ -62,10 +62,12 @@ class Residency:
     def access(self, storage: int, size: float) -> float:
         """Reads `size` bytes of a storage, which become resident; returns how many of them were so before."""
         hit = min(size, self.resident(storage))
-        held = min(size, self.capacity_bytes)
+        held = size if size < self.capacity_bytes else self.capacity_bytes
         entry = self._touch(storage, held)
-        entry.most = max(entry.most, held)
-        self._evict()
+        if held > entry.most:
+            entry.most = held
+        if self._occupied > self.capacity_bytes:
+            self._evict()
         return hit
 
     def write(self, storage: int, size: float, *, limit: float = math.inf) -> None:
@@ -75,7 +77,19 @@ class Residency:
         entry = self._touch(storage, held)
         entry.most = min(entry.most + held, max(limit, entry.most, held), self.capacity_bytes)
         entry.dirty = max(entry.dirty, held)
-        self._evict()
+        if self._occupied > self.capacity_bytes:
+            self._evict()
+
+    def may_hold(self, storage: int, size: float) -> None:
+        """Up to `size` bytes of a storage may have become resident: they can be hit, and are sure of no room."""
+        entry = self._touch(storage, 0.0)
+        entry.most = max(entry.most, min(size, self.capacity_bytes))
+
+    def unwanted(self, storage: int) -> None:
+        """What was written of a storage need not reach memory, but can be hit as before."""
+        entry = self._entries.get(storage)
+        if entry:
+            entry.dirty = 0.0
 
     def release(self, storage: int) -> None:
         """Nobody wants the storage any more: its room is free, and its bytes need not reach memory."""
@@ -89,8 +103,9 @@ class Residency:
             entry = self._entries[storage] = _Entry()
         else:
             self._entries.move_to_end(storage)
-        self._occupied += max(held - entry.least, 0.0)
-        entry.least = max(entry.least, held)
+        if held > entry.least:
+            self._occupied += held - entry.least
+            entry.least = held
         return entry
 
     def _evict(self) -> None:
@@ -107,6 +122,8 @@ class Residency:
 
 def by_storage(accesses: Sequence[Access], storages: Mapping[int, Storage]) -> dict[int, float]:
     """Bytes by storage: views of the same storage add up, to no more than it has."""
+    if len(accesses) == 1:
+        return {accesses[0].storage: accesses[0].bytes}
     sizes: dict[int, float] = {}
     for access in accesses:
         sizes[access.storage] = sizes.get(access.storage, 0.0) + access.bytes

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nearpeak.bound.floors import as_written, fused_seconds, ideal_seconds
+from nearpeak.bound.dependencies import touches_in
+from nearpeak.bound.expected import expect
+from nearpeak.bound.floors import as_written, group_bounds, ideal_seconds
 from nearpeak.bound.fusion import Group, groups
+from nearpeak.bound.tiles import Tiling, tiling
 from nearpeak.bound.times import Ceilings
 from nearpeak.machines.model import Machine
-from nearpeak.work.cost import Cost, cost_of
+from nearpeak.work.cost import Cost, costs_of
+from nearpeak.work.garbage import rarely_collected
 from nearpeak.work.model import Work
 from nearpeak.work.op import Op, Phase, Trace
+from nearpeak.work.quick import quick
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedOp:
     """One op of an estimate. `seconds` is its bound: no run of it on the machine is faster."""
@@ -30,6 +36,16 @@ class EstimatedOp:
     source: str
     model: str
     """How its cost was found: "formula", "operands" or "none"."""
+    engine: str = ""
+    """Where most of its FLOPs run: "matrix", "vector", or "" without any."""
+    dtype: str = ""
+    """In which of the machine's dtypes."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of its tensor operands."""
+    tiling: Tiling | None = None
+    """Of a matrix product on a GPU: its tiles and waves, which are no part of the bound."""
+    expected_seconds: float | None = None
+    """What a good kernel takes for it; None where nothing like it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +81,12 @@ class Estimate:
     coverage: Coverage
     truncated: bool = False
     notes: tuple[str, ...] = ()
+    group_seconds: tuple[float, ...] = ()
+    """The bound of each of `groups` as one kernel."""
+    expected_s: float | None = None
+    """What good kernels take for the ops as written, one after the other. No bound; None where it is not known."""
+    expected_from: str = ""
+    """The machine whose kernels were measured for `expected_s`."""
 
     @property
     def flops(self) -> float:
@@ -79,20 +101,31 @@ class Estimate:
 
 def estimate_trace(trace: Trace, machine: Machine, *, ceilings: Ceilings = "achievable") -> Estimate:
     """The bounds of a trace on a machine."""
-    costs = tuple(cost_of(op) for op in trace.ops)
-    bounds = as_written(trace, costs, machine, ceilings=ceilings)
-    fusion = groups(trace, costs)
+    with rarely_collected():
+        return _estimate(trace, machine, ceilings)
+
+
+def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
+    costs = costs_of(trace.ops)
+    touches = touches_in(trace, costs)
+    bounds = as_written(trace, costs, machine, ceilings=ceilings, touches=touches)
+    fusion = groups(trace, costs, touches)
+    reached = bounds if ceilings == "achievable" or machine.achievable is None else None
+    expectation = expect(trace, costs, reached or as_written(trace, costs, machine, touches=touches), machine)
     ops = tuple(
-        _estimated(op, cost, bound.seconds, bound.limiter)
-        for op, cost, bound in zip(trace.ops, costs, bounds, strict=True)
+        _estimated(op, cost, bound.seconds, bound.limiter, machine, expected)
+        for op, cost, bound, expected in zip(trace.ops, costs, bounds, expectation.seconds, strict=True)
     )
+    written_seconds = sum(op.seconds for op in ops)
+    grouped = group_bounds(trace, costs, fusion, machine, ceilings=ceilings, touches=touches)
+    group_seconds = tuple(item.seconds for item in grouped)
     achievable = machine.achievable
     return Estimate(
         machine=machine.id,
         ceilings=ceilings,
         how=achievable.how if ceilings == "achievable" and achievable is not None else "datasheet",
-        as_written_s=sum(op.seconds for op in ops),
-        fused_s=fused_seconds(trace, costs, fusion, machine, ceilings=ceilings, written=bounds),
+        as_written_s=written_seconds,
+        fused_s=min(sum(group_seconds), written_seconds),
         ideal_s=ideal_seconds(trace, costs, machine, ceilings=ceilings),
         work=_total(costs),
         ops=ops,
@@ -100,23 +133,34 @@ def estimate_trace(trace: Trace, machine: Machine, *, ceilings: Ceilings = "achi
         coverage=_coverage(ops),
         truncated=trace.truncated,
         notes=trace.notes,
+        group_seconds=group_seconds,
+        expected_s=expectation.total,
+        expected_from=expectation.measured_on,
     )
 
 
-def _estimated(op: Op, cost: Cost, seconds: float, limiter: str) -> EstimatedOp:
-    work = cost.work
+def _estimated(
+    op: Op, cost: Cost, seconds: float, limiter: str, machine: Machine, expected: float | None
+) -> EstimatedOp:
+    by_dtype = cost.flops if any(cost.flops.values()) else cost.vector_flops
+    dtype = max(by_dtype, key=lambda name: by_dtype[name], default="")
     return EstimatedOp(
         name=op.name,
         family=cost.family,
-        flops=sum(work.flops.values()) + sum(work.vector_flops.values()),
-        bytes_read=work.bytes_read,
-        bytes_written=work.bytes_written,
+        flops=sum(cost.flops.values()) + sum(cost.vector_flops.values()),
+        bytes_read=sum([access.bytes for access in cost.reads]),
+        bytes_written=sum([access.bytes for access in cost.writes]),
         seconds=seconds,
         limiter=limiter,
         module=op.module,
         phase=op.phase,
         source=op.source,
         model=cost.model,
+        engine=("matrix" if by_dtype is cost.flops else "vector") if dtype else "",
+        dtype=dtype,
+        shapes=tuple(tensor.shape for tensor in op.inputs),
+        tiling=tiling(op, machine) if cost.family == "matrix" else None,
+        expected_seconds=expected,
     )
 
 
@@ -125,12 +169,12 @@ def _total(costs: tuple[Cost, ...]) -> Work:
     vector: dict[str, float] = {}
     read = written = 0.0
     for cost in costs:
-        work = cost.work
-        for totals, parts in ((flops, work.flops), (vector, work.vector_flops)):
-            for dtype, count in parts.items():
-                totals[dtype] = totals.get(dtype, 0.0) + count
-        read += work.bytes_read
-        written += work.bytes_written
+        for dtype, count in cost.flops.items():
+            flops[dtype] = flops.get(dtype, 0.0) + count
+        for dtype, count in cost.vector_flops.items():
+            vector[dtype] = vector.get(dtype, 0.0) + count
+        read += sum([access.bytes for access in cost.reads])
+        written += sum([access.bytes for access in cost.writes])
     return Work(flops=flops, vector_flops=vector, bytes_read=read, bytes_written=written)
 
 

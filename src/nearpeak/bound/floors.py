@@ -21,14 +21,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nearpeak.bound.cache import Residency, by_storage
-from nearpeak.bound.dependencies import touches_of
+from nearpeak.bound.dependencies import Touches, touches_in
 from nearpeak.bound.fusion import Group, does_anything
 from nearpeak.bound.times import Ceilings, Stream, Times
 from nearpeak.machines.model import Machine
 from nearpeak.work.cost import Cost
 from nearpeak.work.op import Trace
+from nearpeak.work.quick import quick
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpBound(Times):
     """One op at its own roofline."""
@@ -37,6 +39,7 @@ class OpBound(Times):
     cost: Cost
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBound(Times):
     """One group as one kernel."""
@@ -51,6 +54,7 @@ def as_written(
     *,
     ceilings: Ceilings = "achievable",
     residency: Residency | None = None,
+    touches: Sequence[Touches] | None = None,
 ) -> tuple[OpBound, ...]:
     """Every op at its own roofline, in the order written.
 
@@ -58,14 +62,27 @@ def as_written(
     one `Residency` for the bound of the second, warm run.
     """
     stream = Stream(trace, machine, ceilings, residency)
-    dead = _dead_after(trace, costs, [(index,) for index in range(len(costs))])
+    dead = _dead_after(trace, touches or touches_in(trace, costs), [(index,) for index in range(len(costs))])
     bounds = []
     for index, cost in enumerate(costs):
-        times = stream.step(
+        memory, cache, compute, launch = stream.seconds(
             cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=does_anything(cost), op=index
         )
-        stream.release(dead.get(index, ()))
-        bounds.append(OpBound(index=index, cost=cost, **times.seconds_by_resource()))
+        if trace.guessed_storages and cost.family != "view":
+            for tensor in (*trace.ops[index].inputs, *trace.ops[index].outputs):
+                stream.residency.may_hold(tensor.storage, tensor.bytes)
+        if index in dead:
+            stream.release(dead[index])
+        bounds.append(
+            OpBound(
+                index=index,
+                cost=cost,
+                memory_seconds=memory,
+                cache_seconds=cache,
+                compute_seconds=compute,
+                launch_seconds=launch,
+            )
+        )
     return tuple(bounds)
 
 
@@ -76,17 +93,27 @@ def group_bounds(
     machine: Machine,
     *,
     ceilings: Ceilings = "achievable",
+    touches: Sequence[Touches] | None = None,
 ) -> tuple[GroupBound, ...]:
     """Every group of `fusion.groups` at the roofline of what crosses its border, one launch each."""
     stream = Stream(trace, machine, ceilings)
-    dead = _dead_after(trace, costs, [group.members for group in grouped])
+    dead = _dead_after(trace, touches or touches_in(trace, costs), [group.members for group in grouped])
     bounds = []
     for position, group in enumerate(grouped):
-        times = stream.step(
+        memory, cache, compute, launch = stream.seconds(
             group.reads, group.writes, group.flops, group.vector_flops, launches=group.launches, op=group.members[0]
         )
-        stream.release(dead.get(position, ()))
-        bounds.append(GroupBound(group=group, **times.seconds_by_resource()))
+        if position in dead:
+            stream.release(dead[position])
+        bounds.append(
+            GroupBound(
+                group=group,
+                memory_seconds=memory,
+                cache_seconds=cache,
+                compute_seconds=compute,
+                launch_seconds=launch,
+            )
+        )
     return tuple(bounds)
 
 
@@ -133,21 +160,27 @@ def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ce
         matrix_seconds += stream.matrix_seconds(cost.flops, index)
         vector_seconds += stream.vector_seconds(cost.vector_flops, index, best=True)
     reads = sum(read.values())
+    warm = min(reads, stream.residency.capacity_bytes) if trace.guessed_storages else 0.0
     results = sum(size for storage, size in written.items() if storage in trace.results)
     return Times(
-        memory_seconds=(reads + max(results - stream.residency.capacity_bytes, 0.0)) / stream.limits.bandwidth,
+        memory_seconds=(reads - warm + max(results - stream.residency.capacity_bytes, 0.0)) / stream.limits.bandwidth,
         cache_seconds=(reads + results) / stream.cache_bandwidth,
         compute_seconds=max(matrix_seconds, vector_seconds),
     )
 
 
-def _dead_after(trace: Trace, costs: Sequence[Cost], kernels: Sequence[Sequence[int]]) -> Mapping[int, Sequence[int]]:
+def _dead_after(
+    trace: Trace, touches: Sequence[Touches], kernels: Sequence[Sequence[int]]
+) -> Mapping[int, Sequence[int]]:
     """Intermediates that nobody wants any more, by the position of the last kernel that uses them."""
     last: dict[int, int] = {}
     for position, members in enumerate(kernels):
         for index in members:
-            touched = touches_of(trace.ops[index], costs[index])
-            last.update(dict.fromkeys((*touched.reads, *touched.writes), position))
+            touched = touches[index]
+            for storage in touched.reads:
+                last[storage] = position
+            for storage in touched.writes:
+                last[storage] = position
     dead: dict[int, list[int]] = {}
     for storage, position in last.items():
         known = trace.storages.get(storage)

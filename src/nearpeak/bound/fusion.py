@@ -25,9 +25,10 @@ from dataclasses import dataclass
 
 from nearpeak.bound.attention import written_out
 from nearpeak.bound.cache import by_storage
-from nearpeak.bound.dependencies import CHAINED, Touches, touches_of
+from nearpeak.bound.dependencies import CHAINED, Touches, touches_in
 from nearpeak.work.cost import Access, Cost, Family
 from nearpeak.work.op import Trace
+from nearpeak.work.quick import quick
 
 REDUCING: frozenset[Family] = frozenset({"reduction", "normalisation", "loss"})
 ANCHORS: frozenset[Family] = frozenset({"matrix", "convolution", "attention"})
@@ -42,6 +43,7 @@ MOST_NEIGHBOURS = 64
 stays bounded."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Ops that run as one kernel, and what still crosses its border."""
@@ -60,9 +62,13 @@ class Group:
     """Whether it does anything: a view alone does not."""
 
 
-def groups(trace: Trace, costs: Sequence[Cost]) -> tuple[Group, ...]:
-    """The groups of a trace, each op in exactly one, in an order in which they can run."""
-    touches = [touches_of(op, cost) for op, cost in zip(trace.ops, costs, strict=True)]
+def groups(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches] | None = None) -> tuple[Group, ...]:
+    """The groups of a trace, each op in exactly one, in an order in which they can run.
+
+    `touches` are those of `touches_in`, for a caller that has them.
+    """
+    if touches is None:
+        touches = touches_in(trace, costs)
     merged = _Merging(trace, costs)
     merged.run(touches, written_out(trace, costs, touches))
     members: dict[int, list[int]] = {}
@@ -90,7 +96,9 @@ class _Merging:
         self.reducing = [cost.family in REDUCING for cost in costs]
         self.joins = [
             cost.model != "none"
-            and (cost.family in ANCHORS or (cost.family in NEIGHBOURS and not any(cost.flops.values())))
+            and (
+                cost.family in ANCHORS or (cost.family in NEIGHBOURS and not (cost.flops and any(cost.flops.values())))
+            )
             for cost in costs
         ]
 
@@ -109,13 +117,22 @@ class _Merging:
             if self.costs[index].family == "view":
                 self._follow(index, writer)
                 continue
-            needed = {writer[storage] for storage in (*touched.reads, *touched.writes) if storage in writer}
+            needed: set[int] = set()
+            for storage in touched.reads:
+                if storage in writer:
+                    needed.add(self.root(writer[storage]))
             for storage in touched.writes:
-                needed.update(readers.pop(storage, ()))
-            self.before[index] = {self.root(other) for other in needed}
-            for other in self.before[index]:
+                if storage in writer:
+                    needed.add(self.root(writer[storage]))
+                if storage in readers:
+                    needed.update([self.root(other) for other in readers.pop(storage)])
+            level = 0.0
+            for other in needed:
                 self.after[other].add(index)
-            self.level[index] = 1.0 + max((self.level[other] for other in self.before[index]), default=0.0)
+                if self.level[other] > level:
+                    level = self.level[other]
+            self.before[index] = needed
+            self.level[index] = 1.0 + level
             self._join(index, writer, attentions.get(index))
             for storage in touched.writes:
                 writer[storage] = index
@@ -134,7 +151,9 @@ class _Merging:
         if not self.joins[index]:
             return
         written = [access for access in self.costs[index].reads if access.storage in writer]
-        for access in sorted(written, key=_bytes, reverse=True):
+        if len(written) > 1:
+            written.sort(key=_bytes, reverse=True)
+        for access in written:
             self._merge(index, writer[access.storage])
 
     def _merge(self, index: int, other: int, *, as_attention: bool = False) -> bool:
@@ -150,10 +169,15 @@ class _Merging:
         if max(sizes) > MOST_NEIGHBOURS:
             return False
         inside = {one, two}
-        before = {self.root(at) for at in self.before[one] | self.before[two]} - inside
-        after = {self.root(at) for at in self.after[one] | self.after[two]} - inside
-        low = max((self.level[at] for at in before), default=0.0)
-        high = min((self.level[at] for at in after), default=float("inf"))
+        before = set(map(self.root, self.before[one] | self.before[two])) - inside
+        after = set(map(self.root, self.after[one] | self.after[two])) - inside
+        low, high = 0.0, float("inf")
+        for at in before:
+            if self.level[at] > low:
+                low = self.level[at]
+        for at in after:
+            if self.level[at] < high:
+                high = self.level[at]
         level = low + 1.0 if low + 1.0 < high else (low + high) / 2
         if not low < level < high:
             return False
@@ -177,7 +201,7 @@ def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], me
         for storage in (*touched.reads, *touched.writes):
             if owner.setdefault(storage, root) != root:
                 owner[storage] = None
-        read.update(access.storage for access in costs[index].reads)
+        read.update([access.storage for access in costs[index].reads])
     return {
         storage
         for storage, root in owner.items()
@@ -242,7 +266,9 @@ def _alone(index: int, cost: Cost) -> Group:
 
 def does_anything(cost: Cost) -> bool:
     """Whether an op needs a kernel: it moves a byte or computes."""
-    return bool(cost.reads or cost.writes or any(cost.flops.values()) or any(cost.vector_flops.values()))
+    if cost.reads or cost.writes:
+        return True
+    return any(cost.flops.values()) or any(cost.vector_flops.values())
 
 
 def _family(families: Sequence[Family]) -> Family:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from nearpeak.bound.cache import Residency, by_storage
@@ -30,26 +31,21 @@ class Times:
         """The roofline."""
         return max(self.memory_seconds, self.cache_seconds, self.compute_seconds, self.launch_seconds)
 
-    def seconds_by_resource(self) -> dict[str, float]:
-        """The fields, for a record that has others beside them."""
-        return {field.name: getattr(self, field.name) for field in fields(Times)}
-
     @property
     def limiter(self) -> FloorLimiter:
         """The resource that sets `seconds`; "none" for what costs nothing."""
-        if not self.seconds:
+        seconds = self.seconds
+        if not seconds:
             return "none"
-        named: tuple[tuple[FloorLimiter, float], ...] = (
-            ("launch", self.launch_seconds),
-            ("memory", self.memory_seconds),
-            ("cache", self.cache_seconds),
-            ("compute", self.compute_seconds),
-        )
-        return max(named, key=lambda item: item[1])[0]
+        if self.launch_seconds == seconds:
+            return "launch"
+        if self.memory_seconds == seconds:
+            return "memory"
+        return "cache" if self.cache_seconds == seconds else "compute"
 
 
 class Stream:
-    """Kernels in order on a machine: each call of `step` is the next one, and finds the cache as the last left it."""
+    """Kernels in order on a machine: each call of `seconds` is the next, and finds the cache as the last left it."""
 
     def __init__(self, trace: Trace, machine: Machine, ceilings: Ceilings, residency: Residency | None = None) -> None:
         limits: Achievable | Theoretical | None
@@ -60,13 +56,14 @@ class Stream:
         self.machine = machine
         self.limits = limits
         self.residency = residency or Residency(machine.cache_bytes or 0.0)
+        self._warm = self.residency.capacity_bytes if trace.guessed_storages else 0.0  # left there by what ran before
         known = limits.cache_bandwidth if isinstance(limits, Achievable) else None
         # No byte is faster through the memory than through the cache before it, whatever two measurements say.
         self.cache_bandwidth = max(known, limits.bandwidth) if known else float("inf")
         on_gpu = isinstance(limits, Achievable) and machine.kind == "gpu"
         self.launch = (limits.launch.in_graph or 0.0) if on_gpu and isinstance(limits, Achievable) else 0.0
 
-    def step(
+    def seconds(
         self,
         reads: Sequence[Access],
         writes: Sequence[Access],
@@ -75,24 +72,39 @@ class Stream:
         *,
         launches: bool,
         op: int,
-    ) -> Times:
-        """The next kernel. Its reads run side by side, so all of them find the cache as it was before the kernel."""
+    ) -> tuple[float, float, float, float]:
+        """What the next kernel takes of memory, cache, compute and launch, as the fields of `Times`.
+
+        Its reads run side by side, so all of them find the cache as it was before the kernel.
+        """
+        if not (reads or writes):
+            return 0.0, 0.0, self.compute_seconds(flops, vector_flops, op), self.launch if launches else 0.0
         cache = self.residency
         before = cache.written_back
-        read = by_storage(reads, self.trace.storages)
-        written = by_storage(writes, self.trace.storages)
-        missed = sum(max(size - cache.resident(storage), 0.0) for storage, size in read.items())
+        storages = self.trace.storages
+        read = by_storage(reads, storages)
+        written = by_storage(writes, storages)
+        missed = moved = 0.0
+        for storage, size in read.items():
+            resident = cache.resident(storage)
+            moved += size
+            if size > resident:
+                missed += size - resident
+        warm = min(missed, self._warm)
+        self._warm -= warm
         for storage, size in read.items():
             cache.access(storage, size)
         for storage, size in written.items():
-            known = self.trace.storages.get(storage)
-            cache.write(storage, size, limit=known.bytes if known and known.bytes else float("inf"))
-        moved = sum(read.values()) + sum(written.values())
-        return Times(
-            memory_seconds=(missed + cache.written_back - before) / self.limits.bandwidth,
-            cache_seconds=moved / self.cache_bandwidth,
-            compute_seconds=max(self.matrix_seconds(flops, op), self.vector_seconds(vector_flops, op)),
-            launch_seconds=self.launch if launches else 0.0,
+            known = storages.get(storage)
+            moved += size
+            cache.write(storage, size, limit=known.bytes if known and known.bytes else math.inf)
+            if self.trace.guessed_storages:
+                cache.unwanted(storage)
+        return (
+            (missed - warm + cache.written_back - before) / self.limits.bandwidth,
+            moved / self.cache_bandwidth,
+            self.compute_seconds(flops, vector_flops, op),
+            self.launch if launches else 0.0,
         )
 
     def release(self, storages: Iterable[int]) -> None:
@@ -100,9 +112,19 @@ class Stream:
         for storage in storages:
             self.residency.release(storage)
 
+    def compute_seconds(self, flops: Mapping[str, float], vector_flops: Mapping[str, float], op: int) -> float:
+        """Matrix and vector work side by side."""
+        if not (flops or vector_flops):
+            return 0.0
+        return max(self.matrix_seconds(flops, op), self.vector_seconds(vector_flops, op))
+
     def matrix_seconds(self, flops: Mapping[str, float], op: int) -> float:
         """Matrix work of all dtypes, one after the other; at the vector rate of a dtype that has no matrix engine."""
-        return sum(count / self._rates(dtype, op)[0] for dtype, count in flops.items() if count)
+        total = 0.0
+        for dtype, count in flops.items():
+            if count:
+                total += count / self._rates(dtype, op)[0]
+        return total
 
     def vector_seconds(self, flops: Mapping[str, float], op: int, *, best: bool = False) -> float:
         """Vector work of all dtypes; at the matrix rate where there is no other, or where it is better and `best`."""

@@ -7,10 +7,11 @@ from typing import Any
 
 from nearpeak.bound.estimate import Estimate, estimate_trace
 from nearpeak.bound.times import Ceilings
+from nearpeak.capture.lowering.target import target_of
+from nearpeak.capture.machine import machine as find_machine
 from nearpeak.capture.trace import trace
 from nearpeak.machines.model import Machine
 from nearpeak.measure.case import Case, as_case
-from nearpeak.measure.machine import machine as find_machine
 
 
 def estimate(
@@ -23,6 +24,7 @@ def estimate(
     """The bounds of `fn(*args)`, op by op, and the three floors of the whole.
 
     The code runs on fake tensors: it needs no GPU, and no memory for weights that were built inside `nearpeak.fake()`.
+    For a GPU, the ops are those that torch's build for CUDA runs there.
     A backward pass or an optimizer step inside `fn` is counted like everything else.
 
     Args:
@@ -39,5 +41,5 @@ def estimate(
     """
     case = as_case(fn, args, {})
     machine = on if isinstance(on, Machine) else find_machine(on)
-    recorded = trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=live)
+    recorded = trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=live, target=target_of(machine))
     return estimate_trace(recorded, machine, ceilings=ceilings)

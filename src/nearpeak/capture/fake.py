@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
+
+from nearpeak.capture.counted import Counted
+from nearpeak.capture.redirect import redirected
 
 _MEMO_SIZE = 64
 _SHORT = 64
@@ -36,7 +39,6 @@ class _Shared:
     """The one fake mode behind every `fake()`: tensors of two modes cannot meet in one op."""
 
     mode: FakeTensorMode | None = None
-    asked_for_cuda: bool = False
 
 
 def fake_mode() -> FakeTensorMode:
@@ -47,11 +49,6 @@ def fake_mode() -> FakeTensorMode:
         mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]  # a copied tensor keeps its mode
         _Shared.mode = mode
     return _Shared.mode
-
-
-def asked_for_cuda() -> bool:
-    """Whether code inside `fake()` asked for CUDA and got the CPU, because this torch has no CUDA."""
-    return _Shared.asked_for_cuda
 
 
 @contextmanager
@@ -66,7 +63,7 @@ def fake() -> Iterator[None]:
     >>> weights.untyped_storage().nbytes()
     140000000000
     """
-    with fake_mode(), _Copies(), _SmallRanges(), _no_drawing(), _conversions(), redirected():
+    with fake_mode(), _Copies(), _SmallRanges(), _building(), redirected():
         yield
 
 
@@ -79,32 +76,6 @@ def fresh_conversions(mode: FakeTensorMode) -> Iterator[None]:
         yield
     finally:
         mode.fake_tensor_converter = before
-
-
-@contextmanager
-def redirected() -> Iterator[None]:
-    """Sends what asks for CUDA to the CPU where torch has no CUDA; does nothing elsewhere.
-
-    Fake CUDA tensors abort the whole process inside autograd in a CPU build of torch.
-    """
-    with ExitStack() as stack:
-        if not torch.cuda.is_available():
-            stack.enter_context(_Redirect())
-            stack.enter_context(_autocast_on_cpu())
-        yield
-
-
-def _is_cuda(device: object) -> bool:
-    if isinstance(device, str):
-        return device == "cuda" or device.startswith("cuda:")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
-def _to_cpu(device: Any) -> Any:
-    if _is_cuda(device):
-        _Shared.asked_for_cuda = True
-        return "cpu"
-    return device
 
 
 class _Copies(TorchFunctionMode):
@@ -140,6 +111,15 @@ class _SmallRanges(TorchFunctionMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _for_building() -> Iterator[None]:
+    with _no_drawing(), _conversions():
+        yield
+
+
+_building = Counted(_for_building)
 
 
 @contextmanager
@@ -207,43 +187,3 @@ def _conversions() -> Iterator[None]:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
-
-
-class _Redirect(TorchFunctionMode):
-    """Rewrites the device arguments of every torch function."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs) if kwargs else {}
-        if "device" in kwargs:
-            kwargs["device"] = _to_cpu(kwargs["device"])
-        if func is torch.Tensor.cuda:
-            _Shared.asked_for_cuda = True
-            return args[0].to("cpu")
-        if func is torch.Tensor.to and len(args) > 1:
-            target = args[1]
-            if isinstance(target, int) and not isinstance(target, bool):  # an index of a CUDA device
-                target = f"cuda:{target}"
-            args = (args[0], _to_cpu(target), *args[2:])
-        elif any(isinstance(value, torch.device) for value in args):
-            args = tuple(_to_cpu(value) if isinstance(value, torch.device) else value for value in args)
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _autocast_on_cpu() -> Iterator[None]:
-    """`torch.autocast("cuda")` casts on the CPU as well; its default dtype stays CUDA's float16."""
-    original = torch.amp.autocast_mode.autocast.__init__
-
-    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if _is_cuda(device_type):
-            device_type = _to_cpu(device_type)
-            dtype = dtype or torch.get_autocast_dtype("cuda")
-        original(self, device_type, dtype, *args, **kwargs)
-
-    torch.amp.autocast_mode.autocast.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.amp.autocast_mode.autocast.__init__ = original  # type: ignore[method-assign]

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nearpeak.capture import remembered
+from nearpeak.capture.form import Form
+from nearpeak.capture.location import Locations
+from nearpeak.capture.lowering.register import COMPOSED, natively
 from nearpeak.capture.modules import ModulePaths
-from nearpeak.capture.source import user_line
+from nearpeak.capture.remembered import Given, Made, Recipe
+from nearpeak.capture.rows import Row, rows_of
+from nearpeak.capture.schema import Schema, schema_of
 from nearpeak.capture.untouched import Untouched
 from nearpeak.capture.values import Storages
+from nearpeak.work.garbage import rarely_collected
 from nearpeak.work.op import Op, Phase
 from nearpeak.work.tensor import Tensor
 
-_QUERIES = frozenset({"prim", "profiler"})
-"""Namespaces whose operators ask about tensors or mark time, and touch no data."""
 _DEVICE = torch.ops.prim.device.default
-_LIFTS = frozenset({"aten.lift_fresh.default", "aten.lift.default", "aten.lift_fresh_copy.default"})
-"""What `torch.tensor(...)` calls on the data it was given."""
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class LimitReached(BaseException):
     """Stops a trace at its limit; no Exception, so that the traced code does not catch it."""
-
-
-class _Schema(NamedTuple):
-    """What is asked of an operator again and again."""
-
-    name: str
-    arguments: tuple[str, ...]
-    defaults: dict[str, Any]
-    """All arguments in the order of the schema; None stands for those that have no default, which are always given."""
-    mutated: tuple[str, ...]
-    query: bool
-    lift: bool
-    composite: bool
-
-
-class Location(NamedTuple):
-    """Where an op comes from."""
-
-    module: str
-    source: str
 
 
 class Recorder(TorchDispatchMode):
@@ -68,45 +52,154 @@ class Recorder(TorchDispatchMode):
         self.optimizers_running = 0
         self._untouched = untouched
         self._mode = mode
+        self._remembers = remembered.remembers(mode)
         self._limit = limit
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
-        self._parameters: dict[int, str] = {}
-        self._sequence: int = torch._C._autograd._get_sequence_nr()
-        self._locations: dict[int, Location] = {}
-        self._last_backward = Location("", "")
+        self._locations = Locations(self.modules, untouched)
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Self:
+        if self._mode is not None:  # the tensors have no memory that a collection could free
+            self._entered.append(rarely_collected())
+            self._entered[-1].__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._mode is not None:
+            self._entered.pop().__exit__(None, None, None)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from wrapping `__torch_dispatch__`, which looks for itself whether code is being compiled."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for as often as there are ops
-        kwargs = kwargs or {}
+            return args[0].fake_device  # asked for more often than there are ops
+        if _compiling() is not None:
+            return _not_compiled(self, func, types, args, kwargs)
+        return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for kind in types:
-            if hasattr(kind, "__tensor_flatten__"):
+            if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a tensor made of others: its own ops come here afterwards
-        schema = _schema(func)
+        schema = schema_of(func)
+        form: Form | None = None
+        if schema.follows_from_form and self._mode is not None and self._remembers and len(self.ops) < self._limit:
+            with torch._C.DisableTorchFunction():
+                form = Form(self.storages, self._mode, schema, args, kwargs)
+                if form.known:
+                    recipe = remembered.recipes.get(form.key)
+                    if recipe is not None:
+                        return self._again(schema, form, recipe, self._mode)
+                    if schema.by_rows:
+                        rows = rows_of(func, schema, args, kwargs, self.storages, self._mode)
+                        if rows:
+                            return self._rows_again(schema, form, rows, self._mode)
+        return self._asked(schema, func, args, kwargs, form)
+
+    def _asked(
+        self, schema: Schema, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form | None
+    ) -> Any:
+        """The result of an op from torch, and recorded."""
         if schema.query:
             return func(*args, **kwargs)
         if schema.composite:  # inference mode passes by the layer that takes these apart
             with self:
-                result = func.decompose(*args, **kwargs)
+                result = func.decompose(*args, **kwargs) if func in COMPOSED else natively(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        originals: dict[int, torch.Tensor] = {}
-        if self._mode is not None and not schema.lift:
-            args, kwargs = self._faked(args, originals), self._faked(kwargs, originals)
         if schema.lift:
-            result = func(*args, **kwargs)
+            result = self._lifted(func, args, kwargs)
             self.storages.value(result, "intermediate")
             return result
         if len(self.ops) >= self._limit:
             raise LimitReached
+        originals: dict[int, torch.Tensor] = {}
+        mode = self._mode
         with torch._C.DisableTorchFunction():
-            arguments = self._arguments(schema, args, kwargs)
+            if mode is not None and (form is None or not form.known):
+                args, kwargs = self._faked(args, originals), self._faked(kwargs, originals)
+                if originals and form is not None:  # real tensors have a form as soon as they are fake
+                    form = Form(self.storages, mode, schema, args, kwargs)
+                    recipe = remembered.recipes.get(form.key) if form.known else None
+                    if recipe is not None:
+                        return _restored(self._again(schema, form, recipe, mode), originals)
+            known = form is not None and form.known
+            arguments = form.arguments if form is not None and known else self._arguments(schema, args, kwargs)
+            self._note_mutations(schema, arguments)
+            if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
+                self._record(schema, arguments, ())
+                with torch._C._DisableTorchDispatch():
+                    return args[0].constant.item()
+            if schema.by_rows and mode is not None and not func._schema.returns:
+                values = remembered.values_of(args)
+                if values is not None:  # counts of steps: they are kept by value, and count on
+                    self._record(schema, arguments, ())
+                    with torch._C._DisableTorchDispatch():
+                        return func(*values, **kwargs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self._record(schema, arguments, result)
+            if mode is not None and form is not None and known and form.key not in remembered.recipes:
+                with torch._C._DisableTorchDispatch():
+                    remembered.learn(form.key, mode, form.tensors, result)
+            self._record(schema, arguments, tuple(_flat(self.storages.value(result, "intermediate"))))
         return _restored(result, originals) if originals else result
+
+    def _again(self, schema: Schema, form: Form, recipe: Recipe, mode: FakeTensorMode) -> Any:
+        """The result of an op on arguments of a form that is known, made without torch, and recorded."""
+        if schema.mutated:
+            self._note_mutations(schema, form.arguments)
+        results: list[Any] = []
+        outputs: list[Tensor] = []
+        with torch._C._DisableTorchDispatch():
+            self._make(form, recipe, mode, results, outputs)
+        self._record(schema, form.arguments, tuple(outputs))
+        return results[0] if recipe.container is None else recipe.container(results)
+
+    def _rows_again(self, schema: Schema, form: Form, rows: list[Row], mode: FakeTensorMode) -> Any:
+        """The same for an op on rows of tensors."""
+        self._note_mutations(schema, form.arguments)
+        results: list[Any] = []
+        outputs: list[Tensor] = []
+        with torch._C._DisableTorchDispatch():
+            for row, recipe in rows:
+                self._make(row, recipe, mode, results, outputs)
+        self._record(schema, form.arguments, tuple(outputs))
+        return results if rows[0][1].container is list else None
+
+    def _make(
+        self, form: Form, recipe: Recipe, mode: FakeTensorMode, results: list[Any], outputs: list[Tensor]
+    ) -> None:
+        storages, tensors, plain = self.storages, form.tensors, form.plain
+        for how in recipe.items:
+            if type(how) is Made:
+                result = how.make(mode, tensors)
+                storage = result.untyped_storage()
+                at = how.argument
+                number = plain[at].storage if at >= 0 else storages.new(storage, how.view[0])
+                output = Tensor(
+                    shape=how.shape, strides=how.strides, dtype=how.dtype_name, storage=number, offset=how.offset
+                )
+                storages.views[(storage._cdata, *how.view)] = (how.look, output)
+                results.append(result)
+                outputs.append(output)
+            elif type(how) is Given:
+                results.append(tensors[how.argument])
+                outputs.append(plain[how.argument])
+            else:
+                results.append(how)
+
+    def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `torch.tensor(...)` gives; a number keeps its value, as torch has it: optimizers count steps so."""
+        if self._mode is not None and self._remembers and type(args[0]) is torch.Tensor and _is_small(args[0]):
+            return remembered.constant(self._mode, args[0])
+        return func(*args, **kwargs)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake copy of a real tensor: its strides, its storage shared with the copies of its other views."""
@@ -143,12 +236,12 @@ class Recorder(TorchDispatchMode):
         self._untouched.module(module)
         prefix = f"{name}." if name else ""
         for path, parameter in module.named_parameters():
-            self._parameters.setdefault(id(parameter), prefix + path)
+            self._locations.parameters.setdefault(id(parameter), prefix + path)
             self.storages.name(self.fake_of(parameter), "parameter", prefix + path)
         for path, buffer in module.named_buffers():
             self.storages.name(self.fake_of(buffer), "buffer", prefix + path)
 
-    def _arguments(self, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         value = self.storages.value
         arguments = dict(schema.defaults)
         for index, item in enumerate(args):
@@ -156,9 +249,11 @@ class Recorder(TorchDispatchMode):
             arguments[name] = value(item, "input")
         for name, item in kwargs.items():
             arguments[name] = value(item, "input")
+        return arguments
+
+    def _note_mutations(self, schema: Schema, arguments: dict[str, Any]) -> None:
         for name in schema.mutated:
             self._note_mutated(arguments.get(name))
-        return arguments
 
     def _note_mutated(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -168,16 +263,16 @@ class Recorder(TorchDispatchMode):
             for item in value:
                 self._note_mutated(item)
 
-    def _record(self, schema: _Schema, arguments: dict[str, Any], result: Any) -> None:
+    def _record(self, schema: Schema, arguments: dict[str, Any], outputs: tuple[Tensor, ...]) -> None:
         graph_task = torch._C._current_graph_task_id()
         phase: Phase = "backward" if graph_task != -1 else "optimizer" if self.optimizers_running else "forward"
-        location = self._location(graph_task)
+        location = self._locations.here(graph_task)
         products, convolutions = tf32()
         self.ops.append(
             Op(
                 name=schema.name,
                 arguments=arguments,
-                outputs=tuple(_flat(self.storages.value(result, "intermediate"))),
+                outputs=outputs,
                 mutated=schema.mutated,
                 phase=phase,
                 module=location.module,
@@ -187,60 +282,6 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def _location(self, graph_task: int) -> Location:
-        """The running module and the user's line; for an op of autograd's own those of the forward op behind it.
-
-        A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
-        here: all numbers that are new since the op before belong to this op.
-        """
-        module = self.modules.running(graph_task)
-        line, crossed = user_line()
-        if graph_task != -1 and (crossed or module is None):
-            behind = self._behind_current_node()
-            module = behind.module if module is None else module
-            line = behind.source or line if crossed else line
-            location = self._last_backward = Location(module, line)
-        else:
-            location = Location(module or "", line)
-        sequence: int = torch._C._autograd._get_sequence_nr()
-        if sequence > self._sequence:
-            for number in range(self._sequence, sequence):
-                self._locations[number] = location
-            self._sequence = sequence
-        return location
-
-    def _behind_current_node(self) -> Location:
-        node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return self._last_backward
-        variable = getattr(node, "variable", None)
-        if variable is not None:  # gradients are accumulated into a leaf
-            self._untouched.leaf(variable)
-            name = self._parameters.get(id(variable))
-            module = self._last_backward.module if name is None else name.rpartition(".")[0]
-            return Location(module, self._last_backward.source)
-        return self._locations.get(node._sequence_nr(), self._last_backward)
-
-
-@functools.cache
-def _schema(func: Any) -> _Schema:
-    if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator has no schema
-        return _Schema(f"higher_order.{func.name()}", (), {}, (), False, False, False)
-    arguments = func._schema.arguments
-    query = func.namespace in _QUERIES or func._opname.startswith(("sym_", "is_pinned", "is_same_size"))
-    return _Schema(
-        name=str(func),
-        arguments=tuple(argument.name for argument in arguments),
-        defaults={
-            argument.name: Storages().value(argument.default_value, "input") if argument.has_default_value() else None
-            for argument in arguments
-        },
-        mutated=tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
-        query=query,
-        lift=str(func) in _LIFTS,
-        composite=not query and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
-    )
-
 
 def _is_number(tensor: torch.Tensor) -> bool:
     return (
@@ -248,6 +289,17 @@ def _is_number(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
         and tensor.untyped_storage().nbytes() == tensor.element_size()
+    )
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether torch keeps its value in a fake tensor: one element or none."""
+    return (
+        tensor.numel() <= 1
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     )
 
 
@@ -277,3 +329,13 @@ def _tf32_reader() -> Callable[[], tuple[bool, bool]]:
 
 tf32 = _tf32_reader()
 """Whether float32 matrix products and convolutions run in tf32, by torch's flags now."""
+
+
+_compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+"""What compiles the frames that run now, if anything does; where torch cannot say, something might."""
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _not_compiled(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """An op inside code that is being compiled: the recording of it is not part of that code."""
+    return recorder._dispatch(func, types, args, kwargs or {})

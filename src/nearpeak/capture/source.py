@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import sysconfig
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -15,9 +14,12 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _SCRIPTS = sysconfig.get_paths()["scripts"]
 _ENGINE = _engine_run_backward.__code__
+_NAMES: dict[str, str] = {}
+"""What `_user_file` said of files before: asked for every frame of every op."""
+_LINES: dict[tuple[int, int], tuple[CodeType, str]] = {}
+"""Lines by code and instruction, to find which goes through a table. The code is kept, so that its id stays its own."""
 
 
-@functools.cache
 def _user_file(filename: str) -> str:
     """The name of a file of the user's.
 
@@ -42,9 +44,15 @@ def user_line() -> tuple[str, bool]:
         code = frame.f_code
         if code is _ENGINE:
             crossed = True
-        name = _user_file(code.co_filename)
+        name = _NAMES.get(code.co_filename)
+        if name is None:
+            name = _NAMES[code.co_filename] = _user_file(code.co_filename)
         if name:
-            return f"{name}:{frame.f_lineno}", crossed
+            at = (id(code), frame.f_lasti)
+            known = _LINES.get(at)
+            if known is None:
+                known = _LINES[at] = (code, f"{name}:{frame.f_lineno}")
+            return known[1], crossed
         frame = frame.f_back  # type: ignore[assignment]
     return "", True  # a thread of the engine's own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,14 +18,19 @@ from torch._subclasses.fake_tensor import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from nearpeak.capture.fake import asked_for_cuda, fake_mode, fresh_conversions, redirected
+from nearpeak.capture.fake import fake_mode, fresh_conversions
+from nearpeak.capture.lowering.encoder import layers_whole
+from nearpeak.capture.lowering.lower import as_on
+from nearpeak.capture.lowering.scaling import scalers_untouched
+from nearpeak.capture.lowering.target import Target
 from nearpeak.capture.modules import Holdings
 from nearpeak.capture.recorder import LimitReached, Recorder
+from nearpeak.capture.redirect import Redirection, redirected
 from nearpeak.capture.source import failing_line
 from nearpeak.capture.untouched import Untouched
 from nearpeak.capture.values import tensors_in
 from nearpeak.errors import UsageError
-from nearpeak.work.op import Trace
+from nearpeak.work.op import Op, Trace
 
 LIMIT = 2_000_000
 """Ops after which a trace stops."""
@@ -39,6 +45,7 @@ def trace(
     grad: bool | None = None,
     live: bool = False,
     limit: int = LIMIT,
+    target: Target | None = None,
 ) -> Trace:
     """The ops that `fn(*args, **kwargs)` runs, in order. Nothing is computed and no memory is used.
 
@@ -55,6 +62,8 @@ def trace(
             None runs `fn` as it is.
         live: Run on the real tensors, for code that looks at values. Then everything happens that `fn` does.
         limit: The most ops to record; the trace then ends, and says so.
+        target: What the code shall run on, by `lowering.target.target_of(machine)`: for a GPU, fake tensors on the CPU
+            run the operators that torch's build for CUDA runs on it. None is this machine. Not with `live`.
     """
     named = dict(kwargs or {})
     holdings = Holdings(fn, args, named)
@@ -62,13 +71,17 @@ def trace(
     mode = None if live else _mode_of(args, named, holdings)
     recorder = Recorder(mode=mode, limit=limit, untouched=untouched)
     truncated = False
+    redirection: Redirection | None = None
     with ExitStack() as stack:
         if mode is not None:
             args, named = pytree.tree_map_only(torch.Tensor, _without_history, (args, named))
             stack.enter_context(fresh_conversions(mode))
             stack.enter_context(untouched.restoring())
             stack.enter_context(mode)
-            stack.enter_context(redirected())
+            redirection = stack.enter_context(redirected())
+            stack.enter_context(as_on(target))
+            stack.enter_context(layers_whole())
+            stack.enter_context(scalers_untouched())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
         for name, module in holdings.roots():
             recorder.modules.add_root(module, name)
@@ -95,11 +108,11 @@ def trace(
             recorder.storages.used(recorder.fake_of(item)) for item in (*tensors_in(returned), *untouched.wanted())
         }
     return Trace(
-        ops=tuple(recorder.ops),
+        ops=_ops(recorder, target),
         storages=recorder.storages.facts(),
         results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
         truncated=truncated,
-        notes=tuple(_notes(truncated, limit, live)),
+        notes=tuple(_notes(truncated, limit, redirection, target)),
     )
 
 
@@ -161,8 +174,23 @@ def _needs_data(error: DataDependentOutputException | DynamicOutputShapeExceptio
     )
 
 
-def _notes(truncated: bool, limit: int, live: bool) -> Iterator[str]:
+def _ops(recorder: Recorder, target: Target | None) -> tuple[Op, ...]:
+    """What was recorded; torch's flags for tf32 mean nothing on a CPU."""
+    if target is None or target.kind == "gpu":
+        return tuple(recorder.ops)
+    return tuple(
+        dataclasses.replace(op, tf32_products=False, tf32_convolutions=False)
+        if op.tf32_products or op.tf32_convolutions
+        else op
+        for op in recorder.ops
+    )
+
+
+def _notes(truncated: bool, limit: int, redirection: Redirection | None, target: Target | None) -> Iterator[str]:
     if truncated:
         yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
-    if not live and asked_for_cuda():
-        yield "The code asked for CUDA; this torch has none, so the ops are those of the CPU."
+    for_gpu = target is not None and target.kind == "gpu"
+    if redirection is not None and redirection.asked and not for_gpu:
+        yield "The code asks for CUDA; it is traced for a CPU, so the ops are those of the CPU."
+    if redirection is None and for_gpu and not torch.cuda.is_available():
+        yield "The code ran live on this CPU, so the ops are those of the CPU."

@@ -12,6 +12,34 @@ from nearpeak.work.tensor import Tensor
 
 _PLAIN = (int, float, bool, str, complex, type(None))
 _DTYPES: dict[torch.dtype, str] = {}
+_NAMES: dict[Any, str] = {}
+
+
+_INTERMEDIATE: tuple[StorageKind, str] = ("intermediate", "")
+
+View = tuple[int, int, tuple[int, ...], tuple[int, ...], int, torch.dtype, bool]
+"""Address and bytes of the storage, shape, strides, offset, dtype, and whether values are read with their signs turned.
+An address stands for one storage as long as a weak reference holds it."""
+
+
+Seen = tuple[int, Tensor]
+"""The number of everything that a view has beside its storage (see `nearpeak.capture.form`), and the plain data."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: "bfloat16"."""
+    name = _DTYPES.get(dtype)
+    if name is None:
+        name = _DTYPES[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def setting_name(value: torch.device | torch.dtype | torch.layout | torch.memory_format) -> str:
+    """The name of a setting: "cuda", "strided"."""
+    name = _NAMES.get(value)
+    if name is None:
+        name = _NAMES[value] = value.type if isinstance(value, torch.device) else str(value).removeprefix("torch.")
+    return name
 
 
 class Storages:
@@ -23,10 +51,12 @@ class Storages:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._held: list[StorageWeakRef] = []
+        self._held: list[StorageWeakRef | torch.UntypedStorage] = []
         self._known: dict[int, tuple[StorageKind, str]] = {}
         self._bytes: list[int] = []
         self._kinds: list[tuple[StorageKind, str]] = []
+        self.views: dict[View, Seen] = {}
+        """What is known of the views of these storages that were seen before."""
 
     def name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         """Says what the storage of a tensor is, for when it is first used."""
@@ -70,11 +100,18 @@ class Storages:
             for number, (size, (kind, name)) in enumerate(zip(self._bytes, self._kinds, strict=True))
         }
 
+    def new(self, storage: torch.UntypedStorage, size: int) -> int:
+        """The number of a storage that an op on fake tensors has just made."""
+        number = len(self._bytes)
+        self._numbers[storage._cdata] = number
+        self._held.append(storage)  # which has no memory: it is fake
+        self._bytes.append(size)
+        self._kinds.append(_INTERMEDIATE)
+        return number
+
     def tensor(self, tensor: torch.Tensor, kind: StorageKind) -> Tensor:
         """A tensor as plain data. What has no strides (a sparse tensor) is empty: of its bytes nothing is known."""
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None:
-            dtype = _DTYPES[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         if tensor.layout is not torch.strided:
             self._bytes.append(0)
             self._kinds.append((kind, ""))

@@ -59,7 +59,7 @@ def _show(arguments: argparse.Namespace, name: str) -> None:
         machine = catalogue.find(name)
         _write(render.text(machine), machine, arguments.json)
     else:
-        from nearpeak.measure.machine import machine as this_machine
+        from nearpeak.capture.machine import machine as this_machine
 
         machine = this_machine(calibrate=arguments.calibrate, progress=_narrate)
         _write(render.text(machine), machine, arguments.json)

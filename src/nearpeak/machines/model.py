@@ -62,6 +62,14 @@ class LaunchCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """How near a good kernel came to its bound: an op whose bound is `bound_seconds` took `ratio` times as long."""
+
+    bound_seconds: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Achievable:
     """Ceilings that code can reach: measured here, or a datasheet's figures times a stated factor."""
 
@@ -70,11 +78,13 @@ class Achievable:
     """When and with what it was measured, or the factors."""
     bandwidth: float
     matrix: Mapping[str, float]
-    """Best short-burst rate, by dtype."""
+    """Best short-burst rate, by dtype, whatever the numbers."""
     vector: Mapping[str, float]
     cache_bandwidth: float | None = None
+    matrix_random: Mapping[str, float] = field(default_factory=dict)
+    """Best short-burst rate with random numbers, which flip more bits and draw more power than others."""
     matrix_sustained: Mapping[str, float] = field(default_factory=dict)
-    """Rate after seconds of continuous work, where power or heat limit it."""
+    """Rate with random numbers after seconds of continuous work, where power or heat limit it."""
     host_to_device: float | None = None
     device_to_host: float | None = None
     host_to_device_pageable: float | None = None
@@ -84,6 +94,8 @@ class Achievable:
     launch: LaunchCost = field(default_factory=LaunchCost)
     ceilings: Mapping[str, Ceiling] = field(default_factory=dict)
     """Every measured figure with spread and method, by name: "bandwidth.copy", "matrix.bfloat16", ..."""
+    efficiency: Mapping[str, tuple[Reached, ...]] = field(default_factory=dict)
+    """What kernels reach, by kind of op, in the order of their bounds; empty where it was not measured."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the matrix engine for `dtype`, or of the vector units where there is no such engine."""

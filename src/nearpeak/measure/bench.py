@@ -57,7 +57,8 @@ def bench(
         options: kind ("auto", "device", "graph", "pipelined", "latency", "enqueue", "cpu"), method ("auto", "events",
             "graph"), cache ("cold", "hot"), evict ("flush", "rotate"), regime ("burst", "sustained"), precision
             (relative half-width of the interval, 0.005), max_seconds (2), warmup_seconds (0.2), min_blocks (12),
-            max_blocks (400), confidence (0.95), seed.
+            max_blocks (400), confidence (0.95), seed, other_kinds (True: on a GPU, also take the other kinds of time,
+            briefly).
 
     >>> import torch
     >>> timing = bench(torch.softmax, torch.randn(256, 256), -1, max_seconds=0.2)
@@ -78,7 +79,8 @@ def bench(
         with reporting(case, "while it was timed"):
             blocks, converged, interrupted = _collect(subject, chosen, say)
         after = Counters.now(subject)
-        interrupted = interrupted or not _take_other_times(subject, chosen)
+        if chosen.other_kinds and not interrupted:
+            interrupted = not _take_other_times(subject, chosen)
     flags = assess(subject, blocks, chosen, before, after, converged=converged)
     if interrupted:
         flags.append(raise_flag("PARTIAL", f"stopped by hand after {len(blocks)} blocks"))

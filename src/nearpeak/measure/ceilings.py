@@ -71,6 +71,7 @@ class Ceilings:
             bandwidth=max(self.group("bandwidth").values()),
             cache_bandwidth=self.value("cache_bandwidth"),
             matrix=self.group("matrix"),
+            matrix_random=self.group("matrix_random"),
             matrix_sustained=self.group("matrix_sustained"),
             vector=self.group("vector"),
             host_to_device=self.value("host_to_device.pinned"),

@@ -76,6 +76,15 @@ class CudaDevice:
         """Waits for everything on this device."""
         torch.cuda.synchronize(self.device)
 
+    def recover_from_capture(self) -> None:
+        """After a capture that failed: torch's random generator still counts as captured and refuses every draw.
+
+        The next capture that succeeds puts it right.
+        """
+        self.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            self._sink.zero_()
+
     def event_tick(self) -> float:
         """The smallest step between event times, in seconds."""
         events = self.events(64)

@@ -1,9 +1,10 @@
-"""`machine`: this machine with its measured ceilings, or one of the catalogue."""
+"""`this_machine`: the machine at hand with its measured ceilings."""
 
 from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Callable
 
 import torch
 
@@ -14,17 +15,18 @@ from nearpeak.measure.cuda import CudaDevice, cuda_device
 from nearpeak.measure.options import Progress
 
 
-def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:
-    """The machine `name` of the catalogue, or this one with its ceilings measured.
+def this_machine(
+    *,
+    calibrate: bool = False,
+    progress: Progress | None = None,
+    finish: Callable[[Machine, Progress], Machine] | None = None,
+) -> Machine:
+    """The machine at hand with its ceilings measured.
 
     A first call on a machine measures it and keeps the result for this device, driver and torch version; later calls
     read that. `calibrate` measures again. A cache file that is damaged or belongs to another machine is measured again.
-
-    >>> machine("h100-sxm").theoretical.bandwidth
-    3350000000000.0
+    `finish` adds to a new measurement before it is kept.
     """
-    if name is not None:
-        return catalogue.find(name)
     say = progress or (lambda line: None)
     device = cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else None
     key = _key(device)
@@ -45,6 +47,8 @@ def machine(name: str | None = None, *, calibrate: bool = False, progress: Progr
 
         achievable = calibrate_cuda(device.index, say)
     measured = dataclasses.replace(facts, achievable=achievable)
+    if finish is not None:
+        measured = finish(measured, say)
     kept = store.save(measured, key)
     if isinstance(kept, store.Unusable):
         say(f"the calibration is not kept: {kept.path} {kept.reason}")

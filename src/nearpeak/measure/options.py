@@ -32,6 +32,7 @@ class Options:
     max_blocks: int = 400
     confidence: float = 0.95
     seed: int = 0
+    other_kinds: bool = True
 
     def __post_init__(self) -> None:
         _choice("kind", self.kind, (*get_args(Kind), "auto"))

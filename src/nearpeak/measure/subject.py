@@ -186,7 +186,7 @@ def _choose_device_sampler(subject: Subject, options: Options, device: CudaDevic
             _flag_resolution(subject, uncertainty if zero.proven else zero.events, estimate)
             return
     except RuntimeError as error:
-        device.synchronize()
+        device.recover_from_capture()
         if wants_graph:
             raise CaseError(f"{case.name} cannot be captured in a CUDA graph: {_first_line(error)}") from error
         subject.flags.append(raise_flag("NO_GRAPH", _first_line(error)))
@@ -273,7 +273,7 @@ def graph_seconds(subject: Subject, options: Options) -> float | None:
     try:
         sampler = _graph_sampler(device, subject.case.call, stage, estimate, zero, "graph")
     except (RuntimeError, EnvironmentProblem):
-        device.synchronize()
+        device.recover_from_capture()
         return None
     return median([sampler.block().seconds for _ in range(5)])
 

@@ -116,11 +116,12 @@ def _rates(machine: Machine) -> str:
     theoretical, achievable = machine.theoretical, machine.achievable
     if theoretical is None and achievable is None:
         return ""
-    headers = ["FLOP/s", "datasheet", "achievable", "sustained", "share", "spread", "FLOP per byte"]
+    headers = ["FLOP/s", "datasheet", "achievable", "random", "sustained", "share", "spread", "FLOP per byte"]
     rows = []
     for engine in ("matrix", "vector"):
         datasheet: Mapping[str, float] = getattr(theoretical, engine, {})
         reached: Mapping[str, float] = getattr(achievable, engine, {})
+        random = achievable.matrix_random if achievable and engine == "matrix" else {}
         sustained = achievable.matrix_sustained if achievable and engine == "matrix" else {}
         for dtype in _in_order({*datasheet, *reached}):
             peak, value = datasheet.get(dtype), reached.get(dtype)
@@ -129,6 +130,7 @@ def _rates(machine: Machine) -> str:
                     f"{engine} {dtype}",
                     _rate(peak),
                     _rate(value),
+                    _rate(random.get(dtype)),
                     _rate(sustained.get(dtype)),
                     percent(value / peak, 0) if peak and value else "-",
                     _spread(achievable, f"{engine}.{dtype}", value),

@@ -6,12 +6,12 @@ a logarithmic one, or outside the limits that were asked for) is drawn hollow at
 
 from __future__ import annotations
 
-import html
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nearpeak.render.axis import Axis, trimmed
+from nearpeak.render.theme import COLOURS, FAINT, INK, PAGE, cut, escape
 from nearpeak.units import significant
 
 WIDTH, HEIGHT = 860, 480
@@ -20,15 +20,6 @@ LEGEND_ROW = 20
 CHARACTER = 7.0
 """About how wide a character of the legend is, in pixels."""
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the second of each pair is for a dark page.
-_COLOURS = (
-    ("#0072b2", "#56b4e9"),
-    ("#d55e00", "#f0854a"),
-    ("#009e73", "#3fc79a"),
-    ("#b4508f", "#dd8fc0"),
-    ("#8a6d00", "#e6c229"),
-    ("#555555", "#b8b8b8"),
-)
 _MARKERS = ("circle", "square", "triangle", "diamond", "plus", "cross")
 
 
@@ -77,19 +68,19 @@ def line_plot(
     edges = [edge for band in bands for edge in (band.low, band.high) if math.isfinite(edge)]
     legend = _legend_rows([*(band.name for band in bands), *(one.name for one in series)])
     height = HEIGHT + LEGEND_ROW * len(legend)
-    x = _Axis.around([x for x, _ in finite], log=log_x, start=LEFT, end=WIDTH - RIGHT, limits=None)
-    y = _Axis.around(
+    x = Axis.around([x for x, _ in finite], log=log_x, start=LEFT, end=WIDTH - RIGHT, limits=None)
+    y = Axis.around(
         [*(y for _, y in finite), *ends, *edges], log=log_y, start=HEIGHT - BOTTOM, end=TOP, limits=y_limits
     )
     described = f"{title}. {x_label} against {y_label}."
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img" aria-label="{_escape(described)}" font-family="system-ui, sans-serif" font-size="12">',
+        f'role="img" aria-label="{escape(described)}" font-family="system-ui, sans-serif" font-size="12">',
         _style(),
         f'<rect class="np-page" width="{WIDTH}" height="{height}"/>',
         _label(WIDTH / 2, 26, title, size=15, shorten=100),
         *(_band(band, y) for band in bands),
-        *_grid_x(x, x_ticks or [(value, _trimmed(x_format(value))) for value in x.ticks()]),
+        *_grid_x(x, x_ticks or [(value, trimmed(x_format(value))) for value in x.ticks()]),
         *_grid_y(y, y_format),
         f'<path class="np-frame" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
         _label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, x_label, shorten=100),
@@ -103,61 +94,6 @@ def line_plot(
     return "\n".join(part for part in [*parts, "</svg>"] if part) + "\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Axis:
-    """From values to pixels. Inside, a logarithmic axis works on log10 of the values."""
-
-    log: bool
-    low: float
-    high: float
-    start: float
-    end: float
-
-    @staticmethod
-    def around(
-        values: Sequence[float], *, log: bool, start: float, end: float, limits: tuple[float, float] | None
-    ) -> _Axis:
-        usable = [value for value in (limits or values) if value > 0 or not log]
-        inner = [math.log10(value) if log else value for value in usable] or [0.0, 1.0]
-        low, high = min(inner), max(inner)
-        if limits is None:
-            least = math.log10(1.5) if log else abs(high) * 0.1
-            room = max(0.05 * (high - low), (least - (high - low)) / 2) or 0.5
-            low, high = low - room, high + room
-        return _Axis(log=log, low=low, high=high, start=start, end=end)
-
-    def place(self, value: float) -> tuple[float, bool]:
-        """The pixel, and whether the value itself is shown there; otherwise it is the nearer edge."""
-        if self.log and value <= 0:
-            return self.start, False
-        inner = math.log10(value) if self.log else value
-        held = min(max(inner, self.low), self.high)
-        share = (held - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return self.start + share * (self.end - self.start), abs(held - inner) < 1e-9 * max(1.0, abs(inner))
-
-    def ticks(self) -> list[float]:
-        """Round values inside the axis, about four to nine of them."""
-        if not self.log:
-            return _round_ticks(self.low, self.high)
-        decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-        for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
-            found = [digit * 10.0**decade for decade in decades for digit in digits]
-            inside = [value for value in found if self.low <= math.log10(value) <= self.high]
-            if len(inside) >= 4:
-                return inside[:: math.ceil(len(inside) / 9)]
-        return _round_ticks(10.0**self.low, 10.0**self.high)
-
-
-def _round_ticks(low: float, high: float) -> list[float]:
-    span = high - low
-    if span <= 0:
-        return [low]
-    step = 10.0 ** math.floor(math.log10(span / 4))
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if span / (step * factor) <= 8)
-    first = math.ceil(low / step)
-    return [number * step for number in range(first, math.floor(high / step) + 1)]
-
-
 def _check(series: Sequence[Series]) -> None:
     for one in series:
         for what, extra in (("bars", one.bars), ("labels", one.labels)):
@@ -168,7 +104,7 @@ def _check(series: Sequence[Series]) -> None:
 def _style() -> str:
     def rules(page: str, ink: str, faint: str, dark: int) -> str:
         colours = "".join(
-            f".np-s{i}{{stroke:{pair[dark]}}}.np-f{i}{{fill:{pair[dark]}}}" for i, pair in enumerate(_COLOURS)
+            f".np-s{i}{{stroke:{pair[dark]}}}.np-f{i}{{fill:{pair[dark]}}}" for i, pair in enumerate(COLOURS)
         )
         return (
             f".np-page{{fill:{page}}}.np-hollow{{fill:{page}}}text{{fill:{ink}}}.np-frame{{stroke:{ink}}}"
@@ -179,44 +115,44 @@ def _style() -> str:
         ".np-frame,.np-grid,.np-line,.np-bar{fill:none}.np-line{stroke-width:2}.np-bar{stroke-width:1.3}"
         ".np-dashed{stroke-dasharray:7 5;stroke-width:1.5}.np-mark{stroke-width:1.5}.np-band{fill-opacity:.07}"
     )
-    light, dark = rules("#ffffff", "#1f2328", "#e3e6ea", 0), rules("#16191d", "#dfe3e8", "#30363d", 1)
+    light, dark = (rules(PAGE[i], INK[i], FAINT[i], i) for i in (0, 1))
     return f"<style>{shape}{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
 
 
-def _grid_x(axis: _Axis, ticks: Sequence[tuple[float, str]]) -> list[str]:
+def _grid_x(axis: Axis, ticks: Sequence[tuple[float, str]]) -> list[str]:
     parts, last = [], -math.inf
     for value, text in ticks:
         place, shown = axis.place(value)
         if not shown:
             continue
         parts.append(f'<path class="np-grid" d="M{place:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-        width = CHARACTER * len(_cut(text, 20))
+        width = CHARACTER * len(cut(text, 20))
         if place - width / 2 > last + 6:  # a text that would run into the one before is left out
             parts.append(_label(place, HEIGHT - BOTTOM + 18, text, shorten=20))
             last = place + width / 2
     return parts
 
 
-def _grid_y(axis: _Axis, format_value: Callable[[float], str]) -> list[str]:
+def _grid_y(axis: Axis, format_value: Callable[[float], str]) -> list[str]:
     parts = []
     for value in axis.ticks():
         place, _ = axis.place(value)
         parts.append(f'<path class="np-grid" d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(_label(LEFT - 8, place + 4, _trimmed(format_value(value)), anchor="end", shorten=10))
+        parts.append(_label(LEFT - 8, place + 4, trimmed(format_value(value)), anchor="end", shorten=10))
     return parts
 
 
-def _band(band: Band, axis: _Axis) -> str:
+def _band(band: Band, axis: Axis) -> str:
     (bottom, _), (top, _) = axis.place(band.low), axis.place(band.high)
     return (
         f'<rect class="np-band" x="{LEFT}" y="{top:.1f}" width="{WIDTH - RIGHT - LEFT}" '
-        f'height="{max(0.0, bottom - top):.1f}"><title>{_escape(band.name)}</title></rect>'
+        f'height="{max(0.0, bottom - top):.1f}"><title>{escape(band.name)}</title></rect>'
     )
 
 
-def _series(series: Series, style: int, x: _Axis, y: _Axis) -> str:
+def _series(series: Series, style: int, x: Axis, y: Axis) -> str:
     parts, path = [], []
-    colour = style % len(_COLOURS)
+    colour = style % len(COLOURS)
     for i, (x_value, y_value) in enumerate(series.points):
         if not (math.isfinite(x_value) and math.isfinite(y_value)):
             continue
@@ -236,8 +172,8 @@ def _series(series: Series, style: int, x: _Axis, y: _Axis) -> str:
 
 
 def _mark(column: float, row: float, style: int, *, solid: bool, name: str = "") -> str:
-    colour = style % len(_COLOURS)
-    shape = _MARKERS[(style + style // len(_COLOURS)) % len(_MARKERS)]
+    colour = style % len(COLOURS)
+    shape = _MARKERS[(style + style // len(COLOURS)) % len(_MARKERS)]
     fill = f"np-f{colour}" if solid else "np-hollow"
     at = f"M{column:.1f} {row:.1f}"
     paths = {
@@ -248,7 +184,7 @@ def _mark(column: float, row: float, style: int, *, solid: bool, name: str = "")
         "plus": f"{at}m-5 0h10m-5 -5v10",
         "cross": f"{at}m-4 -4l8 8m-8 0l8 -8",
     }
-    described = f"<title>{_escape(name)}</title>" if name else ""
+    described = f"<title>{escape(name)}</title>" if name else ""
     return f'<path class="np-mark np-s{colour} {fill}" d="{paths[shape]}">{described}</path>'
 
 
@@ -267,7 +203,7 @@ def _legend_rows(names: Sequence[str]) -> list[list[int]]:
 
 
 def _entry_width(name: str) -> float:
-    return 46 + CHARACTER * len(_cut(name, 60))
+    return 46 + CHARACTER * len(cut(name, 60))
 
 
 def _legend(rows: list[list[int]], bands: Sequence[Band], series: Sequence[Series], styles: Sequence[int]) -> list[str]:
@@ -283,7 +219,7 @@ def _legend(rows: list[list[int]], bands: Sequence[Band], series: Sequence[Serie
                 name = one.name
                 if one.line:
                     dashed = " np-dashed" if one.dashed else ""
-                    colour = style % len(_COLOURS)
+                    colour = style % len(COLOURS)
                     parts.append(f'<path class="np-line np-s{colour}{dashed}" d="M{left:.1f} {level}h24"/>')
                 if one.markers:
                     parts.append(_mark(left + 12, level, style, solid=True))
@@ -304,22 +240,7 @@ def _label(
 ) -> str:
     turn = f' transform="rotate(-90 {column:.1f} {row:.1f})"' if turned else ""
     weight = ' font-weight="600"' if size > 12 else ""
-    shown = _escape(_cut(text, shorten))
+    shown = escape(cut(text, shorten))
     return (
         f'<text x="{column:.1f}" y="{row:.1f}" text-anchor="{anchor}" font-size="{size}"{weight}{turn}>{shown}</text>'
     )
-
-
-def _trimmed(text: str) -> str:
-    """A tick without zeros that say nothing: "10.0 ms" is "10 ms"."""
-    return re.sub(r"(\.\d*?)0+(?!\d)", lambda match: match[1].rstrip("."), text)
-
-
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
-def _escape(text: str) -> str:
-    """For XML: markup escaped, and characters that XML does not allow replaced."""
-    allowed = (c if c >= " " and not "\ud800" <= c <= "\udfff" and c not in "\ufffe\uffff" else "?" for c in text)
-    return html.escape("".join(allowed), quote=True)

@@ -7,18 +7,21 @@ its overloads. A name that is registered twice is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from nearpeak.work.model import Work
 from nearpeak.work.op import Op
+from nearpeak.work.quick import quick
 from nearpeak.work.tensor import Tensor
 
 Family = Literal[
     "matrix",
     "attention",
     "convolution",
+    "recurrent",
+    "linalg",
     "pointwise",
     "reduction",
     "normalisation",
@@ -33,6 +36,7 @@ Family = Literal[
     "optimizer",
     "quantisation",
     "collective",
+    "declared",
     "view",
     "unknown",
 ]
@@ -40,6 +44,7 @@ Model = Literal["formula", "operands", "none"]
 """How a cost was found: by a formula, as the bytes of the operands (a floor all the same), or not at all."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """Bytes of one storage that are read or written."""
@@ -48,6 +53,7 @@ class Access:
     bytes: float
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """The least that an op must do: reads and writes by storage, FLOPs by engine and the dtype that it works in."""
@@ -72,6 +78,7 @@ class Cost:
 
 
 Formula = Callable[[Op], Cost]
+"""What it gives follows from the name, the arguments, the outputs and the flags of an op, and not from its place."""
 
 _FORMULAS: dict[str, Formula] = {}
 
@@ -89,7 +96,7 @@ def formula(*names: str) -> Callable[[Formula], Formula]:
     return register
 
 
-def registered() -> Mapping[str, Formula]:
+def registered() -> dict[str, Formula]:
     """All formulas by name."""
     from nearpeak.work import families  # noqa: F401  # importing a family registers its formulas
 
@@ -128,3 +135,59 @@ def cost_of(op: Op) -> Cost:
     if not op.outputs and not op.mutated:
         return Cost(family="unknown", model="none")
     return Cost(family="unknown", writes=every(op.outputs), model="operands")
+
+
+def costs_of(ops: Iterable[Op]) -> tuple[Cost, ...]:
+    """The costs of many ops: `cost_of` is asked once for all that differ in nothing but their storages."""
+    known: dict[tuple[Any, ...], Cost] = {}
+    found = []
+    for op in ops:
+        storages: dict[int, int] = {}
+        form: list[Any] = [op.name, op.mutated, op.tf32_products, op.tf32_convolutions, *op.arguments]
+        for value in op.arguments.values():
+            _form(value, form, storages)
+        form.append(None)
+        for tensor in op.outputs:
+            _form(tensor, form, storages)
+        key = tuple(form)
+        try:
+            cost = known.get(key)
+        except TypeError:  # an argument that cannot be looked up
+            found.append(cost_of(op))
+            continue
+        if cost is None:
+            made = cost_of(op)
+            found.append(made)
+            if all(access.storage in storages for access in (*made.reads, *made.writes)):
+                known[key] = _renamed(made, storages)
+        else:
+            found.append(_renamed(cost, list(storages)))
+    return tuple(found)
+
+
+def _form(value: Any, form: list[Any], storages: dict[int, int]) -> None:
+    """Adds what a formula can see of a value, with the storages numbered from 0 by their first use."""
+    kind = type(value)
+    if kind is Tensor:
+        number = storages.setdefault(value.storage, len(storages))
+        form.append((value.shape, value.strides, value.dtype, value.offset, number))
+    elif kind is tuple or kind is list:
+        form.append(len(value))
+        for item in value:
+            _form(item, form, storages)
+    else:
+        form.append(kind)  # 1, 1.0 and True are equal
+        form.append(value)
+
+
+def _renamed(cost: Cost, storages: Mapping[int, int] | Sequence[int]) -> Cost:
+    if not (cost.reads or cost.writes):
+        return cost
+    return Cost(
+        family=cost.family,
+        reads=tuple([Access(storage=storages[access.storage], bytes=access.bytes) for access in cost.reads]),
+        writes=tuple([Access(storage=storages[access.storage], bytes=access.bytes) for access in cost.writes]),
+        flops=cost.flops,
+        vector_flops=cost.vector_flops,
+        model=cost.model,
+    )

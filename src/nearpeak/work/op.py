@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nearpeak.work.quick import quick
 from nearpeak.work.tensor import Tensor
 
 Phase = Literal["forward", "backward", "optimizer"]
 StorageKind = Literal["parameter", "buffer", "input", "intermediate"]
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One executed operation.
@@ -44,7 +46,13 @@ class Op:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """All tensors among the arguments, in order."""
-        return tuple(_tensors(tuple(self.arguments.values())))
+        found: list[Tensor] = []
+        for value in self.arguments.values():
+            if type(value) is Tensor:
+                found.append(value)
+            elif type(value) is tuple or type(value) is list:
+                found.extend(_tensors(value))
+        return tuple(found)
 
     @property
     def written(self) -> tuple[Tensor, ...]:
@@ -92,4 +100,8 @@ class Trace:
     """Storages that are still wanted afterwards: returned tensors, gradients, updated parameters and state."""
     truncated: bool = False
     """The trace stopped at its limit; what follows is not in it."""
+    guessed_storages: bool = False
+    """Storages are not known by identity. A tensor has that of the last one that looks like it, so as much of it may be
+    in the cache as can be. Nobody is known to want what an op wrote, all that an op was given may be in the cache
+    afterwards, and the cache may be full of what is asked for first."""
     notes: tuple[str, ...] = field(default=())

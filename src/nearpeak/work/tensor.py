@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from nearpeak.work.quick import quick
+
 ITEM_BYTES: dict[str, float] = {
     "bool": 1,
     "uint8": 1,
@@ -36,6 +38,7 @@ ITEM_BYTES: dict[str, float] = {
 """Bytes of one element, by torch's dtype names."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A view of a storage. Tensors with the same `storage` number share memory.

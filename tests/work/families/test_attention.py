@@ -3,8 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpeak.work.cost import cost_of, registered
-from nearpeak.work.families import attention
+from nearpeak.work.cost import cost_of
 from nearpeak.work.families.attention_pairs import banded, packed
 
 aten = torch.ops.aten
@@ -14,13 +13,6 @@ limits = st.none() | st.integers(0, 6)
 
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, function in registered().items() if function.__module__ == attention.__name__]
-)
-def test_the_operator_exists(name):
-    assert hasattr(torch.ops.aten, name.removeprefix("aten."))
 
 
 @given(queries=sizes, keys=sizes, left=limits, right=limits, offset=st.integers(-12, 12))

@@ -1,10 +1,4 @@
-import pytest
-import torch
-import torch.distributed._functional_collectives
-import torch.distributed.tensor
-
-from nearpeak.work.cost import cost_of, registered
-from nearpeak.work.families import collective
+from nearpeak.work.cost import cost_of
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -17,14 +11,6 @@ def moved(name, arguments, *outputs, mutated=()):
     cost = cost_of(Op(name=name, arguments=arguments, outputs=outputs, mutated=mutated))
     assert (cost.family, cost.model, cost.flops, cost.vector_flops) == ("collective", "formula", {}, {})
     return cost.work.bytes_read, cost.work.bytes_written
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, function in registered().items() if function.__module__ == collective.__name__]
-)
-def test_the_operator_exists(name):
-    namespace, operator = name.split(".")
-    assert hasattr(getattr(torch.ops, namespace), operator)
 
 
 def test_all_reduce():
@@ -65,3 +51,15 @@ def test_point_to_point():
 
 def test_waiting_is_free():
     assert moved("_c10d_functional.wait_tensor.default", {"tensor": small}, small) == (0, 0)
+
+
+def test_one_rank_gives_or_gets():
+    assert moved("c10d.gather_.default", {"output_tensors": (), "input_tensors": (small,)}) == (64, 0)
+    assert moved("c10d.gather_.default", {"output_tensors": ((other,),), "input_tensors": (small,)}) == (64, 64)
+    assert moved("c10d.scatter_.default", {"output_tensors": (small,), "input_tensors": ()}) == (0, 64)
+    assert moved("c10d.reduce_.default", {"tensors": (small,)}) == (64, 0)
+
+
+def test_a_batch_of_sends_and_receives():
+    arguments = {"op_list": ("isend", "irecv"), "tensors": (small, other)}
+    assert moved("_c10d_functional.batch_p2p_ops.default", arguments) == (64, 64)

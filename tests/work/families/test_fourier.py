@@ -6,11 +6,6 @@ import torch
 from nearpeak.work.cost import cost_of
 
 
-@pytest.mark.parametrize("name", ["_fft_c2c", "_fft_r2c", "_fft_c2r"])
-def test_the_operator_exists(name):
-    assert hasattr(torch.ops.aten, name)
-
-
 def test_complex(call):
     cost = cost_of(call(torch.fft.fft, torch.zeros(3, 8, dtype=torch.complex64)))
     assert cost.family == "fourier"

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from nearpeak.work.cost import cost_of, registered
-from nearpeak.work.families import loss
+from nearpeak.work.cost import cost_of
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1
@@ -19,18 +20,11 @@ def of(op):
     return work(op).bytes_read, work(op).bytes_written
 
 
-def test_all_names_exist_in_torch():
-    names = [name for name, formula in registered().items() if formula.__module__ == loss.__name__]
-    assert len(names) > 15
-    for name in names:
-        assert getattr(aten, name.removeprefix("aten.")).overloads(), name
-
-
-def test_the_likelihood_of_a_class_reads_one_element_per_row(call):
+def test_the_likelihood_of_a_class_reads_the_targets_and_one_score_for_all_may_be_ignored(call):
     scores, target = torch.zeros(64, 1000), torch.zeros(64, dtype=torch.int64)
-    assert of(call(aten.nll_loss_forward, scores, target, None, MEAN, -100)) == (64 * 8 + 64 * 4, 4 + 4)
-    assert of(call(aten.nll_loss_forward, scores, target, None, NONE, -100)) == (64 * 8 + 64 * 4, 64 * 4 + 4)
-    assert of(call(aten.nll_loss_forward, scores, target, torch.ones(1000), MEAN, -100)) == (64 * 12 + 4, 8)
+    assert of(call(aten.nll_loss_forward, scores, target, None, MEAN, -100)) == (64 * 8 + 4, 4 + 4)
+    assert of(call(aten.nll_loss_forward, scores, target, None, NONE, -100)) == (64 * 8 + 4, 64 * 4 + 4)
+    assert of(call(aten.nll_loss_forward, scores, target, torch.ones(1000), MEAN, -100)) == (64 * 8 + 4 + 4, 8)
 
 
 def test_the_gradient_of_the_likelihood_is_written_in_full_and_needs_no_scores(call):
@@ -44,9 +38,29 @@ def test_the_gradient_of_the_likelihood_is_written_in_full_and_needs_no_scores(c
 
 def test_the_likelihood_over_an_image(call):
     scores, target = torch.zeros(2, 10, 8, 8), torch.zeros(2, 8, 8, dtype=torch.int64)
-    assert of(call(aten.nll_loss2d_forward, scores, target, None, MEAN, -100)) == (128 * 8 + 128 * 4, 8)
+    assert of(call(aten.nll_loss2d_forward, scores, target, None, MEAN, -100)) == (128 * 8 + 4, 8)
     op = call(aten.nll_loss2d_backward, torch.ones(()), scores, target, None, MEAN, -100, torch.ones(()))
     assert of(op) == (128 * 8, 1280 * 4)
+
+
+def test_margins_over_several_labels_read_one_target_of_each_row(call):
+    scores, target = torch.zeros(8, 10), torch.full((8, 10), -1)
+    forward = call(aten.multilabel_margin_loss_forward, scores, target, MEAN)
+    assert of(forward) == (8 * 10 * 4 + 8 * 8, 4 + 8 * 10 * 4)
+    backward = call(aten.multilabel_margin_loss_backward, torch.ones(()), scores, target, MEAN, torch.zeros(8, 10))
+    assert of(backward) == (4 + 2 * 8 * 10 * 4 + 8 * 8, 8 * 10 * 4)
+
+
+def test_a_library_gives_the_gradient_of_ctc_with_the_loss():
+    scores = Tensor(shape=(50, 2, 20), strides=(40, 20, 1), dtype="float32", storage=0)
+    targets = Tensor(shape=(30,), strides=(1,), dtype="int32", storage=1)
+    loss = Tensor(shape=(2,), strides=(1,), dtype="float32", storage=2)
+    gradient = dataclasses.replace(scores, storage=3)
+    arguments = {"log_probs": scores, "targets": targets, "input_lengths": (50, 40), "target_lengths": (20, 10)}
+    op = Op(name="aten._cudnn_ctc_loss.default", arguments=arguments, outputs=(loss, gradient))
+    assert of(op) == (90 * 4 + 30 * 4, 8 + 50 * 2 * 20 * 4)
+    unknown = dataclasses.replace(op, arguments={**arguments, "input_lengths": targets})
+    assert of(unknown) == (0, 8 + 50 * 2 * 20 * 4)
 
 
 def test_cross_entropy_as_one_op(call):

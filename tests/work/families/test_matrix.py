@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from nearpeak.work.cost import cost_of, registered
-from nearpeak.work.families import matrix
 from nearpeak.work.families.matrix import engines
 
 aten = torch.ops.aten
@@ -14,12 +13,6 @@ def empty(*shape, dtype=torch.bfloat16):
 
 def own_names(module):
     return [name for name, function in registered().items() if function.__module__ == module.__name__]
-
-
-@pytest.mark.parametrize("name", own_names(matrix))
-def test_the_operator_exists(name):
-    namespace, operator = name.split(".")
-    assert hasattr(getattr(torch.ops, namespace), operator)
 
 
 def test_mm(call):
@@ -197,3 +190,38 @@ def test_scaled_grouped_mm(call):
     cost = cost_of(call(torch._scaled_grouped_mm, a, b, *scales, offs=offs, out_dtype=torch.bfloat16))
     assert cost.flops == {"float8": 2 * 32 * 16 * 16}
     assert cost.work.bytes_read == 32 * 16 + 16 * 16 + 4 * 32 + 4 * 16 + 16
+
+
+def test_an_outer_product_with_an_addend(call):
+    added, left, right = torch.zeros(6, 4), torch.zeros(6), torch.zeros(4)
+    cost = cost_of(call(torch.addr, added, left, right))
+    assert (cost.family, cost.vector_flops) == ("pointwise", {"float32": 2 * 24})
+    assert (cost.work.bytes_read, cost.work.bytes_written) == (4 * 34, 4 * 24)
+    alone = cost_of(call(torch.addr, added, left, right, beta=0))
+    assert (alone.work.bytes_read, alone.vector_flops) == (4 * 10, {"float32": 24})
+
+
+def test_three_factors_are_charged_their_bytes(call):
+    bilinear = torch.nn.Bilinear(3, 4, 5, bias=False)
+    with torch.no_grad():
+        op = call(torch.ops.aten._trilinear, torch.zeros(2, 3), bilinear.weight, torch.zeros(2, 4),
+                  [1, 3], [0], [1, 2], [2, 3])  # fmt: skip
+    cost = cost_of(op)
+    assert (cost.flops, cost.vector_flops) == ({}, {})
+    assert (cost.work.bytes_read, cost.work.bytes_written) == (4 * (6 + 60 + 8), 4 * 10)
+
+
+def test_a_sparse_factor_is_not_known(call):
+    from dataclasses import replace
+
+    op = call(torch.mm, empty(8, 16), empty(16, 4))
+    sparse = replace(op.tensor("mat2"), shape=(0,), strides=(1,))
+    assert cost_of(replace(op, arguments={**op.arguments, "mat2": sparse})).flops == {}
+
+
+@pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="this torch has none")
+def test_products_of_lists(call):
+    left, right = [torch.zeros(8, 16), torch.zeros(2, 3)], [torch.zeros(16, 4), torch.zeros(3, 5)]
+    cost = cost_of(call(torch._foreach_mm, left, right))
+    assert cost.vector_flops == {"float32": 2 * (8 * 16 * 4 + 2 * 3 * 5)}
+    assert (cost.work.bytes_read, cost.work.bytes_written) == (4 * (128 + 64 + 6 + 15), 4 * (32 + 10))

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nearpeak.work.cost import cost_of
 from nearpeak.work.families.movement import _on_or_below
 from nearpeak.work.model import Work
 
@@ -133,3 +134,10 @@ def test_jagged_rows_write_the_result_and_may_read_none(cost):
     offsets = torch.tensor([0, 2, 8])
     found = cost(aten._jagged_to_padded_dense_forward, X, [offsets], [4], 0.0)
     assert found.work == Work(bytes_read=24, bytes_written=2 * 4 * 16 * 4)
+
+
+def test_equality_may_be_settled_by_one_pair(call):
+    x = torch.zeros(100)
+    assert cost_of(call(torch.equal, x, torch.ones(100))).work.bytes_read == 8
+    assert cost_of(call(torch.equal, x, torch.ones(10))).work.bytes_read == 0
+    assert cost_of(call(torch.allclose, x, torch.ones(1))).work.bytes_read == 8

@@ -32,7 +32,7 @@ def tagged():
             yield packet, overload
 
 
-def test_the_list_is_what_torch_tags():
+def test_the_list_is_what_torch_tags(checked_torch):
     assert {packet for packet, _ in tagged()} == {*pointwise.TAGGED, *ELSEWHERE}
     overloads = {f"{packet}.{overload}" for packet, overload in tagged() if packet in ("max", "min")}
     assert overloads == set(pointwise.TAGGED_OVERLOADS)
@@ -128,16 +128,24 @@ def test_comparisons_write_one_byte_per_element(call):
     assert (found.bytes_read, found.bytes_written) == (400, 100)
 
 
-def test_where_reads_the_condition_and_both_branches(call):
+def test_where_reads_the_condition_and_one_branch_for_each_element(call):
     found = work(call(torch.where, torch.zeros(100, dtype=torch.bool), torch.zeros(100), torch.ones(100)))
-    assert (found.bytes_read, found.bytes_written, found.vector_flops) == (900, 400, {})
+    assert (found.bytes_read, found.bytes_written, found.vector_flops) == (500, 400, {})
 
 
-def test_masked_fill_in_place_does_not_need_the_old_values(call):
+def test_where_with_a_number_or_a_row_may_need_nothing_else(call):
+    condition, x = torch.zeros(10, 10, dtype=torch.bool), torch.zeros(10, 10)
+    assert work(call(torch.where, condition, x, torch.tensor(1.0))).bytes_read == 100
+    assert work(call(torch.where, condition, x, torch.zeros(10))).bytes_read == 140
+    assert work(call(torch.where, condition, torch.zeros(10).expand(10, 10), x)).bytes_read == 140
+
+
+def test_masked_fill_needs_only_the_mask(call):
     x, mask = torch.zeros(100), torch.zeros(100, dtype=torch.bool)
-    assert work(call(x.masked_fill, mask, 1.0)).bytes_read == 500
+    copy = work(call(x.masked_fill, mask, 1.0))
+    assert (copy.bytes_read, copy.bytes_written) == (100, 400)
     found = work(call(x.masked_fill_, mask, 1.0))
-    assert (found.bytes_read, found.bytes_written, found.vector_flops) == (100, 400, {})
+    assert (found.bytes_read, found.bytes_written, found.vector_flops) == (100, 0, {})
 
 
 def test_a_power_of_zero_reads_nothing(call):
@@ -176,3 +184,21 @@ def test_nothing_is_charged_beyond_the_operands(call, shape, dtype):
     found = work(call(torch.add, x, torch.zeros_like(x)))
     assert found.bytes == 3 * x.nbytes
     assert sum(found.vector_flops.values()) == (x.numel() if dtype.is_floating_point else 0)
+
+
+def test_a_sparse_operand_is_not_known(call):
+    dense = call(torch.add, torch.zeros(10, 10), torch.zeros(10, 10))
+    empty = dataclasses.replace(dense.tensor("other"), shape=(0,), strides=(1,))
+    op = dataclasses.replace(dense, arguments={**dense.arguments, "other": empty})
+    cost = cost_of(op)
+    assert (cost.model, cost.work.bytes_read, cost.work.bytes_written) == ("operands", 0, 400)
+    in_place = dataclasses.replace(op, name="aten.add_.Tensor", outputs=(op.tensor("self"),), mutated=("self",))
+    assert cost_of(in_place).work.bytes == 0
+
+
+@pytest.mark.parametrize("change", [lambda x: x.clamp_(-1, 1), lambda x: x.nan_to_num_(), lambda x: x.clamp_min_(0)])
+def test_what_leaves_usual_data_as_they_are_need_not_write_them(call, change):
+    found = work(call(change, torch.zeros(100)))
+    assert (found.bytes_read, found.bytes_written) == (400, 0)
+    assert work(call(torch.relu_, torch.zeros(100))).bytes_written == 400
+    assert work(call(torch.clamp, torch.zeros(100), -1, 1)).bytes_written == 400

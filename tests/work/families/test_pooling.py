@@ -1,9 +1,11 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpeak.work.cost import cost_of, registered
+from nearpeak.work.cost import cost_of
 from nearpeak.work.families import pooling
 
 aten = torch.ops.aten
@@ -22,13 +24,6 @@ def of(op):
 
 def image(*size):
     return torch.zeros(2, 3, *(size or (16, 16)))
-
-
-def test_all_names_exist_in_torch():
-    names = [name for name, formula in registered().items() if formula.__module__ == pooling.__name__]
-    assert len(names) > 40
-    for name in names:
-        assert getattr(aten, name.removeprefix("aten.")).overloads(), name
 
 
 def test_max_pool_writes_values_and_indices(call):
@@ -126,3 +121,23 @@ def test_a_grid_chooses_what_is_read(call):
     assert of(call(aten.grid_sampler_2d, image(), grid, 0, 0, False)) == (2 * 64 * 8, 2 * 3 * 64 * 4)
     op = call(aten.grid_sampler_2d_backward, image(8, 8), image(), grid, 0, 0, False, [True, True])
     assert of(op) == (2 * 3 * 64 * 4 + 2 * 64 * 8, IMAGE * 4 + 2 * 64 * 8)
+
+
+def test_fractional_windows_touch_a_window_and_a_place_for_each_further_result(call):
+    x, samples = torch.randn(1, 2, 32, 32), torch.rand(1, 2, 2)
+    values, indices = 2 * 64 * 4, 2 * 64 * 8
+    assert of(call(aten.fractional_max_pool2d, x, [2, 2], [8, 8], samples)) == (2 * 81 * 4 + 16, values + indices)
+    whole = call(aten.fractional_max_pool2d, x, [2, 2], [31, 31], samples)
+    assert of(whole)[0] == 2 * 32 * 32 * 4 + 16
+
+
+def test_a_grid_is_written_from_its_matrices(call):
+    assert of(call(aten.affine_grid_generator, torch.zeros(2, 2, 3), [2, 3, 8, 8], False)) == (48, 2 * 64 * 2 * 4)
+
+
+def test_one_dimensional_pooling(call):
+    op = call(aten.avg_pool2d, torch.zeros(1, 2, 1, 32), [1, 4])
+    line = {"self": dataclasses.replace(op.tensor("self"), shape=(1, 2, 32), strides=(64, 32, 1)), "kernel_size": (4,)}
+    result = dataclasses.replace(op.outputs[0], shape=(1, 2, 8), strides=(16, 8, 1))
+    one = dataclasses.replace(op, name="aten.avg_pool1d.out", arguments=line, outputs=(result,))
+    assert of(one) == of(op) == (64 * 4, 16 * 4)

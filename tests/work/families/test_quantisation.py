@@ -2,20 +2,11 @@ import pytest
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
 
-from nearpeak.work.cost import cost_of, registered
-from nearpeak.work.families import quantisation
+from nearpeak.work.cost import cost_of
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
 aten = torch.ops.aten
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, function in registered().items() if function.__module__ == quantisation.__name__]
-)
-def test_the_operator_exists(name):
-    namespace, operator = name.split(".")
-    assert hasattr(getattr(torch.ops, namespace), operator)
 
 
 def tensor(number, shape, dtype):
@@ -97,3 +88,9 @@ def test_int4_weights_are_read_packed():
     cost = cost_of(op)
     assert cost.flops == {"bfloat16": 2 * 3 * 256 * 32}
     assert cost.work.bytes_read == 2 * 3 * 256 + 32 * 256 / 2 + 2 * 128
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_the_range_may_be_found_on_the_way(call):
+    op = call(torch.quantize_per_tensor_dynamic, torch.randn(100), torch.quint8, False)
+    assert cost_of(op).work.bytes_read == 400

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from nearpeak.work.cost import cost_of, registered
-from nearpeak.work.families import random
+from nearpeak.work.cost import cost_of
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -14,14 +13,6 @@ def work(op):
 def of(op):
     assert cost_of(op).family == "random", op.name
     return work(op).bytes_read, work(op).bytes_written
-
-
-def test_all_names_exist_in_torch():
-    names = [name for name, formula in registered().items() if formula.__module__ == random.__name__]
-    assert len(names) > 40
-    for name in names:
-        _, packet, *overload = name.split(".")
-        assert set(overload) <= set(getattr(torch.ops.aten, packet).overloads()), name
 
 
 @pytest.mark.parametrize(
@@ -53,8 +44,8 @@ def test_probabilities_are_read(call):
 
 def test_dropout_writes_its_mask(call):
     op = call(torch.native_dropout, torch.zeros(100), 0.1, True)
-    assert of(op) == (400, 500)
-    assert work(op).vector_flops == {"float32": 100}
+    assert of(op) == (pytest.approx(400 * (1 - 0.1**8)), 500)
+    assert work(op).vector_flops == {"float32": pytest.approx(90)}
 
 
 def dropout(p, train):
@@ -66,7 +57,8 @@ def dropout(p, train):
 
 
 def test_dropout_by_its_arguments():
-    assert of(dropout(0.1, True)) == (200, 300)
+    assert of(dropout(0.1, True)) == (pytest.approx(200), 300)
+    assert of(dropout(0.9, True)) == (pytest.approx(200 * (1 - 0.9**16)), 300)  # whole pieces are dropped
     assert of(dropout(1.0, True)) == (0, 300)  # all is dropped: the input is not needed
     assert work(dropout(1.0, True)).vector_flops == {}
     assert of(dropout(1.0, False)) == (200, 300)
@@ -76,8 +68,8 @@ def test_dropout_by_its_arguments():
 def test_dropout_backward_reads_gradient_and_mask(call):
     mask = torch.ones(100, dtype=torch.bool)
     op = call(torch.ops.aten.native_dropout_backward, torch.zeros(100), mask, 2.0)
-    assert of(op) == (500, 400)
-    assert work(op).vector_flops == {"float32": 100}
+    assert of(op) == (100 + 400 * (1 - 0.5**8), 400)
+    assert work(op).vector_flops == {"float32": 50}
 
 
 @pytest.mark.parametrize(("training", "written"), [(True, 800), (False, 400)])

@@ -130,7 +130,7 @@ def test_put_by_a_mask_meets_every_place_once(cost):
 def test_put_of_one_value_by_a_mask_may_meet_nothing(cost):
     target, mask, value = table(), torch.arange(100) < 3, torch.tensor(1.0)
     assert cost(lambda: target.index_put_((mask,), value)).work == Work(bytes_read=100)
-    assert cost(lambda: target.index_put((mask,), value)).work == Work(bytes_read=100 + SIZE, bytes_written=SIZE)
+    assert cost(lambda: target.index_put((mask,), value)).work == Work(bytes_read=100, bytes_written=SIZE)
 
 
 def test_put_of_nothing_costs_nothing(cost):
@@ -173,3 +173,14 @@ def test_half_types_are_added_in_float32_and_integers_do_no_flops(cost):
     assert half.vector_flops == {"float32": 48}
     assert cost(table().double().index_add_, 0, IDS, ROWS.double()).vector_flops == {"float64": 48}
     assert cost(table().long().index_add_, 0, IDS, ROWS.long()).vector_flops == {}
+
+
+def test_segments_read_their_data_where_lengths_cover_them(call):
+    data, lengths = torch.randn(10, 4), torch.tensor([4, 6])
+    op = call(torch.ops.aten.segment_reduce, data, "sum", lengths=lengths)
+    assert (cost_of(op).work.bytes_read, cost_of(op).work.bytes_written) == (160 + 16, 32)
+    unsafe = call(torch.ops.aten.segment_reduce, data, "sum", lengths=lengths, unsafe=True)
+    assert cost_of(unsafe).work.bytes_read == 16
+    out = torch.ops.aten.segment_reduce(data, "sum", lengths=lengths)
+    back = call(torch.ops.aten._segment_reduce_backward, torch.ones_like(out), out, data, "sum", lengths=lengths)
+    assert (cost_of(back).work.bytes_read, cost_of(back).work.bytes_written) == (32 + 16, 160)

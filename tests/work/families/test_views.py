@@ -34,7 +34,7 @@ def derived():
     return found
 
 
-def test_the_views_are_those_that_the_schemas_tell():
+def test_the_views_are_those_that_the_schemas_tell(checked_torch):
     assert {*views.VIEWS, *views.MAY_COPY, *SCRIPT_ONLY, *NOT_VIEWS} == derived()
 
 

@@ -25,12 +25,13 @@ from nearpeak.work.families.matrix import engines, vector_dtype
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
-_HEADS_FIRST, _SEQUENCE_FIRST = -2, -3
+HEADS_FIRST, SEQUENCE_FIRST = -2, -3
 """The dimension of the sequence: SDPA has (batch, heads, sequence, head), the raw operators (batch, sequence, heads,
 head), and without the batch where sequences are packed."""
 
 
-def _forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | None = None) -> Cost:
+def forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | None = None) -> Cost:
+    """Reads the queries, keys and values of `pairs`, writes the output and the log-sum-exp: two products."""
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     heads = _heads(query, key, value, axis)
     flops, vector = _flops(op, 2 * (query.shape[-1] + value.shape[-1]), heads * pairs.count, tf32)
@@ -49,7 +50,7 @@ def _forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | No
     return Cost(family="attention", reads=accesses(*reads), writes=accesses(*writes), flops=flops, vector_flops=vector)
 
 
-def _backward(
+def backward(
     op: Op,
     axis: int,
     pairs: Pairs,
@@ -58,8 +59,10 @@ def _backward(
     wanted: Sequence[bool] = (True, True, True, False),
     tf32: bool | None = None,
 ) -> Cost:
-    """`wanted`: the gradients of query, key, value and mask. Without the first two and the last there are no scores
-    to differentiate, and only the product for the values remains."""
+    """Up to five products, and the gradients that are `wanted`: of query, key, value and mask.
+
+    Without the first two and the last there are no scores to differentiate: only the product for the values remains.
+    """
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     grad = op.tensor("grad_out_" if "grad_out_" in op.arguments else "grad_out")
     for_query, for_key, for_value, for_mask = wanted
@@ -122,7 +125,7 @@ def _flops(op: Op, per_pair: int, pairs: int, tf32: bool | None) -> tuple[dict[s
 
 
 def _sdpa_pairs(op: Op) -> Pairs:
-    queries, keys = op.tensor("query").shape[_HEADS_FIRST], op.tensor("key").shape[_HEADS_FIRST]
+    queries, keys = op.tensor("query").shape[HEADS_FIRST], op.tensor("key").shape[HEADS_FIRST]
     return banded(queries, keys, right=0 if op.arguments.get("is_causal") else None)
 
 
@@ -134,18 +137,18 @@ def _sdpa_pairs(op: Op) -> Pairs:
 )
 def _sdpa(op: Op) -> Cost:
     mask = "attn_mask" if "attn_mask" in op.arguments else "attn_bias"
-    return _forward(op, _HEADS_FIRST, _sdpa_pairs(op), mask=mask)
+    return forward(op, HEADS_FIRST, _sdpa_pairs(op), mask=mask)
 
 
 @formula("aten._scaled_dot_product_efficient_attention")
 def _sdpa_efficient(op: Op) -> Cost:
-    return _forward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", tf32=True)
+    return forward(op, HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", tf32=True)
 
 
 @formula("aten.scaled_dot_product_attention", "aten._scaled_dot_product_attention_math")
 def _sdpa_whole(op: Op) -> Cost:
     """Not yet lowered to a kernel: no log-sum-exp; what it returns, probabilities perhaps, is written."""
-    cost = _forward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_mask")
+    cost = forward(op, HEADS_FIRST, _sdpa_pairs(op), mask="attn_mask")
     return replace(cost, writes=every(op.written))
 
 
@@ -156,18 +159,18 @@ def _sdpa_whole(op: Op) -> Cost:
 )
 def _sdpa_backward(op: Op) -> Cost:
     mask = "attn_mask" if "attn_mask" in op.arguments else "attn_bias"
-    return _backward(op, _HEADS_FIRST, _sdpa_pairs(op), mask=mask)
+    return backward(op, HEADS_FIRST, _sdpa_pairs(op), mask=mask)
 
 
 @formula("aten._scaled_dot_product_fused_attention_overrideable_backward")
 def _sdpa_overrideable_backward(op: Op) -> Cost:
-    return _backward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", wanted=op.arguments["grad_input_mask"])
+    return backward(op, HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", wanted=op.arguments["grad_input_mask"])
 
 
 @formula("aten._scaled_dot_product_efficient_attention_backward")
 def _sdpa_efficient_backward(op: Op) -> Cost:
     wanted = op.arguments["grad_input_mask"]
-    return _backward(op, _HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", wanted=wanted, tf32=True)
+    return backward(op, HEADS_FIRST, _sdpa_pairs(op), mask="attn_bias", wanted=wanted, tf32=True)
 
 
 @formula(
@@ -175,12 +178,12 @@ def _sdpa_efficient_backward(op: Op) -> Cost:
     "aten._flash_attention_forward_no_dropout_inplace",
 )
 def _flash(op: Op) -> Cost:
-    return _forward(op, _SEQUENCE_FIRST, _flash_pairs(op))
+    return forward(op, SEQUENCE_FIRST, _flash_pairs(op))
 
 
 @formula("aten._flash_attention_backward")
 def _flash_backward(op: Op) -> Cost:
-    return _backward(op, _SEQUENCE_FIRST, _flash_pairs(op))
+    return backward(op, SEQUENCE_FIRST, _flash_pairs(op))
 
 
 def _flash_pairs(op: Op) -> Pairs:
@@ -195,15 +198,33 @@ def _limit(window: int | None) -> int | None:
     return None if window is None or window < 0 else window
 
 
+@formula("aten._cudnn_attention_forward")
+def _cudnn(op: Op) -> Cost:
+    return forward(op, *_cudnn_pairs(op), mask="attn_bias")
+
+
+@formula("aten._cudnn_attention_backward")
+def _cudnn_backward(op: Op) -> Cost:
+    return backward(op, *_cudnn_pairs(op), mask="attn_bias")
+
+
+def _cudnn_pairs(op: Op) -> tuple[int, Pairs]:
+    """Heads go first as in SDPA, and the sequence where sequences are packed. A causal mask aligns top left."""
+    if len(op.tensor("query").shape) == 4:
+        return HEADS_FIRST, _sdpa_pairs(op)
+    right = 0 if op.arguments.get("is_causal") else None
+    return SEQUENCE_FIRST, _raw_pairs(op, "cum_seq_q", "cum_seq_k", (), None, right, aligned_right=False)
+
+
 @formula("aten._efficient_attention_forward")
 def _efficient(op: Op) -> Cost:
-    return _forward(op, _SEQUENCE_FIRST, _efficient_pairs(op), mask="bias", tf32=True)
+    return forward(op, SEQUENCE_FIRST, _efficient_pairs(op), mask="bias", tf32=True)
 
 
 @formula("aten._efficient_attention_backward")
 def _efficient_backward(op: Op) -> Cost:
     wanted = (True, True, True, bool(op.arguments["bias_requires_grad"]))
-    return _backward(op, _SEQUENCE_FIRST, _efficient_pairs(op), mask="bias", wanted=wanted, tf32=True)
+    return backward(op, SEQUENCE_FIRST, _efficient_pairs(op), mask="bias", wanted=wanted, tf32=True)
 
 
 def _efficient_pairs(op: Op) -> Pairs:
@@ -217,7 +238,7 @@ def _efficient_pairs(op: Op) -> Pairs:
 def _raw_pairs(
     op: Op, ends: str, key_ends: str, fill: tuple[str, ...], left: int | None, right: int | None, *, aligned_right: bool
 ) -> Pairs:
-    queries, keys = op.tensor("query").shape[_SEQUENCE_FIRST], op.tensor("key").shape[_SEQUENCE_FIRST]
+    queries, keys = op.tensor("query").shape[SEQUENCE_FIRST], op.tensor("key").shape[SEQUENCE_FIRST]
     if any(op.arguments.get(name) is not None for name in fill):
         return Pairs(count=0, queries=(0, 0), keys=(0, 0))
     cuts = op.arguments.get(ends)

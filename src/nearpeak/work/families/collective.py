@@ -38,13 +38,16 @@ def _broadcast(op: Op) -> Cost:
     return Cost(family="collective", writes=every(op.written))
 
 
-@formula("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", "c10d.barrier")
+@formula(
+    "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", "c10d.barrier", "c10d.monitored_barrier_"
+)
 def _nothing(op: Op) -> Cost:
     return Cost(family="collective")
 
 
-@formula("c10d.send", "_c10d_functional.isend")
+@formula("c10d.send", "c10d.reduce_", "c10d.check_for_nan", "_c10d_functional.isend")
 def _send(op: Op) -> Cost:
+    """`reduce_` changes the tensor of one rank, which may be another."""
     return Cost(family="collective", reads=every(_under(op, "tensor", "tensors")))
 
 
@@ -64,11 +67,32 @@ def _in_place(op: Op) -> Cost:
     *(f"c10d.{name}" for name in ("_allgather_base_", "allgather_", "allgather_coalesced_")),
     *(f"c10d.{name}" for name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")),
     *(f"c10d.{name}" for name in ("_reduce_scatter_base_", "reduce_scatter_", "alltoall_base_", "alltoall_")),
+    *(f"c10d.{name}" for name in ("gather_", "scatter_")),
 )
 def _given_outputs(op: Op) -> Cost:
-    """Outputs are arguments, by one of four names."""
+    """Outputs are arguments, by one of several names. Where only one rank gives or gets, others pass an empty list."""
     return Cost(
         family="collective",
         reads=every(_under(op, "input", "inputs", "input_tensor", "input_tensors", "input_list")),
         writes=every(_under(op, "output", "outputs", "output_tensor", "output_tensors", "output_lists")),
     )
+
+
+@formula("_c10d_functional.batch_p2p_ops")
+def _batch(op: Op) -> Cost:
+    """What is sent is read, what is received is written."""
+    kinds = tuple(zip(op.arguments["op_list"], op.tensors("tensors"), strict=False))
+    return Cost(
+        family="collective",
+        reads=every(tensor for kind, tensor in kinds if "send" in kind),
+        writes=every(tensor for kind, tensor in kinds if "recv" in kind),
+    )
+
+
+@formula(
+    *(f"symm_mem.{name}" for name in ("one_shot_all_reduce", "one_shot_all_reduce_copy", "two_shot_all_reduce_")),
+    *(f"symm_mem.{name}" for name in ("multimem_all_reduce_", "multimem_one_shot_all_reduce")),
+)
+def _symmetric(op: Op) -> Cost:
+    """All-reduces through memory that all ranks see: this rank's part read by someone, its result written."""
+    return Cost(family="collective", reads=every(_under(op, "input", "local_input")), writes=every(op.written))

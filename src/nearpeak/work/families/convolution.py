@@ -7,11 +7,17 @@ input positions that no tap meets (three quarters of them in a 1x1 convolution o
 Fast algorithms do fewer multiplications, so the direct count is no floor where they apply: stride 1, no dilation,
 not depthwise (where the transforms cost what they save). There the count is divided
 
-- on the matrix engine by 36/16 = 2.25 for 3x3 kernels in two dimensions: Winograd's F(2x2, 3x3) takes 16
-  multiplications where the direct form takes 36. Larger tiles multiply less still, but move their transforms through
-  memory, or lose the precision of these dtypes;
 - on the vector units by 2/3 of the number of taps where that is above 1: a Fourier transform leaves half a spectrum of
-  complex products, three multiplications each, for any kernel; this covers Winograd's larger tiles (F(4x4, 3x3): 4).
+  complex products, three multiplications each, for any kernel; this covers Winograd's tiles (F(4x4, 3x3): 4);
+- on the matrix engine by the larger of two factors.
+  One is Winograd's with tiles of 4x4 results, for square kernels in two dimensions: (4 k)^2 multiplications in the
+  direct form, (k + 3)^2 in the tile, so 4 for a 3x3 kernel and 6.25 for 5x5. Such kernels exist: cuDNN lists its
+  Winograd without fusion, which takes 3x3 and 5x5, among its algorithms for tensor cores in all three directions, and
+  TVM's template for tensor cores in float16 uses these tiles. No library is known to use larger ones in these dtypes,
+  whose precision they exceed.
+  The other is the Fourier transform's 2/3 of the taps over 8. cuDNN does not list its transforms among the algorithms
+  for tensor cores; they run on the vector units, which are 8 times slower or more on every data-centre GPU (8 on V100
+  and MI300X, 15 on H100). It counts for large kernels: 10 for 11x11.
 
 The bias is added on the accumulator and costs its bytes.
 """
@@ -29,8 +35,8 @@ from nearpeak.work.families.matrix import engines, result, vector_dtype
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
-WINOGRAD = 36 / 16
-"""Direct multiplications over those of F(2x2, 3x3)."""
+VECTOR_LAG = 8
+"""How many times slower the vector units are than the matrix engine, at the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +138,22 @@ def _flops(op: Op, geometry: _Geometry, dtype: str, products: int = 1) -> tuple[
     tf32 = bool(op.arguments.get("allow_tf32", op.tf32_convolutions)) and "mkldnn" not in op.name
     matrix, vector = engines(dtype, 2 * products * geometry.multiply_adds, tf32=tf32)
     if geometry.fast:
-        if geometry.kernel == (3, 3):
-            matrix = {name: flops / WINOGRAD for name, flops in matrix.items()}
         spectrum = max(1.0, math.prod(geometry.kernel) / 1.5)
+        saved = max(winograd(geometry.kernel), spectrum / VECTOR_LAG)
+        matrix = {name: flops / saved for name, flops in matrix.items()}
         vector = {name: flops / spectrum for name, flops in vector.items()}
     return matrix, vector
+
+
+def winograd(kernel: tuple[int, ...]) -> float:
+    """Multiplications of the direct form over those of Winograd's with tiles of 4x4 results; 1 where it has none.
+
+    >>> winograd((3, 3)), winograd((5, 5)), winograd((3,))
+    (4.0, 6.25, 1.0)
+    """
+    if len(kernel) != 2 or kernel[0] != kernel[1]:
+        return 1.0
+    return (4 * kernel[0] / (kernel[0] + 3)) ** 2
 
 
 def _forward(op: Op, data: str, *, transposed: bool, added: tuple[str, ...] = ("bias",), pointwise: int = 0) -> Cost:
@@ -163,7 +180,7 @@ def _convolution(op: Op) -> Cost:
     return _forward(op, "input", transposed=bool(op.arguments["transposed"]))
 
 
-@formula("aten.conv1d", "aten.conv2d", "aten.conv3d")
+@formula("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten._nnpack_spatial_convolution")
 def _whole(op: Op) -> Cost:
     return _forward(op, "input", transposed=False)
 
@@ -175,6 +192,8 @@ def _whole_transposed(op: Op) -> Cost:
 
 @formula(
     "aten.cudnn_convolution",
+    "aten.miopen_convolution",
+    "aten.miopen_depthwise_convolution",
     "aten.mkldnn_convolution",
     "aten._conv_depthwise2d",
     "aten.conv_depthwise3d",
@@ -187,20 +206,60 @@ def _backend(op: Op) -> Cost:
     return _forward(op, "self", transposed=False)
 
 
-@formula("aten.cudnn_convolution_transpose", "aten.slow_conv_transpose2d", "aten.slow_conv_transpose3d")
+@formula(
+    "aten.cudnn_convolution_transpose",
+    "aten.miopen_convolution_transpose",
+    "aten.slow_conv_transpose2d",
+    "aten.slow_conv_transpose3d",
+)
 def _backend_transposed(op: Op) -> Cost:
     return _forward(op, "self", transposed=True)
 
 
-@formula("aten.cudnn_convolution_relu")
+@formula("aten.cudnn_convolution_relu", "aten.miopen_convolution_relu")
 def _with_relu(op: Op) -> Cost:
     return _forward(op, "self", transposed=False, pointwise=1)
 
 
-@formula("aten.cudnn_convolution_add_relu")
+@formula("aten.cudnn_convolution_add_relu", "aten.miopen_convolution_add_relu")
 def _with_add_and_relu(op: Op) -> Cost:
     """Reads `z`, which it adds."""
     return _forward(op, "self", transposed=False, added=("bias", "z"), pointwise=1)
+
+
+@formula("aten.conv_tbc")
+def _time_first(op: Op) -> Cost:
+    """One dimension, with time, batch and channels in this order; the kernel has taps, channels in, channels out."""
+    source, weight, out = op.tensor("self"), op.tensor("weight"), result(op)
+    if not out.elements:
+        return Cost(family="convolution")
+    met = overlap(source.shape[0], out.shape[0], weight.shape[0], 1, int(op.arguments["pad"]), 1)
+    count = float(met.taps * source.shape[1] * weight.shape[1] * weight.shape[2])
+    geometry = _Geometry(
+        multiply_adds=count, input=met.line, weight=met.kernel, output=met.windows, fast=True, kernel=weight.shape[:1]
+    )
+    matrix, vector = _flops(op, geometry, source.dtype)
+    return Cost(
+        family="convolution",
+        reads=accesses((source, source.bytes * met.line), (weight, weight.bytes * met.kernel), *op.tensors("bias")),
+        writes=every(op.written),
+        flops=matrix,
+        vector_flops=vector,
+    )
+
+
+@formula("aten._slow_conv2d_backward")
+def _slow_backward(op: Op) -> Cost:
+    """As `convolution_backward`, with other names for its arguments; the form with outputs gives all three."""
+    arguments = {
+        "groups": 1,
+        "transposed": False,
+        "dilation": 1,
+        "output_mask": (True, True, True),
+        **op.arguments,
+        "input": op.arguments["self"],
+    }
+    return _backward(replace(op, arguments=arguments))
 
 
 @formula("aten.convolution_backward", "aten.convolution_backward_overrideable")

@@ -12,11 +12,14 @@ from nearpeak.work.tensor import Tensor
 
 UNWRITTEN = (
     "aten._efficientzerotensor",  # zeros that are known to be zeros and have no memory
+    "aten._empty_affine_quantized",
+    "aten._empty_per_channel_affine_quantized",
     "aten.empty",
     "aten.empty_like",
     "aten.empty_permuted",
     "aten.empty_quantized",
     "aten.empty_strided",
+    "aten.from_file",  # a file that is mapped: pages come when they are touched
     "aten.new_empty",
     "aten.new_empty_strided",
 )

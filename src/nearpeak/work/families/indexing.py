@@ -80,6 +80,14 @@ def embedding_renorm(op: Op) -> Cost:
     return Cost(family="indexing", reads=accesses(indices, (table, row)))
 
 
+@formula("aten.embedding_renorm")
+def embedding_renorm_copy(op: Op) -> Cost:
+    """As `embedding_renorm_`, into a copy of the table."""
+    return Cost(
+        family="indexing", reads=accesses(op.tensor("indices"), op.tensor("self")), writes=accesses(*op.outputs)
+    )
+
+
 @formula("aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only")
 def embedding_bag(op: Op) -> Cost:
     """Indices and offsets read, one row of the table, and the bags written.

@@ -2,8 +2,10 @@
 
 Counted: a multiply-add as 2 FLOPs on the engine that takes the operands' dtype, each operand once through its strides,
 the result once. Not counted: adding the bias and scaling by `alpha` or `beta`, which ride on the accumulator, nor are
-algorithms of the Strassen kind considered, which no library uses. `beta=0` means that the addend is not read, `alpha=0`
-that the factors are not. A complex product takes three real ones (Gauss), the fewest that libraries use.
+algorithms of the Strassen kind considered, which no library uses, nor float32 products that are put together from
+several of a shorter dtype (three of tf32, nine of bfloat16), which no library that torch calls does unless it is told
+to. `beta=0` means that the addend is not read, `alpha=0` that the factors are not. A complex product takes three real
+ones (Gauss), the fewest that libraries use.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ def product(
         return Cost(family="matrix")
     a, b = op.tensor(left), op.tensor(right)
     inner = (a.shape[-1] if contracted is None else contracted) * _packed(a)
+    if not b.elements:  # a sparse factor, of which nothing is known, is recorded as an empty one
+        inner = 0
     reads: list[Tensor | tuple[Tensor, float]] = list(extra)
     scale = op.arguments.get("alpha", 1)
     if scale == 0:
@@ -199,3 +203,32 @@ def _grouped_mm(op: Op) -> Cost:
 
 def _shares(scales: tuple[Tensor, ...], groups: int) -> list[tuple[Tensor, float]]:
     return [(scale, scale.bytes / groups) for scale in scales]
+
+
+@formula("aten._foreach_mm")
+def _products(op: Op) -> Cost:
+    """One product for each pair of the lists."""
+    pairs = list(zip(op.tensors("self"), op.tensors("mat2"), op.outputs, strict=True))
+    count = sum(2.0 * out.elements * left.shape[-1] for left, _, out in pairs)
+    dtype = pairs[0][0].dtype if pairs else "float32"
+    flops, vector_flops = engines(dtype, count, tf32=op.tf32_products)
+    reads = every(tensor for left, right, out in pairs if out.elements for tensor in (left, right))
+    return Cost(family="matrix", reads=reads, writes=every(op.written), flops=flops, vector_flops=vector_flops)
+
+
+@formula("aten.addr", "aten.addr_")
+def _outer(op: Op) -> Cost:
+    """The product of each pair of elements and the addend, unless `beta` is 0; pointwise, as nothing is contracted."""
+    out = result(op)
+    added = op.tensors("self") if op.arguments.get("beta", 1) != 0 else ()
+    flops = (1.0 + len(added)) * out.elements
+    vector_flops = {vector_dtype(out.dtype): flops} if flops and (out.is_floating or "complex" in out.dtype) else {}
+    reads = every((*added, *op.tensors("vec1", "vec2"))) if out.elements else ()
+    return Cost(family="pointwise", reads=reads, writes=every(op.written), vector_flops=vector_flops)
+
+
+@formula("aten._trilinear")
+def _trilinear(op: Op) -> Cost:
+    """Three operands, of which any two may meet first: their bytes are certain, the FLOPs depend on the order."""
+    writes = every(op.written)
+    return Cost(family="matrix", reads=every(op.tensors("i1", "i2", "i3")) if writes else (), writes=writes)

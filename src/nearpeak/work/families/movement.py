@@ -24,6 +24,7 @@ COPIES_OF_VIEWS = (
     "aten.detach_copy",
     "aten.diagonal_copy",
     "aten.expand_copy",
+    "aten._make_dual_copy",
     "aten.lift_fresh_copy",
     "aten.narrow_copy",
     "aten.permute_copy",
@@ -242,6 +243,21 @@ def pack(op: Op) -> Cost:
     """What the packed sequences hold read, and written."""
     source, packed = op.tensor("input"), op.outputs[0]
     return moved([(source, min(source.bytes, packed.elements * source.item_bytes))], op.outputs[:1])
+
+
+@formula("aten.equal")
+def equal(op: Op) -> Cost:
+    """One element of each read: two that differ settle it, and torch stops there on a CPU."""
+    pair = op.tensors("self", "other")
+    same = len({tensor.shape for tensor in pair}) == 1
+    return moved([(tensor, tensor.item_bytes) for tensor in pair if same and tensor.elements], [])
+
+
+@formula("aten.allclose")
+def all_close(op: Op) -> Cost:
+    """As `equal`, where the shapes may be broadcast."""
+    pair = op.tensors("self", "other")
+    return moved([(tensor, tensor.item_bytes) for tensor in pair if all(each.elements for each in pair)], [])
 
 
 @formula("aten._jagged_to_padded_dense_forward", "aten._padded_dense_to_jagged_forward")

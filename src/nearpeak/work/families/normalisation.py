@@ -23,7 +23,14 @@ def _cost(
     )
 
 
-@formula("aten._softmax", "aten._log_softmax", "aten._safe_softmax", "aten._masked_softmax")
+@formula(
+    "aten._softmax",
+    "aten._log_softmax",
+    "aten._safe_softmax",
+    "aten._masked_softmax",
+    "aten.softmax",
+    "aten.log_softmax",
+)
 def softmax(op: Op) -> Cost:
     """Reads the input (and the mask), writes the output; an exponential, a sum and a scaling per element."""
     return _cost(read(op), op.written, op.tensor("self"), 3)
@@ -138,6 +145,27 @@ def _batch_norm_backward(op: Op, gradient_name: str, training: bool, wanted: tup
 def batch_norm_statistics(op: Op) -> Cost:
     """Reads the input, writes mean and reciprocal deviation: a sum and a sum of squares (2)."""
     return _cost(read(op), op.written, op.tensor("input"), 3)
+
+
+@formula("aten.batch_norm_update_stats")
+def batch_norm_update(op: Op) -> Cost:
+    """As `batch_norm_statistics`; the running statistics are read and written."""
+    running = tuple(_present(op, "running_mean", "running_var"))
+    return _cost(read(op), op.written + running, op.tensor("input"), 3)
+
+
+@formula("aten.batch_norm_gather_stats", "aten.batch_norm_gather_stats_with_counts")
+def batch_norm_gather(op: Op) -> Cost:
+    """Reads what all ranks found and the running statistics, writes those of all together; the input is not read."""
+    running = tuple(_present(op, "running_mean", "running_var"))
+    return _cost(read(op, unread=("input",)), op.written + running, op.tensor("mean"), 1)
+
+
+@formula("aten.renorm", "aten.renorm_")
+def renorm(op: Op) -> Cost:
+    """Reads the input, writes the result; in place, slices within the norm are not written. A sum of powers."""
+    outputs = () if op.packet.endswith("_") else op.written
+    return _cost(read(op), outputs, op.tensor("self"), 1)
 
 
 @formula("aten.batch_norm_elemt")

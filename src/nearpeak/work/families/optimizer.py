@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.work.cost import Cost, accesses, formula
-from nearpeak.work.families.pointwise import arithmetic, distinct, pointwise_flops, read, total
+from nearpeak.work.families.pointwise import MOSTLY_UNCHANGED, arithmetic, distinct, pointwise_flops, read, total
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
 
@@ -22,12 +22,16 @@ log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid 
 
 @formula(*(f"aten._foreach_{name}{suffix}" for name in FOREACH_POINTWISE for suffix in ("", "_")))
 def foreach_pointwise(op: Op) -> Cost:
-    """As the operator of that name on each tensor: reads all lists, writes the results or the first list in place."""
+    """As the operator of that name on each tensor: reads all lists, writes the results or the first list in place.
+
+    Clamping in place may change nothing, as for one tensor.
+    """
     inputs, outputs = read(op), op.written
     name = op.packet.removeprefix("aten._foreach_")
     columns = zip(_columns(op), outputs, strict=True)
     flops = total(pointwise_flops(name, operands, (result,)) for operands, result in columns)
-    return Cost(family="optimizer", reads=accesses(*inputs), writes=accesses(*outputs), vector_flops=flops)
+    writes = () if name in MOSTLY_UNCHANGED else accesses(*outputs)
+    return Cost(family="optimizer", reads=accesses(*inputs), writes=writes, vector_flops=flops)
 
 
 def _columns(op: Op) -> Iterator[tuple[Tensor, ...]]:

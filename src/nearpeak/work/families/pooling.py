@@ -33,14 +33,20 @@ def _part(tensor: Tensor, count: float) -> tuple[Tensor, float]:
     return tensor, min(count * tensor.item_bytes, tensor.bytes)
 
 
-@formula("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", "aten.avg_pool2d", "aten.avg_pool3d")
+@formula(
+    "aten.max_pool2d_with_indices",
+    "aten.max_pool3d_with_indices",
+    "aten.avg_pool1d",
+    "aten.avg_pool2d",
+    "aten.avg_pool3d",
+)
 def window_pool(op: Op) -> Cost:
     """Reads what the windows touch: all of the input, unless the stride leaves gaps. Writes values and indices.
 
     Operations: each element that is read joins one window at the least, so n - 1 for a window of n.
     """
     source, result = op.tensor("self"), op.outputs[0]
-    dimensions = 3 if "pool3d" in op.packet else 2
+    dimensions = int(op.packet.partition("pool")[2][0])
     kernel = _spread(op.arguments["kernel_size"], dimensions)
     stride = _spread(op.arguments.get("stride") or kernel, dimensions)
     padding = _spread(op.arguments.get("padding", 0), dimensions)
@@ -61,6 +67,8 @@ def window_pool(op: Op) -> Cost:
 @formula(
     "aten._adaptive_avg_pool2d",
     "aten._adaptive_avg_pool3d",
+    "aten.adaptive_avg_pool1d",
+    "aten.adaptive_avg_pool2d",
     "aten.adaptive_avg_pool3d",
     "aten.adaptive_max_pool2d",
     "aten.adaptive_max_pool3d",
@@ -92,6 +100,32 @@ def adaptive_pool(op: Op) -> Cost:
 def pool_backward(op: Op) -> Cost:
     """Reads the gradient and the indices, not the input; writes the whole gradient of the input."""
     return Cost(family="pooling", reads=accesses(*read(op, unread=("self",))), writes=accesses(*op.written))
+
+
+@formula("aten.fractional_max_pool2d", "aten.fractional_max_pool3d")
+def fractional_pool(op: Op) -> Cost:
+    """Reads the random numbers and what the windows touch, writes values and indices.
+
+    Windows start at rising places from the first to the last possible, so that along each dimension they touch a
+    window and one more place for each further result at the least, or everything.
+    """
+    source, result = op.tensor("self"), op.outputs[0]
+    kernel = tuple(op.arguments["kernel_size"])
+    sizes = zip(source.shape[-len(kernel) :], result.shape[-len(kernel) :], kernel, strict=True)
+    touched_places = (min(size, wanted + window - 1) for size, wanted, window in sizes)
+    count = math.prod(source.shape[: -len(kernel)]) * math.prod(touched_places) if result.elements else 0
+    return Cost(
+        family="pooling",
+        reads=accesses(_part(source, count), *op.tensors("random_samples")),
+        writes=accesses(*op.written),
+        vector_flops=arithmetic((source,), (), float(max(min(count, distinct(source)) - result.elements, 0))),
+    )
+
+
+@formula("aten.affine_grid_generator", "aten.cudnn_affine_grid_generator", "aten.cudnn_affine_grid_generator_backward")
+def affine_grid(op: Op) -> Cost:
+    """Reads the matrices (or the gradient of the grid), writes the grid (or theirs)."""
+    return Cost(family="pooling", reads=accesses(*op.tensors("theta", "grad")), writes=accesses(*op.written))
 
 
 @formula("aten.max_unpool2d", "aten.max_unpool3d")
@@ -157,13 +191,23 @@ def interpolate_backward(op: Op) -> Cost:
     return Cost(family="pooling", reads=accesses(*read(op)), writes=accesses(*op.written))
 
 
-@formula("aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.cudnn_grid_sampler")
+@formula(
+    "aten.grid_sampler_2d",
+    "aten.grid_sampler_3d",
+    "aten.cudnn_grid_sampler",
+    "aten._grid_sampler_2d_cpu_fallback",
+)
 def grid_sample(op: Op) -> Cost:
     """Reads the grid and writes the result. Which elements of the input it needs is data: none are charged."""
     return Cost(family="pooling", reads=accesses(op.tensor("grid")), writes=accesses(*op.written))
 
 
-@formula("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward", "aten.cudnn_grid_sampler_backward")
+@formula(
+    "aten.grid_sampler_2d_backward",
+    "aten.grid_sampler_3d_backward",
+    "aten.cudnn_grid_sampler_backward",
+    "aten._grid_sampler_2d_cpu_fallback_backward",
+)
 def grid_sample_backward(op: Op) -> Cost:
     """Reads the grid and the gradient, writes the gradients that are asked for, that of the input in full."""
     outputs, wanted = op.outputs, op.arguments.get("output_mask")

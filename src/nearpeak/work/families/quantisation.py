@@ -7,67 +7,65 @@ the packed bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nearpeak.work.cost import Cost, every, formula
 from nearpeak.work.families.matrix import product, result, vector_dtype
 from nearpeak.work.op import Op
 
+_FORMS = ("tensor", "channel", "token", "channel_group")
 
-def _elementwise(op: Op, flops_per_element: int) -> Cost:
+FLOPS_PER_ELEMENT: dict[str, int] = {
+    **dict.fromkeys((f"quantized_decomposed.quantize_per_{form}" for form in _FORMS), 1),
+    **dict.fromkeys((f"quantized_decomposed.dequantize_per_{form}" for form in _FORMS), 1),
+    "aten.quantize_per_tensor": 1,
+    "aten.quantize_per_tensor_dynamic": 1,
+    "aten.quantize_per_channel": 1,
+    "aten.dequantize": 1,
+    # There and back. The mask that backward needs is written.
+    "aten.fake_quantize_per_tensor_affine": 2,
+    "aten.fake_quantize_per_channel_affine": 2,
+    "aten.fake_quantize_per_tensor_affine_cachemask": 2,
+    "aten.fake_quantize_per_channel_affine_cachemask": 2,
+    "aten._fake_quantize_learnable_per_tensor_affine": 2,
+    "aten._fake_quantize_learnable_per_channel_affine": 2,
+    "quantized_decomposed.fake_quant_per_channel": 2,
+    # Copies, repacking and selection by a mask. The first has a switch whose value is data: off, it only copies.
+    "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams": 0,
+    "aten.fake_quantize_per_tensor_affine_cachemask_backward": 0,
+    "aten.fake_quantize_per_channel_affine_cachemask_backward": 0,
+    "aten.int_repr": 0,
+    "aten._make_per_tensor_quantized_tensor": 0,
+    "aten._make_per_channel_quantized_tensor": 0,
+    "aten._convert_weight_to_int4pack": 0,
+    "aten._convert_weight_to_int4pack_for_cpu": 0,
+    "aten._dyn_quant_pack_4bit_weight": 0,
+}
+"""What operators do that go over their operands once."""
+
+
+@formula(*FLOPS_PER_ELEMENT)
+def _elementwise(op: Op) -> Cost:
     """Reads all operands that are not just written, writes the outputs."""
     elements = sum(tensor.elements for tensor in op.outputs if tensor.dtype != "bool")
     if not elements:
         return Cost(family="quantisation")
     given = tuple(tensor for tensor in op.inputs if tensor not in op.outputs)
     dtypes = {tensor.dtype for tensor in (*given, *op.outputs)}
-    count = {vector_dtype("float64" if "float64" in dtypes else "float32"): float(flops_per_element * elements)}
+    count = float(FLOPS_PER_ELEMENT[op.packet] * elements)
     return Cost(
         family="quantisation",
         reads=every(given),
         writes=every(op.written),
-        vector_flops=count if flops_per_element else {},
+        vector_flops={vector_dtype("float64" if "float64" in dtypes else "float32"): count} if count else {},
     )
 
 
 @formula(
-    "aten.quantize_per_tensor",
-    "aten.quantize_per_channel",
-    "aten.dequantize",
-    *(f"quantized_decomposed.quantize_per_{what}" for what in ("tensor", "channel", "token", "channel_group")),
-    *(f"quantized_decomposed.dequantize_per_{what}" for what in ("tensor", "channel", "token", "channel_group")),
+    "aten._fused_moving_avg_obs_fq_helper",
+    "aten._fused_moving_avg_obs_fq_helper_functional",
+    "aten.fused_moving_avg_obs_fake_quant",
 )
-def _convert(op: Op) -> Cost:
-    return _elementwise(op, 1)
-
-
-@formula(
-    "aten.fake_quantize_per_tensor_affine",
-    "aten.fake_quantize_per_channel_affine",
-    "aten.fake_quantize_per_tensor_affine_cachemask",
-    "aten.fake_quantize_per_channel_affine_cachemask",
-    "aten._fake_quantize_learnable_per_tensor_affine",
-    "aten._fake_quantize_learnable_per_channel_affine",
-    "quantized_decomposed.fake_quant_per_channel",
-)
-def _there_and_back(op: Op) -> Cost:
-    """One multiplication down, one up. The mask that backward needs is written."""
-    return _elementwise(op, 2)
-
-
-@formula(
-    "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
-    "aten.fake_quantize_per_tensor_affine_cachemask_backward",
-    "aten.fake_quantize_per_channel_affine_cachemask_backward",
-    "aten.int_repr",
-    "aten._make_per_tensor_quantized_tensor",
-    "aten._convert_weight_to_int4pack",
-    "aten._convert_weight_to_int4pack_for_cpu",
-)
-def _moved(op: Op) -> Cost:
-    """Copies, repacking and selection by a mask. The first has a switch whose value is data: off, it only copies."""
-    return _elementwise(op, 0)
-
-
-@formula("aten._fused_moving_avg_obs_fq_helper", "aten.fused_moving_avg_obs_fake_quant")
 def _observed(op: Op) -> Cost:
     """Whether it observes and quantises is data; the input is read and the outputs are written either way."""
     return Cost(family="quantisation", reads=every((op.tensor("self"),)), writes=every(op.outputs))
@@ -96,6 +94,12 @@ def _packed_product_with_zeros(op: Op) -> Cost:
     return _as_quantisation(product(op, "self", "mat2", extra=(op.tensor("qScale"), op.tensor("qZeros"))))
 
 
+@formula("aten._dyn_quant_matmul_4bit")
+def _dynamic_product(op: Op) -> Cost:
+    """Activations and packed weights read, the result written; in which dtype it multiplies is the kernel's choice."""
+    return Cost(family="quantisation", reads=every(op.tensors("inp", "packed_weights")), writes=every(op.written))
+
+
 @formula("aten._mixed_dtypes_linear")
 def _mixed_dtypes_linear(op: Op) -> Cost:
     elements = float(result(op).elements)
@@ -105,10 +109,4 @@ def _mixed_dtypes_linear(op: Op) -> Cost:
 
 
 def _as_quantisation(cost: Cost) -> Cost:
-    return Cost(
-        family="quantisation",
-        reads=cost.reads,
-        writes=cost.writes,
-        flops=cost.flops,
-        vector_flops=cost.vector_flops,
-    )
+    return replace(cost, family="quantisation")

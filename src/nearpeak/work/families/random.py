@@ -8,13 +8,18 @@ from __future__ import annotations
 from nearpeak.work.cost import Cost, accesses, formula
 from nearpeak.work.families.pointwise import arithmetic, distinct, read
 from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+SECTOR_BYTES = 32
 
 
 @formula(
     *(
         f"aten.{name}"
         for name in """
-        _philox_normal_ _philox_uniform_ bernoulli.float_out bernoulli.p bernoulli_.float cauchy cauchy_ exponential
+        _cudnn_init_dropout_state _fill_mem_eff_dropout_mask_ _philox_key_fold_in _philox_key_split _philox_normal
+        _philox_normal_ _philox_uniform _philox_uniform_ bernoulli.float_out bernoulli.p bernoulli_.float cauchy
+        cauchy_ exponential
         exponential_ geometric geometric_ log_normal log_normal_ normal.float_float normal.float_float_out
         normal.out normal_ normal_functional
         rand rand_like randint randint_like randn randn_like random random_ randperm uniform uniform_
@@ -49,20 +54,20 @@ def drawn_from(op: Op) -> Cost:
 
 @formula("aten.native_dropout", "aten._fused_dropout")
 def dropout(op: Op) -> Cost:
-    """Reads the input, writes the output and the mask; one multiplication per element.
+    """Reads the input, writes the output and the mask; one multiplication per element that is kept.
 
-    Where everything is dropped the input is not needed; where nothing is, there is nothing to multiply.
-    `_fused_dropout` takes the probability to keep, `native_dropout` that to drop.
+    Where nothing is dropped there is nothing to multiply. `_fused_dropout` takes the probability to keep,
+    `native_dropout` that to drop.
     """
     probability = float(op.arguments["p"])
     keep = probability if op.packet == "aten._fused_dropout" else 1 - probability
     if op.arguments.get("train") is False:
         keep = 1.0
     inputs, outputs = (read(op) if keep else ()), op.written
-    scaled = sum(distinct(tensor) for tensor in inputs) if keep < 1 else 0.0
+    scaled = keep * sum(distinct(tensor) for tensor in inputs) if keep < 1 else 0.0
     return Cost(
         family="random",
-        reads=accesses(*inputs),
+        reads=accesses(*(_kept(tensor, keep) for tensor in inputs)),
         writes=accesses(*outputs),
         vector_flops=arithmetic(inputs, (), scaled),
     )
@@ -70,14 +75,24 @@ def dropout(op: Op) -> Cost:
 
 @formula("aten.native_dropout_backward", "aten._masked_scale")
 def dropout_backward(op: Op) -> Cost:
-    """Reads the gradient and the mask, writes the gradient; one multiplication per element."""
-    inputs, outputs = read(op), op.written
+    """Reads the mask and the gradient where it is kept, writes the gradient; one multiplication for each kept element.
+
+    The scale is one over the probability to keep.
+    """
+    keep = 1 / max(1.0, float(op.arguments["scale"]))
+    gradients = tuple(tensor for tensor in op.tensors("grad_output", "self") if tensor.shape)
     return Cost(
         family="random",
-        reads=accesses(*inputs),
-        writes=accesses(*outputs),
-        vector_flops=arithmetic(inputs, (), max((distinct(tensor) for tensor in inputs), default=0.0)),
+        reads=accesses(*op.tensors("mask"), *(_kept(tensor, keep) for tensor in gradients)),
+        writes=accesses(*op.written),
+        vector_flops=arithmetic(gradients, (), keep * sum(distinct(tensor) for tensor in gradients)),
     )
+
+
+def _kept(tensor: Tensor, keep: float) -> tuple[Tensor, float]:
+    """What is read of a tensor of which a random share is kept: pieces of 32 bytes, the smallest that memory moves, of
+    which any element is kept. That is nearly all for usual shares."""
+    return tensor, tensor.bytes * (1 - (1 - keep) ** (SECTOR_BYTES / tensor.item_bytes))
 
 
 @formula("aten.rrelu_with_noise", "aten.rrelu_with_noise_", "aten.rrelu_with_noise_functional")

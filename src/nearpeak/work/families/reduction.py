@@ -23,7 +23,8 @@ def reduction_flops(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> 
     *(
         f"aten.{name}"
         for name in """
-        _aminmax all amax amin aminmax any argmax argmin count_nonzero dist hash_tensor linalg__powsum
+        _aminmax _is_all_true _is_any_true all amax amin aminmax any argmax argmin count_nonzero dist hash_tensor
+        linalg__powsum
         linalg_vector_norm logsumexp max.default max.dim max.dim_max max.unary_out mean min.default min.dim
         min.dim_min min.unary_out nanmean nansum norm native_norm prod std std_mean sum var var_mean
         """.split()

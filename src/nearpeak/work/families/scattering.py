@@ -125,8 +125,8 @@ def index_fill(op: Op) -> Cost:
 def index_put(op: Op) -> Cost:
     """Indices and values; of the destination one slice, or by a mask the places that the values tell the number of.
 
-    A value that is broadcast over a mask does not tell how many places are set. In place that may be none; out of
-    place the old tensor is read in whole, as `where` reads it: only lucky data would spare it.
+    A value that is broadcast over a mask does not tell how many places are set. In place that may be none, and out of
+    place it may be all, so that no old element is needed: as in `where`, a mask decides what is read.
     """
     target, values = op.tensor("self"), op.tensor("values")
     indices: tuple[Tensor | None, ...] = tuple(op.arguments["indices"])
@@ -139,7 +139,7 @@ def index_put(op: Op) -> Cost:
         counted = masks and len(indices) == 1 and len(values.shape) == 1 + len(rest) and values.shape[0] > 1
         count = values.shape[0] * math.prod(rest) if counted else 0
         least = count * target.item_bytes
-        most = least
+        most = least if counted else target.bytes
         read = values if counted else None
     else:
         places = math.prod(_broadcast([index.shape for index in given]))
@@ -181,6 +181,22 @@ def put(op: Op) -> Cost:
 def masked_index_put(op: Op) -> Cost:
     """The mask and the old tensor read, the result written; where the mask is off no value is needed."""
     return scattered(op, reads=(op.tensor("mask"),), least=0.0, most=0.0, accumulate=True)
+
+
+@formula("aten.segment_reduce")
+def segment_reduce(op: Op) -> Cost:
+    """Lengths or offsets read, the data where lengths are sure to cover them, the result written."""
+    data, lengths = op.tensor("data"), op.tensors("lengths")
+    covered = bool(lengths) and not op.arguments.get("unsafe")
+    counts = op.tensors("lengths", "indices", "offsets")
+    return Cost(family="reduction", reads=accesses(*counts, data if covered else None), writes=accesses(*op.outputs))
+
+
+@formula("aten._segment_reduce_backward")
+def segment_reduce_backward(op: Op) -> Cost:
+    """Lengths or offsets and the gradient read, that of the data written, zeros included."""
+    counts = op.tensors("lengths", "offsets")
+    return Cost(family="reduction", reads=accesses(*counts, op.tensor("grad")), writes=accesses(*op.outputs))
 
 
 @formula("aten.masked_scatter", "aten.masked_scatter_")

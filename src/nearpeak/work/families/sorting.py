@@ -83,13 +83,19 @@ def _search(op: Op, values: Tensor | float, least: Tensor) -> Cost:
     return Cost(family="sorting", reads=accesses(known, least), writes=accesses(*op.outputs))
 
 
-@formula("aten.bincount", "aten.histogram")
+@formula(
+    "aten.bincount",
+    "aten.histogram",
+    "aten._histogramdd_bin_edges",
+    "aten._histogramdd_from_bin_cts",
+    "aten._histogramdd_from_bin_tensors",
+)
 def count(op: Op) -> Cost:
     """Values and, where there are any, their weights and bin edges read; the counts (and new edges) written."""
-    others = [op.arguments.get(name) for name in ("weights", "weight", "bins")]
+    others = op.tensors("weights", "weight", "bins")
     return Cost(
         family="sorting",
-        reads=accesses(op.tensor("self"), *(tensor for tensor in others if isinstance(tensor, Tensor))),
+        reads=accesses(op.tensor("self"), *others),
         writes=accesses(*op.outputs),
     )
 

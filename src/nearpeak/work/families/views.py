@@ -78,7 +78,14 @@ VIEWS = (
 
 UNMARKED_VIEWS = (
     "aten._lazy_clone",  # copies when one of the two is written
+    "aten._resize_output",
     "aten._unsafe_view",
+    "aten.lift",
+    "aten.q_per_channel_scales",
+    "aten.q_per_channel_zero_points",
+    "aten.resize",
+    "aten.resize_as",
+    "aten.set",
     "aten.unsafe_chunk",
     "aten.unsafe_split",
     "aten.unsafe_split_with_sizes",
@@ -86,6 +93,7 @@ UNMARKED_VIEWS = (
 """Share memory with their argument although the schema hides it from autograd."""
 
 IN_PLACE_VIEWS = (
+    "aten._resize_output_",
     "aten.as_strided_",
     "aten.detach_",
     "aten.requires_grad_",
@@ -119,6 +127,13 @@ MAY_COPY = (
 )
 
 METADATA = (
+    "aten._assert_scalar",
+    "aten._print",
+    "aten._use_miopen_ctc_loss",
+    "aten.q_per_channel_axis",
+    "aten.q_scale",
+    "aten.q_zero_point",
+    "aten.qscheme",
     "aten._assert_tensor_metadata",
     "aten._debug_has_internal_overlap",
     "aten._dimI",

@@ -1,0 +1,128 @@
+"""`expected_seconds`: what a good kernel takes for an op, from what kernels of its kind were seen to reach.
+
+A bound says what no kernel beats; this says what to expect. The two are never mixed: an expectation enters no floor.
+
+Each kind of op has points: an op whose bound is so many seconds took so many times its bound. Between two points the
+ratio is interpolated, both on logarithmic scales. Beyond the last point it stays as it is. Before the first point the
+time stays as it is: a kernel that has next to nothing to do takes its fixed time.
+
+Kinds go from special to general ("aten.cat", then "movement"); the first that was measured counts.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nearpeak.bound.floors import OpBound
+from nearpeak.machines.model import Machine, Reached
+from nearpeak.machines.reference import reference
+from nearpeak.work.cost import Cost
+from nearpeak.work.op import Op, Trace
+from nearpeak.work.tensor import Tensor
+
+Efficiency = Mapping[str, Sequence[Reached]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Seconds of each op with a good kernel, None where nothing like it was measured, and whose kernels those were."""
+
+    seconds: tuple[float | None, ...]
+    measured_on: str
+
+    @property
+    def total(self) -> float | None:
+        """The sum over the ops that are known; None where none is."""
+        known = [value for value in self.seconds if value is not None]
+        return sum(known) if known or not self.seconds else None
+
+
+def expect(trace: Trace, costs: Sequence[Cost], bounds: Sequence[OpBound], machine: Machine) -> Expectation:
+    """What good kernels take for the ops as written; `bounds` are at the achievable ceilings of `machine`.
+
+    A machine whose own kernels were not measured is taken to come as near to its bounds as the one that was.
+    """
+    if machine.achievable is None:
+        return Expectation(seconds=(None,) * len(costs), measured_on="")
+    efficiency: Efficiency = machine.achievable.efficiency
+    measured_on = machine.id
+    if not efficiency:
+        known = reference(machine.kind)
+        efficiency, measured_on = known.efficiency, known.machine
+    seconds = tuple(
+        expected_seconds(op, cost, bound.seconds, bound.limiter, efficiency)
+        for op, cost, bound in zip(trace.ops, costs, bounds, strict=True)
+    )
+    return Expectation(seconds=seconds, measured_on=measured_on)
+
+
+def kinds_of(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
+    """The names under which the efficiency of an op may be known, the most special first."""
+    if cost.family == "matrix":
+        dtype = next(iter((*cost.flops, *cost.vector_flops)), "")
+        bound = "compute" if limiter == "compute" else "memory"
+        yield f"matrix/{bound}/{dtype}"
+        yield f"matrix/{bound}"
+    elif cost.family in ("attention", "convolution"):
+        width = op.inputs[0].shape[-1] if cost.family == "attention" and op.inputs and op.inputs[0].shape else None
+        if width is not None:
+            yield f"{op.packet}/{width}"
+        yield op.packet
+        if "backward" in op.packet:
+            yield f"{cost.family}/backward"
+    elif cost.family in ("pointwise", "movement"):
+        order = _order(op)
+        if order:
+            yield f"{op.packet}/{order}"
+            yield f"{cost.family}/{order}"
+    yield op.packet
+    yield cost.family
+    yield "any"
+
+
+def expected_seconds(op: Op, cost: Cost, bound_seconds: float, limiter: str, efficiency: Efficiency) -> float | None:
+    """Seconds that a good kernel takes; 0 for what costs nothing, None where nothing like it was measured."""
+    if bound_seconds <= 0.0:
+        return 0.0
+    for kind in kinds_of(op, cost, limiter):
+        points = efficiency.get(kind)
+        if points:
+            return at(points, bound_seconds)
+    return None
+
+
+def at(points: Sequence[Reached], bound_seconds: float) -> float:
+    """The time that belongs to a bound.
+
+    >>> points = (Reached(bound_seconds=1e-6, ratio=4.0), Reached(bound_seconds=1e-4, ratio=1.0))
+    >>> [round(at(points, bound) * 1e6, 3) for bound in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)]
+    [4.0, 4.0, 20.0, 100.0, 1000.0]
+    """
+    position = bisect_right(points, bound_seconds, key=lambda point: point.bound_seconds)
+    if position == 0:
+        return points[0].ratio * points[0].bound_seconds
+    if position == len(points):
+        return points[-1].ratio * bound_seconds
+    low, high = points[position - 1], points[position]
+    share = math.log(bound_seconds / low.bound_seconds) / math.log(high.bound_seconds / low.bound_seconds)
+    return bound_seconds * low.ratio ** (1 - share) * high.ratio**share
+
+
+def _order(op: Op) -> str:
+    """How an op goes through its tensors: "" all in one order, "permuted" by whole rows, "transposed" by elements.
+
+    Where rows are permuted or an operand is broadcast, the last dimension is still contiguous in all of them.
+    """
+    tensors = [tensor for tensor in (*op.inputs, *op.outputs) if tensor.elements > 1]
+    if len({_steps(tensor) for tensor in tensors}) <= 1:
+        return ""
+    last = {_steps(tensor)[-1] for tensor in tensors if _steps(tensor)}
+    return "permuted" if last <= {0, 1} else "transposed"
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of the dimensions that have more than one element."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size != 1)

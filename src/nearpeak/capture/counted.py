@@ -1,0 +1,49 @@
+"""`Counted`: a change to the whole process that lasts while anyone needs it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+
+class Counted:
+    """Enters a context with the first who ask for it and leaves it with the last.
+
+    Two traces on two threads may overlap in any order: what one of them replaced, the other must not restore.
+    """
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._context = context
+        self._lock = threading.RLock()
+        self._users = 0
+        self._entered: ExitStack | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, the context is entered."""
+        with self._lock:
+            if self._users == 0:
+                self._entered = ExitStack()
+                self._entered.enter_context(self._context())
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0 and self._entered is not None:
+                    self._entered.close()
+                    self._entered = None
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of a module or class has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,82 @@
+"""`Kernel`: what ran on the device, each part of exactly one op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nearpeak.capture.kineto.calls import Call, Calls
+from nearpeak.capture.kineto.recording import DeviceKind, DeviceSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel, a copy or a fill that ran on the device."""
+
+    name: str
+    kind: DeviceKind
+    start_s: float
+    """From the start of what was read."""
+    seconds: float
+    device: int
+    stream: int
+    op: int | None
+    """The index of the op that launched it; None where the file does not tell."""
+    in_graph: bool = False
+    """It was launched by a CUDA graph, with all others of the graph."""
+    bytes: float | None = None
+    """Of a copy or a fill."""
+
+
+def owner_of(span: DeviceSpan, calls: Calls) -> Call | None:
+    """The op that something on the device belongs to.
+
+    A graph's kernels belong to its launch. Otherwise the number of the innermost event at the launch says it, or, where
+    that is missing, the event that holds the launch.
+    """
+    launched_by = calls.by_correlation.get(span.correlation) if span.correlation is not None else None
+    if launched_by is not None and launched_by.kind == "graph":
+        return launched_by
+    named = calls.by_external.get(span.external) if span.external is not None else None
+    return named or launched_by
+
+
+def launched_at(span: DeviceSpan, calls: Calls, owner: Call | None) -> float:
+    """When it was launched, in microseconds; its own start where the file does not tell."""
+    launch = calls.launches.get(span.correlation) if span.correlation is not None else None
+    if launch is not None:
+        return launch.start
+    return owner.span.start if owner is not None else span.start
+
+
+def kernels_of(
+    spans: Sequence[tuple[DeviceSpan, Call | None]], indices: Mapping[int, int], origin: float
+) -> tuple[Kernel, ...]:
+    """The kernels with the indices of their ops, which are by the identity of their calls; in order of time."""
+    return tuple(
+        Kernel(
+            name=span.name,
+            kind=span.kind,
+            start_s=(span.start - origin) / 1e6,
+            seconds=(span.end - span.start) / 1e6,
+            device=span.device,
+            stream=span.stream,
+            op=indices.get(id(owner)) if owner is not None else None,
+            in_graph=span.in_graph or (owner is not None and owner.kind == "graph"),
+            bytes=span.bytes,
+        )
+        for span, owner in spans
+    )
+
+
+def seconds_by_op(kernels: Sequence[Kernel]) -> dict[int | None, float]:
+    """Measured device time by the index of the op; under None what belongs to none.
+
+    >>> run = dict(kind="kernel", start_s=0.0, device=0, stream=7)
+    >>> seconds_by_op([Kernel(name=name, seconds=1.0, op=op, **run) for name, op in (("a", 3), ("b", 3), ("c", None))])
+    {3: 2.0, None: 1.0}
+    """
+    total: dict[int | None, float] = {}
+    for kernel in kernels:
+        total[kernel.op] = total.get(kernel.op, 0.0) + kernel.seconds
+    return total

@@ -1,0 +1,192 @@
+"""`read_trace`: a file of torch.profiler as a `Trace` and its measured kernels."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nearpeak.capture.kineto.calls import Call, Calls, Step, calls_of
+from nearpeak.capture.kineto.kernels import Kernel, kernels_of, launched_at, owner_of, seconds_by_op
+from nearpeak.capture.kineto.ops import Ops, ops_of
+from nearpeak.capture.kineto.recording import DeviceSpan, Recording, load
+from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.work.op import Trace
+
+_STORAGES = {
+    "least": "The file has no addresses: a tensor may be any earlier one that looks like it, and arguments that look "
+    "alike may be one. The least is counted, so the bound can be well below that of a live trace, and the fused and "
+    "ideal floors follow a guess at the flow of data.",
+    "likely": "The file has no addresses: which tensors share memory is guessed, so the floors are estimates, not "
+    "bounds.",
+}
+_AMPERE = 8
+"""The first compute capability with tf32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KinetoTrace:
+    """What a trace file says of one step, or of all of it."""
+
+    path: str
+    trace: Trace
+    kernels: tuple[Kernel, ...]
+    """In order of time; empty where the file has no device."""
+    device: str
+    """The device as its driver names it, or "cpu"."""
+    steps: tuple[int, ...]
+    """Numbers of the steps in the file that have ops."""
+    step: int | None
+    """The one that was read; None for all of the file."""
+    wall_s: float
+    """Of the step on the CPU, or of its kernels from the first to the last where that is longer."""
+    notes: tuple[str, ...]
+    """What the file cannot tell."""
+
+    @property
+    def device_seconds(self) -> Mapping[int | None, float]:
+        """Measured device time by the index of the op; under None what belongs to none."""
+        return seconds_by_op(self.kernels)
+
+
+def read_trace(
+    path: str | Path,
+    *,
+    step: int | Literal["all"] | None = None,
+    storages: Literal["least", "likely"] = "least",
+) -> KinetoTrace:
+    """The ops and kernels of a file that torch.profiler wrote with `record_shapes=True`.
+
+    Args:
+        path: A Chrome trace, as .json or .json.gz.
+        step: The number of a step of the profiler's schedule, "all" for the whole file, or None for the last step; for
+            the whole file where it has no steps.
+        storages: The file does not say which tensors share memory. "least" takes what moves the fewest bytes, so that
+            the bounds are bounds; "likely" what is usual, which comes nearer and can be wrong.
+    """
+    if storages not in ("least", "likely"):
+        raise UsageError(f"storages={storages!r} is not known. {did_you_mean(str(storages), ('least', 'likely'))}")
+    recording = load(path)
+    _must_have_shapes(recording, path)
+    calls = calls_of(recording)
+    chosen, steps = _step(calls, step, path)
+    inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
+    spans = [(span, owner_of(span, calls)) for span in recording.device_spans]
+    if chosen is not None:
+        spans = [(span, owner) for span, owner in spans if _in_step(span, owner, calls, chosen)]
+    found = ops_of(
+        inside, tf32=_has_tf32(recording.metadata, bool(recording.device_spans)), likely=storages == "likely"
+    )
+    origin, wall = _window(inside, spans, chosen)
+    kernels = kernels_of(spans, {id(call): index for index, call in enumerate(inside)}, origin)
+    notes = (_STORAGES[storages], *_notes(recording, found, kernels, inside))
+    return KinetoTrace(
+        path=str(path),
+        trace=Trace(
+            ops=found.ops,
+            storages=found.storages.facts(),
+            results=frozenset(found.storages.results if storages == "likely" else ()),
+            truncated=recording.truncated,
+            guessed_storages=storages == "least",
+            notes=notes,
+        ),
+        kernels=kernels,
+        device=_device(recording),
+        steps=tuple(item.number for item in steps),
+        step=None if chosen is None else chosen.number,
+        wall_s=wall,
+        notes=notes,
+    )
+
+
+def _must_have_shapes(recording: Recording, path: str | Path) -> None:
+    ops = [span for spans in recording.threads.values() for span in spans if span.kind == "op"]
+    if not ops:
+        raise UsageError(
+            f"{path} has no ops of the CPU. Record it with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
+            "ProfilerActivity.CUDA], record_shapes=True)."
+        )
+    if not any(span.inputs is not None and span.inputs.types for span in ops):
+        raise UsageError(
+            f"{path} has {len(ops)} ops and no shapes, and without these nothing can be said about them. Record it "
+            "again with torch.profiler.profile(record_shapes=True)."
+        )
+
+
+def _step(calls: Calls, wanted: int | str | None, path: str | Path) -> tuple[Step | None, Sequence[Step]]:
+    """The step to read. One without ops was opened by the last call of `step()`, and nothing ran in it."""
+    starts = [call.span.start for call in calls.calls]
+    steps = [step for step in calls.steps if bisect_left(starts, step.start) < bisect_left(starts, step.end)]
+    if wanted == "all" or (wanted is None and not steps):
+        return None, steps
+    if wanted is None:
+        return steps[-1], steps
+    for step in steps:
+        if step.number == wanted:
+            return step, steps
+    numbers = ", ".join(str(step.number) for step in steps) or "none, so leave it out"
+    raise UsageError(f"{path} has no step {wanted!r}. Its steps: {numbers}.")
+
+
+def _in_step(span: DeviceSpan, owner: Call | None, calls: Calls, step: Step) -> bool:
+    """By the time of the launch: the device runs behind the CPU, often beyond the end of the step."""
+    return step.start <= launched_at(span, calls, owner) < step.end
+
+
+def _window(
+    calls: Sequence[Call], spans: Sequence[tuple[DeviceSpan, Call | None]], step: Step | None
+) -> tuple[float, float]:
+    """Where the time of what was read begins, in microseconds, and how many seconds it lasts."""
+    starts = [span.start for span, _ in spans]
+    ends = [span.end for span, _ in spans]
+    device = max(ends) - min(starts) if spans else 0.0
+    if step is not None:
+        return step.start, max(step.end - step.start, device) / 1e6
+    if not calls:
+        return (min(starts) if starts else 0.0), device / 1e6
+    first = min(call.span.start for call in calls)
+    return first, (max([call.span.end for call in calls] + ends) - first) / 1e6
+
+
+def _device(recording: Recording) -> str:
+    properties = recording.metadata.get("deviceProperties")
+    used = {span.device for span in recording.device_spans}
+    if isinstance(properties, list):
+        for item in properties:
+            if isinstance(item, dict) and item.get("id") in used and item.get("name"):
+                return str(item["name"])
+    return "unknown device" if used else "cpu"
+
+
+def _has_tf32(metadata: Mapping[str, Any], on_device: bool) -> bool:
+    properties = metadata.get("deviceProperties")
+    if not on_device:
+        return False
+    if isinstance(properties, list) and properties and isinstance(properties[0], dict):
+        major = properties[0].get("computeMajor")
+        return not isinstance(major, int) or major >= _AMPERE
+    return True
+
+
+def _notes(recording: Recording, found: Ops, kernels: Sequence[Kernel], calls: Sequence[Call]) -> Iterator[str]:
+    if recording.truncated:
+        yield "The file ends in the middle; what follows is not in the trace."
+    if recording.damaged:
+        yield f"{recording.damaged} events are not valid JSON and were left out."
+    if found.unknown:
+        listed = ", ".join(f"{name} ({count})" for name, count in found.unknown.most_common(5))
+        yield f"{found.unknown.total()} ops have no cost, because the file does not show enough of them: {listed}."
+    compiled = sum(call.kind == "inductor" for call in calls)
+    if compiled:
+        yield f"Of {compiled} compiled kernels only what they must write counts: the file does not say what they read."
+    graphs = sum(call.kind == "graph" for call in calls)
+    if graphs:
+        yield f"{graphs} launches of CUDA graphs: the file does not show the ops inside, only their kernels."
+    if recording.device_spans:
+        yield "Products of float32 count as tf32 where the device has it, since the file does not say what was allowed."
+    lost = [kernel for kernel in kernels if kernel.op is None]
+    if lost:
+        seconds = sum(kernel.seconds for kernel in lost)
+        yield f"{len(lost)} kernels of {seconds * 1e3:.3f} ms belong to no op in the file."

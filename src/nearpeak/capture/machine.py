@@ -1,0 +1,24 @@
+"""`machine`: this machine with its ceilings and what its kernels reach, or one of the catalogue."""
+
+from __future__ import annotations
+
+from nearpeak.capture.efficiency import measure_efficiency
+from nearpeak.machines import catalogue
+from nearpeak.machines.model import Machine
+from nearpeak.measure.machine import this_machine
+from nearpeak.measure.options import Progress
+
+
+def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:
+    """The machine `name` of the catalogue, or this one, measured.
+
+    A first call on a machine measures its ceilings and what kernels reach of them, and keeps the result for this
+    device, driver and torch version; later calls read that. `calibrate` measures again. A cache file that is damaged or
+    belongs to another machine is measured again.
+
+    >>> machine("h100-sxm").theoretical.bandwidth
+    3350000000000.0
+    """
+    if name is not None:
+        return catalogue.find(name)
+    return this_machine(calibrate=calibrate, progress=progress, finish=measure_efficiency)

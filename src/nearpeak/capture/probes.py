@@ -1,0 +1,353 @@
+"""The calls from which the efficiency of kernels is measured: one operator each, at some sizes.
+
+A probe stands for the kind of op that it runs, under the most special name that `bound.expected` has for it, and for
+more general kinds where it says so. Every call is one op, so that its time belongs to that op alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+aten = torch.ops.aten
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A call that is built for a size: about how many elements it works on, or the edge of a product."""
+
+    name: str
+    sizes: Sequence[int]
+    build: Callable[[int], Callable[[], Any]]
+    stands_for: tuple[str, ...] = ()
+    """More general kinds that it is the best example of."""
+
+
+def probes(device: torch.device) -> Iterator[Probe]:
+    """All probes for a device."""
+    gpu = device.type == "cuda"
+    sizes = (2**14, 2**18, 2**22, 2**24, 2**27) if gpu else (2**12, 2**16, 2**20, 2**23)
+    few = (2**18, 2**23, 2**27) if gpu else (2**15, 2**21)
+    many = (2**20, 2**25, 2**29) if gpu else few
+
+    half = BF16 if gpu else FP32  # what models run in there
+
+    def draw(*shape: int, dtype: torch.dtype = half) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def whole(size: int, *shape: int) -> torch.Tensor:
+        return torch.randint(size, shape, device=device)
+
+    def rows(size: int, width: int) -> tuple[int, int]:
+        return max(1, size // width), width
+
+    yield from _memory(draw, whole, rows, sizes, few)
+    yield from _rows(draw, whole, rows, few)
+    yield from _optimizers(draw, many)
+    yield from _products(draw, gpu=gpu)
+    yield from _convolutions(draw, gpu=gpu)
+    if gpu:
+        yield from _attention(draw)
+
+
+Draw = Callable[..., torch.Tensor]
+Rows = Callable[[int, int], tuple[int, int]]
+
+
+def _memory(draw: Draw, whole: Draw, rows: Rows, sizes: Sequence[int], few: Sequence[int]) -> Iterator[Probe]:
+    def probe(name: str, build: Callable[[int], Callable[[], Any]], *stands_for: str, all_sizes: bool = False) -> Probe:
+        return Probe(name=name, sizes=sizes if all_sizes else few, build=build, stands_for=stands_for)
+
+    def unary(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[[int], Callable[[], Any]]:
+        def build(size: int) -> Callable[[], Any]:
+            x = draw(size) if dtype is None else draw(size, dtype=dtype)
+            return lambda: function(x)
+
+        return build
+
+    def binary(function: Callable[..., Any]) -> Callable[[int], Callable[[], Any]]:
+        def build(size: int) -> Callable[[], Any]:
+            x, y = draw(size), draw(size)
+            return lambda: function(x, y)
+
+        return build
+
+    def broadcast(size: int) -> Callable[[], Any]:
+        count, width = rows(size, 64)
+        x = draw(max(1, count // 16), 16, width).transpose(0, 1)  # heads before tokens, as attention has them
+        y = draw(1, max(1, count // 16), width)
+        return lambda: torch.mul(x, y)
+
+    def halves(size: int) -> Callable[[], Any]:
+        x = draw(*rows(size, 64))
+        return lambda: torch.cat((x[:, 32:], x[:, :32]), -1)
+
+    def heads_first(size: int) -> Callable[[], Any]:
+        x = draw(max(1, size // 2048), 32, 64).transpose(0, 1)
+        return lambda: x.clone(memory_format=torch.contiguous_format)
+
+    def transposed(size: int) -> Callable[[], Any]:
+        x = draw(*rows(size, 1024)).t()
+        return lambda: x.clone(memory_format=torch.contiguous_format)
+
+    def lookup(size: int) -> Callable[[], Any]:
+        count, width = rows(size, 1024)
+        table, ids = draw(32000, width), whole(32000, count)
+        return lambda: functional.embedding(ids, table)
+
+    def lookup_backward(size: int) -> Callable[[], Any]:
+        count, width = rows(size, 1024)
+        gradient, ids = draw(count, width), whole(32000, count)
+        return lambda: aten.embedding_dense_backward(gradient, ids, 32000, -1, False)
+
+    def scattered(size: int) -> Callable[[], Any]:
+        count, width = rows(size, 1024)
+        table, ids, source = draw(count, width, dtype=FP32), whole(count, count), draw(count, width, dtype=FP32)
+        return lambda: table.index_add_(0, ids, source)
+
+    def in_place(size: int) -> Callable[[], Any]:
+        x, y = draw(size), draw(size)
+        return lambda: x.add_(y)
+
+    yield probe("add", binary(torch.add), "pointwise", "any", all_sizes=True)
+    yield probe("in-place add", in_place)
+    yield probe("product with a broadcast factor", broadcast, "pointwise/permuted", "pointwise/transposed")
+    yield probe("copy", unary(torch.clone), "movement")
+    yield probe("cast up", unary(lambda x: x.to(torch.float64 if x.dtype is FP32 else FP32)))
+    yield probe("copy with heads first", heads_first, "movement/permuted")
+    yield probe("transposing copy", transposed, "movement/transposed")
+    yield probe("swapped halves", halves)
+    yield probe("sum", unary(torch.sum, FP32))
+    yield probe("zeros", unary(torch.zeros_like), "creation")
+    yield probe("dropout", unary(lambda x: aten.native_dropout(x, 0.1, True)), "random")
+    yield probe("embedding", lookup, "indexing")
+    yield probe("gradient of an embedding", lookup_backward)
+    yield probe("index add", scattered)
+    yield probe("Fourier transform", lambda size: _fourier(draw(*rows(size, 1024), dtype=FP32)), "fourier")
+    yield probe("cumulative sum", lambda size: _along_rows(torch.cumsum, draw(*rows(size, 1024))))
+    yield probe(
+        "largest few", lambda size: _along_rows(lambda x, _: torch.topk(x, 8), draw(*rows(size, 128))), "sorting"
+    )
+    yield probe("pooling", lambda size: _pool(draw(max(1, size // 2**14), 16, 32, 32)), "pooling")
+
+
+def _fourier(x: torch.Tensor) -> Callable[[], Any]:
+    return lambda: torch.fft.rfft(x)
+
+
+def _along_rows(function: Callable[..., Any], x: torch.Tensor) -> Callable[[], Any]:
+    return lambda: function(x, -1)
+
+
+def _pool(x: torch.Tensor) -> Callable[[], Any]:
+    return lambda: functional.avg_pool2d(x, 2)
+
+
+def _rows(draw: Draw, whole: Draw, rows: Rows, sizes: Sequence[int]) -> Iterator[Probe]:
+    """Reductions, normalisations and losses: whole rows."""
+
+    def of_rows(function: Callable[..., Any], *, width: int = 2048, count: int = 1, **options: Any) -> Any:
+        def build(size: int) -> Callable[[], Any]:
+            tensors = [draw(*rows(size, width), **options) for _ in range(count)]
+            return lambda: function(*tensors)
+
+        return build
+
+    def norm(size: int) -> Callable[[], Any]:
+        x, weight, bias = draw(*rows(size, 2048)), draw(2048), draw(2048)
+        return lambda: aten.native_layer_norm(x, [2048], weight, bias, 1e-5)
+
+    def norm_backward(size: int) -> Callable[[], Any]:
+        x, gradient, weight, bias = draw(*rows(size, 2048)), draw(*rows(size, 2048)), draw(2048), draw(2048)
+        _, mean, deviation = aten.native_layer_norm(x, [2048], weight, bias, 1e-5)
+        return lambda: aten.native_layer_norm_backward(
+            gradient, x, [2048], mean, deviation, weight, bias, [True, True, True]
+        )
+
+    def negative_log(size: int) -> Callable[[], Any]:
+        count, width = rows(size, 32000)
+        x, target = draw(count, width, dtype=FP32), whole(width, count)
+        return lambda: aten.nll_loss_forward(x, target, None, 1, -100)
+
+    def negative_log_backward(size: int) -> Callable[[], Any]:
+        count, width = rows(size, 32000)
+        x, target, one = draw(count, width, dtype=FP32), whole(width, count), draw(1, dtype=FP32)[0]
+        return lambda: aten.nll_loss_backward(one, x, target, None, 1, -100, one)
+
+    vocabulary = {"width": 32000, "dtype": FP32}
+    yield Probe(
+        name="mean",
+        sizes=sizes,
+        build=of_rows(lambda x: x.mean(-1, keepdim=True), dtype=FP32),
+        stands_for=("reduction",),
+    )
+    yield Probe(name="sum of columns", sizes=sizes, build=of_rows(lambda x: aten.sum.dim_IntList(x, [0])))
+    yield Probe(
+        name="softmax", sizes=sizes, build=of_rows(lambda x: torch.softmax(x, -1)), stands_for=("normalisation",)
+    )
+    yield Probe(
+        name="softmax backward",
+        sizes=sizes,
+        build=of_rows(lambda g, y: aten._softmax_backward_data(g, y, -1, g.dtype), count=2),
+    )
+    yield Probe(name="log-softmax", sizes=sizes, build=of_rows(lambda x: torch.log_softmax(x, -1), **vocabulary))
+    yield Probe(
+        name="log-softmax backward",
+        sizes=sizes,
+        build=of_rows(lambda g, y: aten._log_softmax_backward_data(g, y, -1, FP32), count=2, **vocabulary),
+    )
+    yield Probe(name="layer norm", sizes=sizes, build=norm)
+    yield Probe(name="layer norm backward", sizes=sizes, build=norm_backward)
+    yield Probe(name="negative log-likelihood", sizes=sizes, build=negative_log, stands_for=("loss",))
+    yield Probe(name="negative log-likelihood backward", sizes=sizes, build=negative_log_backward)
+
+
+def _optimizers(draw: Draw, sizes: Sequence[int]) -> Iterator[Probe]:
+    def lists(function: Callable[..., Any], count: int) -> Callable[[int], Callable[[], Any]]:
+        def build(size: int) -> Callable[[], Any]:
+            tensors = [[draw(size // 16).abs_() for _ in range(16)] for _ in range(count)]
+            return lambda: function(*tensors)
+
+        return build
+
+    named: dict[str, tuple[Callable[..., Any], int]] = {
+        "times a number": (lambda a: torch._foreach_mul_(a, 0.999), 1),
+        "plus a number": (lambda a: torch._foreach_add_(a, 1e-8), 1),
+        "interpolation": (lambda a, b: torch._foreach_lerp_(a, b, 0.1), 2),
+        "plus a product": (lambda a, b: torch._foreach_addcmul_(a, b, b, 1e-3), 2),
+        "plus a quotient": (lambda a, b, c: torch._foreach_addcdiv_(a, b, c, 1e-3), 3),
+        "square root": (torch._foreach_sqrt, 1),
+        "divided by a number": (lambda a: torch._foreach_div_(a, 1.001), 1),
+    }
+    for name, (function, count) in named.items():
+        general = ("optimizer",) if name == "times a number" else ()
+        yield Probe(name=f"lists {name}", sizes=sizes, build=lists(function, count), stands_for=general)
+
+
+def _products(draw: Draw, *, gpu: bool) -> Iterator[Probe]:
+    edges = (256, 1024, 2048, 4096, 8192) if gpu else (64, 256, 1024)
+
+    def square(dtype: torch.dtype) -> Callable[[int], Callable[[], Any]]:
+        def build(edge: int) -> Callable[[], Any]:
+            a, b = draw(edge, edge, dtype=dtype), draw(edge, edge, dtype=dtype)
+            return lambda: torch.mm(a, b)
+
+        return build
+
+    def vector(edge: int) -> Callable[[], Any]:
+        a, b = draw(1, edge), draw(edge, edge)
+        return lambda: torch.mm(a, b)
+
+    general = ("matrix/compute", "matrix")
+    if gpu:
+        yield Probe(name="product bfloat16", sizes=edges, build=square(BF16), stands_for=general)
+        yield Probe(name="product float16", sizes=edges[1:4], build=square(torch.float16))
+        yield Probe(name="product float32", sizes=edges[1:4], build=square(FP32))
+    else:
+        yield Probe(name="product float32", sizes=edges, build=square(FP32), stands_for=general)
+    yield Probe(name="product float64", sizes=edges[1:3], build=square(torch.float64))
+    yield Probe(name="row times matrix", sizes=edges, build=vector, stands_for=("matrix/memory",))
+
+
+def _convolutions(draw: Draw, *, gpu: bool) -> Iterator[Probe]:
+    def build(channels: int) -> Callable[[], Any]:
+        x = draw(32 if gpu else 1, channels, 56, 56).to(memory_format=torch.channels_last)
+        weight = draw(channels, channels, 3, 3).to(memory_format=torch.channels_last)
+        return lambda: functional.conv2d(x, weight, padding=1)
+
+    def backward(channels: int) -> Callable[[], Any]:
+        x = draw(32 if gpu else 1, channels, 56, 56).to(memory_format=torch.channels_last)
+        weight = draw(channels, channels, 3, 3).to(memory_format=torch.channels_last)
+        gradient = torch.randn_like(x)
+        sizes: tuple[Any, ...] = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        return lambda: aten.convolution_backward(gradient, x, weight, *sizes)
+
+    yield Probe(name="convolution", sizes=(32, 128, 256) if gpu else (8, 32), build=build, stands_for=("convolution",))
+    yield Probe(
+        name="convolution backward",
+        sizes=(32, 128, 256) if gpu else (8, 32),
+        build=backward,
+        stands_for=("convolution/backward",),
+    )
+
+
+def _attention(draw: Draw) -> Iterator[Probe]:
+    """Causal attention of each backend, by width of head."""
+
+    def forward(width: int) -> Callable[[int], Callable[[], Any]]:
+        def build(length: int) -> Callable[[], Any]:
+            q, k, v = (draw(4, 16, length, width) for _ in range(3))
+            return lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+
+        return build
+
+    def backward(width: int) -> Callable[[int], Callable[[], Any]]:
+        def build(length: int) -> Callable[[], Any]:
+            q, k, v, gradient = (draw(4, 16, length, width) for _ in range(4))
+            out, statistics, ends, key_ends, most, key_most, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, True
+            )
+            saved = (out, statistics, ends, key_ends, most, key_most, 0.0, True, seed, offset)
+            return lambda: aten._scaled_dot_product_flash_attention_backward(gradient, q, k, v, *saved)
+
+        return build
+
+    def efficient(length: int) -> Callable[[], Any]:
+        q, k, v = (draw(4, 16, length, 64) for _ in range(3))
+        return lambda: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+
+    def efficient_backward(length: int) -> Callable[[], Any]:
+        q, k, v, gradient = (draw(4, 16, length, 64) for _ in range(4))
+        out, statistics, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+        saved = (None, out, statistics, seed, offset, 0.0, [True, True, True, False], True)
+        return lambda: aten._scaled_dot_product_efficient_attention_backward(gradient, q, k, v, *saved)
+
+    def cudnn(width: int) -> Callable[[int], Callable[[], Any]]:
+        def build(length: int) -> Callable[[], Any]:
+            q, k, v = (draw(4, 16, length, width) for _ in range(3))
+            return lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+
+        return build
+
+    def cudnn_backward(width: int) -> Callable[[int], Callable[[], Any]]:
+        def build(length: int) -> Callable[[], Any]:
+            q, k, v, gradient = (draw(4, 16, length, width) for _ in range(4))
+            out, statistics, ends, key_ends, most, key_most, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, True
+            )
+            saved = (out, statistics, seed, offset, None, ends, key_ends, most, key_most, 0.0, True)
+            return lambda: aten._scaled_dot_product_cudnn_attention_backward(gradient, q, k, v, *saved)
+
+        return build
+
+    lengths = (256, 1024, 4096)
+    for width in (64, 128):
+        named = ("aten._scaled_dot_product_cudnn_attention",) if width == 128 else ()
+        yield Probe(name=f"cuDNN attention of width {width}", sizes=lengths, build=cudnn(width), stands_for=named)
+        yield Probe(
+            name=f"cuDNN attention of width {width} backward",
+            sizes=lengths,
+            build=cudnn_backward(width),
+            stands_for=tuple(f"{name}_backward" for name in named),
+        )
+    for width in (64, 128):
+        general = width == 128
+        yield Probe(
+            name=f"attention of width {width}",
+            sizes=lengths,
+            build=forward(width),
+            stands_for=("aten._scaled_dot_product_flash_attention", "attention") if general else (),
+        )
+        yield Probe(
+            name=f"attention of width {width} backward",
+            sizes=lengths,
+            build=backward(width),
+            stands_for=("aten._scaled_dot_product_flash_attention_backward", "attention/backward") if general else (),
+        )
+    yield Probe(name="efficient attention", sizes=lengths, build=efficient)
+    yield Probe(name="efficient attention backward", sizes=lengths, build=efficient_backward)

@@ -1,0 +1,153 @@
+"""`redirected`: code written for CUDA runs on the CPU's tensors where torch has no CUDA."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nearpeak.capture.counted import Counted, replaced
+from nearpeak.capture.lowering.autocast import cast_as_on_cuda, forget_casts
+
+
+class _Asked(threading.local):
+    """How often code on this thread asked for CUDA and got the CPU."""
+
+    times = 0
+
+
+class Redirection:
+    """Tells whether code asked for CUDA since this was made."""
+
+    def __init__(self) -> None:
+        self._before = _asked.times
+
+    @property
+    def asked(self) -> bool:
+        """Whether something asked for CUDA and got the CPU, because this torch has no CUDA."""
+        return _asked.times > self._before
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def redirected() -> Iterator[Redirection]:
+    """Sends what asks for CUDA to the CPU where torch has no CUDA; does nothing elsewhere.
+
+    Fake CUDA tensors abort the whole process inside autograd in a CPU build of torch. `torch.cuda.is_available()` stays
+    False, and a tensor's device reads "cpu": code that asks is told the truth.
+    """
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(_Redirect())
+            stack.enter_context(_without_cuda())
+        yield Redirection()
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _to_cpu(device: Any) -> Any:
+    if _is_cuda(device):
+        _asked.times += 1
+        return "cpu"
+    return device
+
+
+class _Redirect(TorchFunctionMode):
+    """Rewrites the device arguments of every torch function; memory is not pinned."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs) if kwargs else {}
+        if "device" in kwargs:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.cuda:
+            _asked.times += 1
+            return args[0].to("cpu")
+        if func is torch.Tensor.to and len(args) > 1:
+            target = args[1]
+            if isinstance(target, int) and not isinstance(target, bool):  # an index of a CUDA device
+                target = f"cuda:{target}"
+            args = (args[0], _to_cpu(target), *args[2:])
+        elif torch.device in map(type, args):
+            args = tuple(_to_cpu(value) if isinstance(value, torch.device) else value for value in args)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _cuda_on_cpu() -> Iterator[None]:
+    """What torch refuses or switches off where it has no CUDA: autocast, gradient scaling, synchronisation."""
+    clear = torch.clear_autocast_cache
+
+    def clear_casts() -> None:
+        forget_casts()
+        clear()
+
+    def synchronize(device: Any = None) -> None:
+        _asked.times += 1
+
+    with (
+        _autocast_on_cpu(),
+        replaced(torch, "clear_autocast_cache", clear_casts),
+        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        replaced(torch.cuda, "synchronize", synchronize),
+    ):
+        yield
+
+
+_without_cuda = Counted(_cuda_on_cpu)
+
+
+@contextmanager
+def _autocast_on_cpu() -> Iterator[None]:
+    """`torch.autocast("cuda")` casts on the CPU as well, and torch says that it is enabled for CUDA.
+
+    Its default dtype stays CUDA's float16.
+    """
+    kind = torch.amp.autocast_mode.autocast
+    init, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
+
+    def redirected_init(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        self.stands_for_cuda = _is_cuda(device_type)
+        if self.stands_for_cuda:
+            device_type = _to_cpu(device_type)
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+        init(self, device_type, dtype, *args, **kwargs)
+
+    def redirected_enter(self: Any) -> Any:
+        cast_as_on_cuda()
+        if getattr(self, "stands_for_cuda", False):
+            self.cuda_before = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+            torch.set_autocast_enabled("cuda", self._enabled)
+            torch.set_autocast_dtype("cuda", self.fast_dtype)
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    def redirected_exit(self: Any, *error: Any) -> Any:
+        if getattr(self, "stands_for_cuda", False):
+            enabled, dtype = self.cuda_before
+            torch.set_autocast_enabled("cuda", enabled)
+            torch.set_autocast_dtype("cuda", dtype)
+        return leave(self, *error)
+
+    with (
+        replaced(kind, "__init__", redirected_init),
+        replaced(kind, "__enter__", redirected_enter),
+        replaced(kind, "__exit__", redirected_exit),
+    ):
+        yield

@@ -1,0 +1,99 @@
+"""`Schema`: what is asked of an operator again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from nearpeak.capture.values import Storages
+
+_QUERIES = frozenset({"prim", "profiler"})
+"""Namespaces whose operators ask about tensors or mark time, and touch no data."""
+_LIFTS = frozenset({"aten.lift_fresh.default", "aten.lift.default", "aten.lift_fresh_copy.default"})
+"""What `torch.tensor(...)` calls on the data it was given."""
+
+_NAMESPACES = frozenset({"aten", "prims"})
+"""Operators whose results are known to follow from their arguments; a custom operator's may not."""
+_BY_VALUE = ("data_dependent_output", "dynamic_output_shape", "inplace_view")
+"""Tags of operators whose results depend on values, or that change the shape of an argument."""
+_INDEXING = frozenset({"aten.index.Tensor"})
+"""Tagged as dynamic, and so only for masks, which are refused by dtype."""
+_CHANGES_STORAGE = ("resize", "set_", "_resize", "swap", "lift", "rename")
+"""How the names of operators begin that change an argument's storage or name, or that torch treats specially."""
+
+
+class Schema(NamedTuple):
+    """The facts of one operator."""
+
+    name: str
+    arguments: tuple[str, ...]
+    defaults: dict[str, Any]
+    """All arguments in the order of the schema; None stands for those that have no default, which are always given."""
+    mutated: tuple[str, ...]
+    query: bool
+    lift: bool
+    composite: bool
+    follows_from_form: bool
+    """Its results follow from the form of its arguments: torch need be asked once for each form."""
+    by_rows: bool
+    """It does one thing to each row of its lists of tensors: what it gives for a row follows from the row alone."""
+
+
+_SCHEMAS: dict[int, tuple[Any, Schema]] = {}
+"""With the operator, by its id: its own hash is a function in Python."""
+
+
+def schema_of(operator: Any) -> Schema:
+    """The facts of an operator, found once."""
+    found = _SCHEMAS.get(id(operator))
+    if found is None:
+        found = _SCHEMAS[id(operator)] = (operator, _schema(operator))
+    return found[1]
+
+
+def _schema(operator: Any) -> Schema:
+    if not isinstance(operator, torch._ops.OpOverload):  # a higher-order operator has no schema
+        return Schema(f"higher_order.{operator.name()}", (), {}, (), False, False, False, False, False)
+    arguments = operator._schema.arguments
+    query = operator.namespace in _QUERIES or operator._opname.startswith(("sym_", "is_pinned", "is_same_size"))
+    lift = str(operator) in _LIFTS
+    composite = not query and _is_taken_apart(operator)
+    return Schema(
+        name=str(operator),
+        arguments=tuple(argument.name for argument in arguments),
+        defaults={
+            argument.name: Storages().value(argument.default_value, "input") if argument.has_default_value() else None
+            for argument in arguments
+        },
+        mutated=tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        query=query,
+        lift=lift,
+        composite=composite,
+        follows_from_form=not (query or lift or composite) and _follows_from_form(operator),
+        by_rows=operator.namespace == "aten" and operator._opname.startswith("_foreach_"),
+    )
+
+
+def _is_taken_apart(operator: Any) -> bool:
+    """Whether torch itself runs other operators in its place: it is composed of them, and no device has its own kernel.
+
+    Asked of the dispatcher: the operator's own method counts decompositions in Python, which torch does not run here.
+    """
+    has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operator.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CUDA") or has_kernel(name, "CPU"))
+
+
+def _follows_from_form(operator: Any) -> bool:
+    """Whether the results of an operator depend on the form of its arguments alone."""
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _NAMESPACES:
+        return False
+    arguments = operator._schema.arguments
+    if any(argument.kwarg_only and argument.alias_info is not None for argument in arguments):  # `out` may be resized
+        return False
+    if operator._opname.startswith(_CHANGES_STORAGE):
+        return False
+    tags = {getattr(torch.Tag, name, None) for name in _BY_VALUE}
+    return str(operator) in _INDEXING or not any(tag in tags for tag in operator.tags)

@@ -1,0 +1,99 @@
+import dataclasses
+
+import pytest
+
+from nearpeak.bound.estimate import estimate_trace
+from nearpeak.bound.expected import at, kinds_of
+from nearpeak.machines import catalogue
+from nearpeak.machines.model import Reached
+from nearpeak.work.cost import cost_of
+from nearpeak.work.op import Op, Storage, Trace
+from nearpeak.work.tensor import Tensor
+
+POINTS = (Reached(bound_seconds=1e-6, ratio=4.0), Reached(bound_seconds=1e-4, ratio=1.0))
+
+
+def tensor(shape, storage, strides=None, dtype="bfloat16"):
+    if strides is None:
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step *= size
+    return Tensor(shape=tuple(shape), strides=tuple(strides), dtype=dtype, storage=storage)
+
+
+def op(name, inputs, output):
+    names = {"aten.mm.default": ("self", "mat2"), "aten.clone.default": ("self",)}.get(name, ("self", "other"))
+    return Op(name=name, arguments=dict(zip(names, inputs, strict=True)), outputs=(output,))
+
+
+def first_kinds(operation, limiter="memory"):
+    return list(kinds_of(operation, cost_of(operation), limiter))
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"), [(1e-9, 4e-6), (1e-6, 4e-6), (1e-5, 2e-5), (1e-4, 1e-4), (1e-2, 1e-2)]
+)
+def test_a_small_kernel_takes_its_fixed_time_and_a_large_one_its_ratio(bound, expected):
+    assert at(POINTS, bound) == pytest.approx(expected)
+
+
+def test_the_time_never_falls_as_the_bound_grows():
+    times = [at(POINTS, 1e-8 * 1.1**step) for step in range(150)]
+    assert times == sorted(times)
+
+
+def test_the_order_of_the_elements_makes_another_kind():
+    plain = op("aten.add.Tensor", (tensor((64, 32), 0), tensor((64, 32), 1)), tensor((64, 32), 2))
+    broadcast = op("aten.add.Tensor", (tensor((64, 32), 0), tensor((64, 32), 1, (0, 1))), tensor((64, 32), 2))
+    transposed = op("aten.clone.default", (tensor((64, 32), 0, (1, 64)),), tensor((64, 32), 1))
+    assert first_kinds(plain) == ["aten.add", "pointwise", "any"]
+    assert first_kinds(broadcast)[:2] == ["aten.add/permuted", "pointwise/permuted"]
+    assert first_kinds(transposed)[:2] == ["aten.clone/transposed", "movement/transposed"]
+
+
+def test_a_product_is_known_by_its_dtype_and_by_what_limits_it():
+    product = op("aten.mm.default", (tensor((64, 32), 0), tensor((32, 16), 1)), tensor((64, 16), 2))
+    assert first_kinds(product, "compute")[:2] == ["matrix/compute/bfloat16", "matrix/compute"]
+    assert first_kinds(product, "cache")[:2] == ["matrix/memory/bfloat16", "matrix/memory"]
+
+
+@pytest.fixture
+def addition():
+    size = 2**26
+    tensors = [tensor((size,), number) for number in range(3)]
+    storages = {number: Storage(bytes=2.0 * size, kind="input") for number in range(2)}
+    storages[2] = Storage(bytes=2.0 * size, kind="intermediate")
+    made = op("aten.add.Tensor", tensors[:2], tensors[2])
+    return Trace(ops=(made,), storages=storages, results=frozenset({2}))
+
+
+def with_efficiency(machine, **points):
+    return dataclasses.replace(machine, achievable=dataclasses.replace(machine.achievable, efficiency=points))
+
+
+def test_a_machine_that_was_measured_is_taken_at_its_own_figures(addition):
+    machine = with_efficiency(catalogue.find("h200-sxm"), pointwise=(Reached(bound_seconds=1e-6, ratio=3.0),))
+    found = estimate_trace(addition, machine)
+    assert found.expected_s == pytest.approx(3 * found.as_written_s)
+    assert found.expected_from == "h200-sxm"
+
+
+def test_one_that_was_not_is_taken_at_those_of_the_reference(addition):
+    found = estimate_trace(addition, catalogue.find("a100-sxm-80gb"))
+    assert found.expected_from == "h200-sxm"
+    assert 1.0 <= found.expected_s / found.as_written_s < 2.0
+
+
+def test_the_ceilings_of_the_bound_do_not_change_what_is_expected(addition):
+    machine = catalogue.find("h200-sxm")
+    bound = estimate_trace(addition, machine, ceilings="theoretical")
+    assert bound.expected_s == estimate_trace(addition, machine).expected_s
+    assert bound.as_written_s < bound.expected_s
+
+
+def test_what_is_like_nothing_that_was_measured_is_not_known(addition):
+    machine = with_efficiency(catalogue.find("h200-sxm"), sorting=POINTS)
+    found = estimate_trace(addition, machine)
+    assert found.ops[0].expected_seconds is None
+    assert found.expected_s is None

@@ -1,0 +1,61 @@
+import dataclasses
+
+import pytest
+import torch
+
+from nearpeak.capture import efficiency as module
+from nearpeak.capture.efficiency import measure_efficiency
+from nearpeak.capture.probes import Probe, probes
+from nearpeak.capture.trace import trace
+from nearpeak.machines.detect import cpu_facts
+from nearpeak.machines.model import Achievable
+
+
+@pytest.fixture
+def machine():
+    rates = {"float32": 1e9, "float64": 1e9}
+    achievable = Achievable(how="measured", note="made up", bandwidth=1e6, matrix={}, vector=rates)
+    return dataclasses.replace(cpu_facts(), achievable=achievable, cache_bytes=None)
+
+
+def test_each_probe_is_one_op_that_does_something():
+    for probe in probes(torch.device("cpu")):
+        recorded = trace(probe.build(probe.sizes[0]), live=True)
+        doing = [op.name for op in recorded.ops if op.outputs and op.outputs[0].storage != op.inputs[0].storage]
+        assert len(doing) <= 1, (probe.name, doing)
+
+
+def test_a_probe_is_kept_under_its_kind_and_those_it_stands_for(machine, monkeypatch):
+    def add(size):
+        x = torch.ones(size)
+        return lambda: x + x.neg()
+
+    made = [Probe(name="add", sizes=(64, 4096), build=add, stands_for=("pointwise",))]
+    monkeypatch.setattr(module, "probes", lambda device: iter(made))
+    monkeypatch.setattr(module, "_seconds", lambda call, device: 1.0)
+    found = measure_efficiency(machine).achievable.efficiency
+    assert set(found) == {"aten.add", "pointwise"}
+    small, large = found["pointwise"]
+    # neg: 2 tensors, add: 3 (the negative is read again: no cache here), 4 bytes each, a million of them a second
+    assert small.bound_seconds == pytest.approx(5 * 64 * 4 / 1e6)
+    assert small.ratio == pytest.approx(1.0 / small.bound_seconds)
+    assert large.bound_seconds == pytest.approx(64 * small.bound_seconds)
+
+
+def test_what_cannot_run_here_is_left_out_and_said(machine, monkeypatch):
+    def fails(size):
+        raise NotImplementedError("no such kernel\nmore")
+
+    lines = []
+    made = [Probe(name="missing", sizes=(64,), build=fails)]
+    monkeypatch.setattr(module, "probes", lambda device: iter(made))
+    assert measure_efficiency(machine, lines.append).achievable.efficiency == {}
+    assert lines == ["kernels: missing", "kernels: missing is left out: no such kernel"]
+
+
+def test_the_real_probes_are_timed(machine, monkeypatch):
+    few = [probe for probe in probes(torch.device("cpu")) if probe.name in ("add", "mean", "product float32")]
+    monkeypatch.setattr(module, "probes", lambda device: iter([dataclasses.replace(p, sizes=p.sizes[:1]) for p in few]))
+    found = measure_efficiency(machine).achievable.efficiency
+    assert {"aten.add", "pointwise", "aten.mean", "reduction", "matrix/compute"} <= set(found)
+    assert all(point.ratio > 0 for points in found.values() for point in points)
