@@ -1,5 +1,6 @@
-"""The picture in docs/estimate.md is what the command beside it draws."""
+"""The picture in docs/estimate.md is what the command beside it draws, and its figures are those of the runs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,27 @@ def test_the_picture_is_that_of_the_command(tmp_path, monkeypatch):
     drawn = tmp_path / "roofline.svg"
     assert main([verb, case, *options, str(drawn)]) == 0
     assert drawn.read_text(encoding="utf-8") == PICTURE.read_text(encoding="utf-8"), f"run `{COMMAND}`"
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+
+
+def test_the_figures_are_those_of_the_soundness_run():
+    found = result("soundness_h200.json")
+    summary, page = found["summary"], PAGE.read_text(encoding="utf-8")
+    assert f"On an H200, {found['date'][:10]}" in page
+    assert f"{summary['calls']} calls, {summary['measurements']} measurements" in page
+    assert summary["theoretical"]["below"] == 0
+    assert f"{summary['achievable']['below']} were ({summary['achievable']['share']:.2%})" in page
+    for family in {row["family"] for row in found["rows"]}:
+        count = sum(row["family"] == family for row in found["rows"])
+        assert f"| {family} | {count} |" in page
+
+
+def test_the_expected_time_is_that_of_the_run():
+    found = result("expected_h200.json")
+    kernels = sorted(found["kernel_s"])[len(found["kernel_s"]) // 2]
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"kernels ran for {kernels * 1e3:.0f} ms and {found['expected_s'] * 1e3:.0f} ms were expected" in text
+    assert abs(found["expected_s"] / kernels - 1) < 0.1

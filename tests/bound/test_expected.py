@@ -31,9 +31,7 @@ def first_kinds(operation, limiter="memory"):
     return list(kinds_of(operation, cost_of(operation), limiter))
 
 
-@pytest.mark.parametrize(
-    ("bound", "expected"), [(1e-9, 4e-6), (1e-6, 4e-6), (1e-5, 2e-5), (1e-4, 1e-4), (1e-2, 1e-2)]
-)
+@pytest.mark.parametrize(("bound", "expected"), [(1e-9, 4e-6), (1e-6, 4e-6), (1e-5, 2e-5), (1e-4, 1e-4), (1e-2, 1e-2)])
 def test_a_small_kernel_takes_its_fixed_time_and_a_large_one_its_ratio(bound, expected):
     assert at(POINTS, bound) == pytest.approx(expected)
 

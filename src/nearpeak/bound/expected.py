@@ -108,7 +108,7 @@ def at(points: Sequence[Reached], bound_seconds: float) -> float:
         return points[-1].ratio * bound_seconds
     low, high = points[position - 1], points[position]
     share = math.log(bound_seconds / low.bound_seconds) / math.log(high.bound_seconds / low.bound_seconds)
-    return bound_seconds * low.ratio ** (1 - share) * high.ratio**share
+    return bound_seconds * math.exp((1 - share) * math.log(low.ratio) + share * math.log(high.ratio))
 
 
 def _order(op: Op) -> str:

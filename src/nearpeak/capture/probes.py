@@ -179,7 +179,7 @@ def _rows(draw: Draw, whole: Draw, rows: Rows, sizes: Sequence[int]) -> Iterator
         x, target, one = draw(count, width, dtype=FP32), whole(width, count), draw(1, dtype=FP32)[0]
         return lambda: aten.nll_loss_backward(one, x, target, None, 1, -100, one)
 
-    vocabulary = {"width": 32000, "dtype": FP32}
+    vocabulary: dict[str, Any] = {"width": 32000, "dtype": FP32}
     yield Probe(
         name="mean",
         sizes=sizes,
