@@ -20,6 +20,7 @@ PUBLIC = {
     "Estimate",
     "Machine",
     "NearpeakError",
+    "Profile",
     "Timing",
     "Work",
     "bench",
@@ -29,6 +30,7 @@ PUBLIC = {
     "fake",
     "forget_cost",
     "inputs",
+    "load",
     "machine",
     "sweep",
 }

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from nearpeak.capture.estimate import estimate
     from nearpeak.capture.fake import fake
     from nearpeak.capture.machine import machine
+    from nearpeak.diagnose.load import load
+    from nearpeak.diagnose.profile import Profile
     from nearpeak.errors import NearpeakError
     from nearpeak.machines.model import Machine
     from nearpeak.measure import inputs
@@ -34,6 +36,7 @@ __all__ = [
     "Estimate",
     "Machine",
     "NearpeakError",
+    "Profile",
     "Timing",
     "Work",
     "bench",
@@ -43,6 +46,7 @@ __all__ = [
     "fake",
     "forget_cost",
     "inputs",
+    "load",
     "machine",
     "sweep",
 ]
@@ -54,6 +58,7 @@ _HOME = {
     "Estimate": "nearpeak.bound.estimate",
     "Machine": "nearpeak.machines.model",
     "NearpeakError": "nearpeak.errors",
+    "Profile": "nearpeak.diagnose.profile",
     "Timing": "nearpeak.measure.timing",
     "Work": "nearpeak.work.model",
     "bench": "nearpeak.measure.bench",
@@ -63,6 +68,7 @@ _HOME = {
     "fake": "nearpeak.capture.fake",
     "forget_cost": "nearpeak.work.declared",
     "inputs": "nearpeak.measure.inputs",
+    "load": "nearpeak.diagnose.load",
     "machine": "nearpeak.capture.machine",
     "sweep": "nearpeak.measure.sweep",
 }

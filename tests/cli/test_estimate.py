@@ -125,7 +125,6 @@ def test_a_trace_file_is_estimated_on_another_machine(capsys):
         (["cases.py:add", "--trace", "x.json"], "one of the two"),
         (["--trace", "x.json", "--set", "a=1"], "--set belongs to a CASE"),
         (["cases.py:add", "--step", "3"], "--step belongs to --trace"),
-        (["--trace", "x.json", "--step", "last"], "the number of a step, or all"),
         (["--trace", "no/such/file.json"], "no such file"),
     ],
 )

@@ -22,9 +22,9 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from nearpeak.cli.values import assignment
+from nearpeak.cli.values import assignment, step_number
 from nearpeak.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="a trace of torch.profiler, .json or .json.gz, instead of a case"
     )
-    parser.add_argument("--step", metavar="N", help="with --trace: the profiler's step, or all (the last)")
+    parser.add_argument(
+        "--step", type=step_number, metavar="N", help="with --trace: the profiler's step, or all (the last)"
+    )
     parser.add_argument("--on", metavar="NAME", help="a machine of the catalogue (this machine)")
     parser.add_argument(
         "--set", action="append", default=[], type=assignment, metavar="NAME=VALUE", help="a parameter of the case"
@@ -85,7 +87,7 @@ def _from_case(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
     from nearpeak.capture.machine import machine as find_machine
     from nearpeak.measure.case import load
 
-    if arguments.step:
+    if arguments.step is not None:
         raise UsageError("--step belongs to --trace.")
     builder = load(arguments.case)
     with fake():
@@ -103,7 +105,7 @@ def _from_file(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
 
     if arguments.set:
         raise UsageError("--set belongs to a CASE; a trace has no parameters.")
-    recorded = read_trace(arguments.trace, step=_step(arguments.step))
+    recorded = read_trace(arguments.trace, step=arguments.step)
     machine = find_machine(arguments.on) if arguments.on else by_driver_name(recorded.device)
     if machine is None:
         raise UsageError(
@@ -115,14 +117,6 @@ def _from_file(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
     if recorded.kernels:
         measured += f", {seconds(sum(recorded.device_seconds.values()))} of it kernels"
     return dataclasses.replace(result, notes=(f"{measured}.", *result.notes)), machine
-
-
-def _step(text: str | None) -> int | Literal["all"] | None:
-    if text is None or text == "all":
-        return text  # type: ignore[return-value]
-    if not text.isdecimal():
-        raise UsageError(f"--step {text}: the number of a step, or all.")
-    return int(text)
 
 
 def _text(result: Estimate, machine: Machine, arguments: argparse.Namespace) -> str:

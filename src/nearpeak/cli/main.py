@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nearpeak import __version__
-from nearpeak.cli import bench, doctor, estimate, machine
+from nearpeak.cli import bench, doctor, estimate, machine, profile
 from nearpeak.errors import NearpeakError
 
 
@@ -26,7 +26,13 @@ class Verb(Protocol):
         """Do it and return the exit code."""
 
 
-VERBS: dict[str, Verb] = {"machine": machine, "bench": bench, "estimate": estimate, "doctor": doctor}
+VERBS: dict[str, Verb] = {
+    "machine": machine,
+    "bench": bench,
+    "estimate": estimate,
+    "profile": profile,
+    "doctor": doctor,
+}
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141

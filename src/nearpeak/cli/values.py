@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Literal
 
 Value = int | float | bool | str
 
@@ -65,6 +66,19 @@ def share(text: str) -> float:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no share; write 0.01 or 1%") from None
+
+
+def step_number(text: str) -> int | Literal["all"]:
+    """The number of a step, or all of them.
+
+    >>> step_number("3"), step_number("all")
+    (3, 'all')
+    """
+    if text == "all":
+        return "all"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither the number of a step nor all")
+    return int(text)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -1,0 +1,73 @@
+"""`load`: a profile from a file, one of ours or a trace of torch.profiler from anywhere."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Literal
+
+from nearpeak.bound.estimate import estimate_trace
+from nearpeak.bound.times import Ceilings
+from nearpeak.diagnose import saved
+from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of
+from nearpeak.errors import UsageError
+from nearpeak.machines import catalogue
+from nearpeak.machines.model import Machine
+
+_COMMUNICATION = ("nccl", "rccl", "oneccl")
+"""How kernels of communication libraries are named, in any spelling of case."""
+
+
+def load(path: str | Path) -> Profile:
+    """A profile that was saved before, without torch; or the profile of a trace that torch.profiler wrote."""
+    return saved.read(path) if saved.is_saved(path) else profile_trace(path)
+
+
+def profile_trace(
+    path: str | Path,
+    *,
+    on: str | Machine | None = None,
+    step: int | Literal["all"] | None = None,
+    ceilings: Ceilings = "achievable",
+) -> Profile:
+    """The profile of a trace file: its kernels as they were measured, against the bounds of its ops.
+
+    Args:
+        path: A Chrome trace of torch.profiler with shapes, as .json or .json.gz.
+        on: The machine whose bounds count; the one that the file names where it is None.
+        step: The number of a step of the profiler's schedule, "all", or None for the last step.
+        ceilings: Against what the machine achieves, or against its datasheet.
+    """
+    from nearpeak.capture.kineto.read import read_trace  # a saved profile needs no torch
+
+    recorded = read_trace(path, step=step, storages="likely")  # "least" would call most traffic a loss of the kernel
+    if not recorded.kernels:
+        raise UsageError(
+            f"{path} has no kernels of a device, so there is no measured time to account for. `nearpeak estimate "
+            "--trace` gives the bounds of its ops."
+        )
+    machine = on if isinstance(on, Machine) else catalogue.find(on) if on else catalogue.by_driver_name(recorded.device)
+    if machine is None:
+        raise UsageError(
+            f"{path} was recorded on {recorded.device!r}, which is not in the catalogue. Name a machine: "
+            "`nearpeak machine --list` has them all."
+        )
+    kernels = [
+        DeviceKernel(
+            name=kernel.name,
+            start_s=kernel.start_s,
+            seconds=kernel.seconds,
+            op=kernel.op,
+            communication=any(name in kernel.name.lower() for name in _COMMUNICATION),
+        )
+        for kernel in recorded.kernels
+    ]
+    changed = datetime.datetime.fromtimestamp(Path(path).stat().st_mtime, datetime.UTC)
+    return profile_of(
+        estimate_trace(recorded.trace, machine, ceilings=ceilings),
+        kernels,
+        wall_s=recorded.wall_s,
+        source=str(path),
+        date=changed.isoformat(timespec="seconds"),
+        device=recorded.device,
+    )

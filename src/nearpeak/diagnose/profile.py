@@ -1,0 +1,157 @@
+"""`Profile`: a step with measured time per op beside its bounds; what every report of a run is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nearpeak.bound.estimate import Estimate, EstimatedOp
+from nearpeak.diagnose.intervals import Interval, charges, length
+from nearpeak.diagnose.waterfall import Waterfall, waterfall
+
+SCHEMA = 1
+"""Raised whenever the meaning of a saved field changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKernel:
+    """Something that ran on the device, and the index of the op that launched it."""
+
+    name: str
+    start_s: float
+    seconds: float
+    op: int | None
+    communication: bool = False
+
+    @property
+    def interval(self) -> Interval:
+        """From when to when it ran."""
+        return self.start_s, self.start_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledOp:
+    """One op as it ran. `lost_s` is what its kernels took beyond its bound."""
+
+    name: str
+    family: str
+    phase: str
+    module: str
+    source: str
+    shapes: tuple[tuple[int, ...], ...]
+    kernels: int
+    measured_s: float
+    """How long its kernels ran, without instants in which an earlier one ran too."""
+    bound_s: float
+    expected_s: float | None
+    limiter: str
+    flops: float
+    bytes: float
+    modelled: bool
+
+    @property
+    def lost_s(self) -> float:
+        """Measured less bound; 0 for what has no bound."""
+        return self.measured_s - self.bound_s if self.modelled else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One step of a run."""
+
+    schema: int
+    source: str
+    """What was run, or the file that it was read from."""
+    date: str
+    device: str
+    """What it ran on, as the driver names it."""
+    machine: str
+    """Whose ceilings the bounds are against."""
+    how: str
+    """Where these ceilings come from: "measured", "derated" or "datasheet"."""
+    wall_s: float
+    kernel_s: float
+    communication_s: float
+    as_written_s: float
+    fused_s: float
+    ideal_s: float
+    expected_s: float | None
+    waterfall: Waterfall
+    modelled_share: float
+    """Of the time in which kernels ran, the share of those with a bound."""
+    flops: float
+    ops: tuple[ProfiledOp, ...]
+    notes: tuple[str, ...] = ()
+
+
+def profile_of(
+    estimate: Estimate, kernels: Sequence[DeviceKernel], *, wall_s: float, source: str, date: str, device: str
+) -> Profile:
+    """Joins a step's bounds with its measured kernels, whose `op` are indices into the ops of the estimate."""
+    computing = [kernel for kernel in kernels if not kernel.communication]
+    charged = charges([kernel.interval for kernel in computing])
+    measured = [0.0] * len(estimate.ops)
+    counts = [0] * len(estimate.ops)
+    modelled_s = 0.0
+    for kernel, seconds in zip(computing, charged, strict=True):
+        if kernel.op is not None:
+            measured[kernel.op] += seconds
+            counts[kernel.op] += 1
+            if _has_bound(estimate.ops[kernel.op]):
+                modelled_s += seconds
+    kernel_s = sum(charged)
+    communication_s = length(kernel.interval for kernel in kernels) - kernel_s
+    wall_s = max(wall_s, kernel_s + communication_s)
+    return Profile(
+        schema=SCHEMA,
+        source=source,
+        date=date,
+        device=device,
+        machine=estimate.machine,
+        how=estimate.how,
+        wall_s=wall_s,
+        kernel_s=kernel_s,
+        communication_s=communication_s,
+        as_written_s=estimate.as_written_s,
+        fused_s=estimate.fused_s,
+        ideal_s=estimate.ideal_s,
+        expected_s=estimate.expected_s,
+        waterfall=waterfall(
+            wall_s=wall_s,
+            ideal_s=estimate.ideal_s,
+            fused_s=estimate.fused_s,
+            as_written_s=estimate.as_written_s,
+            modelled_s=modelled_s,
+            kernel_s=kernel_s,
+            communication_s=communication_s,
+        ),
+        modelled_share=modelled_s / kernel_s if kernel_s else 1.0,
+        flops=estimate.flops,
+        ops=tuple(
+            _profiled(op, seconds, count) for op, seconds, count in zip(estimate.ops, measured, counts, strict=True)
+        ),
+        notes=estimate.notes,
+    )
+
+
+def _has_bound(op: EstimatedOp) -> bool:
+    return op.model == "formula" or op.seconds > 0.0
+
+
+def _profiled(op: EstimatedOp, measured_s: float, kernels: int) -> ProfiledOp:
+    return ProfiledOp(
+        name=op.name,
+        family=op.family,
+        phase=op.phase,
+        module=op.module,
+        source=op.source,
+        shapes=op.shapes,
+        kernels=kernels,
+        measured_s=measured_s,
+        bound_s=op.seconds,
+        expected_s=op.expected_seconds,
+        limiter=op.limiter,
+        flops=op.flops,
+        bytes=op.bytes_read + op.bytes_written,
+        modelled=_has_bound(op),
+    )

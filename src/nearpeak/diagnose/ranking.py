@@ -1,0 +1,58 @@
+"""`ranking`: where the time of a profile is lost, by op, module, source line or phase, the largest loss first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from nearpeak.diagnose.profile import Profile, ProfiledOp
+
+By = Literal["op", "module", "line", "phase", "family"]
+
+_KEYS: Mapping[By, Callable[[ProfiledOp], str]] = {
+    "op": lambda op: f"{op.name} {op.phase}",
+    "module": lambda op: op.module,
+    "line": lambda op: op.source,
+    "phase": lambda op: op.phase,
+    "family": lambda op: op.family,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Ops that share a key."""
+
+    key: str
+    ops: int
+    measured_s: float
+    bound_s: float
+    expected_s: float | None
+    lost_s: float
+    limiter: str
+    """Of the op with the largest bound."""
+    modelled: bool
+
+
+def ranking(profile: Profile, by: By = "op") -> tuple[Rank, ...]:
+    """All ops that ran on the device, grouped. What has no bound is ranked by its whole time."""
+    groups: dict[str, list[ProfiledOp]] = {}
+    for op in profile.ops:
+        if op.kernels or op.bound_s > 0.0:
+            groups.setdefault(_KEYS[by](op), []).append(op)
+    ranks = [_rank(key, ops) for key, ops in groups.items()]
+    return tuple(sorted(ranks, key=lambda rank: -(rank.lost_s if rank.modelled else rank.measured_s)))
+
+
+def _rank(key: str, ops: list[ProfiledOp]) -> Rank:
+    expected = [op.expected_s for op in ops if op.expected_s is not None]
+    return Rank(
+        key=key,
+        ops=len(ops),
+        measured_s=sum(op.measured_s for op in ops),
+        bound_s=sum(op.bound_s for op in ops),
+        expected_s=sum(expected) if expected else None,
+        lost_s=sum(op.lost_s for op in ops),
+        limiter=max(ops, key=lambda op: op.bound_s).limiter,
+        modelled=any(op.modelled for op in ops),
+    )

@@ -1,0 +1,94 @@
+"""`Waterfall`: the wall time of a step as parts that sum to it, from what is unavoidable to what is lost.
+
+    wall = ideal + traffic + fusion + slow kernels + not modelled + communication + idle
+
+The first three are differences of floors, the others of measured times. A part below zero means that something ran
+faster than its bound: that is a bug of nearpeak's, and is shown as one instead of being cut to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+PartName = Literal["ideal", "traffic", "fusion", "slow kernels", "not modelled", "communication", "idle"]
+
+MEANINGS: Mapping[PartName, str] = {
+    "ideal": "inputs, parameters and results cross memory once",
+    "traffic": "memory traffic that fusion cannot remove",
+    "fusion": "traffic that fusing ops would remove",
+    "slow kernels": "kernels slower than their bounds",
+    "not modelled": "kernels whose bound is not known",
+    "communication": "between devices, with nothing else running",
+    "idle": "nothing runs on the device",
+}
+TOLERANCE = 0.01
+"""How far below zero a part may be, relative to the wall time, before it is called broken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of the wall time."""
+
+    name: PartName
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waterfall:
+    """The parts in order; they sum to the wall time."""
+
+    wall_s: float
+    parts: tuple[Part, ...]
+
+    def seconds(self, name: PartName) -> float:
+        """The time of one part."""
+        return next(part.seconds for part in self.parts if part.name == name)
+
+    @property
+    def broken(self) -> tuple[Part, ...]:
+        """Parts that are below zero by more than a measurement can be wrong."""
+        return tuple(part for part in self.parts if part.seconds < -TOLERANCE * self.wall_s)
+
+    @property
+    def largest_loss(self) -> Part:
+        """The part that costs most of those that can be changed."""
+        return max((part for part in self.parts if part.name != "ideal"), key=lambda part: part.seconds)
+
+
+def waterfall(
+    *,
+    wall_s: float,
+    ideal_s: float,
+    fused_s: float,
+    as_written_s: float,
+    modelled_s: float,
+    kernel_s: float,
+    communication_s: float = 0.0,
+) -> Waterfall:
+    """The parts, from three floors and four measured times.
+
+    Args:
+        wall_s: Of the step.
+        ideal_s: The floors of what was traced.
+        fused_s: See `ideal_s`.
+        as_written_s: See `ideal_s`.
+        modelled_s: How long kernels ran whose ops have a bound.
+        kernel_s: How long any kernel ran but those of communication; instants, not durations.
+        communication_s: How long only communication ran.
+
+    >>> found = waterfall(wall_s=10, ideal_s=2, fused_s=3, as_written_s=4, modelled_s=6, kernel_s=7, communication_s=1)
+    >>> [(part.name, part.seconds) for part in found.parts][3:]
+    [('slow kernels', 2), ('not modelled', 1), ('communication', 1), ('idle', 2)]
+    """
+    seconds: dict[PartName, float] = {
+        "ideal": ideal_s,
+        "traffic": fused_s - ideal_s,
+        "fusion": as_written_s - fused_s,
+        "slow kernels": modelled_s - as_written_s,
+        "not modelled": kernel_s - modelled_s,
+        "communication": communication_s,
+        "idle": wall_s - kernel_s - communication_s,
+    }
+    return Waterfall(wall_s=wall_s, parts=tuple(Part(name=name, seconds=value) for name, value in seconds.items()))
