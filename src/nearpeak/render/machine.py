@@ -116,7 +116,7 @@ def _rates(machine: Machine) -> str:
     theoretical, achievable = machine.theoretical, machine.achievable
     if theoretical is None and achievable is None:
         return ""
-    headers = ["FLOP/s", "datasheet", "achievable", "random", "sustained", "share", "spread", "FLOP per byte"]
+    headers = ["FLOP/s", "datasheet", "achievable", "random", "sustained", "share", "spread", "FLOP/B"]
     rows = []
     for engine in ("matrix", "vector"):
         datasheet: Mapping[str, float] = getattr(theoretical, engine, {})
