@@ -32,6 +32,7 @@ PUBLIC = {
     "inputs",
     "load",
     "machine",
+    "profile",
     "sweep",
 }
 

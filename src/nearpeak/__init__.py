@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nearpeak.capture.machine import machine
     from nearpeak.diagnose.load import load
     from nearpeak.diagnose.profile import Profile
+    from nearpeak.diagnose.run import profile
     from nearpeak.errors import NearpeakError
     from nearpeak.machines.model import Machine
     from nearpeak.measure import inputs
@@ -48,6 +49,7 @@ __all__ = [
     "inputs",
     "load",
     "machine",
+    "profile",
     "sweep",
 ]
 
@@ -70,6 +72,7 @@ _HOME = {
     "inputs": "nearpeak.measure.inputs",
     "load": "nearpeak.diagnose.load",
     "machine": "nearpeak.capture.machine",
+    "profile": "nearpeak.diagnose.run",
     "sweep": "nearpeak.measure.sweep",
 }
 

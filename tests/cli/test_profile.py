@@ -55,9 +55,66 @@ def test_a_saved_profile_belongs_to_its_machine(tmp_path, capsys):
     assert "is a saved profile" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [[], ["--trace", EAGER, "--step", "last"]])
-def test_what_cannot_be_understood_is_a_usage_error(options, capsys):
+def test_a_step_that_is_no_number_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["profile", *options])
+        main(["profile", "--trace", EAGER, "--step", "last"])
     assert caught.value.code == 2
-    assert "--trace" in capsys.readouterr().err
+    assert "neither the number of a step nor all" in capsys.readouterr().err
+
+
+TRAIN = """
+import sys
+import torch
+
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(int(sys.argv[1])):
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("arguments", sys.argv[1:])
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return str(path)
+
+
+def test_a_script_is_run_with_its_arguments_and_profiled(script, tmp_path, capsys):
+    saved = tmp_path / "run.json"
+    assert main(["profile", "--on", "h200-sxm", "--save", str(saved), script, "25", "0", "--own", "x"]) == 0
+    captured = capsys.readouterr()
+    assert "arguments ['25', '0', '--own', 'x']" in captured.out
+    assert "Verdict:" in captured.out
+    assert "profiling a step" in captured.err
+    assert json.loads(saved.read_text())["profile"]["source"] == script
+
+
+def test_a_script_that_fails_keeps_its_exit_code_and_gives_its_profile(script, capsys):
+    assert main(["profile", "--on", "h200-sxm", script, "25", "7"]) == 7
+    assert "Verdict:" in capsys.readouterr().out
+
+
+def test_too_few_steps_are_said(script, capsys):
+    assert main(["profile", "--on", "h200-sxm", script, "3", "0"]) == 2
+    assert "a profile needs about ten" in capsys.readouterr().err
+    assert main(["profile", "--on", "h200-sxm", script, "3", "5"]) == 5
+    assert main(["profile", "--on", "h200-sxm", "no/such.py"]) == 2
+    assert "no such script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "SCRIPT or --trace"),
+        (["--trace", EAGER, "x.py"], "one of the two"),
+        (["--step", "1", "x.py"], "--step belongs"),
+    ],
+)
+def test_a_script_and_a_file_are_told_apart(options, message, capsys):
+    assert main(["profile", *options]) == 2
+    assert message in capsys.readouterr().err

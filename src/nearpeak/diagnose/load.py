@@ -9,13 +9,10 @@ from typing import Literal
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.times import Ceilings
 from nearpeak.diagnose import saved
-from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of
+from nearpeak.diagnose.profile import Profile, profile_of
 from nearpeak.errors import UsageError
 from nearpeak.machines import catalogue
 from nearpeak.machines.model import Machine
-
-_COMMUNICATION = ("nccl", "rccl", "oneccl")
-"""How kernels of communication libraries are named, in any spelling of case."""
 
 
 def load(path: str | Path) -> Profile:
@@ -39,6 +36,7 @@ def profile_trace(
         ceilings: Against what the machine achieves, or against its datasheet.
     """
     from nearpeak.capture.kineto.read import read_trace  # a saved profile needs no torch
+    from nearpeak.diagnose.captured import device_kernels
 
     recorded = read_trace(path, step=step, storages="likely")  # "least" would call most traffic a loss of the kernel
     if not recorded.kernels:
@@ -52,20 +50,10 @@ def profile_trace(
             f"{path} was recorded on {recorded.device!r}, which is not in the catalogue. Name a machine: "
             "`nearpeak machine --list` has them all."
         )
-    kernels = [
-        DeviceKernel(
-            name=kernel.name,
-            start_s=kernel.start_s,
-            seconds=kernel.seconds,
-            op=kernel.op,
-            communication=any(name in kernel.name.lower() for name in _COMMUNICATION),
-        )
-        for kernel in recorded.kernels
-    ]
     changed = datetime.datetime.fromtimestamp(Path(path).stat().st_mtime, datetime.UTC)
     return profile_of(
         estimate_trace(recorded.trace, machine, ceilings=ceilings),
-        kernels,
+        device_kernels(recorded),
         wall_s=recorded.wall_s,
         source=str(path),
         date=changed.isoformat(timespec="seconds"),

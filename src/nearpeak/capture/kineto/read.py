@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any, Literal
 
 from nearpeak.capture.kineto.calls import Call, Calls, Step, calls_of
 from nearpeak.capture.kineto.kernels import Kernel, kernels_of, launched_at, owner_of, seconds_by_op
+from nearpeak.capture.kineto.lists import Launch, LongLists, has_long_lists, long_lists
 from nearpeak.capture.kineto.ops import Ops, ops_of
 from nearpeak.capture.kineto.recording import DeviceSpan, Recording, load
+from nearpeak.capture.kineto.tensors import Seen
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.work.op import Trace
 
@@ -34,6 +37,8 @@ class KinetoTrace:
     trace: Trace
     kernels: tuple[Kernel, ...]
     """In order of time; empty where the file has no device."""
+    spans: tuple[tuple[float, float], ...]
+    """Of each op on the CPU: when it began, from the start of what was read, and its seconds."""
     device: str
     """The device as its driver names it, or "cpu"."""
     steps: tuple[int, ...]
@@ -44,6 +49,9 @@ class KinetoTrace:
     """Of the step on the CPU, or of its kernels from the first to the last where that is longer."""
     notes: tuple[str, ...]
     """What the file cannot tell."""
+    partial: frozenset[int] = frozenset()
+    """Ops that may have had more kernels than the file has: it was cut off there, or lost some. What was measured of
+    them says nothing about their speed."""
 
     @property
     def device_seconds(self) -> Mapping[int | None, float]:
@@ -71,17 +79,26 @@ def read_trace(
     recording = load(path)
     _must_have_shapes(recording, path)
     calls = calls_of(recording)
-    chosen, steps = _step(calls, step, path)
-    inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
     spans = [(span, owner_of(span, calls)) for span in recording.device_spans]
+    launched = [(launched_at(span, calls, owner), owner) for span, owner in spans] if recording.truncated else []
+    chosen, steps = _step(calls, step, path)
+    if step is None and chosen is not None and recording.truncated:
+        chosen = next((item for item in reversed(steps) if _is_whole(item, calls, launched)), chosen)
+    inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
     if chosen is not None:
         spans = [(span, owner) for span, owner in spans if _in_step(span, owner, calls, chosen)]
     found = ops_of(
-        inside, tf32=_has_tf32(recording.metadata, bool(recording.device_spans)), likely=storages == "likely"
+        inside,
+        tf32=_has_tf32(recording.metadata, bool(recording.device_spans)),
+        likely=storages == "likely",
+        lists=_long_lists(inside, spans, calls),
     )
     origin, wall = _window(inside, spans, chosen)
-    kernels = kernels_of(spans, {id(call): index for index, call in enumerate(inside)}, origin)
-    notes = (_STORAGES[storages], *_notes(recording, found, kernels, inside))
+    indices = {id(call): index for index, call in enumerate(inside)}
+    kernels = kernels_of(spans, indices, origin)
+    partial = _partial(recording, calls)
+    cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
+    notes = (_STORAGES[storages], *_notes(recording, found, kernels, inside, chosen, cut))
     return KinetoTrace(
         path=str(path),
         trace=Trace(
@@ -93,12 +110,35 @@ def read_trace(
             notes=notes,
         ),
         kernels=kernels,
+        spans=tuple(((call.span.start - origin) / 1e6, (call.span.end - call.span.start) / 1e6) for call in inside),
         device=_device(recording),
         steps=tuple(item.number for item in steps),
         step=None if chosen is None else chosen.number,
         wall_s=wall,
         notes=notes,
+        partial=frozenset(indices[number] for number in partial if number in indices),
     )
+
+
+def _is_whole(step: Step, calls: Calls, launched: Sequence[tuple[float, Call | None]]) -> bool:
+    """Whether a file that was cut off has all of a step: of each thread that ran ops, something later is there.
+
+    What runs on the device is written after all ops, thread by thread or together, in the order of the launches.
+    """
+    latest: dict[int, float] = {}
+    for when, call in launched or [(call.span.start, call) for call in calls.calls]:
+        if call is not None:
+            latest[call.thread] = max(when, latest.get(call.thread, when))
+    inside = {call.thread for call in calls.calls if not launched or step.start <= call.span.start < step.end}
+    return all(latest.get(thread, -math.inf) >= step.end for thread in inside)
+
+
+def _partial(recording: Recording, calls: Calls) -> set[int]:
+    """The identities of calls whose kernels may not all be there: those that were written last, of each stream."""
+    found = {id(call) for call in calls.unanswered}
+    if recording.truncated:
+        found |= {id(owner_of(span, calls)) for span in recording.last_written}
+    return found
 
 
 def _must_have_shapes(recording: Recording, path: str | Path) -> None:
@@ -133,6 +173,36 @@ def _step(calls: Calls, wanted: int | str | None, path: str | Path) -> tuple[Ste
 def _in_step(span: DeviceSpan, owner: Call | None, calls: Calls, step: Step) -> bool:
     """By the time of the launch: the device runs behind the CPU, often beyond the end of the step."""
     return step.start <= launched_at(span, calls, owner) < step.end
+
+
+def _long_lists(
+    calls: Sequence[Call], spans: Sequence[tuple[DeviceSpan, Call | None]], everything: Calls
+) -> dict[int, LongLists]:
+    """What is known of lists that the profiler left out, by the identity of the call."""
+    wanted = {id(call): call for call in calls if has_long_lists(call.operator, call.arguments)}
+    launches: dict[int, list[Launch]] = {}
+    for span, owner in spans if wanted else ():
+        if id(owner) in wanted:
+            launches.setdefault(id(owner), []).append(Launch(span.name, span.blocks))
+    found = {}
+    for number, call in wanted.items():
+        assert call.operator is not None
+        gradients = _gradients_before(call.span.start, everything) if call.phase == "optimizer" else ()
+        known = long_lists(call.operator, call.arguments, launches.get(number, ()), gradients)
+        if known is not None:
+            found[number] = known
+    return found
+
+
+def _gradients_before(time: float, calls: Calls) -> list[Seen]:
+    """What the backward passes added since the step of an optimizer before them."""
+    last = bisect_left(calls.gradients, time, key=lambda item: item[0])
+    if not last:
+        return []
+    newest = calls.gradients[last - 1][0]
+    steps = (call.span.start for call in calls.calls if call.phase == "optimizer" and call.span.start < newest)
+    first = bisect_left(calls.gradients, max(steps, default=-math.inf), key=lambda item: item[0])
+    return [seen for _, seen in calls.gradients[first:last]]
 
 
 def _window(
@@ -170,17 +240,42 @@ def _has_tf32(metadata: Mapping[str, Any], on_device: bool) -> bool:
     return True
 
 
-def _notes(recording: Recording, found: Ops, kernels: Sequence[Kernel], calls: Sequence[Call]) -> Iterator[str]:
+def _notes(
+    recording: Recording,
+    found: Ops,
+    kernels: Sequence[Kernel],
+    calls: Sequence[Call],
+    step: Step | None,
+    cut: bool,
+) -> Iterator[str]:
     if recording.truncated:
         yield "The file ends in the middle; what follows is not in the trace."
+    if cut:
+        what = "What was read" if step is None else f"Step {step.number}"
+        yield f"{what} is not whole: ops or kernels of it may be missing, and its times are those of what is there."
+        if not recording.device_spans and recording.metadata.get("deviceProperties"):
+            yield "The file has no kernels. They are written last, so it may have been cut off before them."
     if recording.damaged:
         yield f"{recording.damaged} events are not valid JSON and were left out."
     if found.unknown:
         listed = ", ".join(f"{name} ({count})" for name, count in found.unknown.most_common(5))
         yield f"{found.unknown.total()} ops have no cost, because the file does not show enough of them: {listed}."
+    if found.exact_lists:
+        yield (
+            f"{found.exact_lists} ops on long lists have the tensors of the gradients of the backward pass: these make "
+            "as many chunks as their kernels have blocks."
+        )
+    if found.least_lists:
+        yield (
+            f"{found.least_lists} ops on long lists count the elements that they have at the least, from the blocks of "
+            "their kernels."
+        )
     compiled = sum(call.kind == "inductor" for call in calls)
     if compiled:
-        yield f"Of {compiled} compiled kernels only what they must write counts: the file does not say what they read."
+        yield (
+            f"Of {compiled} compiled kernels only what they must move counts: the file does not say which part of a "
+            "tensor they read, so it is all of it only where no operator in their name takes a part."
+        )
     graphs = sum(call.kind == "graph" for call in calls)
     if graphs:
         yield f"{graphs} launches of CUDA graphs: the file does not show the ops inside, only their kernels."
