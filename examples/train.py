@@ -1,6 +1,6 @@
 """A small language model, trained on random tokens: something to profile on any machine.
 
-    nearpeak profile examples/train.py --steps 30
+nearpeak profile examples/train.py --steps 30
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpeak.bound.cache import Residency, by_storage
+from nearpeak.bound.cache import Residency, distinct
 from nearpeak.work.cost import Access
 from nearpeak.work.op import Storage
 
@@ -71,10 +71,29 @@ def test_no_cache():
 
 
 def test_views_of_one_storage_add_up_to_no_more_than_it_has():
-    found = by_storage(
-        (Access(storage=0, bytes=60), Access(storage=0, bytes=60)), {0: Storage(bytes=100, kind="input")}
-    )
-    assert found == {0: 100}
+    found = distinct((Access(storage=0, bytes=60), Access(storage=0, bytes=60)), {0: Storage(bytes=100, kind="input")})
+    assert found == (Access(storage=0, bytes=100),)
+
+
+def test_a_kernel_reads_side_by_side_then_writes():
+    storages = {number: Storage(bytes=60, kind="input") for number in range(3)}
+    one, two = Residency(100), Residency(100)
+    reads = (Access(storage=0, bytes=60), Access(storage=1, bytes=60))
+    for _ in range(2):
+        missed = sum(size - one.resident(number) for number, size in ((0, 60), (1, 60)))
+        for number in (0, 1):
+            one.access(number, 60)
+        one.write(2, 60, limit=60)
+        assert two.kernel(reads, (Access(storage=2, bytes=60),), storages) == missed
+        assert [two.resident(number) for number in range(3)] == [one.resident(number) for number in range(3)]
+        assert two.written_back == one.written_back
+    assert one.written_back == 60  # in the second round the first result is pushed out
+
+
+def test_what_is_not_wanted_is_not_written_back():
+    cache = Residency(100)
+    cache.kernel((), (Access(storage=0, bytes=80), Access(storage=1, bytes=80)), {}, wanted=False)
+    assert cache.written_back == 0
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 150)), max_size=40))

@@ -487,3 +487,17 @@ def test_fake_tensors_of_two_modes():
     with pytest.raises(UsageError, match=r"nearpeak\.fake\(\)"):
         trace(torch.add, x, y)
     assert names(trace(torch.neg, x)) == ["aten.neg.default"]
+
+
+def test_a_model_can_be_built_and_moved_inside():
+    def step():
+        model = torch.nn.Linear(8, 8).to(torch.bfloat16).cuda()
+        return model(torch.randn(2, 8, device="cuda", dtype=torch.bfloat16))
+
+    assert "aten.addmm.default" in [op.name for op in trace(step).ops]
+
+
+def test_an_error_of_the_code_is_said_once(caplog):
+    with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
+        trace(torch.mm, torch.randn(8, 8), torch.randn(7, 7))
+    assert not caplog.records

@@ -20,17 +20,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nearpeak.work.cost import Access
 from nearpeak.work.op import Storage
 
-
-@dataclass(slots=True)
-class _Entry:
-    least: float = 0.0
-    most: float = 0.0
-    dirty: float = 0.0
+_Entry = list[float]
+"""Of one storage: `least`, `most`, and how many of its bytes are dirty. A list, since one is made for every result."""
 
 
 class Residency:
@@ -57,80 +52,131 @@ class Residency:
     def resident(self, storage: int) -> float:
         """The most bytes of a storage that can be hit now."""
         entry = self._entries.get(storage)
-        return entry.most if entry else 0.0
+        return entry[1] if entry else 0.0
 
     def access(self, storage: int, size: float) -> float:
         """Reads `size` bytes of a storage, which become resident; returns how many of them were so before."""
         hit = min(size, self.resident(storage))
         held = size if size < self.capacity_bytes else self.capacity_bytes
         entry = self._touch(storage, held)
-        if held > entry.most:
-            entry.most = held
+        if held > entry[1]:
+            entry[1] = held
         if self._occupied > self.capacity_bytes:
             self._evict()
         return hit
 
     def write(self, storage: int, size: float, *, limit: float = math.inf) -> None:
         """Writes `size` bytes of a storage, which has no more than `limit` bytes; they become resident."""
-        held = min(size, self.capacity_bytes)
+        capacity = self.capacity_bytes
+        held = size if size < capacity else capacity
         self.written_back += size - held
         entry = self._touch(storage, held)
-        entry.most = min(entry.most + held, max(limit, entry.most, held), self.capacity_bytes)
-        entry.dirty = max(entry.dirty, held)
-        if self._occupied > self.capacity_bytes:
+        most = entry[1]
+        highest = max(limit, most, held) if limit < capacity else capacity
+        entry[1] = most + held if most + held < highest else highest
+        if held > entry[2]:
+            entry[2] = held
+        if self._occupied > capacity:
             self._evict()
+
+    def kernel(
+        self, reads: Sequence[Access], writes: Sequence[Access], storages: Mapping[int, Storage], *, wanted: bool = True
+    ) -> float:
+        """Runs a kernel whose reads are of different storages, and so its writes; returns how many bytes it missed.
+
+        Its reads run side by side, so all of them find the cache as it was before the kernel. What it writes need not
+        reach memory unless it is `wanted`.
+        """
+        entries, capacity = self._entries, self.capacity_bytes
+        missed = 0.0
+        for access in reads:
+            entry = entries.get(access.storage)
+            size = access.bytes
+            if entry is None:
+                missed += size
+            elif size > entry[1]:
+                missed += size - entry[1]
+        for access in reads:
+            size = access.bytes
+            held = size if size < capacity else capacity
+            entry = entries.get(access.storage)
+            if entry is None:
+                entries[access.storage] = [held, held, 0.0]
+                self._occupied += held
+            else:
+                entries.move_to_end(access.storage)
+                if held > entry[0]:
+                    self._occupied += held - entry[0]
+                    entry[0] = held
+                if held > entry[1]:
+                    entry[1] = held
+            if self._occupied > capacity:
+                self._evict()
+        for access in writes:
+            known = storages.get(access.storage)
+            self.write(access.storage, access.bytes, limit=known.bytes if known and known.bytes else math.inf)
+            if not wanted:
+                self.unwanted(access.storage)
+        return missed
 
     def may_hold(self, storage: int, size: float) -> None:
         """Up to `size` bytes of a storage may have become resident: they can be hit, and are sure of no room."""
         entry = self._touch(storage, 0.0)
-        entry.most = max(entry.most, min(size, self.capacity_bytes))
+        entry[1] = max(entry[1], min(size, self.capacity_bytes))
 
     def unwanted(self, storage: int) -> None:
         """What was written of a storage need not reach memory, but can be hit as before."""
         entry = self._entries.get(storage)
         if entry:
-            entry.dirty = 0.0
+            entry[2] = 0.0
 
     def release(self, storage: int) -> None:
         """Nobody wants the storage any more: its room is free, and its bytes need not reach memory."""
         entry = self._entries.pop(storage, None)
         if entry:
-            self._occupied -= entry.least
+            self._occupied -= entry[0]
 
     def _touch(self, storage: int, held: float) -> _Entry:
         entry = self._entries.get(storage)
         if entry is None:
-            entry = self._entries[storage] = _Entry()
+            entry = self._entries[storage] = [0.0, 0.0, 0.0]
         else:
             self._entries.move_to_end(storage)
-        if held > entry.least:
-            self._occupied += held - entry.least
-            entry.least = held
+        if held > entry[0]:
+            self._occupied += held - entry[0]
+            entry[0] = held
         return entry
 
     def _evict(self) -> None:
-        while self._occupied > self.capacity_bytes and len(self._entries) > 1:
-            storage, entry = next(iter(self._entries.items()))
-            kept = max(self.capacity_bytes - (self._occupied - entry.least), 0.0)
-            self._occupied -= entry.least - kept
-            self.written_back += max(entry.dirty - kept, 0.0)
+        entries, capacity = self._entries, self.capacity_bytes
+        while self._occupied > capacity and len(entries) > 1:
+            storage = next(iter(entries))
+            entry = entries[storage]
+            least, _, dirty = entry
+            kept = capacity - (self._occupied - least)
+            if kept < 0.0:
+                kept = 0.0
+            self._occupied -= least - kept
+            if dirty > kept:
+                self.written_back += dirty - kept
             if kept > 0.0:
-                self._entries[storage] = _Entry(least=kept, most=kept, dirty=min(entry.dirty, kept))
+                entry[:] = kept, kept, dirty if dirty < kept else kept
                 return
-            del self._entries[storage]
+            del entries[storage]
 
 
-def by_storage(accesses: Sequence[Access], storages: Mapping[int, Storage]) -> dict[int, float]:
-    """Bytes by storage: views of the same storage add up, to no more than it has."""
-    if len(accesses) == 1:
-        return {accesses[0].storage: accesses[0].bytes}
+def distinct(accesses: tuple[Access, ...], storages: Mapping[int, Storage]) -> tuple[Access, ...]:
+    """One access to each storage: those to views of the same storage add up, to no more than it has."""
+    count = len(accesses)
+    if count < 2 or (count == 2 and accesses[0].storage != accesses[1].storage):
+        return accesses
     sizes: dict[int, float] = {}
     for access in accesses:
         sizes[access.storage] = sizes.get(access.storage, 0.0) + access.bytes
-    if len(sizes) == len(accesses):
-        return sizes
+    if len(sizes) == count:
+        return accesses
     for storage, size in sizes.items():
         known = storages.get(storage)
         if known is not None and size > known.bytes > 0:
             sizes[storage] = known.bytes
-    return sizes
+    return tuple([Access(storage=storage, bytes=size) for storage, size in sizes.items()])

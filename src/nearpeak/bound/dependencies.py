@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from nearpeak.work.alike import Alike
 from nearpeak.work.cost import Cost, Family
 from nearpeak.work.op import Op, Trace
 
@@ -12,8 +13,7 @@ CHAINED: frozenset[Family] = frozenset({"pointwise", "movement", "creation", "ra
 """Families whose ops can run inside another op's kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Touches:
+class Touches(NamedTuple):
     """Storages that an op depends on and storages that it changes. A view has neither."""
 
     reads: tuple[int, ...]
@@ -23,9 +23,32 @@ class Touches:
 _NOTHING = Touches((), ())
 
 
-def touches_in(trace: Trace, costs: Sequence[Cost]) -> tuple[Touches, ...]:
-    """For each op of a trace."""
-    return tuple([touches_of(op, cost) for op, cost in zip(trace.ops, costs, strict=True)])
+def touches_in(trace: Trace, costs: Sequence[Cost], kinds: Alike | None = None) -> tuple[Touches, ...]:
+    """For each op of a trace; `kinds` are those of its ops, for a caller that has them."""
+    if kinds is None:
+        return tuple([touches_of(op, cost) for op, cost in zip(trace.ops, costs, strict=True)])
+    known: list[Touches | None] = [found.get("touches") for found in kinds.found]
+    found = []
+    for index, (kind, storages) in enumerate(zip(kinds.kinds, kinds.storages, strict=True)):
+        touches = known[kind]
+        if touches is _NOTHING:
+            found.append(_NOTHING)
+        elif touches is not None:
+            found.append(
+                Touches(tuple([storages[at] for at in touches.reads]), tuple([storages[at] for at in touches.writes]))
+            )
+        else:
+            touches = touches_of(trace.ops[index], costs[index])
+            found.append(touches)
+            places = {storage: place for place, storage in enumerate(storages)}
+            if touches is _NOTHING:
+                known[kind] = kinds.found[kind]["touches"] = _NOTHING
+            elif all(storage in places for storage in (*touches.reads, *touches.writes)):
+                known[kind] = kinds.found[kind]["touches"] = Touches(
+                    tuple(places[storage] for storage in touches.reads),
+                    tuple(places[storage] for storage in touches.writes),
+                )
+    return tuple(found)
 
 
 def touches_of(op: Op, cost: Cost) -> Touches:

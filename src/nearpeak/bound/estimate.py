@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from nearpeak.bound.dependencies import touches_in
 from nearpeak.bound.expected import expect
-from nearpeak.bound.floors import as_written, group_bounds, ideal_seconds
+from nearpeak.bound.floors import group_times, ideal_seconds, written_times
 from nearpeak.bound.fusion import Group, groups
 from nearpeak.bound.tiles import Tiling, tiling
-from nearpeak.bound.times import Ceilings
+from nearpeak.bound.times import Ceilings, roof
 from nearpeak.machines.model import Machine
+from nearpeak.work.alike import alike
 from nearpeak.work.cost import Cost, costs_of
 from nearpeak.work.garbage import rarely_collected
 from nearpeak.work.model import Work
 from nearpeak.work.op import Op, Phase, Trace
-from nearpeak.work.quick import quick
+from nearpeak.work.quick import maker, quick
 
 
 @quick
@@ -106,19 +108,27 @@ def estimate_trace(trace: Trace, machine: Machine, *, ceilings: Ceilings = "achi
 
 
 def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
-    costs = costs_of(trace.ops)
-    touches = touches_in(trace, costs)
-    bounds = as_written(trace, costs, machine, ceilings=ceilings, touches=touches)
+    kinds = alike(trace.ops)
+    costs = costs_of(trace.ops, kinds)
+    touches = touches_in(trace, costs, kinds)
+    bounds = [roof(times) for times in written_times(trace, costs, machine, ceilings, touches)]
     fusion = groups(trace, costs, touches)
-    reached = bounds if ceilings == "achievable" or machine.achievable is None else None
-    expectation = expect(trace, costs, reached or as_written(trace, costs, machine, touches=touches), machine)
+    reached = bounds
+    if ceilings != "achievable" and machine.achievable is not None:
+        reached = [roof(times) for times in written_times(trace, costs, machine, "achievable", touches)]
+    expectation = expect(trace, costs, reached, machine, kinds)
+    facts = [
+        _facts(trace.ops[index], costs[index], machine, found)
+        for index, found in zip(kinds.firsts, kinds.found, strict=True)
+    ]
     ops = tuple(
-        _estimated(op, cost, bound.seconds, bound.limiter, machine, expected)
-        for op, cost, bound, expected in zip(trace.ops, costs, bounds, expectation.seconds, strict=True)
+        [
+            _estimated(op, facts[kind], bound, expected)
+            for op, kind, bound, expected in zip(trace.ops, kinds.kinds, bounds, expectation.seconds, strict=True)
+        ]
     )
-    written_seconds = sum(op.seconds for op in ops)
-    grouped = group_bounds(trace, costs, fusion, machine, ceilings=ceilings, touches=touches)
-    group_seconds = tuple(item.seconds for item in grouped)
+    written_seconds = sum([op.seconds for op in ops])
+    group_seconds = tuple([max(times) for times in group_times(trace, fusion, machine, ceilings, touches)])
     achievable = machine.achievable
     return Estimate(
         machine=machine.id,
@@ -127,7 +137,7 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
         as_written_s=written_seconds,
         fused_s=min(sum(group_seconds), written_seconds),
         ideal_s=ideal_seconds(trace, costs, machine, ceilings=ceilings),
-        work=_total(costs),
+        work=_total(facts, kinds.kinds),
         ops=ops,
         groups=fusion,
         coverage=_coverage(ops),
@@ -139,42 +149,83 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
     )
 
 
-def _estimated(
-    op: Op, cost: Cost, seconds: float, limiter: str, machine: Machine, expected: float | None
-) -> EstimatedOp:
+class _Facts(NamedTuple):
+    """What all ops of one kind have in common, as the fields of `EstimatedOp`."""
+
+    name: str
+    family: str
+    flops: float
+    bytes_read: float
+    bytes_written: float
+    model: str
+    engine: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    tiling: Tiling | None
+    cost: Cost
+    machine: Machine
+
+
+def _facts(op: Op, cost: Cost, machine: Machine, found: dict[str, Any]) -> _Facts:
+    known: _Facts | None = found.get("facts")
+    if known is not None and known.machine is machine and known.cost.flops is cost.flops:
+        return known
     by_dtype = cost.flops if any(cost.flops.values()) else cost.vector_flops
     dtype = max(by_dtype, key=lambda name: by_dtype[name], default="")
-    return EstimatedOp(
+    facts = _Facts(
         name=op.name,
         family=cost.family,
         flops=sum(cost.flops.values()) + sum(cost.vector_flops.values()),
         bytes_read=sum([access.bytes for access in cost.reads]),
         bytes_written=sum([access.bytes for access in cost.writes]),
-        seconds=seconds,
-        limiter=limiter,
-        module=op.module,
-        phase=op.phase,
-        source=op.source,
         model=cost.model,
         engine=("matrix" if by_dtype is cost.flops else "vector") if dtype else "",
         dtype=dtype,
         shapes=tuple(tensor.shape for tensor in op.inputs),
         tiling=tiling(op, machine) if cost.family == "matrix" else None,
-        expected_seconds=expected,
+        cost=cost,
+        machine=machine,
+    )
+    found["facts"] = facts
+    return facts
+
+
+def _estimated(op: Op, facts: _Facts, bound: tuple[float, str], expected: float | None) -> EstimatedOp:
+    return _make_estimated(
+        facts.name,
+        facts.family,
+        facts.flops,
+        facts.bytes_read,
+        facts.bytes_written,
+        bound[0],
+        bound[1],
+        op.module,
+        op.phase,
+        op.source,
+        facts.model,
+        facts.engine,
+        facts.dtype,
+        facts.shapes,
+        facts.tiling,
+        expected,
     )
 
 
-def _total(costs: tuple[Cost, ...]) -> Work:
+_make_estimated = maker(EstimatedOp)
+
+
+def _total(facts: Sequence[_Facts], kinds: Sequence[int]) -> Work:
     flops: dict[str, float] = {}
     vector: dict[str, float] = {}
     read = written = 0.0
-    for cost in costs:
-        for dtype, count in cost.flops.items():
+    for kind in kinds:
+        fact = facts[kind]
+        for dtype, count in fact.cost.flops.items():
             flops[dtype] = flops.get(dtype, 0.0) + count
-        for dtype, count in cost.vector_flops.items():
+        for dtype, count in fact.cost.vector_flops.items():
             vector[dtype] = vector.get(dtype, 0.0) + count
-        read += sum([access.bytes for access in cost.reads])
-        written += sum([access.bytes for access in cost.writes])
+        read += fact.bytes_read
+        written += fact.bytes_written
     return Work(flops=flops, vector_flops=vector, bytes_read=read, bytes_written=written)
 
 

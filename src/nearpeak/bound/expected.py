@@ -16,9 +16,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nearpeak.bound.floors import OpBound
 from nearpeak.machines.model import Machine, Reached
 from nearpeak.machines.reference import reference
+from nearpeak.work.alike import Alike, alike
 from nearpeak.work.cost import Cost
 from nearpeak.work.op import Op, Trace
 from nearpeak.work.tensor import Tensor
@@ -40,10 +40,18 @@ class Expectation:
         return sum(known) if known or not self.seconds else None
 
 
-def expect(trace: Trace, costs: Sequence[Cost], bounds: Sequence[OpBound], machine: Machine) -> Expectation:
-    """What good kernels take for the ops as written; `bounds` are at the achievable ceilings of `machine`.
+def expect(
+    trace: Trace,
+    costs: Sequence[Cost],
+    bounds: Sequence[tuple[float, str]],
+    machine: Machine,
+    kinds: Alike | None = None,
+) -> Expectation:
+    """What good kernels take for the ops as written.
 
-    A machine whose own kernels were not measured is taken to come as near to its bounds as the one that was.
+    `bounds` are the seconds and the limiter of each op at the achievable ceilings of `machine`, `kinds` those of the
+    ops, for a caller that has them. A machine whose own kernels were not measured is taken to come as near to its
+    bounds as the one that was.
     """
     if machine.achievable is None:
         return Expectation(seconds=(None,) * len(costs), measured_on="")
@@ -52,11 +60,15 @@ def expect(trace: Trace, costs: Sequence[Cost], bounds: Sequence[OpBound], machi
     if not efficiency:
         known = reference(machine.kind)
         efficiency, measured_on = known.efficiency, known.machine
-    seconds = tuple(
-        expected_seconds(op, cost, bound.seconds, bound.limiter, efficiency)
-        for op, cost, bound in zip(trace.ops, costs, bounds, strict=True)
-    )
-    return Expectation(seconds=seconds, measured_on=measured_on)
+    found: dict[tuple[int, float, str], float | None] = {}
+    seconds = []
+    for index, (kind, bound) in enumerate(zip((kinds or alike(trace.ops)).kinds, bounds, strict=True)):
+        key = (kind, *bound)
+        value = found.get(key, math.nan)
+        if value is math.nan:
+            value = found[key] = expected_seconds(trace.ops[index], costs[index], *bound, efficiency)
+        seconds.append(value)
+    return Expectation(seconds=tuple(seconds), measured_on=measured_on)
 
 
 def kinds_of(op: Op, cost: Cost, limiter: str) -> Iterator[str]:

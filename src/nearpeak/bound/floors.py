@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nearpeak.bound.cache import Residency, by_storage
+from nearpeak.bound.cache import Residency, distinct
 from nearpeak.bound.dependencies import Touches, touches_in
 from nearpeak.bound.fusion import Group, does_anything
-from nearpeak.bound.times import Ceilings, Stream, Times
+from nearpeak.bound.times import Ceilings, Four, Stream, Times
 from nearpeak.machines.model import Machine
 from nearpeak.work.cost import Cost
 from nearpeak.work.op import Trace
@@ -61,29 +61,37 @@ def as_written(
     The cache starts cold, or as `residency` has it, which is left as the trace leaves it: run a trace twice through
     one `Residency` for the bound of the second, warm run.
     """
+    times = written_times(trace, costs, machine, ceilings, touches or touches_in(trace, costs), residency)
+    return tuple(
+        OpBound(index=index, cost=cost, **_named(four))
+        for index, (cost, four) in enumerate(zip(costs, times, strict=True))
+    )
+
+
+def written_times(
+    trace: Trace,
+    costs: Sequence[Cost],
+    machine: Machine,
+    ceilings: Ceilings,
+    touches: Sequence[Touches],
+    residency: Residency | None = None,
+) -> list[Four]:
+    """What `as_written` is made of, without the objects."""
     stream = Stream(trace, machine, ceilings, residency)
-    dead = _dead_after(trace, touches or touches_in(trace, costs), [(index,) for index in range(len(costs))])
-    bounds = []
+    dead = _dead_after(trace, touches, None)
+    found = []
     for index, cost in enumerate(costs):
-        memory, cache, compute, launch = stream.seconds(
-            cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=does_anything(cost), op=index
+        found.append(
+            stream.seconds(
+                cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=does_anything(cost), op=index
+            )
         )
         if trace.guessed_storages and cost.family != "view":
             for tensor in (*trace.ops[index].inputs, *trace.ops[index].outputs):
                 stream.residency.may_hold(tensor.storage, tensor.bytes)
         if index in dead:
             stream.release(dead[index])
-        bounds.append(
-            OpBound(
-                index=index,
-                cost=cost,
-                memory_seconds=memory,
-                cache_seconds=cache,
-                compute_seconds=compute,
-                launch_seconds=launch,
-            )
-        )
-    return tuple(bounds)
+    return found
 
 
 def group_bounds(
@@ -96,25 +104,26 @@ def group_bounds(
     touches: Sequence[Touches] | None = None,
 ) -> tuple[GroupBound, ...]:
     """Every group of `fusion.groups` at the roofline of what crosses its border, one launch each."""
+    times = group_times(trace, grouped, machine, ceilings, touches or touches_in(trace, costs))
+    return tuple(GroupBound(group=group, **_named(four)) for group, four in zip(grouped, times, strict=True))
+
+
+def group_times(
+    trace: Trace, grouped: Sequence[Group], machine: Machine, ceilings: Ceilings, touches: Sequence[Touches]
+) -> list[Four]:
+    """What `group_bounds` is made of, without the objects."""
     stream = Stream(trace, machine, ceilings)
-    dead = _dead_after(trace, touches or touches_in(trace, costs), [group.members for group in grouped])
-    bounds = []
+    dead = _dead_after(trace, touches, [group.members for group in grouped])
+    found = []
     for position, group in enumerate(grouped):
-        memory, cache, compute, launch = stream.seconds(
-            group.reads, group.writes, group.flops, group.vector_flops, launches=group.launches, op=group.members[0]
+        found.append(
+            stream.seconds(
+                group.reads, group.writes, group.flops, group.vector_flops, launches=group.launches, op=group.members[0]
+            )
         )
         if position in dead:
             stream.release(dead[position])
-        bounds.append(
-            GroupBound(
-                group=group,
-                memory_seconds=memory,
-                cache_seconds=cache,
-                compute_seconds=compute,
-                launch_seconds=launch,
-            )
-        )
-    return tuple(bounds)
+    return found
 
 
 def fused_seconds(
@@ -149,16 +158,24 @@ def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ce
     read: dict[int, float] = {}
     written: dict[int, float] = {}
     stream = Stream(trace, machine, ceilings)
+    storages = trace.storages
+    before = {storage for storage, known in storages.items() if known.kind != "intermediate"}
     matrix_seconds = vector_seconds = 0.0
     for index, cost in enumerate(costs):
-        for storage, size in by_storage(cost.reads, trace.storages).items():
-            known = trace.storages.get(storage)
-            if known is not None and known.kind != "intermediate" and storage not in written:
-                read[storage] = max(read.get(storage, 0.0), size)
-        for storage, size in by_storage(cost.writes, trace.storages).items():
-            written[storage] = max(written.get(storage, 0.0), size)
-        matrix_seconds += stream.matrix_seconds(cost.flops, index)
-        vector_seconds += stream.vector_seconds(cost.vector_flops, index, best=True)
+        if cost.reads:
+            for access in distinct(cost.reads, storages):
+                storage = access.storage
+                if storage in before and storage not in written and access.bytes > read.get(storage, 0.0):
+                    read[storage] = access.bytes
+        if cost.writes:
+            for access in distinct(cost.writes, storages):
+                storage = access.storage
+                if access.bytes > written.get(storage, -1.0):
+                    written[storage] = access.bytes
+        if cost.flops:
+            matrix_seconds += stream.matrix_seconds(cost.flops, index)
+        if cost.vector_flops:
+            vector_seconds += stream.vector_seconds(cost.vector_flops, index, best=True)
     reads = sum(read.values())
     warm = min(reads, stream.residency.capacity_bytes) if trace.guessed_storages else 0.0
     results = sum(size for storage, size in written.items() if storage in trace.results)
@@ -169,18 +186,29 @@ def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ce
     )
 
 
+def _named(times: Four) -> dict[str, float]:
+    memory, cache, compute, launch = times
+    return {
+        "memory_seconds": memory,
+        "cache_seconds": cache,
+        "compute_seconds": compute,
+        "launch_seconds": launch,
+    }
+
+
 def _dead_after(
-    trace: Trace, touches: Sequence[Touches], kernels: Sequence[Sequence[int]]
+    trace: Trace, touches: Sequence[Touches], kernels: Sequence[Sequence[int]] | None
 ) -> Mapping[int, Sequence[int]]:
-    """Intermediates that nobody wants any more, by the position of the last kernel that uses them."""
+    """Intermediates that nobody wants any more, by the position of the last kernel that uses them.
+
+    `kernels` are their members; None is one kernel for each op.
+    """
     last: dict[int, int] = {}
-    for position, members in enumerate(kernels):
+    for position, members in enumerate(kernels or zip(range(len(touches)), strict=True)):
         for index in members:
-            touched = touches[index]
-            for storage in touched.reads:
-                last[storage] = position
-            for storage in touched.writes:
-                last[storage] = position
+            for storages in touches[index]:
+                for storage in storages:
+                    last[storage] = position
     dead: dict[int, list[int]] = {}
     for storage, position in last.items():
         known = trace.storages.get(storage)

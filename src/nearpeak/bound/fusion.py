@@ -22,13 +22,14 @@ import heapq
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from operator import attrgetter
 
 from nearpeak.bound.attention import written_out
-from nearpeak.bound.cache import by_storage
+from nearpeak.bound.cache import distinct
 from nearpeak.bound.dependencies import CHAINED, Touches, touches_in
 from nearpeak.work.cost import Access, Cost, Family
 from nearpeak.work.op import Trace
-from nearpeak.work.quick import quick
+from nearpeak.work.quick import maker, quick
 
 REDUCING: frozenset[Family] = frozenset({"reduction", "normalisation", "loss"})
 ANCHORS: frozenset[Family] = frozenset({"matrix", "convolution", "attention"})
@@ -113,30 +114,32 @@ class _Merging:
         """Goes through the ops once; `attentions` has the first product of the attention that an op belongs to."""
         writer: dict[int, int] = {}
         readers: dict[int, list[int]] = {}
-        for index, touched in enumerate(touches):
-            if self.costs[index].family == "view":
+        root, levels, costs = self.root, self.level, self.costs
+        for index, (reads, writes) in enumerate(touches):
+            if costs[index].family == "view":
                 self._follow(index, writer)
                 continue
             needed: set[int] = set()
-            for storage in touched.reads:
+            for storage in reads:
                 if storage in writer:
-                    needed.add(self.root(writer[storage]))
-            for storage in touched.writes:
+                    needed.add(root(writer[storage]))
+            for storage in writes:
                 if storage in writer:
-                    needed.add(self.root(writer[storage]))
+                    needed.add(root(writer[storage]))
                 if storage in readers:
-                    needed.update([self.root(other) for other in readers.pop(storage)])
+                    needed.update([root(other) for other in readers.pop(storage)])
             level = 0.0
             for other in needed:
                 self.after[other].add(index)
-                if self.level[other] > level:
-                    level = self.level[other]
+                if levels[other] > level:
+                    level = levels[other]
             self.before[index] = needed
-            self.level[index] = 1.0 + level
-            self._join(index, writer, attentions.get(index))
-            for storage in touched.writes:
+            levels[index] = 1.0 + level
+            if self.joins[index] or index in attentions:
+                self._join(index, writer, attentions.get(index))
+            for storage in writes:
                 writer[storage] = index
-            for storage in touched.reads:
+            for storage in reads:
                 readers.setdefault(storage, []).append(index)
 
     def _follow(self, index: int, writer: Mapping[int, int]) -> None:
@@ -152,7 +155,7 @@ class _Merging:
             return
         written = [access for access in self.costs[index].reads if access.storage in writer]
         if len(written) > 1:
-            written.sort(key=_bytes, reverse=True)
+            written.sort(key=attrgetter("bytes"), reverse=True)
         for access in written:
             self._merge(index, writer[access.storage])
 
@@ -188,20 +191,19 @@ class _Merging:
         return True
 
 
-def _bytes(access: Access) -> float:
-    return access.bytes
-
-
 def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], merged: _Merging) -> set[int]:
     """Intermediates that only one group touches, that it reads, and that are no result: they need not reach memory."""
     owner: dict[int, int | None] = {}
     read: set[int] = set()
     for index, touched in enumerate(touches):
-        root = merged.root(index)
-        for storage in (*touched.reads, *touched.writes):
-            if owner.setdefault(storage, root) != root:
-                owner[storage] = None
-        read.update([access.storage for access in costs[index].reads])
+        if touched.reads or touched.writes:
+            root = merged.root(index)
+            for storages in touched:
+                for storage in storages:
+                    if owner.setdefault(storage, root) != root:
+                        owner[storage] = None
+        for access in costs[index].reads:
+            read.add(access.storage)
     return {
         storage
         for storage, root in owner.items()
@@ -231,11 +233,13 @@ def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private:
             flops[dtype] = flops.get(dtype, 0.0) + count
         for dtype, count in cost.vector_flops.items():
             vector_flops[dtype] = vector_flops.get(dtype, 0.0) + count
-        for storage, size in by_storage(cost.reads, trace.storages).items():
+        for access in distinct(cost.reads, trace.storages):
+            storage, size = access.storage, access.bytes
             total += size
             if storage not in writes and storage not in private:
                 reads[storage] = max(reads.get(storage, 0.0), size)
-        for storage, size in by_storage(cost.writes, trace.storages).items():
+        for access in distinct(cost.writes, trace.storages):
+            storage, size = access.storage, access.bytes
             total += size
             writes[storage] = max(writes.get(storage, 0.0), size)
     writes = {storage: size for storage, size in writes.items() if storage not in private}
@@ -252,16 +256,11 @@ def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private:
 
 
 def _alone(index: int, cost: Cost) -> Group:
-    return Group(
-        members=(index,),
-        family=cost.family,
-        reads=cost.reads,
-        writes=cost.writes,
-        flops=cost.flops,
-        vector_flops=cost.vector_flops,
-        saved_bytes=0.0,
-        launches=does_anything(cost),
-    )
+    launches = does_anything(cost)
+    return _make_group((index,), cost.family, cost.reads, cost.writes, cost.flops, cost.vector_flops, 0.0, launches)
+
+
+_make_group = maker(Group)
 
 
 def does_anything(cost: Cost) -> bool:

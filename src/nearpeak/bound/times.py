@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from nearpeak.bound.cache import Residency, by_storage
+from nearpeak.bound.cache import Residency, distinct
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.machines.model import Achievable, Machine, Theoretical
 from nearpeak.work.cost import Access
@@ -34,14 +33,28 @@ class Times:
     @property
     def limiter(self) -> FloorLimiter:
         """The resource that sets `seconds`; "none" for what costs nothing."""
-        seconds = self.seconds
-        if not seconds:
-            return "none"
-        if self.launch_seconds == seconds:
-            return "launch"
-        if self.memory_seconds == seconds:
-            return "memory"
-        return "cache" if self.cache_seconds == seconds else "compute"
+        return roof((self.memory_seconds, self.cache_seconds, self.compute_seconds, self.launch_seconds))[1]
+
+
+Four = tuple[float, float, float, float]
+"""The fields of `Times`, where very many are made: memory, cache, compute, launch."""
+
+
+def roof(times: Four) -> tuple[float, FloorLimiter]:
+    """`Times.seconds` and `Times.limiter`.
+
+    >>> roof((2.0, 1.0, 3.0, 0.0))
+    (3.0, 'compute')
+    """
+    memory, cache, _, launch = times
+    seconds = max(times)
+    if not seconds:
+        return seconds, "none"
+    if launch == seconds:
+        return seconds, "launch"
+    if memory == seconds:
+        return seconds, "memory"
+    return seconds, "cache" if cache == seconds else "compute"
 
 
 class Stream:
@@ -55,6 +68,9 @@ class Stream:
         self.trace = trace
         self.machine = machine
         self.limits = limits
+        self._bandwidth = limits.bandwidth
+        self._computed: dict[tuple[int, int], tuple[Mapping[str, float], Mapping[str, float], float]] = {}
+        self._guessed = trace.guessed_storages
         self.residency = residency or Residency(machine.cache_bytes or 0.0)
         self._warm = self.residency.capacity_bytes if trace.guessed_storages else 0.0  # left there by what ran before
         known = limits.cache_bandwidth if isinstance(limits, Achievable) else None
@@ -65,47 +81,33 @@ class Stream:
 
     def seconds(
         self,
-        reads: Sequence[Access],
-        writes: Sequence[Access],
+        reads: tuple[Access, ...],
+        writes: tuple[Access, ...],
         flops: Mapping[str, float],
         vector_flops: Mapping[str, float],
         *,
         launches: bool,
         op: int,
-    ) -> tuple[float, float, float, float]:
-        """What the next kernel takes of memory, cache, compute and launch, as the fields of `Times`.
-
-        Its reads run side by side, so all of them find the cache as it was before the kernel.
-        """
+    ) -> Four:
+        """What the next kernel takes of memory, cache, compute and launch, as the fields of `Times`."""
+        compute = self.compute_seconds(flops, vector_flops, op) if flops or vector_flops else 0.0
+        launch = self.launch if launches else 0.0
         if not (reads or writes):
-            return 0.0, 0.0, self.compute_seconds(flops, vector_flops, op), self.launch if launches else 0.0
-        cache = self.residency
+            return 0.0, 0.0, compute, launch
+        cache, storages = self.residency, self.trace.storages
         before = cache.written_back
-        storages = self.trace.storages
-        read = by_storage(reads, storages)
-        written = by_storage(writes, storages)
-        missed = moved = 0.0
-        for storage, size in read.items():
-            resident = cache.resident(storage)
-            moved += size
-            if size > resident:
-                missed += size - resident
-        warm = min(missed, self._warm)
-        self._warm -= warm
-        for storage, size in read.items():
-            cache.access(storage, size)
-        for storage, size in written.items():
-            known = storages.get(storage)
-            moved += size
-            cache.write(storage, size, limit=known.bytes if known and known.bytes else math.inf)
-            if self.trace.guessed_storages:
-                cache.unwanted(storage)
-        return (
-            (missed - warm + cache.written_back - before) / self.limits.bandwidth,
-            moved / self.cache_bandwidth,
-            self.compute_seconds(flops, vector_flops, op),
-            self.launch if launches else 0.0,
-        )
+        reads, writes = distinct(reads, storages), distinct(writes, storages)
+        missed = cache.kernel(reads, writes, storages, wanted=not self._guessed)
+        if self._warm:
+            warm = min(missed, self._warm)
+            self._warm -= warm
+            missed -= warm
+        moved = 0.0
+        for access in reads:
+            moved += access.bytes
+        for access in writes:
+            moved += access.bytes
+        return (missed + cache.written_back - before) / self._bandwidth, moved / self.cache_bandwidth, compute, launch
 
     def release(self, storages: Iterable[int]) -> None:
         """Forgets storages that nobody wants any more: they are never written back."""
@@ -113,10 +115,15 @@ class Stream:
             self.residency.release(storage)
 
     def compute_seconds(self, flops: Mapping[str, float], vector_flops: Mapping[str, float], op: int) -> float:
-        """Matrix and vector work side by side."""
+        """Matrix and vector work side by side. Found once for each pair of mappings: ops of one kind share theirs."""
         if not (flops or vector_flops):
             return 0.0
-        return max(self.matrix_seconds(flops, op), self.vector_seconds(vector_flops, op))
+        at = (id(flops), id(vector_flops))
+        known = self._computed.get(at)
+        if known is None:  # the mappings are kept, so that their ids stay their own
+            seconds = max(self.matrix_seconds(flops, op), self.vector_seconds(vector_flops, op))
+            known = self._computed[at] = (flops, vector_flops, seconds)
+        return known[2]
 
     def matrix_seconds(self, flops: Mapping[str, float], op: int) -> float:
         """Matrix work of all dtypes, one after the other; at the vector rate of a dtype that has no matrix engine."""

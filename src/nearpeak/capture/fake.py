@@ -63,7 +63,7 @@ def fake() -> Iterator[None]:
     >>> weights.untyped_storage().nbytes()
     140000000000
     """
-    with fake_mode(), _Copies(), _SmallRanges(), _building(), redirected():
+    with fake_mode(), _Copies(), _SmallRanges(), building(), redirected():
         yield
 
 
@@ -119,7 +119,8 @@ def _for_building() -> Iterator[None]:
         yield
 
 
-_building = Counted(_for_building)
+building = Counted(_for_building)
+"""What models need while they are built and converted."""
 
 
 @contextmanager

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from nearpeak.capture.modules import ModulePaths
-from nearpeak.capture.source import user_line
+from nearpeak.capture.source import Lines
 from nearpeak.capture.untouched import Untouched
 
-
-class Location(NamedTuple):
-    """Where an op comes from."""
-
-    module: str
-    source: str
+Location = tuple[str, str]
+"""Where an op comes from: the path of its module and the user's line."""
 
 
 class Locations:
@@ -24,11 +22,12 @@ class Locations:
     def __init__(self, modules: ModulePaths, untouched: Untouched) -> None:
         self.parameters: dict[int, str] = {}
         """Paths of parameters, by the ids of the tensors."""
+        self.lines = Lines()
         self._modules = modules
         self._untouched = untouched
         self._sequence: int = torch._C._autograd._get_sequence_nr()
         self._by_sequence: dict[int, Location] = {}
-        self._last_backward = Location("", "")
+        self._last_backward: Location = ("", "")
 
     def here(self, graph_task: int) -> Location:
         """The running module and the user's line; for an op of autograd's own those of the forward op behind it.
@@ -36,16 +35,17 @@ class Locations:
         A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
         here: all numbers that are new since the op before belong to this op.
         """
-        module = self._modules.running(graph_task)
-        line, crossed = user_line()
+        stack = self._modules.stack
+        module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
+        line, crossed = self.lines.nearest(_frame(2))  # from whoever records the op
         if graph_task != -1 and (crossed or module is None):
             behind = self._behind_current_node()
-            module = behind.module if module is None else module
-            line = behind.source or line if crossed else line
-            location = self._last_backward = Location(module, line)
+            module = behind[0] if module is None else module
+            line = behind[1] or line if crossed else line
+            location = self._last_backward = (module, line)
         else:
-            location = Location(module or "", line)
-        sequence: int = torch._C._autograd._get_sequence_nr()
+            location = (module or "", line)
+        sequence = _sequence()
         if sequence > self._sequence:
             for number in range(self._sequence, sequence):
                 self._by_sequence[number] = location
@@ -60,6 +60,10 @@ class Locations:
         if variable is not None:  # gradients are accumulated into a leaf
             self._untouched.leaf(variable)
             name = self.parameters.get(id(variable))
-            module = self._last_backward.module if name is None else name.rpartition(".")[0]
-            return Location(module, self._last_backward.source)
+            module = self._last_backward[0] if name is None else name.rpartition(".")[0]
+            return (module, self._last_backward[1])
         return self._by_sequence.get(node._sequence_nr(), self._last_backward)
+
+
+_frame = sys._getframe
+_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr

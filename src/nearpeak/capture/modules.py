@@ -26,7 +26,8 @@ class ModulePaths:
         self._met = met
         self._paths: dict[int, str] = {}
         self._held: list[nn.Module] = []  # an id stays taken as long as its object lives
-        self._stack: list[tuple[int, str, int]] = []
+        self.stack: list[tuple[int, str, int]] = []
+        """Of modules whose forward runs, the innermost last: id, path, and the backward pass in which it was called."""
         self._roots: set[str] = set()
 
     def add_root(self, module: nn.Module, name: str) -> None:
@@ -34,14 +35,13 @@ class ModulePaths:
         self._held.append(module)
         self._roots.add(name)
         for path, part in module.named_modules(prefix=name):
-            self._paths.setdefault(id(part), path)
+            self._paths.setdefault(id(part), without_wrapper(path))
         self._met(module, name)
 
-    def running(self, graph_task: int) -> str | None:
-        """The path of the innermost module whose forward runs, within this backward pass where there is one."""
-        if self._stack and self._stack[-1][2] == graph_task:
-            return self._stack[-1][1]
-        return None
+    def meet(self, module: nn.Module) -> None:
+        """Makes a module that is below no known one a root."""
+        if id(module) not in self._paths:
+            self.add_root(module, self._unused(type(module).__name__))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -57,12 +57,11 @@ class ModulePaths:
                 handle.remove()
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        if id(module) not in self._paths:
-            self.add_root(module, self._unused(type(module).__name__))
-        self._stack.append((id(module), self._paths[id(module)], torch._C._current_graph_task_id()))
+        self.meet(module)
+        self.stack.append((id(module), self._paths[id(module)], torch._C._current_graph_task_id()))
 
     def _leave(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        while self._stack and self._stack.pop()[0] != id(module):
+        while self.stack and self.stack.pop()[0] != id(module):
             pass
 
     def _unused(self, name: str) -> str:
@@ -72,6 +71,15 @@ class ModulePaths:
             number += 1
             candidate = f"{name}_{number}"
         return candidate
+
+
+def without_wrapper(path: str) -> str:
+    """A path without what `torch.compile` puts around a module.
+
+    >>> without_wrapper("_orig_mod.0.weight"), without_wrapper("block._orig_mod")
+    ('0.weight', 'block')
+    """
+    return path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
 
 
 class Holdings:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearpeak.capture import remembered
-from nearpeak.capture.form import Form
+from nearpeak.capture.copies import Copies, is_small, restored
+from nearpeak.capture.form import Form, Forms, forget, noted
 from nearpeak.capture.location import Locations
 from nearpeak.capture.lowering.register import COMPOSED, natively
-from nearpeak.capture.modules import ModulePaths
-from nearpeak.capture.remembered import Given, Made, Recipe
+from nearpeak.capture.modules import ModulePaths, without_wrapper
+from nearpeak.capture.precision import tf32
+from nearpeak.capture.remembered import Recipe
 from nearpeak.capture.rows import Row, rows_of
 from nearpeak.capture.schema import Schema, schema_of
+from nearpeak.capture.transforms import below_transforms, innermost
 from nearpeak.capture.untouched import Untouched
 from nearpeak.capture.values import Storages
 from nearpeak.work.garbage import rarely_collected
-from nearpeak.work.op import Op, Phase
+from nearpeak.work.op import Op, OpForm, Phase
+from nearpeak.work.quick import maker
 from nearpeak.work.tensor import Tensor
 
 _DEVICE = torch.ops.prim.device.default
@@ -54,21 +57,25 @@ class Recorder(TorchDispatchMode):
         self._mode = mode
         self._remembers = remembered.remembers(mode)
         self._limit = limit
-        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self._copies = None if mode is None else Copies(mode, untouched)
+        self._forms = Forms(self.storages, mode) if mode is not None and self._remembers else None
         self._locations = Locations(self.modules, untouched)
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Self:
         if self._mode is not None:  # the tensors have no memory that a collection could free
-            self._entered.append(rarely_collected())
-            self._entered[-1].__enter__()
+            entered = ExitStack()
+            entered.enter_context(rarely_collected())
+            entered.enter_context(noted())
+            self._entered.append(entered)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._locations.lines.forget()
         if self._mode is not None:
-            self._entered.pop().__exit__(None, None, None)
+            self._entered.pop().close()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -89,24 +96,32 @@ class Recorder(TorchDispatchMode):
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a tensor made of others: its own ops come here afterwards
         schema = schema_of(func)
-        form: Form | None = None
-        if schema.follows_from_form and self._mode is not None and self._remembers and len(self.ops) < self._limit:
-            with torch._C.DisableTorchFunction():
-                form = Form(self.storages, self._mode, schema, args, kwargs)
-                if form.known:
-                    recipe = remembered.recipes.get(form.key)
-                    if recipe is not None:
-                        return self._again(schema, form, recipe, self._mode)
-                    if schema.by_rows:
-                        rows = rows_of(func, schema, args, kwargs, self.storages, self._mode)
-                        if rows:
-                            return self._rows_again(schema, form, rows, self._mode)
-        return self._asked(schema, func, args, kwargs, form)
+        forms = self._forms if schema.follows_from_form and len(self.ops) < self._limit else None
+        if forms is None:
+            return self._asked(schema, func, args, kwargs, None, None)
+        with torch._C.DisableTorchFunction():
+            form = forms.of(schema, args, kwargs)
+            if form is not None:
+                recipe = remembered.recipes.get(form.key)
+                if recipe is not None:
+                    return self._again(schema, form, recipe, forms)
+                if schema.by_rows:
+                    rows = rows_of(func, schema, args, kwargs, form, forms)
+                    if rows:
+                        return self._rows_again(schema, form, rows, forms)
+        return self._asked(schema, func, args, kwargs, form, forms)
 
     def _asked(
-        self, schema: Schema, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form | None
+        self,
+        schema: Schema,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        form: Form | None,
+        forms: Forms | None,
     ) -> Any:
         """The result of an op from torch, and recorded."""
+        mode = self._mode
         if schema.query:
             return func(*args, **kwargs)
         if schema.composite:  # inference mode passes by the layer that takes these apart
@@ -115,23 +130,24 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if schema.lift:
-            result = self._lifted(func, args, kwargs)
+            if self._forms is not None and mode is not None and is_small(args[0]):
+                result = remembered.constant(mode, args[0])  # a number keeps its value: optimizers count steps so
+            else:
+                result = func(*args, **kwargs)
             self.storages.value(result, "intermediate")
             return result
         if len(self.ops) >= self._limit:
             raise LimitReached
         originals: dict[int, torch.Tensor] = {}
-        mode = self._mode
         with torch._C.DisableTorchFunction():
-            if mode is not None and (form is None or not form.known):
-                args, kwargs = self._faked(args, originals), self._faked(kwargs, originals)
-                if originals and form is not None:  # real tensors have a form as soon as they are fake
-                    form = Form(self.storages, mode, schema, args, kwargs)
-                    recipe = remembered.recipes.get(form.key) if form.known else None
-                    if recipe is not None:
-                        return _restored(self._again(schema, form, recipe, mode), originals)
-            known = form is not None and form.known
-            arguments = form.arguments if form is not None and known else self._arguments(schema, args, kwargs)
+            if self._copies is not None and form is None:
+                args, kwargs = self._copies.faked(args, originals), self._copies.faked(kwargs, originals)
+                if originals and forms is not None:  # real tensors have a form as soon as they are fake
+                    form = forms.of(schema, args, kwargs)
+                    recipe = remembered.recipes.get(form.key) if form is not None else None
+                    if form is not None and recipe is not None:
+                        return restored(self._again(schema, form, recipe, forms), originals)
+            arguments = form.arguments if form is not None else self._arguments(schema, args, kwargs)
             self._note_mutations(schema, arguments)
             if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
                 self._record(schema, arguments, ())
@@ -145,101 +161,68 @@ class Recorder(TorchDispatchMode):
                         return func(*values, **kwargs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            if mode is not None and form is not None and known and form.key not in remembered.recipes:
+            if schema.mutated and not schema.follows_from_form:
+                forget((*args, *kwargs.values()))
+            if mode is not None and form is not None and form.key not in remembered.recipes:
                 with torch._C._DisableTorchDispatch():
                     remembered.learn(form.key, mode, form.tensors, result)
             self._record(schema, arguments, tuple(_flat(self.storages.value(result, "intermediate"))))
-        return _restored(result, originals) if originals else result
+        return restored(result, originals) if originals else result
 
-    def _again(self, schema: Schema, form: Form, recipe: Recipe, mode: FakeTensorMode) -> Any:
+    def _again(self, schema: Schema, form: Form, recipe: Recipe, forms: Forms) -> Any:
         """The result of an op on arguments of a form that is known, made without torch, and recorded."""
         if schema.mutated:
             self._note_mutations(schema, form.arguments)
         results: list[Any] = []
         outputs: list[Tensor] = []
-        with torch._C._DisableTorchDispatch():
-            self._make(form, recipe, mode, results, outputs)
-        self._record(schema, form.arguments, tuple(outputs))
+        if recipe.makes:
+            with torch._C._DisableTorchDispatch():
+                remembered.make(form, recipe, forms, results, outputs)
+        else:
+            remembered.make(form, recipe, forms, results, outputs)
+        self._record(schema, form.arguments, tuple(outputs), (recipe.form, tuple(form.storages)))
         return results[0] if recipe.container is None else recipe.container(results)
 
-    def _rows_again(self, schema: Schema, form: Form, rows: list[Row], mode: FakeTensorMode) -> Any:
+    def _rows_again(self, schema: Schema, form: Form, rows: list[Row], forms: Forms) -> Any:
         """The same for an op on rows of tensors."""
         self._note_mutations(schema, form.arguments)
         results: list[Any] = []
         outputs: list[Tensor] = []
         with torch._C._DisableTorchDispatch():
             for row, recipe in rows:
-                self._make(row, recipe, mode, results, outputs)
-        self._record(schema, form.arguments, tuple(outputs))
+                remembered.make(row, recipe, forms, results, outputs)
+        for output in outputs:
+            form.storages.setdefault(output.storage, len(form.storages))
+        stands_for = remembered.forms_of_rows.setdefault(form.key, OpForm())
+        self._record(schema, form.arguments, tuple(outputs), (stands_for, tuple(form.storages)))
         return results if rows[0][1].container is list else None
 
-    def _make(
-        self, form: Form, recipe: Recipe, mode: FakeTensorMode, results: list[Any], outputs: list[Tensor]
-    ) -> None:
-        storages, tensors, plain = self.storages, form.tensors, form.plain
-        for how in recipe.items:
-            if type(how) is Made:
-                result = how.make(mode, tensors)
-                storage = result.untyped_storage()
-                at = how.argument
-                number = plain[at].storage if at >= 0 else storages.new(storage, how.view[0])
-                output = Tensor(
-                    shape=how.shape, strides=how.strides, dtype=how.dtype_name, storage=number, offset=how.offset
-                )
-                storages.views[(storage._cdata, *how.view)] = (how.look, output)
-                results.append(result)
-                outputs.append(output)
-            elif type(how) is Given:
-                results.append(tensors[how.argument])
-                outputs.append(plain[how.argument])
-            else:
-                results.append(how)
-
-    def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `torch.tensor(...)` gives; a number keeps its value, as torch has it: optimizers count steps so."""
-        if self._mode is not None and self._remembers and type(args[0]) is torch.Tensor and _is_small(args[0]):
-            return remembered.constant(self._mode, args[0])
-        return func(*args, **kwargs)
-
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake copy of a real tensor: its strides, its storage shared with the copies of its other views."""
-        if self._mode is None or isinstance(tensor, FakeTensor):
-            return tensor
-        known = self._fakes.get(id(tensor))
-        if known is not None:
-            return known[1]
-        self._untouched.leaf(tensor)
-        if _is_number(tensor):  # an optimizer's count of steps, say: its value may be asked for
-            with no_dispatch():
-                value = tensor.clone()
-            copy = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
-        else:
-            copy = self._mode.from_tensor(tensor)
-        self._fakes[id(tensor)] = (tensor, copy)
-        return copy
-
-    def _faked(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
-        if isinstance(value, FakeTensor):
-            return value
-        if isinstance(value, torch.Tensor):
-            copy = self.fake_of(value)
-            if copy is not value:
-                originals[id(copy)] = value
-            return copy
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)([self._faked(item, originals) for item in value])
-        if isinstance(value, dict):
-            return {key: self._faked(item, originals) for key, item in value.items()}
-        return value
+        """The fake copy of a real tensor, where tensors are fake."""
+        return tensor if self._copies is None else self._copies.of(tensor)
 
     def _met_root(self, module: torch.nn.Module, name: str) -> None:
         self._untouched.module(module)
         prefix = f"{name}." if name else ""
-        for path, parameter in module.named_parameters():
-            self._locations.parameters.setdefault(id(parameter), prefix + path)
-            self.storages.name(self.fake_of(parameter), "parameter", prefix + path)
-        for path, buffer in module.named_buffers():
-            self.storages.name(self.fake_of(buffer), "buffer", prefix + path)
+        with below_transforms():
+            for path, parameter in module.named_parameters():
+                path = without_wrapper(prefix + path)
+                self._locations.parameters.setdefault(id(parameter), path)
+                self.storages.name(self.fake_of(innermost(parameter)), "parameter", path)
+            for path, buffer in module.named_buffers():
+                self.storages.name(self.fake_of(innermost(buffer)), "buffer", without_wrapper(prefix + path))
+
+    def launched(self, schema: Schema, arguments: dict[str, Any]) -> bool:
+        """Records a kernel that passes by torch's dispatcher; whether it shall really run."""
+        if len(self.ops) >= self._limit:
+            raise LimitReached
+        with torch._C.DisableTorchFunction():
+            if self._copies is not None:
+                arguments = self._copies.faked(arguments, {})
+            plain = self._arguments(schema, (), arguments)
+            self._note_mutations(schema, plain)
+            self._record(schema, plain, ())
+        return self._mode is None
 
     def _arguments(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         value = self.storages.value
@@ -263,44 +246,26 @@ class Recorder(TorchDispatchMode):
             for item in value:
                 self._note_mutated(item)
 
-    def _record(self, schema: Schema, arguments: dict[str, Any], outputs: tuple[Tensor, ...]) -> None:
-        graph_task = torch._C._current_graph_task_id()
+    def _record(
+        self,
+        schema: Schema,
+        arguments: dict[str, Any],
+        outputs: tuple[Tensor, ...],
+        form: tuple[OpForm, tuple[int, ...]] | None = None,
+    ) -> None:
+        graph_task = _graph_task()
         phase: Phase = "backward" if graph_task != -1 else "optimizer" if self.optimizers_running else "forward"
-        location = self._locations.here(graph_task)
+        module, source = self._locations.here(graph_task)
         products, convolutions = tf32()
-        self.ops.append(
-            Op(
-                name=schema.name,
-                arguments=arguments,
-                outputs=outputs,
-                mutated=schema.mutated,
-                phase=phase,
-                module=location.module,
-                source=location.source,
-                tf32_products=products,
-                tf32_convolutions=convolutions,
-            )
-        )
+        op = _make_op(schema.name, arguments, outputs, schema.mutated, phase, module, source, products, convolutions)
+        if form is not None:
+            _note(op, "form", form)
+        self.ops.append(op)
 
 
-def _is_number(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.dim() == 0
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and tensor.untyped_storage().nbytes() == tensor.element_size()
-    )
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether torch keeps its value in a fake tensor: one element or none."""
-    return (
-        tensor.numel() <= 1
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    )
+_make_op = maker(Op)
+_note = object.__setattr__
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def _flat(value: Any) -> list[Tensor]:
@@ -309,26 +274,6 @@ def _flat(value: Any) -> list[Tensor]:
     if isinstance(value, tuple):
         return [tensor for item in value for tensor in _flat(item)]
     return []
-
-
-def _restored(result: Any, originals: dict[int, torch.Tensor]) -> Any:
-    """In-place operators give back the tensor they were given, not its copy."""
-    if isinstance(result, torch.Tensor):
-        return originals.get(id(result), result)
-    if type(result) in (list, tuple):
-        return type(result)([_restored(item, originals) for item in result])
-    return result
-
-
-def _tf32_reader() -> Callable[[], tuple[bool, bool]]:
-    read: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if read is None:
-        return lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-    return lambda: (read("cuda", "matmul") == "tf32", read("cuda", "conv") == "tf32")
-
-
-tf32 = _tf32_reader()
-"""Whether float32 matrix products and convolutions run in tf32, by torch's flags now."""
 
 
 _compiling: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)

@@ -62,12 +62,21 @@ def _to_cpu(device: Any) -> Any:
     return device
 
 
+_WITH_DEVICE = frozenset({torch.Tensor.pin_memory, torch.Tensor.cuda, torch.Tensor.to})
+
+
 class _Redirect(TorchFunctionMode):
     """Rewrites the device arguments of every torch function; memory is not pinned."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and func not in _WITH_DEVICE:  # most calls
+            for value in args:
+                if type(value) is torch.device:
+                    break
+            else:
+                return func(*args)
         kwargs = dict(kwargs) if kwargs else {}
         if "device" in kwargs:
             kwargs["device"] = _to_cpu(kwargs["device"])

@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from nearpeak.capture.form import look_of
+from nearpeak.capture.form import NOTE, Form, Forms, look_of
 from nearpeak.capture.values import dtype_name
+from nearpeak.work.op import OpForm
+from nearpeak.work.quick import maker
+from nearpeak.work.tensor import Tensor
 
 MOST_TENSORS = 64
 """An op on more tensors is an optimizer's: it runs once in a step."""
@@ -75,10 +78,15 @@ class Recipe(NamedTuple):
     """list or tuple; None for a result alone."""
     items: tuple[Made | Given | int | None, ...]
     """Tensors, and values that follow from the form."""
+    form: OpForm
+    makes: bool
+    """Whether a tensor is made."""
 
 
 recipes: dict[Any, Recipe | None] = {}
 """By the key of a form; None where torch has to be asked."""
+forms_of_rows: dict[Any, OpForm] = {}
+"""By the key of a form of which the rows are remembered, and not the whole."""
 _scratch: dict[torch.dtype, Any] = {}
 """Tensors to set to a storage. The result is a copy that shares it."""
 _empty: Any = torch.empty_strided
@@ -102,6 +110,7 @@ def learn(form: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], result
         return
     if len(recipes) >= MOST_FORMS:
         recipes.clear()
+        forms_of_rows.clear()
     recipes[form] = None
     container = type(result) if type(result) in (tuple, list) else None
     items = (result,) if container is None else result
@@ -114,7 +123,37 @@ def learn(form: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], result
     for item, how in zip(items, made, strict=True):
         if isinstance(how, Made) and not _same(how.make(mode, tensors), item):
             return
-    recipes[form] = Recipe(container, tuple(made))
+    recipes[form] = Recipe(container, tuple(made), OpForm(), any(isinstance(how, Made) for how in made))
+
+
+def make(form: Form, recipe: Recipe, forms: Forms, results: list[Any], outputs: list[Tensor]) -> None:
+    """Adds the results of a known form, the same as plain data, and to the form the storages that it makes.
+
+    Call it where torch functions are disabled, and dispatch as well if the recipe makes tensors.
+    """
+    tensors, plain = form.tensors, form.plain
+    for how in recipe.items:
+        if type(how) is Made:
+            result = how.make(forms.mode, tensors)
+            storage = result.untyped_storage()
+            size = how.view[0]
+            if how.argument >= 0:
+                number = plain[how.argument].storage
+            else:
+                number = forms.storages.new(storage, size)
+                form.storages[number] = len(form.storages)
+            output = _make_tensor(how.shape, how.strides, how.dtype_name, number, how.offset)
+            result.__dict__[NOTE] = (forms.trace, storage._cdata, size, how.look, output)
+            results.append(result)
+            outputs.append(output)
+        elif type(how) is Given:
+            results.append(tensors[how.argument])
+            outputs.append(plain[how.argument])
+        else:
+            results.append(how)
+
+
+_make_tensor = maker(Tensor)
 
 
 def constant(mode: FakeTensorMode, value: torch.Tensor) -> FakeTensor:

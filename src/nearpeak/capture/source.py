@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -29,6 +29,8 @@ def _user_file(filename: str) -> str:
         return ""
     if any(filename.startswith(folder + "/") for folder in _OURS):
         return ""
+    if "/triton/runtime/" in filename:  # what launches the user's kernels
+        return ""
     if filename.startswith(_STANDARD + "/") and "-packages" not in filename:
         return ""
     if filename.startswith(_SCRIPTS + "/"):  # the entry point of a command, our own among them
@@ -36,25 +38,44 @@ def _user_file(filename: str) -> str:
     return Path(filename).name
 
 
-def user_line() -> tuple[str, bool]:
-    """The nearest line of the user's code above the caller, and whether autograd's engine lies between the two."""
-    frame = sys._getframe(1)
-    crossed = False
-    while frame is not None:
-        code = frame.f_code
-        if code is _ENGINE:
-            crossed = True
-        name = _NAMES.get(code.co_filename)
-        if name is None:
-            name = _NAMES[code.co_filename] = _user_file(code.co_filename)
-        if name:
-            at = (id(code), frame.f_lasti)
-            known = _LINES.get(at)
-            if known is None:
-                known = _LINES[at] = (code, f"{name}:{frame.f_lineno}")
-            return known[1], crossed
-        frame = frame.f_back  # type: ignore[assignment]
-    return "", True  # a thread of the engine's own
+def user_line(frame: FrameType | None = None) -> tuple[str, bool]:
+    """The nearest line of the user's code at or above a frame, and whether autograd's engine lies between the two.
+
+    Without a frame, that of the caller.
+    """
+    return Lines().nearest(frame or sys._getframe(1))
+
+
+class Lines:
+    """Lines of the user's code, for one op after the other."""
+
+    def __init__(self) -> None:
+        self._engine: FrameType | None = None
+        self._above = ""
+
+    def nearest(self, frame: FrameType | None) -> tuple[str, bool]:
+        """As `user_line`."""
+        while frame is not None:
+            code = frame.f_code
+            if code is _ENGINE:
+                if frame is not self._engine:  # whoever called it waits in the same line for the whole backward pass
+                    self._engine, self._above = frame, Lines().nearest(frame.f_back)[0]
+                return self._above, True
+            name = _NAMES.get(code.co_filename)
+            if name is None:
+                name = _NAMES[code.co_filename] = _user_file(code.co_filename)
+            if name:
+                at = (id(code), frame.f_lasti)
+                known = _LINES.get(at)
+                if known is None:
+                    known = _LINES[at] = (code, f"{name}:{frame.f_lineno}")
+                return known[1], False
+            frame = frame.f_back
+        return "", True  # a thread of the engine's own
+
+    def forget(self) -> None:
+        """Lets go of the frames, which hold everything that their code has."""
+        self._engine = None
 
 
 def failing_line(traceback: TracebackType | None) -> str:

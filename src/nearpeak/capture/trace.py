@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +19,9 @@ from torch._subclasses.fake_tensor import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from nearpeak.capture.fake import fake_mode, fresh_conversions
+from nearpeak.capture.control_flow import as_python
+from nearpeak.capture.fake import building, fake_mode, fresh_conversions
+from nearpeak.capture.flex import flex_known
 from nearpeak.capture.lowering.encoder import layers_whole
 from nearpeak.capture.lowering.lower import as_on
 from nearpeak.capture.lowering.scaling import scalers_untouched
@@ -27,6 +30,10 @@ from nearpeak.capture.modules import Holdings
 from nearpeak.capture.recorder import LimitReached, Recorder
 from nearpeak.capture.redirect import Redirection, redirected
 from nearpeak.capture.source import failing_line
+from nearpeak.capture.stateless import modules_met_first
+from nearpeak.capture.transforms import innermost
+from nearpeak.capture.triton_kernels import kernels_seen
+from nearpeak.capture.uncompiled import Uncompiled, uncompiled
 from nearpeak.capture.untouched import Untouched
 from nearpeak.capture.values import tensors_in
 from nearpeak.errors import UsageError
@@ -36,6 +43,9 @@ LIMIT = 2_000_000
 """Ops after which a trace stops."""
 
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+
+_NEEDS_MEMORY = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
+"""How torch's errors begin where code wants more of a fake tensor than its shape."""
 
 
 def trace(
@@ -78,10 +88,17 @@ def trace(
             stack.enter_context(fresh_conversions(mode))
             stack.enter_context(untouched.restoring())
             stack.enter_context(mode)
+            stack.enter_context(building())
+            stack.enter_context(_errors_once())
             redirection = stack.enter_context(redirected())
             stack.enter_context(as_on(target))
             stack.enter_context(layers_whole())
             stack.enter_context(scalers_untouched())
+        compiled = stack.enter_context(uncompiled())
+        stack.enter_context(as_python())
+        stack.enter_context(flex_known())
+        stack.enter_context(kernels_seen())
+        stack.enter_context(modules_met_first())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
         for name, module in holdings.roots():
             recorder.modules.add_root(module, name)
@@ -104,15 +121,24 @@ def trace(
                 f"{failing_line(error.__traceback__)}: {error.func} has no implementation for fake tensors. Register "
                 "one with torch.library.register_fake, or pass live=True to run on real tensors."
             ) from None
+        except RuntimeError as error:
+            if mode is None or not str(error).startswith(_NEEDS_MEMORY):
+                raise
+            raise UsageError(
+                f"{failing_line(error.__traceback__)}: the code asks for the memory of a tensor (.numpy(), "
+                ".data_ptr(), copy.deepcopy, a kernel that torch does not know), and fake ones have none. Make kernels "
+                "operators with torch.library.custom_op and register_fake, or pass live=True to run on real tensors."
+            ) from None
         wanted = {
-            recorder.storages.used(recorder.fake_of(item)) for item in (*tensors_in(returned), *untouched.wanted())
+            recorder.storages.used(recorder.fake_of(innermost(item)))
+            for item in (*tensors_in(returned), *untouched.wanted())
         }
     return Trace(
         ops=_ops(recorder, target),
         storages=recorder.storages.facts(),
         results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
         truncated=truncated,
-        notes=tuple(_notes(truncated, limit, redirection, target)),
+        notes=tuple(_notes(truncated, limit, redirection, target, compiled)),
     )
 
 
@@ -163,6 +189,18 @@ def _watching_optimizers(recorder: Recorder, untouched: Untouched) -> Iterator[N
             handle.remove()
 
 
+@contextmanager
+def _errors_once() -> Iterator[None]:
+    """torch logs an error of the traced code, with a stack of its own, before it raises it: that says it twice."""
+    logger = logging.getLogger(FakeTensor.__module__)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _needs_data(error: DataDependentOutputException | DynamicOutputShapeException) -> str:
     if isinstance(error, DataDependentOutputException):
         what = "asks for a value (.item(), .tolist(), a branch on a tensor)"
@@ -186,9 +224,13 @@ def _ops(recorder: Recorder, target: Target | None) -> tuple[Op, ...]:
     )
 
 
-def _notes(truncated: bool, limit: int, redirection: Redirection | None, target: Target | None) -> Iterator[str]:
+def _notes(
+    truncated: bool, limit: int, redirection: Redirection | None, target: Target | None, compiled: Uncompiled
+) -> Iterator[str]:
     if truncated:
         yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
+    if compiled.asked:
+        yield "Code that torch.compile was given is traced uncompiled: the ops are those of eager mode."
     for_gpu = target is not None and target.kind == "gpu"
     if redirection is not None and redirection.asked and not for_gpu:
         yield "The code asks for CUDA; it is traced for a CPU, so the ops are those of the CPU."

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nearpeak.capture.transforms import innermost
+
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
@@ -49,6 +51,7 @@ class Untouched:
 
     def leaf(self, tensor: torch.Tensor) -> None:
         """Remembers the gradient of a leaf."""
+        tensor = innermost(tensor)
         if id(tensor) not in self._leaves and tensor.is_leaf:
             self._leaves[id(tensor)] = (tensor, tensor.grad)
 

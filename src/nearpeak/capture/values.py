@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nearpeak.capture.transforms import innermost
 from nearpeak.work.op import Storage, StorageKind
 from nearpeak.work.tensor import Tensor
 
@@ -64,6 +65,9 @@ class Storages:
             storage = tensor.untyped_storage()
             self._held.append(StorageWeakRef(storage))
             self._known.setdefault(storage._cdata, (kind, name))
+            number = self._numbers.get(storage._cdata)
+            if number is not None and self.existed(number) and not self._kinds[number][1]:
+                self._kinds[number] = self._known[storage._cdata]  # an op used it before its module was met
 
     def number(self, tensor: torch.Tensor, kind: StorageKind) -> int:
         """The number of the storage behind a tensor; `kind` is what it is if it is seen for the first time."""
@@ -89,6 +93,7 @@ class Storages:
 
     def used(self, tensor: torch.Tensor) -> int | None:
         """The number of the storage behind a tensor, where an op has used it."""
+        tensor = innermost(tensor)
         if tensor.layout is not torch.strided:
             return None
         return self._numbers.get(tensor.untyped_storage()._cdata)
@@ -132,6 +137,8 @@ class Storages:
             return value
         if isinstance(value, (list, tuple)):
             return tuple([self.value(item, kind) for item in value])
+        if isinstance(value, dict):
+            return tuple([(str(key), self.value(item, kind)) for key, item in value.items()])
         if isinstance(value, torch.device):
             return value.type
         if isinstance(value, torch.SymInt):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from nearpeak.work.alike import Alike, alike
 from nearpeak.work.model import Work
 from nearpeak.work.op import Op
-from nearpeak.work.quick import quick
+from nearpeak.work.quick import maker, quick
 from nearpeak.work.tensor import Tensor
 
 Family = Literal[
@@ -125,8 +126,7 @@ def every(tensors: Iterable[Tensor]) -> tuple[Access, ...]:
 
 def cost_of(op: Op) -> Cost:
     """The cost of an op: by its formula, else nothing for a view, else the bytes of its operands."""
-    formulas = registered()
-    found = formulas.get(op.name) or formulas.get(op.packet)
+    found = _formula_of(op)
     if found is not None:
         return found(op)
     storages = {tensor.storage for tensor in op.inputs}
@@ -137,57 +137,47 @@ def cost_of(op: Op) -> Cost:
     return Cost(family="unknown", writes=every(op.outputs), model="operands")
 
 
-def costs_of(ops: Iterable[Op]) -> tuple[Cost, ...]:
-    """The costs of many ops: `cost_of` is asked once for all that differ in nothing but their storages."""
-    known: dict[tuple[Any, ...], Cost] = {}
-    found = []
-    for op in ops:
-        storages: dict[int, int] = {}
-        form: list[Any] = [op.name, op.mutated, op.tf32_products, op.tf32_convolutions, *op.arguments]
-        for value in op.arguments.values():
-            _form(value, form, storages)
-        form.append(None)
-        for tensor in op.outputs:
-            _form(tensor, form, storages)
-        key = tuple(form)
-        try:
-            cost = known.get(key)
-        except TypeError:  # an argument that cannot be looked up
-            found.append(cost_of(op))
+def _formula_of(op: Op) -> Formula | None:
+    formulas = registered()
+    return formulas.get(op.name) or formulas.get(op.packet)
+
+
+def costs_of(ops: Sequence[Op], kinds: Alike | None = None) -> tuple[Cost, ...]:
+    """The costs of many ops: `cost_of` is asked once for all that are alike, whose flops are then the same mappings."""
+    kinds = kinds or alike(ops)
+    known: list[Cost | None] = []
+    for first, found in zip(kinds.firsts, kinds.found, strict=True):
+        formula = _formula_of(ops[first])
+        if found.get("formula") is not formula:  # a cost may have been declared since
+            found.clear()
+        found["formula"] = formula
+        known.append(found.get("cost"))
+    costs = []
+    for index, (kind, storages) in enumerate(zip(kinds.kinds, kinds.storages, strict=True)):
+        cost = known[kind]
+        if cost is not None:
+            costs.append(_renamed(cost, storages))
             continue
-        if cost is None:
-            made = cost_of(op)
-            found.append(made)
-            if all(access.storage in storages for access in (*made.reads, *made.writes)):
-                known[key] = _renamed(made, storages)
-        else:
-            found.append(_renamed(cost, list(storages)))
-    return tuple(found)
-
-
-def _form(value: Any, form: list[Any], storages: dict[int, int]) -> None:
-    """Adds what a formula can see of a value, with the storages numbered from 0 by their first use."""
-    kind = type(value)
-    if kind is Tensor:
-        number = storages.setdefault(value.storage, len(storages))
-        form.append((value.shape, value.strides, value.dtype, value.offset, number))
-    elif kind is tuple or kind is list:
-        form.append(len(value))
-        for item in value:
-            _form(item, form, storages)
-    else:
-        form.append(kind)  # 1, 1.0 and True are equal
-        form.append(value)
+        made = cost_of(ops[index])
+        costs.append(made)
+        places = {storage: place for place, storage in enumerate(storages)}
+        if all(access.storage in places for access in (*made.reads, *made.writes)):
+            known[kind] = kinds.found[kind]["cost"] = _renamed(made, places)
+    return tuple(costs)
 
 
 def _renamed(cost: Cost, storages: Mapping[int, int] | Sequence[int]) -> Cost:
-    if not (cost.reads or cost.writes):
+    reads, writes = cost.reads, cost.writes
+    if not (reads or writes):
         return cost
-    return Cost(
-        family=cost.family,
-        reads=tuple([Access(storage=storages[access.storage], bytes=access.bytes) for access in cost.reads]),
-        writes=tuple([Access(storage=storages[access.storage], bytes=access.bytes) for access in cost.writes]),
-        flops=cost.flops,
-        vector_flops=cost.vector_flops,
-        model=cost.model,
+    return _make_cost(
+        cost.family,
+        tuple([_make_access(storages[access.storage], access.bytes) for access in reads]),
+        tuple([_make_access(storages[access.storage], access.bytes) for access in writes]),
+        cost.flops,
+        cost.vector_flops,
+        cost.model,
     )
+
+
+_make_access, _make_cost = maker(Access), maker(Cost)

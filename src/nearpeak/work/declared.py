@@ -48,6 +48,7 @@ def declare_cost(
     operator: Any,
     *,
     reads: Iterable[str] | None = None,
+    writes: Iterable[str] | None = None,
     flops: Count = 0,
     vector_flops: Count = 0,
     family: Family = "declared",
@@ -57,6 +58,7 @@ def declare_cost(
     operator: Any,
     *,
     reads: Iterable[str] | None = None,
+    writes: Iterable[str] | None = None,
     flops: Count | None = None,
     vector_flops: Count | None = None,
     family: Family | None = None,
@@ -67,7 +69,11 @@ def declare_cost(
     `operator` is "mylib::my_op", "mylib.my_op", `torch.ops.mylib.my_op` or what `torch.library.custom_op` gave; with an
     overload ("mylib::my_op.out") it holds for that one alone.
 
+    A Triton kernel that the code launches itself is "triton::kernel_name".
+
     `reads` are the names of the arguments that are read in whole, all tensors that are not just written if left out.
+    `writes` are those of the arguments that are written in whole. Left out, it is what torch says that the operator
+    writes; of a Triton kernel torch does not know it, so `writes` has to be given.
     `flops` run on the matrix engine in the dtype of the first of these, `vector_flops` on the vector units; each is a
     number or a function of the `Op`. `family` says what the op may share a kernel with: "declared" with nothing,
     "pointwise" with its neighbours.
@@ -75,7 +81,7 @@ def declare_cost(
     A second declaration is an error unless it says `replace`; so is one for an operator that nearpeak knows.
     """
     name = operator_name(operator)
-    if reads is None and flops is None and vector_flops is None and family is None:
+    if reads is None and writes is None and flops is None and vector_flops is None and family is None:
 
         def register(function: Formula) -> Formula:
             _register(name, function, replace=replace)
@@ -83,9 +89,12 @@ def declare_cost(
 
         return register
     names = None if reads is None else tuple(reads)
+    written = None if writes is None else tuple(writes)
+    if written is None and name.startswith("triton."):
+        raise UsageError(f"What the kernel {name} writes is not known: give writes=, the names of those arguments.")
 
     def formula(op: Op) -> Cost:
-        return _short(op, names, flops or 0, vector_flops or 0, family or "declared")
+        return _short(op, names, written, flops or 0, vector_flops or 0, family or "declared")
 
     _register(name, formula, replace=replace)
     return None
@@ -170,18 +179,27 @@ def _checked(name: str, function: Formula) -> Formula:
     return formula
 
 
-def _short(op: Op, reads: tuple[str, ...] | None, flops: Count, vector_flops: Count, family: Family) -> Cost:
-    names = tuple(name for name in op.arguments if name not in op.mutated) if reads is None else reads
-    for name in names:
+def _short(
+    op: Op,
+    reads: tuple[str, ...] | None,
+    writes: tuple[str, ...] | None,
+    flops: Count,
+    vector_flops: Count,
+    family: Family,
+) -> Cost:
+    changed = op.mutated if writes is None else writes
+    names = tuple(name for name in op.arguments if name not in changed) if reads is None else reads
+    for name in (*names, *changed):
         if name not in op.arguments:
             raise UsageError(f"{op.name} has no argument {name!r}. {did_you_mean(name, op.arguments)}")
     read = op.tensors(*names)
-    dtype = next((tensor.dtype for tensor in (*read, *op.written) if tensor.is_floating), "float32")
+    written = op.written if writes is None else (*op.outputs, *op.tensors(*writes))
+    dtype = next((tensor.dtype for tensor in (*read, *written) if tensor.is_floating), "float32")
     matrix, vector = engines(dtype, _count(op, flops), tf32=op.tf32_products)
     extra = _count(op, vector_flops)
     if extra:
         vector[vector_dtype(dtype)] = vector.get(vector_dtype(dtype), 0.0) + extra
-    return Cost(family=family, reads=accesses(*read), writes=every(op.written), flops=matrix, vector_flops=vector)
+    return Cost(family=family, reads=accesses(*read), writes=every(written), flops=matrix, vector_flops=vector)
 
 
 def _count(op: Op, count: Count) -> float:

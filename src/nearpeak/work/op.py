@@ -13,9 +13,30 @@ Phase = Literal["forward", "backward", "optimizer"]
 StorageKind = Literal["parameter", "buffer", "input", "intermediate"]
 
 
+class OpForm:
+    """Stands for everything of an op but its storages, its place and its flags; whoever records ops makes these."""
+
+    __slots__ = ("found",)
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[bool, bool], dict[str, Any]] = {}
+        """What was found out about ops of this form, by their flags: see `nearpeak.work.alike`."""
+
+
+class _Formed:
+    """Has room for a note of whoever records an op: its form and the numbers of its storages.
+
+    An op with other arguments, made by `dataclasses.replace`, does not have it, nor a copy.
+    """
+
+    __slots__ = ("form",)
+
+    form: tuple[OpForm, tuple[int, ...]]
+
+
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class Op(_Formed):
     """One executed operation.
 
     `arguments` has the arguments by the names of the operator's schema, defaults included: a `Tensor`, a list of them

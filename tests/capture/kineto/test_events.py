@@ -98,3 +98,28 @@ def test_a_missing_file_is_an_error(tmp_path: Path):
         list(EventFile(tmp_path / "none.json"))
     with pytest.raises(UsageError, match="cannot be read"):
         list(EventFile(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "there is nothing in it"),
+        (gzip.compress(b""), "there is nothing in it"),
+        (b"\x1f\x8bgarbage", "nothing of it can be unpacked"),
+        (b'{"model": "x", "layers": [1, 2]}', "no list of traceEvents. Its fields: model, layers"),
+        (b'{"traceEvents": {}}', "no list of traceEvents"),
+        (b"{}", "Its fields: none"),
+    ],
+)
+def test_an_error_says_what_was_found(tmp_path: Path, content: bytes, why: str):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=why):
+        list(EventFile(path))
+
+
+def test_a_mark_of_the_byte_order_does_no_harm(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"traceEvents": EVENTS}).encode())
+    assert list(EventFile(path)) == EVENTS

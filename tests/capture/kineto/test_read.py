@@ -211,15 +211,29 @@ def test_an_eager_step_on_a_gpu():
     assert {op.phase for op in found.trace.ops} == {"forward", "backward", "optimizer"}
 
 
-@pytest.mark.parametrize(("name", "share"), [("kineto_eager", 0.85), ("kineto_compiled", 0.88)])
-def test_no_kernel_is_faster_than_its_bound(name: str, share: float):
+@pytest.mark.parametrize(("name", "formula", "floor"), [("kineto_eager", 0.999, 1.0), ("kineto_compiled", 0.88, 0.98)])
+def test_no_kernel_is_faster_than_its_bound(name: str, formula: float, floor: float):
     found = read_trace(DATA / f"{name}.json.gz")
     bound = estimate_trace(found.trace, nearpeak.machine("h200-sxm"), ceilings="theoretical")
     measured = found.device_seconds
     assert [op.name for index, op in enumerate(bound.ops) if op.seconds > measured.get(index, 0.0)] == []
-    modelled = sum(measured.get(index, 0.0) for index, op in enumerate(bound.ops) if op.model == "formula")
-    assert modelled / sum(measured.values()) == pytest.approx(share, abs=0.01)
+    modelled = {model: 0.0 for model in ("formula", "operands", "none")}
+    for index, op in enumerate(bound.ops):
+        modelled[op.model] += measured.get(index, 0.0) / sum(measured.values())
+    assert modelled["formula"] >= formula
+    assert 1 - modelled["none"] >= floor - 1e-9
     assert 0.3 * sum(measured.values()) < bound.as_written_s < found.wall_s
+    assert found.partial == frozenset()
+
+
+def test_an_optimizer_over_a_long_list_has_the_tensors_of_the_gradients():
+    found = read_trace(DATA / "kineto_eager.json.gz")
+    (op,) = [op for op in found.trace.ops if op.name == "aten._fused_adamw_.default"]
+    for name in ("self", "grads", "exp_avgs", "exp_avg_sqs"):
+        assert len(op.tensors(name)) == 39
+        squares, others = 8 * 2048**2 + 9 * 2048, (2 * 32000 + 12 * 8192 + 8 * 512) * 2048
+        assert sum(tensor.elements for tensor in op.tensors(name)) == squares + others
+    assert any("as many chunks" in note for note in found.notes)
 
 
 def test_compiled_kernels_count_what_they_must_write():

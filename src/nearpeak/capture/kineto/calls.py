@@ -15,12 +15,13 @@ from typing import Literal, NamedTuple
 
 from nearpeak.capture.kineto.operators import Operator, operator_of
 from nearpeak.capture.kineto.recording import Recording, Span
-from nearpeak.capture.kineto.tensors import Argument, arguments_of
+from nearpeak.capture.kineto.tensors import Argument, Seen, arguments_of
 from nearpeak.work.op import Phase
 
 CallKind = Literal["operator", "inductor", "graph", "unknown"]
 
 _BACKWARD = "autograd::engine::evaluate_function"
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
 _OPTIMIZER = "Optimizer.step#"
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
 _STEP = "ProfilerStep#"
@@ -47,6 +48,8 @@ class Call:
     source: str
     behind: int | None
     """In the backward pass: the sequence number of the forward op behind it."""
+    thread: int
+    """Numbers the threads of the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,10 @@ class Calls:
     launches: Mapping[int, Span]
     """Of what runs on the device, when it was launched."""
     steps: Sequence[Step]
+    gradients: Sequence[tuple[float, Seen]]
+    """What the backward pass added to the gradients of leaves, with the time in microseconds; in the order of time."""
+    unanswered: Sequence[Call]
+    """Ops that launched a kernel which is not in the file, once for each."""
 
 
 class _Frame(NamedTuple):
@@ -83,7 +90,9 @@ def calls_of(recording: Recording) -> Calls:
     walk.locate()
     walk.calls.sort(key=lambda call: call.span.start)
     steps = sorted(walk.steps.values(), key=lambda step: step.start)
-    return Calls(walk.calls, walk.by_external, walk.by_correlation, walk.launches, steps)
+    return Calls(
+        walk.calls, walk.by_external, walk.by_correlation, walk.launches, steps, sorted(walk.gradients), walk.unanswered
+    )
 
 
 class _Walk:
@@ -93,12 +102,16 @@ class _Walk:
         self.by_correlation: dict[int, Call] = {}
         self.launches: dict[int, Span] = {}
         self.steps: dict[int, Step] = {}
+        self.gradients: list[tuple[float, Seen]] = []
+        self.unanswered: list[Call] = []
         self._launched = {item.correlation for item in recording.device_spans}
         self._launchers = {item.external for item in recording.device_spans} - {None}
+        self._thread = -1
         self._forward: dict[int, tuple[str, str]] = {}
         self._parsed: dict[int, tuple[Argument, ...]] = {}
 
     def thread(self, spans: Sequence[Span]) -> None:
+        self._thread += 1
         stack: list[_Frame] = []
         parents: set[int] = set()
         """Positions of ops that hold others."""
@@ -138,6 +151,8 @@ class _Walk:
             return self._annotated(frame, span)
         if span.name.startswith(_BACKWARD):
             return frame._replace(phase="backward", behind=span.sequence, module="", source="")
+        if span.name == _ACCUMULATE:
+            self.gradients.extend((span.start, item) for item in self._arguments(span)[:1] if isinstance(item, Seen))
         if frame.hidden or frame.owner is not None:
             if frame.owner is not None and span.external is not None:
                 self.by_external[span.external] = frame.owner
@@ -176,6 +191,7 @@ class _Walk:
             module=frame.module,
             source=frame.source,
             behind=frame.behind,
+            thread=self._thread,
         )
         self.calls.append(call)
         if span.external is not None:
@@ -200,6 +216,8 @@ class _Walk:
 
     def _launch(self, span: Span, outer: _Frame | None) -> None:
         if span.correlation is None or span.correlation not in self._launched:
+            if "LaunchKernel" in span.name and outer is not None and outer.owner is not None:
+                self.unanswered.append(outer.owner)
             return
         self.launches[span.correlation] = span
         if span.name.startswith(_GRAPH_LAUNCHES):

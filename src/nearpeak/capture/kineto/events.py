@@ -56,7 +56,7 @@ class EventFile:
 
     def _decoded(self, raw: BinaryIO) -> Iterator[str]:
         """The text of the file in pieces, up to where a compressed one was cut off."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
         packed = raw.read(len(_GZIP)) == _GZIP
         raw.seek(0)
         for piece in self._unpacked(raw) if packed else iter(lambda: raw.read(_CHUNK), b""):
@@ -84,19 +84,32 @@ class EventFile:
             yield from self._events()
             return
         if first != "{":
-            raise UsageError(
-                f"{self.path} is no Chrome trace: it starts with {first!r}. Pass a file that torch.profiler's "
-                "export_chrome_trace wrote, as .json or .json.gz."
-            )
+            raise self._no_trace(f"it starts with {first!r}" if first else self._why_empty())
         self._at += 1
+        found = False
         while (key := self._value()) is not None:
             if self._peek() == ":":
                 self._at += 1
             if key == "traceEvents" and self._peek() == "[":
                 self._at += 1
+                found = True
                 yield from self._events()
             else:
                 self.metadata[str(key)] = self._value()
+        if not found and not self.truncated:
+            fields = ", ".join([*self.metadata][:8]) or "none"
+            raise self._no_trace(f"it has no list of traceEvents. Its fields: {fields}")
+
+    def _why_empty(self) -> str:
+        if not self.path.stat().st_size:
+            return "it is empty"
+        return "nothing of it can be unpacked" if self.truncated else "there is nothing in it"
+
+    def _no_trace(self, why: str) -> UsageError:
+        return UsageError(
+            f"{self.path} is no Chrome trace: {why}. Pass a file that torch.profiler's export_chrome_trace wrote, as "
+            ".json or .json.gz."
+        )
 
     def _events(self) -> Iterator[dict[str, Any]]:
         while True:

@@ -58,7 +58,7 @@ def kernels_of(
             name=span.name,
             kind=span.kind,
             start_s=(span.start - origin) / 1e6,
-            seconds=(span.end - span.start) / 1e6,
+            seconds=span.duration / 1e6,
             device=span.device,
             stream=span.stream,
             op=indices.get(id(owner)) if owner is not None else None,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nearpeak.capture.kineto.calls import Call
-from nearpeak.capture.kineto.inductor import least_written
+from nearpeak.capture.kineto.inductor import least_moved
+from nearpeak.capture.kineto.lists import LongLists
 from nearpeak.capture.kineto.operators import Operator, constant, dtype_name, is_number, results_of, tensors_of
 from nearpeak.capture.kineto.schemas import Parameter
 from nearpeak.capture.kineto.storages import Storages
 from nearpeak.capture.kineto.tensors import Argument, Members, Scalar, Seen
-from nearpeak.work.cost import cost_of
+from nearpeak.work.cost import Cost, cost_of
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import ITEM_BYTES, Tensor
 
@@ -29,6 +30,10 @@ class Ops:
     ops: tuple[Op, ...]
     storages: Storages
     unknown: Counter[str]
+    exact_lists: int = 0
+    """Ops on lists that the file leaves out and whose members are known all the same."""
+    least_lists: int = 0
+    """Ops on such lists of which only the least number of elements is known."""
 
 
 @dataclass(slots=True)
@@ -41,26 +46,39 @@ class _Draft:
     mutated: tuple[str, ...]
 
 
-def ops_of(calls: Sequence[Call], *, tf32: bool, likely: bool = False) -> Ops:
-    """All calls as ops. `tf32`: whether float32 products may have run in it; the file does not say."""
+def ops_of(
+    calls: Sequence[Call], *, tf32: bool, likely: bool = False, lists: Mapping[int, LongLists] | None = None
+) -> Ops:
+    """All calls as ops. `tf32`: whether float32 products may have run in it; the file does not say.
+
+    `lists` has the arguments of calls whose long lists the file leaves out, by the identity of the call.
+    """
+    lists = lists or {}
+    exact = least = 0
     storages = Storages(likely=likely)
     drafts: list[_Draft] = []
     unknown: Counter[str] = Counter()
     touched: list[Tensor] = []
     for call in calls:
-        draft = _draft(call, storages)
+        filled = lists.get(id(call))
+        if filled is not None and not filled.exact:
+            draft: _Draft | None = _least_lists(call, filled, storages)
+            least += 1
+        else:
+            draft = _draft(call, storages, filled.arguments if filled else call.arguments)
+            exact += filled is not None and draft is not None
         if storages.unexplained:  # new tensors: the last op of unknown results may have made them
             touched.extend(storages.unexplained)
             storages.unexplained.clear()
         if draft is None:
             unknown[call.span.name] += 1
-        if draft is None or call.kind == "inductor":
+        if draft is None or call.kind == "inductor" or draft.name.startswith("least."):
             draft = draft or _Draft(f"unknown.{call.span.name}", _positional(call.arguments, storages), (), ())
-            touched = []
+            touched = draft.arguments.get(_MAYBE, [])
             draft.arguments[_MAYBE] = touched
         drafts.append(draft)
     ops = tuple(_final(draft, call, tf32) for draft, call in zip(drafts, calls, strict=True))
-    return Ops(ops=ops, storages=storages, unknown=unknown)
+    return Ops(ops=ops, storages=storages, unknown=unknown, exact_lists=exact, least_lists=least)
 
 
 def _final(draft: _Draft, call: Call, tf32: bool) -> Op:
@@ -77,13 +95,38 @@ def _final(draft: _Draft, call: Call, tf32: bool) -> Op:
     )
 
 
-def _draft(call: Call, storages: Storages) -> _Draft | None:
+def _least_lists(call: Call, lists: LongLists, storages: Storages) -> _Draft:
+    """An op of which only the least number of elements is known: it reads or writes each of its lists once.
+
+    Lists of one `_foreach_` op may be the same. What the cache holds afterwards is of their members, which may be
+    anything of that dtype that was there before.
+    """
+    arguments = _positional(call.arguments, storages)
+    (flat,) = lists.members
+    size = flat.shape[0] * ITEM_BYTES[str(flat.dtype)]
+    arguments["touched"] = tuple(
+        storages.result(flat.shape, (1,), str(flat.dtype), size) for _ in range(lists.separate)
+    )
+    arguments[_MAYBE] = storages.before(str(flat.dtype))
+    return _Draft(f"least.{call.span.name}", arguments, (), ())
+
+
+def _cost(draft: _Draft) -> Cost | None:
+    """None where the formula cannot do with what the file shows; an argument that it needs may not be in there."""
+    arguments = {name: tuple(value) if name == _MAYBE else value for name, value in draft.arguments.items()}
+    try:
+        return cost_of(Op(name=draft.name, arguments=arguments, outputs=draft.outputs, mutated=draft.mutated))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _draft(call: Call, storages: Storages, arguments: tuple[Argument, ...]) -> _Draft | None:
     if call.kind == "inductor":
         return _inductor(call, storages)
     operator = call.operator
     if operator is None:
         return None
-    arguments = tuple(_with_dtypes(argument, storages) for argument in call.arguments)
+    arguments = tuple(_with_dtypes(argument, storages) for argument in arguments)
     results = results_of(operator, arguments)
     if results is None:
         return None
@@ -102,16 +145,7 @@ def _draft(call: Call, storages: Storages) -> _Draft | None:
             own[result.memory] = output.storage
         outputs.append(output)
     draft = _Draft(operator.name, _named(operator, arguments, inputs), tuple(outputs), operator.mutated)
-    return draft if _has_a_cost(draft, call) else None
-
-
-def _has_a_cost(draft: _Draft, call: Call) -> bool:
-    """Whether the formula can do with what the file shows; an argument that it needs may not be in there."""
-    try:
-        cost_of(_final(draft, call, tf32=False))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
-        return False
-    return True
+    return draft if _cost(draft) is not None else None
 
 
 def _with_dtypes(argument: Argument, storages: Storages) -> Argument:
@@ -175,9 +209,16 @@ def _positional(arguments: Sequence[Argument], storages: Storages) -> dict[str, 
 def _inductor(call: Call, storages: Storages) -> _Draft:
     storages.compiled()
     arguments = _positional(call.arguments, storages)
-    least = least_written(call.span.name, call.arguments, call.span.facts or {})
+    least = least_moved(call.span.name, call.arguments, call.span.facts or {})
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    if least.read is not None:
+        arguments["read"] = tensors[least.read]
+    if least.product is not None:
+        arguments |= {"inner": least.product.inner, "product": least.product.dtype}
+        arguments["read"] = tuple(tensors[place] for place in least.product.operands)
+    arguments["touched"] = tuple(tensors[place] for place in least.touched)
     outputs: tuple[Tensor, ...] = ()
-    if least is not None:
-        elements, dtype = least
+    if least.written is not None:
+        elements, dtype = least.written
         outputs = (storages.result((elements,), (1,), dtype, elements * ITEM_BYTES[dtype]),)
     return _Draft(f"inductor.{call.span.name}", arguments, outputs, ())

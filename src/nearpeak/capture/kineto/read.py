@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from nearpeak.capture.kineto.calls import Call, Calls, Step, calls_of
 from nearpeak.capture.kineto.kernels import Kernel, kernels_of, launched_at, owner_of, seconds_by_op
-from nearpeak.capture.kineto.lists import Launch, LongLists, has_long_lists, long_lists
+from nearpeak.capture.kineto.lists import Launch, LongLists, has_long_lists, least_gathered, long_lists
 from nearpeak.capture.kineto.ops import Ops, ops_of
 from nearpeak.capture.kineto.recording import DeviceSpan, Recording, load
 from nearpeak.capture.kineto.tensors import Seen
@@ -25,6 +25,7 @@ _STORAGES = {
     "likely": "The file has no addresses: which tensors share memory is guessed, so the floors are estimates, not "
     "bounds.",
 }
+_GATHER = "aten::index"
 _AMPERE = 8
 """The first compute capability with tf32."""
 
@@ -70,7 +71,8 @@ def read_trace(
     Args:
         path: A Chrome trace, as .json or .json.gz.
         step: The number of a step of the profiler's schedule, "all" for the whole file, or None for the last step; for
-            the whole file where it has no steps.
+            the whole file where it has no steps. Of a file that was cut off, None is the last step that is whole, or
+            the first where none is.
         storages: The file does not say which tensors share memory. "least" takes what moves the fewest bytes, so that
             the bounds are bounds; "likely" what is usual, which comes nearer and can be wrong.
     """
@@ -83,7 +85,7 @@ def read_trace(
     launched = [(launched_at(span, calls, owner), owner) for span, owner in spans] if recording.truncated else []
     chosen, steps = _step(calls, step, path)
     if step is None and chosen is not None and recording.truncated:
-        chosen = next((item for item in reversed(steps) if _is_whole(item, calls, launched)), chosen)
+        chosen = next((item for item in reversed(steps) if _is_whole(item, calls, launched)), steps[0])
     inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
     if chosen is not None:
         spans = [(span, owner) for span, owner in spans if _in_step(span, owner, calls, chosen)]
@@ -143,6 +145,8 @@ def _partial(recording: Recording, calls: Calls) -> set[int]:
 
 def _must_have_shapes(recording: Recording, path: str | Path) -> None:
     ops = [span for spans in recording.threads.values() for span in spans if span.kind == "op"]
+    if not ops and recording.truncated:
+        raise UsageError(f"{path} was cut off before its first op, so there is nothing to read. Record it again.")
     if not ops:
         raise UsageError(
             f"{path} has no ops of the CPU. Record it with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
@@ -179,29 +183,35 @@ def _long_lists(
     calls: Sequence[Call], spans: Sequence[tuple[DeviceSpan, Call | None]], everything: Calls
 ) -> dict[int, LongLists]:
     """What is known of lists that the profiler left out, by the identity of the call."""
-    wanted = {id(call): call for call in calls if has_long_lists(call.operator, call.arguments)}
+    wanted = {
+        id(call): call for call in calls if call.span.name == _GATHER or has_long_lists(call.operator, call.arguments)
+    }
     launches: dict[int, list[Launch]] = {}
     for span, owner in spans if wanted else ():
         if id(owner) in wanted:
             launches.setdefault(id(owner), []).append(Launch(span.name, span.blocks))
+    steps = [call.span.start for call in everything.calls if call.phase == "optimizer"] if wanted else []
     found = {}
     for number, call in wanted.items():
-        assert call.operator is not None
-        gradients = _gradients_before(call.span.start, everything) if call.phase == "optimizer" else ()
+        if call.span.name == _GATHER or call.operator is None:
+            known = least_gathered(call.arguments, launches.get(number, ()))
+            if known is not None:
+                found[number] = known
+            continue
+        gradients = _gradients_before(call.span.start, everything, steps) if call.phase == "optimizer" else ()
         known = long_lists(call.operator, call.arguments, launches.get(number, ()), gradients)
         if known is not None:
             found[number] = known
     return found
 
 
-def _gradients_before(time: float, calls: Calls) -> list[Seen]:
-    """What the backward passes added since the step of an optimizer before them."""
+def _gradients_before(time: float, calls: Calls, steps: Sequence[float]) -> list[Seen]:
+    """What the backward passes added since the op of an optimizer before them, whose ops start at `steps`."""
     last = bisect_left(calls.gradients, time, key=lambda item: item[0])
     if not last:
         return []
-    newest = calls.gradients[last - 1][0]
-    steps = (call.span.start for call in calls.calls if call.phase == "optimizer" and call.span.start < newest)
-    first = bisect_left(calls.gradients, max(steps, default=-math.inf), key=lambda item: item[0])
+    earlier = bisect_left(steps, calls.gradients[last - 1][0])
+    first = bisect_left(calls.gradients, steps[earlier - 1], key=lambda item: item[0]) if earlier else 0
     return [seen for _, seen in calls.gradients[first:last]]
 
 
@@ -267,8 +277,8 @@ def _notes(
         )
     if found.least_lists:
         yield (
-            f"{found.least_lists} ops on long lists count the elements that they have at the least, from the blocks of "
-            "their kernels."
+            f"{found.least_lists} ops on long lists or with index tensors count the elements that they have at the "
+            "least, from the blocks of their kernels."
         )
     compiled = sum(call.kind == "inductor" for call in calls)
     if compiled:

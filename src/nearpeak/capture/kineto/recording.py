@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class DeviceSpan(NamedTuple):
     correlation: int | None
     bytes: float | None
     in_graph: bool
+    blocks: int | None
+    """Of a kernel: the product of its grid."""
+    duration: float
+    """As the file has it: the difference of two times since the start of the machine has fewer digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,8 @@ class Recording:
     metadata: Mapping[str, Any]
     truncated: bool
     damaged: int
+    last_written: tuple[DeviceSpan, ...] = ()
+    """Of each stream, what comes last in the file."""
 
 
 def load(path: str | Path) -> Recording:
@@ -108,6 +115,7 @@ def load(path: str | Path) -> Recording:
             thread.append(_span(start, end, kind, sys.intern(name), facts, inputs))
     for spans in threads.values():
         spans.sort(key=_outer_first)
+    last = {(span.device, span.stream): span for span in device_spans}
     device_spans.sort(key=lambda span: span.start)
     return Recording(
         threads=threads,
@@ -115,6 +123,7 @@ def load(path: str | Path) -> Recording:
         metadata=file.metadata,
         truncated=file.truncated,
         damaged=file.damaged,
+        last_written=tuple(last.values()),
     )
 
 
@@ -168,7 +177,15 @@ def _device_span(
         correlation=_whole(facts.get("correlation")),
         bytes=_number(facts.get("bytes", facts.get("Bytes"))),
         in_graph=bool(facts.get("graph node id")),
+        blocks=_blocks(facts.get("grid")),
+        duration=max(_number(event.get("dur")) or 0.0, 0.0),
     )
+
+
+def _blocks(grid: Any) -> int | None:
+    if not isinstance(grid, list) or not grid or not all(isinstance(size, int) and size > 0 for size in grid):
+        return None
+    return math.prod(grid)
 
 
 def _number(value: Any) -> float | None:

@@ -53,6 +53,7 @@ class Storages:
         self._known: list[_Known] = []
         self._by_look: dict[Hashable, OrderedDict[int, None]] = {}
         self._by_use: OrderedDict[int, None] = OrderedDict()
+        self._before: dict[str, list[Tensor]] = {}
         self._dtypes: dict[Hashable, dict[str, None]] = {}
         self._compiled = False
         self._unknown = False
@@ -113,6 +114,10 @@ class Storages:
         seen = Seen(shape, strides, dtype)
         return self._tensor(seen, self._new(seen, size, "intermediate"), 0)
 
+    def before(self, dtype: str) -> list[Tensor]:
+        """The tensors of this dtype that were there before, as they were seen first."""
+        return [*self._before.get(dtype, ())]
+
     def facts(self) -> dict[int, Storage]:
         """All storages by number."""
         return {number: Storage(bytes=known.bytes, kind=known.kind) for number, known in enumerate(self._known)}
@@ -146,6 +151,8 @@ class Storages:
             kind = "intermediate" if self._unknown else "input"
         self._known.append(_Known(size, kind, []))
         self._use(number, seen)
+        if kind != "intermediate":
+            self._before.setdefault(str(seen.dtype), []).append(self._tensor(seen, number, 0))
         if self._unknown and not explained:
             self.unexplained.append(self._tensor(seen, number, 0))
         return number

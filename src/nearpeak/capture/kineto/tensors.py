@@ -137,7 +137,7 @@ def _tensor(dims: Any, strides: Any, dtype: str | None) -> Seen | None:
         return None
     steps = _whole_numbers(strides)
     if steps is None or len(steps) != len(shape):
-        steps = _contiguous(shape)  # files before torch 2.0 have no strides
+        steps = contiguous_strides(shape)  # files before torch 2.0 have no strides
     return Seen(shape, steps, dtype)
 
 
@@ -179,7 +179,8 @@ def _whole_numbers(value: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a tensor without gaps, its last dimension the innermost."""
     strides = []
     step = 1
     for size in reversed(shape):

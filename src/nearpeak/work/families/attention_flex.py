@@ -1,9 +1,14 @@
 """Flex attention: higher-order operators, whose arguments have places instead of names.
 
 Without a block mask every pair of a query and a key is computed, as in the other attentions. With one, which pairs
-there are is data. What is certain then: every query sees a key (assumed: the result has no meaning otherwise), so the
-queries and one key and value for each head are read, and results and gradients are written. That is far below what a
-usual mask asks for, so such an op counts as known by its operands only, not by its formula.
+there are is data. Where the mask had values when the op was recorded, they were counted and are among the options for
+the kernel: all pairs of blocks that are not masked, and in the other blocks those that the mask leaves. A kernel
+computes whole blocks, but one with smaller blocks need not, so the pairs are the floor. Keys and queries are charged
+for the head of the mask that uses the fewest.
+
+Without values, this is certain: every query sees a key (assumed: the result has no meaning otherwise), so the queries
+and one key and value for each head are read, and results and gradients are written. That is far below what a usual
+mask asks for, so such an op counts as known by its operands only, not by its formula.
 
 Operands of the user's own function that changes scores are not charged: it may not look at them. Neither is the
 log-sum-exp of the forward, which inference does without.
@@ -21,10 +26,10 @@ from nearpeak.work.tensor import Tensor
 
 _WHOLE = 1 << 30
 """The size of a block where torch makes a block mask of its own: one that holds all pairs."""
-_FORWARD = ("query", "key", "value", "score_mod", "block_mask")
+_FORWARD = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options")
 _BACKWARD = (
     *("query", "key", "value", "out", "logsumexp", "grad_out", "grad_logsumexp"),
-    *("fw_graph", "joint_graph", "block_mask"),
+    *("fw_graph", "joint_graph", "block_mask", "scale", "kernel_options"),
 )
 
 
@@ -58,4 +63,12 @@ def _pairs(op: Op) -> tuple[Pairs, bool]:
     mask = op.arguments.get("block_mask")
     if not isinstance(mask, tuple) or tuple(mask[-3:-1]) == (_WHOLE, _WHOLE):
         return banded(queries, keys), True
+    options = op.arguments.get("kernel_options")
+    counts = dict(options) if isinstance(options, tuple) else {}
+    if "mask_pairs" in counts:
+        return Pairs(
+            count=counts["mask_pairs"] // counts["mask_heads"],
+            queries=(0, min(counts["mask_queries"], queries)),
+            keys=(0, min(counts["mask_keys"], keys)),
+        ), True
     return Pairs(count=queries if keys else 0, queries=(0, queries), keys=(0, min(1, keys))), False

@@ -1,0 +1,72 @@
+"""`uncompiled`: inside a trace, what `torch.compile` gave runs the ops that it was given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo import eval_frame
+from torch._dynamo.backends.debugging import eager
+
+from nearpeak.capture.counted import Counted, replaced
+
+
+class _Asked(threading.local):
+    """How often code on this thread called something compiled."""
+
+    times = 0
+
+
+class Uncompiled:
+    """Tells whether compiled code was called since this was made."""
+
+    def __init__(self) -> None:
+        self._before = _asked.times
+
+    @property
+    def asked(self) -> bool:
+        """Whether something compiled was called, and ran uncompiled."""
+        return _asked.times > self._before
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def uncompiled() -> Iterator[Uncompiled]:
+    """Compiled functions and modules run their Python code instead, on all threads.
+
+    A compiled graph runs kernels that no dispatcher sees, and on fake tensors it would read memory that is not there.
+    """
+    with _eager():
+        yield Uncompiled()
+
+
+@contextmanager
+def _without_dynamo() -> Iterator[None]:
+    chosen = eval_frame._callback_from_stance
+
+    def counted(callback: Any) -> Any:
+        if callable(callback) and not _for_eager(callback):
+            _asked.times += 1
+        return chosen(callback)
+
+    with (
+        torch.compiler.set_stance("force_eager"),
+        replaced(eval_frame, "_callback_from_stance", counted),
+        # its own warns of global hooks, which follow the modules of a trace
+        replaced(eval_frame.OptimizedModule, "__call__", torch.nn.Module.__call__),
+    ):
+        yield
+
+
+_eager = Counted(_without_dynamo)
+
+
+def _for_eager(callback: Any) -> bool:
+    """Whether nothing is compiled: torch's own functions call themselves so, as `cond` and flex attention do."""
+    backend = eval_frame.innermost_backend(callback)
+    return getattr(backend, "compiler_name", None) == "eager" or backend.__module__ == eager.__module__
