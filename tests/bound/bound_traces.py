@@ -88,6 +88,8 @@ def random_traces(draw):
         reads = draw(st.lists(known, max_size=3, unique=True))
         name = draw(st.sampled_from(["aten.op.default", "aten._softmax.default"]))
         work = {}
+        if family != "view":
+            work["model"] = draw(st.sampled_from(["formula", "formula", "formula", "operands", "none"]))
         if family == "matrix":
             work["flops"] = {"bfloat16": draw(st.integers(0, 20000))}
         elif family != "view":

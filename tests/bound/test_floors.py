@@ -139,3 +139,15 @@ def test_without_a_cache_regrouping_alone_never_costs(drawn):
     toy = machine(cache=None, launch=1.0)
     grouped = sum(item.seconds for item in group_bounds(trace, costs, groups(trace, costs), toy))
     assert grouped <= sum(item.seconds for item in as_written(trace, costs, toy)) * (1 + 1e-12)
+
+
+def test_what_an_op_without_a_formula_touched_may_be_in_the_cache():
+    """Its reads are not known, so the next op may find them there."""
+    trace = Builder()
+    source = trace.storage(80, "input")
+    trace.op("unknown", (source,), (trace.storage(1),), sizes={source: 0}, model="operands")
+    trace.make(1, "pointwise", (source,))
+    costs = tuple(trace.costs)
+    first, second = as_written(trace.trace(), costs, machine(cache=100.0))
+    assert second.memory_seconds == 0
+    assert ideal_seconds(trace.trace(), costs, machine(cache=100.0)) <= first.seconds + second.seconds

@@ -128,7 +128,7 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
         ]
     )
     written_seconds = sum([op.seconds for op in ops])
-    group_seconds = tuple([max(times) for times in group_times(trace, fusion, machine, ceilings, touches)])
+    group_seconds = tuple([max(times) for times in group_times(trace, costs, fusion, machine, ceilings, touches)])
     achievable = machine.achievable
     return Estimate(
         machine=machine.id,

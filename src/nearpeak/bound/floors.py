@@ -26,7 +26,7 @@ from nearpeak.bound.fusion import Group, does_anything
 from nearpeak.bound.times import Ceilings, Four, Stream, Times
 from nearpeak.machines.model import Machine
 from nearpeak.work.cost import Cost
-from nearpeak.work.op import Trace
+from nearpeak.work.op import Op, Trace
 from nearpeak.work.quick import quick
 
 
@@ -86,9 +86,8 @@ def written_times(
                 cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=does_anything(cost), op=index
             )
         )
-        if trace.guessed_storages and cost.family != "view":
-            for tensor in (*trace.ops[index].inputs, *trace.ops[index].outputs):
-                stream.residency.may_hold(tensor.storage, tensor.bytes)
+        if (trace.guessed_storages or cost.model != "formula") and cost.family != "view":
+            _may_hold(stream, trace.ops[index])
         if index in dead:
             stream.release(dead[index])
     return found
@@ -104,16 +103,22 @@ def group_bounds(
     touches: Sequence[Touches] | None = None,
 ) -> tuple[GroupBound, ...]:
     """Every group of `fusion.groups` at the roofline of what crosses its border, one launch each."""
-    times = group_times(trace, grouped, machine, ceilings, touches or touches_in(trace, costs))
+    times = group_times(trace, costs, grouped, machine, ceilings, touches or touches_in(trace, costs))
     return tuple(GroupBound(group=group, **_named(four)) for group, four in zip(grouped, times, strict=True))
 
 
 def group_times(
-    trace: Trace, grouped: Sequence[Group], machine: Machine, ceilings: Ceilings, touches: Sequence[Touches]
+    trace: Trace,
+    costs: Sequence[Cost],
+    grouped: Sequence[Group],
+    machine: Machine,
+    ceilings: Ceilings,
+    touches: Sequence[Touches],
 ) -> list[Four]:
     """What `group_bounds` is made of, without the objects."""
     stream = Stream(trace, machine, ceilings)
     dead = _dead_after(trace, touches, [group.members for group in grouped])
+    unknown = _unknown(costs)
     found = []
     for position, group in enumerate(grouped):
         found.append(
@@ -121,9 +126,22 @@ def group_times(
                 group.reads, group.writes, group.flops, group.vector_flops, launches=group.launches, op=group.members[0]
             )
         )
+        for index in unknown.intersection(group.members) if unknown else ():
+            _may_hold(stream, trace.ops[index])
         if position in dead:
             stream.release(dead[position])
     return found
+
+
+def _unknown(costs: Sequence[Cost]) -> frozenset[int]:
+    """Ops without a formula: what they leave in the cache is not known either."""
+    return frozenset(index for index, cost in enumerate(costs) if cost.model != "formula" and cost.family != "view")
+
+
+def _may_hold(stream: Stream, op: Op) -> None:
+    """Whatever an op touches may be in the cache after it."""
+    for tensor in (*op.inputs, *op.written):
+        stream.residency.may_hold(tensor.storage, tensor.bytes)
 
 
 def fused_seconds(
@@ -152,14 +170,17 @@ def ideal_seconds(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceil
 def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ceilings = "achievable") -> Times:
     """What is left when the whole step is one kernel: no intermediate, no launch, all work at the best rate.
 
-    Of a storage that was there before, the largest single read counts, unless it was written first. Of a result, the
-    largest single write; what the cache can hold of all results together need not reach memory.
+    Of a storage that was there before, the largest single read counts, unless it was written first, or an op without a
+    formula may have read it too. Of a result, the largest single write; what the cache can hold of all results together
+    need not reach memory.
     """
     read: dict[int, float] = {}
     written: dict[int, float] = {}
     stream = Stream(trace, machine, ceilings)
     storages = trace.storages
     before = {storage for storage, known in storages.items() if known.kind != "intermediate"}
+    for index in _unknown(costs):
+        before.difference_update(tensor.storage for tensor in (*trace.ops[index].inputs, *trace.ops[index].written))
     matrix_seconds = vector_seconds = 0.0
     for index, cost in enumerate(costs):
         if cost.reads:
