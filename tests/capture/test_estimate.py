@@ -148,3 +148,9 @@ def test_an_initialiser_that_looks_at_values_leaves_fake_tensors_alone():
         weight = torch.nn.init.trunc_normal_(torch.nn.Parameter(torch.empty(4, 4)))
     assert weight.shape == (4, 4)
     assert torch.nn.init.trunc_normal_(torch.zeros(100)).std() > 0.5  # outside, it draws
+
+
+def test_it_is_named_in_one_line():
+    found = nearpeak.estimate(torch.mm, torch.empty(64, 64), torch.empty(64, 64), on="h100-sxm")
+    assert repr(found).startswith("<Estimate of 1 ops on h100-sxm: as written ")
+    assert "\n" not in repr(found)

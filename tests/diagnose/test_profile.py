@@ -48,3 +48,7 @@ def test_the_ranking_is_by_loss_and_what_is_unknown_by_its_time():
         ("train.py:9", 1, 1.0, 0.0),
     ]
     assert [rank.key for rank in ranking(profile(), "module")] == ["layer.0", "layer.1"]
+
+
+def test_it_is_named_in_one_line():
+    assert repr(profile()) == "<Profile of train.py on Toy 1: 10.0 s a step, as written 3.00 s, ideal 1.00 s>"

@@ -13,6 +13,7 @@ from nearpeak.bound.fusion import Group, groups
 from nearpeak.bound.tiles import Tiling, tiling
 from nearpeak.bound.times import Ceilings, roof
 from nearpeak.machines.model import Machine
+from nearpeak.units import seconds
 from nearpeak.work.alike import alike
 from nearpeak.work.cost import Cost, costs_of
 from nearpeak.work.garbage import rarely_collected
@@ -89,6 +90,12 @@ class Estimate:
     """What good kernels take for the ops as written, one after the other. No bound; None where it is not known."""
     expected_from: str = ""
     """The machine whose kernels were measured for `expected_s`."""
+
+    def __repr__(self) -> str:
+        """One line; thousands of ops would be none."""
+        times = (("as written", self.as_written_s), ("fused", self.fused_s), ("ideal", self.ideal_s))
+        floors = ", ".join(f"{name} {seconds(value)}" for name, value in times)
+        return f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>"
 
     @property
     def flops(self) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nearpeak.bound.estimate import Estimate, EstimatedOp
 from nearpeak.diagnose.intervals import Interval, charges, length
 from nearpeak.diagnose.waterfall import Waterfall, waterfall
+from nearpeak.units import seconds as seconds_text
 
 SCHEMA = 1
 """Raised whenever the meaning of a saved field changes."""
@@ -82,6 +83,13 @@ class Profile:
     flops: float
     ops: tuple[ProfiledOp, ...]
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """One line; thousands of ops would be none."""
+        return (
+            f"<Profile of {self.source} on {self.device}: {seconds_text(self.wall_s)} a step, as written "
+            f"{seconds_text(self.as_written_s)}, ideal {seconds_text(self.ideal_s)}>"
+        )
 
 
 def profile_of(
