@@ -1,4 +1,4 @@
-"""`Counted`: a change to the whole process that lasts while anyone needs it."""
+"""`Counted`: a change to the whole process that lasts while anyone needs it; `Tally`: what happened since then."""
 
 from __future__ import annotations
 
@@ -36,6 +36,29 @@ class Counted:
                 if self._users == 0 and self._entered is not None:
                     self._entered.close()
                     self._entered = None
+
+
+class Tally(threading.local):
+    """How often something happened on this thread."""
+
+    times = 0
+
+    def since(self) -> Since:
+        """Tells whether it happens from now on."""
+        return Since(self)
+
+
+class Since:
+    """Tells whether something happened since this was made, on the thread that asks."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._before = tally.times
+
+    @property
+    def asked(self) -> bool:
+        """Whether it did."""
+        return self._tally.times > self._before
 
 
 @contextmanager

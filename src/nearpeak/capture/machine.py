@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from nearpeak.capture.efficiency import measure_efficiency
+from nearpeak.errors import UsageError
 from nearpeak.machines import catalogue
 from nearpeak.machines.model import Machine
 from nearpeak.measure.machine import this_machine
 from nearpeak.measure.options import Progress
+
+
+def machine_of_file(path: str | Path, device: str, on: str | Machine | None) -> Machine:
+    """The machine that was asked for, or that of the catalogue that a file was recorded on."""
+    if on is not None:
+        return on if isinstance(on, Machine) else catalogue.find(on)
+    known = catalogue.by_driver_name(device)
+    if known is None:
+        raise UsageError(
+            f"{path} was recorded on {device!r}, which is not in the catalogue. Name a machine with --on (on= in "
+            "Python); `nearpeak machine --list` has them all."
+        )
+    return known
 
 
 def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:

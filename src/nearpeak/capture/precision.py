@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 
 import torch
+
+from nearpeak.work.op import Op
 
 
 def _tf32_reader() -> Callable[[], tuple[bool, bool]]:
@@ -16,3 +19,13 @@ def _tf32_reader() -> Callable[[], tuple[bool, bool]]:
 
 tf32 = _tf32_reader()
 """Whether float32 matrix products and convolutions run in tf32, by torch's flags now."""
+
+
+def without_tf32(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """The same ops on a CPU, where these flags mean nothing."""
+    return tuple(
+        dataclasses.replace(op, tf32_products=False, tf32_convolutions=False)
+        if op.tf32_products or op.tf32_convolutions
+        else op
+        for op in ops
+    )

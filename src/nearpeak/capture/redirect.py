@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,33 +9,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nearpeak.capture.counted import Counted, replaced
+from nearpeak.capture.counted import Counted, Since, Tally, replaced
 from nearpeak.capture.lowering.autocast import cast_as_on_cuda, forget_casts
 
-
-class _Asked(threading.local):
-    """How often code on this thread asked for CUDA and got the CPU."""
-
-    times = 0
-
-
-class Redirection:
-    """Tells whether code asked for CUDA since this was made."""
-
-    def __init__(self) -> None:
-        self._before = _asked.times
-
-    @property
-    def asked(self) -> bool:
-        """Whether something asked for CUDA and got the CPU, because this torch has no CUDA."""
-        return _asked.times > self._before
-
-
-_asked = _Asked()
+_asked = Tally()
+"""How often code asked for CUDA and got the CPU, because this torch has no CUDA."""
 
 
 @contextmanager
-def redirected() -> Iterator[Redirection]:
+def redirected() -> Iterator[Since]:
     """Sends what asks for CUDA to the CPU where torch has no CUDA; does nothing elsewhere.
 
     Fake CUDA tensors abort the whole process inside autograd in a CPU build of torch. `torch.cuda.is_available()` stays
@@ -46,7 +27,7 @@ def redirected() -> Iterator[Redirection]:
         if not torch.cuda.is_available():
             stack.enter_context(_Redirect())
             stack.enter_context(_without_cuda())
-        yield Redirection()
+        yield _asked.since()
 
 
 def _is_cuda(device: object) -> bool:

@@ -18,6 +18,7 @@ _NAMESPACES = frozenset({"aten", "prims"})
 """Operators whose results are known to follow from their arguments; a custom operator's may not."""
 _BY_VALUE = ("data_dependent_output", "dynamic_output_shape", "inplace_view")
 """Tags of operators whose results depend on values, or that change the shape of an argument."""
+_BACKENDS = ("CPU", "CUDA", "MPS")
 _INDEXING = frozenset({"aten.index.Tensor"})
 """Tagged as dynamic, and so only for masks, which are refused by dtype."""
 _CHANGES_STORAGE = ("resize", "set_", "_resize", "swap", "lift", "rename")
@@ -59,7 +60,7 @@ def _schema(operator: Any) -> Schema:
     arguments = operator._schema.arguments
     query = operator.namespace in _QUERIES or operator._opname.startswith(("sym_", "is_pinned", "is_same_size"))
     lift = str(operator) in _LIFTS
-    composite = not query and _is_taken_apart(operator)
+    composite = not query and is_taken_apart(operator)
     return Schema(
         name=str(operator),
         arguments=tuple(argument.name for argument in arguments),
@@ -76,14 +77,14 @@ def _schema(operator: Any) -> Schema:
     )
 
 
-def _is_taken_apart(operator: Any) -> bool:
+def is_taken_apart(operator: Any) -> bool:
     """Whether torch itself runs other operators in its place: it is composed of them, and no device has its own kernel.
 
     Asked of the dispatcher: the operator's own method counts decompositions in Python, which torch does not run here.
     """
     has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
     name = operator.name()
-    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CUDA") or has_kernel(name, "CPU"))
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, key) for key in _BACKENDS)
 
 
 def _follows_from_form(operator: Any) -> bool:

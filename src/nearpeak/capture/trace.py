@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from nearpeak.capture.control_flow import as_python
+from nearpeak.capture.counted import Since
 from nearpeak.capture.fake import building, fake_mode, fresh_conversions
 from nearpeak.capture.flex import flex_known
 from nearpeak.capture.lowering.encoder import layers_whole
@@ -27,13 +27,14 @@ from nearpeak.capture.lowering.lower import as_on
 from nearpeak.capture.lowering.scaling import scalers_untouched
 from nearpeak.capture.lowering.target import Target
 from nearpeak.capture.modules import Holdings
+from nearpeak.capture.precision import without_tf32
 from nearpeak.capture.recorder import LimitReached, Recorder
-from nearpeak.capture.redirect import Redirection, redirected
+from nearpeak.capture.redirect import redirected
 from nearpeak.capture.source import failing_line
 from nearpeak.capture.stateless import modules_met_first
 from nearpeak.capture.transforms import innermost
 from nearpeak.capture.triton_kernels import kernels_seen
-from nearpeak.capture.uncompiled import Uncompiled, uncompiled
+from nearpeak.capture.uncompiled import uncompiled
 from nearpeak.capture.untouched import Untouched
 from nearpeak.capture.values import tensors_in
 from nearpeak.errors import UsageError
@@ -81,7 +82,7 @@ def trace(
     mode = None if live else _mode_of(args, named, holdings)
     recorder = Recorder(mode=mode, limit=limit, untouched=untouched)
     truncated = False
-    redirection: Redirection | None = None
+    redirection: Since | None = None
     with ExitStack() as stack:
         if mode is not None:
             args, named = pytree.tree_map_only(torch.Tensor, _without_history, (args, named))
@@ -214,18 +215,11 @@ def _needs_data(error: DataDependentOutputException | DynamicOutputShapeExceptio
 
 def _ops(recorder: Recorder, target: Target | None) -> tuple[Op, ...]:
     """What was recorded; torch's flags for tf32 mean nothing on a CPU."""
-    if target is None or target.kind == "gpu":
-        return tuple(recorder.ops)
-    return tuple(
-        dataclasses.replace(op, tf32_products=False, tf32_convolutions=False)
-        if op.tf32_products or op.tf32_convolutions
-        else op
-        for op in recorder.ops
-    )
+    return tuple(recorder.ops) if target is None or target.kind == "gpu" else without_tf32(recorder.ops)
 
 
 def _notes(
-    truncated: bool, limit: int, redirection: Redirection | None, target: Target | None, compiled: Uncompiled
+    truncated: bool, limit: int, redirection: Since | None, target: Target | None, compiled: Since
 ) -> Iterator[str]:
     if truncated:
         yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,38 +10,20 @@ import torch
 from torch._dynamo import eval_frame
 from torch._dynamo.backends.debugging import eager
 
-from nearpeak.capture.counted import Counted, replaced
+from nearpeak.capture.counted import Counted, Since, Tally, replaced
 
-
-class _Asked(threading.local):
-    """How often code on this thread called something compiled."""
-
-    times = 0
-
-
-class Uncompiled:
-    """Tells whether compiled code was called since this was made."""
-
-    def __init__(self) -> None:
-        self._before = _asked.times
-
-    @property
-    def asked(self) -> bool:
-        """Whether something compiled was called, and ran uncompiled."""
-        return _asked.times > self._before
-
-
-_asked = _Asked()
+_asked = Tally()
+"""How often something compiled was called, and ran uncompiled."""
 
 
 @contextmanager
-def uncompiled() -> Iterator[Uncompiled]:
+def uncompiled() -> Iterator[Since]:
     """Compiled functions and modules run their Python code instead, on all threads.
 
     A compiled graph runs kernels that no dispatcher sees, and on fake tensors it would read memory that is not there.
     """
     with _eager():
-        yield Uncompiled()
+        yield _asked.since()
 
 
 @contextmanager

@@ -24,9 +24,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nearpeak.cli.output import write_file
 from nearpeak.cli.values import assignment, assignments, share
 from nearpeak.errors import CaseError, UntrustworthyMeasurement, UsageError
 
@@ -205,7 +205,7 @@ def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None)
             save(result, arguments.json)
             print(f"wrote {arguments.json}", file=sys.stderr)
     if arguments.svg is not None and isinstance(result, Sweep):
-        _write(arguments.svg, render_sweep.svg(result))
+        write_file(arguments.svg, render_sweep.svg(result))
     if baseline is not None:
         beside = render_sweep.against_text(against(as_sweep(result), baseline))
         if arguments.json == "-":
@@ -247,15 +247,7 @@ def _selftest(arguments: argparse.Namespace) -> int:
         if arguments.json == "-":
             print(content)
         else:
-            _write(arguments.json, content + "\n")
+            write_file(arguments.json, content + "\n")
     if arguments.json != "-":
         print(render.text(report))
     return 0 if report.passed else UNTRUSTWORTHY
-
-
-def _write(destination: str, content: str) -> None:
-    try:
-        Path(destination).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"Cannot write {destination}: {error.strerror or error}.") from None
-    print(f"wrote {destination}", file=sys.stderr)

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearpeak.cli.output import show
 from nearpeak.cli.values import assignment, step_number
 from nearpeak.errors import UsageError
 
@@ -66,18 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.case) == bool(arguments.trace):
         raise UsageError("Give a CASE (FILE.py:FUNCTION) or --trace FILE, one of the two.")
 
-    from nearpeak.records import to_json
-
     result, machine = _from_file(arguments) if arguments.trace else _from_case(arguments)
     if arguments.roofline:
         _draw(result, machine, Path(arguments.roofline), arguments.case or arguments.trace)
-    content = json.dumps(to_json(result), indent=1) if arguments.json else ""
-    if arguments.json == "-":
-        print(content)
-        return 0
-    if arguments.json:
-        Path(arguments.json).write_text(content + "\n", encoding="utf-8")
-    print(_text(result, machine, arguments))
+    show(_text(result, machine, arguments), result, arguments.json)
     return 0
 
 
@@ -99,19 +91,13 @@ def _from_case(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
 def _from_file(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
     from nearpeak.bound.estimate import estimate_trace
     from nearpeak.capture.kineto.read import read_trace
-    from nearpeak.capture.machine import machine as find_machine
-    from nearpeak.machines.catalogue import by_driver_name
+    from nearpeak.capture.machine import machine_of_file
     from nearpeak.units import seconds
 
     if arguments.set:
         raise UsageError("--set belongs to a CASE; a trace has no parameters.")
     recorded = read_trace(arguments.trace, step=arguments.step)
-    machine = find_machine(arguments.on) if arguments.on else by_driver_name(recorded.device)
-    if machine is None:
-        raise UsageError(
-            f"{arguments.trace} was recorded on {recorded.device!r}, which is not in the catalogue. Name a machine "
-            "with --on; `nearpeak machine --list` has them all."
-        )
+    machine = machine_of_file(arguments.trace, recorded.device, arguments.on)
     result = estimate_trace(recorded.trace, machine, ceilings=arguments.ceilings)
     measured = f"Measured on {recorded.device}: {seconds(recorded.wall_s)} in all"
     if recorded.kernels:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nearpeak.cli.output import narrate
 from nearpeak.errors import UsageError
 
 
@@ -61,12 +62,8 @@ def _show(arguments: argparse.Namespace, name: str) -> None:
     else:
         from nearpeak.capture.machine import machine as this_machine
 
-        machine = this_machine(calibrate=arguments.calibrate, progress=_narrate)
+        machine = this_machine(calibrate=arguments.calibrate, progress=narrate)
         _write(render.text(machine), machine, arguments.json)
-
-
-def _narrate(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _write(text: str, value: Any, destination: str | None) -> None:

@@ -15,12 +15,11 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearpeak.cli.output import narrate, show
 from nearpeak.cli.values import step_number
 from nearpeak.errors import UsageError
 
@@ -80,7 +79,7 @@ def _from_case(arguments: argparse.Namespace) -> Profile:
     if arguments.arguments:
         raise UsageError(f"A case takes no arguments, and got {' '.join(arguments.arguments)}.")
     case = load(arguments.script).build()
-    return profile(case, on=arguments.on, ceilings=arguments.ceilings, progress=_narrate)
+    return profile(case, on=arguments.on, ceilings=arguments.ceilings, progress=narrate)
 
 
 def _script(arguments: argparse.Namespace) -> int:
@@ -93,13 +92,13 @@ def _script(arguments: argparse.Namespace) -> int:
         on=arguments.on,
         ceilings=arguments.ceilings,
         stop=arguments.stop,
-        progress=_narrate,
+        progress=narrate,
     )
     if ran.profile is not None:
         _show(ran.profile, arguments)
         return ran.exit_code
     if ran.exit_code:
-        _narrate(f"nearpeak: {arguments.script} failed after {ran.steps} steps; there is no profile.")
+        narrate(f"nearpeak: {arguments.script} failed after {ran.steps} steps; there is no profile.")
         return ran.exit_code
     raise UsageError(
         f"{arguments.script} took {ran.steps} steps, and a profile needs about ten: some to warm up, some for their "
@@ -110,21 +109,10 @@ def _script(arguments: argparse.Namespace) -> int:
 
 def _show(profile: Profile, arguments: argparse.Namespace) -> int:
     from nearpeak.diagnose import saved
-    from nearpeak.records import to_json
     from nearpeak.render.profile import text
 
     if arguments.save:
         saved.save(profile, arguments.save)
-        _narrate(f"wrote {arguments.save}")
-    content = json.dumps(to_json(profile), indent=1) if arguments.json else ""
-    if arguments.json == "-":
-        print(content)
-        return 0
-    if arguments.json:
-        Path(arguments.json).write_text(content + "\n", encoding="utf-8")
-    print(text(profile, arguments.top, arguments.by))
+        narrate(f"wrote {arguments.save}")
+    show(text(profile, arguments.top, arguments.by), profile, arguments.json)
     return 0
-
-
-def _narrate(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from torch.profiler import profile as torch_profile
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.times import Ceilings
 from nearpeak.capture.kineto.read import KinetoTrace, read_trace
+from nearpeak.capture.precision import without_tf32
 from nearpeak.diagnose.alignment import align
 from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of
 from nearpeak.machines.model import Machine
@@ -42,7 +43,9 @@ class Captured:
         """The times of the profiled step at the ops of the traced one."""
         to_traced = align([_key(op) for op in self.recorded.trace.ops], [_key(op) for op in self.traced.ops])
         wall = median(list(self.walls))
-        traced = self.traced if machine.kind == "gpu" else _without_tf32(self.traced)
+        traced = self.traced
+        if machine.kind == "cpu":
+            traced = dataclasses.replace(traced, ops=without_tf32(traced.ops))
         kernels = device_kernels(self.recorded, to_traced)
         if not kernels:
             kernels = _cpu_kernels(self.recorded, to_traced, min(1.0, wall / self.profiled_wall))
@@ -120,9 +123,3 @@ def _cpu_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None], share: 
 def _key(op: Op) -> Hashable:
     """What the same op has in common in both runs. Under a trace autograd adds gradients up out of place."""
     return op.packet.rstrip("_"), tuple(tensor.shape for tensor in op.inputs)
-
-
-def _without_tf32(traced: Trace) -> Trace:
-    """torch's flags for tf32 mean nothing on a CPU."""
-    ops = tuple(dataclasses.replace(op, tf32_products=False, tf32_convolutions=False) for op in traced.ops)
-    return dataclasses.replace(traced, ops=ops)

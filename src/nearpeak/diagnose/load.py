@@ -11,7 +11,6 @@ from nearpeak.bound.times import Ceilings
 from nearpeak.diagnose import saved
 from nearpeak.diagnose.profile import Profile, profile_of
 from nearpeak.errors import UsageError
-from nearpeak.machines import catalogue
 from nearpeak.machines.model import Machine
 
 
@@ -36,6 +35,7 @@ def profile_trace(
         ceilings: Against what the machine achieves, or against its datasheet.
     """
     from nearpeak.capture.kineto.read import read_trace  # a saved profile needs no torch
+    from nearpeak.capture.machine import machine_of_file
     from nearpeak.diagnose.captured import device_kernels
 
     recorded = read_trace(path, step=step, storages="likely")  # "least" would call most traffic a loss of the kernel
@@ -44,12 +44,7 @@ def profile_trace(
             f"{path} has no kernels of a device, so there is no measured time to account for. `nearpeak estimate "
             "--trace` gives the bounds of its ops."
         )
-    machine = on if isinstance(on, Machine) else catalogue.find(on) if on else catalogue.by_driver_name(recorded.device)
-    if machine is None:
-        raise UsageError(
-            f"{path} was recorded on {recorded.device!r}, which is not in the catalogue. Name a machine: "
-            "`nearpeak machine --list` has them all."
-        )
+    machine = machine_of_file(path, recorded.device, on)
     changed = datetime.datetime.fromtimestamp(Path(path).stat().st_mtime, datetime.UTC)
     return profile_of(
         estimate_trace(recorded.trace, machine, ceilings=ceilings),

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nearpeak.capture.kineto.schemas import Parameter, overload_of, parameters
 from nearpeak.capture.kineto.tensors import Argument, Members, Scalar, Seen, Unknown
+from nearpeak.capture.schema import is_taken_apart
 
 _QUERIES = ("aten::result_type", "aten::is_same_size", "aten::is_pinned", "aten::can_cast", "aten::lift_fresh")
 """Operators that ask about tensors and touch no data; `lift_fresh` is how `torch.tensor` hands over its data."""
-_BACKENDS = ("CPU", "CUDA", "MPS")
 _CODES: dict[str, tuple[Any, ...]] = {
     "ScalarType": (
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64),
@@ -70,15 +70,9 @@ def _operator(overload: Any, event: str) -> Operator:
         name=str(overload),
         overload=overload,
         parameters=parameters(overload),
-        composite=_has_kernel(overload, "CompositeImplicitAutograd")
-        and not any(_has_kernel(overload, backend) for backend in _BACKENDS),
+        composite=is_taken_apart(overload),
         query=event in _QUERIES or event.startswith(("prim::", "profiler::")),
     )
-
-
-def _has_kernel(overload: Any, key: str) -> bool:
-    """Whether C++ has a kernel. A decomposition in Python, which the overload counts as one, is not what ran."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
 
 
 @functools.lru_cache(maxsize=65536)
