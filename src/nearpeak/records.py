@@ -7,6 +7,7 @@ missing or mistyped fields. Nothing that is read is ever executed: only declared
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -31,10 +32,11 @@ def to_json(value: Any) -> Any:
 
 def from_json(cls: type[T], data: Any) -> T:
     """`data` as an instance of the dataclass `cls`; ValueError says which field is wrong."""
-    return typing.cast(T, _build(cls, data, cls.__name__))
+    return typing.cast(T, build(cls, data, cls.__name__))
 
 
-def _build(expected: Any, data: Any, where: str) -> Any:
+def build(expected: Any, data: Any, where: str) -> Any:
+    """`data` as a value of the type `expected`; ValueError begins with `where`."""
     origin = typing.get_origin(expected)
     arguments = typing.get_args(expected)
     if expected is Any:
@@ -50,16 +52,19 @@ def _build(expected: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         _require(isinstance(data, list), where, "a list", data)
         if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_build(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+            return tuple(build(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
         _require(len(data) == len(arguments), where, f"a list of {len(arguments)}", data)
         pairs = zip(arguments, data, strict=True)
-        return tuple(_build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(pairs))
+        return tuple(build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(pairs))
     if origin is not None and issubclass(origin, Mapping):
         _require(isinstance(data, dict), where, "an object", data)
-        return {key: _build(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+        return {key: build(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     if expected is float:
         _require(isinstance(data, (int, float)) and not isinstance(data, bool), where, "a number", data)
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError:
+            raise ValueError(f"{where}: a number too large") from None
     if expected is int:
         _require(isinstance(data, int) and not isinstance(data, bool), where, "an integer", data)
         return data
@@ -76,7 +81,7 @@ def _build_union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
     for kind in arguments:
         if kind is not type(None):
             try:
-                return _build(kind, data, where)
+                return build(kind, data, where)
             except ValueError as problem:
                 problems.append(str(problem))
     raise ValueError("; ".join(problems) or f"{where}: unexpected null")
@@ -84,17 +89,22 @@ def _build_union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
 
 def _build_dataclass(cls: type[Any], data: Any, where: str) -> Any:
     _require(isinstance(data, dict), where, "an object", data)
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = _fields(cls)  # type: ignore[arg-type]
     unknown = set(data) - set(fields)
     _require(not unknown, where, "known fields only", sorted(unknown))
     values = {}
-    for name, field in fields.items():
+    for name, (field, hint) in fields.items():
         if name in data:
-            values[name] = _build(hints[name], data[name], f"{where}.{name}")
+            values[name] = build(hint, data[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}: the field {name!r} is missing")
     return cls(**values)
+
+
+@functools.cache  # resolving the hints takes most of the time of building a small record
+def _fields(cls: type[Any]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def _require(condition: bool, where: str, expected: str, data: Any) -> None:

@@ -101,7 +101,7 @@ def test_a_script_that_fails_keeps_its_exit_code_and_gives_its_profile(script, c
 
 def test_too_few_steps_are_said(script, capsys):
     assert main(["profile", "--on", "h200-sxm", script, "3", "0"]) == 2
-    assert "a profile needs about ten" in capsys.readouterr().err
+    assert "A profile needs about twenty" in capsys.readouterr().err
     assert main(["profile", "--on", "h200-sxm", script, "3", "5"]) == 5
     assert main(["profile", "--on", "h200-sxm", "no/such.py"]) == 2
     assert "no such script" in capsys.readouterr().err
@@ -110,11 +110,20 @@ def test_too_few_steps_are_said(script, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "SCRIPT or --trace"),
-        (["--trace", EAGER, "x.py"], "one of the two"),
-        (["--step", "1", "x.py"], "--step belongs"),
+        ([], "SCRIPT, -m MODULE or --trace"),
+        (["--trace", EAGER, "x.py"], "one of them"),
+        (["--trace", EAGER, "-m", "x"], "one of them"),
+        (["-m"], "needs the name"),
+        (["--step", "1", "x.py"], "a trace has steps by number"),
+        (["--step", "x:y", "--trace", EAGER], "a trace has steps by number"),
+        (["--wait", "0", "x.py"], "more than 0"),
+        (["--stop", "cases.py:x"], "A case is one step"),
+        (["-m", "no.such.module"], "-m no.such.module"),
+        (["-m", "json.decoder.nothing"], "-m json.decoder.nothing"),
+        (["--step", "x.py:3", "{script}"], "Cannot read 'x.py:3' as a function"),
+        (["--step", "nosuch.py:f", "{script}"], "no file 'nosuch.py'"),
     ],
 )
-def test_a_script_and_a_file_are_told_apart(options, message, capsys):
-    assert main(["profile", *options]) == 2
+def test_a_script_and_a_file_are_told_apart(options, message, script, capsys):
+    assert main(["profile", "--on", "h200-sxm", *(option.format(script=script) for option in options)]) == 2
     assert message in capsys.readouterr().err

@@ -46,7 +46,8 @@ def test_a_step_that_is_given_is_accounted_for():
     assert product.measured_s > 0
     assert product.source.startswith("test_run.py:")
     assert found.modelled_share > 0.95
-    assert lines == ["warming up", "taking the time of clean steps", "profiling a step", "tracing a step"]
+    assert lines == ["warming up", "taking the time of clean steps", "starting the profiler", *lines[3:]]
+    assert lines[3:] == ["profiling a step", "tracing a step"]
 
 
 @pytest.mark.parametrize("loop", [TRAIN, INFER], ids=["training", "inference"])
@@ -83,3 +84,68 @@ def test_a_script_that_raises_gives_what_was_captured(tmp_path, capsys):
     assert ran.exit_code == 1
     assert ran.profile is not None
     assert "ValueError: at the end" in capsys.readouterr().err
+
+
+@pytest.fixture
+def training():
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(times=1):
+        for _ in range(times):
+            model(torch.randn(4, 16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def products(found):
+    return sum(op.name == "aten.addmm.default" for op in found.ops)
+
+
+def test_the_steps_of_a_block_are_found(training):
+    with nearpeak.profile(on="h200-sxm") as run:
+        for _ in range(25):
+            training()
+    assert products(run.profile) == 1
+    assert run.profile is run.profile
+    assert run.profile.source.startswith("test_run.py:")
+    with pytest.raises(nearpeak.NearpeakError, match="profiled once"), run:
+        pass
+
+
+def test_a_marked_function_of_a_block_is_its_step(training):
+    run = nearpeak.profile(on="h200-sxm")
+
+    @run.step
+    def step():
+        training(times=2)
+
+    for _ in range(5):
+        step()  # not in the block
+    with run:
+        for _ in range(25):
+            step()
+    assert products(run.profile) == 2
+
+
+def test_a_block_with_too_few_steps_says_so_and_keeps_its_error(training):
+    with pytest.raises(ZeroDivisionError), nearpeak.profile(on="h200-sxm") as run:
+        training(times=4)
+        raise ZeroDivisionError
+    with pytest.raises(nearpeak.NearpeakError, match=r"took 3 steps\. A profile needs about twenty"):
+        _ = run.profile
+
+
+def test_what_resets_a_case_is_no_part_of_its_step():
+    x = torch.ones(64, 64)
+    seen = []
+
+    def reset():
+        seen.append(x.sum().item())
+        x.fill_(1.0)
+
+    found = nearpeak.profile(nearpeak.Case(lambda: x.mul_(2.0), reset=reset), on="h200-sxm")
+    assert {op.name for op in found.ops} == {"aten.mul_.Tensor"}
+    assert set(seen) == {64.0 * 64, 2 * 64.0 * 64}

@@ -1,4 +1,7 @@
+import dataclasses
+import gzip
 import json
+import os
 import subprocess
 import sys
 
@@ -6,7 +9,7 @@ import pytest
 from made_up import profile
 
 from nearpeak.diagnose import saved
-from nearpeak.errors import UsageError
+from nearpeak.errors import EnvironmentProblem, UsageError
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
@@ -34,7 +37,12 @@ def edited(tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content["profile"].update(schema=99), "has schema 99"),
+        (lambda content: content["profile"].update(schema=99), "has schema 99, .* another nearpeak wrote it"),
+        (lambda content: content["profile"].update(schema=1), "has schema 1, .* an older nearpeak wrote it: profile"),
+        (lambda content: content["profile"].pop("ops"), r"is damaged: Profile\.ops"),
+        (lambda content: content["profile"]["ops"].pop("name"), r"is damaged: Profile\.ops"),
+        (lambda content: content["profile"].update(wall_s=10**400), "a number too large"),
+        (lambda content: content["profile"].update(wall_s=float("nan")), "NaN is not JSON"),
         (lambda content: content["profile"].update(wall_s="long"), "is damaged: Profile.wall_s"),
         (lambda content: content["profile"].update(extra=1), "is damaged"),
         (lambda content: content.update(kind="other"), "is no saved profile"),
@@ -57,3 +65,56 @@ def test_what_is_no_file_of_ours_is_said(tmp_path):
         saved.save(profile(), tmp_path / "run.html")
     with pytest.raises(UsageError, match="cannot be written"):
         saved.save(profile(), tmp_path / "no" / "run.json")
+
+
+def test_only_a_whole_file_is_left(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(EnvironmentProblem, match=r"run\.json cannot be written: No space left"):
+        saved.save(profile(), tmp_path / "run.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_a_file_that_is_cut_off_is_said(tmp_path, name, keep):
+    path = tmp_path / name
+    saved.save(profile(), path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(UsageError, match=r"cannot be read|not valid JSON"):
+        saved.read(path)
+
+
+def test_a_file_that_claims_too_much_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved, "LARGEST", 10_000)
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(gzip.compress(b'{"kind":"nearpeak profile","profile":{}}' + b" " * 1_000_000))
+    assert path.stat().st_size < 10_000
+    assert saved.is_saved(path)
+    with pytest.raises(UsageError, match="holds more than 10,000 bytes"):
+        saved.read(path)
+
+
+def test_deep_nesting_is_an_error_and_no_crash(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"kind":"nearpeak profile","profile":' + "[" * 200_000)
+    with pytest.raises(UsageError, match="not valid JSON"):
+        saved.read(path)
+
+
+def test_the_head_has_all_but_the_ops(tmp_path):
+    saved.save(profile(), tmp_path / "run.json")
+    assert saved.read_head(tmp_path / "run.json") == dataclasses.replace(profile(), ops=())
+
+
+def test_what_many_ops_share_is_stored_once(tmp_path):
+    ops = tuple(dataclasses.replace(profile().ops[0], module="layer" * 20, measured_s=0.25) for _ in range(1000))
+    many = dataclasses.replace(profile(), ops=ops)
+    many.save(tmp_path / "run.json")
+    text = (tmp_path / "run.json").read_text()
+    assert text.count("layer" * 20) == 1
+    assert len(text) < 60 * 1000
+    assert saved.read(tmp_path / "run.json") == many

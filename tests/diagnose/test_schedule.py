@@ -1,4 +1,7 @@
-from nearpeak.diagnose.schedule import CLEAN_STEPS, LEAST_CLEAN, MOST_WARM_UP, Schedule
+import pytest
+
+from nearpeak.capture.step_kind import StepKind
+from nearpeak.diagnose.schedule import CLEAN_STEPS, LEAST_CLEAN, MOST_WARM_UP, PROFILER_STEPS, Schedule
 
 
 def phases(times):
@@ -16,17 +19,113 @@ def test_warm_up_lasts_until_steps_get_no_faster():
 
 
 def test_warm_up_ends_for_steps_that_never_settle():
-    found, _ = phases([100.0 / 1.5**step for step in range(60)])
+    found, _ = phases([1.0 / 1.5**step for step in range(60)])
     assert found.index("clean") == MOST_WARM_UP - 1
 
 
 def test_short_steps_are_taken_often_and_long_ones_seldom():
     assert len(phases([0.001] * 40)[1].walls) == CLEAN_STEPS
-    assert len(phases([10.0] * 40)[1].walls) == LEAST_CLEAN
+    assert len(phases([2.0] * 40)[1].walls) == LEAST_CLEAN
 
 
 def test_one_step_each_is_profiled_and_traced_and_then_all_is_done():
     found, schedule = phases([0.01] * 60)
-    assert [found.count(phase) for phase in ("profiler start", "profiled", "traced")] == [1, 1, 1]
+    assert [found.count(phase) for phase in ("profiler start", "profiled", "traced")] == [PROFILER_STEPS, 1, 1]
     assert found[-1] == "done"
     assert schedule.steps == 60
+
+
+def test_long_steps_need_few():
+    found, schedule = phases([60.0] + [30.0] * 10)
+    assert found[:7] == ["warm-up", "clean", "clean", "profiled", "traced", "done", "done"]
+    assert schedule.walls == [30.0, 30.0]
+
+
+def run(steps, **first):
+    """Each step is its seconds, its kind and how many graphs were compiled so far."""
+    schedule, now, found = Schedule(**first), 0.0, []
+    for took, kind, graphs in steps:
+        now += took
+        found.append(schedule.step_ended(now, kind, graphs=graphs))
+    return found, schedule
+
+
+TOKEN, PROMPT = StepKind(shape=(1, 1)), StepKind(shape=(1, 64))
+
+
+def test_a_compilation_among_clean_steps_begins_the_warm_up_anew():
+    found, schedule = run([(0.01, TOKEN, int(at > 7)) for at in range(40)])
+    assert found[7:12] == ["clean", "warm-up", "warm-up", "warm-up", "warm-up"]
+    assert found[12] == "clean"
+    assert len(schedule.walls) == CLEAN_STEPS
+    found, _ = run([(0.01, TOKEN, at) for at in range(200)])
+    assert found[-1] == "done"  # code that compiles in every step is profiled as it is
+
+
+def test_what_is_profiled_and_traced_is_of_the_most_frequent_kind():
+    kinds = ([PROMPT] + [TOKEN] * 8) * 10
+    steps = [(0.1 if kind is PROMPT else 0.01, kind, 0) for kind in kinds]
+    found, schedule = run(steps)
+    for phase in ("profiled", "traced"):
+        last = len(found) - 1 - found[::-1].index(phase)  # what it says is for the next step
+        assert kinds[last + 1] is TOKEN
+    assert schedule.wall_s == pytest.approx(0.01)
+    assert schedule.others == 1
+
+
+def test_a_step_of_another_kind_is_not_the_profiled_one():
+    steps = [(0.01, TOKEN, 0)] * 17 + [(0.1, PROMPT, 0)] * 2 + [(0.01, TOKEN, 0)] * 5
+    found, schedule = run(steps)
+    assert found[13:16] == ["profiler start"] * PROFILER_STEPS
+    assert found[16:21] == ["profiled", "profiled", "profiled", "traced", "done"]
+    assert not schedule.again
+
+
+def test_kinds_that_never_repeat_are_taken_as_they_come():
+    found, _ = run([(0.01, StepKind(shape=(1, 2**at)), 0) for at in range(60)])
+    assert found[-1] == "done"
+
+
+def test_a_text_that_grows_stays_of_one_kind():
+    found, schedule = run([(0.01, StepKind(shape=(1, 8 + at)), 0) for at in range(40)])
+    assert schedule.others == 0
+    assert found[-1] == "done"
+
+
+def clean(walls, behind, device=()):
+    """A schedule after these clean steps, and the device `behind` the host at their end."""
+    schedule, now = Schedule(), 0.0
+    while schedule.phase != "clean":
+        now += walls[0]
+        schedule.step_ended(now)
+    schedule.resumes(now)
+    for wall in walls:
+        now += wall
+        schedule.step_ended(now)
+    schedule.device_ended(now + behind, device)
+    return schedule
+
+
+def test_the_wall_time_is_that_of_all_clean_steps_together():
+    assert clean([0.01] * 10, 0.0).wall_s == pytest.approx(0.01)
+    # The host launched three steps, and then waited for the device in the others.
+    ahead = clean([0.002] * 6 + [0.010] * 4, 0.048)
+    assert ahead.wall_s == pytest.approx(0.010)
+    assert len(ahead.usual_walls) == 10
+
+
+def test_the_device_tells_of_its_steps_where_the_host_is_ahead():
+    schedule = clean([0.002] * 6 + [0.010] * 4, 0.098, device=[0.010] * 5 + [0.060] + [0.010] * 4)
+    assert schedule.wall_s == pytest.approx(0.010)
+    assert len(schedule.usual_walls) == 9
+    assert clean([0.01] * 10, 0.0, device=[0.5] * 10).walls == pytest.approx([0.01] * 10)
+
+
+def test_an_outlier_does_not_count_where_the_ends_of_steps_are_the_devices():
+    schedule = clean([0.010] * 4 + [0.050] + [0.010] * 5, 0.001)
+    assert schedule.wall_s == pytest.approx(0.010)
+    assert len(schedule.usual_walls) == 9
+
+
+def test_without_clean_steps_there_is_no_wall_time():
+    assert Schedule().wall_s is None

@@ -189,7 +189,7 @@ def test_a_read_only_folder_is_a_reason_and_no_crash(path, monkeypatch):
     def refuse(*arguments, **keywords):  # a superuser may write anywhere, so permissions alone would not do
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(store.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(store.os, "open", refuse)
     saved = store.save(MACHINE, KEY)
     assert saved == store.Unusable(path=path, reason="cannot be written: Permission denied")
 

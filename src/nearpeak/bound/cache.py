@@ -7,7 +7,8 @@ The model serves a lower bound, so wherever it cannot know, it assumes the case 
 * The cache writes back. Written bytes reach memory only when they are evicted while somebody still wants them: an
   intermediate that is consumed and dead before that (`release`) never does, since its memory is used again and its
   lines are overwritten in place. So a write costs memory traffic only for what does not fit, at the op that pushes
-  it out; what is still in the cache at the end never costs any.
+  it out; what is still in the cache at the end never costs any. (`times.Stream` charges an op no more than its own
+  bytes: what others wrote may have gone to memory while they ran.)
 * Evicting a storage gives up its clean bytes first.
 * How much room a storage takes (`least`) and how much of it can be hit (`most`) are kept apart, because accesses name
   no addresses: two slices written one after the other may be the same slice (room for one) or not (both can be hit).

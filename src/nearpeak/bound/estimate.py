@@ -90,6 +90,8 @@ class Estimate:
     """What good kernels take for the ops as written, one after the other. No bound; None where it is not known."""
     expected_from: str = ""
     """The machine whose kernels were measured for `expected_s`."""
+    memory_bytes: float = 0.0
+    """What of the `bytes` the last-level cache does not serve: the least that crosses memory."""
 
     def __repr__(self) -> str:
         """One line; thousands of ops would be none."""
@@ -118,7 +120,8 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
     kinds = alike(trace.ops)
     costs = costs_of(trace.ops, kinds)
     touches = touches_in(trace, costs, kinds)
-    bounds = [roof(times) for times in written_times(trace, costs, machine, ceilings, touches)]
+    written = written_times(trace, costs, machine, ceilings, touches)
+    bounds = [roof(times) for times in written]
     fusion = groups(trace, costs, touches)
     reached = bounds
     if ceilings != "achievable" and machine.achievable is not None:
@@ -153,7 +156,13 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
         group_seconds=group_seconds,
         expected_s=expectation.total,
         expected_from=expectation.measured_on,
+        memory_bytes=sum([times[0] for times in written]) * _bandwidth(machine, ceilings),
     )
+
+
+def _bandwidth(machine: Machine, ceilings: Ceilings) -> float:
+    limits = machine.achievable if ceilings == "achievable" else machine.theoretical
+    return 0.0 if limits is None else limits.bandwidth
 
 
 class _Facts(NamedTuple):

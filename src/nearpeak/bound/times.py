@@ -107,7 +107,9 @@ class Stream:
             moved += access.bytes
         for access in writes:
             moved += access.bytes
-        return (missed + cache.written_back - before) / self._bandwidth, moved / self.cache_bandwidth, compute, launch
+        # What it evicts, earlier kernels wrote, and may have brought to memory themselves: its own bytes are the most.
+        traffic = min(missed + cache.written_back - before, moved)
+        return traffic / self._bandwidth, moved / self.cache_bandwidth, compute, launch
 
     def release(self, storages: Iterable[int]) -> None:
         """Forgets storages that nobody wants any more: they are never written back."""

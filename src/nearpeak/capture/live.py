@@ -6,8 +6,10 @@ from contextlib import ExitStack
 
 import torch
 
+from nearpeak.capture.compiled_launches import as_compiled
 from nearpeak.capture.recorder import Recorder
 from nearpeak.capture.trace import LIMIT
+from nearpeak.capture.triton_kernels import kernels_seen
 from nearpeak.capture.untouched import Untouched
 from nearpeak.work.op import Trace
 
@@ -19,9 +21,11 @@ class LiveTrace:
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self._untouched = Untouched()
+        self._untouched = Untouched(live=True)
         self._recorder = Recorder(mode=None, limit=limit, untouched=self._untouched)
         self._undo = ExitStack()
+        self._undo.enter_context(as_compiled(self._recorder))
+        self._undo.enter_context(kernels_seen())
         self._undo.enter_context(self._recorder.modules.watching())
         self._undo.enter_context(self._recorder)
 
@@ -40,7 +44,8 @@ class LiveTrace:
         recorder = self._recorder
         wanted = {recorder.storages.used(tensor) for tensor in self._untouched.wanted()}
         return Trace(
-            ops=tuple(recorder.ops),
+            ops=recorder.finished(),
             storages=recorder.storages.facts(),
             results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
+            lives=recorder.lives(),
         )

@@ -35,6 +35,8 @@ class Locations:
         A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
         here: all numbers that are new since the op before belong to this op.
         """
+        if graph_task == -1:
+            self.lines.forget()  # a pass that is over; its frame would hold tensors that nobody else does
         stack = self._modules.stack
         module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
         line, crossed = self.lines.nearest(_frame(2))  # from whoever records the op

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from nearpeak.capture.calls import watching_calls
 
 _DEPTH = 4
 """How far to look into containers and objects."""
@@ -46,21 +47,14 @@ class ModulePaths:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follows every module's forward."""
-        handles = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        )
-        try:
+        with watching_calls(self._enter, self._leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         self.meet(module)
         self.stack.append((id(module), self._paths[id(module)], torch._C._current_graph_task_id()))
 
-    def _leave(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    def _leave(self, module: nn.Module) -> None:
         while self.stack and self.stack.pop()[0] != id(module):
             pass
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -15,8 +17,10 @@ from nearpeak.capture.copies import Copies, is_small, restored
 from nearpeak.capture.form import Form, Forms, forget, noted
 from nearpeak.capture.location import Locations
 from nearpeak.capture.lowering.register import COMPOSED, natively
+from nearpeak.capture.memory import MemoryWatch
 from nearpeak.capture.modules import ModulePaths, without_wrapper
 from nearpeak.capture.precision import tf32
+from nearpeak.capture.recompute import Recompute
 from nearpeak.capture.remembered import Recipe
 from nearpeak.capture.rows import Row, rows_of
 from nearpeak.capture.schema import Schema, schema_of
@@ -24,7 +28,8 @@ from nearpeak.capture.transforms import below_transforms, innermost
 from nearpeak.capture.untouched import Untouched
 from nearpeak.capture.values import Storages
 from nearpeak.work.garbage import rarely_collected
-from nearpeak.work.op import Op, OpForm, Phase
+from nearpeak.work.lives import Lives
+from nearpeak.work.op import Op, OpForm, Phase, StorageKind
 from nearpeak.work.quick import maker
 from nearpeak.work.tensor import Tensor
 
@@ -49,10 +54,13 @@ class Recorder(TorchDispatchMode):
     def __init__(self, *, mode: FakeTensorMode | None, limit: int, untouched: Untouched) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
-        self.storages = Storages()
+        self._memory = MemoryWatch() if mode is None else None  # fake tensors have none
+        self.storages = Storages(None if self._memory is None else self._memory.met)
         self.mutated: set[int] = set()
         self.modules = ModulePaths(self._met_root)
         self.optimizers_running = 0
+        self.paused = False
+        """Whether ops pass unrecorded, as those of a compiler at work do."""
         self._untouched = untouched
         self._mode = mode
         self._remembers = remembered.remembers(mode)
@@ -60,6 +68,7 @@ class Recorder(TorchDispatchMode):
         self._copies = None if mode is None else Copies(mode, untouched)
         self._forms = Forms(self.storages, mode) if mode is not None and self._remembers else None
         self._locations = Locations(self.modules, untouched)
+        self._recompute = Recompute(self.modules)
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Self:
@@ -87,6 +96,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for more often than there are ops
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         if _compiling() is not None:
             return _not_compiled(self, func, types, args, kwargs)
         return self._dispatch(func, types, args, kwargs or {})
@@ -201,8 +212,21 @@ class Recorder(TorchDispatchMode):
         """The fake copy of a real tensor, where tensors are fake."""
         return tensor if self._copies is None else self._copies.of(tensor)
 
+    def finished(self) -> tuple[Op, ...]:
+        """The ops in order. Where any ran on a device, what the host did for itself is `host.NAME`."""
+        host = self.storages.on_host
+        if not host or len(host) == self.storages.count:
+            return tuple(self.ops)
+        return tuple(_on_host(op) if _only_in(op, host) else op for op in self.ops)
+
+    def lives(self) -> Lives | None:
+        """What was in memory during the ops, where they really ran. Ask once, at the end."""
+        return None if self._memory is None else self._memory.lives(self._untouched, self.storages.facts())
+
     def _met_root(self, module: torch.nn.Module, name: str) -> None:
         self._untouched.module(module)
+        if self._memory is not None:
+            self._memory.module(module)
         prefix = f"{name}." if name else ""
         with below_transforms():
             for path, parameter in module.named_parameters():
@@ -219,10 +243,13 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             if self._copies is not None:
                 arguments = self._copies.faked(arguments, {})
-            plain = self._arguments(schema, (), arguments)
-            self._note_mutations(schema, plain)
-            self._record(schema, plain, ())
+            self.recorded(schema, self._arguments(schema, (), arguments))
         return self._mode is None
+
+    def recorded(self, schema: Schema, arguments: dict[str, Any]) -> None:
+        """Records an op whose arguments are plain data already."""
+        self._note_mutations(schema, arguments)
+        self._record(schema, arguments, ())
 
     def _arguments(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         value = self.storages.value
@@ -231,7 +258,9 @@ class Recorder(TorchDispatchMode):
             name = schema.arguments[index] if index < len(schema.arguments) else str(index)
             arguments[name] = value(item, "input")
         for name, item in kwargs.items():
-            arguments[name] = value(item, "input")
+            # compiled code makes the memory for results without torch's dispatcher: what is written is not older
+            kind: StorageKind = "intermediate" if self._mode is None and name in schema.mutated else "input"
+            arguments[name] = value(item, kind)
         return arguments
 
     def _note_mutations(self, schema: Schema, arguments: dict[str, Any]) -> None:
@@ -257,10 +286,24 @@ class Recorder(TorchDispatchMode):
         phase: Phase = "backward" if graph_task != -1 else "optimizer" if self.optimizers_running else "forward"
         module, source = self._locations.here(graph_task)
         products, convolutions = tf32()
-        op = _make_op(schema.name, arguments, outputs, schema.mutated, phase, module, source, products, convolutions)
+        again = graph_task != -1 and self._recompute.here(graph_task)
+        op = _make_op(
+            schema.name, arguments, outputs, schema.mutated, phase, module, source, products, convolutions, again
+        )
         if form is not None:
             _note(op, "form", form)
         self.ops.append(op)
+        if self._memory is not None:
+            self._memory.recorded(op)
+
+
+def _only_in(op: Op, host: AbstractSet[int]) -> bool:
+    storages = [tensor.storage for tensor in (*op.inputs, *op.outputs)]
+    return bool(storages) and all(storage in host for storage in storages)
+
+
+def _on_host(op: Op) -> Op:
+    return dataclasses.replace(op, name=f"host.{op.packet.rpartition('.')[2]}")
 
 
 _make_op = maker(Op)

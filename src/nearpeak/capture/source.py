@@ -13,7 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _SCRIPTS = sysconfig.get_paths()["scripts"]
-_ENGINE = _engine_run_backward.__code__
+ENGINE = _engine_run_backward.__code__
 _NAMES: dict[str, str] = {}
 """What `_user_file` said of files before: asked for every frame of every op."""
 _LINES: dict[tuple[int, int], tuple[CodeType, str]] = {}
@@ -29,6 +29,8 @@ def _user_file(filename: str) -> str:
         return ""
     if any(filename.startswith(folder + "/") for folder in _OURS):
         return ""
+    if _is_compiled(filename):
+        return ""
     if "/triton/runtime/" in filename:  # what launches the user's kernels
         return ""
     if filename.startswith(_STANDARD + "/") and "-packages" not in filename:
@@ -36,6 +38,13 @@ def _user_file(filename: str) -> str:
     if filename.startswith(_SCRIPTS + "/"):  # the entry point of a command, our own among them
         return ""
     return Path(filename).name
+
+
+def _is_compiled(filename: str) -> bool:
+    """Whether Inductor wrote it: into its own cache, two letters of a hash and the hash."""
+    path = Path(filename)
+    folder = path.parent.name
+    return len(folder) == 2 and len(path.stem) > 40 and path.stem[1:3] == folder
 
 
 def user_line(frame: FrameType | None = None) -> tuple[str, bool]:
@@ -57,7 +66,7 @@ class Lines:
         """As `user_line`."""
         while frame is not None:
             code = frame.f_code
-            if code is _ENGINE:
+            if code is ENGINE:
                 if frame is not self._engine:  # whoever called it waits in the same line for the whole backward pass
                     self._engine, self._above = frame, Lines().nearest(frame.f_back)[0]
                 return self._above, True

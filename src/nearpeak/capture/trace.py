@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from nearpeak.capture.compiled_launches import as_compiled
 from nearpeak.capture.control_flow import as_python
 from nearpeak.capture.counted import Since
 from nearpeak.capture.fake import building, fake_mode, fresh_conversions
@@ -55,6 +56,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     grad: bool | None = None,
     live: bool = False,
+    as_it_runs: bool = False,
     limit: int = LIMIT,
     target: Target | None = None,
 ) -> Trace:
@@ -72,17 +74,19 @@ def trace(
         grad: True also runs the backward pass from all results that require gradients; False runs without autograd;
             None runs `fn` as it is.
         live: Run on the real tensors, for code that looks at values. Then everything happens that `fn` does.
+        as_it_runs: With `live`: compiled code stays compiled, and its kernels are the ops.
         limit: The most ops to record; the trace then ends, and says so.
         target: What the code shall run on, by `lowering.target.target_of(machine)`: for a GPU, fake tensors on the CPU
             run the operators that torch's build for CUDA runs on it. None is this machine. Not with `live`.
     """
     named = dict(kwargs or {})
     holdings = Holdings(fn, args, named)
-    untouched = Untouched()
+    untouched = Untouched(live=live)
     mode = None if live else _mode_of(args, named, holdings)
     recorder = Recorder(mode=mode, limit=limit, untouched=untouched)
     truncated = False
     redirection: Since | None = None
+    compiled: Since | None = None
     with ExitStack() as stack:
         if mode is not None:
             args, named = pytree.tree_map_only(torch.Tensor, _without_history, (args, named))
@@ -95,9 +99,12 @@ def trace(
             stack.enter_context(as_on(target))
             stack.enter_context(layers_whole())
             stack.enter_context(scalers_untouched())
-        compiled = stack.enter_context(uncompiled())
-        stack.enter_context(as_python())
-        stack.enter_context(flex_known())
+        if as_it_runs:
+            stack.enter_context(as_compiled(recorder))
+        else:
+            compiled = stack.enter_context(uncompiled())
+            stack.enter_context(as_python())
+            stack.enter_context(flex_known())
         stack.enter_context(kernels_seen())
         stack.enter_context(modules_met_first())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
@@ -140,6 +147,7 @@ def trace(
         results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
         truncated=truncated,
         notes=tuple(_notes(truncated, limit, redirection, target, compiled)),
+        lives=recorder.lives(),
     )
 
 
@@ -215,15 +223,15 @@ def _needs_data(error: DataDependentOutputException | DynamicOutputShapeExceptio
 
 def _ops(recorder: Recorder, target: Target | None) -> tuple[Op, ...]:
     """What was recorded; torch's flags for tf32 mean nothing on a CPU."""
-    return tuple(recorder.ops) if target is None or target.kind == "gpu" else without_tf32(recorder.ops)
+    return recorder.finished() if target is None or target.kind == "gpu" else without_tf32(recorder.ops)
 
 
 def _notes(
-    truncated: bool, limit: int, redirection: Since | None, target: Target | None, compiled: Since
+    truncated: bool, limit: int, redirection: Since | None, target: Target | None, compiled: Since | None
 ) -> Iterator[str]:
     if truncated:
         yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
-    if compiled.asked:
+    if compiled is not None and compiled.asked:
         yield "Code that torch.compile was given is traced uncompiled: the ops are those of eager mode."
     for_gpu = target is not None and target.kind == "gpu"
     if redirection is not None and redirection.asked and not for_gpu:

@@ -38,8 +38,6 @@ def _without_dynamo() -> Iterator[None]:
     with (
         torch.compiler.set_stance("force_eager"),
         replaced(eval_frame, "_callback_from_stance", counted),
-        # its own warns of global hooks, which follow the modules of a trace
-        replaced(eval_frame.OptimizedModule, "__call__", torch.nn.Module.__call__),
     ):
         yield
 

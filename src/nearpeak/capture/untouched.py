@@ -15,9 +15,13 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
 class Untouched:
-    """Remembers objects when they are first met, and restores them."""
+    """Remembers objects when they are first met, and restores them.
 
-    def __init__(self) -> None:
+    With `live`, nothing shall be restored: then it holds no tensors that their owners let go of.
+    """
+
+    def __init__(self, *, live: bool = False) -> None:
+        self._live = live
         self._modules: dict[int, tuple[nn.Module, dict[str, Any], dict[str, dict[str, Any]]]] = {}
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, dict[Any, Any], list[dict[str, Any]]]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -32,7 +36,7 @@ class Untouched:
 
     def module(self, module: nn.Module) -> None:
         """Remembers the attributes, parameters, buffers and gradients of a module and all below it."""
-        for part in module.modules():
+        for part in () if self._live else module.modules():
             if id(part) not in self._modules:
                 containers = {name: dict(part.__dict__[name]) for name in _CONTAINERS}
                 self._modules[id(part)] = (part, dict(part.__dict__), containers)
@@ -43,8 +47,11 @@ class Untouched:
         """Remembers the state and settings of an optimizer and the gradients of its parameters."""
         if id(optimizer) in self._optimizers:
             return
-        state = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()}
-        self._optimizers[id(optimizer)] = (optimizer, state, [dict(group) for group in optimizer.param_groups])
+        state, groups = {}, []
+        if not self._live:
+            state = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()}
+            groups = [dict(group) for group in optimizer.param_groups]
+        self._optimizers[id(optimizer)] = (optimizer, state, groups)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.leaf(parameter)
@@ -53,7 +60,15 @@ class Untouched:
         """Remembers the gradient of a leaf."""
         tensor = innermost(tensor)
         if id(tensor) not in self._leaves and tensor.is_leaf:
-            self._leaves[id(tensor)] = (tensor, tensor.grad)
+            self._leaves[id(tensor)] = (tensor, None if self._live else tensor.grad)
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        """The leaves that were met."""
+        return (leaf for leaf, _ in self._leaves.values())
+
+    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers that were met."""
+        return (optimizer for optimizer, _, _ in self._optimizers.values())
 
     def wanted(self) -> Iterator[torch.Tensor]:
         """What outlives the call: gradients of the leaves and the state of the optimizers, as they are now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,10 +48,13 @@ class Storages:
     """Numbers storages by identity.
 
     A weak reference to each is kept. It keeps no data alive, but the address that identifies the storage is not given
-    to another one as long as it exists, so numbers are never reused.
+    to another one as long as it exists, so numbers are never reused. `met` is called with each new number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, met: Callable[[int, torch.UntypedStorage, StorageKind], None] | None = None) -> None:
+        self._met = met
+        self.on_host: set[int] = set()
+        """Of real tensors: those in the memory of the host."""
         self._numbers: dict[int, int] = {}
         self._held: list[StorageWeakRef | torch.UntypedStorage] = []
         self._known: dict[int, tuple[StorageKind, str]] = {}
@@ -83,9 +87,18 @@ class Storages:
             if kind == "input" and isinstance(tensor, torch.nn.Parameter):
                 kind = "parameter"
             self._kinds.append((kind, "") if kind == "intermediate" else self._known.get(address, (kind, "")))
+            if self._met is not None:
+                self._met(number, storage, self._kinds[number][0])
+                if storage.device.type == "cpu":
+                    self.on_host.add(number)
         elif size > self._bytes[number]:
             self._bytes[number] = size
         return number
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._bytes)
 
     def existed(self, number: int) -> bool:
         """Whether a storage is older than the trace."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nearpeak.errors import UsageError
+from nearpeak.files import replace_file
+
+if TYPE_CHECKING:
+    from nearpeak.render.style import Style
 
 
 def narrate(line: str) -> None:
@@ -15,23 +20,42 @@ def narrate(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def style_of(stream: TextIO) -> Style:
+    """Colours and block characters on a terminal that can show them; plain text for files and pipes.
+
+    NO_COLOR (https://no-color.org) or TERM=dumb in the environment: no colours.
+    """
+    from nearpeak.render.style import Style
+
+    terminal = stream.isatty()
+    dumb = os.environ.get("TERM") == "dumb"
+    encoding = (stream.encoding or "").lower().replace("-", "").replace("_", "")
+    return Style(
+        colour=terminal and not dumb and not os.environ.get("NO_COLOR"),
+        blocks=terminal and not dumb and encoding == "utf8",
+    )
+
+
 def write_file(destination: str, content: str) -> None:
     """Writes a file that the user asked for, and says so."""
+    path = Path(destination)
     try:
-        Path(destination).write_text(content, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe or a terminal is written to, not replaced
+            path.write_text(content, encoding="utf-8")
+        else:
+            replace_file(path, content.encode())
     except OSError as error:
         raise UsageError(f"Cannot write {destination}: {error.strerror or error}.") from None
     narrate(f"wrote {destination}")
 
 
 def show(text: str, value: Any, destination: str | None) -> None:
-    """Prints a result as text, and writes it as JSON where that was asked for; to "-" it is JSON alone."""
+    """Prints a result as text, then writes it as JSON where that was asked for; to "-" it is JSON alone."""
     from nearpeak.records import to_json
 
+    if destination == "-":
+        print(json.dumps(to_json(value), indent=1))
+        return
+    print(text, flush=bool(destination))  # what is printed is not lost if the file cannot be written
     if destination:
-        content = json.dumps(to_json(value), indent=1)
-        if destination == "-":
-            print(content)
-            return
-        write_file(destination, content + "\n")
-    print(text)
+        write_file(destination, json.dumps(to_json(value), indent=1) + "\n")

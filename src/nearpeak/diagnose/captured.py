@@ -7,23 +7,31 @@ import datetime
 import tempfile
 import warnings
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.times import Ceilings
+from nearpeak.capture.garbage import marking_collections
+from nearpeak.capture.kineto.host import OWN_WAIT
 from nearpeak.capture.kineto.read import KinetoTrace, read_trace
 from nearpeak.capture.precision import without_tf32
 from nearpeak.diagnose.alignment import align
+from nearpeak.diagnose.memory import memory_of
 from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of
+from nearpeak.diagnose.rates import rates_of
+from nearpeak.diagnose.stalls import idle_causes
 from nearpeak.machines.model import Machine
 from nearpeak.measure.statistics import median
-from nearpeak.units import percent, seconds
+from nearpeak.work.cost import costs_of
 from nearpeak.work.op import Op, Trace
+from nearpeak.work.tensor import Tensor
 
 COMMUNICATION = ("nccl", "rccl", "oneccl")
 """How kernels of communication libraries are named, in any spelling of case."""
@@ -38,39 +46,68 @@ class Captured:
     recorded: KinetoTrace
     profiled_wall: float
     traced: Trace
+    wall_s: float | None = None
+    """Of a clean step, where their median is not the best figure for it."""
+    notes: tuple[str, ...] = ()
 
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The times of the profiled step at the ops of the traced one."""
-        to_traced = align([_key(op) for op in self.recorded.trace.ops], [_key(op) for op in self.traced.ops])
-        wall = median(list(self.walls))
+        to_traced, matched = self._aligned()
+        wall = self.wall_s or median(list(self.walls))
         traced = self.traced
         if machine.kind == "cpu":
             traced = dataclasses.replace(traced, ops=without_tf32(traced.ops))
         kernels = device_kernels(self.recorded, to_traced)
         if not kernels:
             kernels = _cpu_kernels(self.recorded, to_traced, min(1.0, wall / self.profiled_wall))
+        estimate = estimate_trace(traced, machine, ceilings=ceilings)
         found = profile_of(
-            estimate_trace(traced, machine, ceilings=ceilings),
+            estimate,
             kernels,
             wall_s=wall,
             source=self.source,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=self.recorded.device,
         )
-        return dataclasses.replace(found, notes=(*found.notes, self._quality(to_traced)))
-
-    def _quality(self, to_traced: Sequence[int | None]) -> str:
-        middle = median(list(self.walls))
-        spread = (max(self.walls) - min(self.walls)) / middle
-        matched = sum(at is not None for at in to_traced) / len(to_traced) if to_traced else 1.0
-        return (
-            f"{len(self.walls)} clean steps, the slowest and the fastest {percent(spread)} apart; under the profiler a "
-            f"step took {seconds(self.profiled_wall)}; {percent(matched)} of its ops were found again in the trace."
+        return dataclasses.replace(
+            found,
+            idle=idle_causes(
+                self.recorded,
+                idle_s=found.waterfall.seconds("idle"),
+                clean=True,
+                traced=traced.ops,
+                to_traced=to_traced,
+            ),
+            steps=len(self.walls),
+            spread=(max(self.walls) - min(self.walls)) / wall,
+            matched=matched,
+            profiled_s=self.profiled_wall,
+            notes=(*found.notes, *self.notes),
+            rates=rates_of(traced, estimate, machine, wall_s=found.wall_s, kernel_s=found.kernel_s),
+            memory=None if traced.lives is None else memory_of(traced.lives, traced.ops),
         )
+
+    def _aligned(self) -> tuple[list[int | None], float]:
+        """Of each op of the profiled step its index in the traced one, and the share of those that have one.
+
+        Where there is a device, only ops that launched something count: views and what the host does are in neither.
+        """
+        launched = {kernel.op for kernel in self.recorded.kernels}
+        wanted = [index for index in range(len(self.recorded.trace.ops)) if not launched or index in launched]
+        there = [index for index, cost in enumerate(costs_of(self.traced.ops)) if not launched or cost.family != "view"]
+        ops = self.recorded.trace.ops
+        found = align([_key(ops[index]) for index in wanted], [_key(self.traced.ops[index]) for index in there])
+        to_traced: list[int | None] = [None] * len(ops)
+        for index, at in zip(wanted, found, strict=True):
+            to_traced[index] = None if at is None else there[at]
+        return to_traced, sum(at is not None for at in found) / len(found) if found else 1.0
 
 
 class Profiler:
-    """torch's profiler around some code; what it saw goes through a file that is deleted at once."""
+    """torch's profiler around steps of some code; what it saw goes through a file that is deleted at once."""
+
+    running: ClassVar[bool] = False
+    """Whether there is one that was not stopped."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -80,11 +117,35 @@ class Profiler:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its notes about its own cycles
             self._profiler.start()
+        Profiler.running = True
+        self._undo = ExitStack()
+        self._undo.enter_context(marking_collections())
+        self._steps = 0
+        self._step = ExitStack()
+        self.next_step()
+
+    def next_step(self) -> None:
+        """A step begins now, before its first op; the last one that began is what counts."""
+        self._step.close()
+        self._step.enter_context(record_function(f"ProfilerStep#{self._steps}"))
+        self._steps += 1
+
+    def discard(self) -> None:
+        """Ends it without a look at what it saw."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._step.close()
+            self._undo.close()
+            Profiler.running = False
+            self._profiler.stop()
 
     def stop(self) -> KinetoTrace:
-        """What ran since then."""
+        """What ran in the last step."""
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore")
+            self._step.close()
+            self._undo.close()
+            Profiler.running = False
             self._profiler.stop()
             file = Path(folder) / "step.json"
             self._profiler.export_chrome_trace(str(file))
@@ -94,7 +155,8 @@ class Profiler:
 def synchronize() -> None:
     """Waits for the GPU, where one is in use."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        with record_function(OWN_WAIT) if Profiler.running else nullcontext():
+            torch.cuda.synchronize()
 
 
 def device_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None] | None = None) -> list[DeviceKernel]:
@@ -120,6 +182,20 @@ def _cpu_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None], share: 
     ]
 
 
+_IN_PLACE = {"aten._index_put_impl": "aten.index_put"}
+"""What autograd calls, and what it calls instead under a trace."""
+
+
 def _key(op: Op) -> Hashable:
-    """What the same op has in common in both runs. Under a trace autograd adds gradients up out of place."""
-    return op.packet.rstrip("_"), tuple(tensor.shape for tensor in op.inputs)
+    """What the same op has in common in both runs.
+
+    Under a trace autograd adds gradients up out of place. The profiler leaves out members of long lists, and a compiled
+    kernel is known by its name.
+    """
+    kind, _, rest = op.name.partition(".")
+    if kind in ("inductor", "triton"):
+        return rest
+    name = rest.replace("::", ".") if kind in ("least", "unknown") else op.packet
+    name = name.rstrip("_")
+    shapes = [value.shape for key, value in op.arguments.items() if isinstance(value, Tensor) and key != "out"]
+    return _IN_PLACE.get(name, name), tuple(shapes)

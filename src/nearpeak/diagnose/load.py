@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from pathlib import Path
 from typing import Literal
 
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.times import Ceilings
-from nearpeak.diagnose import saved
+from nearpeak.diagnose import kept, saved
 from nearpeak.diagnose.profile import Profile, profile_of
+from nearpeak.diagnose.rates import rates_of
 from nearpeak.errors import UsageError
 from nearpeak.machines.model import Machine
 
 
 def load(path: str | Path) -> Profile:
-    """A profile that was saved before, without torch; or the profile of a trace that torch.profiler wrote."""
-    return saved.read(path) if saved.is_saved(path) else profile_trace(path)
+    """A profile that was saved before, without torch; or the profile of a trace that torch.profiler wrote.
+
+    "@last" is the last run that the command line kept, "@2" the one before.
+    """
+    file = kept.resolve(path)
+    return saved.read(file) if saved.is_saved(file) else profile_trace(file)
 
 
 def profile_trace(
@@ -37,6 +43,7 @@ def profile_trace(
     from nearpeak.capture.kineto.read import read_trace  # a saved profile needs no torch
     from nearpeak.capture.machine import machine_of_file
     from nearpeak.diagnose.captured import device_kernels
+    from nearpeak.diagnose.stalls import idle_causes
 
     recorded = read_trace(path, step=step, storages="likely")  # "least" would call most traffic a loss of the kernel
     if not recorded.kernels:
@@ -46,11 +53,18 @@ def profile_trace(
         )
     machine = machine_of_file(path, recorded.device, on)
     changed = datetime.datetime.fromtimestamp(Path(path).stat().st_mtime, datetime.UTC)
-    return profile_of(
-        estimate_trace(recorded.trace, machine, ceilings=ceilings),
+    estimate = estimate_trace(recorded.trace, machine, ceilings=ceilings)
+    found = profile_of(
+        estimate,
         device_kernels(recorded),
         wall_s=recorded.wall_s,
         source=str(path),
         date=changed.isoformat(timespec="seconds"),
         device=recorded.device,
+    )
+    times = {"wall_s": found.wall_s, "kernel_s": found.kernel_s}
+    return dataclasses.replace(
+        found,
+        idle=idle_causes(recorded, idle_s=found.waterfall.seconds("idle"), clean=False),
+        rates=rates_of(recorded.trace, estimate, machine, **times, recompute_known=False),
     )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nearpeak.bound.estimate import Estimate, EstimatedOp
+from nearpeak.diagnose.fused import fused_seconds
+from nearpeak.diagnose.idle import IdleCause
 from nearpeak.diagnose.intervals import Interval, charges, length
+from nearpeak.diagnose.memory import Memory
+from nearpeak.diagnose.rates import Rates
 from nearpeak.diagnose.waterfall import Waterfall, waterfall
 from nearpeak.units import seconds as seconds_text
+from nearpeak.work.quick import quick
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised whenever the meaning of a saved field changes."""
 
 
@@ -30,6 +36,7 @@ class DeviceKernel:
         return self.start_s, self.start_s + self.seconds
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledOp:
     """One op as it ran. `lost_s` is what its kernels took beyond its bound."""
@@ -49,6 +56,8 @@ class ProfiledOp:
     flops: float
     bytes: float
     modelled: bool
+    fused_s: float | None = None
+    """Its share of the floor of the group that it can be fused into; None where groups are not known."""
 
     @property
     def lost_s(self) -> float:
@@ -83,6 +92,25 @@ class Profile:
     flops: float
     ops: tuple[ProfiledOp, ...]
     notes: tuple[str, ...] = ()
+    idle: tuple[IdleCause, ...] = ()
+    """Why nothing ran on the device, the largest cause first; they sum to the idle part of the waterfall."""
+    steps: int = 0
+    """How many clean steps the wall time is the median of; 0 where it is that of the profiled step itself."""
+    spread: float | None = None
+    """The slowest clean step less the fastest, over the median; None without clean steps."""
+    matched: float | None = None
+    """The share of the profiled step's ops that were found again in the traced one; None without a traced one."""
+    profiled_s: float | None = None
+    """How long the step took under the profiler; None where it is the wall time itself."""
+    rates: Rates | None = None
+    memory: Memory | None = None
+    """At the peak of the step; None where it did not run under a trace here."""
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as .json or .json.gz, for `nearpeak.load`."""
+        from nearpeak.diagnose.saved import save  # which needs this module
+
+        save(self, path)
 
     def __repr__(self) -> str:
         """One line; thousands of ops would be none."""
@@ -136,7 +164,8 @@ def profile_of(
         modelled_share=modelled_s / kernel_s if kernel_s else 1.0,
         flops=estimate.flops,
         ops=tuple(
-            _profiled(op, seconds, count) for op, seconds, count in zip(estimate.ops, measured, counts, strict=True)
+            _profiled(op, seconds, count, fused)
+            for op, seconds, count, fused in zip(estimate.ops, measured, counts, fused_seconds(estimate), strict=True)
         ),
         notes=estimate.notes,
     )
@@ -146,7 +175,7 @@ def _has_bound(op: EstimatedOp) -> bool:
     return op.model == "formula" or op.seconds > 0.0
 
 
-def _profiled(op: EstimatedOp, measured_s: float, kernels: int) -> ProfiledOp:
+def _profiled(op: EstimatedOp, measured_s: float, kernels: int, fused_s: float | None) -> ProfiledOp:
     return ProfiledOp(
         name=op.name,
         family=op.family,
@@ -162,4 +191,5 @@ def _profiled(op: EstimatedOp, measured_s: float, kernels: int) -> ProfiledOp:
         flops=op.flops,
         bytes=op.bytes_read + op.bytes_written,
         modelled=_has_bound(op),
+        fused_s=fused_s,
     )

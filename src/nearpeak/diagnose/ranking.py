@@ -27,6 +27,8 @@ class Rank:
     ops: int
     measured_s: float
     bound_s: float
+    fused_s: float | None
+    """The shares of fused groups; None where one of them is not known."""
     expected_s: float | None
     lost_s: float
     limiter: str
@@ -45,12 +47,14 @@ def ranking(profile: Profile, by: By = "op") -> tuple[Rank, ...]:
 
 
 def _rank(key: str, ops: list[ProfiledOp]) -> Rank:
+    fused = [op.fused_s for op in ops if op.fused_s is not None]
     expected = [op.expected_s for op in ops if op.expected_s is not None]
     return Rank(
         key=key,
         ops=len(ops),
         measured_s=sum(op.measured_s for op in ops),
         bound_s=sum(op.bound_s for op in ops),
+        fused_s=sum(fused) if len(fused) == len(ops) else None,
         expected_s=sum(expected) if expected else None,
         lost_s=sum(op.lost_s for op in ops),
         limiter=max(ops, key=lambda op: op.bound_s).limiter,

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from nearpeak.capture.step_kind import StepKind
+from nearpeak.measure.statistics import median
 
 Phase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "done"]
 
 MOST_WARM_UP = 20
 LEAST_WARM_UP = 3
+WARM_UP_SECONDS = 20.0
+"""Long steps warm up for this long after the first one, and for at least one step."""
 SETTLED = 0.1
 """Warm-up ends when a step takes no less than the one before it, to this relative difference."""
 CLEAN_STEPS = 10
+"""Without a step of another kind between them; half as many after each of these."""
 LEAST_CLEAN = 3
 CLEAN_SECONDS = 5.0
+LONG_STEP = 10.0
+"""Two clean steps are enough of these, and the start of the profiler is little beside one."""
+PROFILER_STEPS = 3
+PROFILER_SECONDS = 1.0
+"""The profiler runs for so many steps, or so long, before the step that counts. Its own start is not in that step, and
+a device that rested while it started is no longer faster than in the clean steps."""
+OUTLIER = 1.5
+"""A clean step that took this many times the median did something else too."""
+AHEAD = 0.2
+"""The device is behind the host where it works on for this share of a step after the last one was launched."""
+RETAKES = 10
+"""How often a step of another kind is let pass, before any kind is taken."""
+RESTARTS = 3
+"""How often warm-up begins anew because something was compiled."""
 
 
 @dataclass(slots=True)
@@ -28,35 +49,143 @@ class Schedule:
 
     phase: Phase = "warm-up"
     walls: list[float] = field(default_factory=list)
-    """Of the clean steps."""
+    """Of the clean steps, as the host saw them end: it may be ahead of the device."""
+    others: int = 0
+    """Steps of another kind among the clean ones, which were begun anew after them."""
     steps: int = 0
+    again: bool = False
+    """Whether the phase begins anew: the step that ended was not what it is for."""
     _last: float | None = None
     _took: float = float("inf")
     _in_phase: int = 0
     _begun: float = 0.0
+    _kinds: list[tuple[StepKind, int]] = field(default_factory=list)
+    _usual: StepKind | None = None
+    _graphs: int = 0
+    _retakes: int = 0
+    _restarts: int = 0
+    _block_s: float | None = None
+    _is_ahead: bool = False
 
-    def step_ended(self, now: float) -> Phase:
-        """What the step that begins now is for."""
+    def step_ended(self, now: float, kind: StepKind | None = None, *, graphs: int = 0, usable: bool = True) -> Phase:
+        """What the step that begins now is for.
+
+        `graphs` counts what was compiled so far; a step that is not `usable` does not count for what it was for.
+        """
+        kind = kind or StepKind()
         self.steps += 1
         self._in_phase += 1
+        self.again = False
         took = None if self._last is None else now - self._last
         self._last = now
+        compiled, self._graphs = graphs != self._graphs, graphs
         if self.phase == "warm-up":
-            settled = took is not None and took > (1 - SETTLED) * self._took
-            self._took = self._took if took is None else took
-            if (self._in_phase > LEAST_WARM_UP and settled) or self._in_phase >= MOST_WARM_UP:
-                self._enter("clean", now)
+            self._warm_up(now, took, kind, compiled)
         elif self.phase == "clean":
             assert took is not None
-            self.walls.append(took)
-            if len(self.walls) >= CLEAN_STEPS or (
-                len(self.walls) >= LEAST_CLEAN and now - self._begun >= CLEAN_SECONDS
-            ):
-                self._enter("profiler start", now)
+            self._clean(now, took, kind, compiled)
+        elif self.phase == "profiler start":
+            if self._in_phase >= PROFILER_STEPS or now - self._begun >= PROFILER_SECONDS:
+                self._enter("profiled", now)
         elif self.phase != "done":
-            order: tuple[Phase, ...] = ("profiler start", "profiled", "traced", "done")
-            self._enter(order[order.index(self.phase) + 1], now)
+            if self._retakes < RETAKES and not (usable and self.fits(kind) and not compiled):
+                self._retakes += 1
+                self.again = True
+            else:
+                self._follow(kind)
+                self._enter("traced" if self.phase == "profiled" else "done", now)
         return self.phase
 
+    def fits(self, kind: StepKind) -> bool:
+        """Whether a step of this kind may stand for the usual ones."""
+        return self._usual is None or self._usual.alike(kind) or self._retakes >= RETAKES
+
+    def resumes(self, now: float) -> None:
+        """The next step begins only now; clean steps begin with a device that has nothing left to do."""
+        self._last = self._begun = now
+
+    def device_ended(self, now: float, walls: Sequence[float] = ()) -> None:
+        """The device has done the last of the clean steps; `walls` are their times as it saw them, where it can tell.
+
+        These count where the host was ahead: it launched steps in less time than they took.
+        """
+        assert self._last is not None
+        self._block_s = now - self._begun
+        if now - self._last > AHEAD * median(self.walls):
+            self._is_ahead = len(walls) != len(self.walls)
+            self.walls = self.walls if self._is_ahead else list(walls)
+
+    @property
+    def wall_s(self) -> float | None:
+        """A clean step's time: that of all of them by their number, or of the usual ones where some are outliers.
+
+        Without a synchronisation between them the host may be ahead, and only the sum is known. None without any.
+        """
+        if not self.walls:
+            return None
+        usual = self.usual_walls
+        if self._block_s is not None and len(usual) == len(self.walls):
+            return self._block_s / len(self.walls)
+        return median(usual)
+
+    @property
+    def usual_walls(self) -> list[float]:
+        """The clean steps without outliers. Where nothing but a host that is ahead saw their ends, all of them."""
+        if self._is_ahead or not self.walls:
+            return self.walls
+        typical = median(self.walls)
+        return [wall for wall in self.walls if wall <= OUTLIER * typical]
+
+    def _warm_up(self, now: float, took: float | None, kind: StepKind, compiled: bool) -> None:
+        if took is None or self._in_phase == 1:
+            self._begun = now
+        usual = self._count(kind)
+        settled = took is not None and usual and not compiled and took > (1 - SETTLED) * self._took
+        if usual and took is not None:
+            self._took = took
+        if (
+            (self._in_phase > LEAST_WARM_UP and settled)
+            or self._in_phase >= MOST_WARM_UP
+            or (self._in_phase > 1 and now - self._begun >= WARM_UP_SECONDS and not compiled)
+        ):
+            self._usual = max(self._kinds, key=lambda found: found[1])[0]
+            self._enter("clean", now)
+
+    def _count(self, kind: StepKind) -> bool:
+        """Whether no kind was seen more often."""
+        at = next((at for at, (known, _) in enumerate(self._kinds) if known.alike(kind)), None)
+        times = 1 if at is None else self._kinds.pop(at)[1] + 1
+        self._kinds.insert(0, (kind, times))  # the latest of several that are as frequent
+        return all(other <= times for _, other in self._kinds)
+
+    def _clean(self, now: float, took: float, kind: StepKind, compiled: bool) -> None:
+        if compiled and self._restarts < RESTARTS:
+            self._restarts += 1
+            self.walls.clear()
+            self._took = float("inf")
+            self._enter("warm-up", now)
+            return
+        if not self.fits(kind):
+            self._retakes += 1
+            self.others += 1
+            self.walls.clear()
+            self.again = True
+            return
+        self._follow(kind)
+        self.walls.append(took)
+        number, seconds = len(self.walls), sum(self.walls)
+        if (
+            number >= max(LEAST_CLEAN, CLEAN_STEPS >> self.others)
+            or (number >= LEAST_CLEAN and seconds >= CLEAN_SECONDS)
+            or (number >= 2 and seconds >= LONG_STEP * number)
+        ):
+            self._enter("profiled" if seconds >= LONG_STEP * number else "profiler start", now)
+
+    def _follow(self, kind: StepKind) -> None:
+        """A text grows: the next step is compared with this one."""
+        self._usual = kind
+
     def _enter(self, phase: Phase, now: float) -> None:
-        self.phase, self._in_phase, self._begun = phase, 0, now
+        self.phase, self._in_phase, self._retakes = phase, 0, 0
+        if phase == "warm-up":
+            self._begun = now

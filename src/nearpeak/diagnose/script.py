@@ -1,123 +1,59 @@
-"""`profile_script`: runs a script as it is, finds its steps, and accounts for the time of one."""
+"""`profile_script`: runs a script or a module as it is, finds its steps, and accounts for the time of one."""
 
 from __future__ import annotations
 
-import runpy
+import os
+import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from nearpeak.bound.times import Ceilings
-from nearpeak.capture.kineto.read import KinetoTrace
-from nearpeak.capture.live import LiveTrace
 from nearpeak.capture.machine import machine as find_machine
+from nearpeak.capture.marked import MarkedFunction
 from nearpeak.capture.steps import watching_steps
-from nearpeak.diagnose.captured import Captured, Profiler, synchronize
+from nearpeak.diagnose import main_module
+from nearpeak.diagnose.patience import OutOfTime, waiting_for_steps
 from nearpeak.diagnose.profile import Profile
-from nearpeak.diagnose.schedule import Schedule
-from nearpeak.errors import UsageError
+from nearpeak.diagnose.watch import SAYS, Stop, Watch
+from nearpeak.errors import NearpeakError, UsageError
+from nearpeak.machines import store
 from nearpeak.machines.model import Machine
 from nearpeak.measure.options import Progress
-from nearpeak.work.op import Trace
-
-SAYS = {
-    "clean": "taking the time of clean steps",
-    "profiler start": "starting the profiler",
-    "profiled": "profiling a step",
-    "traced": "tracing a step",
-    "done": "all that is needed was captured",
-}
-
-
-class _Stop(BaseException):
-    """Ends a script that has given what is needed; no Exception, so that the script does not catch it."""
+from nearpeak.units import seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptRun:
-    """A script's profile and its own exit code; the profile is None where it took too few steps."""
+    """A script's profile and its own exit code."""
 
     profile: Profile | None
+    """None where it took too few steps, or where they could not be profiled."""
     exit_code: int
     steps: int
     """How many steps were seen."""
-
-
-class _Watcher:
-    """Does with each step what the schedule says."""
-
-    def __init__(self, say: Progress, *, stop: bool) -> None:
-        self.schedule = Schedule()
-        self.recorded: KinetoTrace | None = None
-        self.profiled_wall = 0.0
-        self.traced: Trace | None = None
-        self._say, self._stop = say, stop
-        self._profiler: Profiler | None = None
-        self._live: LiveTrace | None = None
-        self._begun = 0.0
-
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._live is not None:
-            self._live.optimizer_begins(optimizer)
-
-    def optimizer_ends(self) -> None:
-        if self._live is not None:
-            self._live.optimizer_ends()
-
-    def step_ends(self) -> None:
-        before = self.schedule.phase
-        if before == "done":
-            return
-        if before != "warm-up":  # what is timed ends with its last kernel
-            synchronize()
-        self._finish(before)
-        now = self.schedule.step_ended(time.perf_counter())
-        if now != before:
-            self._say(SAYS[now])
-            self._begin(now)
-
-    def _finish(self, phase: str) -> None:
-        """Ends what was done to the step that is over."""
-        if phase == "profiled" and self._profiler is not None:
-            self.profiled_wall = time.perf_counter() - self._begun
-            self.recorded = self._profiler.stop()
-            self._profiler = None
-        elif phase == "profiler start" and self._profiler is not None:
-            self._profiler.stop()
-            self._profiler = None
-        elif phase == "traced" and self._live is not None:
-            self.traced = self._live.stop()
-            self._live = None
-
-    def _begin(self, phase: str) -> None:
-        if phase in ("profiler start", "profiled"):
-            self._profiler = Profiler()
-            self._begun = time.perf_counter()
-        elif phase == "traced":
-            self._live = LiveTrace()
-        elif phase == "done" and self._stop:
-            raise _Stop
-
-    def abandon(self) -> None:
-        """Ends what still runs when the script is over."""
-        if self._profiler is not None:
-            self._profiler.stop()
-        if self._live is not None:
-            self._live.stop()
+    wall_s: float | None = None
+    """How long a clean step took; known before there is a profile."""
+    missing: str = ""
+    """Why there is no profile, and what to do."""
+    problem: bool = False
+    """Whether that is for lack of something on this machine, not of steps."""
 
 
 def profile_script(
-    path: str | Path,
+    path: str | Path | None = None,
     arguments: Sequence[str] = (),
     *,
+    module: str | None = None,
+    step: str | None = None,
     on: str | Machine | None = None,
     ceilings: Ceilings = "achievable",
     stop: bool = False,
+    wait_s: float | None = None,
     progress: Progress | None = None,
 ) -> ScriptRun:
     """Runs a script with its arguments, as `python path ...` would, and profiles one of its steps.
@@ -128,42 +64,89 @@ def profile_script(
     Args:
         path: The script.
         arguments: Its command line.
+        module: A module instead, as `python -m module ...`.
+        step: A function each call of which is a step, as MODULE:FUNCTION, FILE.py:FUNCTION or __main__:FUNCTION.
         on: The machine whose bounds count; this one where it is None.
         ceilings: Against what the machine achieves, or against its datasheet.
         stop: End the script as soon as a step was captured, instead of running it to its end.
+        wait_s: End the script when no step ended for so many seconds; None waits for ever.
         progress: Called with a line of text now and then.
     """
-    script = Path(path)
-    if not script.is_file():
-        raise UsageError(f"{script}: there is no such script.")
+    if (path is None) == (module is None):
+        raise UsageError("Give a script or a module, one of the two.")
     say = progress or (lambda line: None)
-    machine = on if isinstance(on, Machine) else find_machine(on, progress=progress)
-    watcher = _Watcher(say, stop=stop)
+    folder = Path.cwd() if path is None else Path(path).resolve().parent
+    process = os.getpid()
+    watch = Watch(say, stop=stop)
     exit_code = 0
-    before = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
-    say(f"running {script}")
+    with main_module.path_of(Path(path).resolve() if path is not None and Path(path).is_dir() else folder):
+        main = main_module.script(path) if path is not None else main_module.module(module or "")
+        machine = _machine_before(on, progress)
+        say(f"running {main.name}")
+        say(SAYS["warm-up"])
+        try:
+            with ExitStack() as stack:
+                steps = watch.steps = stack.enter_context(watching_steps(watch))
+                marked = None if step is None else MarkedFunction(step, steps.mark)
+                if marked is not None:
+                    steps.told = True
+                    if not main.has(marked):
+                        stack.enter_context(marked.in_modules())
+                stack.enter_context(waiting_for_steps(watch, say, wait_s))
+                main.run(arguments, marked)
+        except Stop:
+            pass
+        except NearpeakError:
+            raise
+        except OutOfTime:
+            watch.problem = watch.problem or f"no step ended for {seconds(wait_s or 0.0)}, and it was ended as asked."
+        except BaseException as error:  # also what is no Exception: it is the script's, and its report is ours
+            exit_code = main_module.exit_code_of(error)
+        finally:
+            watch.abandon()
+    if os.getpid() != process:  # a child that the script forked, and that came to its end
+        sys.exit(exit_code)
+    if marked is not None and not marked.found and exit_code == 0:
+        raise UsageError(f"--step {step}: {main.name} imported no module {marked.place!r}.")
+    captured = watch.captured(main.name)
+    found = None
+    if captured is not None:
+        found = captured.profile(machine or find_machine(progress=progress), ceilings=ceilings)
+    return ScriptRun(
+        profile=found,
+        exit_code=exit_code,
+        steps=watch.schedule.steps,
+        wall_s=watch.schedule.wall_s,
+        missing="" if found is not None else watch.what_is_missing(main.name),
+        problem=bool(watch.problem),
+    )
+
+
+def _machine_before(on: str | Machine | None, progress: Progress | None) -> Machine | None:
+    """The machine whose bounds count; None for a GPU here, which is looked at when the script is over.
+
+    A script may choose its GPUs by CUDA_VISIBLE_DEVICES, which has no effect once the driver was asked for them. What
+    is random in a script must not depend on what was measured before it.
+    """
+    if isinstance(on, Machine):
+        return on
+    if on is not None or not _has_gpu():
+        with torch.random.fork_rng(devices=[]):
+            return find_machine(on, progress=progress)
+    if not any((store.folder() / "machines").glob("*.json")):
+        (progress or (lambda line: None))("measuring this machine, once")
+        subprocess.run([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL, check=False)
+    return None
+
+
+def _has_gpu() -> bool:
+    """Whether there is one, without starting CUDA in this process."""
+    name, before = "PYTORCH_NVML_BASED_CUDA_CHECK", os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+    os.environ[name] = "1"
     try:
-        with watching_steps(watcher):
-            runpy.run_path(str(script), run_name="__main__")
-    except _Stop:
-        pass
-    except SystemExit as error:
-        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except Exception:
-        traceback.print_exc()
-        exit_code = 1
+        return torch.cuda.is_available()
     finally:
-        sys.argv, sys.path[0] = before
-        watcher.abandon()
-    found: Profile | None = None
-    if watcher.recorded is not None and watcher.traced is not None:
-        captured = Captured(
-            source=str(script),
-            walls=tuple(watcher.schedule.walls),
-            recorded=watcher.recorded,
-            profiled_wall=watcher.profiled_wall,
-            traced=watcher.traced,
-        )
-        found = captured.profile(machine, ceilings=ceilings)
-    return ScriptRun(profile=found, exit_code=exit_code, steps=watcher.schedule.steps)
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

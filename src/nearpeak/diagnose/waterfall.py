@@ -23,6 +23,8 @@ MEANINGS: Mapping[PartName, str] = {
     "communication": "between devices, with nothing else running",
     "idle": "nothing runs on the device",
 }
+ROUNDING = 1e-12
+"""Less of the wall time than this is a difference of sums in another order, and nothing."""
 TOLERANCE = 0.01
 """How far below zero a part may be, relative to the wall time, before it is called broken."""
 
@@ -91,4 +93,5 @@ def waterfall(
         "communication": communication_s,
         "idle": wall_s - kernel_s - communication_s,
     }
-    return Waterfall(wall_s=wall_s, parts=tuple(Part(name=name, seconds=value) for name, value in seconds.items()))
+    exact = {name: value if abs(value) > ROUNDING * wall_s else 0.0 for name, value in seconds.items()}
+    return Waterfall(wall_s=wall_s, parts=tuple(Part(name=name, seconds=value) for name, value in exact.items()))

@@ -13,13 +13,13 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nearpeak.files import replace_file
 from nearpeak.machines.model import Machine
 from nearpeak.records import from_json, to_json
 
@@ -100,7 +100,8 @@ def save(machine: Machine, key: Key) -> Stored | Unusable:
     payload = {"schema": SCHEMA, "key": to_json(key), "date": date, "machine": to_json(machine)}
     text = json.dumps({**payload, "sha256": _checksum(payload)}, indent=1, allow_nan=False)
     try:
-        _write(path, text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
     except OSError as error:
         return Unusable(path=path, reason=f"cannot be written: {error.strerror or error}")
     return Stored(machine=machine, key=key, date=date, path=path)
@@ -159,19 +160,3 @@ def _checksum(payload: Any) -> str:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"the figure {name} is not a number")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write beside, then rename: a reader sees the old file or the new one, never a half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise

@@ -2,81 +2,149 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
+from nearpeak.diagnose.grade import grade_of
 from nearpeak.diagnose.profile import Profile
 from nearpeak.diagnose.ranking import By, Rank, ranking
-from nearpeak.diagnose.waterfall import MEANINGS, PartName
+from nearpeak.diagnose.waterfall import PartName
+from nearpeak.render.profile_card import card, filled, place, short_name, shortened
+from nearpeak.render.profile_rates import memory_text, rates_text
+from nearpeak.render.style import PLAIN, Colour, Style
 from nearpeak.render.table import table
 from nearpeak.render.timing import plain
-from nearpeak.units import percent, seconds, significant
+from nearpeak.units import percent, seconds
 
 WIDTH = 80
-BAR = 24
-_NEXT: Mapping[PartName, str] = {
-    "traffic": "Larger batches or lower precision; the traffic itself is needed.",
-    "fusion": "Fuse the ops in between: torch.compile, or fused kernels for norms, activations and the loss.",
-    "slow kernels": "Look at the top of the ranking: another backend, layout or shape for these ops.",
-    "not modelled": "Ops without a bound: nothing can be said about them; their names are below.",
-    "communication": "Overlap communication with computation, or send less.",
-    "idle": "Keep the device busy: CUDA graphs or torch.compile, no synchronisation, faster input.",
+BAR = 40
+NARROWEST_KEY = 16
+MOST_CAUSES = 8
+SMALLEST_CAUSE = 0.001
+"""Of the wall time."""
+_COLOURS: Mapping[PartName, Colour] = {
+    "ideal": "green",
+    "traffic": "cyan",
+    "fusion": "blue",
+    "slow kernels": "red",
+    "not modelled": "magenta",
+    "communication": "magenta",
+    "idle": "yellow",
 }
+_GRADES: Mapping[str, Colour] = {"A": "green", "B": "green", "C": "yellow", "F": "red"}
 
 
-def text(profile: Profile, top: int = 12, by: By = "op") -> str:
+def text(profile: Profile, top: int = 12, by: By = "op", style: Style = PLAIN) -> str:
     """The whole report, within 80 columns."""
-    parts = [_card(profile), _waterfall(profile), _ranking(profile, top, by), _coverage(profile)]
-    parts += [textwrap.fill(plain(note), WIDTH) for note in profile.notes]
+    parts = [
+        card(profile, style),
+        _waterfall(profile, style),
+        _idle(profile),
+        _ranking(profile, top, by),
+        rates_text(profile.rates),
+        memory_text(profile.memory),
+        _coverage(profile),
+        _measurement(profile, style),
+    ]
+    parts += [filled(plain(note)) for note in profile.notes]
     return "\n\n".join(part for part in parts if part)
 
 
-def _card(profile: Profile) -> str:
-    loss = profile.waterfall.largest_loss
-    share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
-    times = significant(profile.wall_s / profile.ideal_s) if profile.ideal_s else "-"
-    lines = {
-        "Verdict": f"{seconds(profile.wall_s)} a step, {times} x the ideal {seconds(profile.ideal_s)} on "
-        f"{plain(profile.machine, 30)}.",
-        "Why": f"Most is lost to {loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step "
-        f"({MEANINGS[loss.name]}).",
-        "Next": _NEXT[loss.name],
-    }
-    return "\n".join(
-        textwrap.fill(f"{name + ':':9}{line}", WIDTH, subsequent_indent=" " * 9) for name, line in lines.items()
-    )
-
-
-def _waterfall(profile: Profile) -> str:
-    rows = []
+def _waterfall(profile: Profile, style: Style) -> str:
+    """Each bar begins where the one before it ended."""
+    rows, bars = [], []
+    reached = 0.0
     for part in profile.waterfall.parts:
         share = part.seconds / profile.wall_s if profile.wall_s else 0.0
-        bar = "#" * round(BAR * max(share, 0.0))
-        broken = " (below zero: a bound of nearpeak's is wrong)" if part in profile.waterfall.broken else ""
-        rows.append([part.name, seconds(part.seconds), percent(share), bar + broken])
-    rows.append(["wall", seconds(profile.wall_s), "100.0 %", ""])
-    return table(["part", "time", "share", ""], rows, "lrrl")
+        begin = round(BAR * min(max(reached, 0.0), 1.0))
+        bar = " " * begin + style.paint(style.bar(BAR * min(share, 1.0)), _COLOURS[part.name])
+        if part in profile.waterfall.broken:
+            bar = style.paint("(below zero: a bound of nearpeak's is wrong)", "red")
+        rows.append([part.name, seconds(part.seconds), percent(share)])
+        bars.append(bar)
+        reached += share
+    rows.append(["wall", seconds(profile.wall_s), "100.0 %"])
+    lines = table(["part", "time", "share"], rows).splitlines()
+    return "\n".join(f"{line}  {bar}".rstrip() for line, bar in zip(lines, ["", "", *bars, ""], strict=True))
+
+
+def _idle(profile: Profile) -> str:
+    """Why nothing ran. What is too little to see in the waterfall gets no row."""
+    least = SMALLEST_CAUSE * profile.wall_s
+    shown = [cause for cause in profile.idle[:MOST_CAUSES] if cause.seconds > least]
+    rows = []
+    for cause in shown:
+        what = plain(cause.what, 23)
+        where = f"{place(cause.where, 32 - len(what))} {what}".strip()
+        times = [seconds(cause.seconds), percent(cause.seconds / profile.wall_s)]
+        rows.append([cause.cause, *times, str(cause.count or "-"), where])
+    rest = profile.idle[len(shown) :]
+    rest_s = sum(cause.seconds for cause in rest)
+    if rest_s > least:
+        count = str(sum(cause.count for cause in rest))
+        rows.append(["other", seconds(rest_s), percent(rest_s / profile.wall_s), count, ""])
+    return table(["idle because of", "time", "share", "times", "where"], rows, "lrrrl") if rows else ""
 
 
 def _ranking(profile: Profile, top: int, by: By) -> str:
+    """Measured, as written, fused and expected beside each other, in one unit so that they can be compared."""
     ranks = [rank for rank in ranking(profile, by) if rank.measured_s > 0][:top]
     if not ranks:
         return ""
-    return table(
-        [by, "ops", "measured", "bound", "expected", "lost", "limit"], [_row(rank) for rank in ranks], "lrrrrrl"
-    )
+    scale, unit, digits = _unit(max(rank.measured_s for rank in ranks))
+    headers = ["ops", "measured", "written", "fused", "expected", "lost", "limit"]
+    rows = [_figures(rank, scale, digits) for rank in ranks]
+    taken = sum(2 + max(map(len, column)) for column in zip(headers, *rows, strict=True))
+    room = max(NARROWEST_KEY, WIDTH - taken)
+    keys = _keys(ranks, by, room)
+    return table([f"{by}, in {unit}", *headers], [[key, *row] for key, row in zip(keys, rows, strict=True)], "lrrrrrrl")
 
 
-def _row(rank: Rank) -> list[str]:
+def _unit(largest: float) -> tuple[float, str, int]:
+    """Seconds in a unit, its name, and how many decimals give the largest time three digits or more."""
+    exponent = min(0, max(-9, 3 * math.floor(math.log10(largest) / 3)))
+    scale = 10.0**exponent
+    return scale, {0: "s", -3: "ms", -6: "us", -9: "ns"}[exponent], 1 if largest >= 100 * scale else 2
+
+
+def _figures(rank: Rank, scale: float, digits: int) -> list[str]:
+    def number(value: float | None) -> str:
+        return "-" if value is None or not rank.modelled else f"{value / scale:.{digits}f}"
+
     return [
-        plain(rank.key.removeprefix("aten.") or "-", 30),
         str(rank.ops),
-        seconds(rank.measured_s),
-        seconds(rank.bound_s) if rank.modelled else "-",
-        "-" if rank.expected_s is None or not rank.modelled else seconds(rank.expected_s),
-        seconds(rank.lost_s) if rank.modelled else "-",
-        rank.limiter if rank.modelled else "-",
+        f"{rank.measured_s / scale:.{digits}f}",
+        number(rank.bound_s),
+        number(rank.fused_s),
+        number(rank.expected_s),
+        number(rank.lost_s),
+        plain(rank.limiter, 8) if rank.modelled else "-",
     ]
+
+
+def _keys(ranks: Sequence[Rank], by: By, room: int) -> list[str]:
+    """What each row is about, in at most `room` columns."""
+    if by == "line":
+        return [place(rank.key, room) or "-" for rank in ranks]
+    if by != "op":
+        return [plain(rank.key, room) or "-" for rank in ranks]
+    pairs = [rank.key.rsplit(" ", 1) for rank in ranks]
+    short = [(_packet(name), phase) for name, phase in pairs]
+    # overloads are named only where two of them are in the table
+    names = [key[0] if short.count(key) == 1 else short_name(pair[0]) for key, pair in zip(short, pairs, strict=True)]
+    return [_op_key(name, phase, room) for name, (_, phase) in zip(names, pairs, strict=True)]
+
+
+def _packet(name: str) -> str:
+    """An operator of torch without its overload; any other name as it is."""
+    return short_name(name.rpartition(".")[0] if name.startswith("aten.") and name.count(".") == 2 else name)
+
+
+def _op_key(name: str, phase: str, room: int) -> str:
+    if "_backward" in name and phase == "backward":  # which need not be said twice
+        return shortened(name, room)
+    phase = plain(phase, 12)
+    return f"{shortened(name, room - len(phase) - 1)} {phase}".rstrip()
 
 
 def _coverage(profile: Profile) -> str:
@@ -87,5 +155,33 @@ def _coverage(profile: Profile) -> str:
             unknown[op.name] = unknown.get(op.name, 0.0) + op.measured_s
     if unknown:
         worst = sorted(unknown.items(), key=lambda item: -item[1])[:6]
-        line += " Without a bound: " + ", ".join(f"{plain(name, 40)} {seconds(time)}" for name, time in worst) + "."
-    return textwrap.fill(line, WIDTH)
+        line += (
+            " Without a bound: "
+            + ", ".join(f"{shortened(short_name(name), 40)} {seconds(time)}" for name, time in worst)
+            + "."
+        )
+    return filled(line)
+
+
+def _measurement(profile: Profile, style: Style) -> str:
+    """The grade with its reasons, and the facts that it is made of."""
+    grade = grade_of(profile)
+    reasons = f" ({'; '.join(grade.reasons)})" if grade.reasons else ""
+    facts = "; ".join(_facts(profile))
+    line = filled(f"Grade: {grade.letter}{reasons}.{f' {facts}.' if facts else ''}")
+    return line.replace(f"Grade: {grade.letter}", f"Grade: {style.paint(grade.letter, _GRADES[grade.letter])}", 1)
+
+
+def _facts(profile: Profile) -> Sequence[str]:
+    facts = []
+    if profile.steps and profile.spread is not None:
+        facts.append(
+            f"{profile.steps} clean steps, the slowest and the fastest {percent(profile.spread)} apart"
+            if profile.steps > 1
+            else "1 clean step"
+        )
+    if profile.profiled_s is not None:
+        facts.append(f"under the profiler a step took {seconds(profile.profiled_s)}")
+    if profile.matched is not None:
+        facts.append(f"{percent(profile.matched)} of its ops were found again in the trace")
+    return facts

@@ -44,6 +44,9 @@ Family = Literal[
 Model = Literal["formula", "operands", "none"]
 """How a cost was found: by a formula, as the bytes of the operands (a floor all the same), or not at all."""
 
+_PRODUCTS = frozenset({"matrix", "attention", "convolution", "recurrent"})
+"""Families whose FLOPs are those of products."""
+
 
 @quick
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,20 @@ class Cost:
     """On the matrix engine, by the dtype names of ceilings: "bfloat16", "tfloat32", "float8", ..."""
     vector_flops: Mapping[str, float] = field(default_factory=dict)
     model: Model = "formula"
+    products: Mapping[str, float] | None = None
+    """FLOPs of its products in the direct form, where they are not just the FLOPs above: see `product_flops`."""
+
+    @property
+    def product_flops(self) -> Mapping[str, float]:
+        """What products, convolutions and attention ask for in the direct form, by dtype, wherever it runs.
+
+        The fields above are the least: fast algorithms of convolutions count there, and vector work beside products.
+        """
+        if self.products is not None:
+            return self.products
+        if self.family in _PRODUCTS:
+            return self.flops or self.vector_flops
+        return self.flops if self.family == "declared" else {}
 
     @property
     def work(self) -> Work:
@@ -177,6 +194,7 @@ def _renamed(cost: Cost, storages: Mapping[int, int] | Sequence[int]) -> Cost:
         cost.flops,
         cost.vector_flops,
         cost.model,
+        cost.products,
     )
 
 

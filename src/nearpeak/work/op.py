@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nearpeak.work.lives import Lives
 from nearpeak.work.quick import quick
 from nearpeak.work.tensor import Tensor
 
@@ -58,6 +59,9 @@ class Op(_Formed):
     tf32_products: bool = False
     """Whether float32 matrix products ran in tf32, by torch's flags at that moment."""
     tf32_convolutions: bool = True
+    recomputed: bool = False
+    """Whether it ran a forward again inside a backward pass, as activation checkpointing does; False in a trace file,
+    which does not tell."""
 
     @property
     def packet(self) -> str:
@@ -126,3 +130,5 @@ class Trace:
     in the cache as can be. Nobody is known to want what an op wrote, all that an op was given may be in the cache
     afterwards, and the cache may be full of what is asked for first."""
     notes: tuple[str, ...] = field(default=())
+    lives: Lives | None = None
+    """What was in memory during the ops; None where they did not really run here."""

@@ -101,8 +101,9 @@ def test_put_by_numbers(cost):
         bytes_read=24 + 4 * ROW, bytes_written=ROW, vector_flops={"float32": 48}
     )
     assert cost(lambda: target.index_put(index, ROWS)).work == Work(bytes_read=24 + SIZE, bytes_written=SIZE)
+    # autograd adds in place, and calls this under a trace
     assert cost(lambda: target.index_put(index, ROWS, accumulate=True)).work == Work(
-        bytes_read=24 + 3 * ROW + SIZE, bytes_written=SIZE, vector_flops={"float32": 48}
+        bytes_read=24 + 4 * ROW, bytes_written=ROW, vector_flops={"float32": 48}
     )
     found = cost(lambda: aten._unsafe_index_put(target, index, ROWS))
     assert found.work == Work(bytes_read=24 + SIZE, bytes_written=SIZE)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from nearpeak.capture.kineto.host import GARBAGE_COLLECTION, OWN_WAIT, HostCall, kind_of_range, kind_of_runtime_call
 from nearpeak.capture.kineto.operators import Operator, operator_of
 from nearpeak.capture.kineto.recording import Recording, Span
 from nearpeak.capture.kineto.tensors import Argument, Seen, arguments_of
@@ -66,6 +67,8 @@ class Calls:
     """What the backward pass added to the gradients of leaves, with the time in microseconds; in the order of time."""
     unanswered: Sequence[Call]
     """Ops that launched a kernel which is not in the file, once for each."""
+    host: Sequence[HostCall] = ()
+    """What can leave the device idle."""
 
 
 class _Frame(NamedTuple):
@@ -75,7 +78,7 @@ class _Frame(NamedTuple):
     span: Span
     owner: Call | None
     hidden: bool
-    """Inside of a query: nothing in here is an op."""
+    """Inside of a query or of the compiler: nothing in here is an op."""
     phase: Phase
     module: str
     source: str
@@ -91,7 +94,14 @@ def calls_of(recording: Recording) -> Calls:
     walk.calls.sort(key=lambda call: call.span.start)
     steps = sorted(walk.steps.values(), key=lambda step: step.start)
     return Calls(
-        walk.calls, walk.by_external, walk.by_correlation, walk.launches, steps, sorted(walk.gradients), walk.unanswered
+        walk.calls,
+        walk.by_external,
+        walk.by_correlation,
+        walk.launches,
+        steps,
+        sorted(walk.gradients),
+        walk.unanswered,
+        walk.host,
     )
 
 
@@ -104,6 +114,7 @@ class _Walk:
         self.steps: dict[int, Step] = {}
         self.gradients: list[tuple[float, Seen]] = []
         self.unanswered: list[Call] = []
+        self.host: list[HostCall] = []
         self._launched = {item.correlation for item in recording.device_spans}
         self._launchers = {item.external for item in recording.device_spans} - {None}
         self._thread = -1
@@ -117,6 +128,7 @@ class _Walk:
         """Positions of ops that hold others."""
         unknown: list[tuple[int, Span, _Frame | None]] = []
         positions: list[int] = []
+        launches, host = len(self.launches), len(self.host)
         for position, span in enumerate(spans):
             while stack and stack[-1].end <= span.start:
                 stack.pop()
@@ -125,13 +137,15 @@ class _Walk:
             if span.kind == "launch":
                 self._launch(span, outer)
                 continue
-            if span.kind == "op" and positions:
+            if span.kind == "op" and positions and span.name != GARBAGE_COLLECTION:
                 parents.add(positions[-1])
             frame = self._enter(span, outer)
             if span.kind == "op" and frame.owner is None and not frame.hidden and "::" in span.name:
                 unknown.append((position, span, outer))
             stack.append(frame)
             positions.append(position if span.kind == "op" else positions[-1] if positions else -1)
+        if len(self.launches) == launches:  # one that only watches the device, which does not hold it up
+            self.host[host:] = [call for call in self.host[host:] if call.span.kind != "launch"]
         for position, span, outer in unknown:
             if position not in parents and not span.name.startswith(("autograd::", "torch::")):
                 self._leaf(span, outer)
@@ -147,6 +161,11 @@ class _Walk:
         frame = _inherit(span, outer)
         if span.kind == "python":
             return _in_python(frame, span.name)
+        meaning = kind_of_range(span.name)
+        if meaning is not None:
+            self.host.append(HostCall(meaning, span, frame.owner))
+            if meaning == "compilation":  # it runs the code on tensors without data
+                return frame._replace(hidden=True)
         if span.kind == "annotation":
             return self._annotated(frame, span)
         if span.name.startswith(_BACKWARD):
@@ -215,6 +234,9 @@ class _Walk:
         return found
 
     def _launch(self, span: Span, outer: _Frame | None) -> None:
+        meaning = kind_of_runtime_call(span.name)
+        if meaning is not None and (outer is None or outer.span.name != OWN_WAIT):
+            self.host.append(HostCall(meaning, span, None if outer is None else outer.owner))
         if span.correlation is None or span.correlation not in self._launched:
             if "LaunchKernel" in span.name and outer is not None and outer.owner is not None:
                 self.unanswered.append(outer.owner)

@@ -26,6 +26,8 @@ class Kernel:
     """It was launched by a CUDA graph, with all others of the graph."""
     bytes: float | None = None
     """Of a copy or a fill."""
+    launched_s: float | None = None
+    """When the CPU was done launching it, from the start of what was read; None where the file does not tell."""
 
 
 def owner_of(span: DeviceSpan, calls: Calls) -> Call | None:
@@ -50,7 +52,7 @@ def launched_at(span: DeviceSpan, calls: Calls, owner: Call | None) -> float:
 
 
 def kernels_of(
-    spans: Sequence[tuple[DeviceSpan, Call | None]], indices: Mapping[int, int], origin: float
+    spans: Sequence[tuple[DeviceSpan, Call | None]], indices: Mapping[int, int], origin: float, calls: Calls
 ) -> tuple[Kernel, ...]:
     """The kernels with the indices of their ops, which are by the identity of their calls; in order of time."""
     return tuple(
@@ -64,9 +66,15 @@ def kernels_of(
             op=indices.get(id(owner)) if owner is not None else None,
             in_graph=span.in_graph or (owner is not None and owner.kind == "graph"),
             bytes=span.bytes,
+            launched_s=_launched(span, calls, origin),
         )
         for span, owner in spans
     )
+
+
+def _launched(span: DeviceSpan, calls: Calls, origin: float) -> float | None:
+    launch = calls.launches.get(span.correlation) if span.correlation is not None else None
+    return None if launch is None else (launch.end - origin) / 1e6
 
 
 def seconds_by_op(kernels: Sequence[Kernel]) -> dict[int | None, float]:

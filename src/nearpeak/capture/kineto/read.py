@@ -7,9 +7,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nearpeak.capture.kineto.calls import Call, Calls, Step, calls_of
+from nearpeak.capture.kineto.device import device_name, has_tf32
+from nearpeak.capture.kineto.host import HostSpan, host_spans, overheads, waiting_copies, working
 from nearpeak.capture.kineto.kernels import Kernel, kernels_of, launched_at, owner_of, seconds_by_op
 from nearpeak.capture.kineto.lists import Launch, LongLists, has_long_lists, least_gathered, long_lists
 from nearpeak.capture.kineto.ops import Ops, ops_of
@@ -26,8 +28,6 @@ _STORAGES = {
     "bounds.",
 }
 _GATHER = "aten::index"
-_AMPERE = 8
-"""The first compute capability with tf32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,12 @@ class KinetoTrace:
     partial: frozenset[int] = frozenset()
     """Ops that may have had more kernels than the file has: it was cut off there, or lost some. What was measured of
     them says nothing about their speed."""
+    host: tuple[HostSpan, ...] = ()
+    """What the CPU did that can leave the device idle, in the order of time."""
+    host_working: tuple[tuple[float, float], ...] = ()
+    """When any thread was inside of an op or a call of the device's runtime: starts and ends, disjoint, in order."""
+    free_from_s: float = 0.0
+    """When the device was done with what had been launched before this."""
 
     @property
     def device_seconds(self) -> Mapping[int | None, float]:
@@ -87,17 +93,22 @@ def read_trace(
     if step is None and chosen is not None and recording.truncated:
         chosen = next((item for item in reversed(steps) if _is_whole(item, calls, launched)), steps[0])
     inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
+    free_from = 0.0
     if chosen is not None:
+        before = [span.end for span, owner in spans if launched_at(span, calls, owner) < chosen.start]
+        free_from = max(0.0, max(before, default=chosen.start) - chosen.start) / 1e6
         spans = [(span, owner) for span, owner in spans if _in_step(span, owner, calls, chosen)]
     found = ops_of(
         inside,
-        tf32=_has_tf32(recording.metadata, bool(recording.device_spans)),
+        tf32=has_tf32(recording.metadata, bool(recording.device_spans)),
         likely=storages == "likely",
         lists=_long_lists(inside, spans, calls),
     )
     origin, wall = _window(inside, spans, chosen)
     indices = {id(call): index for index, call in enumerate(inside)}
-    kernels = kernels_of(spans, indices, origin)
+    kernels = kernels_of(spans, indices, origin, calls)
+    last = max([origin + wall * 1e6, *(span.end for span, _ in spans)])
+    host = [*calls.host, *overheads(recording), *waiting_copies(recording, calls.launches, calls.by_correlation)]
     partial = _partial(recording, calls)
     cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
     notes = (_STORAGES[storages], *_notes(recording, found, kernels, inside, chosen, cut))
@@ -113,12 +124,15 @@ def read_trace(
         ),
         kernels=kernels,
         spans=tuple(((call.span.start - origin) / 1e6, (call.span.end - call.span.start) / 1e6) for call in inside),
-        device=_device(recording),
+        device=device_name(recording),
         steps=tuple(item.number for item in steps),
         step=None if chosen is None else chosen.number,
         wall_s=wall,
         notes=notes,
         partial=frozenset(indices[number] for number in partial if number in indices),
+        host=host_spans(host, indices, origin, last),
+        host_working=working(recording.threads.values(), origin, last),
+        free_from_s=free_from,
     )
 
 
@@ -228,26 +242,6 @@ def _window(
         return (min(starts) if starts else 0.0), device / 1e6
     first = min(call.span.start for call in calls)
     return first, (max([call.span.end for call in calls] + ends) - first) / 1e6
-
-
-def _device(recording: Recording) -> str:
-    properties = recording.metadata.get("deviceProperties")
-    used = {span.device for span in recording.device_spans}
-    if isinstance(properties, list):
-        for item in properties:
-            if isinstance(item, dict) and item.get("id") in used and item.get("name"):
-                return str(item["name"])
-    return "unknown device" if used else "cpu"
-
-
-def _has_tf32(metadata: Mapping[str, Any], on_device: bool) -> bool:
-    properties = metadata.get("deviceProperties")
-    if not on_device:
-        return False
-    if isinstance(properties, list) and properties and isinstance(properties[0], dict):
-        major = properties[0].get("computeMajor")
-        return not isinstance(major, int) or major >= _AMPERE
-    return True
 
 
 def _notes(

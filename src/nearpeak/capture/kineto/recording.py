@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from nearpeak.capture.kineto.events import EventFile
 
-SpanKind = Literal["op", "annotation", "python", "launch"]
+SpanKind = Literal["op", "annotation", "python", "launch", "overhead"]
 DeviceKind = Literal["kernel", "memcpy", "memset"]
 
 _DEVICE: dict[str, DeviceKind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
@@ -25,6 +25,7 @@ _SPANS: dict[str, SpanKind] = {
     "hip_runtime": "launch",
     "xpu_runtime": "launch",
     "runtime": "launch",
+    "overhead": "overhead",
 }
 _NOT_THE_USERS = ("torch/", "nearpeak/", "<")
 """How the names of Python frames begin that lead to no line of the user's."""
@@ -87,6 +88,8 @@ class Recording:
     damaged: int
     last_written: tuple[DeviceSpan, ...] = ()
     """Of each stream, what comes last in the file."""
+    overheads: tuple[Span, ...] = ()
+    """What the profiler or the driver did besides, on threads that the file does not name."""
 
 
 def load(path: str | Path) -> Recording:
@@ -95,6 +98,7 @@ def load(path: str | Path) -> Recording:
     threads: dict[tuple[Any, Any], list[Span]] = {}
     device_spans: list[DeviceSpan] = []
     inputs: dict[str, Inputs] = {}
+    overheads: list[Span] = []
     for event in file:
         if event.get("ph") != "X":
             continue
@@ -110,6 +114,8 @@ def load(path: str | Path) -> Recording:
         facts = args if isinstance(args, dict) else {}
         if on_device is not None:
             device_spans.append(_device_span(start, end, on_device, sys.intern(name), facts, event))
+        elif kind == "overhead":
+            overheads.append(Span(start, end, kind, sys.intern(name)))
         elif kind is not None and (kind != "python" or _of_the_user(name)):
             thread = threads.setdefault((event.get("pid"), event.get("tid")), [])
             thread.append(_span(start, end, kind, sys.intern(name), facts, inputs))
@@ -124,6 +130,7 @@ def load(path: str | Path) -> Recording:
         truncated=file.truncated,
         damaged=file.damaged,
         last_written=tuple(last.values()),
+        overheads=tuple(overheads),
     )
 
 

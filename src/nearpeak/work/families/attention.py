@@ -34,7 +34,7 @@ def forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | Non
     """Reads the queries, keys and values of `pairs`, writes the output and the log-sum-exp: two products."""
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     heads = _heads(query, key, value, axis)
-    flops, vector = _flops(op, 2 * (query.shape[-1] + value.shape[-1]), heads * pairs.count, tf32)
+    flops, vector, products = _flops(op, 2 * (query.shape[-1] + value.shape[-1]), heads * pairs.count, tf32)
     reads: list[Tensor | tuple[Tensor, float]] = [
         _part(query, axis, pairs.queries),
         _part(key, axis, pairs.keys),
@@ -47,7 +47,14 @@ def forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | Non
     for statistics in op.outputs[:1] if changed else op.outputs[1:2]:
         if op.arguments.get("compute_log_sumexp", True):  # some kernels pad it
             writes.append((statistics, min(statistics.bytes, heads * query.shape[axis] * statistics.item_bytes)))
-    return Cost(family="attention", reads=accesses(*reads), writes=accesses(*writes), flops=flops, vector_flops=vector)
+    return Cost(
+        family="attention",
+        reads=accesses(*reads),
+        writes=accesses(*writes),
+        flops=flops,
+        vector_flops=vector,
+        products=products,
+    )
 
 
 def backward(
@@ -71,7 +78,7 @@ def backward(
     if not any(wanted):
         return Cost(family="attention")
     heads = _heads(query, key, value, axis)
-    flops, vector = _flops(op, 2 * width, heads * pairs.count, tf32)
+    flops, vector, products = _flops(op, 2 * width, heads * pairs.count, tf32)
     statistics = op.tensor("logsumexp")
     rows = heads * pairs.queries[1]
     reads: list[Tensor | tuple[Tensor, float]] = [
@@ -86,7 +93,14 @@ def backward(
     outputs = op.outputs  # kernels give gradients back that nobody asked for
     if len(outputs) >= 3:
         outputs = tuple(output for output, asked in zip(outputs, wanted, strict=False) if asked)
-    return Cost(family="attention", reads=accesses(*reads), writes=every(outputs), flops=flops, vector_flops=vector)
+    return Cost(
+        family="attention",
+        reads=accesses(*reads),
+        writes=every(outputs),
+        flops=flops,
+        vector_flops=vector,
+        products=products,
+    )
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, axis: int) -> int:
@@ -115,13 +129,17 @@ def _mask(op: Op, argument: str, axis: int, pairs: Pairs) -> list[tuple[Tensor, 
     return [(mask, mask.bytes * pairs.count / total) for mask in op.tensors(argument) if total]
 
 
-def _flops(op: Op, per_pair: int, pairs: int, tf32: bool | None) -> tuple[dict[str, float], dict[str, float]]:
+def _flops(
+    op: Op, per_pair: int, pairs: int, tf32: bool | None
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """On the matrix engine, on the vector units, and those of the products alone."""
     dtype = op.tensor("query").dtype
     matrix, vector = engines(dtype, float(per_pair * pairs), tf32=op.tf32_products if tf32 is None else tf32)
+    products = dict(matrix or vector)
     if pairs:
         name = vector_dtype(dtype)
         vector[name] = vector.get(name, 0.0) + pairs
-    return matrix, vector
+    return matrix, vector, products
 
 
 def _sdpa_pairs(op: Op) -> Pairs:

@@ -40,8 +40,11 @@ def _layer(op: Op, products: float, pairs: int, *, wanted_results: int) -> Cost:
     heads, width = op.arguments["num_head" if "num_head" in op.arguments else "num_heads"], op.arguments["embed_dim"]
     dtype = op.inputs[0].dtype
     flops, vector = engines(dtype, products + 4.0 * pairs * width, tf32=op.tf32_products)
+    alone = dict(flops or vector)
     if pairs:
         name = vector_dtype(dtype)
         vector[name] = vector.get(name, 0.0) + pairs * heads
     writes = every(op.outputs[:wanted_results])
-    return Cost(family="attention", reads=every(op.inputs), writes=writes, flops=flops, vector_flops=vector)
+    return Cost(
+        family="attention", reads=every(op.inputs), writes=writes, flops=flops, vector_flops=vector, products=alone
+    )

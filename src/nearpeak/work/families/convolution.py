@@ -134,15 +134,19 @@ def _paddings(value: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) ->
     return _sizes(0 if value == "valid" else value, len(kernel))
 
 
-def _flops(op: Op, geometry: _Geometry, dtype: str, products: int = 1) -> tuple[dict[str, float], dict[str, float]]:
+def _flops(
+    op: Op, geometry: _Geometry, dtype: str, products: int = 1
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """On the matrix engine, on the vector units, and those of the direct form."""
     tf32 = bool(op.arguments.get("allow_tf32", op.tf32_convolutions)) and "mkldnn" not in op.name
     matrix, vector = engines(dtype, 2 * products * geometry.multiply_adds, tf32=tf32)
+    direct = dict(matrix or vector)
     if geometry.fast:
         spectrum = max(1.0, math.prod(geometry.kernel) / 1.5)
         saved = max(winograd(geometry.kernel), spectrum / VECTOR_LAG)
         matrix = {name: flops / saved for name, flops in matrix.items()}
         vector = {name: flops / spectrum for name, flops in vector.items()}
-    return matrix, vector
+    return matrix, vector, direct
 
 
 def winograd(kernel: tuple[int, ...]) -> float:
@@ -162,7 +166,7 @@ def _forward(op: Op, data: str, *, transposed: bool, added: tuple[str, ...] = ("
     if not out.elements:
         return Cost(family="convolution")
     geometry = _geometry(op, source, weight, out, transposed=transposed)
-    matrix, vector = _flops(op, geometry, source.dtype)
+    matrix, vector, direct = _flops(op, geometry, source.dtype)
     if pointwise:
         name = vector_dtype(out.dtype)
         vector[name] = vector.get(name, 0.0) + pointwise * out.elements
@@ -172,6 +176,7 @@ def _forward(op: Op, data: str, *, transposed: bool, added: tuple[str, ...] = ("
         writes=every(op.written),
         flops=matrix,
         vector_flops=vector,
+        products=direct,
     )
 
 
@@ -238,13 +243,14 @@ def _time_first(op: Op) -> Cost:
     geometry = _Geometry(
         multiply_adds=count, input=met.line, weight=met.kernel, output=met.windows, fast=True, kernel=weight.shape[:1]
     )
-    matrix, vector = _flops(op, geometry, source.dtype)
+    matrix, vector, direct = _flops(op, geometry, source.dtype)
     return Cost(
         family="convolution",
         reads=accesses((source, source.bytes * met.line), (weight, weight.bytes * met.kernel), *op.tensors("bias")),
         writes=every(op.written),
         flops=matrix,
         vector_flops=vector,
+        products=direct,
     )
 
 
@@ -274,7 +280,7 @@ def _backward(op: Op) -> Cost:
     if not grad.elements:
         return Cost(family="convolution", writes=writes)
     geometry = _geometry(op, source, weight, grad, transposed=bool(op.arguments["transposed"]))
-    matrix, vector = _flops(op, geometry, grad.dtype, products=int(for_input) + int(for_weight))
+    matrix, vector, direct = _flops(op, geometry, grad.dtype, products=int(for_input) + int(for_weight))
     reads: list[Tensor | tuple[Tensor, float]] = []
     if for_input:
         reads.append((weight, weight.bytes * geometry.weight))
@@ -286,4 +292,11 @@ def _backward(op: Op) -> Cost:
         reads.append(grad)
     elif for_input or for_weight:
         reads.append((grad, grad.bytes * geometry.output))
-    return Cost(family="convolution", reads=accesses(*reads), writes=writes, flops=matrix, vector_flops=vector)
+    return Cost(
+        family="convolution",
+        reads=accesses(*reads),
+        writes=writes,
+        flops=matrix,
+        vector_flops=vector,
+        products=direct,
+    )

@@ -79,10 +79,16 @@ def product(
     if added is not None and op.arguments.get("beta", 1) != 0:
         reads += op.tensors(added)
     flops, vector_flops = engines(dtype or a.dtype, 2.0 * out.elements * inner, tf32=op.tf32_products)
+    products = dict(flops or vector_flops) if vector else None
     for name, count in (vector or {}).items():
         vector_flops[name] = vector_flops.get(name, 0.0) + count
     return Cost(
-        family="matrix", reads=accesses(*reads), writes=every(op.written), flops=flops, vector_flops=vector_flops
+        family="matrix",
+        reads=accesses(*reads),
+        writes=every(op.written),
+        flops=flops,
+        vector_flops=vector_flops,
+        products=products,
     )
 
 

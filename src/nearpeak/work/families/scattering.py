@@ -5,7 +5,9 @@ the destination is one slice for all of them together: written, and read too whe
 values for one place wins is open, but to know that they meet every index is read, and no kernel then spares the value.
 
 Out of place the whole result is written, and of the old tensor at least what the values cannot cover is read; all of
-it where values are added to it. The gradient of `gather` is `scatter_add`, that of `index` is `index_put`.
+it where values are added to it. The gradient of `gather` is `scatter_add`, that of `index` is `index_put`: autograd
+adds into fresh zeros in place, but under a trace it calls the form out of place, which is therefore charged as if it
+were in place wherever it adds.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def scattered(
     flops: dict[str, float] = {}
     if additions and result.is_floating:
         flops["float64" if result.dtype == "float64" else "float32"] = float(additions)
-    if target == result:
+    if target == result or (accumulate and op.packet == "aten.index_put"):
         least = min(least, target.bytes)
         old, written = (least if accumulate else 0.0), least
     else:

@@ -1,4 +1,4 @@
-"""Views and metadata: operators that move no byte.
+"""Views and metadata: operators that move no byte; and what the host does for itself while a device runs the ops.
 
 A view gives new sizes and strides to memory that is there already; a question about sizes, strides or devices is
 answered by the host. Both are free. What a view's schema tells: an output that aliases an argument, and no write. The
@@ -202,9 +202,9 @@ METADATA = (
 """Questions to the host, and marks for the profiler."""
 
 
-@formula(*VIEWS, *UNMARKED_VIEWS, *IN_PLACE_VIEWS, *METADATA)
+@formula("host", *VIEWS, *UNMARKED_VIEWS, *IN_PLACE_VIEWS, *METADATA)
 def view(op: Op) -> Cost:
-    """Nothing: no element is read or written."""
+    """Nothing: no element is read or written by the device."""
     return Cost(family="view")
 
 

@@ -1,0 +1,99 @@
+"""Where a profile goes: the report to stdout, then the run to the kept ones, then the files that were asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nearpeak.cli.output import narrate, show, style_of
+from nearpeak.errors import NearpeakError, UsageError
+
+if TYPE_CHECKING:
+    from nearpeak.diagnose.profile import Profile
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the results."""
+    output = parser.add_argument_group("results")
+    output.add_argument("--by", choices=("op", "module", "line", "phase", "family"), default="op", help="what to rank")
+    output.add_argument("--top", type=int, default=12, help="how many rows the ranking has at most (12)")
+    output.add_argument("--save", metavar="FILE", help="also write the profile as .json or .json.gz")
+    output.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
+    output.add_argument("--no-keep", action="store_true", help="do not keep this run (nor does NEARPEAK_KEEP=0)")
+    output.add_argument("--list", action="store_true", help="list the kept runs: @last, @2 ...")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """UsageError for what would fail only after the run."""
+    from nearpeak.diagnose import saved
+
+    if arguments.top < 1:
+        raise UsageError(f"--top {arguments.top}: a table has at least one row.")
+    if arguments.save:
+        saved.check_name(arguments.save)
+        arguments.save = str(Path(arguments.save).absolute())  # the script may change the folder
+    if arguments.json and arguments.json != "-":
+        arguments.json = str(Path(arguments.json).absolute())
+
+
+def show_profile(profile: Profile, arguments: argparse.Namespace, *, run: bool) -> int:
+    """Prints the report, and after it writes what was asked for; the exit code says whether all of that was written.
+
+    A report that was printed is not lost to a full disk, nor is a run to a terminal that is gone.
+    """
+    from nearpeak.render.profile import text
+
+    code = 0
+    try:
+        show(text(profile, arguments.top, arguments.by, style_of(sys.stdout)), profile, arguments.json)
+        sys.stdout.flush()
+    except NearpeakError as error:
+        narrate(f"nearpeak: {error}")
+        code = error.exit_code
+    finally:
+        if run and not arguments.no_keep:
+            _keep(profile)
+        if arguments.save:
+            code = _save(profile, arguments.save) or code
+    return code
+
+
+def list_runs() -> int:
+    """Prints the kept runs."""
+    from nearpeak.diagnose import kept
+    from nearpeak.render.kept import text
+
+    runs = kept.kept()
+    if not runs:
+        narrate(f"No runs are kept in {kept.folder()}. `nearpeak profile SCRIPT` keeps one.")
+        return 0
+    print(text(runs))
+    return 0
+
+
+def _keep(profile: Profile) -> None:
+    from nearpeak.diagnose import kept
+
+    if not kept.wanted():
+        return
+    try:
+        kept.keep(profile)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        narrate(f"nearpeak: this run was not kept: {kept.folder()} cannot be written: {reason}.")
+    else:
+        narrate("kept as @last; `nearpeak profile --trace @last` shows it again")
+
+
+def _save(profile: Profile, path: str) -> int:
+    from nearpeak.diagnose import saved
+
+    try:
+        saved.save(profile, path)
+    except NearpeakError as error:
+        narrate(f"nearpeak: {error}")
+        return error.exit_code
+    narrate(f"wrote {path}")
+    return 0

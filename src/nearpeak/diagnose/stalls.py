@@ -1,0 +1,79 @@
+"""`idle_causes`: what a recording says about the idle time of its step, with the lines of another trace of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nearpeak.capture.kineto.host import HostSpan
+from nearpeak.capture.kineto.read import KinetoTrace
+from nearpeak.diagnose.idle import Doing, IdleCause, Ran, causes
+from nearpeak.work.op import Op
+
+_CALLED: Mapping[str, str] = {
+    "aten._local_scalar_dense": "item",
+    "aten.item": "item",
+    "aten.is_nonzero": "item",
+    "aten._to_copy": "copy",
+    "aten.copy_": "copy",
+    "aten._copy_from": "copy",
+}
+"""What an op is called in the code that has it."""
+
+
+def idle_causes(
+    recorded: KinetoTrace,
+    *,
+    idle_s: float,
+    clean: bool,
+    traced: Sequence[Op] | None = None,
+    to_traced: Sequence[int | None] | None = None,
+) -> tuple[IdleCause, ...]:
+    """The causes of `idle_s`, from the gaps of the recorded step.
+
+    Args:
+        recorded: The step under the profiler.
+        idle_s: The idle time to explain.
+        clean: Whether that is the idle time of a step without the profiler.
+        traced: The ops of another run of the step, which know their lines.
+        to_traced: Of each op of the recording its index there.
+    """
+    ops = recorded.trace.ops
+
+    def where(op: int | None) -> str:
+        if op is not None and traced is not None and to_traced is not None:
+            there = to_traced[op]
+            place = None if there is None else traced[there]
+        else:
+            place = None if op is None else ops[op]
+        return "" if place is None else place.source or place.module
+
+    if recorded.kernels:
+        ran = [
+            Ran(item.start_s, item.start_s + item.seconds, item.launched_s, where(item.op)) for item in recorded.kernels
+        ]
+    else:  # ops are the kernels of a CPU
+        ran = [Ran(start, start + took, None, where(op)) for op, (start, took) in enumerate(recorded.spans)]
+    first = min((item.start_s for item in ran), default=0.0)
+    last = max((item.end_s for item in ran), default=0.0)
+    return causes(
+        ran,
+        [
+            Doing(span.kind, span.start_s, span.start_s + span.seconds, where(span.op), _what(span, ops))
+            for span in recorded.host
+        ],
+        recorded.host_working if recorded.kernels else None,
+        window=(min(recorded.free_from_s, max(first, 0.0)), max(last, recorded.wall_s)),
+        idle_s=idle_s,
+        clean=clean,
+    )
+
+
+def _what(span: HostSpan, ops: Sequence[Op]) -> str:
+    if span.kind == "input":
+        return "DataLoader"
+    if span.kind == "garbage collection":
+        return ""
+    if span.kind == "synchronisation" and span.op is not None:
+        packet = ops[span.op].packet
+        return _CALLED.get(packet, packet.removeprefix("aten.").removeprefix("unknown."))
+    return span.name.partition(" (dynamo_timed)")[0]

@@ -1,0 +1,284 @@
+"""`Watch`: told when each step of a run ends, it does with the next one what the schedule says."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+
+import torch
+
+from nearpeak.capture.kineto.read import KinetoTrace
+from nearpeak.capture.live import LiveTrace
+from nearpeak.capture.step_kind import StepKind
+from nearpeak.capture.steps import Steps
+from nearpeak.diagnose.captured import Captured, Profiler, synchronize
+from nearpeak.diagnose.schedule import OUTLIER, Schedule
+from nearpeak.measure.options import Progress
+from nearpeak.units import seconds
+from nearpeak.work.op import Trace
+
+SAYS = {
+    "warm-up": "warming up",
+    "clean": "taking the time of clean steps",
+    "profiler start": "starting the profiler",
+    "profiled": "profiling a step",
+    "traced": "tracing a step",
+    "done": "all that is needed was captured",
+}
+
+WHAT_A_STEP_IS = (
+    "A step ends with an optimizer's step, or with a module's call without gradients; --step MODULE:FUNCTION names a "
+    "function each call of which is one."
+)
+
+
+class Stop(BaseException):
+    """Ends code that has given what is needed; no Exception, so that the code does not catch it."""
+
+
+class Watch:
+    """One run of steps. It never fails the code that it watches: what went wrong is in `problem`.
+
+    With `stop` the run is ended by `Stop` when all was captured. Without `traces` the caller traces a step itself, when
+    the phase is "traced", and gives the result to `keep`.
+    """
+
+    def __init__(self, say: Progress, *, stop: bool = False, traces: bool = True) -> None:
+        self.schedule = Schedule()
+        self.steps: Steps | None = None
+        """Who finds the steps: it looks at nothing but what it knows already while times are taken."""
+        self.ended = time.monotonic()
+        """When the last step did."""
+        self.problem = ""
+        self._say, self._stop, self._traces = say, stop, traces
+        self._process = os.getpid()
+        self._recorded: KinetoTrace | None = None
+        self._profiled_wall = 0.0
+        self._traced: Trace | None = None
+        self._profiler: Profiler | None = None
+        self._live: LiveTrace | None = None
+        self._begun = 0.0
+        self._marks: list[torch.cuda.Event] = []
+        """On the device, before the first clean step and after each of them."""
+        self._earlier: tuple[Schedule, KinetoTrace, float, Trace] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is needed."""
+        return self.schedule.phase == "done"
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Part of the traced step."""
+        if self._live is not None:
+            self._live.optimizer_begins(optimizer)
+
+    def optimizer_ends(self) -> None:
+        """Part of the traced step."""
+        if self._live is not None:
+            self._live.optimizer_ends()
+
+    def training_begins(self) -> None:
+        """What was called before was an evaluation; it counts only if no training step can be captured."""
+        if self.schedule.steps == 0 or os.getpid() != self._process:
+            return
+        if self._recorded is not None and self._traced is not None:
+            self._earlier = self.schedule, self._recorded, self._profiled_wall, self._traced
+        self.abandon()
+        self.schedule, self._recorded, self._traced = Schedule(), None, None
+        self._say("training begins: the steps before it do not count")
+
+    def step_ends(self, kind: StepKind | None = None, *, between: Callable[[], object] | None = None) -> None:
+        """A step is over. `between` runs before the next one begins, and is part of none."""
+        self.ended = time.monotonic()
+        if self.schedule.phase == "done" or self.problem or os.getpid() != self._process:  # a worker was forked
+            self.schedule.steps += 1
+            if between is not None:
+                between()
+            return
+        seen = self.schedule.steps
+        try:
+            self._advance(kind or StepKind(), between)
+        except Exception as error:  # whatever it is: the code that is watched must not end because of it
+            self.schedule.steps = seen + 1
+            self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        if self._stop and self.is_done:
+            raise Stop
+
+    def keep(self, traced: Trace) -> None:
+        """The trace of a step that the caller took."""
+        self._traced = traced
+        self.schedule.step_ended(time.perf_counter())
+
+    def abandon(self) -> None:
+        """Ends what still runs when the code is over."""
+        profiler, self._profiler, live, self._live = self._profiler, None, self._live, None
+        # Of a device that is gone everything fails, and the code's own error has said so.
+        if profiler is not None:
+            with suppress(Exception):
+                profiler.discard()
+        if live is not None:
+            with suppress(Exception):
+                live.stop()
+
+    def captured(self, source: str) -> Captured | None:
+        """What the profile is made of; None where steps were too few."""
+        found = self._earlier
+        if self._recorded is not None and self._traced is not None:
+            found = self.schedule, self._recorded, self._profiled_wall, self._traced
+        if found is None:
+            return None
+        schedule, recorded, profiled_wall, traced = found
+        return Captured(
+            source=source,
+            walls=tuple(schedule.usual_walls),
+            wall_s=schedule.wall_s,
+            recorded=recorded,
+            profiled_wall=profiled_wall,
+            traced=traced,
+            notes=tuple(_notes(schedule)),
+        )
+
+    def what_is_missing(self, source: str) -> str:
+        """Why there is no profile: what was seen, what is needed, and what to do."""
+        schedule = self.schedule
+        seen = f"{source} took {schedule.steps or 'no'} step{'s' * (schedule.steps != 1)}"
+        wall = schedule.wall_s
+        if wall is not None:
+            seen += f", and {len(schedule.walls)} clean ones of {seconds(wall)}"
+        if self.problem:
+            return f"{seen}, but there is no account of one: {self.problem}"
+        unused = self.steps.unused if self.steps is not None else 0
+        if schedule.steps == 0 and unused:
+            seen += f", but {unused} calls of modules with gradients: inference belongs into torch.no_grad()"
+        return (
+            f"{seen}. A profile needs about twenty, or seven that take long: some to warm up, some for their wall "
+            f"time, two to profile and one to trace. {WHAT_A_STEP_IS} Run it for longer, or profile one step with "
+            "nearpeak.profile(fn, *args)."
+        )
+
+    def _give_up(self, why: str) -> None:
+        self.problem = why
+        self.abandon()
+        self._say(f"no step is profiled: {why}")
+
+    def _advance(self, kind: StepKind, between: Callable[[], object] | None) -> None:
+        schedule, before = self.schedule, self.schedule.phase
+        if before in ("profiler start", "profiled", "traced"):  # their step ends with its last kernel
+            synchronize()
+        now = time.perf_counter()
+        kind = dataclasses.replace(kind, recorded=self._profiler is None and _profiler_runs())
+        usable = self._finish(now, kind)
+        after = schedule.step_ended(now, kind, graphs=_graphs(), usable=usable)
+        if before == "clean" and after not in ("clean", "warm-up"):
+            self._mark()
+            synchronize()
+            schedule.device_ended(
+                time.perf_counter(), [one.elapsed_time(two) / 1e3 for one, two in pairwise(self._marks)]
+            )
+        if self.problem:
+            return
+        if between is not None:
+            synchronize()
+            between()
+        if after != before:
+            self._say(SAYS[after])
+            if self.steps is not None:
+                self.steps.calls.search(after not in ("clean", "done"))
+        if after != before or schedule.again:
+            self._begin(after)
+        if between is not None or (after == "clean" and (before != "clean" or schedule.again)):
+            synchronize()
+            schedule.resumes(time.perf_counter())
+            if not schedule.walls:
+                self._marks.clear()
+        if after == "clean":
+            self._mark()
+
+    def _mark(self) -> None:
+        """Notes on the device that it got here: nothing waits for that."""
+        mark = _device_mark()
+        if mark is not None:
+            self._marks.append(mark)
+
+    def _finish(self, now: float, kind: StepKind) -> bool:
+        """Ends what was done to the step that is over; whether it can be used."""
+        phase, fits = self.schedule.phase, self.schedule.fits(kind)
+        if phase == "profiled":
+            profiler, self._profiler = self._profiler, None
+            if profiler is None:
+                return False
+            if not fits:
+                profiler.discard()
+                return False
+            recorded = profiler.stop()
+            if not recorded.trace.ops:  # another profiler took over
+                return False
+            if not recorded.kernels and _cuda_in_use():
+                self._give_up(
+                    "torch's profiler saw no kernels although the GPU was used. It needs the permission to read "
+                    "performance counters (NVreg_RestrictProfilingToAdminUsers=0, or CAP_SYS_ADMIN in a container), "
+                    "and no other profiler may run beside it."
+                )
+                return False
+            self._recorded, self._profiled_wall = recorded, now - self._begun
+        elif phase == "traced" and self._live is not None:
+            traced = self._live.stop()
+            self._live = None
+            if fits:
+                self._traced = traced
+        return fits
+
+    def _begin(self, phase: str) -> None:
+        if phase in ("profiler start", "profiled"):
+            # A second profiler would take the place of the first, and the code would find its own one empty.
+            if self._profiler is not None:
+                self._profiler.next_step()
+            elif not _profiler_runs():
+                self._profiler = Profiler()
+            self._begun = time.perf_counter()
+        elif phase == "traced":
+            if self._recorded is None:
+                self._give_up("the code has a profiler of its own running in every step. Switch it off, and try again.")
+            elif self._traces:
+                self._live = LiveTrace()
+
+
+def _notes(schedule: Schedule) -> list[str]:
+    notes = []
+    left_out = len(schedule.walls) - len(schedule.usual_walls)
+    if left_out:
+        notes.append(
+            f"{left_out} of {len(schedule.walls)} clean steps took more than {OUTLIER:g} times the usual time and do "
+            "not count."
+        )
+    if schedule.others:
+        notes.append(f"Steps of another kind that came between clean ones, and do not count: {schedule.others}.")
+    return notes
+
+
+def _graphs() -> int:
+    """How many graphs torch.compile has made so far."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return int(module.counters["stats"]["unique_graphs"]) if module is not None else 0
+
+
+def _device_mark() -> torch.cuda.Event | None:
+    """A moment on the device's own clock, in its order of work; None where no GPU is in use."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
+
+
+def _profiler_runs() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0

@@ -1,0 +1,186 @@
+"""What `nearpeak profile` prints, keeps and writes."""
+
+import argparse
+import errno
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
+
+from made_up import profile  # type: ignore[import-not-found]
+
+from nearpeak.cli import profile_results
+from nearpeak.cli.main import main
+from nearpeak.cli.output import style_of
+from nearpeak.diagnose import kept, saved
+
+EAGER = str(Path(__file__).parents[1] / "data" / "kineto_eager.json.gz")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("NEARPEAK_KEEP", raising=False)
+
+
+def shown(*options, run=True):
+    parser = argparse.ArgumentParser()
+    profile_results.configure(parser)
+    arguments = parser.parse_args(options)
+    profile_results.check(arguments)
+    return profile_results.show_profile(profile(), arguments, run=run)
+
+
+def no_space(*arguments, **keywords):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_run_is_kept_and_shown_again(capsys):
+    assert shown() == 0
+    first = capsys.readouterr()
+    assert first.err == "kept as @last; `nearpeak profile --trace @last` shows it again\n"
+    assert main(["profile", "--trace", "@last"]) == 0
+    again = capsys.readouterr()
+    assert again.out == first.out
+    assert "kept" not in again.err
+    assert len(kept.kept()) == 1
+
+
+def test_runs_are_listed(capsys):
+    assert main(["profile", "--list"]) == 0
+    assert "No runs are kept" in capsys.readouterr().err
+    shown()
+    shown()
+    capsys.readouterr()
+    assert main(["profile", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "---", "@1", "@2"]
+    assert "train.py" in lines[2]
+    assert main(["profile", "--list", "--trace", "@last"]) == 2
+
+
+@pytest.mark.parametrize("how", ["option", "environment", "trace"])
+def test_what_is_not_to_be_kept_is_not(how, monkeypatch, capsys):
+    if how == "environment":
+        monkeypatch.setenv("NEARPEAK_KEEP", "0")
+    assert shown(*(["--no-keep"] if how == "option" else []), run=how != "trace") == 0
+    assert kept.kept() == ()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_trace_file_is_not_kept():
+    assert main(["profile", "--trace", EAGER, "--top", "1"]) == 0
+    assert kept.kept() == ()
+
+
+def test_a_cache_that_cannot_be_written_costs_a_line_and_no_report(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path / "file" / "inside"))
+    assert shown() == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Verdict:")
+    assert captured.err.startswith("nearpeak: this run was not kept: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_full_disk_loses_no_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "fsync", no_space)
+    path = tmp_path / "run.json"
+    assert shown("--save", str(path)) == 4
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Verdict:")
+    assert f"nearpeak: {path} cannot be written: No space left on device." in captured.err
+    assert "this run was not kept" in captured.err
+    assert not path.exists()
+
+
+def test_json_that_cannot_be_written_loses_neither_the_report_nor_the_run(tmp_path, capsys):
+    assert shown("--json", str(tmp_path / "no" / "run.json")) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Verdict:")
+    assert "Cannot write" in captured.err
+    assert len(kept.kept()) == 1
+
+
+def test_a_reader_that_is_gone_does_not_cost_the_run(tmp_path, monkeypatch):
+    def gone(*arguments, **keywords):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys.stdout, "write", gone)
+    with pytest.raises(BrokenPipeError):
+        shown("--save", str(tmp_path / "run.json"))
+    assert len(kept.kept()) == 1
+    assert saved.read(tmp_path / "run.json") == profile()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--save", "out.html"], "as .json or .json.gz"), (["--save", "no/such/run.json"], "there is no folder no/such")],
+)
+def test_a_name_that_cannot_work_is_refused_before_the_run(options, message, tmp_path, capsys):
+    script = tmp_path / "never.py"
+    script.write_text("raise SystemExit('it ran')")
+    assert main(["profile", *options, str(script)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "it ran" not in captured.err
+
+
+def test_json_to_a_file_and_the_report_to_stdout(tmp_path, capsys):
+    assert shown("--json", str(tmp_path / "run.json")) == 0
+    assert capsys.readouterr().out.startswith("Verdict:")
+    assert json.loads((tmp_path / "run.json").read_text())["wall_s"] == 10.0
+
+
+class Terminal(io.StringIO):
+    """Something that says what a stream says about itself."""
+
+    def __init__(self, terminal, encoding):
+        super().__init__()
+        self._terminal, self._encoding = terminal, encoding
+
+    @property
+    def encoding(self):
+        return self._encoding
+
+    def isatty(self):
+        return self._terminal
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "colour", "blocks"),
+    [
+        (Terminal(True, "utf-8"), {}, True, True),
+        (Terminal(True, "UTF8"), {"NO_COLOR": ""}, True, True),
+        (Terminal(True, "utf-8"), {"NO_COLOR": "0"}, False, True),
+        (Terminal(True, "ascii"), {}, True, False),
+        (Terminal(True, "utf-8"), {"TERM": "dumb"}, False, False),
+        (Terminal(False, "utf-8"), {}, False, False),
+        (Terminal(False, None), {}, False, False),
+    ],
+)
+def test_colours_and_blocks_only_where_they_can_be_shown(stream, environment, colour, blocks, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    style = style_of(stream)
+    assert (style.colour, style.blocks) == (colour, blocks)
+
+
+def test_a_script_that_changes_the_folder_changes_no_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    parser = argparse.ArgumentParser()
+    profile_results.configure(parser)
+    arguments = parser.parse_args(["--save", "run.json", "--json", "all.json"])
+    profile_results.check(arguments)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert profile_results.show_profile(profile(), arguments, run=True) == 0
+    assert (tmp_path / "run.json").exists()
+    assert (tmp_path / "all.json").exists()

@@ -1,0 +1,131 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearpeak.diagnose.idle import LATE, MEANINGS, QUEUED, Doing, Ran, causes
+from nearpeak.diagnose.intervals import length, union
+
+times = st.integers(0, 100).map(float)
+spans = st.tuples(times, times).map(lambda pair: (min(pair), max(pair) + 1.0))
+named = st.sampled_from(["profiler", "compilation", "garbage collection", "input", "allocator", "synchronisation"])
+
+
+def seconds(found, cause, what=None):
+    return sum(item.seconds for item in found if item.cause == cause and what in (None, item.what))
+
+
+def of(ran, doing=(), working=(), window=(0.0, 100.0), idle_s=None, clean=False):
+    """The causes of all idle time in the window."""
+    gaps = window[1] - window[0] - length((max(r.start_s, window[0]), min(r.end_s, window[1])) for r in ran)
+    return causes(ran, list(doing), working, window=window, idle_s=gaps if idle_s is None else idle_s, clean=clean)
+
+
+def test_gaps_are_charged_to_what_the_host_did():
+    ran = [Ran(10.0, 20.0, 9.0), Ran(60.0, 70.0, 58.0, "train.py:9"), Ran(80.0, 100.0, 15.0)]
+    found = of(ran, [Doing("input", 25.0, 45.0, what="DataLoader")], [(5.0, 9.0), (49.0, 58.0)])
+    assert [(c.cause, c.seconds, c.count, c.where, c.what) for c in found] == [
+        ("input", 20.0, 1, "", "DataLoader"),
+        ("launching", 16.0, 2, "train.py:9", LATE),  # 4 + 1 and 9 + 2
+        ("launching", 10.0, 1, "", QUEUED),
+        ("python", 9.0, 1, "train.py:9", ""),  # 5 until the loader, 4 after it
+        ("python", 5.0, 1, "", ""),  # before the first op
+    ]
+
+
+def test_a_synchronisation_is_charged_with_the_lead_that_it_took():
+    ran = [Ran(0.0, 40.0, 0.0), Ran(90.0, 100.0, 90.0)]
+    wait = Doing("synchronisation", 30.0, 42.0, "train.py:52", "item")
+    found = of(ran, [wait], [(60.0, 90.0)])
+    assert seconds(found, "synchronisation") == 12.0  # 2 until it returned, and the 10 that the host had waited
+    assert seconds(found, "python") == 8.0
+    assert seconds(found, "launching") == 30.0
+    assert [(c.where, c.what) for c in found if c.cause == "synchronisation"] == [("train.py:52", "item")]
+
+
+def test_a_synchronisation_that_waits_for_nothing_costs_its_own_time():
+    ran = [Ran(0.0, 40.0, 0.0), Ran(90.0, 100.0, 90.0)]
+    found = of(ran, [Doing("synchronisation", 50.0, 52.0)], [(41.0, 90.0)])
+    assert seconds(found, "synchronisation") == 2.0
+
+
+def test_while_a_kernel_is_queued_the_host_is_not_to_blame():
+    found = of([Ran(0.0, 40.0, 0.0), Ran(45.0, 100.0, 10.0)], [Doing("input", 20.0, 90.0)])
+    assert [(c.cause, c.seconds, c.what) for c in found] == [("launching", 5.0, QUEUED)]
+
+
+def test_the_most_specific_counts_where_several_are_true():
+    doing = [
+        Doing("synchronisation", 0.0, 100.0),
+        Doing("input", 20.0, 80.0),
+        Doing("garbage collection", 40.0, 50.0),
+        Doing("compilation", 45.0, 60.0),
+    ]
+    found = of([], doing)
+    assert {c.cause: c.seconds for c in found} == {
+        "synchronisation": 40.0,
+        "input": 40.0,
+        "garbage collection": 5.0,
+        "compilation": 15.0,
+    }
+
+
+def test_without_launches_all_that_has_no_name_is_python():
+    found = of([Ran(10.0, 20.0, None), Ran(50.0, 100.0, None)], working=None)
+    assert [(c.cause, c.seconds, c.count) for c in found] == [("python", 40.0, 2)]
+
+
+def test_in_a_clean_step_only_ops_and_what_is_between_them_are_faster():
+    us = 1e-6
+    ran = [Ran(0.0, 10 * us, 0.0), Ran(50 * us, 100 * us, 50 * us)]
+    doing = [Doing("input", 10 * us, 20 * us), Doing("profiler", 20 * us, 30 * us)]
+    clean = {"working": [(35 * us, 50 * us)], "window": (0.0, 100 * us), "clean": True}
+    found = of(ran, doing, **clean, idle_s=14 * us)
+    assert {c.cause: c.seconds for c in found} == pytest.approx(
+        {"input": 10 * us, "launching": 3 * us, "python": 1 * us}
+    )
+    found = of(ran, doing, **clean, idle_s=4 * us)
+    assert {c.cause: c.seconds for c in found} == pytest.approx({"input": 4 * us})
+
+
+def test_long_stretches_of_python_keep_their_time_and_their_place():
+    ms = 1e-3
+    ran = [Ran(0.0, 10 * ms, None), Ran(20 * ms, 30 * ms, None, "train.py:7"), Ran(30.1 * ms, 40 * ms, None)]
+    found = of(ran, working=None, window=(0.0, 40 * ms), idle_s=10.04 * ms, clean=True)
+    assert [(c.cause, c.where, c.what) for c in found] == [("python", "train.py:7", ""), ("python", "", "between ops")]
+    assert [c.seconds for c in found] == pytest.approx([10 * ms, 0.04 * ms])
+
+
+def test_idle_time_that_the_profiled_step_did_not_have_is_unknown():
+    ran = [Ran(0.0, 10.0, 0.0), Ran(20.0, 100.0, 20.0)]
+    found = of(ran, [Doing("input", 10.0, 20.0)], idle_s=10.5, clean=True)
+    assert {c.cause: c.seconds for c in found} == pytest.approx({"input": 10.5})  # steps are never quite the same
+    found = of(ran, [Doing("input", 10.0, 20.0)], idle_s=15.0, clean=True)
+    assert {c.cause: c.seconds for c in found} == pytest.approx({"input": 10.0, "unknown": 5.0})
+    assert of([], idle_s=0.0) == ()
+
+
+@given(
+    st.lists(st.tuples(spans, times), max_size=8),
+    st.lists(st.tuples(named, spans), max_size=8),
+    st.lists(spans, max_size=5),
+    st.floats(0.0, 200.0),
+    st.booleans(),
+)
+def test_causes_sum_to_the_idle_time(kernels, doing, working, idle_s, clean):
+    ran = [Ran(*span, launched) for span, launched in kernels]
+    host = [Doing(cause, *span) for cause, span in doing]
+    found = of(ran, host, union(working), idle_s=idle_s, clean=clean)
+    assert sum(item.seconds for item in found) == pytest.approx(idle_s, rel=1e-9, abs=1e-12)
+    assert all(item.seconds > 0.0 for item in found)
+    assert {item.cause for item in found} <= set(MEANINGS)
+    whole = of(ran, host, union(working))
+    assert not seconds(whole, "unknown")
+
+
+@given(st.lists(spans, max_size=8), st.lists(spans, max_size=8))
+def test_a_loader_is_charged_where_it_ran_and_nothing_else_did(kernels, loading):
+    window = (0.0, 101.0)
+    found = of([Ran(*span, None) for span in kernels], [Doing("input", *span) for span in loading], window=window)
+    alone = length([*kernels, *loading]) - length(kernels)
+    assert seconds(found, "input") == pytest.approx(alone)
+    assert seconds(found, "python") == pytest.approx(101.0 - length(kernels) - alone)
