@@ -63,6 +63,8 @@ class Watch:
         self._profiler: Profiler | None = None
         self._live: LiveTrace | None = None
         self._begun = 0.0
+        self._settling = False
+        """Whether this step is the last before the clean ones."""
         self._marks: list[torch.cuda.Event] = []
         """On the device, before the first clean step and after each of them."""
         self._earlier: tuple[Schedule, KinetoTrace, float, Trace] | None = None
@@ -168,6 +170,11 @@ class Watch:
 
     def _advance(self, kind: StepKind, between: Callable[[], object] | None) -> None:
         schedule, before = self.schedule, self.schedule.phase
+        if self._settling:
+            self._settling = False
+            schedule.steps += 1
+            self._take_times(between)
+            return
         if before in ("profiler start", "profiled", "traced"):  # their step ends with its last kernel
             synchronize()
         now = time.perf_counter()
@@ -189,15 +196,29 @@ class Watch:
             self._say(SAYS[after])
             if self.steps is not None:
                 self.steps.calls.search(after not in ("clean", "done"))
+                # The interpreter's own caches begin anew where it has been told to look at less: one step refills them.
+                self._settling = after == "clean"
         if after != before or schedule.again:
             self._begin(after)
         if between is not None or (after == "clean" and (before != "clean" or schedule.again)):
-            synchronize()
-            schedule.resumes(time.perf_counter())
-            if not schedule.walls:
-                self._marks.clear()
+            self._resume()
         if after == "clean":
             self._mark()
+
+    def _take_times(self, between: Callable[[], object] | None) -> None:
+        """The clean steps begin here."""
+        if between is not None:
+            synchronize()
+            between()
+        self._resume()
+        self._mark()
+
+    def _resume(self) -> None:
+        """The next step begins only now, with a device that has nothing left to do."""
+        synchronize()
+        self.schedule.resumes(time.perf_counter())
+        if not self.schedule.walls:
+            self._marks.clear()
 
     def _mark(self) -> None:
         """Notes on the device that it got here: nothing waits for that."""
