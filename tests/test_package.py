@@ -18,10 +18,12 @@ PUBLIC = {
     "Comparison",
     "Cost",
     "Estimate",
+    "Finding",
     "Machine",
     "NearpeakError",
     "Profile",
     "Timing",
+    "Waste",
     "Work",
     "bench",
     "compare",
@@ -33,6 +35,7 @@ PUBLIC = {
     "load",
     "machine",
     "profile",
+    "rule",
     "sweep",
 }
 

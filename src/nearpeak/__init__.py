@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from nearpeak.capture.estimate import estimate
     from nearpeak.capture.fake import fake
     from nearpeak.capture.machine import machine
+    from nearpeak.diagnose.finding import Finding, Waste
+    from nearpeak.diagnose.findings import rule
     from nearpeak.diagnose.load import load
     from nearpeak.diagnose.profile import Profile
     from nearpeak.diagnose.run import profile
@@ -35,10 +37,12 @@ __all__ = [
     "Comparison",
     "Cost",
     "Estimate",
+    "Finding",
     "Machine",
     "NearpeakError",
     "Profile",
     "Timing",
+    "Waste",
     "Work",
     "bench",
     "compare",
@@ -50,6 +54,7 @@ __all__ = [
     "load",
     "machine",
     "profile",
+    "rule",
     "sweep",
 ]
 
@@ -58,10 +63,12 @@ _HOME = {
     "Comparison": "nearpeak.measure.timing",
     "Cost": "nearpeak.work.cost",
     "Estimate": "nearpeak.bound.estimate",
+    "Finding": "nearpeak.diagnose.finding",
     "Machine": "nearpeak.machines.model",
     "NearpeakError": "nearpeak.errors",
     "Profile": "nearpeak.diagnose.profile",
     "Timing": "nearpeak.measure.timing",
+    "Waste": "nearpeak.diagnose.finding",
     "Work": "nearpeak.work.model",
     "bench": "nearpeak.measure.bench",
     "compare": "nearpeak.measure.compare",
@@ -73,6 +80,7 @@ _HOME = {
     "load": "nearpeak.diagnose.load",
     "machine": "nearpeak.capture.machine",
     "profile": "nearpeak.diagnose.run",
+    "rule": "nearpeak.diagnose.findings",
     "sweep": "nearpeak.measure.sweep",
 }
 

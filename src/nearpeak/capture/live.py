@@ -48,4 +48,6 @@ class LiveTrace:
             storages=recorder.storages.facts(),
             results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
             lives=recorder.lives(),
+            on_host=frozenset(recorder.storages.on_host),
+            pinned=frozenset(recorder.storages.pinned),
         )

@@ -148,6 +148,8 @@ def trace(
         truncated=truncated,
         notes=tuple(_notes(truncated, limit, redirection, target, compiled)),
         lives=recorder.lives(),
+        on_host=frozenset(recorder.storages.on_host),
+        pinned=frozenset(recorder.storages.pinned),
     )
 
 

@@ -55,6 +55,7 @@ class Storages:
         self._met = met
         self.on_host: set[int] = set()
         """Of real tensors: those in the memory of the host."""
+        self.pinned: set[int] = set()
         self._numbers: dict[int, int] = {}
         self._held: list[StorageWeakRef | torch.UntypedStorage] = []
         self._known: dict[int, tuple[StorageKind, str]] = {}
@@ -91,6 +92,8 @@ class Storages:
                 self._met(number, storage, self._kinds[number][0])
                 if storage.device.type == "cpu":
                     self.on_host.add(number)
+                    if torch.cuda.is_initialized() and tensor.is_pinned():
+                        self.pinned.add(number)
         elif size > self._bytes[number]:
             self._bytes[number] = size
         return number

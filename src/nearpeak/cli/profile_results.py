@@ -19,6 +19,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("results")
     output.add_argument("--by", choices=("op", "module", "line", "phase", "family"), default="op", help="what to rank")
     output.add_argument("--top", type=int, default=12, help="how many rows the ranking has at most (12)")
+    output.add_argument("--findings", type=int, default=5, metavar="N", help="how many findings to show at most (5)")
+    output.add_argument("--least", type=float, default=1.0, metavar="PERCENT", help="of the step, for a finding (1)")
+    output.add_argument(
+        "--ignore", action="append", default=[], metavar="RULE", help="do not show it; RULE@train.py:41 for one line"
+    )
+    output.add_argument("--rules", action="append", default=[], metavar="FILE.py", help="run a file with more rules")
     output.add_argument("--save", metavar="FILE", help="also write the profile as .json or .json.gz")
     output.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
     output.add_argument("--no-keep", action="store_true", help="do not keep this run (nor does NEARPEAK_KEEP=0)")
@@ -28,9 +34,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """UsageError for what would fail only after the run."""
     from nearpeak.diagnose import saved
+    from nearpeak.diagnose.findings import add_rules, check_names
 
     if arguments.top < 1:
         raise UsageError(f"--top {arguments.top}: a table has at least one row.")
+    if arguments.findings < 0 or not arguments.least >= 0.0:
+        raise UsageError("--findings and --least are not below zero.")
+    for file in arguments.rules:
+        add_rules(file)
+    check_names(arguments.ignore)
     if arguments.save:
         saved.check_name(arguments.save)
         arguments.save = str(Path(arguments.save).absolute())  # the script may change the folder
@@ -44,10 +56,20 @@ def show_profile(profile: Profile, arguments: argparse.Namespace, *, run: bool) 
     A report that was printed is not lost to a full disk, nor is a run to a terminal that is gone.
     """
     from nearpeak.render.profile import text
+    from nearpeak.render.profile_findings import shown
 
     code = 0
+    found = shown(profile, arguments.least / 100, arguments.ignore)
     try:
-        show(text(profile, arguments.top, arguments.by, style_of(sys.stdout)), profile, arguments.json)
+        report = text(
+            profile,
+            arguments.top,
+            arguments.by,
+            style_of(sys.stdout),
+            findings=found,
+            most_findings=arguments.findings,
+        )
+        show(report, profile, arguments.json)
         sys.stdout.flush()
     except NearpeakError as error:
         narrate(f"nearpeak: {error}")

@@ -23,6 +23,8 @@ from nearpeak.capture.kineto.host import OWN_WAIT
 from nearpeak.capture.kineto.read import KinetoTrace, read_trace
 from nearpeak.capture.precision import without_tf32
 from nearpeak.diagnose.alignment import align
+from nearpeak.diagnose.examined import Known
+from nearpeak.diagnose.findings import with_findings
 from nearpeak.diagnose.memory import memory_of
 from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of
 from nearpeak.diagnose.rates import rates_of
@@ -33,6 +35,8 @@ from nearpeak.work.cost import costs_of
 from nearpeak.work.op import Op, Trace
 from nearpeak.work.tensor import Tensor
 
+KNOWN: frozenset[Known] = frozenset({"storages", "lines", "host", "memory"})
+"""What a run tells of its steps."""
 COMMUNICATION = ("nccl", "rccl", "oneccl")
 """How kernels of communication libraries are named, in any spelling of case."""
 
@@ -69,7 +73,7 @@ class Captured:
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=self.recorded.device,
         )
-        return dataclasses.replace(
+        found = dataclasses.replace(
             found,
             idle=idle_causes(
                 self.recorded,
@@ -86,6 +90,7 @@ class Captured:
             rates=rates_of(traced, estimate, machine, wall_s=found.wall_s, kernel_s=found.kernel_s),
             memory=None if traced.lives is None else memory_of(traced.lives, traced.ops),
         )
+        return with_findings(found, traced, machine, KNOWN)
 
     def _aligned(self) -> tuple[list[int | None], float]:
         """Of each op of the profiled step its index in the traced one, and the share of those that have one.

@@ -10,6 +10,8 @@ from typing import Literal
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.times import Ceilings
 from nearpeak.diagnose import kept, saved
+from nearpeak.diagnose.examined import Known
+from nearpeak.diagnose.findings import with_findings
 from nearpeak.diagnose.profile import Profile, profile_of
 from nearpeak.diagnose.rates import rates_of
 from nearpeak.errors import UsageError
@@ -63,8 +65,10 @@ def profile_trace(
         device=recorded.device,
     )
     times = {"wall_s": found.wall_s, "kernel_s": found.kernel_s}
-    return dataclasses.replace(
+    found = dataclasses.replace(
         found,
         idle=idle_causes(recorded, idle_s=found.waterfall.seconds("idle"), clean=False),
         rates=rates_of(recorded.trace, estimate, machine, **times, recompute_known=False),
     )
+    lines: frozenset[Known] = frozenset({"lines"}) if any(op.source for op in recorded.trace.ops) else frozenset()
+    return with_findings(found, recorded.trace, machine, lines | {"host"})

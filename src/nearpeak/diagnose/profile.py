@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearpeak.bound.estimate import Estimate, EstimatedOp
+from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.fused import fused_seconds
 from nearpeak.diagnose.idle import IdleCause
 from nearpeak.diagnose.intervals import Interval, charges, length
@@ -105,6 +106,10 @@ class Profile:
     rates: Rates | None = None
     memory: Memory | None = None
     """At the peak of the step; None where it did not run under a trace here."""
+    findings: tuple[Finding, ...] = ()
+    """What is wasted, the largest saving first."""
+    undecided: tuple[str, ...] = ()
+    """Rules that cannot be decided from what is known of the step."""
 
     def save(self, path: str | Path) -> None:
         """Writes it as .json or .json.gz, for `nearpeak.load`."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.grade import grade_of
 from nearpeak.diagnose.profile import Profile
 from nearpeak.diagnose.ranking import By, Rank, ranking
 from nearpeak.diagnose.waterfall import PartName
 from nearpeak.render.profile_card import card, filled, place, short_name, shortened
+from nearpeak.render.profile_findings import MOST, findings_text, shown
 from nearpeak.render.profile_rates import memory_text, rates_text
 from nearpeak.render.style import PLAIN, Colour, Style
 from nearpeak.render.table import table
@@ -34,12 +36,22 @@ _COLOURS: Mapping[PartName, Colour] = {
 _GRADES: Mapping[str, Colour] = {"A": "green", "B": "green", "C": "yellow", "F": "red"}
 
 
-def text(profile: Profile, top: int = 12, by: By = "op", style: Style = PLAIN) -> str:
-    """The whole report, within 80 columns."""
+def text(
+    profile: Profile,
+    top: int = 12,
+    by: By = "op",
+    style: Style = PLAIN,
+    *,
+    findings: Sequence[Finding] | None = None,
+    most_findings: int = MOST,
+) -> str:
+    """The whole report, within 80 columns. `findings` are those to show; those that save enough where it is None."""
+    found = shown(profile) if findings is None else findings
     parts = [
-        card(profile, style),
+        card(profile, style, found),
         _waterfall(profile, style),
         _idle(profile),
+        findings_text(profile, found, most_findings, style),
         _ranking(profile, top, by),
         rates_text(profile.rates),
         memory_text(profile.memory),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.idle import MEANINGS as CAUSES
 from nearpeak.diagnose.idle import Cause
 from nearpeak.diagnose.profile import Profile, ProfiledOp
@@ -22,13 +23,18 @@ AS_USUAL = 1.25
 """Kernels that take at most this much of what is expected of good ones are no slower than others."""
 
 
-def card(profile: Profile, style: Style = PLAIN) -> str:
-    """Verdict, why and next."""
+def card(profile: Profile, style: Style = PLAIN, findings: Sequence[Finding] = ()) -> str:
+    """Verdict, why and next, which is the finding that saves most where there is one."""
     loss = profile.waterfall.largest_loss
     why, next_ = _ADVICE[loss.name](profile)
     share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
     if share < LITTLE:
         next_ = "Little is left to gain with the same work: do less of it, in a lower precision or on another machine."
+    if findings:
+        first = findings[0]
+        where = f" at {place(first.source)}" if first.source else ""
+        saves = f"{seconds(first.saving_s)}, {percent(first.share)}"
+        next_ = f"{plain(first.title)} Changing that{where} saves {saves}: {plain(first.rule, 40)} below."
     lines = {
         "Verdict": verdict(profile),
         "Why": f"Most is lost to {loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step "

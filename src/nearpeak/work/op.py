@@ -132,3 +132,7 @@ class Trace:
     notes: tuple[str, ...] = field(default=())
     lives: Lives | None = None
     """What was in memory during the ops; None where they did not really run here."""
+    on_host: frozenset[int] = frozenset()
+    """Of ops that really ran: storages in the memory of the host."""
+    pinned: frozenset[int] = frozenset()
+    """Those among them that the device can reach by itself."""

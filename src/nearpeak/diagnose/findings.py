@@ -1,0 +1,200 @@
+"""`find`: the wastes that all rules see in a step, merged, ranked, and never claiming the same time twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nearpeak.diagnose.examined import Examined, Known
+from nearpeak.diagnose.finding import Finding, Waste
+from nearpeak.diagnose.profile import Profile
+from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.machines.model import Machine
+from nearpeak.work.op import Trace
+
+Look = Callable[[Examined], Iterable[Waste]]
+
+LEAST_SHARE = 0.01
+"""Of the wall time: what saves less is not shown."""
+KEPT_SHARE = 0.001
+"""What saves less is not even kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A name, what of a step must be known to decide it, and the function that looks."""
+
+    name: str
+    needs: frozenset[Known]
+    look: Look
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(name: str, *, needs: Collection[Known] = ()) -> Callable[[Look], Look]:
+    """Registers a function that looks at a step and yields what it finds, as a rule of this name.
+
+    Args:
+        name: Words with hyphens, which say what is wrong: "zeroed-then-overwritten".
+        needs: What must be known of a step; where it is not, the rule is listed as not decidable. "storages": which
+            tensors share memory. "lines": of ops. "host": what the host did. "memory": the peak of memory.
+    """
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise UsageError(f"A rule cannot be called {name!r}: its name is of small letters, digits and hyphens.")
+
+    def register(look: Look) -> Look:
+        if name in _RULES:
+            raise UsageError(f"There is a rule called {name!r} already.")
+        _RULES[name] = Rule(name=name, needs=frozenset(needs), look=look)
+        return look
+
+    return register
+
+
+def forget_rule(name: str) -> None:
+    """Takes a rule away again."""
+    _RULES.pop(name, None)
+
+
+def rules() -> dict[str, Rule]:
+    """All rules by name."""
+    from nearpeak.diagnose import rules as _  # noqa: F401  # importing one registers it
+
+    return _RULES
+
+
+def add_rules(path: str | Path) -> None:
+    """Runs a file of the user's that defines rules, with `nearpeak.rule`."""
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"{file}: there is no such file. --rules takes a Python file that defines rules.")
+    before = set(rules())
+    runpy.run_path(str(file))
+    if set(rules()) == before:
+        raise UsageError(f"{file} defines no rule. A function with @nearpeak.rule('name') before it is one.")
+
+
+def check_names(ignore: Iterable[str]) -> None:
+    """UsageError for what is to be ignored and does not exist."""
+    for item in ignore:
+        name = item.partition("@")[0]
+        if name not in rules():
+            raise UsageError(f"There is no rule called {name!r}. {did_you_mean(name, rules())}")
+
+
+def find(
+    step: Examined, *, ignore: Collection[str] = (), least_share: float = LEAST_SHARE
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """What is wasted in a step, the largest saving first; and the rules that cannot be decided from what is known.
+
+    Args:
+        step: What is known of it.
+        ignore: Names of rules, or "NAME@train.py:41" for one line alone.
+        least_share: Of the wall time; what saves less is left out.
+    """
+    check_names(ignore)
+    known = rules()
+    asked = [item for item in known.values() if item.name not in ignore]
+    undecided = tuple(item.name for item in asked if not item.needs <= step.knows)
+    seen = [
+        (item.name, waste)
+        for item in asked
+        if item.needs <= step.knows
+        for waste in item.look(step)
+        if waste.saving_s > 0 and f"{item.name}@{_line(step, waste)}" not in ignore
+    ]
+    merged = _merged(step, list(_claimed(step, seen)))
+    least = least_share * step.profile.wall_s
+    found = sorted((item for item in merged if item.saving_s >= least), key=lambda item: -item.saving_s)
+    return tuple(found), undecided
+
+
+def with_findings(profile: Profile, trace: Trace, machine: Machine, knows: frozenset[Known]) -> Profile:
+    """A profile with what the rules find in the ops behind it; what is too little to show is in it too."""
+    step = Examined(trace=trace, profile=profile, machine=machine, knows=knows)
+    found, undecided = find(step, least_share=KEPT_SHARE)
+    return dataclasses.replace(profile, findings=found, undecided=undecided)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Claim:
+    rule: str
+    waste: Waste
+    saving_s: float
+
+
+def _claimed(step: Examined, seen: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
+    """The largest first: what an op took, and each idle time, can be saved once."""
+    left = [op.measured_s for op in step.measured]
+    idle: dict[str, float] = {}
+    for cause in step.profile.idle:
+        idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
+    for name, waste in sorted(seen, key=lambda item: -item[1].saving_s):
+        saving = 0.0
+        for index, gain in waste.gains.items():
+            taken = min(max(gain, 0.0), left[index])
+            left[index] -= taken
+            saving += taken
+        for cause_name, gain in waste.idle.items():
+            taken = min(max(gain, 0.0), idle.get(cause_name, 0.0))
+            idle[cause_name] = idle.get(cause_name, 0.0) - taken
+            saving += taken
+        yield _Claim(rule=name, waste=waste, saving_s=saving)
+
+
+def _merged(step: Examined, claims: Sequence[_Claim]) -> Iterator[Finding]:
+    """One finding for each rule and line, with what the first place shows."""
+    groups: dict[tuple[str, str, str], list[_Claim]] = {}
+    for claim in claims:
+        line = _line(step, claim.waste)
+        groups.setdefault((claim.rule, line, claim.waste.title if not line else ""), []).append(claim)
+    for (name, line, _), group in groups.items():
+        first = max(group, key=lambda claim: claim.waste.saving_s).waste
+        saving = sum(claim.saving_s for claim in group)
+        modules = [step.ops[claim.waste.at].module for claim in group if claim.waste.at is not None]
+        yield Finding(
+            rule=name,
+            title=first.title,
+            source=line,
+            module=common_module(modules),
+            places=len(group),
+            saving_s=saving,
+            share=saving / step.profile.wall_s if step.profile.wall_s else 0.0,
+            evidence=first.evidence,
+            reasoning=first.reasoning,
+            remedy=first.remedy,
+            fix=first.fix,
+            ops=tuple(sorted({index for claim in group for index in claim.waste.gains})),
+        )
+
+
+def _line(step: Examined, waste: Waste) -> str:
+    if waste.source or waste.at is None:
+        return waste.source
+    return step.ops[waste.at].source
+
+
+def common_module(modules: Sequence[str]) -> str:
+    """One path for several, with a star for what differs.
+
+    >>> common_module(["model.layers.0.mlp", "model.layers.1.mlp"])
+    'model.layers.*.mlp'
+    >>> common_module(["model.norm", "model.layers.1.norm"])
+    'model.*'
+    """
+    paths = [module.split(".") for module in dict.fromkeys(modules)]
+    if not paths:
+        return ""
+    if len({len(path) for path in paths}) == 1:
+        return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*paths, strict=True))
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join([*shared, "*"])

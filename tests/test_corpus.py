@@ -1,0 +1,78 @@
+"""Every planted waste of the corpus is found at its line, and nothing in its clean twin."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import nearpeak
+from nearpeak.machines.model import Achievable, LaunchCost, Machine
+
+CORPUS = Path(__file__).parent / "corpus"
+CASES = sorted(path.stem for path in CORPUS.glob("*.py"))
+CPU = Machine(
+    id="test-cpu",
+    name="two slow cores",
+    kind="cpu",
+    vendor="none",
+    architecture="none",
+    processors=2,
+    memory_bytes=8e9,
+    cache_bytes=1 << 20,
+    achievable=Achievable(
+        how="measured",
+        note="made up, near a slow server",
+        matrix={"float32": 5e10, "bfloat16": 1e10, "float64": 2.5e10},
+        vector={"float32": 2e10, "float64": 1e10},
+        bandwidth=1e10,
+        cache_bandwidth=3e10,
+        launch=LaunchCost(host_call=5e-6),
+    ),
+)
+
+
+def load(name):
+    path = CORPUS / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"corpus_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def planted_line(name):
+    """The line with the comment "# waste", as findings name it; None where a step as a whole is to blame."""
+    lines = (CORPUS / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    return next((f"{name}.py:{number}" for number, line in enumerate(lines, 1) if line.endswith("# waste")), None)
+
+
+def shown(step, device):
+    profile = nearpeak.profile(step, on=CPU if device == "cpu" else None)
+    return [finding for finding in profile.findings if finding.share >= 0.01]
+
+
+def check(name, device):
+    module = load(name)
+    found = shown(module.waste(device), device)
+    line = planted_line(name)
+    assert [finding for finding in found if finding.rule == module.RULE and line in (None, finding.source)], (
+        f"{module.RULE} was not found at {line}, but {[(finding.rule, finding.source) for finding in found]}"
+    )
+    twin = shown(module.clean(device), device)
+    assert not twin, f"the clean twin has {[(item.rule, item.source, item.share) for item in twin]}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_cpu(name):
+    if "cpu" not in load(name).DEVICES:
+        pytest.skip("this waste cannot exist on a CPU")
+    check(name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    if "cuda" not in load(name).DEVICES:
+        pytest.skip("this waste cannot exist on a GPU")
+    torch.cuda.empty_cache()
+    check(name, "cuda")
