@@ -44,7 +44,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
     "cdna4": _MACRO,
 }
 
-_FACTORS = {
+FACTORS = {
     "aten.mm": ("self", "mat2"),
     "aten.bmm": ("self", "mat2"),
     "aten._int_mm": ("self", "mat2"),
@@ -61,6 +61,7 @@ _FACTORS = {
     "aten._scaled_grouped_mm": ("self", "mat2"),
     "aten._scaled_grouped_mm_v2": ("self", "mat2"),
 }
+"""The names of the two factors of a matrix product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ def tiling(op: Op, machine: Machine) -> Tiling | None:
     >>> found.tile, found.tiles, found.waves, round(found.efficiency, 2)
     ((256, 128, 64), 512, 4, 0.97)
     """
-    sizes = _sizes(op)
+    sizes = product_sizes(op)
     usual = TILES.get(machine.architecture, ()) if machine.kind == "gpu" else ()
     if sizes is None or not usual or not machine.processors:
         return None
@@ -143,9 +144,9 @@ def _best(batch: int, m: int, n: int, k: int, usual: tuple[Tile, ...], processor
     return max(found, key=lambda one: (round(one.efficiency, 9), one.tile[0] * one.tile[1]))
 
 
-def _sizes(op: Op) -> tuple[int, int, int, int] | None:
+def product_sizes(op: Op) -> tuple[int, int, int, int] | None:
     """Batch, rows, columns and contraction; None where it is no product of two matrices, or an empty one."""
-    factors = _FACTORS.get(op.packet)
+    factors = FACTORS.get(op.packet)
     if factors is None:
         return None
     left, right, out = op.tensor(factors[0]), op.tensor(factors[1]), result(op)

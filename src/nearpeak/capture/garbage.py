@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 from torch._C._profiler import _RecordFunctionFast
 
-from nearpeak.capture.kineto.host import GARBAGE_COLLECTION
+from nearpeak.capture.kineto.host import GARBAGE_COLLECTION, MARKED_AT
+from nearpeak.capture.source import user_line
 
 
 @contextmanager
 def marking_collections() -> Iterator[None]:
-    """Inside, each collection on a thread that is profiled is a range named `GARBAGE_COLLECTION`.
+    """Inside, each collection on a thread that is profiled is a range named `GARBAGE_COLLECTION` and the user's line.
 
     The range is one that Inductor uses too: it goes through no dispatcher. A collection can begin in the middle of
     anything, where running an operator would not be safe.
@@ -26,7 +27,8 @@ def marking_collections() -> Iterator[None]:
         if os.getpid() != process:  # a worker of a data loader has the callback too, and no profiler
             return
         if phase == "start":
-            entered = _RecordFunctionFast(GARBAGE_COLLECTION)
+            line = user_line()[0]
+            entered = _RecordFunctionFast(f"{GARBAGE_COLLECTION}{MARKED_AT}{line}" if line else GARBAGE_COLLECTION)
             entered.__enter__()
             open_ranges.append(entered)
         elif open_ranges:

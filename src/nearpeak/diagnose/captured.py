@@ -21,8 +21,10 @@ from nearpeak.bound.times import Ceilings
 from nearpeak.capture.garbage import marking_collections
 from nearpeak.capture.kineto.host import OWN_WAIT
 from nearpeak.capture.kineto.read import KinetoTrace, read_trace
+from nearpeak.capture.loading import marking_loaders
 from nearpeak.capture.precision import without_tf32
 from nearpeak.diagnose.alignment import align
+from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.examined import Known
 from nearpeak.diagnose.findings import with_findings
 from nearpeak.diagnose.memory import memory_of
@@ -53,6 +55,8 @@ class Captured:
     wall_s: float | None = None
     """Of a clean step, where their median is not the best figure for it."""
     notes: tuple[str, ...] = ()
+    compiler: CompilerFacts | None = None
+    """What torch.compile did so far; None where it was not used."""
 
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The times of the profiled step at the ops of the traced one."""
@@ -89,6 +93,7 @@ class Captured:
             notes=(*found.notes, *self.notes),
             rates=rates_of(traced, estimate, machine, wall_s=found.wall_s, kernel_s=found.kernel_s),
             memory=None if traced.lives is None else memory_of(traced.lives, traced.ops),
+            compiler=self.compiler,
         )
         return with_findings(found, traced, machine, KNOWN)
 
@@ -125,6 +130,7 @@ class Profiler:
         Profiler.running = True
         self._undo = ExitStack()
         self._undo.enter_context(marking_collections())
+        self._undo.enter_context(marking_loaders())
         self._steps = 0
         self._step = ExitStack()
         self.next_step()

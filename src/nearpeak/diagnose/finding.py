@@ -44,7 +44,8 @@ class Waste:
     """What a rule sees in one place of a step.
 
     What it predicts is said op by op, so that two rules never claim the same time: `gains` are seconds by the index of
-    the op, at most what the op took. Time in which nothing ran is claimed from `idle`, by the name of the cause.
+    the op, at most what the op took. Time in which nothing ran is claimed from `idle`, by the name of the cause;
+    "communication" is that in which nothing else ran.
     """
 
     title: str

@@ -131,7 +131,7 @@ class _Claim:
 def _claimed(step: Examined, seen: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
     """The largest first: what an op took, and each idle time, can be saved once."""
     left = [op.measured_s for op in step.measured]
-    idle: dict[str, float] = {}
+    idle: dict[str, float] = {"communication": step.profile.communication_s}
     for cause in step.profile.idle:
         idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
     for name, waste in sorted(seen, key=lambda item: -item[1].saving_s):

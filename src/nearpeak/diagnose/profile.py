@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearpeak.bound.estimate import Estimate, EstimatedOp
+from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.fused import fused_seconds
 from nearpeak.diagnose.idle import IdleCause
@@ -110,6 +111,8 @@ class Profile:
     """What is wasted, the largest saving first."""
     undecided: tuple[str, ...] = ()
     """Rules that cannot be decided from what is known of the step."""
+    compiler: CompilerFacts | None = None
+    """What torch.compile did until the step; None where it was not used, and for a trace file."""
 
     def save(self, path: str | Path) -> None:
         """Writes it as .json or .json.gz, for `nearpeak.load`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nearpeak.capture.kineto.host import HostSpan
+from nearpeak.capture.kineto.host import HostSpan, marked_line
 from nearpeak.capture.kineto.read import KinetoTrace
 from nearpeak.diagnose.idle import Doing, IdleCause, Ran, causes
 from nearpeak.work.op import Op
@@ -58,7 +58,13 @@ def idle_causes(
     return causes(
         ran,
         [
-            Doing(span.kind, span.start_s, span.start_s + span.seconds, where(span.op), _what(span, ops))
+            Doing(
+                span.kind,
+                span.start_s,
+                span.start_s + span.seconds,
+                marked_line(span.name) or where(span.op),
+                _what(span, ops),
+            )
             for span in recorded.host
         ],
         recorded.host_working if recorded.kernels else None,
@@ -70,7 +76,7 @@ def idle_causes(
 
 def _what(span: HostSpan, ops: Sequence[Op]) -> str:
     if span.kind == "input":
-        return "DataLoader"
+        return "DataLoader with workers" if "_MultiProcessing" in span.name else "DataLoader"
     if span.kind == "garbage collection":
         return ""
     if span.kind == "synchronisation" and span.op is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +16,7 @@ from nearpeak.capture.live import LiveTrace
 from nearpeak.capture.step_kind import StepKind
 from nearpeak.capture.steps import Steps
 from nearpeak.diagnose.captured import Captured, Profiler, synchronize
+from nearpeak.diagnose.compiler import CompilerFacts, compiler_facts, graphs_so_far
 from nearpeak.diagnose.schedule import OUTLIER, Schedule
 from nearpeak.measure.options import Progress
 from nearpeak.units import seconds
@@ -67,6 +67,9 @@ class Watch:
         """Whether this step is the last before the clean ones."""
         self._marks: list[torch.cuda.Event] = []
         """On the device, before the first clean step and after each of them."""
+        self._warm_graphs: int | None = None
+        """How many graphs torch.compile had made when the run was warm for the first time."""
+        self._compiler: CompilerFacts | None = None
         self._earlier: tuple[Schedule, KinetoTrace, float, Trace] | None = None
 
     @property
@@ -92,6 +95,7 @@ class Watch:
             self._earlier = self.schedule, self._recorded, self._profiled_wall, self._traced
         self.abandon()
         self.schedule, self._recorded, self._traced = Schedule(), None, None
+        self._warm_graphs = self._compiler = None
         self._say("training begins: the steps before it do not count")
 
     def step_ends(self, kind: StepKind | None = None, *, between: Callable[[], object] | None = None) -> None:
@@ -143,6 +147,7 @@ class Watch:
             profiled_wall=profiled_wall,
             traced=traced,
             notes=tuple(_notes(schedule)),
+            compiler=self._compiler,
         )
 
     def what_is_missing(self, source: str) -> str:
@@ -180,8 +185,11 @@ class Watch:
         now = time.perf_counter()
         kind = dataclasses.replace(kind, recorded=self._profiler is None and _profiler_runs())
         usable = self._finish(now, kind)
-        after = schedule.step_ended(now, kind, graphs=_graphs(), usable=usable)
+        after = schedule.step_ended(now, kind, graphs=graphs_so_far(), usable=usable)
+        if after == "clean" and self._warm_graphs is None:
+            self._warm_graphs = graphs_so_far()
         if before == "clean" and after not in ("clean", "warm-up"):
+            self._compiler = compiler_facts(self._warm_graphs or 0)
             self._mark()
             synchronize()
             schedule.device_ended(
@@ -280,12 +288,6 @@ def _notes(schedule: Schedule) -> list[str]:
     if schedule.others:
         notes.append(f"Steps of another kind that came between clean ones, and do not count: {schedule.others}.")
     return notes
-
-
-def _graphs() -> int:
-    """How many graphs torch.compile has made so far."""
-    module = sys.modules.get("torch._dynamo.utils")
-    return int(module.counters["stats"]["unique_graphs"]) if module is not None else 0
 
 
 def _device_mark() -> torch.cuda.Event | None:

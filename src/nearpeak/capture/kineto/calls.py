@@ -137,7 +137,7 @@ class _Walk:
             if span.kind == "launch":
                 self._launch(span, outer)
                 continue
-            if span.kind == "op" and positions and span.name != GARBAGE_COLLECTION:
+            if span.kind == "op" and positions and not span.name.startswith(GARBAGE_COLLECTION):
                 parents.add(positions[-1])
             frame = self._enter(span, outer)
             if span.kind == "op" and frame.owner is None and not frame.hidden and "::" in span.name:

@@ -14,7 +14,7 @@ from nearpeak.capture.kineto.recording import Recording, Span
 HostKind = Literal["profiler", "compilation", "garbage collection", "input", "allocator", "synchronisation"]
 
 GARBAGE_COLLECTION: Final = "nearpeak: garbage collection"
-"""The name of the mark around a collection; see `nearpeak.capture.garbage`."""
+"""How the mark around a collection begins; see `nearpeak.capture.garbage`."""
 OWN_WAIT: Final = "nearpeak: end of a step"
 """The name of the mark around a wait for the device that is nearpeak's, not that of the code which is profiled."""
 
@@ -27,7 +27,10 @@ _ALLOCATES = re.compile(
 _LOADS_KERNELS = re.compile(
     r"(?:cuda|cu|hip)(?:Module|Library)Load|Lazy Function Loading|Runtime Triggered Module Load"
 )
-_INPUT = "enumerate(DataLoader)#"
+INPUT: Final = "enumerate(DataLoader)#"
+"""How torch names the range in which a data loader gives its next batch; see `nearpeak.capture.loading` too."""
+MARKED_AT: Final = " at "
+"""Before the line in the name of a mark of nearpeak's."""
 _COMPILATION = "(dynamo_timed)"
 """How the names of Dynamo's and Inductor's own ranges end, which they open while they compile."""
 _PAGEABLE = "Pageable"
@@ -80,9 +83,18 @@ def kind_of_range(name: str) -> HostKind | None:
     """
     if name.endswith(_COMPILATION):
         return "compilation"
-    if name.startswith(_INPUT):
+    if name.startswith(INPUT):
         return "input"
-    return "garbage collection" if name == GARBAGE_COLLECTION else None
+    return "garbage collection" if name.startswith(GARBAGE_COLLECTION) else None
+
+
+def marked_line(name: str) -> str:
+    """The user's line in the name of a mark; "" where it has none.
+
+    >>> marked_line("nearpeak: garbage collection at train.py:41"), marked_line("nearpeak: garbage collection")
+    ('train.py:41', '')
+    """
+    return name.rpartition(MARKED_AT)[2] if MARKED_AT in name else ""
 
 
 def overheads(recording: Recording) -> list[HostCall]:

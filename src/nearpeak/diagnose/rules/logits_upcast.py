@@ -1,0 +1,132 @@
+"""Logits of 16 bits are cast to float32 for the loss: every pass over them then moves twice the bytes, and two are casts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.diagnose.examined import Examined
+from nearpeak.diagnose.finding import Waste
+from nearpeak.diagnose.findings import rule
+from nearpeak.diagnose.variants import with_dtype
+from nearpeak.units import quantity, seconds
+from nearpeak.work.op import Op
+
+_SHORT = ("bfloat16", "float16")
+_FAMILIES = ("movement", "pointwise", "creation", "indexing")
+"""What may lie between the cast and the softmax: shifts by a token, softcaps, and what undoes them in backward."""
+
+
+@rule("logits-upcast", needs=["storages"])
+def logits_upcast(step: Examined) -> Iterator[Waste]:
+    """Casts of a product's result to float32 that a log-softmax and a loss over classes read."""
+    for softmax, op in enumerate(step.ops):
+        if op.packet != "aten._log_softmax" or op.tensor("self").dtype != "float32":
+            continue
+        if not any(step.costs[reader].family == "loss" for reader in step.flow.consumers[softmax]):
+            continue
+        before = _before(step, softmax)
+        if before is None:
+            continue
+        cast, between = before
+        backward, cast_back = _backward(step, softmax)
+        short = step.ops[cast].tensor("self").dtype
+        casts = [cast, *cast_back]
+        gains = {index: step.measured[index].measured_s for index in casts}
+        for index in (*between, softmax, *backward):
+            gains[index] = step.measured[index].measured_s * _saved(step, step.ops[index], short)
+        logits = op.tensor("self")
+        yield Waste(
+            title="The logits are cast to float32 before the loss.",
+            at=cast,
+            gains=gains,
+            evidence=f"{quantity(step.ops[cast].tensor('self').bytes, 'B')} of {short} logits, "
+            f"{' x '.join(map(str, logits.shape))}, become {quantity(logits.bytes, 'B')} of float32. "
+            f"{len(casts)} casts take {seconds(step.seconds(casts))}, and {len(gains) - len(casts)} passes over float32 "
+            f"{seconds(step.seconds(set(gains) - set(casts)))}.",
+            reasoning=f"The casts go away, and every other pass takes what it took times a good kernel's time in "
+            f"{short} over that in float32.",
+            remedy=_remedy(short),
+        )
+
+
+def _before(step: Examined, softmax: int) -> tuple[int, list[int]] | None:
+    """The cast of a product's result that a log-softmax reads, and the ops between; None where there is none."""
+    between: list[int] = []
+    index, storage = softmax, step.ops[softmax].tensor("self").storage
+    while (producer := step.flow.producers[index].get(storage)) is not None:
+        op = step.ops[producer]
+        if _casts(op, _SHORT, ("float32",)):
+            return (producer, between) if _is_product(step, producer) else None
+        if step.costs[producer].family not in _FAMILIES or producer == index:
+            return None
+        largest = max((tensor for tensor in op.inputs), key=lambda tensor: tensor.elements, default=None)
+        if largest is None:
+            return None
+        between.append(producer)
+        index, storage = producer, largest.storage
+    return None
+
+
+def _is_product(step: Examined, cast: int) -> bool:
+    """Whether what is cast comes from a matrix product, perhaps by pointwise ops."""
+    index = cast
+    for _ in range(4):
+        tensor = max(step.ops[index].inputs, key=lambda tensor: tensor.elements)
+        producer = step.flow.producers[index].get(tensor.storage)
+        if producer is None or producer == index:
+            return False
+        if step.costs[producer].family == "matrix":
+            return True
+        if step.costs[producer].family not in _FAMILIES:
+            return False
+        index = producer
+    return False
+
+
+def _backward(step: Examined, softmax: int) -> tuple[list[int], list[int]]:
+    """The passes of the backward over float32 of this size, and the casts back to 16 bits behind them."""
+    output = step.ops[softmax].outputs[0].storage
+    elements = step.ops[softmax].outputs[0].elements
+    passes = [
+        index for index in step.flow.consumers[softmax] if step.ops[index].phase == "backward" and index > softmax
+    ]
+    passes = [index for index in passes if any(tensor.elements >= elements for tensor in step.ops[index].outputs)]
+    casts: list[int] = []
+    waiting = [index for index in passes if output in step.flow.read_by[index]]
+    while waiting:
+        for reader in step.flow.consumers[waiting.pop()]:
+            op = step.ops[reader]
+            if reader in passes or reader in casts or op.phase != "backward":
+                continue
+            if _casts(op, ("float32",), _SHORT):
+                casts.append(reader)
+            elif step.costs[reader].family in _FAMILIES and any(
+                tensor.elements >= elements and tensor.dtype == "float32" for tensor in op.written
+            ):
+                passes.append(reader)
+                waiting.append(reader)
+    return passes, casts
+
+
+def _casts(op: Op, old: tuple[str, ...], new: tuple[str, ...]) -> bool:
+    return (
+        op.packet in ("aten._to_copy", "aten.copy_")
+        and bool(op.written)
+        and op.inputs[-1].dtype in old
+        and op.written[0].dtype in new
+    )
+
+
+def _saved(step: Examined, op: Op, short: str) -> float:
+    """The share of its time that an op would not take with 16 bits."""
+    now, then = step.expected(op), step.expected(with_dtype(op, "float32", short))
+    return max(0.0, 1.0 - then / now) if now and then is not None else 0.0
+
+
+def _remedy(short: str) -> str:
+    return (
+        f"loss = F.cross_entropy(logits, targets)  # the {short} logits as they are; under autocast inside\n"
+        "                                         # torch.autocast(logits.device.type, enabled=False)\n"
+        "or, with float32 inside and nothing of it in memory: a fused linear cross-entropy, or\n"
+        "loss_of = torch.compile(lambda logits, targets: F.cross_entropy(logits.float(), targets))"
+    )

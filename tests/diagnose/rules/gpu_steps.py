@@ -1,0 +1,67 @@
+"""Steps of a GPU without one: traced on fake tensors as an H200 would run them, with times that are made up."""
+
+import importlib.util
+from pathlib import Path
+
+import nearpeak
+from nearpeak.bound.estimate import estimate_trace
+from nearpeak.capture.lowering.target import Target
+from nearpeak.capture.trace import trace
+from nearpeak.diagnose.examined import Examined
+from nearpeak.diagnose.findings import find
+from nearpeak.diagnose.profile import DeviceKernel, profile_of
+from nearpeak.machines.catalogue import find as machine_of
+
+CORPUS = Path(__file__).parents[2] / "corpus"
+H200 = machine_of("h200-sxm")
+TARGET = Target(kind="gpu", capability=(9, 0), cudnn=91900, torch=(2, 11))
+
+
+def as_expected(op, expected):
+    """Every op takes what a good kernel takes."""
+    return expected
+
+
+def examined(build, *, times=as_expected, machine=H200, target=TARGET, live=False) -> Examined:
+    """The step that `build` returns, built and traced with fake tensors; `times` gives an op's seconds.
+
+    Args:
+        build: Returns a callable.
+        times: Called with an op and what a good kernel takes for it.
+        machine: Whose ceilings count.
+        target: Whose operators run.
+        live: Run on real tensors of this CPU, for code that looks at values.
+    """
+    if live:
+        traced = trace(build(), live=True)
+    else:
+        with nearpeak.fake():
+            step = build()
+        traced = trace(step, target=target)
+    estimate = estimate_trace(traced, machine)
+    kernels, now = [], 0.0
+    for index, (op, estimated) in enumerate(zip(traced.ops, estimate.ops, strict=True)):
+        took = times(op, estimated.expected_seconds or estimated.seconds)
+        if took:
+            kernels.append(DeviceKernel(name=op.name, start_s=now, seconds=took, op=index))
+            now += took
+    profile = profile_of(estimate, kernels, wall_s=now, source="step", date="", device="toy")
+    return Examined(trace=traced, profile=profile, machine=machine, knows=frozenset({"storages", "lines"}))
+
+
+def load(name):
+    """A file of the corpus as a module."""
+    spec = importlib.util.spec_from_file_location(f"corpus_{name}", CORPUS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def planted(name):
+    lines = (CORPUS / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    return next(f"{name}.py:{number}" for number, line in enumerate(lines, 1) if line.endswith("# waste"))
+
+
+def found_in(step, rule=None):
+    found, _ = find(step)
+    return [finding for finding in found if rule in (None, finding.rule)]
