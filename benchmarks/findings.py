@@ -1,0 +1,150 @@
+"""Predicted against realised savings: every planted waste of the corpus, and its clean twin, on this machine.
+
+    PYTHONPATH=src python benchmarks/findings.py --json benchmarks/results/findings.json
+    python benchmarks/findings.py --show benchmarks/results/findings_h200.json
+
+Each file of tests/corpus has a step with one planted waste and the same step without it. The waste is profiled, and
+what its finding predicts is held against the difference of the clean wall times of the two, measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import nearpeak
+from nearpeak.measure.statistics import median
+
+CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
+CLOSE = 0.2
+"""A prediction is right that is within this share of what was realised."""
+SECONDS = 0.15
+ROUNDS = 7
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"corpus_{name}", CORPUS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def block_seconds(step: Callable[[], Any], calls: int) -> float:
+    """The wall time of one step, of some in a row."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def wall_seconds(steps: Sequence[Callable[[], Any]]) -> list[float]:
+    """The wall times of steps, measured in turns, so that a drift meets all of them."""
+    calls = []
+    for step in steps:
+        block_seconds(step, 2)
+        calls.append(max(2, round(SECONDS / block_seconds(step, 3))))
+    rounds = [[block_seconds(step, count) for step, count in zip(steps, calls, strict=True)] for _ in range(ROUNDS)]
+    return [median(list(times)) for times in zip(*rounds, strict=True)]
+
+
+def one(name: str, device: str) -> dict[str, Any]:
+    """A planted waste: what was found, what it predicts, and what its twin saves."""
+    module = load(name)
+    waste, clean = module.waste(device), module.clean(device)
+    profile = nearpeak.profile(waste)
+    found = [finding for finding in profile.findings if finding.rule == module.RULE and finding.share >= 0.01]
+    twin = [finding.rule for finding in nearpeak.profile(clean).findings if finding.share >= 0.01]
+    wasted_s, clean_s = wall_seconds((waste, clean))
+    realised = wasted_s - clean_s
+    predicted = sum(finding.saving_s for finding in found)
+    return {
+        "name": name,
+        "rule": module.RULE,
+        "wasted_s": wasted_s,
+        "clean_s": clean_s,
+        "realised_s": realised,
+        "predicted_s": predicted,
+        "ratio": predicted / realised if realised > 0 else None,
+        "found": bool(found),
+        "source": found[0].source if found else "",
+        "others": [finding.rule for finding in profile.findings if finding.share >= 0.01 and finding not in found],
+        "twin": twin,
+    }
+
+
+def is_close(row: Mapping[str, Any]) -> bool:
+    return bool(row["found"]) and abs(row["predicted_s"] - row["realised_s"]) <= CLOSE * abs(row["realised_s"])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| planted waste | rule | step, ms | predicted, ms | realised, ms | predicted / realised | |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in rows:
+        remark = "" if is_close(row) else "missed" if row["found"] else "not found"
+        if row["twin"]:
+            remark += f" twin has {', '.join(row['twin'])}"
+        times = [f"{row[key] * 1e3:.3f}" for key in ("wasted_s", "predicted_s", "realised_s")]
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(f"| {row['name']} | {row['rule']} | {' | '.join(times)} | {ratio} | {remark.strip()} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of files of the corpus (all)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, help="print the table of an earlier run")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print(table(json.loads(arguments.show.read_text(encoding="utf-8"))["rows"]))
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = nearpeak.machine()
+    rows: list[dict[str, Any]] = []
+    for name in arguments.names or sorted(path.stem for path in CORPUS.glob("*.py")):
+        if device not in load(name).DEVICES:
+            continue
+        try:
+            rows.append(one(name, device))
+        except Exception as error:  # one that fails must not end the others
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+        if arguments.json:
+            result = {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "machine": machine.name,
+                "torch": torch.__version__,
+                "rows": rows,
+            }
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    close = sum(is_close(row) for row in rows)
+    quiet = sum(not row["twin"] for row in rows)
+    print(
+        f"{len(rows)} planted: {sum(row['found'] for row in rows)} found, {close} predicted right, {quiet} twins quiet"
+    )
+
+
+if __name__ == "__main__":
+    main()
