@@ -1,4 +1,4 @@
-"""Layers run in float32 on a GPU that has tf32."""
+"""Float32 products without tf32."""
 
 import torch
 
@@ -6,28 +6,31 @@ RULE = "float32-products"
 DEVICES = ("cuda",)
 
 
-def build(device, precision):
-    size = 4096 if device == "cuda" else 256
-    weight = torch.randn(size, size, device=device, requires_grad=True)
-    x, gradient = torch.randn(2, 2 * size, size, device=device).unbind()
+def model(device):
+    layers = [torch.nn.Linear(4096, 4096, bias=False, device=device) for _ in range(4)]
+    return torch.nn.Sequential(*layers), torch.randn(4096, 4096, device=device)
+
+
+def waste(device):
+    layers, x = model(device)
 
     def step():
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(precision)
-        try:
-            out = x @ weight  # waste
-            out.backward(gradient)
-        finally:
-            torch.set_float32_matmul_precision(before)
-        weight.grad = None
-        return out.detach()
+        torch.set_float32_matmul_precision("highest")
+        loss = layers(x).sum()  # waste
+        loss.backward()
+        layers.zero_grad()
 
     return step
 
 
-def waste(device):
-    return build(device, "highest")
-
-
 def clean(device):
-    return build(device, "high")
+    layers, x = model(device)
+
+    def step():
+        torch.set_float32_matmul_precision("high")
+        loss = layers(x).sum()
+        loss.backward()
+        layers.zero_grad()
+        torch.set_float32_matmul_precision("highest")
+
+    return step

@@ -8,9 +8,10 @@ DEVICES = ("cpu", "cuda")
 
 
 def build(device, loss_of):
-    rows, width, words = (8192, 1024, 32768) if device == "cuda" else (128, 64, 8192)
-    hidden = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(words, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    rows, width, words = (8192, 1024, 32768) if device == "cuda" else (32, 4, 8192)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    hidden = torch.randn(rows, width, device=device, dtype=dtype)
+    weight = torch.randn(words, width, device=device, dtype=dtype, requires_grad=True)
     targets = torch.randint(words, (rows,), device=device)
 
     def step():

@@ -67,6 +67,13 @@ def test_the_larger_claim_on_an_op_comes_first_and_both_are_no_more_than_it_took
     assert found[0].share == pytest.approx(0.14)
 
 
+def test_a_general_rule_gets_the_ops_that_no_other_claims():
+    rule("general", general=True)(lambda step: [waste(0, {0: 0.9, 1: 0.9})])
+    rule("special")(lambda step: [waste(0, {0: 0.2})])
+    found, _ = find(examined())
+    assert [(item.rule, pytest.approx(item.saving_s)) for item in found] == [("general", 0.9), ("special", 0.2)]
+
+
 def test_a_claim_beyond_what_an_op_took_is_cut():
     rule("greedy")(lambda step: [waste(0, {0: 100.0})])
     assert find(examined())[0][0].saving_s == 1.0

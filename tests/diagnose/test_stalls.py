@@ -90,3 +90,14 @@ def test_item_in_a_file_is_a_synchronisation_at_its_op(tmp_path):
     found = idle_causes(recorded, idle_s=recorded.wall_s - 545e-6, clean=False)
     microseconds = [(item.cause, item.what, round(item.seconds * 1e6)) for item in found]
     assert microseconds == [("synchronisation", "item", 120), ("launching", "launched late", 35)]
+
+
+def test_python_before_an_op_that_no_trace_has_is_at_the_line_of_the_next():
+    def step(x):
+        x.exp()
+        time.sleep(0.02)
+        return torch.tensor([1.0, 2.0]).exp()
+
+    found = nearpeak.profile(step, torch.ones(16), on="h200-sxm")
+    line = step.__code__.co_firstlineno + 3
+    assert (found.idle[0].cause, found.idle[0].where) == ("python", f"test_stalls.py:{line}")

@@ -50,4 +50,5 @@ class LiveTrace:
             lives=recorder.lives(),
             on_host=frozenset(recorder.storages.on_host),
             pinned=frozenset(recorder.storages.pinned),
+            graph_recorded=recorder.graph_recorded,
         )

@@ -59,6 +59,8 @@ class Recorder(TorchDispatchMode):
         self.mutated: set[int] = set()
         self.modules = ModulePaths(self._met_root)
         self.optimizers_running = 0
+        self.graph_recorded = False
+        """Whether autograd has recorded an op of a forward."""
         self.paused = False
         """Whether ops pass unrecorded, as those of a compiler at work do."""
         self._untouched = untouched
@@ -160,6 +162,8 @@ class Recorder(TorchDispatchMode):
                         return restored(self._again(schema, form, recipe, forms), originals)
             arguments = form.arguments if form is not None else self._arguments(schema, args, kwargs)
             self._note_mutations(schema, arguments)
+            if mode is None and not self.graph_recorded and torch.is_grad_enabled() and _graph_task() == -1:
+                self.graph_recorded = _requires_grad(args) or _requires_grad(tuple(kwargs.values()))
             if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
                 self._record(schema, arguments, ())
                 with torch._C._DisableTorchDispatch():
@@ -295,6 +299,13 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         if self._memory is not None:
             self._memory.recorded(op)
+
+
+def _requires_grad(values: Any) -> bool:
+    """Whether any tensor of nested lists does. Nothing is kept of them: their deaths are watched."""
+    if isinstance(values, (list, tuple)):
+        return any(_requires_grad(value) for value in values)
+    return isinstance(values, torch.Tensor) and values.requires_grad
 
 
 def _only_in(op: Op, host: AbstractSet[int]) -> bool:

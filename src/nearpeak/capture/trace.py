@@ -150,6 +150,7 @@ def trace(
         lives=recorder.lives(),
         on_host=frozenset(recorder.storages.on_host),
         pinned=frozenset(recorder.storages.pinned),
+        graph_recorded=recorder.graph_recorded,
     )
 
 

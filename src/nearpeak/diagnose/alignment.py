@@ -6,7 +6,8 @@ known by its name and shapes; where the sequences differ, the nearest place coun
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from itertools import pairwise
 
 WINDOW = 64
 """How far ahead to look for a place of agreement."""
@@ -33,6 +34,43 @@ def align(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[int | None
         else:
             left, right = left + step[0], right + step[1]
     return found
+
+
+def align_by(one: Sequence[Hashable], other: Sequence[Hashable], light: Collection[Hashable]) -> list[int | None]:
+    """As `align`, but ops that are not `light` are aligned first, and those that are only between them.
+
+    One run may have many views that the other does not have, so that no two ops in a row agree.
+
+    >>> align_by(["t", "mm", "t", "sum"], ["t", "detach", "mm", "detach", "sum"], {"t", "detach"})
+    [0, 2, None, 4]
+    """
+    here = [index for index, op in enumerate(one) if op not in light]
+    there = [index for index, op in enumerate(other) if op not in light]
+    found: list[int | None] = [None] * len(one)
+    for index, to in zip(here, align([one[at] for at in here], [other[at] for at in there]), strict=True):
+        found[index] = None if to is None else there[to]
+    fixed = [(-1, -1), *((at, to) for at, to in enumerate(found) if to is not None), (len(one), len(other))]
+    for (left, right), (left_end, right_end) in pairwise(fixed):
+        here = [index for index in range(left + 1, left_end) if one[index] in light]
+        there = [index for index in range(right + 1, right_end) if other[index] in light]
+        for index, to in zip(here, align([one[at] for at in here], [other[at] for at in there]), strict=True):
+            found[index] = None if to is None else there[to]
+    return found
+
+
+def align_between(found: Sequence[int | None], one: Sequence[Hashable], other: Sequence[Hashable]) -> list[int | None]:
+    """What was found, and between it what agrees by these keys, which tell less apart.
+
+    >>> align_between([0, None, None, 3], ["mm", "add", "mul", "sum"], ["mm", "add", "exp", "sum"])
+    [0, 1, None, 3]
+    """
+    filled = list(found)
+    fixed = [(-1, -1), *((at, to) for at, to in enumerate(found) if to is not None), (len(one), len(other))]
+    for (left, right), (left_end, right_end) in pairwise(fixed):
+        if left_end - left > 1 and right_end - right > 1:
+            for at, to in enumerate(align(one[left + 1 : left_end], other[right + 1 : right_end]), left + 1):
+                filled[at] = None if to is None else right + 1 + to
+    return filled
 
 
 def _next_agreement(

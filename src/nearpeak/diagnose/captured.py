@@ -23,7 +23,8 @@ from nearpeak.capture.kineto.host import OWN_WAIT
 from nearpeak.capture.kineto.read import KinetoTrace, read_trace
 from nearpeak.capture.loading import marking_loaders
 from nearpeak.capture.precision import without_tf32
-from nearpeak.diagnose.alignment import align
+from nearpeak.capture.step_kind import StepKind
+from nearpeak.diagnose.alignment import align_between, align_by
 from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.examined import Known
 from nearpeak.diagnose.findings import with_findings
@@ -65,6 +66,9 @@ class Captured:
         traced = self.traced
         if machine.kind == "cpu":
             traced = dataclasses.replace(traced, ops=without_tf32(traced.ops))
+        traced = dataclasses.replace(
+            traced, shapes_before=_shapes_before(self.recorded.trace.ops, traced.ops, to_traced)
+        )
         kernels = device_kernels(self.recorded, to_traced)
         if not kernels:
             kernels = _cpu_kernels(self.recorded, to_traced, min(1.0, wall / self.profiled_wall))
@@ -104,9 +108,18 @@ class Captured:
         """
         launched = {kernel.op for kernel in self.recorded.kernels}
         wanted = [index for index in range(len(self.recorded.trace.ops)) if not launched or index in launched]
-        there = [index for index, cost in enumerate(costs_of(self.traced.ops)) if not launched or cost.family != "view"]
-        ops = self.recorded.trace.ops
-        found = align([_key(ops[index]) for index in wanted], [_key(self.traced.ops[index]) for index in there])
+        views = [cost.family == "view" for cost in costs_of(self.traced.ops)]
+        there = [index for index, view in enumerate(views) if not launched or not view]
+        ops, keys = self.recorded.trace.ops, [_key(op) for op in self.traced.ops]
+        light = {key for key, view in zip(keys, views, strict=True) if view}
+        here = [_key(ops[index]) for index in wanted]
+        found = align_by(here, [keys[index] for index in there], light)
+        if None in found:  # a text may have grown between the two, a batch been padded to another length
+            loose = align_between(found, [_loose(key) for key in here], [_loose(keys[index]) for index in there])
+            found = [
+                now if was is None and now is not None and _near(here[at], keys[there[now]]) else was
+                for at, (was, now) in enumerate(zip(found, loose, strict=True))
+            ]
         to_traced: list[int | None] = [None] * len(ops)
         for index, at in zip(wanted, found, strict=True):
             to_traced[index] = None if at is None else there[at]
@@ -195,6 +208,35 @@ def _cpu_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None], share: 
 
 _IN_PLACE = {"aten._index_put_impl": "aten.index_put"}
 """What autograd calls, and what it calls instead under a trace."""
+
+
+def _shapes_before(
+    earlier: Sequence[Op], ops: Sequence[Op], to_ops: Sequence[int | None]
+) -> dict[int, dict[str, tuple[int, ...]]]:
+    """The shapes that arguments had when an op ran the time before, where these were others; by the index of the op."""
+    found = {}
+    for op, to in zip(earlier, to_ops, strict=True):
+        if to is not None and _key(op) != _key(ops[to]):
+            now = ops[to].arguments
+            found[to] = {
+                name: value.shape
+                for name, value in op.arguments.items()
+                if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].shape != value.shape
+            }
+    return found
+
+
+def _loose(key: Hashable) -> Hashable:
+    """The name of an op, and how many dimensions its tensors have."""
+    return (key[0], tuple(len(shape) for shape in key[1])) if isinstance(key, tuple) else key
+
+
+def _near(one: Hashable, other: Hashable) -> bool:
+    """Whether two ops of one name have sizes as those of steps that are alike."""
+    if not isinstance(one, tuple) or not isinstance(other, tuple):
+        return one == other
+    pairs = zip(one[1], other[1], strict=True)
+    return all(StepKind(shape=shape).alike(StepKind(shape=another)) for shape, another in pairs)
 
 
 def _key(op: Op) -> Hashable:

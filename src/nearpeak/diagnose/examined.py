@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,14 @@ class Examined:
     profile: Profile
     machine: Machine
     knows: frozenset[Known]
+    named: frozenset[int] = frozenset()
+    """Ops that other rules claim something of, for a general rule, which looks after them."""
+
+    def after(self, named: Iterable[int]) -> Examined:
+        """The same step when other rules have looked at it; what was found out about it is kept."""
+        again = copy.copy(self)
+        object.__setattr__(again, "named", frozenset(named))
+        return again
 
     @property
     def ops(self) -> Sequence[Op]:

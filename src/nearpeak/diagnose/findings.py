@@ -31,18 +31,22 @@ class Rule:
     name: str
     needs: frozenset[Known]
     look: Look
+    general: bool = False
+    """Whether it sees much that other rules see better: it looks after them, and gets ops that none of them claims."""
 
 
 _RULES: dict[str, Rule] = {}
 
 
-def rule(name: str, *, needs: Collection[Known] = ()) -> Callable[[Look], Look]:
+def rule(name: str, *, needs: Collection[Known] = (), general: bool = False) -> Callable[[Look], Look]:
     """Registers a function that looks at a step and yields what it finds, as a rule of this name.
 
     Args:
         name: Words with hyphens, which say what is wrong: "zeroed-then-overwritten".
         needs: What must be known of a step; where it is not, the rule is listed as not decidable. "storages": which
             tensors share memory. "lines": of ops. "host": what the host did. "memory": the peak of memory.
+        general: For a rule about anything that has no better name: it looks after all others, and `step.named` has the
+            ops that these claim something of.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise UsageError(f"A rule cannot be called {name!r}: its name is of small letters, digits and hyphens.")
@@ -50,7 +54,7 @@ def rule(name: str, *, needs: Collection[Known] = ()) -> Callable[[Look], Look]:
     def register(look: Look) -> Look:
         if name in _RULES:
             raise UsageError(f"There is a rule called {name!r} already.")
-        _RULES[name] = Rule(name=name, needs=frozenset(needs), look=look)
+        _RULES[name] = Rule(name=name, needs=frozenset(needs), look=look, general=general)
         return look
 
     return register
@@ -101,13 +105,14 @@ def find(
     known = rules()
     asked = [item for item in known.values() if item.name not in ignore]
     undecided = tuple(item.name for item in asked if not item.needs <= step.knows)
-    seen = [
-        (item.name, waste)
-        for item in asked
-        if item.needs <= step.knows
-        for waste in item.look(step)
-        if waste.saving_s > 0 and f"{item.name}@{_line(step, waste)}" not in ignore
-    ]
+    seen: list[tuple[str, Waste]] = []
+    for general in (False, True):
+        if general:
+            step = step.after(index for _, waste in seen for index in waste.gains)
+        for item in asked:
+            if item.general == general and item.needs <= step.knows:
+                seen += [(item.name, waste) for waste in item.look(step) if waste.saving_s > 0]
+    seen = [(name, waste) for name, waste in seen if f"{name}@{_line(step, waste)}" not in ignore]
     merged = _merged(step, list(_claimed(step, seen)))
     least = least_share * step.profile.wall_s
     found = sorted((item for item in merged if item.saving_s >= least), key=lambda item: -item.saving_s)
@@ -129,14 +134,18 @@ class _Claim:
 
 
 def _claimed(step: Examined, seen: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
-    """The largest first: what an op took, and each idle time, can be saved once."""
+    """The largest first, general rules last: what an op took, and each idle time, can be saved once."""
     left = [op.measured_s for op in step.measured]
     idle: dict[str, float] = {"communication": step.profile.communication_s}
     for cause in step.profile.idle:
         idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
-    for name, waste in sorted(seen, key=lambda item: -item[1].saving_s):
+    known = rules()
+    special: set[int] = set()
+    for name, waste in sorted(seen, key=lambda item: (known[item[0]].general, -item[1].saving_s)):
         saving = 0.0
         for index, gain in waste.gains.items():
+            if known[name].general and index in special:
+                continue
             taken = min(max(gain, 0.0), left[index])
             left[index] -= taken
             saving += taken
@@ -144,6 +153,8 @@ def _claimed(step: Examined, seen: Sequence[tuple[str, Waste]]) -> Iterator[_Cla
             taken = min(max(gain, 0.0), idle.get(cause_name, 0.0))
             idle[cause_name] = idle.get(cause_name, 0.0) - taken
             saving += taken
+        if not known[name].general:
+            special.update(waste.gains)
         yield _Claim(rule=name, waste=waste, saving_s=saving)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from nearpeak.bound.dependencies import CHAINED
 from nearpeak.diagnose.examined import Examined
 from nearpeak.work.cost import Access, Family
-from nearpeak.work.tensor import Tensor
+from nearpeak.work.op import Op
 
 FUSED: frozenset[Family] = CHAINED | {"reduction"}
 """Families of ops that a compiler puts into one kernel with their neighbours."""
@@ -43,43 +43,58 @@ def launching(step: Examined, members: Iterable[int]) -> list[int]:
 def with_backward(step: Examined, forwards: Sequence[Collection[int]]) -> list[Region]:
     """Forward parts with the ops that ran backward through them.
 
-    These carry the lines and modules of their forward ops. Of one line there may be many, in the reverse order: each
-    is a piece that hangs together by its gradients.
+    These carry the lines and modules of their forward ops. A piece of backward that hangs together by its gradients
+    belongs to the part with most of its lines; where several have the same lines, the last ran backward first.
     """
-    alike: dict[tuple[frozenset[str], str], list[Collection[int]]] = {}
+    alike: dict[tuple[frozenset[str], frozenset[str]], list[Collection[int]]] = {}
     for forward in sorted(forwards, key=min):
-        launched = launching(step, forward)
-        lines = frozenset(step.ops[index].source for index in launched) - {""}
-        alike.setdefault((lines, step.ops[max(launched)].module), []).append(forward)
+        launched = [step.ops[index] for index in launching(step, forward)]
+        lines = frozenset(op.source for op in (*launched, *_views(step, forward))) - {""}
+        alike.setdefault((lines, frozenset(op.module for op in launched)), []).append(forward)
+    pieces: dict[tuple[frozenset[str], frozenset[str]], list[set[int]]] = {}
+    for piece in _pieces(step, {line for lines, _ in alike for line in lines}):
+        modules = {step.ops[index].module for index in piece}
+        near = [kind for kind in alike if modules <= kind[1]] or [kind for kind in alike if modules & kind[1]]
+        if near:
+            shared = [sum(step.ops[index].source in lines for index in piece) for lines, _ in near]
+            pieces.setdefault(near[shared.index(max(shared))], []).append(piece)
     found = []
-    for (lines, _), group in alike.items():
-        modules = {step.ops[index].module for forward in group for index in launching(step, forward)}
-        pieces = _pieces(step, lines, modules) if lines else []
+    for kind, group in alike.items():
         backward: list[set[int]] = [set() for _ in group]
-        for position, piece in enumerate(reversed(pieces)):
-            backward[position * len(group) // len(pieces)] |= piece
+        own = pieces.get(kind, [])
+        for position, piece in enumerate(reversed(own)):
+            backward[position * len(group) // len(own)] |= piece
         for forward, behind in zip(group, backward, strict=True):
             found.append(Region(forward=frozenset(forward), backward=frozenset(behind)))
     return found
 
 
-def _pieces(step: Examined, lines: frozenset[str], modules: set[str]) -> list[set[int]]:
+def _views(step: Examined, forward: Collection[int]) -> list[Op]:
+    """Views of what the ops read, among them and right before them: going backward they are copies."""
+    touched = {storage for index in forward for storage in step.flow.read_by[index]}
+    start = min(forward)
+    while start and step.costs[start - 1].family == "view":
+        start -= 1
+    return [
+        step.ops[index]
+        for index in range(start, max(forward))
+        if step.costs[index].family == "view" and any(tensor.storage in touched for tensor in step.ops[index].outputs)
+    ]
+
+
+def _pieces(step: Examined, lines: Collection[str]) -> list[set[int]]:
     candidates = {
         index
         for index, op in enumerate(step.ops)
-        if op.phase == "backward"
-        and not op.recomputed
-        and op.source in lines
-        and op.module in modules
-        and step.costs[index].family in FUSED
+        if op.phase == "backward" and not op.recomputed and op.source in lines and step.costs[index].family in FUSED
     }
     return connected(step, candidates)
 
 
-def connected(step: Examined, candidates: Collection[int]) -> list[set[int]]:
-    """Ops in pieces, the first first: two hang together where one reads what the other wrote for no one else.
+def connected(step: Examined, candidates: Collection[int], *, siblings: bool = True) -> list[set[int]]:
+    """Ops in pieces, the first first: two hang together where one reads what the other wrote for these ops alone.
 
-    And where both read what came from the same op of the step.
+    With `siblings`, also where both read what came from the same op of their phase.
     """
     inside = set(candidates)
     parent = {index: index for index in sorted(inside)}
@@ -92,10 +107,13 @@ def connected(step: Examined, candidates: Collection[int]) -> list[set[int]]:
     readers: dict[tuple[int, int], int] = {}
     for index in sorted(inside):
         for storage, producer in step.flow.producers[index].items():
-            same_phase = step.ops[producer].phase == step.ops[index].phase
-            if producer in inside and set(step.flow.consumers[producer]) <= inside:
+            phase = step.ops[index].phase
+            if step.ops[producer].phase != phase or producer == index:
+                continue
+            readers_now = {reader for reader in step.flow.consumers[producer] if step.ops[reader].phase == phase}
+            if producer in inside and readers_now <= inside:
                 parent[root(index)] = root(producer)
-            if same_phase and producer != index:
+            elif siblings:
                 other = readers.setdefault((storage, producer), index)
                 parent[root(index)] = root(other)
     pieces: dict[int, set[int]] = {}
@@ -115,23 +133,40 @@ def traffic(step: Examined, region: Region) -> tuple[list[tuple[Access, ...]], l
         storage
         for index in members
         for storage in step.flow.written_by[index]
-        if storage in step.flow.results or any(reader not in members for reader in step.flow.consumers[index])
+        if storage in step.flow.results
+        or not step.flow.consumers[index]
+        or any(reader not in members for reader in step.flow.consumers[index])
     }
     made = {storage for index in region.forward for storage in step.flow.written_by[index]}
-    reads, writes = [], []
+    reads: list[tuple[Access, ...]] = []
+    writes: list[tuple[Access, ...]] = []
     for part in (region.forward, region.backward):
         if not part:
             continue
-        read, written = step.border(part)
+        read, written = step.border(part, keep=wanted)
         if part is region.backward:
             lost = [access for access in read if access.storage in made - wanted]
             read = tuple(access for access in read if access not in lost)
             if lost:
-                there = {access.storage for access in read}
-                read += tuple(access for access in reads[0] if access.storage not in there)
-        reads.append(read)
+                both = {access.storage: access.bytes for access in read}
+                for access in reads[0]:
+                    both[access.storage] = max(both.get(access.storage, 0.0), access.bytes)
+                read = tuple(Access(storage=storage, bytes=size) for storage, size in both.items())
+        reads.append(tuple(_whole(step, part, access) for access in read))
         writes.append(tuple(access for access in written if access.storage in wanted))
     return reads, writes
+
+
+def _whole(step: Examined, part: Collection[int], access: Access) -> Access:
+    """With all parts of a storage that ops read: the halves of a tensor are two."""
+    parts: dict[int, float] = {}
+    for index in part:
+        for tensor in step.ops[index].inputs:
+            if tensor.storage == access.storage:
+                parts[tensor.offset] = max(parts.get(tensor.offset, 0.0), tensor.bytes)
+    known = step.trace.storages.get(access.storage)
+    size = min(sum(parts.values()), known.bytes if known is not None else access.bytes)
+    return Access(storage=access.storage, bytes=max(size, access.bytes))
 
 
 def remaining_seconds(step: Examined, region: Region, *, kinds: tuple[str, str] = ("pointwise", "pointwise")) -> float:
@@ -142,14 +177,20 @@ def remaining_seconds(step: Examined, region: Region, *, kinds: tuple[str, str] 
     )
 
 
-def full(tensor: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a tensor has as many elements as one of that shape, none of them broadcast."""
-    elements = 1
-    for size in shape:
-        elements *= size
-    return tensor.elements == elements and not any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)
-    )
+def over_last(op: Op) -> bool:
+    """Whether a reduction is over the last dimension alone."""
+    dimensions = op.arguments.get("dim")
+    given = op.inputs[0].shape
+    one = dimensions[0] if isinstance(dimensions, tuple) and len(dimensions) == 1 else dimensions
+    return isinstance(one, int) and one in (-1, len(given) - 1)
+
+
+def pace(step: Examined, members: Iterable[int]) -> float:
+    """What ops took over what good kernels take for them: below 1 where this machine is better than was thought."""
+    known = [index for index in members if step.measured[index].expected_s]
+    expected = sum(step.measured[index].expected_s or 0.0 for index in known)
+    took = step.seconds(known)
+    return took / expected if expected and took else 1.0
 
 
 def bytes_of(accesses: Iterable[Sequence[Access]]) -> float:
@@ -166,6 +207,6 @@ def ops_named(step: Examined, members: Iterable[int]) -> str:
     return ", ".join(name if count == 1 else f"{count} {name}" for name, count in counts.items())
 
 
-def first_of(step: Examined, members: Collection[int], weights: Mapping[int, float] | None = None) -> int:
-    """The op that stands for all of them: the one that took longest."""
-    return max(sorted(members), key=lambda index: (weights or {}).get(index, step.measured[index].measured_s))
+def longest(step: Examined, members: Collection[int]) -> int:
+    """The op that took longest, the first of them."""
+    return max(sorted(members), key=lambda index: step.measured[index].measured_s)

@@ -47,12 +47,17 @@ def idle_causes(
             place = None if op is None else ops[op]
         return "" if place is None else place.source or place.module
 
+    # What torch does inside of `torch.tensor` and the like is in no trace: the next op that is has nearly its line.
+    known = [where(op) for op in range(len(ops))]
+    for op in range(len(ops) - 2, -1, -1):
+        known[op] = known[op] or known[op + 1]
     if recorded.kernels:
         ran = [
-            Ran(item.start_s, item.start_s + item.seconds, item.launched_s, where(item.op)) for item in recorded.kernels
+            Ran(item.start_s, item.start_s + item.seconds, item.launched_s, "" if item.op is None else known[item.op])
+            for item in recorded.kernels
         ]
     else:  # ops are the kernels of a CPU
-        ran = [Ran(start, start + took, None, where(op)) for op, (start, took) in enumerate(recorded.spans)]
+        ran = [Ran(start, start + took, None, known[op]) for op, (start, took) in enumerate(recorded.spans)]
     first = min((item.start_s for item in ran), default=0.0)
     last = max((item.end_s for item in ran), default=0.0)
     return causes(

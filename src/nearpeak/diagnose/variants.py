@@ -1,8 +1,9 @@
-"""The same op in another form, to ask what it would take: in another dtype, with other sizes, and how slow the step is."""
+"""The same op in another form, to ask what it would take: in another dtype, or with other sizes."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from nearpeak.diagnose.examined import Examined
@@ -44,3 +45,13 @@ def slowness(step: Examined, index: int) -> float:
     """How many times as long an op took as a good kernel would take; 1 where it was not slower."""
     expected = step.expected(step.ops[index])
     return max(1.0, step.measured[index].measured_s / expected) if expected else 1.0
+
+
+def usual_slowness(step: Examined, products: Collection[int]) -> float:
+    """The median of how many times as long products took as good kernels take; at least 1."""
+    ratios = sorted(
+        step.measured[index].measured_s / expected
+        for index in products
+        if (expected := step.expected(step.ops[index])) and step.measured[index].measured_s
+    )
+    return max(1.0, ratios[len(ratios) // 2]) if ratios else 1.0

@@ -136,3 +136,8 @@ class Trace:
     """Of ops that really ran: storages in the memory of the host."""
     pinned: frozenset[int] = frozenset()
     """Those among them that the device can reach by itself."""
+    graph_recorded: bool = False
+    """Of ops that really ran: whether autograd recorded any of a forward, to be able to run it backward."""
+    shapes_before: Mapping[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Of a step whose ops were seen in another one before it: the shapes of arguments that were others then, by the
+    index of the op and the name of the argument."""

@@ -131,6 +131,8 @@ def _draft(call: Call, storages: Storages, arguments: tuple[Argument, ...]) -> _
     if results is None:
         return None
     tensors = tuple(tensors_of(operator, arguments))
+    if any(seen.dtype is None for _, seen in tensors):
+        return None
     inputs = storages.arguments(
         tensors, lists_differ=operator.overload._opname.startswith(_SEPARATE_LISTS), results_known=True
     )
@@ -158,6 +160,8 @@ def _with_dtypes(argument: Argument, storages: Storages) -> Argument:
     ]
     known = [member.dtype for member in members if member.dtype and 0 not in member.shape]
     dtype = min(known, key=lambda name: ITEM_BYTES[name]) if known else None
+    if dtype is None and all(not member.shape for member in members):
+        dtype = "float32"  # what optimizers count their steps in, seen nowhere else: whatever it is, it is a few bytes
     return Members(tuple(member if member.dtype else member._replace(dtype=dtype) for member in members))
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nearpeak.bound.dependencies import CHAINED
+from nearpeak.diagnose.attention_fused import Shape, seconds_fused
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.region import FUSED, launching, spread
-from nearpeak.diagnose.attention_fused import Shape, seconds_fused
+from nearpeak.diagnose.region import FUSED, launching, pace, spread
 from nearpeak.units import quantity, seconds
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
@@ -32,6 +32,7 @@ def attention_written_out(step: Examined) -> Iterator[Waste]:
         if predicted is None:
             continue
         members = found.forward | found.backward
+        predicted *= min(1.0, pace(step, members))
         took = step.seconds(members)
         pairs = op.outputs[0]
         moved = step.bytes(launching(step, members))
@@ -56,7 +57,11 @@ class _Found:
 
 def _around(step: Examined, seed: int) -> _Found | None:
     pairs = step.ops[seed].outputs[0] if step.ops[seed].outputs else None
-    if pairs is None or len(pairs.shape) < 2 or step.ops[seed].arguments.get("dim", -1) not in (-1, len(pairs.shape) - 1):
+    if (
+        pairs is None
+        or len(pairs.shape) < 2
+        or step.ops[seed].arguments.get("dim", -1) not in (-1, len(pairs.shape) - 1)
+    ):
         return None
     above = _walk(step, seed, pairs, forward=False)
     below = _walk(step, seed, pairs, forward=True)
@@ -158,9 +163,9 @@ def _behind(step: Examined, inner: set[int], last: int) -> set[int] | None:
             return None
         waiting += [reader for reader in step.flow.consumers[at] if reader not in members]
         for storage, producer in step.flow.producers[at].items():  # the gradient of the probabilities
-            if step.ops[producer].phase == "backward" and step.costs[producer].family == "matrix":
-                if step.flow.written_by[producer] == (storage,) and producer not in members:
-                    members.add(producer)
+            product = step.ops[producer].phase == "backward" and step.costs[producer].family == "matrix"
+            if product and step.flow.written_by[producer] == (storage,):
+                members.add(producer)
     return members
 
 
@@ -187,7 +192,7 @@ def _shape(step: Examined, first: int, last: int, forward: set[int], pairs: Tens
     probabilities = [tensor for tensor in right if tensor.elements == pairs.elements]
     if step.ops[first].outputs[0].elements != pairs.elements or not probabilities or depth != int(depth):
         return None
-    mask, causal = _mask(step, forward - {first, last}, pairs)
+    mask, causal = _mask(step, forward - {last}, first, pairs)
     dropout = any(step.costs[index].family == "random" for index in forward)
     return Shape(
         lead=pairs.shape[:-2],
@@ -204,22 +209,25 @@ def _shape(step: Examined, first: int, last: int, forward: set[int], pairs: Tens
 
 
 def _operands(op: Op) -> list[Tensor]:
-    names = ("batch1", "batch2") if "batch1" in op.arguments else ("mat1", "mat2") if "mat1" in op.arguments else ("self", "mat2")
+    names = (
+        ("batch1", "batch2")
+        if "batch1" in op.arguments
+        else ("mat1", "mat2")
+        if "mat1" in op.arguments
+        else ("self", "mat2")
+    )
     found = [op.arguments.get(name) for name in names]
     return [tensor for tensor in found if isinstance(tensor, Tensor)] if all(found) else []
 
 
-def _mask(step: Examined, inner: set[int], pairs: Tensor) -> tuple[Tensor | None, bool]:
+def _mask(step: Examined, inner: set[int], first: int, pairs: Tensor) -> tuple[Tensor | None, bool]:
     """The tensor that is added to the scores or says which to fill, and whether it is known to be causal."""
     written = {storage for index in inner for storage in step.flow.written_by[index]}
-    for index in sorted(inner):
+    for index in sorted(inner - {first}):
         for tensor in step.ops[index].inputs:
-            square = len(tensor.shape) >= 2 and tensor.shape[-2:] == pairs.shape[-2:]
-            rows = tensor.shape[-1:] == pairs.shape[-1:]
-            if tensor.storage not in written and (square or rows) and step.ops[index].packet not in ("aten.bmm",):
-                if tensor.elements < pairs.elements or step.ops[index].packet != "aten.mul":
-                    producer = step.flow.producers[index].get(tensor.storage)
-                    return tensor, producer is not None and _causal(step, producer)
+            if tensor.storage not in written and tensor.shape and tensor.shape[-1] == pairs.shape[-1]:
+                producer = step.flow.producers[index].get(tensor.storage)
+                return tensor, producer is not None and _causal(step, producer)
     return None, False
 
 
@@ -228,7 +236,7 @@ def _causal(step: Examined, index: int) -> bool:
     for _ in range(6):
         op = step.ops[index]
         if op.packet in ("aten.tril", "aten.tril_", "aten.triu", "aten.triu_"):
-            return op.arguments.get("diagonal", 0) == (0 if "tril" in op.packet else 1)
+            return bool(op.arguments.get("diagonal", 0) == (0 if "tril" in op.packet else 1))
         before = list(dict.fromkeys(step.flow.producers[index].values()))
         if len(before) != 1:
             return False

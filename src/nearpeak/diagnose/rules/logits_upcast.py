@@ -1,4 +1,4 @@
-"""Logits of 16 bits are cast to float32 for the loss: every pass over them then moves twice the bytes, and two are casts."""
+"""Logits of 16 bits are cast to float32 for the loss: every pass over them then moves twice the bytes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def logits_upcast(step: Examined) -> Iterator[Waste]:
             gains=gains,
             evidence=f"{quantity(step.ops[cast].tensor('self').bytes, 'B')} of {short} logits, "
             f"{' x '.join(map(str, logits.shape))}, become {quantity(logits.bytes, 'B')} of float32. "
-            f"{len(casts)} casts take {seconds(step.seconds(casts))}, and {len(gains) - len(casts)} passes over float32 "
-            f"{seconds(step.seconds(set(gains) - set(casts)))}.",
+            f"{len(casts)} casts take {seconds(step.seconds(casts))}, and {len(gains) - len(casts)} passes over "
+            f"float32 {seconds(step.seconds(set(gains) - set(casts)))}.",
             reasoning=f"The casts go away, and every other pass takes what it took times a good kernel's time in "
             f"{short} over that in float32.",
             remedy=_remedy(short),
@@ -91,6 +91,8 @@ def _backward(step: Examined, softmax: int) -> tuple[list[int], list[int]]:
         index for index in step.flow.consumers[softmax] if step.ops[index].phase == "backward" and index > softmax
     ]
     passes = [index for index in passes if any(tensor.elements >= elements for tensor in step.ops[index].outputs)]
+    losses = {producer for index in passes for producer in step.flow.producers[index].values() if producer > softmax}
+    passes += [index for index in sorted(losses - set(passes)) if _spreads(step, index, elements)]
     casts: list[int] = []
     waiting = [index for index in passes if output in step.flow.read_by[index]]
     while waiting:
@@ -106,6 +108,11 @@ def _backward(step: Examined, softmax: int) -> tuple[list[int], list[int]]:
                 passes.append(reader)
                 waiting.append(reader)
     return passes, casts
+
+
+def _spreads(step: Examined, index: int, elements: int) -> bool:
+    """Whether it is a loss's backward, which writes a gradient for every logit."""
+    return step.costs[index].family == "loss" and any(one.elements >= elements for one in step.ops[index].outputs)
 
 
 def _casts(op: Op, old: tuple[str, ...], new: tuple[str, ...]) -> bool:

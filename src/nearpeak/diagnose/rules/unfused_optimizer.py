@@ -44,11 +44,11 @@ def unfused_optimizer(step: Examined) -> Iterator[Waste]:
             at=max(passing, key=lambda index: step.measured[index].measured_s),
             gains={index: share * step.measured[index].measured_s for index in passing},
             idle={"launching": _launching(step, alone)},
-            evidence=f"{len(passing)} ops of the optimizer move {quantity(moved, 'B')} in {seconds(took)}; the parameters, "
-            f"gradients and states that they read and write are {quantity(least, 'B')}"
+            evidence=f"{len(passing)} ops of the optimizer move {quantity(moved, 'B')} in {seconds(took)}; the "
+            f"parameters, gradients and states that they read and write are {quantity(least, 'B')}"
             + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),
-            reasoning=f"Good kernels take {seconds(expected)} for these ops as they are, and {seconds(one_pass)} for one "
-            f"pass over {quantity(least, 'B')}; what the ops took shrinks as much.",
+            reasoning=f"Good kernels take {seconds(expected)} for these ops as they are, and {seconds(one_pass)} for "
+            f"one pass over {quantity(least, 'B')}; what the ops took shrinks as much.",
             remedy=_remedy(step, passing),
         )
 

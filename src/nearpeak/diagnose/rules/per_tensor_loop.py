@@ -1,0 +1,121 @@
+"""The same small op runs for tensor after tensor, where one op takes a list of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nearpeak.diagnose.examined import Examined
+from nearpeak.diagnose.finding import Waste
+from nearpeak.diagnose.findings import rule
+from nearpeak.diagnose.idle import BETWEEN_OPS
+from nearpeak.units import seconds
+from nearpeak.work.cost import Access
+from nearpeak.work.families.optimizer import FOREACH_POINTWISE
+from nearpeak.work.op import Op
+
+LEAST = 16
+"""Ops in a run: what is shorter can be an unrolled formula."""
+SHORT = 1e-4
+"""Seconds: ops that take longer than this have enough to do, each by itself."""
+FOREACH = {
+    **{f"aten.{name}{end}": f"torch._foreach_{name}{end}" for name in FOREACH_POINTWISE for end in ("", "_")},
+    "aten.linalg_vector_norm": "torch._foreach_norm",
+    "aten.norm": "torch._foreach_norm",
+    "aten.zero_": "torch._foreach_zero_",
+    "aten.copy_": "torch._foreach_copy_",
+}
+"""The operators with a form for lists."""
+NOT_CHANGED = ("dtype", "dim", "keepdim", "ord", "value", "alpha", "p")
+
+
+@rule("per-tensor-loop", needs=["storages"])
+def per_tensor_loop(step: Examined) -> Iterator[Waste]:
+    """Runs of one op at one line on tensors of which none needs the result of another."""
+    for members in _runs(step):
+        op = step.ops[members[0]]
+        reads, writes = _distinct(step, members)
+        took = step.seconds(members)
+        kind = "reduction" if "norm" in op.packet else "optimizer"
+        # Of one list op; where the ops ran from a cache, it does too, and takes no more than they did.
+        listed = min(step.of_work(reads, writes, kind=kind), took)
+        launching = _launching(step, members)
+        if took - listed + sum(launching.values()) <= 0:
+            continue
+        left = listed / took if took else 0.0
+        yield Waste(
+            title="One small op runs for tensor after tensor, where one op takes them all as a list.",
+            at=members[0],
+            gains={index: (1 - left) * step.measured[index].measured_s for index in members},
+            idle=launching,
+            evidence=f"{op.packet} runs {len(members)} times in a row, on another tensor each time: {seconds(took)}, "
+            f"{seconds(took / len(members))} each.",
+            reasoning=f"One pass over all of the tensors takes {seconds(listed)}"
+            + (f", and {seconds(sum(launching.values()))} between and for launches go away." if launching else "."),
+            remedy=_remedy(op),
+        )
+
+
+def _runs(step: Examined) -> Iterator[list[int]]:
+    """Ops of one name, line and phase in a row, views aside; each on storages that no other of them touches."""
+    run: list[int] = []
+    written: set[int] = set()
+    for index, op in enumerate(step.ops):
+        if step.costs[index].family == "view" or not (step.touches[index].reads or step.touches[index].writes):
+            continue
+        reads, writes = step.touches[index]
+        joins = bool(run) and _alike(op, step.ops[run[0]]) and not written.intersection((*reads, *writes))
+        if not joins:
+            if _counts(step, run):
+                yield run
+            run, written = [], set()
+        if _can_be_listed(step, index):
+            run.append(index)
+            written.update(writes)
+    if _counts(step, run):
+        yield run
+
+
+def _alike(op: Op, first: Op) -> bool:
+    return (op.name, op.source, op.phase) == (first.name, first.source, first.phase) and all(
+        op.arguments.get(name) == first.arguments.get(name) for name in NOT_CHANGED
+    )
+
+
+def _can_be_listed(step: Examined, index: int) -> bool:
+    op = step.ops[index]
+    if op.packet not in FOREACH or op.phase == "optimizer":
+        return False
+    return "norm" not in op.packet or not op.arguments.get("dim")
+
+
+def _counts(step: Examined, run: Sequence[int]) -> bool:
+    """Whether it is long, of short ops, and has as many different tensors."""
+    firsts = {step.ops[index].inputs[0].storage for index in run}
+    return len(run) >= LEAST and len(firsts) == len(run) and step.seconds(run) < SHORT * len(run)
+
+
+def _distinct(step: Examined, members: Sequence[int]) -> tuple[list[Access], list[Access]]:
+    found: tuple[dict[int, Access], dict[int, Access]] = ({}, {})
+    for index in members:
+        for known, accesses in zip(found, (step.costs[index].reads, step.costs[index].writes), strict=True):
+            known.update((access.storage, access) for access in accesses)
+    return list(found[0].values()), list(found[1].values())
+
+
+def _launching(step: Examined, members: Sequence[int]) -> dict[str, float]:
+    """Idle time while these were launched: their share of all short ops, which are what a device waits for."""
+    short = sum(1 for op in step.measured if op.kernels and op.measured_s < SHORT)
+    waited: dict[str, float] = {}
+    for cause in step.profile.idle:
+        if cause.cause == "launching" or (cause.cause == "python" and cause.what == BETWEEN_OPS):
+            waited[cause.cause] = waited.get(cause.cause, 0.0) + cause.seconds * (len(members) - 1) / max(short, 1)
+    return waited
+
+
+def _remedy(op: Op) -> str:
+    call = FOREACH[op.packet]
+    if call.endswith("norm"):
+        return f"norms = {call}(tensors)  # a list of norms; torch.nn.utils.clip_grad_norm_(..., foreach=True) uses it"
+    if call.endswith("zero_"):
+        return f"{call}(tensors)"
+    return f"{call}(tensors, ...)  # in place of a loop over tensors with {op.packet.rpartition('.')[2]}"

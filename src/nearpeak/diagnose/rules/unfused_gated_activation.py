@@ -1,0 +1,85 @@
+"""A gated activation as two ops, `silu(a) * b`: the activation is written and read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.diagnose.examined import Examined
+from nearpeak.diagnose.finding import Waste
+from nearpeak.diagnose.findings import rule
+from nearpeak.diagnose.region import (
+    bytes_of,
+    launching,
+    ops_named,
+    pace,
+    remaining_seconds,
+    spread,
+    traffic,
+    with_backward,
+)
+from nearpeak.units import quantity, seconds
+from nearpeak.work.tensor import Tensor
+
+ACTIVATIONS = (
+    *("aten.silu", "aten.gelu", "aten.sigmoid", "aten.relu", "aten.tanh", "aten.hardswish", "aten.mish"),
+    *("aten.elu", "aten.softplus", "aten.leaky_relu", "aten.hardsigmoid"),
+)
+
+
+@rule("unfused-gated-activation", needs=["storages"])
+def unfused_gated_activation(step: Examined) -> Iterator[Waste]:
+    """Activations of which forward reads the result once, in a product with another tensor of the same size."""
+    products = {
+        frozenset((index, product)): index
+        for index in range(len(step.ops))
+        if (product := _product(step, index)) is not None
+    }
+    for region in with_backward(step, list(products)):
+        activation = products[region.forward]
+        members = launching(step, region.members)
+        took = step.seconds(members)
+        remaining = remaining_seconds(step, region) * pace(step, members)
+        reads, writes = traffic(step, region)
+        passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
+        yield Waste(
+            title="A gated activation is two ops: the activation is written, and read again for the product.",
+            at=max(region.forward),
+            gains=spread(step, members, remaining),
+            evidence=f"{ops_named(step, members)} on {' x '.join(map(str, step.ops[activation].outputs[0].shape))} "
+            f"move {quantity(step.bytes(members), 'B')} in {seconds(took)}; fused, "
+            f"{quantity(bytes_of([*reads, *writes]), 'B')} would do.",
+            reasoning=f"{passes} that reads gate and value and writes the result would take {seconds(remaining)}.",
+            remedy=_remedy(step, activation, max(region.forward)),
+        )
+
+
+def _product(step: Examined, index: int) -> int | None:
+    """The product that alone reads the result of an activation in forward."""
+    op = step.ops[index]
+    if op.phase != "forward" or op.packet not in ACTIVATIONS or op.recomputed:
+        return None
+    readers = [reader for reader in step.flow.consumers[index] if step.ops[reader].phase == "forward"]
+    if len(readers) != 1 or step.ops[readers[0]].packet not in ("aten.mul", "aten.mul_"):
+        return None
+    given, made = op.inputs[0], op.outputs[0]
+    if made.storage in step.flow.results:
+        return None
+    for other in step.ops[readers[0]].inputs:
+        own = other.storage == made.storage or _place(other) == _place(given)
+        if other.elements == made.elements and not own:
+            return readers[0]
+    return None
+
+
+def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return tensor.storage, tensor.offset, tensor.strides
+
+
+def _remedy(step: Examined, activation: int, product: int) -> str:
+    op = step.ops[activation]
+    name, gate = op.packet.removeprefix("aten."), op.inputs[0]
+    others = [tensor for tensor in step.ops[product].inputs if tensor.storage == gate.storage]
+    if name == "sigmoid" and others and gate.offset > others[0].offset:
+        return "torch.nn.functional.glu(x, dim=-1)  # x whole, not its halves: values first, then gates"
+    call = f"torch.nn.functional.{name}(gate)" if name not in ("sigmoid", "tanh") else f"torch.{name}(gate)"
+    return f"@torch.compile\ndef gated(gate, up):\n    return {call} * up"

@@ -1,0 +1,102 @@
+"""Chains of small ops, one kernel each: what lies between them goes through memory for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.bound.fusion import groups
+from nearpeak.diagnose.examined import Examined
+from nearpeak.diagnose.finding import Waste
+from nearpeak.diagnose.findings import rule
+from nearpeak.diagnose.region import (
+    FUSED,
+    Region,
+    bytes_of,
+    connected,
+    launching,
+    longest,
+    ops_named,
+    over_last,
+    pace,
+    remaining_seconds,
+    spread,
+    traffic,
+    with_backward,
+)
+from nearpeak.units import quantity, seconds
+
+LEAST_OPS = 3
+LEAST_SAVED = 0.2
+"""Of the time of a chain: less is no more than the noise of what compilers do."""
+LONGEST_ROW = 1 << 16
+"""Elements: longer rows than that are not reduced and used again in one kernel."""
+
+
+@rule("unfused-pointwise", needs=["storages"], general=True)
+def unfused_pointwise(step: Examined) -> Iterator[Waste]:
+    """What the fused floor groups, without products and without what other rules have named.
+
+    A chain goes with the ops that ran backward through it: compiled together, they need no more kept than it reads.
+    """
+    joins = {index for index in range(len(step.ops)) if _joins(step, index)} - _dropout(step)
+    chains = [
+        piece
+        for group in groups(step.trace, step.costs, step.touches)
+        for piece in connected(step, joins.intersection(group.members), siblings=False)
+        if launching(step, piece)
+    ]
+    forward = [chain for chain in chains if step.ops[min(chain)].phase == "forward"]
+    regions = [Region(forward=found.forward, backward=found.backward & joins) for found in with_backward(step, forward)]
+    covered = {index for found in regions for index in found.backward}
+    alone = [chain - covered for chain in chains if step.ops[min(chain)].phase == "backward"]
+    regions += [Region(forward=frozenset(chain)) for chain in alone if chain]
+    for found in regions:
+        waste = _waste(step, found) if len(launching(step, found.members)) >= LEAST_OPS else None
+        if waste is not None:
+            yield waste
+
+
+def _joins(step: Examined, index: int) -> bool:
+    op, cost = step.ops[index], step.costs[index]
+    if index in step.named or op.phase == "optimizer" or op.recomputed or cost.family not in FUSED:
+        return False
+    if cost.family == "reduction" and op.inputs and op.outputs:
+        by_rows = over_last(op) and op.inputs[0].shape[-1] <= LONGEST_ROW
+        return by_rows or not any(step.ops[reader].phase == op.phase for reader in step.flow.consumers[index])
+    return True
+
+
+def _dropout(step: Examined) -> set[int]:
+    """What torch's own dropout runs on a CPU: it is one call there too, and no other would be better."""
+    drawn = {
+        storage
+        for index, op in enumerate(step.ops)
+        if op.packet == "aten.bernoulli_"
+        for storage in step.flow.written_by[index]
+    }
+    return {index for index in range(len(step.ops)) if drawn.intersection(step.flow.read_by[index])}
+
+
+def _waste(step: Examined, region: Region) -> Waste | None:
+    members = launching(step, region.members)
+    took = step.seconds(members)
+    kind = "reduction" if any(step.costs[index].family == "reduction" for index in members) else "pointwise"
+    # Kernels that are slower than others of their kind stay so: they read through strides, say.
+    remaining = remaining_seconds(step, region, kinds=(kind, kind)) * pace(step, members)
+    if took - remaining < LEAST_SAVED * took:
+        return None
+    reads, writes = traffic(step, region)
+    moved, needed = step.bytes(members), bytes_of([*reads, *writes])
+    lines = sorted({step.ops[index].source for index in members} - {""})
+    where = f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""
+    passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
+    return Waste(
+        title=f"{len(members)} small ops, each a kernel of its own, could be one.",
+        at=longest(step, region.forward),
+        gains=spread(step, members, remaining),
+        evidence=f"{ops_named(step, members)}{where} move {quantity(moved, 'B')} in {seconds(took)}; fused, "
+        f"{quantity(needed, 'B')} would do.",
+        reasoning=f"{passes} that reads and writes only what others want would take {seconds(remaining)}.",
+        remedy="Put these lines into a function of its own and compile it:\n"
+        "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
+    )

@@ -1,0 +1,69 @@
+"""An add right before a norm, as two kernels: the norm reads the sum that was only just written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.diagnose.examined import Examined
+from nearpeak.diagnose.finding import Waste
+from nearpeak.diagnose.findings import rule
+from nearpeak.units import quantity, seconds
+
+_NORMS = {
+    "aten.native_layer_norm": "layer_norm",
+    "aten._fused_rms_norm": "rms_norm",
+}
+
+
+@rule("unfused-residual", needs=["storages"])
+def unfused_residual(step: Examined) -> Iterator[Waste]:
+    """Norms whose input an add has just made; and adds of gradients to what a norm has just given back."""
+    for index, op in enumerate(step.ops):
+        name = _NORMS.get(op.packet)
+        if name is None or op.phase != "forward" or op.recomputed:
+            continue
+        given = op.inputs[0]
+        add = step.flow.producers[index].get(given.storage)
+        if add is None or not _adds(step, add, given.elements):
+            continue
+        kept = set(step.flow.consumers[add]) != {index} or given.storage in step.flow.results
+        took = step.measured[add].measured_s
+        # Of two reads and a write of the add, and the read of the norm: only what others want of the sum stays.
+        gains = {add: took * (1 / 3 if kept else 2 / 3)}
+        behind = _behind(step, given.storage, op.outputs[0].elements)
+        if behind is not None:
+            gains[behind] = step.measured[behind].measured_s * 2 / 3
+        spared = given.bytes * ((1 if kept else 2) + (2 if behind is not None else 0))
+        yield Waste(
+            title="A residual is added in a kernel of its own, right before a norm.",
+            at=add,
+            gains=gains,
+            evidence=f"add of {' x '.join(map(str, given.shape))} took {seconds(took)}, and {op.packet} at "
+            f"{op.source or 'the next op'} reads its result at once"
+            + (
+                f"; so it is with the add of gradients, {seconds(step.measured[behind].measured_s)}." if behind else "."
+            ),
+            reasoning=f"{quantity(spared, 'B')} need not be moved, at the speed of the add itself.",
+            remedy="@torch.compile\ndef add_and_norm(x, residual, weight):\n    total = x + residual\n"
+            f"    return torch.nn.functional.{name}(total, total.shape[-1:], weight), total",
+        )
+
+
+def _adds(step: Examined, index: int, elements: int) -> bool:
+    op = step.ops[index]
+    whole = [tensor for tensor in op.inputs if tensor.elements == elements]
+    return op.packet == "aten.add" and op.phase == "forward" and len(whole) == 2
+
+
+def _behind(step: Examined, given: int, elements: int) -> int | None:
+    """The add of another gradient to what a norm gives back for its input."""
+    for index, op in enumerate(step.ops):
+        backward = op.phase == "backward" and "norm" in op.packet and "backward" in op.packet
+        if not backward or not any(tensor.storage == given for tensor in op.inputs):
+            continue
+        for reader in step.flow.consumers[index]:
+            other = step.ops[reader]
+            whole = [tensor for tensor in other.inputs if tensor.elements == elements]
+            if other.packet in ("aten.add", "aten.add_") and other.phase == "backward" and len(whole) == 2:
+                return reader
+    return None

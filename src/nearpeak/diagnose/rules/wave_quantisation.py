@@ -1,0 +1,66 @@
+"""The tiles of a matrix product do not fill the multiprocessors: many wait while a few compute the last ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nearpeak.bound.tiles import Tiling, tiling
+from nearpeak.diagnose.examined import Examined
+from nearpeak.diagnose.finding import Waste
+from nearpeak.diagnose.findings import rule
+from nearpeak.units import percent, seconds
+
+_FULL = 0.75
+"""The share of places in all waves that have a tile, above which nothing is said."""
+_SLOWER = 1.15
+"""How many times as long as a good kernel it must take: a library may have filled the machine by other means."""
+
+
+@rule("wave-quantisation")
+def wave_quantisation(step: Examined) -> Iterator[Waste]:
+    """Products limited by compute whose tiles leave places empty, and that took longer than a good kernel by it."""
+    for index, op in enumerate(step.ops):
+        measured = step.measured[index]
+        if measured.limiter != "compute":
+            continue
+        tiles = tiling(op, step.machine)
+        if tiles is None or tiles.fill > _FULL:
+            continue
+        expected = step.expected(op)
+        took = measured.measured_s
+        if not expected or took < _SLOWER * expected:
+            continue
+        gain = min(took - expected, took * (1 - tiles.fill))
+        few = tiles.waves == 1
+        shape = f"{tiles.batch} x " if tiles.batch > 1 else ""
+        yield Waste(
+            title="A matrix product has fewer tiles than the GPU has multiprocessors."
+            if few
+            else "The last wave of a matrix product's tiles leaves most multiprocessors without work.",
+            at=index,
+            gains={index: gain},
+            evidence=f"{op.packet} of {shape}{tiles.m} x {tiles.k} by {tiles.k} x {tiles.n} is {tiles.tiles} tiles of "
+            f"{tiles.tile[0]} x {tiles.tile[1]} for {tiles.processors} multiprocessors: {tiles.waves} "
+            f"wave{'s' if tiles.waves > 1 else ''}, {percent(tiles.fill, 0)} full. It took {seconds(took)}, a product "
+            f"that fills the machine {seconds(expected)} for as much work.",
+            reasoning="The less of two: what it took beyond a good kernel, and its time in the empty places.",
+            remedy=_remedy(tiles),
+        )
+
+
+def _remedy(tiles: Tiling) -> str:
+    """The sizes next to these with which the waves are full."""
+    per_row = tiles.batch * math.ceil(tiles.n / tiles.tile[1])
+    rows = tiles.waves * tiles.processors // per_row * tiles.tile[0]
+    fewer = (tiles.waves - 1) * tiles.processors // per_row * tiles.tile[0]
+    if tiles.waves == 1:
+        return (
+            f"Join it with products of the same input (their weights side by side: torch.cat), or give it more rows: "
+            f"{max(rows, tiles.tile[0])} of them would take about as long as {tiles.m} do now."
+        )
+    also = f", or {fewer} rows for {tiles.waves - 1} full waves" if fewer >= tiles.tile[0] else ""
+    return (
+        f"Choose the batch so that the waves are full: {max(rows, tiles.m)} rows would take as long as {tiles.m} "
+        f"do now{also}."
+    )

@@ -1,0 +1,41 @@
+"""The rows that count are chosen with a boolean mask: the host must know how many they are."""
+
+import torch
+
+RULE = "synchronisation"
+DEVICES = ("cuda",)
+LAYERS = 8
+
+
+def inputs(device):
+    size = 4096 if device == "cuda" else 64
+    x = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(size, size, dtype=torch.bfloat16, device=device) / size**0.5
+    return x, weight, torch.arange(size, device=device) % 4 != 0
+
+
+def waste(device):
+    start, weight, valid = inputs(device)
+
+    def step():
+        x, totals = start, []
+        for _ in range(LAYERS):
+            x = x @ weight
+            totals.append(x[0][valid].sum())  # waste
+        return x, totals
+
+    return step
+
+
+def clean(device):
+    start, weight, valid = inputs(device)
+    counts = valid.to(torch.bfloat16)
+
+    def step():
+        x, totals = start, []
+        for _ in range(LAYERS):
+            x = x @ weight
+            totals.append(torch.dot(x[0], counts))
+        return x, totals
+
+    return step

@@ -1,0 +1,144 @@
+"""What is written as many ops and could be few: attention, norms, rotary embeddings, gates, residuals, any chain."""
+
+import pytest
+import torch
+from gpu_steps import examined, found_in, load, planted
+from torch.nn import functional
+
+ON_GPU = [
+    *("attention_written_out", "attention_written_out_causal", "attention_softmax_spelled_out"),
+    *("unfused_norm", "unfused_rms_norm", "unfused_rotary", "unfused_gated_activation", "unfused_swiglu"),
+    *("unfused_residual", "unfused_pointwise", "unfused_pointwise_trained"),
+]
+UNCOMPILED = [name for name in ON_GPU if name not in ("unfused_swiglu", "unfused_residual", "unfused_rotary")]
+
+
+def rules(step):
+    """Names of rules of a step on real tensors, where each op takes a millisecond."""
+    return [finding.rule for finding in found_in(examined(lambda: step, times=lambda op, expected: 1e-3, live=True))]
+
+
+def randn(*shape, **options):
+    return torch.randn(shape, **options)
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_on_a_gpu_it_is_found_at_its_line_and_saves_less_than_all(name):
+    module = load(name)
+    step = examined(lambda: module.waste("cuda"))
+    found = found_in(step)
+    assert [(finding.rule, finding.source) for finding in found] == [(module.RULE, planted(name))]
+    assert 0.03 < found[0].share < 0.98
+
+
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_on_a_gpu_the_better_form_is_not_named(name):
+    module = load(name)
+    assert found_in(examined(lambda: module.clean("cuda"))) == []
+
+
+def attention(query, key, value):
+    weights = torch.softmax(query @ key.transpose(-2, -1), dim=-1)
+    return weights, weights @ value
+
+
+def test_attention_whose_probabilities_are_wanted_is_not_named():
+    tensors = [randn(2, 4, 64, 16) for _ in range(3)]
+    assert "attention-written-out" in rules(lambda: attention(*tensors)[1])
+    assert "attention-written-out" not in rules(lambda: attention(*tensors))
+    assert "attention-written-out" not in rules(lambda: (lambda pair: pair[1] + pair[0].sum())(attention(*tensors)))
+
+
+def test_a_softmax_over_another_dimension_is_no_attention():
+    query, key, value = (randn(2, 4, 64, 16) for _ in range(3))
+    assert "attention-written-out" not in rules(lambda: torch.softmax(query @ key.mT, dim=-2) @ value)
+
+
+def test_two_ops_are_no_chain_and_a_chain_stops_at_a_product():
+    x = randn(64, 64)
+    assert rules(lambda: x.exp() + 1) == []
+    assert "unfused-pointwise" not in rules(lambda: (x.exp() + 1) @ (x.cos() * 2))
+    assert rules(lambda: (x.exp() + 1).tanh()) == ["unfused-pointwise"]
+
+
+def test_what_others_read_in_between_is_still_written():
+    def build():
+        x = torch.empty(16384, 16384)
+
+        def step():
+            first = x.exp()
+            second = first + 1
+            return first, second, second.tanh()
+
+        return step
+
+    found = found_in(examined(build), "unfused-pointwise")
+    assert [finding.share for finding in found] == [pytest.approx(1 / 3, abs=0.03)]
+
+
+def test_a_norm_over_the_first_dimension_is_none_of_torchs():
+    x = randn(64, 64)
+    assert "unfused-norm" not in rules(lambda: x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6))
+    assert "unfused-norm" in rules(lambda: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def test_a_gate_that_is_the_value_itself_is_no_gate():
+    x, other = randn(64, 64), randn(64, 64)
+    assert rules(lambda: torch.sigmoid(x) * x) == []
+    assert rules(lambda: torch.sigmoid(x) * other) == ["unfused-gated-activation"]
+    assert rules(lambda: functional.silu(x) * other[:1]) == []
+
+
+def test_a_rotary_embedding_of_halves_put_together_is_one_too():
+    x, cos, sin = randn(2, 4, 32, 64), randn(32, 32), randn(32, 32)
+
+    def step():
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+    assert rules(step) == ["unfused-rotary"]
+
+
+def test_a_sum_of_products_of_two_tensors_is_no_rotary_embedding():
+    x, y, cos, sin = randn(2, 4, 32, 64), randn(2, 4, 32, 64), randn(32, 64), randn(32, 64)
+    assert "unfused-rotary" not in rules(lambda: x * cos + y * sin)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_residual_that_is_wanted_later_saves_a_read_and_else_a_write_too(kept):
+    x, residual = randn(64, 64), randn(64, 64)
+
+    def step():
+        total = x + residual
+        y = functional.layer_norm(total, (64,))
+        return (y, total) if kept else y
+
+    found = found_in(examined(lambda: step, times=lambda op, expected: 1e-3, live=True), "unfused-residual")
+    assert [finding.saving_s for finding in found] == [pytest.approx(1e-3 * (1 if kept else 2) / 3)]
+
+
+def test_backward_goes_with_the_line_that_it_belongs_to():
+    query, key = (randn(2, 4, 32, 64, requires_grad=True) for _ in range(2))
+    cos, sin = randn(32, 64), randn(32, 64)
+
+    def turned(x):
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((-right, left), dim=-1)
+
+    def step():
+        first = query * cos + turned(query) * sin
+        second = key * cos + turned(key) * sin
+        (first.sum() + second.sum()).backward()
+
+    found = found_in(examined(lambda: step, times=lambda op, expected: 1e-3, live=True), "unfused-rotary")
+    assert [len(finding.ops) for finding in found] == [len(found[0].ops)] * 2
+    assert not set(found[0].ops) & set(found[1].ops)
+
+
+def test_nan_to_num_after_a_masked_softmax_is_named_and_other_ones_are_not():
+    scores, mask = randn(4, 64, 64), torch.ones(64, 64, dtype=torch.bool)
+    masked = "nan-to-num-for-fill"
+    assert masked in rules(lambda: torch.softmax(scores.masked_fill(mask, -torch.inf), -1).nan_to_num(0.0))
+    assert masked not in rules(lambda: torch.softmax(scores, -1).nan_to_num(0.0))
+    assert masked not in rules(lambda: (scores / scores.sum()).nan_to_num(0.0))
+    assert masked not in rules(lambda: scores.nan_to_num(0.0))

@@ -1,0 +1,46 @@
+import dataclasses
+
+import pytest
+import torch
+from gpu_steps import examined, found_in
+
+from nearpeak.diagnose.idle import IdleCause
+
+
+def scaling(count, size=64, same=False):
+    def build():
+        tensors = [torch.randn(size, size) for _ in range(count)]
+        product = torch.randn(512, 512)
+
+        def step():
+            for tensor in tensors:
+                (tensors[0] if same else tensor).mul_(0.5)
+            return product @ product
+
+        return step
+
+    return build
+
+
+def test_a_long_loop_is_one_pass():
+    (found,) = found_in(examined(scaling(100)), "per-tensor-loop")
+    assert len(found.ops) == 100
+    assert "torch._foreach_mul_" in found.remedy
+
+
+@pytest.mark.parametrize(
+    "build",
+    [scaling(8), scaling(100, same=True), scaling(20, size=16384)],
+    ids=["short", "one tensor", "large tensors"],
+)
+def test_other_loops_are_not_named(build):
+    assert not found_in(examined(build), "per-tensor-loop")
+
+
+def test_what_the_device_waited_for_launches_is_counted():
+    step = examined(scaling(100))
+    waited = IdleCause(cause="launching", seconds=1e-3, count=100, where="", what="launched late")
+    profile = dataclasses.replace(step.profile, idle=(waited,), wall_s=step.profile.wall_s + 1e-3)
+    (quick,) = found_in(step, "per-tensor-loop")
+    (waiting,) = found_in(dataclasses.replace(step, profile=profile), "per-tensor-loop")
+    assert waiting.saving_s - quick.saving_s == pytest.approx(1e-3, rel=0.05)

@@ -1,0 +1,100 @@
+"""What is computed or cast twice, and what only looks like it."""
+
+import pytest
+import torch
+from gpu_steps import examined, found_in
+from torch.nn import functional
+
+SIZE = (256, 256)
+
+
+def names(step, rule):
+    """Names of the ops that are found, of a step on real tensors, where each op takes a millisecond."""
+    seen = examined(lambda: step, times=lambda op, expected: 1e-3, live=True)
+    return [seen.ops[index].packet for finding in found_in(seen, rule) for index in finding.ops]
+
+
+def ones(**options):
+    return torch.ones(SIZE, **options)
+
+
+def test_a_chain_that_runs_twice_is_one_finding_with_all_its_ops():
+    x = ones()
+
+    def chain():
+        return (x.exp() + 1).tanh()
+
+    assert names(lambda: chain() @ chain(), "computed-twice") == ["aten.exp", "aten.add", "aten.tanh"]
+
+
+def test_other_arguments_are_another_computation():
+    x = ones()
+    assert names(lambda: (x + 1) @ (x + 2), "computed-twice") == []
+
+
+def test_what_was_written_in_between_is_computed_anew():
+    x = ones()
+
+    def step():
+        before = x.exp()
+        x.add_(1)
+        return before @ x.exp()
+
+    assert names(step, "computed-twice") == []
+
+
+def test_a_result_that_is_written_to_cannot_be_shared():
+    x = ones()
+
+    def step():
+        kept, changed = x.exp(), x.exp()
+        changed.mul_(2)
+        return kept @ changed
+
+    assert names(step, "computed-twice") == []
+
+
+@pytest.mark.parametrize("op", [torch.rand_like, torch.zeros_like, functional.dropout, torch.bernoulli])
+def test_random_numbers_and_new_buffers_differ(op):
+    x = ones()
+    assert names(lambda: op(x) @ op(x), "computed-twice") == []
+
+
+def test_what_nobody_reads_is_not_a_second_use():
+    x = ones()
+
+    def step():
+        x.exp()
+        return x.exp().sum()
+
+    assert names(step, "computed-twice") == []
+
+
+def test_a_cast_is_repeated_if_nothing_was_written_in_between():
+    x, y = ones(), ones(dtype=torch.float64)
+
+    def step(write=False):
+        first = y @ x.double()
+        if write:
+            x.add_(1)
+        return first @ x.double()
+
+    assert names(step, "repeated-cast") == ["aten._to_copy"]
+    assert names(lambda: step(write=True), "repeated-cast") == []
+    assert names(step, "computed-twice") == []
+
+
+def test_casts_to_other_dtypes_or_of_other_parts_are_not_repeated():
+    x = ones()
+    assert names(lambda: (x.double().sum(), x.half().sum()), "repeated-cast") == []
+    assert names(lambda: (x[:128].double().sum(), x[128:].double().sum()), "repeated-cast") == []
+
+
+def test_one_cast_of_gradients_is_left():
+    x, y = ones(requires_grad=True), ones(dtype=torch.float64)
+
+    def step():
+        total = sum((y @ x.double()).sum() for _ in range(3))
+        return torch.autograd.grad(total, x)
+
+    assert names(step, "repeated-cast") == ["aten._to_copy"] * 4

@@ -1,0 +1,78 @@
+import dataclasses
+
+import pytest
+import torch
+from gpu_steps import H200, examined, found_in, load, planted
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from nearpeak.diagnose.rules.slow_attention_backend import slow_attention_backend
+
+NAME = "slow-attention-backend"
+
+
+def attention(backend, shape=(2, 16, 2048, 64), *, dtype=torch.bfloat16, queries=None):
+    def build():
+        query, key, value = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+        if queries:
+            query = torch.randn(*shape[:2], queries, shape[3], dtype=dtype)
+
+        def step():
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(query, key, value, is_causal=not queries)
+            out.backward(out.detach())
+
+        return step
+
+    return build
+
+
+def test_the_corpus():
+    module = load("slow_attention_backend")
+    (finding,) = found_in(examined(lambda: module.waste("cuda")), NAME)
+    assert finding.source == planted("slow_attention_backend")
+    assert 0.35 < finding.share < 0.6  # cuDNN is about twice as fast
+    assert "SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION" in finding.remedy
+    assert not found_in(examined(lambda: module.clean("cuda")))
+
+
+def test_the_efficient_kernel_loses_most_of_its_time():
+    step = examined(attention(SDPBackend.EFFICIENT_ATTENTION))
+    gains = {}
+    for waste in slow_attention_backend(step):
+        gains.update(waste.gains)
+    assert [step.ops[index].packet.rpartition("_")[2] for index in gains] == ["attention", "backward"]
+    assert 0.6 * step.seconds(gains) < sum(gains.values()) < 0.9 * step.seconds(gains)
+
+
+def test_what_was_measured_slow_gains_in_proportion():
+    def slower(op, expected):
+        return 3 * expected if "attention" in op.name else expected
+
+    usual = slow_attention_backend(examined(attention(SDPBackend.FLASH_ATTENTION)))
+    slow = slow_attention_backend(examined(attention(SDPBackend.FLASH_ATTENTION), times=slower))
+    for one, other in zip(usual, slow, strict=True):
+        assert other.saving_s == pytest.approx(3 * one.saving_s)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        attention(SDPBackend.CUDNN_ATTENTION),
+        attention(SDPBackend.EFFICIENT_ATTENTION, dtype=torch.float32),  # no other takes it
+        attention(SDPBackend.FLASH_ATTENTION, (2, 16, 2048, 256)),
+        attention(SDPBackend.FLASH_ATTENTION, queries=1),
+    ],
+    ids=["cudnn", "float32", "wide", "one-token"],
+)
+def test_silent(build):
+    step = examined(build)
+    assert any("_scaled_dot_product_" in op.name for op in step.ops)
+    assert not list(slow_attention_backend(step))
+
+
+def test_a_gpu_of_which_nothing_was_measured_says_nothing():
+    ampere = dataclasses.replace(H200, architecture="ampere")
+    assert not list(slow_attention_backend(examined(attention(SDPBackend.FLASH_ATTENTION), machine=ampere)))
+    on_cpu = dataclasses.replace(H200, kind="cpu")
+    assert not list(slow_attention_backend(examined(attention(SDPBackend.FLASH_ATTENTION), machine=on_cpu)))

@@ -1,0 +1,50 @@
+import pytest
+import torch
+from gpu_steps import examined, found_in, load, planted
+
+from nearpeak.diagnose.rules.wave_quantisation import wave_quantisation
+
+NAME = "wave-quantisation"
+
+
+def product(rows, columns=2048, depth=8192):
+    def build():
+        x, weight = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((rows, depth), (depth, columns)))
+        return lambda: x @ weight
+
+    return build
+
+
+def slower(factor):
+    return lambda op, expected: factor * expected
+
+
+def test_the_corpus():
+    module = load("wave_quantisation")
+    step = examined(lambda: module.waste("cuda"), times=slower(1.4))
+    (finding,) = found_in(step, NAME)
+    assert finding.source == planted("wave_quantisation") and finding.places == module.REPEATS
+    assert finding.share == pytest.approx(0.4 / 1.4)  # what it took beyond a good kernel
+    assert "272 tiles" in finding.evidence and "3 waves, 69 % full" in finding.evidence
+    assert "3072 rows" in finding.remedy and "2048 rows" in finding.remedy
+    assert not found_in(examined(lambda: module.clean("cuda"), times=slower(1.4)), NAME)
+
+
+def test_no_more_than_the_empty_places_is_claimed():
+    step = examined(product(17 * 128), times=slower(4.0))
+    (waste,) = wave_quantisation(step)
+    assert waste.saving_s == pytest.approx(step.profile.wall_s * (1 - 272 / 396))
+
+
+def test_fewer_tiles_than_multiprocessors():
+    (waste,) = wave_quantisation(examined(product(512, 1024), times=slower(2.0)))
+    assert "fewer tiles" in waste.title and "1 wave," in waste.evidence
+    assert "more rows: 2048 of them" in waste.remedy
+
+
+def test_silent_where_the_kernel_filled_the_machine_by_other_means():
+    assert not list(wave_quantisation(examined(product(17 * 128), times=slower(1.1))))
+
+
+def test_silent_where_memory_sets_the_time():
+    assert not list(wave_quantisation(examined(product(16, 2048), times=slower(2.0))))
