@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from nearpeak.diagnose.memory import Memory
 from nearpeak.diagnose.rates import Rates
+from nearpeak.render.profile_card import filled
 from nearpeak.render.table import table
 from nearpeak.render.timing import plain
 from nearpeak.units import GIB, gibibytes, percent, quantity, significant
@@ -32,7 +31,7 @@ def rates_text(rates: Rates | None) -> str:
         )
     if achieved:
         lines.append(f"Achieved: {', '.join(achieved)}.")
-    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
+    return "\n".join(filled(line) for line in lines)
 
 
 def _utilisation(rates: Rates) -> str:
@@ -74,7 +73,7 @@ def memory_text(memory: Memory | None) -> str:
         for name, value in sizes.items()
         if value is not None and memory.peak_bytes
     ]
-    return "\n".join([textwrap.fill(head, WIDTH), "", table(["memory", "size", "share"], rows, "lrr")])
+    return "\n".join([filled(head), "", table(["memory", "size", "share"], rows, "lrr")])
 
 
 def _of(value: float, capacity: float | None) -> str:
