@@ -9,7 +9,6 @@ from nearpeak.render.table import table
 from nearpeak.render.timing import plain
 from nearpeak.units import GIB, gibibytes, percent, quantity, significant
 
-WIDTH = 80
 _UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
