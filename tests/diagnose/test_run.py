@@ -3,6 +3,7 @@ import torch
 
 import nearpeak
 from nearpeak.diagnose.script import profile_script
+from nearpeak.errors import NearpeakError
 
 SCRIPT = """
 import pathlib
@@ -149,3 +150,8 @@ def test_what_resets_a_case_is_no_part_of_its_step():
     found = nearpeak.profile(nearpeak.Case(lambda: x.mul_(2.0), reset=reset), on="h200-sxm")
     assert {op.name for op in found.ops} == {"aten.mul_.Tensor"}
     assert set(seen) == {64.0 * 64, 2 * 64.0 * 64}
+
+
+def test_a_step_without_ops_is_an_error_that_says_why():
+    with pytest.raises(NearpeakError, match="shows no op of the step"):
+        nearpeak.profile(lambda: sum(range(1000)), on="h200-sxm")

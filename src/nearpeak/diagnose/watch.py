@@ -18,6 +18,7 @@ from nearpeak.capture.steps import Steps
 from nearpeak.diagnose.captured import Captured, Profiler, synchronize
 from nearpeak.diagnose.compiler import CompilerFacts, compiler_facts, graphs_so_far
 from nearpeak.diagnose.schedule import OUTLIER, Schedule
+from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
 from nearpeak.units import seconds
 from nearpeak.work.op import Trace
@@ -244,7 +245,14 @@ class Watch:
             if not fits:
                 profiler.discard()
                 return False
-            recorded = profiler.stop()
+            try:
+                recorded = profiler.stop()
+            except UsageError:
+                self._give_up(
+                    "torch's profiler shows no op of the step with its shapes. A step that is compiled as a whole has "
+                    "none on a CPU: profile it without torch.compile."
+                )
+                return False
             if not recorded.trace.ops:  # another profiler took over
                 return False
             if not recorded.kernels and _cuda_in_use():
