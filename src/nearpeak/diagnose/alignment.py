@@ -6,7 +6,7 @@ known by its name and shapes; where the sequences differ, the nearest place coun
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import pairwise
 
 WINDOW = 64
@@ -49,8 +49,7 @@ def align_by(one: Sequence[Hashable], other: Sequence[Hashable], light: Collecti
     found: list[int | None] = [None] * len(one)
     for index, to in zip(here, align([one[at] for at in here], [other[at] for at in there]), strict=True):
         found[index] = None if to is None else there[to]
-    fixed = [(-1, -1), *((at, to) for at, to in enumerate(found) if to is not None), (len(one), len(other))]
-    for (left, right), (left_end, right_end) in pairwise(fixed):
+    for (left, right), (left_end, right_end) in _gaps(found, len(one), len(other)):
         here = [index for index in range(left + 1, left_end) if one[index] in light]
         there = [index for index in range(right + 1, right_end) if other[index] in light]
         for index, to in zip(here, align([one[at] for at in here], [other[at] for at in there]), strict=True):
@@ -65,12 +64,16 @@ def align_between(found: Sequence[int | None], one: Sequence[Hashable], other: S
     [0, 1, None, 3]
     """
     filled = list(found)
-    fixed = [(-1, -1), *((at, to) for at, to in enumerate(found) if to is not None), (len(one), len(other))]
-    for (left, right), (left_end, right_end) in pairwise(fixed):
+    for (left, right), (left_end, right_end) in _gaps(found, len(one), len(other)):
         if left_end - left > 1 and right_end - right > 1:
             for at, to in enumerate(align(one[left + 1 : left_end], other[right + 1 : right_end]), left + 1):
                 filled[at] = None if to is None else right + 1 + to
     return filled
+
+
+def _gaps(found: Sequence[int | None], one: int, other: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """What lies between pairs that were found: the pair before and the pair after, the ends of both runs included."""
+    return pairwise([(-1, -1), *((at, to) for at, to in enumerate(found) if to is not None), (one, other)])
 
 
 def _next_agreement(

@@ -53,6 +53,11 @@ class Examined:
         return self.profile.ops
 
     @cached_property
+    def trains(self) -> bool:
+        """Whether the step has a backward pass or an optimizer; else it is inference."""
+        return any(op.phase != "forward" for op in self.trace.ops)
+
+    @cached_property
     def costs(self) -> tuple[Cost, ...]:
         """What each op must do at the least: family, reads and writes by storage, FLOPs."""
         return costs_of(self.trace.ops)

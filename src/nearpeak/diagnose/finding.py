@@ -5,8 +5,11 @@ Plain data, part of a saved profile. Rules make `Waste`s of a step; `findings.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+
+LEAST_SHARE = 0.01
+"""Of the wall time: what saves less is not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,11 @@ class Finding:
     """What of nearpeak does it, where there is something."""
     ops: tuple[int, ...] = ()
     """Indices into the ops of the profile."""
+
+
+def is_silenced(rule: str, source: str, ignore: Collection[str]) -> bool:
+    """Whether a rule is to be ignored, everywhere ("NAME") or at this line ("NAME@train.py:41")."""
+    return rule in ignore or f"{rule}@{source}" in ignore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearpeak.diagnose.examined import Examined, Known
-from nearpeak.diagnose.finding import Finding, Waste
+from nearpeak.diagnose.finding import LEAST_SHARE, Finding, Waste, is_silenced
 from nearpeak.diagnose.profile import Profile
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.machines.model import Machine
@@ -18,8 +18,6 @@ from nearpeak.work.op import Trace
 
 Look = Callable[[Examined], Iterable[Waste]]
 
-LEAST_SHARE = 0.01
-"""Of the wall time: what saves less is not shown."""
 KEPT_SHARE = 0.001
 """What saves less is not even kept."""
 
@@ -112,7 +110,7 @@ def find(
         for item in asked:
             if item.general == general and item.needs <= step.knows:
                 seen += [(item.name, waste) for waste in item.look(step) if waste.saving_s > 0]
-    seen = [(name, waste) for name, waste in seen if f"{name}@{_line(step, waste)}" not in ignore]
+    seen = [(name, waste) for name, waste in seen if not is_silenced(name, _line(step, waste), ignore)]
     merged = _merged(step, list(_claimed(step, seen)))
     least = least_share * step.profile.wall_s
     found = sorted((item for item in merged if item.saving_s >= least), key=lambda item: -item.saving_s)

@@ -39,10 +39,6 @@ class Flow:
         }
         return found - shared
 
-    def chain_ends(self, index: int) -> bool:
-        """Whether nothing in the step reads what an op wrote."""
-        return not self.consumers[index]
-
 
 def flow_of(trace: Trace, touches: Sequence[Touches]) -> Flow:
     """In one pass over the ops."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from statistics import median
 from typing import Any
 
 from nearpeak.diagnose.examined import Examined
@@ -49,9 +50,9 @@ def slowness(step: Examined, index: int) -> float:
 
 def usual_slowness(step: Examined, products: Collection[int]) -> float:
     """The median of how many times as long products took as good kernels take; at least 1."""
-    ratios = sorted(
+    ratios = [
         step.measured[index].measured_s / expected
         for index in products
         if (expected := step.expected(step.ops[index])) and step.measured[index].measured_s
-    )
-    return max(1.0, ratios[len(ratios) // 2]) if ratios else 1.0
+    ]
+    return max(1.0, median(ratios)) if ratios else 1.0

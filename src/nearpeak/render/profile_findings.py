@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from nearpeak.diagnose.finding import Finding
+from nearpeak.diagnose.finding import LEAST_SHARE, Finding, is_silenced
 from nearpeak.diagnose.profile import Profile
 from nearpeak.render.profile_card import filled, place
 from nearpeak.render.style import PLAIN, Style
@@ -12,7 +12,6 @@ from nearpeak.render.timing import plain
 from nearpeak.units import percent, seconds
 
 MOST = 5
-LEAST_SHARE = 0.01
 INDENT = 4
 
 
@@ -21,9 +20,7 @@ def shown(profile: Profile, least_share: float = LEAST_SHARE, ignore: Collection
     return tuple(
         finding
         for finding in profile.findings
-        if finding.share >= least_share
-        and finding.rule not in ignore
-        and f"{finding.rule}@{finding.source}" not in ignore
+        if finding.share >= least_share and not is_silenced(finding.rule, finding.source, ignore)
     )
 
 

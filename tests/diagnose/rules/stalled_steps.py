@@ -2,10 +2,11 @@
 
 import dataclasses
 
+from stalled import idle as cause  # noqa: F401  # for who makes steps
+
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.capture.trace import trace
 from nearpeak.diagnose.examined import Examined
-from nearpeak.diagnose.idle import IdleCause
 from nearpeak.diagnose.profile import DeviceKernel, profile_of
 from nearpeak.machines.model import Achievable, LaunchCost, Machine
 
@@ -29,10 +30,6 @@ GPU = Machine(
         launch=LaunchCost(enqueue=4e-6, in_graph=1e-6),
     ),
 )
-
-
-def cause(name, seconds, *, where="", what="", count=1):
-    return IdleCause(cause=name, seconds=seconds, count=count, where=where, what=what)
 
 
 def stalled(fn, *args, idle=(), took=lambda op: 1e-5, on_host=(), pinned=(), communication_s=0.0, **facts):

@@ -18,7 +18,7 @@ DRAWS = ("aten.bernoulli_", "aten.bernoulli")
 @rule("dropout-in-inference", needs=["storages"])
 def dropout_in_inference(step: Examined) -> Iterator[Waste]:
     """Masks that are drawn and multiplied with activations where no op is of a backward pass or an optimizer."""
-    if step.trace.graph_recorded or any(op.phase != "forward" for op in step.ops):
+    if step.trace.graph_recorded or step.trains:
         return  # what autograd records may be trained by what is not in this step
     dropouts = [members for index in range(len(step.ops)) if (members := _dropout(step, index))]
     if not dropouts:

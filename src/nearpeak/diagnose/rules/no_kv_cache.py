@@ -18,7 +18,7 @@ from nearpeak.work.tensor import Tensor
 @rule("no-kv-cache", needs=["storages"])
 def no_kv_cache(step: Examined) -> Iterator[Waste]:
     """Steps of an inference with causal attention of as many queries as keys, one more than in the step before."""
-    if any(op.phase != "forward" for op in step.ops):
+    if step.trains:
         return
     attention = [index for index, cost in enumerate(step.costs) if cost.family == "attention"]
     grown = [index for index in attention if _grew_by_one(step, index)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import median
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.variants import product_of
+from nearpeak.diagnose.variants import product_of, usual_slowness
 from nearpeak.units import seconds
 from nearpeak.work.families.matrix import result
 from nearpeak.work.op import Op
@@ -77,10 +76,9 @@ def _misaligned(tensor: Tensor) -> bool:
 
 def _usual(step: Examined, ragged: dict[int, tuple[int, int, int, int]]) -> float:
     """How many times as long as a good kernel the other 16-bit products of the step take; at least 1."""
-    ratios = []
-    for index, (op, one) in enumerate(zip(step.ops, step.measured, strict=True)):
-        if index not in ragged and op.packet in FACTORS and op.inputs[-1].dtype in ("bfloat16", "float16"):
-            expected = step.expected(op)
-            if expected and one.measured_s:
-                ratios.append(one.measured_s / expected)
-    return max(1.0, median(ratios)) if ratios else 1.0
+    others = [
+        index
+        for index, op in enumerate(step.ops)
+        if index not in ragged and op.packet in FACTORS and op.inputs[-1].dtype in ("bfloat16", "float16")
+    ]
+    return usual_slowness(step, others)

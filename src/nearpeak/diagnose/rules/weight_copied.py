@@ -22,7 +22,7 @@ NARROWEST = 2
 @rule("weight-copied", needs=["storages"])
 def weight_copied(step: Examined) -> Iterator[Waste]:
     """Copies of parameters that products read; a cast is needed where the parameter is trained."""
-    trained = any(op.phase != "forward" for op in step.ops)
+    trained = step.trains
     for index, op in enumerate(step.ops):
         if op.packet not in COPIES or op.phase != "forward" or not _is_weight(step, op):
             continue
