@@ -32,6 +32,9 @@ COLUMNS = (
     *("model", "step", "alone, ms", "clean, ms", "parts / wall", "modelled", "ops below"),
     *("ideal", "traffic", "fusion", "slow", "idle", "MFU"),
 )
+WARM, TIMED = 5, 10
+"""Steps before the clean ones, and how many of these nearpeak takes. The script alone times the same ones: a GPU
+becomes slower as it becomes hot."""
 BELOW = 0.03
 """An op that takes less than its bound by more than this share of it counts."""
 
@@ -60,12 +63,13 @@ def fill_compiler_cache(models: Sequence[str], folder: Path) -> None:
 
 def one(model: str, mode: str, steps: int, folder: Path, small: bool) -> dict[str, Any]:
     """Both runs of one model and what they show."""
-    script = [str(SCRIPT), model, mode, "--steps", str(steps), "--timed", str(min(10, steps - 1))]
-    script += ["--small"] if small else []
+    script = [str(SCRIPT), model, mode, *(["--small"] if small else [])]
     alone, saved = folder / f"{model}_{mode}_alone.json", folder / f"{model}_{mode}.json.gz"
-    alone_s = run([sys.executable, *script, "--json", str(alone)], folder / f"{model}_{mode}_alone.log")
+    same = ["--steps", str(WARM + TIMED), "--timed", str(TIMED), "--json", str(alone)]
+    alone_s = run([sys.executable, *script, *same], folder / f"{model}_{mode}_alone.log")
     report = folder / f"{model}_{mode}.txt"
     command = [sys.executable, "-m", "nearpeak", "profile", "--no-keep", "--save", str(saved), *script]
+    command += ["--steps", str(steps)]
     under_s = run(command, report)
     profile = nearpeak.load(saved)
     step_s = json.loads(alone.read_text(encoding="utf-8"))["step_s"]
@@ -125,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--small", action="store_true", help="tiny configurations, to try this on a CPU")
     parser.add_argument("--folder", type=Path, help="keep logs, reports and profiles here")
     parser.add_argument("--json", type=Path)

@@ -1,6 +1,6 @@
 """The cache of the allocator is emptied in the step, which then asks the driver for the same memory again.
 
-No line is named: the driver is called at the products, and the cause is the call between them.
+No line is named: the driver is called at the softmaxes, and the cause is the call between them.
 """
 
 import torch
@@ -10,17 +10,16 @@ DEVICES = ("cuda",)
 
 
 def parts(device):
-    weight = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) / 64
-    return torch.randn(16384, 4096, device=device, dtype=torch.bfloat16), weight
+    return torch.randn(32768, 16384, device=device, dtype=torch.bfloat16)
 
 
 def waste(device):
-    x, weight = parts(device)
+    x = parts(device)
 
     def step():
         out = x
         for _ in range(4):
-            out = out @ weight
+            out = out.softmax(-1)
             torch.cuda.empty_cache()
         return out
 
@@ -28,12 +27,12 @@ def waste(device):
 
 
 def clean(device):
-    x, weight = parts(device)
+    x = parts(device)
 
     def step():
         out = x
         for _ in range(4):
-            out = out @ weight
+            out = out.softmax(-1)
         return out
 
     return step

@@ -10,7 +10,7 @@ def inputs(device):
     size, rows, dtype = (4096, 8192, torch.bfloat16) if device == "cuda" else (512, 512, torch.float32)
     x, hidden, one, other = (
         torch.randn(shape, device=device, dtype=dtype)
-        for shape in ((rows, size), (size, size), (size, 64), (size, 128))
+        for shape in ((rows, size), (size, size), (size, size // 2), (size, size))
     )
     return x, *(weight.requires_grad_() for weight in (hidden, one, other))
 

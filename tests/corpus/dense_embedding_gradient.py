@@ -4,19 +4,23 @@ import torch
 
 RULE = "dense-embedding-gradient"
 DEVICES = ("cpu", "cuda")
+RATE = 1e-3
 
 
-def sizes(device):
-    return (1_000_000, 256, 8192) if device == "cuda" else (100_000, 32, 256)
+def parts(device):
+    """A table, what is looked up in it, the gradient of that, and what stands for the rest of the model."""
+    rows, width, used, rest = (4_000_000, 256, 8192, 2**31) if device == "cuda" else (100_000, 32, 256, 2**16)
+    table = torch.nn.Embedding(rows, width, device=device)
+    ids, gradient = torch.randint(rows, (used,), device=device), torch.randn(used, width, device=device)
+    return table, ids, gradient, torch.zeros(rest, device=device)
 
 
 def waste(device):
-    rows, width, used = sizes(device)
-    table = torch.nn.Embedding(rows, width, device=device)
-    optimizer = torch.optim.Adam(table.parameters(), fused=True)
-    ids, gradient = torch.randint(rows, (used,), device=device), torch.randn(used, width, device=device)
+    table, ids, gradient, rest = parts(device)
+    optimizer = torch.optim.SGD(table.parameters(), lr=RATE, fused=True)
 
     def step():
+        rest.neg_()
         found = table(ids)  # waste
         found.backward(gradient)
         optimizer.step()
@@ -26,15 +30,13 @@ def waste(device):
 
 
 def clean(device):
-    rows, width, used = sizes(device)
-    table = torch.nn.Embedding(rows, width, device=device, sparse=True)
-    optimizer = torch.optim.SparseAdam(table.parameters())
-    ids, gradient = torch.randint(rows, (used,), device=device), torch.randn(used, width, device=device)
+    table, ids, gradient, rest = parts(device)
+    table.requires_grad_(False)
 
     def step():
-        found = table(ids)
+        rest.neg_()
+        found = table(ids).requires_grad_()
         found.backward(gradient)
-        optimizer.step()
-        optimizer.zero_grad()
+        table.weight.index_add_(0, ids, found.grad, alpha=-RATE)
 
     return step

@@ -25,7 +25,7 @@ class Stack(torch.nn.Module):
 
 
 def training(device, again):
-    width, rows, depth = (4096, 4096, 6) if device == "cuda" else (512, 1024, 4)
+    width, rows, depth = (4096, 16384, 6) if device == "cuda" else (512, 1024, 4)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = Stack(width, depth, again).to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=True)

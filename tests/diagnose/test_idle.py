@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpeak.diagnose.idle import LATE, MEANINGS, QUEUED, Doing, Ran, causes
+from nearpeak.diagnose.idle import LATE, MEANINGS, QUEUED, Doing, Ran, explain
 from nearpeak.diagnose.intervals import length, union
 
 times = st.integers(0, 100).map(float)
@@ -17,7 +17,8 @@ def seconds(found, cause, what=None):
 def of(ran, doing=(), working=(), window=(0.0, 100.0), idle_s=None, clean=False):
     """The causes of all idle time in the window."""
     gaps = window[1] - window[0] - length((max(r.start_s, window[0]), min(r.end_s, window[1])) for r in ran)
-    return causes(ran, list(doing), working, window=window, idle_s=gaps if idle_s is None else idle_s, clean=clean)
+    gone = gaps if idle_s is None else idle_s
+    return explain(ran, list(doing), working, window=window, idle_s=gone, clean=clean).causes
 
 
 def test_gaps_are_charged_to_what_the_host_did():
@@ -46,6 +47,43 @@ def test_a_synchronisation_that_waits_for_nothing_costs_its_own_time():
     ran = [Ran(0.0, 40.0, 0.0), Ran(90.0, 100.0, 90.0)]
     found = of(ran, [Doing("synchronisation", 50.0, 52.0)], [(41.0, 90.0)])
     assert seconds(found, "synchronisation") == 2.0
+
+
+def test_a_lost_lead_is_caught_up_with_over_several_gaps():
+    wait = Doing("synchronisation", 10.0, 40.0, "train.py:52", "item")  # 30 lost
+    ran = [
+        Ran(0.0, 40.0, 0.0),
+        Ran(50.0, 52.0, 48.0),
+        Ran(60.0, 90.0, 59.0),
+        Ran(90.0, 95.0, 80.0),
+        Ran(97.0, 100.0, 97.0),
+    ]
+    found = of(ran, [wait], [(40.0, 48.0), (52.0, 59.0), (95.0, 97.0)])
+    assert seconds(found, "synchronisation") == 18.0  # both gaps, with the time that a launch takes to arrive
+    assert seconds(found, "launching") == 2.0  # the host had been ahead before: its lead was there again
+    ran = [Ran(0.0, 40.0, 0.0), Ran(60.0, 62.0, 60.0), Ran(80.0, 100.0, 80.0)]
+    found = of(ran, [wait], [(40.0, 60.0), (62.0, 80.0)])
+    assert seconds(found, "synchronisation") == 30.0  # no more than was lost
+    assert seconds(found, "launching") == 8.0
+
+
+def test_what_a_wait_left_to_do_is_slower_under_the_profiler():
+    us = 1e-6
+    wait = Doing("synchronisation", 10 * us, 42 * us, "train.py:52", "item")
+    ran = [Ran(0.0, 40 * us, 0.0), Ran(62 * us, 100 * us, 62 * us)]
+    found = of(ran, [wait], [(42 * us, 62 * us)], window=(0.0, 100 * us), idle_s=12 * us, clean=True)
+    assert {c.cause: c.seconds for c in found} == pytest.approx({"synchronisation": 12 * us})
+
+
+def test_late_launches_are_those_of_ops():
+    us = 1e-6
+    spans = [(0, 10, 0, "", 0), (30, 40, 28, "train.py:3", 1), (41, 60, 10, "train.py:4", 2)]
+    ran = [Ran(start * us, end * us, launched * us, where, op) for start, end, launched, where, op in spans]
+    found = explain(ran, [], [(12 * us, 28 * us)], window=(0.0, 60 * us), idle_s=10.5 * us, clean=True)
+    assert found.late_s == pytest.approx({1: 9.5 * us, 2: 1 * us})  # the second was queued, as it would be without
+    assert [(gap.cause, gap.where) for gap in found.gaps] == [("launching", "train.py:3"), ("launching", "train.py:4")]
+    assert [gap.start_s for gap in found.gaps] == pytest.approx([10 * us, 40 * us])
+    assert [gap.seconds for gap in found.gaps] == pytest.approx([20 * us, 1 * us])
 
 
 def test_while_a_kernel_is_queued_the_host_is_not_to_blame():

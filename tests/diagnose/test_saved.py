@@ -105,9 +105,23 @@ def test_deep_nesting_is_an_error_and_no_crash(tmp_path):
         saved.read(path)
 
 
-def test_the_head_has_all_but_the_ops(tmp_path):
+def test_the_head_has_all_but_ops_and_timeline(tmp_path):
     saved.save(profile(), tmp_path / "run.json")
-    assert saved.read_head(tmp_path / "run.json") == dataclasses.replace(profile(), ops=())
+    assert profile().timeline
+    assert saved.read_head(tmp_path / "run.json") == dataclasses.replace(profile(), ops=(), timeline=())
+
+
+def test_a_file_from_before_a_field_has_its_default(tmp_path):
+    path = tmp_path / "run.json"
+    saved.save(profile(), path)
+    data = json.loads(path.read_text())
+    del data["profile"]["ops"]["late_s"], data["profile"]["timeline"]
+    path.write_text(json.dumps(data))
+    assert saved.read(path) == dataclasses.replace(profile(), timeline=())
+    del data["profile"]["ops"]["measured_s"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match="expected the columns"):
+        saved.read(path)
 
 
 def test_what_many_ops_share_is_stored_once(tmp_path):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 import nearpeak
 from nearpeak.capture.kineto.read import read_trace
 from nearpeak.diagnose.captured import Profiler
-from nearpeak.diagnose.stalls import idle_causes
+from nearpeak.diagnose.stalls import explained
 
 
 class Slow(Dataset):
@@ -44,7 +44,7 @@ def test_a_slow_loader_a_collection_and_slow_python_are_told_apart():
     wall = time.perf_counter() - start
     recorded = profiler.stop()
     idle_s = wall - sum(took for _, took in recorded.spans)
-    found = idle_causes(recorded, idle_s=idle_s, clean=True)
+    found = explained(recorded, idle_s=idle_s, clean=True).causes
     by_cause = {cause: sum(item.seconds for item in found if item.cause == cause) for cause in {c.cause for c in found}}
     assert sum(by_cause.values()) == pytest.approx(idle_s)
     assert {name: by_cause[name] for name in took} == pytest.approx(took, rel=0.2)
@@ -87,9 +87,9 @@ def test_item_in_a_file_is_a_synchronisation_at_its_op(tmp_path):
     ]
     (tmp_path / "step.json").write_text(json.dumps({"traceEvents": events}))
     recorded = read_trace(tmp_path / "step.json")
-    found = idle_causes(recorded, idle_s=recorded.wall_s - 545e-6, clean=False)
+    found = explained(recorded, idle_s=recorded.wall_s - 545e-6, clean=False).causes
     microseconds = [(item.cause, item.what, round(item.seconds * 1e6)) for item in found]
-    assert microseconds == [("synchronisation", "item", 120), ("launching", "launched late", 35)]
+    assert microseconds == [("synchronisation", "item", 125), ("launching", "launched late", 30)]
 
 
 def test_python_before_an_op_that_no_trace_has_is_at_the_line_of_the_next():

@@ -29,9 +29,9 @@ from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.examined import Known
 from nearpeak.diagnose.findings import with_findings
 from nearpeak.diagnose.memory import memory_of
-from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of
+from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of, with_idle
 from nearpeak.diagnose.rates import rates_of
-from nearpeak.diagnose.stalls import idle_causes
+from nearpeak.diagnose.stalls import explained
 from nearpeak.machines.model import Machine
 from nearpeak.measure.statistics import median
 from nearpeak.work.cost import costs_of
@@ -81,16 +81,17 @@ class Captured:
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=self.recorded.device,
         )
+        idle = explained(
+            self.recorded,
+            idle_s=found.waterfall.seconds("idle"),
+            clean=True,
+            traced=traced.ops,
+            to_traced=to_traced,
+        )
         found = dataclasses.replace(
-            found,
-            idle=idle_causes(
-                self.recorded,
-                idle_s=found.waterfall.seconds("idle"),
-                clean=True,
-                traced=traced.ops,
-                to_traced=to_traced,
-            ),
+            with_idle(found, idle),
             steps=len(self.walls),
+            walls=tuple(self.walls),
             spread=(max(self.walls) - min(self.walls)) / wall,
             matched=matched,
             profiled_s=self.profiled_wall,
@@ -104,12 +105,14 @@ class Captured:
     def _aligned(self) -> tuple[list[int | None], float]:
         """Of each op of the profiled step its index in the traced one, and the share of those that have one.
 
-        Where there is a device, only ops that launched something count: views and what the host does are in neither.
+        Where there is a device, only ops that launched something count: views and what the host does are in neither,
+        and a trace sees no launches of CUDA graphs.
         """
-        launched = {kernel.op for kernel in self.recorded.kernels}
-        wanted = [index for index in range(len(self.recorded.trace.ops)) if not launched or index in launched]
+        on_device = bool(self.recorded.kernels)
+        launched = {kernel.op for kernel in self.recorded.kernels if not kernel.in_graph}
+        wanted = [index for index in range(len(self.recorded.trace.ops)) if not on_device or index in launched]
         views = [cost.family == "view" for cost in costs_of(self.traced.ops)]
-        there = [index for index, view in enumerate(views) if not launched or not view]
+        there = [index for index, view in enumerate(views) if not on_device or not view]
         ops, keys = self.recorded.trace.ops, [_key(op) for op in self.traced.ops]
         light = {key for key, view in zip(keys, views, strict=True) if view}
         here = [_key(ops[index]) for index in wanted]
@@ -192,6 +195,7 @@ def device_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None] | None
             seconds=kernel.seconds,
             op=kernel.op if to_traced is None or kernel.op is None else to_traced[kernel.op],
             communication=any(name in kernel.name.lower() for name in COMMUNICATION),
+            stream=kernel.stream,
         )
         for kernel in recorded.kernels
     ]

@@ -43,12 +43,16 @@ def from_columns(cls: type[Record], data: Any, where: str) -> tuple[Record, ...]
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected an object of columns, found {type(data).__name__}")
     hints = _hints(cls)
-    if set(data) != set(hints):
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    needed = {name for name, default in defaults.items() if default is dataclasses.MISSING}
+    if not needed <= set(data) <= set(hints):
         raise ValueError(f"{where}: expected the columns {', '.join(hints)}; found {', '.join(sorted(data))[:300]}")
-    columns = [_column(hint, data[name], f"{where}.{name}") for name, hint in hints.items()]
-    lengths = {len(column) for column in columns}
+    found = {name: _column(hints[name], column, f"{where}.{name}") for name, column in data.items()}
+    lengths = {len(column) for column in found.values()}
     if len(lengths) != 1:
         raise ValueError(f"{where}: its columns have different lengths, {sorted(lengths)}")
+    # What a file from before a field does not have, is its default.
+    columns = [found.get(name) or [defaults[name]] * max(lengths) for name in hints]
     make: Callable[..., Record] = maker(cls)
     with rarely_collected():
         return tuple(map(make, *columns))

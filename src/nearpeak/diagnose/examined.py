@@ -72,6 +72,26 @@ class Examined:
         """Who wrote what an op reads, and who reads what it wrote."""
         return flow_of(self.trace, self.touches)
 
+    @cached_property
+    def idle_worth(self) -> float:
+        """What a second of idle time is worth: less than 1 where products run faster than they can for long.
+
+        A GPU at its limit of power lowers its clock. Products of a step that rests often may run above what the
+        machine sustains; without the rests they do not, as far as products are what the device does.
+        """
+        limits = self.machine.achievable
+        idle_s = sum(cause.seconds for cause in self.profile.idle)
+        if limits is None or not limits.matrix_sustained or not idle_s or not self.profile.kernel_s:
+            return 1.0
+        slower = products = 0.0
+        for cost, op in zip(self.costs, self.measured, strict=True):
+            rates = limits.matrix_sustained
+            lasting = sum(count / rates[dtype] for dtype, count in cost.flops.items() if dtype in rates)
+            if lasting and op.measured_s:
+                products += op.measured_s
+                slower += max(0.0, lasting - op.measured_s)
+        return max(0.0, 1.0 - slower * products / self.profile.kernel_s / idle_s)
+
     def seconds(self, indices: Iterable[int]) -> float:
         """What some ops took together."""
         return sum(self.measured[index].measured_s for index in indices)
@@ -119,14 +139,25 @@ class Examined:
         kind: str = "pointwise",
     ) -> float:
         """What a good kernel takes for so much work, as kernels of some kind come near to their bounds."""
+        bound = self.least(reads, writes, flops, vector_flops)
+        points = self._efficiency.get(kind) or self._efficiency.get("any")
+        return at(points, bound) if points else bound
+
+    def least(
+        self,
+        reads: Sequence[Access],
+        writes: Sequence[Access],
+        flops: Mapping[str, float] | None = None,
+        vector_flops: Mapping[str, float] | None = None,
+    ) -> float:
+        """What no kernel can beat for so much work."""
         stream = Stream(self.trace, self.machine, "achievable")
         bound, _ = roof(
             stream.seconds(
                 tuple(reads), tuple(writes), dict(flops or {}), dict(vector_flops or {}), launches=True, op=0
             )
         )
-        points = self._efficiency.get(kind) or self._efficiency.get("any")
-        return at(points, bound) if points else bound
+        return bound
 
     def border(
         self, members: Collection[int], *, keep: Collection[int] = ()

@@ -52,7 +52,8 @@ class Waste:
     """What a rule sees in one place of a step.
 
     What it predicts is said op by op, so that two rules never claim the same time: `gains` are seconds by the index of
-    the op, at most what the op took. Time in which nothing ran is claimed from `idle`, by the name of the cause;
+    the op, at most what the op took. `gone` are ops that would not run any more: what the device waited for their
+    launches is saved too. Other time in which nothing ran is claimed from `idle`, by the name of the cause;
     "communication" is that in which nothing else ran.
     """
 
@@ -60,6 +61,8 @@ class Waste:
     at: int | None
     """The op whose line is to be changed; None where no op has it."""
     gains: Mapping[int, float] = field(default_factory=dict)
+    gone: Collection[int] = ()
+    """An op of which all time is gained need not be named here."""
     idle: Mapping[str, float] = field(default_factory=dict)
     evidence: str
     reasoning: str

@@ -14,12 +14,14 @@ from nearpeak.diagnose.finding import LEAST_SHARE, Finding, Waste, is_silenced
 from nearpeak.diagnose.profile import Profile
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.machines.model import Machine
+from nearpeak.units import percent, seconds
 from nearpeak.work.op import Trace
 
 Look = Callable[[Examined], Iterable[Waste]]
 
 KEPT_SHARE = 0.001
 """What saves less is not even kept."""
+_WORTH_SAYING = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +111,16 @@ def find(
             step = step.after(index for _, waste in seen for index in waste.gains)
         for item in asked:
             if item.general == general and item.needs <= step.knows:
-                seen += [(item.name, waste) for waste in item.look(step) if waste.saving_s > 0]
+                seen += [(item.name, waste) for waste in item.look(step) if _is_something(step, waste)]
     seen = [(name, waste) for name, waste in seen if not is_silenced(name, _line(step, waste), ignore)]
     merged = _merged(step, list(_claimed(step, seen)))
     least = least_share * step.profile.wall_s
     found = sorted((item for item in merged if item.saving_s >= least), key=lambda item: -item.saving_s)
     return tuple(found), undecided
+
+
+def _is_something(step: Examined, waste: Waste) -> bool:
+    return waste.saving_s > 0.0 or any(step.measured[index].late_s > 0.0 for index in waste.gone)
 
 
 def with_findings(profile: Profile, trace: Trace, machine: Machine, knows: frozenset[Known]) -> Profile:
@@ -129,31 +135,57 @@ class _Claim:
     rule: str
     waste: Waste
     saving_s: float
+    waited_s: float
+    """Of the idle time."""
 
 
 def _claimed(step: Examined, seen: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
     """The largest first, general rules last: what an op took, and each idle time, can be saved once."""
     left = [op.measured_s for op in step.measured]
+    late = [op.late_s for op in step.measured]
     idle: dict[str, float] = {"communication": step.profile.communication_s}
     for cause in step.profile.idle:
         idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
     known = rules()
     special: set[int] = set()
-    for name, waste in sorted(seen, key=lambda item: (known[item[0]].general, -item[1].saving_s)):
-        saving = 0.0
+
+    def size(item: tuple[str, Waste]) -> tuple[bool, float]:
+        name, waste = item
+        return known[name].general, -waste.saving_s - sum(step.measured[index].late_s for index in _gone(step, waste))
+
+    for name, waste in sorted(seen, key=size):
+        saving = waited = 0.0
         for index, gain in waste.gains.items():
             if known[name].general and index in special:
                 continue
             taken = min(max(gain, 0.0), left[index])
             left[index] -= taken
             saving += taken
+        for index in _gone(step, waste):
+            for cause_name in ("launching", "python"):  # what there is of it, of either
+                taken = min(late[index], idle.get(cause_name, 0.0))
+                late[index] -= taken
+                idle[cause_name] = idle.get(cause_name, 0.0) - taken
+                waited += taken
         for cause_name, gain in waste.idle.items():
             taken = min(max(gain, 0.0), idle.get(cause_name, 0.0))
             idle[cause_name] = idle.get(cause_name, 0.0) - taken
-            saving += taken
+            if cause_name == "communication":
+                saving += taken
+            else:
+                waited += taken
         if not known[name].general:
             special.update(waste.gains)
-        yield _Claim(rule=name, waste=waste, saving_s=saving)
+        yield _Claim(rule=name, waste=waste, saving_s=saving + waited * step.idle_worth, waited_s=waited)
+
+
+def _gone(step: Examined, waste: Waste) -> Iterator[int]:
+    """Ops that would not run any more."""
+    named = set(waste.gone)
+    yield from named
+    for index, gain in waste.gains.items():
+        if index not in named and 0.0 < (1 - 1e-9) * step.measured[index].measured_s <= gain:
+            yield index
 
 
 def _merged(step: Examined, claims: Sequence[_Claim]) -> Iterator[Finding]:
@@ -175,11 +207,27 @@ def _merged(step: Examined, claims: Sequence[_Claim]) -> Iterator[Finding]:
             saving_s=saving,
             share=saving / step.profile.wall_s if step.profile.wall_s else 0.0,
             evidence=first.evidence,
-            reasoning=first.reasoning,
+            reasoning=first.reasoning + _of_idle(step, group),
             remedy=first.remedy,
             fix=first.fix,
             ops=tuple(sorted({index for claim in group for index in claim.waste.gains})),
         )
+
+
+def _of_idle(step: Examined, claims: Sequence[_Claim]) -> str:
+    """What is to be said of idle time that was not named as such, and of what becomes of it."""
+    said = ""
+    waited = sum(claim.waited_s for claim in claims)
+    if waited < 0.01 * step.profile.wall_s:
+        return said
+    if not any(claim.waste.idle for claim in claims):
+        said += f" {seconds(waited)} in which the device waited for their launches go too."
+    if step.idle_worth < _WORTH_SAYING:
+        said += (
+            f" {percent(1 - step.idle_worth, 0)} less of the waiting is counted: without rests, products do not keep "
+            "the clock that they run at now."
+        )
+    return said
 
 
 def _line(step: Examined, waste: Waste) -> str:

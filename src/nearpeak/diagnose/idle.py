@@ -1,9 +1,10 @@
-"""`causes`: the time in which nothing ran on the device, as named causes that sum to it.
+"""`explain`: the time in which nothing ran on the device, as named causes that sum to it.
 
 A gap between kernels ends with a kernel. Until that one was launched, the gap is the host's doing, and each instant of
-it is charged to what the host was doing then. A synchronisation makes the host lose its lead: it is charged with what
-the host did after it as well, for as long as it had made the host wait while the device was still busy. Without it the
-host would have done that earlier by so much.
+it is charged to what the host was doing then. What waits for the device, a synchronisation, say, makes the host lose
+its lead: it is charged with what the host did after it as well, in this gap and the next ones, for as long as it had
+held the host while the device was still busy, or until the host is ahead again. Without it the host would have done
+that earlier by so much.
 
 The gaps are those of a step under the profiler, which makes ops of the host take two to three times as long. It does
 not make waiting, loading, allocating, collecting or compiling longer, nor long stretches of Python: these keep their
@@ -16,11 +17,12 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from nearpeak.diagnose.intervals import Interval
+from nearpeak.work.quick import quick
 
 Cause = Literal[
     "synchronisation",
@@ -46,6 +48,8 @@ MEANINGS: Mapping[Cause, str] = {
 }
 _FIRST = ("profiler", "compilation", "garbage collection", "input", "allocator", "synchronisation")
 """What an instant is charged to where several are true, the most specific first."""
+_WAITS = ("synchronisation", "allocator")
+"""What holds the host up until the device is done: freeing memory waits too."""
 CLOCKS_APART = 5e-6
 """How much the clocks of host and device may differ."""
 NOISE = 0.1
@@ -55,8 +59,10 @@ LONG_PYTHON = 2e-4
 LATE = "launched late"
 QUEUED = "between queued kernels"
 BETWEEN_OPS = "between ops"
-_SLOWED = (LATE, BETWEEN_OPS)
-"""What takes longer under the profiler."""
+AFTER = "after the last kernel"
+"""Of the profiled step, in which the profiler ends as well."""
+SLOWER = 2.5
+"""How many times as long ops of the host take under the profiler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,30 @@ class IdleCause:
     """The op or call, or the kind of gap."""
 
 
+@quick
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A time in which nothing ran on the device, in the profiled step."""
+
+    start_s: float
+    seconds: float
+    cause: Cause
+    """The one that has most of it."""
+    where: str
+    """The source line or module behind that; "" where it is not known."""
+
+
+class Idle(NamedTuple):
+    """Idle time, explained."""
+
+    causes: tuple[IdleCause, ...]
+    """The largest first; they sum to the idle time."""
+    late_s: Mapping[int, float]
+    """Of ops by their index: the idle time before their kernels that their launches are to blame for."""
+    gaps: tuple[Gap, ...]
+    """In the order of time, as the profiled step had them."""
+
+
 class Ran(NamedTuple):
     """Something that ran on the device, in seconds of any clock."""
 
@@ -82,6 +112,7 @@ class Ran(NamedTuple):
     launched_s: float | None
     """When the host was done launching it; None where that is not known: then the host is charged until it starts."""
     where: str = ""
+    op: int | None = None
 
 
 class Doing(NamedTuple):
@@ -94,7 +125,9 @@ class Doing(NamedTuple):
     what: str = ""
 
 
-class _Gap(NamedTuple):
+class _Pause(NamedTuple):
+    """Between two kernels; without a length where the next one was there at once."""
+
     start: float
     end: float
     ended_by: Ran | None
@@ -102,12 +135,14 @@ class _Gap(NamedTuple):
 
 @dataclass(slots=True)
 class _Sum:
-    seconds: float = 0.0
+    steady: float = 0.0
+    slowed: float = 0.0
+    """What takes longer under the profiler."""
     spans: set[int] = field(default_factory=set)
     places: dict[str, float] = field(default_factory=dict)
 
 
-def causes(
+def explain(
     ran: Sequence[Ran],
     doing: Sequence[Doing],
     working: Sequence[Interval] | None,
@@ -115,8 +150,8 @@ def causes(
     window: Interval,
     idle_s: float,
     clean: bool,
-) -> tuple[IdleCause, ...]:
-    """The causes of idle time, the largest first; they sum to `idle_s`.
+) -> Idle:
+    """The causes of idle time, what ops have of it, and the gaps.
 
     Args:
         ran: Everything on the device.
@@ -129,71 +164,93 @@ def causes(
 
     >>> ran = [Ran(0.0, 3.0, 0.0), Ran(7.0, 9.0, 6.5)]
     >>> waited = Doing("synchronisation", 1.0, 3.5, "train.py:8", "item")
-    >>> for cause in causes(ran, [waited], [(5.0, 7.0)], window=(0.0, 9.0), idle_s=4.0, clean=False):
+    >>> for cause in explain(ran, [waited], [(5.0, 7.0)], window=(0.0, 9.0), idle_s=4.0, clean=False).causes:
     ...     print(cause.cause, cause.seconds, cause.where, cause.what)
     synchronisation 2.5 train.py:8 item
     launching 1.5  launched late
     """
-    charged: dict[tuple[Cause, str, str], _Sum] = {}
-    charge = _Charge(doing, working, charged)
-    for number, gap in enumerate(_gaps(ran, window)):
-        charge.gap(number, gap)
+    charge = _Charge(doing, working, slower=SLOWER if clean else 1.0)
+    gaps = [gap for number, pause in enumerate(_pauses(ran, window)) if (gap := charge.pause(number, pause))]
+    scale = _scale(charge.charged, idle_s, clean=clean)
     found = [
         IdleCause(
             cause=cause,
-            seconds=total.seconds,
+            seconds=scale.of(total),
             count=len(total.spans),
             where=where or max(total.places, key=lambda place: total.places[place], default=""),
             what=what,
         )
-        for (cause, what, where), total in charged.items()
+        for (cause, what, where), total in charge.charged.items()
+        if not (clean and cause == "profiler")
     ]
-    return _fitted(found, idle_s, clean=clean)
+    rest = idle_s - sum(cause.seconds for cause in found)
+    if rest > 1e-9 * idle_s:
+        found.append(IdleCause(cause="unknown", seconds=rest, count=0, where="", what=""))
+    return Idle(
+        causes=tuple(sorted((cause for cause in found if cause.seconds > 0.0), key=lambda cause: -cause.seconds)),
+        late_s={op: seconds for op, total in charge.late.items() if (seconds := scale.of(total)) > 0.0},
+        gaps=tuple(gaps),
+    )
 
 
 class _Charge:
-    """Charges gaps, in the order of time."""
+    """Charges pauses, in the order of time."""
 
-    def __init__(
-        self,
-        doing: Sequence[Doing],
-        working: Sequence[Interval] | None,
-        charged: dict[tuple[Cause, str, str], _Sum],
-    ) -> None:
+    def __init__(self, doing: Sequence[Doing], working: Sequence[Interval] | None, slower: float) -> None:
+        self.charged: dict[tuple[Cause, str, str], _Sum] = {}
+        self.late: dict[int, _Sum] = {}
         self._doing = doing
-        self._charged = charged
         self._timeline = list(_timeline(doing))
         self._working = working
-        self._waits = sorted(
-            (span.start_s, index) for index, span in enumerate(doing) if span.cause == "synchronisation"
-        )
+        self._slower = slower
+        self._waits = sorted((span.start_s, index) for index, span in enumerate(doing) if span.cause in _WAITS)
+        self._wait: int | None = None
+        self._lead = 0.0
+        """What the host still has to catch up with because of the wait; it takes longer for that under a profiler."""
+        self._here: dict[tuple[Cause, str], float] = {}
+        """What the pause at hand is charged to."""
 
-    def gap(self, number: int, gap: _Gap) -> None:
-        launched = gap.end if gap.ended_by is None or gap.ended_by.launched_s is None else gap.ended_by.launched_s
-        where = "" if gap.ended_by is None else gap.ended_by.where
-        until = min(max(launched, gap.start), gap.end)
-        wait = self._wait_at(gap.start)
-        lead = 0.0 if wait is None else gap.start - self._doing[wait].start_s
-        for start, end, index in _cut(self._timeline, gap.start, until):
+    def pause(self, number: int, pause: _Pause) -> Gap | None:
+        ended_by = pause.ended_by
+        launched = pause.end if ended_by is None or ended_by.launched_s is None else ended_by.launched_s
+        until = min(max(launched, pause.start), pause.end)
+        wait = self._wait_at(pause.start)
+        if wait is not None and wait != self._wait:
+            self._wait, self._lead = wait, pause.start - self._doing[wait].start_s
+        elif launched <= pause.start and wait is None:
+            self._lead = 0.0  # the host is ahead of the device again
+        if pause.end <= pause.start:
+            return None
+        self._here = {}
+        for start, end, index in _cut(self._timeline, pause.start, until):
             if index is not None:
-                self._span(index, end - start)
-                continue
-            caught_up = 0.0 if wait is None else min(lead, end - start)
-            if wait is not None and caught_up > 0.0:
-                self._span(wait, caught_up)
-                lead -= caught_up
-            self._host(number, start + caught_up, end, where)
-        if gap.end > until:
-            self._add("launching", LATE if until > gap.start else QUEUED, "", gap.end - until, number, where)
+                self._span(index, end - start, slowed=False)
+            else:
+                self._host(number, start + self._catch_up(end - start), end, ended_by)
+        if pause.end > until:
+            late = until > pause.start
+            rest = pause.end - until - (self._catch_up(pause.end - until) if late else 0.0)
+            self._launch(LATE if late else QUEUED, rest, number, ended_by)
+        cause, where = max(self._here, key=lambda key: self._here[key])
+        return Gap(start_s=pause.start, seconds=pause.end - pause.start, cause=cause, where=where)
+
+    def _catch_up(self, seconds: float) -> float:
+        """What of some time is still the doing of a wait."""
+        if self._wait is None or self._lead <= 0.0:
+            return 0.0
+        caught_up = min(self._lead * self._slower, seconds)
+        self._lead -= caught_up / self._slower
+        self._span(self._wait, caught_up, slowed=True)
+        return caught_up
 
     def _wait_at(self, time: float) -> int | None:
-        """The synchronisation during which the device ran out of work."""
+        """What held the host when the device ran out of work."""
         at = bisect_left(self._waits, (time, -1)) - 1
         if at < 0 or self._doing[self._waits[at][1]].end_s < time - CLOCKS_APART:
             return None
         return self._waits[at][1]
 
-    def _host(self, number: int, start: float, end: float, where: str) -> None:
+    def _host(self, number: int, start: float, end: float, ended_by: Ran | None) -> None:
         """Time in which the host did nothing that has a name."""
         inside = 0.0
         if self._working is not None:
@@ -203,41 +260,86 @@ class _Charge:
                 if index is not None
             )
         if inside > 0.0:
-            self._add("launching", LATE, "", inside, number, where)
+            self._launch(LATE, inside, number, ended_by)
         outside = end - start - inside
-        if outside >= LONG_PYTHON:
-            self._add("python", "", where, outside, number, "")
+        where = "" if ended_by is None else ended_by.where
+        if ended_by is None and outside > 0.0:
+            self._add("python", AFTER, "", outside, number, "", slowed=True)
+        elif outside >= LONG_PYTHON:
+            self._add("python", "", where, outside, number, "", slowed=False)
         elif outside > 0.0:
-            self._add("python", BETWEEN_OPS, "", outside, number, where)
+            self._add("python", BETWEEN_OPS, "", outside, number, where, slowed=True)
+            self._of_op(ended_by, outside, slowed=True)
 
     def _near(self, start: float, end: float) -> Sequence[Interval]:
         assert self._working is not None
         first = max(0, bisect_right(self._working, (start, math.inf)) - 1)
         return self._working[first : bisect_left(self._working, (end, -math.inf))]
 
-    def _span(self, index: int, seconds: float) -> None:
-        span = self._doing[index]
-        self._add(span.cause, span.what, span.where, seconds, index, "")
+    def _launch(self, what: str, seconds: float, number: int, ended_by: Ran | None) -> None:
+        if seconds > 0.0:
+            where = "" if ended_by is None else ended_by.where
+            self._add("launching", what, "", seconds, number, where, slowed=what == LATE)
+            self._of_op(ended_by, seconds, slowed=what == LATE)
 
-    def _add(self, cause: Cause, what: str, where: str, seconds: float, number: int, place: str) -> None:
-        total = self._charged.setdefault((cause, what, where), _Sum())
-        total.seconds += seconds
+    def _of_op(self, ended_by: Ran | None, seconds: float, *, slowed: bool) -> None:
+        if ended_by is not None and ended_by.op is not None:
+            _more(self.late.setdefault(ended_by.op, _Sum()), seconds, slowed=slowed)
+
+    def _span(self, index: int, seconds: float, *, slowed: bool) -> None:
+        span = self._doing[index]
+        self._add(span.cause, span.what, span.where, seconds, index, "", slowed=slowed)
+
+    def _add(
+        self, cause: Cause, what: str, where: str, seconds: float, number: int, place: str, *, slowed: bool
+    ) -> None:
+        total = self.charged.setdefault((cause, what, where), _Sum())
+        _more(total, seconds, slowed=slowed)
         total.spans.add(number)
         if place:
             total.places[place] = total.places.get(place, 0.0) + seconds
+        key = cause, where or place
+        self._here[key] = self._here.get(key, 0.0) + seconds
 
 
-def _gaps(ran: Sequence[Ran], window: Interval) -> Iterator[_Gap]:
+def _more(total: _Sum, seconds: float, *, slowed: bool) -> None:
+    if slowed:
+        total.slowed += seconds
+    else:
+        total.steady += seconds
+
+
+class _Scale(NamedTuple):
+    """What becomes of seconds of the profiled step in the step whose idle time is explained."""
+
+    steady: float
+    slowed: float
+
+    def of(self, total: _Sum) -> float:
+        return total.steady * self.steady + total.slowed * self.slowed
+
+
+def _scale(charged: Mapping[tuple[Cause, str, str], _Sum], idle_s: float, *, clean: bool) -> _Scale:
+    kept = [total for (cause, _, _), total in charged.items() if not (clean and cause == "profiler")]
+    steady_s, slowed_s = sum(total.steady for total in kept), sum(total.slowed for total in kept)
+    total_s = steady_s + slowed_s
+    if idle_s > total_s or not clean:
+        same = idle_s / total_s if total_s > 0.0 and idle_s <= total_s * (1.0 + NOISE) else 1.0
+        return _Scale(same, same)
+    steady = min(1.0, idle_s / steady_s) if steady_s > 0.0 else 1.0
+    return _Scale(steady, max(0.0, idle_s - steady_s) / slowed_s if slowed_s > 0.0 else 0.0)
+
+
+def _pauses(ran: Sequence[Ran], window: Interval) -> Iterator[_Pause]:
     """When nothing ran, with what ended it."""
     covered, end = window
     for item in sorted(ran, key=lambda item: item.start_s):
-        if item.start_s > covered:
-            yield _Gap(covered, min(item.start_s, end), item)
+        yield _Pause(covered, min(max(item.start_s, covered), end), item)
         covered = max(covered, item.end_s)
         if covered >= end:
             return
     if end > covered:
-        yield _Gap(covered, end, None)
+        yield _Pause(covered, end, None)
 
 
 def _timeline(doing: Sequence[Doing]) -> Iterator[tuple[float, float, int]]:
@@ -275,25 +377,3 @@ def _cut(
             time = first
         yield time, min(last, end), index
         time = min(last, end)
-
-
-def _fitted(found: Iterable[IdleCause], idle_s: float, *, clean: bool) -> tuple[IdleCause, ...]:
-    """The causes with the seconds that they have of `idle_s`."""
-    kept = [cause for cause in found if not (clean and cause.cause == "profiler")]
-    slowed = [clean and cause.cause in ("launching", "python") and cause.what in _SLOWED for cause in kept]
-    steady_s = sum(cause.seconds for cause, slow in zip(kept, slowed, strict=True) if not slow)
-    slowed_s = sum(cause.seconds for cause, slow in zip(kept, slowed, strict=True) if slow)
-    total = steady_s + slowed_s
-    if idle_s > total:
-        steady = slower = idle_s / total if total > 0.0 and idle_s <= total * (1.0 + NOISE) else 1.0
-    else:
-        steady = min(1.0, idle_s / steady_s) if steady_s > 0.0 else 1.0
-        slower = max(0.0, idle_s - steady_s) / slowed_s if slowed_s > 0.0 else 0.0
-    fitted = [
-        replace(cause, seconds=cause.seconds * (slower if slow else steady))
-        for cause, slow in zip(kept, slowed, strict=True)
-    ]
-    rest = idle_s - sum(cause.seconds for cause in fitted)
-    if rest > 1e-9 * idle_s:
-        fitted.append(IdleCause(cause="unknown", seconds=rest, count=0, where="", what=""))
-    return tuple(sorted((cause for cause in fitted if cause.seconds > 0.0), key=lambda cause: -cause.seconds))

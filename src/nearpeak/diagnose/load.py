@@ -12,7 +12,7 @@ from nearpeak.bound.times import Ceilings
 from nearpeak.diagnose import kept, saved
 from nearpeak.diagnose.examined import Known
 from nearpeak.diagnose.findings import with_findings
-from nearpeak.diagnose.profile import Profile, profile_of
+from nearpeak.diagnose.profile import Profile, profile_of, with_idle
 from nearpeak.diagnose.rates import rates_of
 from nearpeak.errors import UsageError
 from nearpeak.machines.model import Machine
@@ -45,7 +45,7 @@ def profile_trace(
     from nearpeak.capture.kineto.read import read_trace  # a saved profile needs no torch
     from nearpeak.capture.machine import machine_of_file
     from nearpeak.diagnose.captured import device_kernels
-    from nearpeak.diagnose.stalls import idle_causes
+    from nearpeak.diagnose.stalls import explained
 
     recorded = read_trace(path, step=step, storages="likely")  # "least" would call most traffic a loss of the kernel
     if not recorded.kernels:
@@ -65,9 +65,9 @@ def profile_trace(
         device=recorded.device,
     )
     times = {"wall_s": found.wall_s, "kernel_s": found.kernel_s}
+    idle = explained(recorded, idle_s=found.waterfall.seconds("idle"), clean=False)
     found = dataclasses.replace(
-        found,
-        idle=idle_causes(recorded, idle_s=found.waterfall.seconds("idle"), clean=False),
+        with_idle(found, idle),
         rates=rates_of(recorded.trace, estimate, machine, **times, recompute_known=False),
     )
     lines: frozenset[Known] = frozenset({"lines"}) if any(op.source for op in recorded.trace.ops) else frozenset()

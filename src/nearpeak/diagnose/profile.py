@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nearpeak.bound.estimate import Estimate, EstimatedOp
 from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.fused import fused_seconds
-from nearpeak.diagnose.idle import IdleCause
+from nearpeak.diagnose.idle import Gap, Idle, IdleCause
 from nearpeak.diagnose.intervals import Interval, charges, length
 from nearpeak.diagnose.memory import Memory
 from nearpeak.diagnose.rates import Rates
@@ -22,15 +22,18 @@ SCHEMA = 2
 """Raised whenever the meaning of a saved field changes."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKernel:
     """Something that ran on the device, and the index of the op that launched it."""
 
     name: str
     start_s: float
+    """From the start of the profiled step."""
     seconds: float
     op: int | None
     communication: bool = False
+    stream: int = 0
 
     @property
     def interval(self) -> Interval:
@@ -60,6 +63,8 @@ class ProfiledOp:
     modelled: bool
     fused_s: float | None = None
     """Its share of the floor of the group that it can be fused into; None where groups are not known."""
+    late_s: float = 0.0
+    """The idle time before its kernels that its launches are to blame for: gone if it is."""
 
     @property
     def lost_s(self) -> float:
@@ -98,6 +103,8 @@ class Profile:
     """Why nothing ran on the device, the largest cause first; they sum to the idle part of the waterfall."""
     steps: int = 0
     """How many clean steps the wall time is the median of; 0 where it is that of the profiled step itself."""
+    walls: tuple[float, ...] = ()
+    """The wall times of these steps, in their order."""
     spread: float | None = None
     """The slowest clean step less the fastest, over the median; None without clean steps."""
     matched: float | None = None
@@ -113,6 +120,10 @@ class Profile:
     """Rules that cannot be decided from what is known of the step."""
     compiler: CompilerFacts | None = None
     """What torch.compile did until the step; None where it was not used, and for a trace file."""
+    timeline: tuple[DeviceKernel, ...] = ()
+    """What ran on the device in the profiled step, in the order of time; of a CPU, its ops."""
+    gaps: tuple[Gap, ...] = ()
+    """When nothing ran in the profiled step, with the main cause of each time."""
 
     def save(self, path: str | Path) -> None:
         """Writes it as .json or .json.gz, for `nearpeak.load`."""
@@ -176,7 +187,16 @@ def profile_of(
             for op, seconds, count, fused in zip(estimate.ops, measured, counts, fused_seconds(estimate), strict=True)
         ),
         notes=estimate.notes,
+        timeline=tuple(sorted(kernels, key=lambda kernel: kernel.start_s)),
     )
+
+
+def with_idle(profile: Profile, idle: Idle) -> Profile:
+    """A profile with its idle time explained."""
+    ops = list(profile.ops)
+    for index, seconds in idle.late_s.items():
+        ops[index] = replace(ops[index], late_s=seconds)
+    return replace(profile, idle=idle.causes, gaps=idle.gaps, ops=tuple(ops))
 
 
 def _has_bound(op: EstimatedOp) -> bool:

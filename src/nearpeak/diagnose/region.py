@@ -35,6 +35,19 @@ def spread(step: Examined, members: Iterable[int], remaining_s: float) -> dict[i
     return {index: seconds * share for index, seconds in took.items() if seconds}
 
 
+def all_but_one(step: Examined, members: Iterable[int]) -> list[int]:
+    """Those that are not launched any more where one kernel does the work of all, one for each phase."""
+    phases: dict[str, list[int]] = {}
+    for index in sorted(members):
+        phases.setdefault(step.ops[index].phase, []).append(index)
+    return [index for some in phases.values() for index in some[1:]]
+
+
+def waiting(step: Examined, members: Iterable[int]) -> float:
+    """What the device waited for the launches of ops."""
+    return sum(step.measured[index].late_s for index in members)
+
+
 def launching(step: Examined, members: Iterable[int]) -> list[int]:
     """Those that do anything: views, and `empty`, do not."""
     return [index for index in sorted(members) if step.costs[index].reads or step.costs[index].writes]
@@ -169,11 +182,18 @@ def _whole(step: Examined, part: Collection[int], access: Access) -> Access:
     return Access(storage=access.storage, bytes=max(size, access.bytes))
 
 
-def remaining_seconds(step: Examined, region: Region, *, kinds: tuple[str, str] = ("pointwise", "pointwise")) -> float:
-    """What good kernels take for a region, one in forward and one in backward; like kernels of these kinds."""
+def remaining_seconds(
+    step: Examined, region: Region, *, times: float = 1.0, kinds: tuple[str, str] = ("pointwise", "pointwise")
+) -> float:
+    """What is left of a region: one kernel in forward and one in backward, like good kernels of these kinds.
+
+    They take so many times as long as is expected of such kernels, for what `pace` says of this machine; but no less
+    than it can do.
+    """
     reads, writes = traffic(step, region)
     return sum(
-        step.of_work(read, written, kind=kind) for read, written, kind in zip(reads, writes, kinds, strict=False)
+        max(times * step.of_work(read, written, kind=kind), step.least(read, written))
+        for read, written, kind in zip(reads, writes, kinds, strict=False)
     )
 
 

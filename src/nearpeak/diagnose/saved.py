@@ -1,6 +1,6 @@
 """A profile as a file: one versioned JSON object, readable without torch, and never trusted.
 
-    {"kind": "nearpeak profile", "profile": {... the fields of Profile; "ops" by columns ...}}
+    {"kind": "nearpeak profile", "profile": {... the fields of Profile; those in COLUMNS by columns ...}}
 
 Only declared fields are built from plain data: nothing in a file is executed. `docs/profile_file.md` has every field.
 """
@@ -12,16 +12,20 @@ import errno
 import gzip
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
 from nearpeak.diagnose.columns import from_columns, to_columns
-from nearpeak.diagnose.profile import SCHEMA, Profile, ProfiledOp
+from nearpeak.diagnose.idle import Gap
+from nearpeak.diagnose.profile import SCHEMA, DeviceKernel, Profile, ProfiledOp
 from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.files import replace_file
 from nearpeak.records import from_json, to_json
 
 KIND = "nearpeak profile"
+COLUMNS: Mapping[str, type] = {"ops": ProfiledOp, "timeline": DeviceKernel, "gaps": Gap}
+"""Fields of many records of one kind."""
 ENDINGS = (".json", ".json.gz")
 LARGEST = 2**30
 """Bytes of JSON, decompressed, that are read at most: ten million ops. A small file can claim to hold far more."""
@@ -53,9 +57,9 @@ def check_name(path: str | Path) -> None:
 
 def content(profile: Profile, *, compressed: bool) -> bytes:
     """The bytes of the file."""
-    ops = to_columns(ProfiledOp, profile.ops)
-    fields = {name: value for name, value in to_json(dataclasses.replace(profile, ops=())).items() if name != "ops"}
-    data = {"kind": KIND, "profile": {**fields, "ops": ops}}
+    columns = {name: to_columns(record, getattr(profile, name)) for name, record in COLUMNS.items()}
+    fields = to_json(_without_columns(profile))
+    data = {"kind": KIND, "profile": {**fields, **columns}}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     return gzip.compress(text, compresslevel=LEVEL, mtime=0) if compressed else text
 
@@ -71,27 +75,37 @@ def is_saved(path: str | Path) -> bool:
 
 def read(path: str | Path) -> Profile:
     """A saved profile; an error says what is wrong with a file that is none."""
-    return _built(Path(path), with_ops=True)
+    return _built(Path(path), whole=True)
 
 
 def read_head(path: str | Path) -> Profile:
-    """A saved profile without its ops: enough for a line in a list, and quick."""
-    return _built(Path(path), with_ops=False)
+    """A saved profile without what is stored by columns: enough for a line in a list, and quick."""
+    return _built(Path(path), whole=False)
 
 
-def _built(source: Path, *, with_ops: bool) -> Profile:
+def _without_columns(profile: Profile) -> Profile:
+    nothing: dict[str, Any] = dict.fromkeys(COLUMNS, ())
+    return dataclasses.replace(profile, **nothing)
+
+
+def _built(source: Path, *, whole: bool) -> Profile:
     fields = _fields(source)
     found = fields.get("schema")
     if found != SCHEMA:
         older = isinstance(found, int) and found < SCHEMA
         whose = "an older nearpeak wrote it: profile again" if older else "another nearpeak wrote it: read it with that"
         raise UsageError(f"{source} has schema {found!r}, and this version reads {SCHEMA}; {whose}.")
-    columns = fields.pop("ops", None)
+    stored = {name: fields.pop(name) for name in COLUMNS if name in fields}
     try:
         head = from_json(Profile, {**fields, "ops": []})
-        if not with_ops:
+        if not whole:
             return head
-        return dataclasses.replace(head, ops=from_columns(ProfiledOp, columns, "Profile.ops"))
+        columns: dict[str, Any] = {
+            name: from_columns(COLUMNS[name], columns, f"Profile.{name}") for name, columns in stored.items()
+        }
+        if "ops" not in columns:
+            raise ValueError("Profile.ops is missing")
+        return dataclasses.replace(head, **columns)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{source} is damaged: {error}.") from None
 

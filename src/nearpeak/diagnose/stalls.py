@@ -1,4 +1,4 @@
-"""`idle_causes`: what a recording says about the idle time of its step, with the lines of another trace of it."""
+"""`explained`: what a recording says about the idle time of its step, with the lines of another trace of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nearpeak.capture.kineto.host import HostSpan, marked_line
 from nearpeak.capture.kineto.read import KinetoTrace
-from nearpeak.diagnose.idle import Doing, IdleCause, Ran, causes
+from nearpeak.diagnose.idle import Doing, Idle, Ran, explain
 from nearpeak.work.op import Op
 
 _CALLED: Mapping[str, str] = {
@@ -20,14 +20,14 @@ _CALLED: Mapping[str, str] = {
 """What an op is called in the code that has it."""
 
 
-def idle_causes(
+def explained(
     recorded: KinetoTrace,
     *,
     idle_s: float,
     clean: bool,
     traced: Sequence[Op] | None = None,
     to_traced: Sequence[int | None] | None = None,
-) -> tuple[IdleCause, ...]:
+) -> Idle:
     """The causes of `idle_s`, from the gaps of the recorded step.
 
     Args:
@@ -39,12 +39,12 @@ def idle_causes(
     """
     ops = recorded.trace.ops
 
+    def index(op: int | None) -> int | None:
+        return op if op is None or to_traced is None else to_traced[op]
+
     def where(op: int | None) -> str:
-        if op is not None and traced is not None and to_traced is not None:
-            there = to_traced[op]
-            place = None if there is None else traced[there]
-        else:
-            place = None if op is None else ops[op]
+        there = index(op)
+        place = None if there is None else (ops if traced is None else traced)[there]
         return "" if place is None else place.source or place.module
 
     # What torch does inside of `torch.tensor` and the like is in no trace: the next op that is has nearly its line.
@@ -53,14 +53,20 @@ def idle_causes(
         known[op] = known[op] or known[op + 1]
     if recorded.kernels:
         ran = [
-            Ran(item.start_s, item.start_s + item.seconds, item.launched_s, "" if item.op is None else known[item.op])
+            Ran(
+                item.start_s,
+                item.start_s + item.seconds,
+                item.launched_s,
+                "" if item.op is None else known[item.op],
+                index(item.op),
+            )
             for item in recorded.kernels
         ]
     else:  # ops are the kernels of a CPU
-        ran = [Ran(start, start + took, None, known[op]) for op, (start, took) in enumerate(recorded.spans)]
+        ran = [Ran(start, start + took, None, known[op], index(op)) for op, (start, took) in enumerate(recorded.spans)]
     first = min((item.start_s for item in ran), default=0.0)
     last = max((item.end_s for item in ran), default=0.0)
-    return causes(
+    return explain(
         ran,
         [
             Doing(
@@ -85,6 +91,9 @@ def _what(span: HostSpan, ops: Sequence[Op]) -> str:
     if span.kind == "garbage collection":
         return ""
     if span.kind == "synchronisation" and span.op is not None:
-        packet = ops[span.op].packet
-        return _CALLED.get(packet, packet.removeprefix("aten.").removeprefix("unknown."))
+        op = ops[span.op]
+        kind, _, rest = op.name.partition(".")
+        if kind in ("least", "unknown"):  # one that the file does not tell enough of
+            return rest.removeprefix("aten::").removeprefix("aten.")
+        return _CALLED.get(op.packet, op.packet.removeprefix("aten."))
     return span.name.partition(" (dynamo_timed)")[0]

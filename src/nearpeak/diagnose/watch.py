@@ -11,12 +11,13 @@ from itertools import pairwise
 
 import torch
 
+from nearpeak.capture.kineto.kernels import graph_note
 from nearpeak.capture.kineto.read import KinetoTrace
 from nearpeak.capture.live import LiveTrace
 from nearpeak.capture.step_kind import StepKind
 from nearpeak.capture.steps import Steps
 from nearpeak.diagnose.captured import Captured, Profiler, synchronize
-from nearpeak.diagnose.compiler import CompilerFacts, compiler_facts, graphs_so_far
+from nearpeak.diagnose.compiler import CompilerFacts, breaks_in, compiler_facts, graphs_so_far
 from nearpeak.diagnose.schedule import OUTLIER, Schedule
 from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
@@ -71,7 +72,7 @@ class Watch:
         self._warm_graphs: int | None = None
         """How many graphs torch.compile had made when the run was warm for the first time."""
         self._compiler: CompilerFacts | None = None
-        self._earlier: tuple[Schedule, KinetoTrace, float, Trace] | None = None
+        self._earlier: tuple[Schedule, KinetoTrace, float, Trace, CompilerFacts | None] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -93,7 +94,7 @@ class Watch:
         if self.schedule.steps == 0 or os.getpid() != self._process:
             return
         if self._recorded is not None and self._traced is not None:
-            self._earlier = self.schedule, self._recorded, self._profiled_wall, self._traced
+            self._earlier = self.schedule, self._recorded, self._profiled_wall, self._traced, self._compiler
         self.abandon()
         self.schedule, self._recorded, self._traced = Schedule(), None, None
         self._warm_graphs = self._compiler = None
@@ -136,10 +137,10 @@ class Watch:
         """What the profile is made of; None where steps were too few."""
         found = self._earlier
         if self._recorded is not None and self._traced is not None:
-            found = self.schedule, self._recorded, self._profiled_wall, self._traced
+            found = self.schedule, self._recorded, self._profiled_wall, self._traced, self._compiler
         if found is None:
             return None
-        schedule, recorded, profiled_wall, traced = found
+        schedule, recorded, profiled_wall, traced, compiler = found
         return Captured(
             source=source,
             walls=tuple(schedule.usual_walls),
@@ -147,8 +148,8 @@ class Watch:
             recorded=recorded,
             profiled_wall=profiled_wall,
             traced=traced,
-            notes=tuple(_notes(schedule)),
-            compiler=self._compiler,
+            notes=tuple(_notes(schedule, recorded)),
+            compiler=compiler,
         )
 
     def what_is_missing(self, source: str) -> str:
@@ -253,7 +254,7 @@ class Watch:
                     "none on a CPU: profile it without torch.compile."
                 )
                 return False
-            if not recorded.trace.ops:  # another profiler took over
+            if not recorded.trace.ops and not recorded.kernels:  # another profiler took over
                 return False
             if not recorded.kernels and _cuda_in_use():
                 self._give_up(
@@ -263,6 +264,8 @@ class Watch:
                 )
                 return False
             self._recorded, self._profiled_wall = recorded, now - self._begun
+            if self._compiler is not None:
+                self._compiler = dataclasses.replace(self._compiler, breaks=breaks_in(recorded.compiled_regions))
         elif phase == "traced" and self._live is not None:
             traced = self._live.stop()
             self._live = None
@@ -285,7 +288,7 @@ class Watch:
                 self._live = LiveTrace()
 
 
-def _notes(schedule: Schedule) -> list[str]:
+def _notes(schedule: Schedule, recorded: KinetoTrace) -> list[str]:
     notes = []
     left_out = len(schedule.walls) - len(schedule.usual_walls)
     if left_out:
@@ -295,6 +298,8 @@ def _notes(schedule: Schedule) -> list[str]:
         )
     if schedule.others:
         notes.append(f"Steps of another kind that came between clean ones, and do not count: {schedule.others}.")
+    if in_graphs := graph_note(recorded.kernels):
+        notes.append(in_graphs)
     return notes
 
 

@@ -55,8 +55,8 @@ def text(
         _ranking(profile, top, by),
         rates_text(profile.rates),
         memory_text(profile.memory),
-        _coverage(profile),
-        _measurement(profile, style),
+        coverage_text(profile),
+        measurement_text(profile, style),
     ]
     parts += [filled(plain(note)) for note in profile.notes]
     return "\n\n".join(part for part in parts if part)
@@ -159,7 +159,8 @@ def _op_key(name: str, phase: str, room: int) -> str:
     return f"{shortened(name, room - len(phase) - 1)} {phase}".rstrip()
 
 
-def _coverage(profile: Profile) -> str:
+def coverage_text(profile: Profile) -> str:
+    """How much of the time has a bound, and what has none."""
     line = f"Modelled: {percent(profile.modelled_share)} of the {seconds(profile.kernel_s)} in which kernels ran."
     unknown: dict[str, float] = {}
     for op in profile.ops:
@@ -175,7 +176,7 @@ def _coverage(profile: Profile) -> str:
     return filled(line)
 
 
-def _measurement(profile: Profile, style: Style) -> str:
+def measurement_text(profile: Profile, style: Style = PLAIN) -> str:
     """The grade with its reasons, and the facts that it is made of."""
     grade = grade_of(profile)
     reasons = f" ({'; '.join(grade.reasons)})" if grade.reasons else ""

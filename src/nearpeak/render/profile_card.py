@@ -24,6 +24,11 @@ AS_USUAL = 1.25
 
 
 def card(profile: Profile, style: Style = PLAIN, findings: Sequence[Finding] = ()) -> str:
+    """Verdict, why and next, in lines of 80 columns."""
+    return "\n".join(_labelled(name, line, style) for name, line in sentences(profile, findings).items())
+
+
+def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, str]:
     """Verdict, why and next, which is the finding that saves most where there is one."""
     loss = profile.waterfall.largest_loss
     why, next_ = _ADVICE[loss.name](profile)
@@ -35,13 +40,12 @@ def card(profile: Profile, style: Style = PLAIN, findings: Sequence[Finding] = (
         where = f" at {place(first.source)}" if first.source else ""
         saves = f"{seconds(first.saving_s)}, {percent(first.share)}"
         next_ = f"{plain(first.title)} Changing that{where} saves {saves}: {plain(first.rule, 40)} below."
-    lines = {
+    return {
         "Verdict": verdict(profile),
         "Why": f"Most is lost to {loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step "
-        f"({MEANINGS[loss.name]}). {why}",
+        f"({MEANINGS[loss.name]}). {why}".strip(),
         "Next": next_,
     }
-    return "\n".join(_labelled(name, line, style) for name, line in lines.items())
 
 
 def verdict(profile: Profile) -> str:

@@ -56,8 +56,17 @@ def memory_text(memory: Memory | None) -> str:
     """How much of the memory is used at the peak, where that is, and by what."""
     if memory is None:
         return ""
+    return "\n".join([filled(memory_head(memory)), "", table(["memory", "size", "share"], memory_rows(memory), "lrr")])
+
+
+def memory_head(memory: Memory) -> str:
+    """How much is used at the peak, and where that is."""
     where = ", ".join(plain(part, 40) for part in (memory.phase, memory.module, memory.source) if part)
-    head = f"Memory: {_of(memory.peak_bytes, memory.capacity_bytes)} at the peak" + (f" ({where}):" if where else ":")
+    return f"Memory: {_of(memory.peak_bytes, memory.capacity_bytes)} at the peak" + (f" ({where}):" if where else ":")
+
+
+def memory_rows(memory: Memory) -> list[list[str]]:
+    """Each category with its size and its share of the peak."""
     sizes = {
         "parameters": memory.parameters_bytes,
         "gradients": memory.gradients_bytes,
@@ -67,12 +76,11 @@ def memory_text(memory: Memory | None) -> str:
         "workspace, at most": memory.workspace_bytes,
         "reserved, unused": memory.unused_bytes,
     }
-    rows = [
+    return [
         [name, _size(value), "" if name == "reserved, unused" else percent(value / memory.peak_bytes)]
         for name, value in sizes.items()
         if value is not None and memory.peak_bytes
     ]
-    return "\n".join([filled(head), "", table(["memory", "size", "share"], rows, "lrr")])
 
 
 def _of(value: float, capacity: float | None) -> str:

@@ -10,7 +10,8 @@ ON_GPU = [
     *("unfused_norm", "unfused_rms_norm", "unfused_rotary", "unfused_gated_activation", "unfused_swiglu"),
     *("unfused_residual", "unfused_pointwise", "unfused_pointwise_trained"),
 ]
-UNCOMPILED = [name for name in ON_GPU if name not in ("unfused_swiglu", "unfused_residual", "unfused_rotary")]
+COMPILED_TWINS = ("unfused_swiglu", "unfused_residual", "unfused_rotary", "unfused_gated_activation")
+UNCOMPILED = [name for name in ON_GPU if name not in COMPILED_TWINS]
 
 
 def rules(step):
@@ -114,7 +115,7 @@ def test_a_residual_that_is_wanted_later_saves_a_read_and_else_a_write_too(kept)
         return (y, total) if kept else y
 
     found = found_in(examined(lambda: step, times=lambda op, expected: 1e-3, live=True), "unfused-residual")
-    assert [finding.saving_s for finding in found] == [pytest.approx(1e-3 * (1 if kept else 2) / 3)]
+    assert [finding.saving_s for finding in found] == [pytest.approx(1e-3 * (1 / 2 if kept else 1 / 2 + 1 / 3), rel=0.02)]
 
 
 def test_backward_goes_with_the_line_that_it_belongs_to():

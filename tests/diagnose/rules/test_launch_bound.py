@@ -1,15 +1,18 @@
+import dataclasses
+
 import pytest
-from stalled import CPU, findings, idle
+from stalled import CPU, findings, idle, step
 
 from nearpeak.diagnose.compiler import CompilerFacts, GraphBreak
-from nearpeak.work.op import Op
+from nearpeak.diagnose.findings import rules
 
 LATE = idle("launching", 6.0, count=3, where="train.py:4", what="launched late")
 BETWEEN = idle("python", 2.0, count=2, what="between ops")
 FACTS = CompilerFacts(
     graphs=3, breaks=(GraphBreak(reason="print", source="train.py:7", count=2),), recompiled_in_steps=0
 )
-BROKEN = {"compiler": FACTS, "ops": (Op(name="inductor.triton_poi_fused_relu_0", arguments={}, outputs=()),)}
+BROKEN = {"compiler": FACTS}
+WHOLE = {"compiler": CompilerFacts(graphs=3, breaks=(), recompiled_in_steps=0)}
 
 
 def test_late_launches_and_python_between_ops_are_saved_but_for_the_gaps_of_a_graph():
@@ -31,6 +34,12 @@ def test_a_cpu_launches_nothing():
     assert not findings("launch-bound", LATE, machine=CPU)
 
 
+def test_a_step_of_graphs_alone_needs_no_graph():
+    made = step(LATE, BETWEEN)
+    made = dataclasses.replace(made, profile=dataclasses.replace(made.profile, ops=()))
+    assert not list(rules()["launch-bound"].look(made))
+
+
 def test_synchronisations_are_to_be_removed_first():
     (found,) = findings("launch-bound", LATE, idle("synchronisation", 1.0, count=4, what="item"))
     assert found.remedy.startswith("First remove the 4 synchronisations")
@@ -49,8 +58,8 @@ def test_breaks_of_compiled_code_are_named_instead():
     assert found.source == "train.py:7"
     assert "print" in found.evidence
     assert not findings("graph-breaks", LATE, BETWEEN)
-    assert not findings("graph-breaks", LATE, BETWEEN, compiler=FACTS)  # of other code in the process
-    assert findings("launch-bound", LATE, BETWEEN, compiler=FACTS)
+    assert not findings("graph-breaks", LATE, BETWEEN, **WHOLE)
+    assert findings("launch-bound", LATE, BETWEEN, **WHOLE)
     assert not findings("graph-breaks", LATE, BETWEEN, **BROKEN, machine=CPU)
 
 

@@ -40,7 +40,8 @@ def test_other_loops_are_not_named(build):
 def test_what_the_device_waited_for_launches_is_counted():
     step = examined(scaling(100))
     waited = IdleCause(cause="launching", seconds=1e-3, count=100, where="", what="launched late")
-    profile = dataclasses.replace(step.profile, idle=(waited,), wall_s=step.profile.wall_s + 1e-3)
+    ops = tuple(dataclasses.replace(op, late_s=1e-5) for op in step.profile.ops)
+    profile = dataclasses.replace(step.profile, idle=(waited,), ops=ops, wall_s=step.profile.wall_s + 1e-3)
     (quick,) = found_in(step, "per-tensor-loop")
     (waiting,) = found_in(dataclasses.replace(step, profile=profile), "per-tensor-loop")
     assert waiting.saving_s - quick.saving_s == pytest.approx(1e-3, rel=0.05)

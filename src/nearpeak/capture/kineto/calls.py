@@ -26,6 +26,7 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _OPTIMIZER = "Optimizer.step#"
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
 _STEP = "ProfilerStep#"
+_REGION = "Torch-Compiled Region: "
 
 
 class Step(NamedTuple):
@@ -69,6 +70,8 @@ class Calls:
     """Ops that launched a kernel which is not in the file, once for each."""
     host: Sequence[HostCall] = ()
     """What can leave the device idle."""
+    regions: Sequence[Span] = ()
+    """Runs of code that torch.compile made."""
 
 
 class _Frame(NamedTuple):
@@ -102,6 +105,7 @@ def calls_of(recording: Recording) -> Calls:
         sorted(walk.gradients),
         walk.unanswered,
         walk.host,
+        walk.regions,
     )
 
 
@@ -115,8 +119,9 @@ class _Walk:
         self.gradients: list[tuple[float, Seen]] = []
         self.unanswered: list[Call] = []
         self.host: list[HostCall] = []
+        self.regions: list[Span] = []
         self._launched = {item.correlation for item in recording.device_spans}
-        self._launchers = {item.external for item in recording.device_spans} - {None}
+        self._launchers = {item.external for item in recording.device_spans if not item.in_graph} - {None}
         self._thread = -1
         self._forward: dict[int, tuple[str, str]] = {}
         self._parsed: dict[int, tuple[Argument, ...]] = {}
@@ -166,6 +171,8 @@ class _Walk:
             self.host.append(HostCall(meaning, span, frame.owner))
             if meaning == "compilation":  # it runs the code on tensors without data
                 return frame._replace(hidden=True)
+        if span.name.startswith(_REGION):
+            self.regions.append(span)
         if span.kind == "annotation":
             return self._annotated(frame, span)
         if span.name.startswith(_BACKWARD):

@@ -27,7 +27,8 @@ class Kernel:
     bytes: float | None = None
     """Of a copy or a fill."""
     launched_s: float | None = None
-    """When the CPU was done launching it, from the start of what was read; None where the file does not tell."""
+    """When the CPU was done launching it, from the start of what was read; None where the file does not tell. A graph
+    has one launch, so that of its kernels is over when the first of them starts."""
 
 
 def owner_of(span: DeviceSpan, calls: Calls) -> Call | None:
@@ -55,6 +56,11 @@ def kernels_of(
     spans: Sequence[tuple[DeviceSpan, Call | None]], indices: Mapping[int, int], origin: float, calls: Calls
 ) -> tuple[Kernel, ...]:
     """The kernels with the indices of their ops, which are by the identity of their calls; in order of time."""
+    begun: dict[int | None, float] = {}
+    """Of each launch of a graph, when the device began with it."""
+    for span, owner in spans:
+        if is_in_graph(span, owner):
+            begun[span.correlation] = min(span.start, begun.get(span.correlation, span.start))
     return tuple(
         Kernel(
             name=span.name,
@@ -64,17 +70,42 @@ def kernels_of(
             device=span.device,
             stream=span.stream,
             op=indices.get(id(owner)) if owner is not None else None,
-            in_graph=span.in_graph or (owner is not None and owner.kind == "graph"),
+            in_graph=is_in_graph(span, owner),
             bytes=span.bytes,
-            launched_s=_launched(span, calls, origin),
+            launched_s=_launched(span, calls, origin, begun.get(span.correlation)),
         )
         for span, owner in spans
     )
 
 
-def _launched(span: DeviceSpan, calls: Calls, origin: float) -> float | None:
+def is_in_graph(span: DeviceSpan, owner: Call | None) -> bool:
+    """Whether a CUDA graph launched it."""
+    return span.in_graph or (owner is not None and owner.kind == "graph")
+
+
+def graph_note(kernels: Sequence[Kernel]) -> str:
+    """What is not known of kernels that CUDA graphs launched; "" where there are none.
+
+    >>> run = dict(name="k", kind="kernel", start_s=0.0, seconds=2e-6, device=0, stream=7, op=None)
+    >>> graph_note([Kernel(in_graph=True, **run), Kernel(in_graph=True, **run), Kernel(**run)])
+    '2 kernels of 0.004 ms were launched by CUDA graphs and have no ops, so they are measured without bounds.'
+    """
+    inside = [kernel for kernel in kernels if kernel.in_graph]
+    if not inside:
+        return ""
+    total = sum(kernel.seconds for kernel in inside)
+    return (
+        f"{len(inside)} kernels of {total * 1e3:.3f} ms were launched by CUDA graphs and have no ops, so they are "
+        "measured without bounds."
+    )
+
+
+def _launched(span: DeviceSpan, calls: Calls, origin: float, begun: float | None) -> float | None:
+    """The end of its launch, or when the device had begun with it already: a long graph runs while it is launched."""
     launch = calls.launches.get(span.correlation) if span.correlation is not None else None
-    return None if launch is None else (launch.end - origin) / 1e6
+    if launch is None:
+        return None
+    return ((launch.end if begun is None else min(launch.end, begun)) - origin) / 1e6
 
 
 def seconds_by_op(kernels: Sequence[Kernel]) -> dict[int | None, float]:

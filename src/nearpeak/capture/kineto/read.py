@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,21 +12,15 @@ from typing import Literal
 from nearpeak.capture.kineto.calls import Call, Calls, Step, calls_of
 from nearpeak.capture.kineto.device import device_name, has_tf32
 from nearpeak.capture.kineto.host import HostSpan, host_spans, overheads, waiting_copies, working
-from nearpeak.capture.kineto.kernels import Kernel, kernels_of, launched_at, owner_of, seconds_by_op
+from nearpeak.capture.kineto.kernels import Kernel, is_in_graph, kernels_of, launched_at, owner_of, seconds_by_op
 from nearpeak.capture.kineto.lists import Launch, LongLists, has_long_lists, least_gathered, long_lists
-from nearpeak.capture.kineto.ops import Ops, ops_of
+from nearpeak.capture.kineto.notes import notes_of
+from nearpeak.capture.kineto.ops import ops_of
 from nearpeak.capture.kineto.recording import DeviceSpan, Recording, load
 from nearpeak.capture.kineto.tensors import Seen
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.work.op import Trace
 
-_STORAGES = {
-    "least": "The file has no addresses: a tensor may be any earlier one that looks like it, and arguments that look "
-    "alike may be one. The least is counted, so the bound can be well below that of a live trace, and the fused and "
-    "ideal floors follow a guess at the flow of data.",
-    "likely": "The file has no addresses: which tensors share memory is guessed, so the floors are estimates, not "
-    "bounds.",
-}
 _GATHER = "aten::index"
 
 
@@ -43,7 +37,7 @@ class KinetoTrace:
     device: str
     """The device as its driver names it, or "cpu"."""
     steps: tuple[int, ...]
-    """Numbers of the steps in the file that have ops."""
+    """Numbers of the steps in the file that have ops, or launches of CUDA graphs."""
     step: int | None
     """The one that was read; None for all of the file."""
     wall_s: float
@@ -59,6 +53,8 @@ class KinetoTrace:
     """When any thread was inside of an op or a call of the device's runtime: starts and ends, disjoint, in order."""
     free_from_s: float = 0.0
     """When the device was done with what had been launched before this."""
+    compiled_regions: frozenset[str] = frozenset()
+    """Code of torch.compile that ran, by the names that torch gives it: "Torch-Compiled Region: 0/1"."""
 
     @property
     def device_seconds(self) -> Mapping[int | None, float]:
@@ -74,6 +70,8 @@ def read_trace(
 ) -> KinetoTrace:
     """The ops and kernels of a file that torch.profiler wrote with `record_shapes=True`.
 
+    A step that only launches CUDA graphs has kernels and no ops.
+
     Args:
         path: A Chrome trace, as .json or .json.gz.
         step: The number of a step of the profiler's schedule, "all" for the whole file, or None for the last step; for
@@ -85,9 +83,9 @@ def read_trace(
     if storages not in ("least", "likely"):
         raise UsageError(f"storages={storages!r} is not known. {did_you_mean(str(storages), ('least', 'likely'))}")
     recording = load(path)
-    _must_have_shapes(recording, path)
     calls = calls_of(recording)
     spans = [(span, owner_of(span, calls)) for span in recording.device_spans]
+    _must_have_shapes(recording, path, graphs=any(is_in_graph(span, owner) for span, owner in spans))
     launched = [(launched_at(span, calls, owner), owner) for span, owner in spans] if recording.truncated else []
     chosen, steps = _step(calls, step, path)
     if step is None and chosen is not None and recording.truncated:
@@ -98,20 +96,22 @@ def read_trace(
         before = [span.end for span, owner in spans if launched_at(span, calls, owner) < chosen.start]
         free_from = max(0.0, max(before, default=chosen.start) - chosen.start) / 1e6
         spans = [(span, owner) for span, owner in spans if _in_step(span, owner, calls, chosen)]
+    origin, wall = _window(inside, spans, chosen)
+    if all(call.kind == "graph" for call in inside):  # beside ops a launch is one of unknown results; alone it is none
+        inside = []
     found = ops_of(
         inside,
         tf32=has_tf32(recording.metadata, bool(recording.device_spans)),
         likely=storages == "likely",
         lists=_long_lists(inside, spans, calls),
     )
-    origin, wall = _window(inside, spans, chosen)
     indices = {id(call): index for index, call in enumerate(inside)}
     kernels = kernels_of(spans, indices, origin, calls)
     last = max([origin + wall * 1e6, *(span.end for span, _ in spans)])
     host = [*calls.host, *overheads(recording), *waiting_copies(recording, calls.launches, calls.by_correlation)]
     partial = _partial(recording, calls)
     cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
-    notes = (_STORAGES[storages], *_notes(recording, found, kernels, inside, chosen, cut))
+    notes = tuple(notes_of(recording, found, kernels, inside, chosen, cut=cut, storages=storages))
     return KinetoTrace(
         path=str(path),
         trace=Trace(
@@ -133,6 +133,9 @@ def read_trace(
         host=host_spans(host, indices, origin, last),
         host_working=working(recording.threads.values(), origin, last),
         free_from_s=free_from,
+        compiled_regions=frozenset(
+            region.name for region in calls.regions if chosen is None or chosen.start <= region.start < chosen.end
+        ),
     )
 
 
@@ -157,8 +160,11 @@ def _partial(recording: Recording, calls: Calls) -> set[int]:
     return found
 
 
-def _must_have_shapes(recording: Recording, path: str | Path) -> None:
+def _must_have_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> None:
+    """An error for a file of which nothing can be said. `graphs`: it has kernels that CUDA graphs launched."""
     ops = [span for spans in recording.threads.values() for span in spans if span.kind == "op"]
+    if graphs and not any("::" in span.name for span in ops):  # what is left are torch.compile's own marks
+        return
     if not ops and recording.truncated:
         raise UsageError(f"{path} was cut off before its first op, so there is nothing to read. Record it again.")
     if not ops:
@@ -242,50 +248,3 @@ def _window(
         return (min(starts) if starts else 0.0), device / 1e6
     first = min(call.span.start for call in calls)
     return first, (max([call.span.end for call in calls] + ends) - first) / 1e6
-
-
-def _notes(
-    recording: Recording,
-    found: Ops,
-    kernels: Sequence[Kernel],
-    calls: Sequence[Call],
-    step: Step | None,
-    cut: bool,
-) -> Iterator[str]:
-    if recording.truncated:
-        yield "The file ends in the middle; what follows is not in the trace."
-    if cut:
-        what = "What was read" if step is None else f"Step {step.number}"
-        yield f"{what} is not whole: ops or kernels of it may be missing, and its times are those of what is there."
-        if not recording.device_spans and recording.metadata.get("deviceProperties"):
-            yield "The file has no kernels. They are written last, so it may have been cut off before them."
-    if recording.damaged:
-        yield f"{recording.damaged} events are not valid JSON and were left out."
-    if found.unknown:
-        listed = ", ".join(f"{name} ({count})" for name, count in found.unknown.most_common(5))
-        yield f"{found.unknown.total()} ops have no cost, because the file does not show enough of them: {listed}."
-    if found.exact_lists:
-        yield (
-            f"{found.exact_lists} ops on long lists have the tensors of the gradients of the backward pass: these make "
-            "as many chunks as their kernels have blocks."
-        )
-    if found.least_lists:
-        yield (
-            f"{found.least_lists} ops on long lists or with index tensors count the elements that they have at the "
-            "least, from the blocks of their kernels."
-        )
-    compiled = sum(call.kind == "inductor" for call in calls)
-    if compiled:
-        yield (
-            f"Of {compiled} compiled kernels only what they must move counts: the file does not say which part of a "
-            "tensor they read, so it is all of it only where no operator in their name takes a part."
-        )
-    graphs = sum(call.kind == "graph" for call in calls)
-    if graphs:
-        yield f"{graphs} launches of CUDA graphs: the file does not show the ops inside, only their kernels."
-    if recording.device_spans:
-        yield "Products of float32 count as tf32 where the device has it, since the file does not say what was allowed."
-    lost = [kernel for kernel in kernels if kernel.op is None]
-    if lost:
-        seconds = sum(kernel.seconds for kernel in lost)
-        yield f"{len(lost)} kernels of {seconds * 1e3:.3f} ms belong to no op in the file."

@@ -183,7 +183,7 @@ def _device_span(
         external=_whole(facts.get("External id", facts.get("external id"))),
         correlation=_whole(facts.get("correlation")),
         bytes=_number(facts.get("bytes", facts.get("Bytes"))),
-        in_graph=bool(facts.get("graph node id")),
+        in_graph=bool(facts.get("graph node id") or facts.get("graph id")),
         blocks=_blocks(facts.get("grid")),
         duration=max(_number(event.get("dur")) or 0.0, 0.0),
     )

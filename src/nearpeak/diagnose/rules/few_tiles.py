@@ -9,6 +9,7 @@ from nearpeak.bound.tiles import FACTORS, product_sizes, tiling
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
+from nearpeak.diagnose.region import all_but_one, spread, waiting
 from nearpeak.diagnose.variants import product_of, slowness
 from nearpeak.units import seconds
 
@@ -58,12 +59,15 @@ def _as_one(step: Examined, members: Sequence[int]) -> Waste | None:
         return None
     after = good * median(slowness(step, index) for index in members)
     first, whole = tiling(op, step.machine), tiling(one, step.machine)
-    if first is None or whole is None or took < LEAST_RATIO * after:
+    joined = all_but_one(step, members)
+    waited = waiting(step, joined)
+    if first is None or whole is None or took + waited < LEAST_RATIO * after:
         return None
     return Waste(
         title=f"{len(members)} products of the same input have too few tiles each to fill the GPU.",
         at=members[0],
-        gains={index: step.measured[index].measured_s * (1 - after / took) for index in members},
+        gains=spread(step, members, after),
+        gone=joined,
         evidence=f"{len(members)} products of {m} rows, like {m} x {k} by {k} x {sizes[0][2]}, take {seconds(took)}. "
         f"Each has {first.tiles} tiles of {first.tile[0]} x {first.tile[1]} for {first.processors} multiprocessors.",
         reasoning=f"One product with all {columns} columns has {whole.tiles} tiles and takes {seconds(after)}.",

@@ -8,19 +8,17 @@ from nearpeak.diagnose.compiler import GraphBreak
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.idle import BETWEEN_OPS, LATE, IdleCause
+from nearpeak.diagnose.idle import BETWEEN_OPS, LATE, SLOWER, IdleCause
 from nearpeak.diagnose.profile import Profile
 from nearpeak.units import percent, seconds
 
 LEAST = 0.1
 """Of the step: what is idle for less of it gains too little by a graph to be worth its constraints."""
-SLOWER = 2.5
-"""How many times as long ops of the host take under the profiler."""
 IN_GRAPH = 1e-6
 """Seconds between two kernels of a graph, where it was not measured."""
 
 
-@rule("launch-bound", needs=["host"])
+@rule("launch-bound", needs=["host"], general=True)
 def launch_bound(step: Examined) -> Iterator[Waste]:
     """Idle time in which the host was launching, or between two ops, beyond what remains with a CUDA graph."""
     profile = step.profile
@@ -30,6 +28,8 @@ def launch_bound(step: Examined) -> Iterator[Waste]:
     idle_s = sum(cause.seconds for cause in late)
     clean_s = clean_seconds(profile, idle_s)
     kernels = sum(op.kernels for op in profile.ops)
+    if not kernels:  # all of them are in CUDA graphs already
+        return
     gaps = min(kernels, max(cause.count for cause in late))
     launch = step.machine.achievable.launch.in_graph if step.machine.achievable else None
     remains_s = gaps * (launch or IN_GRAPH)
@@ -50,11 +50,8 @@ def launch_bound(step: Examined) -> Iterator[Waste]:
 
 
 def breaks(step: Examined) -> tuple[GraphBreak, ...]:
-    """Where compiled code leaves its graphs, of a step that has some: other code of the process may be compiled too."""
-    compiler = step.profile.compiler
-    if compiler is None or not any(op.name.startswith("inductor.") for op in step.ops):
-        return ()
-    return compiler.breaks
+    """Where compiled code of the step leaves its graphs."""
+    return () if step.profile.compiler is None else step.profile.compiler.breaks
 
 
 def late_launches(profile: Profile) -> list[IdleCause]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.idle import BETWEEN_OPS
+from nearpeak.diagnose.region import all_but_one, spread, waiting
 from nearpeak.units import seconds
 from nearpeak.work.cost import Access
 from nearpeak.work.families.optimizer import FOREACH_POINTWISE
@@ -38,19 +38,17 @@ def per_tensor_loop(step: Examined) -> Iterator[Waste]:
         kind = "reduction" if "norm" in op.packet else "optimizer"
         # Of one list op; where the ops ran from a cache, it does too, and takes no more than they did.
         listed = min(step.of_work(reads, writes, kind=kind), took)
-        launching = _launching(step, members)
-        if took - listed + sum(launching.values()) <= 0:
+        joined = all_but_one(step, members)
+        if took + waiting(step, joined) <= listed:
             continue
-        left = listed / took if took else 0.0
         yield Waste(
             title="One small op runs for tensor after tensor, where one op takes them all as a list.",
             at=members[0],
-            gains={index: (1 - left) * step.measured[index].measured_s for index in members},
-            idle=launching,
+            gains=spread(step, members, listed),
+            gone=joined,
             evidence=f"{op.packet} runs {len(members)} times in a row, on another tensor each time: {seconds(took)}, "
             f"{seconds(took / len(members))} each.",
-            reasoning=f"One pass over all of the tensors takes {seconds(listed)}"
-            + (f", and {seconds(sum(launching.values()))} between and for launches go away." if launching else "."),
+            reasoning=f"One pass over all of the tensors takes {seconds(listed)}.",
             remedy=_remedy(op),
         )
 
@@ -100,16 +98,6 @@ def _distinct(step: Examined, members: Sequence[int]) -> tuple[list[Access], lis
         for known, accesses in zip(found, (step.costs[index].reads, step.costs[index].writes), strict=True):
             known.update((access.storage, access) for access in accesses)
     return list(found[0].values()), list(found[1].values())
-
-
-def _launching(step: Examined, members: Sequence[int]) -> dict[str, float]:
-    """Idle time while these were launched: their share of all short ops, which are what a device waits for."""
-    short = sum(1 for op in step.measured if op.kernels and op.measured_s < SHORT)
-    waited: dict[str, float] = {}
-    for cause in step.profile.idle:
-        if cause.cause == "launching" or (cause.cause == "python" and cause.what == BETWEEN_OPS):
-            waited[cause.cause] = waited.get(cause.cause, 0.0) + cause.seconds * (len(members) - 1) / max(short, 1)
-    return waited
 
 
 def _remedy(op: Op) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.idle import BETWEEN_OPS
 from nearpeak.diagnose.steady import in_every_step, is_line
 from nearpeak.units import seconds
 
@@ -22,7 +21,7 @@ def python_stretch(step: Examined) -> Iterator[Waste]:
     """Idle time in stretches of code outside of any op, by the line of the op that came next."""
     profile = step.profile
     for cause in profile.idle:
-        if cause.cause != "python" or cause.what == BETWEEN_OPS or not cause.where:
+        if cause.cause != "python" or cause.what or not cause.where:
             continue  # what no op follows may be the end of the step, where others do their work too
         each = cause.seconds / max(1, cause.count)
         if each < STRETCH or cause.seconds < LEAST * profile.wall_s:

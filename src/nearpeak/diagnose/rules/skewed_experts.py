@@ -8,6 +8,7 @@ from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
+from nearpeak.diagnose.region import all_but_one, spread, waiting
 from nearpeak.units import quantity, seconds
 from nearpeak.work.cost import Access
 from nearpeak.work.families.matrix import result
@@ -29,7 +30,8 @@ def skewed_experts(step: Examined) -> Iterator[Waste]:
     for members, rows in _loops(step):
         took = step.seconds(members)
         grouped = _grouped(step, members)
-        if took <= grouped:
+        joined = all_but_one(step, members)
+        if took + waiting(step, joined) <= grouped:
             continue
         ordered = sorted(rows)
         few = sum(count * 4 < sum(rows) / len(rows) for count in rows)
@@ -37,11 +39,12 @@ def skewed_experts(step: Examined) -> Iterator[Waste]:
         yield Waste(
             title=f"{len(members)} experts run one after the other, with {ordered[0]} to {ordered[-1]} rows each.",
             at=max(members, key=lambda index: step.measured[index].measured_s),
-            gains={index: step.measured[index].measured_s * (1 - grouped / took) for index in members},
+            gains=spread(step, members, grouped),
+            gone=joined,
             evidence=f"{len(members)} products like {m} x {k} by {k} x {n} take {seconds(took)} for {sum(rows)} rows: "
             f"{ordered[len(rows) // 2]} in the median, less than a quarter of the mean in {few} of them.",
             reasoning=f"One grouped product that reads and writes the same {quantity(step.bytes(members), 'B')} takes "
-            f"{seconds(grouped)}. Time in which nothing runs between the products is not counted.",
+            f"{seconds(grouped)}.",
             remedy="order = expert_of_row.argsort()\n"
             "ends = torch.bincount(expert_of_row, minlength=experts).cumsum(0, dtype=torch.int32)\n"
             "out = torch._grouped_mm(x[order], weights, offs=ends)  # weights: experts x inputs x outputs, 16 bits\n"

@@ -67,6 +67,7 @@ def synchronisation(step: Examined) -> Iterator[Waste]:
             at=next((index for index, op in enumerate(step.ops) if op.source == cause.where and op.source), None),
             source=cause.where if is_line(cause.where) else "",
             gains=_counting(step, cause.where) if form is _SELECT else {},
+            gone=_counting(step, cause.where) if form is _SELECT else (),
             idle={"synchronisation": cause.seconds},
             evidence=f"{cause.what or 'A call'} made the host wait {_times(cause.count)} in the step; for "
             f"{seconds(cause.seconds)} nothing ran on the device because of it.",

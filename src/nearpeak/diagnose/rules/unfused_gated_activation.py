@@ -8,6 +8,7 @@ from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
 from nearpeak.diagnose.region import (
+    all_but_one,
     bytes_of,
     launching,
     ops_named,
@@ -38,18 +39,19 @@ def unfused_gated_activation(step: Examined) -> Iterator[Waste]:
         activation = products[region.forward]
         members = launching(step, region.members)
         took = step.seconds(members)
-        remaining = remaining_seconds(step, region) * pace(step, members)
+        remaining = remaining_seconds(step, region, times=max(1.0, pace(step, members)))
         reads, writes = traffic(step, region)
         passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
         yield Waste(
             title="A gated activation is two ops: the activation is written, and read again for the product.",
             at=max(region.forward),
             gains=spread(step, members, remaining),
+            gone=all_but_one(step, members),
             evidence=f"{ops_named(step, members)} on {' x '.join(map(str, step.ops[activation].outputs[0].shape))} "
             f"move {quantity(step.bytes(members), 'B')} in {seconds(took)}; fused, "
             f"{quantity(bytes_of([*reads, *writes]), 'B')} would do.",
             reasoning=f"{passes} that reads gate and value and writes the result would take {seconds(remaining)}.",
-            remedy=_remedy(step, activation, max(region.forward)),
+            remedy=_remedy(step, activation),
         )
 
 
@@ -75,11 +77,7 @@ def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
     return tensor.storage, tensor.offset, tensor.strides
 
 
-def _remedy(step: Examined, activation: int, product: int) -> str:
-    op = step.ops[activation]
-    name, gate = op.packet.removeprefix("aten."), op.inputs[0]
-    others = [tensor for tensor in step.ops[product].inputs if tensor.storage == gate.storage]
-    if name == "sigmoid" and others and gate.offset > others[0].offset:
-        return "torch.nn.functional.glu(x, dim=-1)  # x whole, not its halves: values first, then gates"
+def _remedy(step: Examined, activation: int) -> str:
+    name = step.ops[activation].packet.removeprefix("aten.")
     call = f"torch.nn.functional.{name}(gate)" if name not in ("sigmoid", "tanh") else f"torch.{name}(gate)"
     return f"@torch.compile\ndef gated(gate, up):\n    return {call} * up"

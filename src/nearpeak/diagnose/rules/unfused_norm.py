@@ -10,6 +10,7 @@ from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
 from nearpeak.diagnose.region import (
+    all_but_one,
     bytes_of,
     launching,
     ops_named,
@@ -49,7 +50,7 @@ def unfused_norm(step: Examined) -> Iterator[Waste]:
         norm = by_members[region.forward]
         members = launching(step, region.members)
         took = step.seconds(members)
-        remaining = remaining_seconds(step, region, kinds=KINDS) * min(1.0, pace(step, members))
+        remaining = remaining_seconds(step, region, times=min(1.0, pace(step, members)), kinds=KINDS)
         reads, writes = traffic(step, region)
         name = "LayerNorm" if norm.centred else "RMSNorm"
         passes = "forward and backward" if region.backward else "forward"
@@ -57,6 +58,7 @@ def unfused_norm(step: Examined) -> Iterator[Waste]:
             title=f"{name} is written as {len(launching(step, norm.members))} ops, a kernel each.",
             at=norm.root,
             gains=spread(step, members, remaining),
+            gone=all_but_one(step, members),
             evidence=f"{ops_named(step, members)} on rows of {norm.size} move {quantity(step.bytes(members), 'B')} in "
             f"{seconds(took)}, {passes}; as one op {quantity(bytes_of([*reads, *writes]), 'B')} would do.",
             reasoning=f"One kernel for each of {passes}, at the speed of torch's LayerNorm: {seconds(remaining)}.",

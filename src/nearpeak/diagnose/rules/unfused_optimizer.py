@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
+from nearpeak.diagnose.region import all_but_one
 from nearpeak.units import quantity, seconds
 
 PASSES = 1.3
 """So many times the least traffic, and the state is gone over more than once: with momentum alone it is 1.6 times."""
 SINGLE_OPS = 8
 """Ops on one tensor each, from which on lists of tensors are worth it."""
-SHORT = 1e-5
-"""Seconds: a device waits for the host to launch ops that take less than this."""
 FAMILIES = ("pointwise", "optimizer", "movement", "creation", "view")
 """What a fused optimizer can do in one pass; norms and products need their results first."""
 
@@ -43,7 +42,7 @@ def unfused_optimizer(step: Examined) -> Iterator[Waste]:
             title="The optimizer goes over its state in many ops; a fused one does it in one pass.",
             at=max(passing, key=lambda index: step.measured[index].measured_s),
             gains={index: share * step.measured[index].measured_s for index in passing},
-            idle={"launching": _launching(step, alone)},
+            gone=all_but_one(step, members),
             evidence=f"{len(passing)} ops of the optimizer move {quantity(moved, 'B')} in {seconds(took)}; the "
             f"parameters, gradients and states that they read and write are {quantity(least, 'B')}"
             + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),
@@ -77,13 +76,6 @@ def _kind(step: Examined, members: Sequence[int]) -> str:
     """Kernels over lists load few elements at once: those of 2 bytes come less near to the bandwidth."""
     sizes = {tensor.item_bytes for index in members for tensor in step.ops[index].inputs if tensor.elements > 1}
     return "aten._foreach_addcdiv_" if min(sizes, default=4) >= 4 else "optimizer"
-
-
-def _launching(step: Examined, alone: Sequence[int]) -> float:
-    """Idle time of the device while ops on one tensor each were launched: their share of all short ops."""
-    idle = sum(cause.seconds for cause in step.profile.idle if cause.cause == "launching")
-    short = {index for index, op in enumerate(step.measured) if op.kernels and op.measured_s < SHORT}
-    return idle * len(short.intersection(alone)) / len(short) if short else 0.0
 
 
 def _remedy(step: Examined, members: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from nearpeak.diagnose.findings import rule
 from nearpeak.diagnose.region import (
     FUSED,
     Region,
+    all_but_one,
     bytes_of,
     connected,
     launching,
@@ -82,7 +83,7 @@ def _waste(step: Examined, region: Region) -> Waste | None:
     took = step.seconds(members)
     kind = "reduction" if any(step.costs[index].family == "reduction" for index in members) else "pointwise"
     # Kernels that are slower than others of their kind stay so: they read through strides, say.
-    remaining = remaining_seconds(step, region, kinds=(kind, kind)) * pace(step, members)
+    remaining = remaining_seconds(step, region, times=pace(step, members), kinds=(kind, kind))
     if took - remaining < LEAST_SAVED * took:
         return None
     reads, writes = traffic(step, region)
@@ -94,6 +95,7 @@ def _waste(step: Examined, region: Region) -> Waste | None:
         title=f"{len(members)} small ops, each a kernel of its own, could be one.",
         at=longest(step, region.forward),
         gains=spread(step, members, remaining),
+        gone=all_but_one(step, members),
         evidence=f"{ops_named(step, members)}{where} move {quantity(moved, 'B')} in {seconds(took)}; fused, "
         f"{quantity(needed, 'B')} would do.",
         reasoning=f"{passes} that reads and writes only what others want would take {seconds(remaining)}.",

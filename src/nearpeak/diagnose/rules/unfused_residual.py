@@ -27,9 +27,11 @@ def unfused_residual(step: Examined) -> Iterator[Waste]:
         if add is None or not _adds(step, add, given.elements):
             continue
         kept = set(step.flow.consumers[add]) != {index} or given.storage in step.flow.results
-        took = step.measured[add].measured_s
-        # Of two reads and a write of the add, and the read of the norm: only what others want of the sum stays.
-        gains = {add: took * (1 / 3 if kept else 2 / 3)}
+        took, norm_took = step.measured[add].measured_s, step.measured[index].measured_s
+        # The norm reads nothing that is not at hand, and the add writes the sum only if others want it.
+        gains = {index: norm_took * min(0.5, given.bytes / max(given.bytes, step.measured[index].bytes))}
+        if not kept:
+            gains[add] = took / 3
         behind = _behind(step, given.storage, op.outputs[0].elements)
         if behind is not None:
             gains[behind] = step.measured[behind].measured_s * 2 / 3
@@ -38,12 +40,13 @@ def unfused_residual(step: Examined) -> Iterator[Waste]:
             title="A residual is added in a kernel of its own, right before a norm.",
             at=add,
             gains=gains,
+            gone=[add, *([] if behind is None else [behind])],
             evidence=f"add of {' x '.join(map(str, given.shape))} took {seconds(took)}, and {op.packet} at "
-            f"{op.source or 'the next op'} reads its result at once"
+            f"{op.source or 'the next op'} reads its result at once, in {seconds(norm_took)}"
             + (
                 f"; so it is with the add of gradients, {seconds(step.measured[behind].measured_s)}." if behind else "."
             ),
-            reasoning=f"{quantity(spared, 'B')} need not be moved, at the speed of the add itself.",
+            reasoning=f"{quantity(spared, 'B')} need not be moved, at the speed of the ops that move them.",
             remedy="@torch.compile\ndef add_and_norm(x, residual, weight):\n    total = x + residual\n"
             f"    return torch.nn.functional.{name}(total, total.shape[-1:], weight), total",
         )

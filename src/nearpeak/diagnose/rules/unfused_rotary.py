@@ -8,6 +8,7 @@ from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
 from nearpeak.diagnose.region import (
+    all_but_one,
     bytes_of,
     launching,
     ops_named,
@@ -39,13 +40,14 @@ def unfused_rotary(step: Examined) -> Iterator[Waste]:
         at = found[region.forward]
         members = launching(step, region.members)
         took = step.seconds(members)
-        remaining = remaining_seconds(step, region) * min(1.0, pace(step, members))
+        remaining = remaining_seconds(step, region, times=min(1.0, pace(step, members)))
         reads, writes = traffic(step, region)
         passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
         yield Waste(
             title=f"A rotary embedding is written as {len(launching(step, region.forward))} ops, a kernel each.",
             at=at,
             gains=spread(step, members, remaining),
+            gone=all_but_one(step, members),
             evidence=f"{ops_named(step, members)} on {' x '.join(map(str, step.ops[at].outputs[0].shape))} move "
             f"{quantity(step.bytes(members), 'B')} in {seconds(took)}; fused, "
             f"{quantity(bytes_of([*reads, *writes]), 'B')} would do.",

@@ -11,7 +11,7 @@ from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
 from nearpeak.units import percent, seconds
 
-_FULL = 0.75
+_FULL = 0.8
 """The share of places in all waves that have a tile, above which nothing is said."""
 _SLOWER = 1.15
 """How many times as long as a good kernel it must take: a library may have filled the machine by other means."""
@@ -31,8 +31,8 @@ def wave_quantisation(step: Examined) -> Iterator[Waste]:
         took = measured.measured_s
         if not expected or took < _SLOWER * expected:
             continue
-        gain = min(took - expected, took * (1 - tiles.fill))
         few = tiles.waves == 1
+        gain = min(took - (expected if few else measured.bound_s), took * (1 - tiles.fill))
         shape = f"{tiles.batch} x " if tiles.batch > 1 else ""
         yield Waste(
             title="A matrix product has fewer tiles than the GPU has multiprocessors."
@@ -44,7 +44,8 @@ def wave_quantisation(step: Examined) -> Iterator[Waste]:
             f"{tiles.tile[0]} x {tiles.tile[1]} for {tiles.processors} multiprocessors: {tiles.waves} "
             f"wave{'s' if tiles.waves > 1 else ''}, {percent(tiles.fill, 0)} full. It took {seconds(took)}, a product "
             f"that fills the machine {seconds(expected)} for as much work.",
-            reasoning="The less of two: what it took beyond a good kernel, and its time in the empty places.",
+            reasoning="Its time in the empty places, or what it took beyond "
+            + ("a good kernel, if that is less." if few else "its bound, if that is less."),
             remedy=_remedy(tiles),
         )
 

@@ -1,0 +1,21 @@
+// Findings are written by the server's side; here their buttons show their ops in the table.
+
+function findings(root, filters, table) {
+  root.addEventListener("click", (event) => {
+    const found = event.target.closest("[data-finding]");
+    if (!found) return;
+    filters.set({ finding: Number(found.dataset.finding) });
+    table.grid.focus({ preventScroll: true });
+    byId("ops").scrollIntoView({ block: "start" });
+  });
+  const closed = [];
+  window.addEventListener("beforeprint", () => {
+    for (const each of root.querySelectorAll("details:not([open])")) {
+      closed.push(each);
+      each.open = true;
+    }
+  });
+  window.addEventListener("afterprint", () => {
+    while (closed.length) closed.pop().open = false;
+  });
+}

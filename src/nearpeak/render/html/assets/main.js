@@ -1,0 +1,40 @@
+// Starts the page: reads the data, builds each part, and joins them.
+
+const THEMES = ["auto", "light", "dark"];
+
+function themeButton(changed) {
+  const control = byId("theme");
+  control.hidden = false;
+  const set = (theme) => {
+    document.documentElement.dataset.theme = theme;
+    control.textContent = `Theme: ${theme}`;
+    changed();
+  };
+  control.addEventListener("click", () =>
+    set(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]),
+  );
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+  set("auto");
+}
+
+function main() {
+  const model = readModel(JSON.parse(byId("data").textContent));
+  document.documentElement.classList.add("ready");
+  const table = opTable(model, byId("op-table"));
+  const filters = filterBar(model, table, byId("op-filters"));
+  findings(byId("findings"), filters, table);
+  roofline(model, byId("roofline-plot"), byId("roofline-tools"), filters.goTo);
+  icicle(model, byId("module-plot"), byId("module-tools"), (module) => {
+    filters.set({ module });
+    table.grid.focus({ preventScroll: true });
+    byId("ops").scrollIntoView({ block: "start" });
+  });
+  let strip = null;
+  if (model.timeline) {
+    byId("timeline-part").hidden = false;
+    strip = timeline(model, byId("timeline-plot"), byId("timeline-tools"), byId("timeline-gaps"), filters.goTo);
+  }
+  themeButton(() => {
+    if (strip) strip.redraw();
+  });
+}

@@ -1,0 +1,65 @@
+"""Text as markup: `element` escapes all that it is given but other markup, `visible` shows what cannot be seen."""
+
+from __future__ import annotations
+
+import html
+
+from nearpeak.render.profile_card import shortened
+
+LONGEST = 300
+"""Characters of a name. Longer ones are generated, and nobody reads them."""
+LONGEST_TEXT = 4000
+"""Characters of a text of several lines."""
+
+
+class Markup(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def visible(text: str, longest: int = LONGEST) -> str:
+    """A text on one line, in which every character can be seen, its middle left out where it is too long.
+
+    >>> visible("a\\u202eb\\n c"), visible("abc" * 10, 20)
+    ('a\\\\u202eb c', 'abcabcab...bcabcabc')
+    """
+    return shortened(text if text.isprintable() else _seen(" ".join(text.split())), longest)
+
+
+def visible_lines(text: str) -> str:
+    """The same of a text of several lines, which keep their indentation; its end is left out."""
+    cut = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
+    return _seen(cut.replace("\r\n", "\n").replace("\t", "    "))
+
+
+def _seen(text: str) -> str:
+    """With escapes for control characters, marks of direction that turn text around, and what has no width."""
+    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def element(tag: str, *content: str | Markup, **attributes: str | float | bool | None) -> Markup:
+    """An element with its content; attributes that are None or False are left out, `class_` is class.
+
+    >>> element("td", "a < b", element("b", "c"), class_="number", hidden=True)
+    '<td class="number" hidden>a &lt; b<b>c</b></td>'
+    """
+    given = "".join(_attribute(name, value) for name, value in attributes.items())
+    inner = "".join(part if isinstance(part, Markup) else html.escape(part, quote=False) for part in content)
+    return Markup(f"<{tag}{given}>{inner}</{tag}>")
+
+
+def joined(*parts: str | Markup) -> Markup:
+    """Parts one after the other, text escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else html.escape(part, quote=False) for part in parts))
+
+
+def _attribute(name: str, value: str | float | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = name.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{html.escape(str(value), quote=True)}"'

@@ -1,0 +1,100 @@
+"""The roofs of a profile's roofline: the ceilings of the machine that its bounds are against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from nearpeak.diagnose.profile import Profile
+from nearpeak.errors import UnknownMachine
+from nearpeak.machines import catalogue
+from nearpeak.machines.model import Achievable, Machine, Theoretical
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """A ceiling: bytes/s of a memory, or FLOP/s of an engine for some dtypes."""
+
+    kind: Literal["memory", "cache", "matrix", "vector"]
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofs:
+    """The roofs, the memories first, then the engines from the fastest; and where their figures come from."""
+
+    roofs: tuple[Roof, ...]
+    origin: str
+
+
+def machine_of(profile: Profile) -> Machine | None:
+    """The machine of the catalogue that a profile names; None for one that is only known where it ran."""
+    try:
+        return catalogue.find(profile.machine)
+    except UnknownMachine:
+        return None
+
+
+def roofs_of(profile: Profile, machine: Machine | None) -> Roofs:
+    """The roofs that the profile's bounds are against, as far as they are known.
+
+    A catalogue has no measured figures. Where those of the profile were measured, its bandwidth is told by its rates.
+    """
+    limits = None if machine is None else _limits(profile, machine)
+    how = limits.how if isinstance(limits, Achievable) else "datasheet"
+    own = _own(profile)
+    if limits is None:
+        return Roofs(roofs=tuple(own.values()), origin=_ORIGINS["own"] if own else "")
+    roofs = [Roof(kind="memory", name="memory", value=limits.bandwidth)]
+    cache = limits.cache_bandwidth if isinstance(limits, Achievable) else None
+    if cache:
+        roofs.append(Roof(kind="cache", name="last-level cache", value=cache))
+    engines = [*_engine("matrix", limits.matrix), *_engine("vector", limits.vector)]
+    origin = _ORIGINS[how]
+    if profile.how == "measured" != how:
+        roofs = [own["memory"]] if "memory" in own else roofs
+        origin = _ORIGINS["mixed" if "memory" in own else "other"]
+    return Roofs(roofs=(*roofs, *sorted(engines, key=lambda roof: -roof.value)), origin=origin)
+
+
+_ORIGINS: Mapping[str, str] = {
+    "measured": "The roofs were measured on this machine.",
+    "derated": "The roofs are the datasheet's figures, derated by what good kernels reach.",
+    "datasheet": "The roofs are the datasheet's figures.",
+    "mixed": "The bounds are against ceilings that were measured where the profile was made. The roof of the memory is "
+    "that one; those of compute are the datasheet's figures, derated by what good kernels reach.",
+    "other": "The bounds are against ceilings that were measured where the profile was made. The roofs are the "
+    "datasheet's figures, derated by what good kernels reach.",
+    "own": "The machine is not in the catalogue: the roofs are those that the rates of the profile tell.",
+}
+
+
+def _limits(profile: Profile, machine: Machine) -> Achievable | Theoretical | None:
+    if profile.how == "datasheet":
+        return machine.theoretical
+    return machine.achievable or machine.theoretical
+
+
+def _own(profile: Profile) -> dict[str, Roof]:
+    """What shares of ceilings tell about these: a rate over its share."""
+    rates = profile.rates
+    if rates is None or profile.how == "datasheet":
+        return {}
+    found = {}
+    if rates.bandwidth_share:
+        found["memory"] = Roof(kind="memory", name="memory", value=rates.bytes_per_s / rates.bandwidth_share)
+    if rates.compute_share:
+        value = rates.flops_per_s / rates.compute_share
+        found["matrix"] = Roof(kind="matrix", name="products of this step", value=value)
+    return found
+
+
+def _engine(kind: Literal["matrix", "vector"], rates: Mapping[str, float]) -> list[Roof]:
+    """Dtypes with the same rate share a roof."""
+    by_rate: dict[float, list[str]] = {}
+    for dtype, rate in rates.items():
+        if rate > 0.0:
+            by_rate.setdefault(rate, []).append(dtype)
+    return [Roof(kind=kind, name=f"{', '.join(dtypes)} {kind}", value=rate) for rate, dtypes in by_rate.items()]

@@ -1,0 +1,54 @@
+"""Names that are markup, that turn text around or that are very long: nothing runs, nothing breaks."""
+
+import dataclasses
+
+import pytest
+from synthetic import profile
+
+from nearpeak.machines.catalogue import find
+from nearpeak.render.html.page import page as rendered
+
+NAMES = {
+    "script": "</script><img src=x onerror=alert(1)>{}",
+    "quotes": "\"'`><svg onload=alert(1)>{}",
+    "lines": "a\nb\r\nc\u2028d{}",
+    "comment": "<!--<script>{}",
+    "direction": "\u202e\u2066\u200f{}",
+    "long": "x" * 10_000 + "{}",
+    "wide": "模" * 2_000 + "{}",
+    "dots": "." * 10_000 + "{}",
+    "prototype": "__proto__",
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
+def test_hostile_names_are_only_shown(opened, name):
+    made = profile(300, name=name)
+    ops = tuple(dataclasses.replace(op, phase=name, limiter=name) for op in made.ops[:40]) + made.ops[40:]
+    machine = find("h200-sxm")
+    limits = dataclasses.replace(machine.achievable, matrix={name: 1e15}, how="measured")
+    machine = dataclasses.replace(machine, name=name, id=name, memory_kind=name, achievable=limits)
+    page = opened(rendered(dataclasses.replace(made, ops=ops, date=name), machine=machine))
+    page.wait_for_selector("html.ready")
+    assert page.locator("img").count() == 0
+    assert page.evaluate("document.querySelectorAll('script').length") == 2
+    page.locator("circle").first.hover(force=True)
+    page.locator(".icicle g").last.click(force=True)
+    page.locator("canvas.timeline").hover(position={"x": 150, "y": 34})
+    page.locator(".body .row:not([hidden])").first.click()
+    assert page.locator(".detail").is_visible()
+    page.get_by_label("Search").fill(name[:20])
+    page.locator("[data-finding='0']").click()
+    for width in (1600, 400):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(100)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_script_that_got_in_would_not_run(opened):
+    content = rendered(profile(50)).replace("<main>", "<main><script>document.title = 'broken'</script>", 1)
+    page = opened(content)
+    page.wait_for_selector("html.ready")
+    assert page.title() != "broken"
+    assert any("Content Security Policy" in problem for problem in opened.problems)
+    opened.problems.clear()
