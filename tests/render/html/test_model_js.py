@@ -11,6 +11,7 @@ from synthetic import profile
 
 from nearpeak.render.html.data import data_json
 from nearpeak.render.html.roofs import Roofs
+from nearpeak.render.profile_card import short_name
 
 MODEL = ["units.js", "sorting.js", "model.js", "columns.js", "filters.js"]
 
@@ -141,3 +142,24 @@ def test_labels_are_spread_in_order_and_no_nearer_than_asked():
     assert all(b - a >= 10 - 1e-9 for a, b in itertools.pairwise(places))
     assert places[3] == 50
     assert sum(places[:3]) / 3 == pytest.approx(6)
+
+
+def test_amounts_are_read_back_in_their_unit(made, data):
+    program = (
+        "(() => { const model = readModel(data); const sum = (name) => Array.from(model.kind, (kind) => "
+        'model[name][kind]).reduce((a, b) => a + b, 0); return [sum("flops"), sum("bytes"), sum("kernels")]; })()'
+    )
+    flops, moved, kernels = run(MODEL, program, data)
+    assert math.isclose(flops, sum(op.flops for op in made.ops), rel_tol=1e-3)
+    assert math.isclose(moved, sum(op.bytes for op in made.ops), rel_tol=1e-3)
+    assert kernels == sum(op.kernels for op in made.ops)
+
+
+def test_every_op_is_read_back_with_its_name_and_module(made, data):
+    program = (
+        "(() => { const model = readModel(data); return Array.from(model.kind, (kind, op) => "
+        '[whatText(model, "name", model.whatOf[op]), whatText(model, "short", model.whatOf[op]), '
+        "model.modules[model.module[op]]]); })()"
+    )
+    expected = [[op.name, short_name(op.name), op.module] for op in made.ops]
+    assert run(MODEL, program, data) == expected

@@ -1,5 +1,6 @@
 """What the page's script needs of a profile, as JSON by columns: small for 100,000 ops, and never markup.
 
+Numbers that point to other columns are differences to the one before: ops follow each other in every layer alike.
 A column is a list, {"all": value, "count": n}, or {"values": [...], "index": [...]}, whichever is shortest. Times are
 in nanoseconds with four digits, which is what a page can show.
 """
@@ -7,6 +8,7 @@ in nanoseconds with four digits, which is what a page can show.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -53,23 +55,23 @@ def _ops(ops: Sequence[ProfiledOp]) -> dict[str, Any]:
     what_of, limiter, kernels, modelled, flops, moved, bound, expected, fused = _columns(kinds, 9)
     return {
         "name": _texts(name),
-        "short": _texts([short_name(text) for text in name]),
+        "short": {visible(text): visible(short_name(text)) for text in dict.fromkeys(name)},
         "family": _texts(family),
         "phase": _texts(phase),
         "source": _texts(source),
         "shapes": _column([_shapes(each) for each in shapes]),
-        "what": _column(what_of),
+        "what": _column(_differences(what_of)),
         "limiter": _texts(limiter),
         "kernels": _column(kernels),
         "modelled": _column([int(each) for each in modelled]),
-        "flops": _numbers(flops, 1.0),
-        "bytes": _numbers(moved, 1.0),
+        "flops": _amounts(flops),
+        "bytes": _amounts(moved),
         "bound": _column(bound),
         "expected": _column(expected),
         "fused": _column(fused),
-        "kind": _column(kind_of),
+        "kind": _column(_differences(kind_of)),
         "modules": [visible(module) for module in modules],
-        "module": _column(module_of),
+        "module": _column(_differences(module_of)),
         "measured": _numbers([op.measured_s for op in ops]),
     }
 
@@ -93,6 +95,13 @@ def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 def _numbers(values: Sequence[float | None], scale: float = 1e9) -> Any:
     return _column([None if value is None else _number(value * scale) for value in values])
+
+
+def _amounts(values: Sequence[float]) -> dict[str, Any]:
+    """Large numbers in a unit in which most of them have four digits before the point."""
+    usual = sorted(value for value in values if value > 0.0)
+    power = math.floor(math.log10(usual[len(usual) // 2])) - 3 if usual else 0
+    return {"unit": float(f"1e{power}"), "column": _numbers(values, float(f"1e{-power}"))}
 
 
 def _number(value: float) -> float:
@@ -138,7 +147,7 @@ def _timeline(profile: Profile) -> dict[str, Any] | None:
     if not profile.timeline:
         return None
     spans = _merged(sorted(profile.timeline, key=lambda span: span.start_s))
-    begin = min(span.start_s for span in (spans[0][0], *profile.gaps[:1]))
+    begin = min([spans[0][0].start_s, *(gap.start_s for gap in profile.gaps[:1])])
     starts = [round((span.start_s - begin) * 1e9) for span, _ in spans]
     gaps = [(round((gap.start_s - begin) * 1e9), gap) for gap in profile.gaps]
     ops = [-1 if span.op is None else span.op for span, _ in spans]

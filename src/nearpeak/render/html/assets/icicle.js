@@ -31,11 +31,10 @@ function icicleBoxes(node, width) {
 
 function icicle(model, root, toolbar, showModule) {
   const tree = modulesOf(model);
-  if (!tree.children.some((child) => child.path)) {
+  if (!tree.children.some((child) => child.path !== null)) {
     root.append(make("p", { class: "note", text: "It is not known in which modules the ops ran." }));
     return;
   }
-  tree.name = "the step";
   let top = tree.children.length === 1 ? tree.children[0] : tree;
   let boxes = [];
   let groups = [];
@@ -93,9 +92,12 @@ function icicle(model, root, toolbar, showModule) {
     for (let node = top; node; node = node.parent) trail.unshift(node);
     trail.forEach((node, at) => {
       if (at) path.append(make("span", { "aria-hidden": "true", text: "›" }));
-      path.append(at < trail.length - 1 ? button(node.name, () => enter(node)) : make("b", { text: node.name }));
+      path.append(
+        at < trail.length - 1 ? button(node.name || "(no name)", () => enter(node)) : make("b", { text: node.name }),
+      );
     });
-    if (top.path) path.append(button("Show its ops in the table", () => showModule(top.path), { class: "show-ops" }));
+    if (top.path !== null)
+      path.append(button("Show its ops in the table", () => showModule(top.path), { class: "show-ops" }));
   }
 
   function enter(node, focusFirst = false) {

@@ -43,18 +43,19 @@ function indicesOf(runs) {
 
 function readModel(data) {
   const ops = data.ops;
-  const texts = ["name", "short", "family", "phase", "source", "shapes", "limiter"];
+  const texts = ["name", "family", "phase", "source", "shapes", "limiter"];
+  const shorts = new Map(Object.entries(ops.short));
   const model = { wall: data.wall * 1e-9, roofs: data.roofs, timeline: data.timeline };
   for (const name of texts) model[name] = textsOf(ops[name]);
-  model.what = Uint32Array.from(columnOf(ops.what));
+  model.short = { values: model.name.values.map((name) => shorts.get(name)), index: model.name.index };
+  model.what = Uint32Array.from(sumsOf(ops.what));
   model.kernels = numbersOf(ops.kernels);
   model.modelled = Uint8Array.from(columnOf(ops.modelled));
-  model.flops = numbersOf(ops.flops);
-  model.bytes = numbersOf(ops.bytes);
+  for (const name of ["flops", "bytes"]) model[name] = numbersOf(ops[name].column, ops[name].unit);
   for (const name of ["bound", "expected", "fused"]) model[name] = numbersOf(ops[name], 1e-9);
-  model.kind = Uint32Array.from(columnOf(ops.kind));
+  model.kind = Uint32Array.from(sumsOf(ops.kind));
   model.modules = ops.modules;
-  model.module = Uint32Array.from(columnOf(ops.module));
+  model.module = Uint32Array.from(sumsOf(ops.module));
   model.measured = numbersOf(ops.measured, 1e-9);
   model.findings = data.findings.map((found) => ({ rule: found.rule, ops: indicesOf(found.ops) }));
   model.opCount = model.kind.length;
@@ -120,29 +121,23 @@ function commonModule(names) {
   return found.join(".");
 }
 
-// The tree of modules with the measured time and the bound of all that ran in each.
+const OUTSIDE = "(outside of modules)";
+
+// The tree of modules; `path` is null for what is none. Each has the time and the bound of all in it.
 function modulesOf(model) {
-  const root = { name: "", path: "", depth: 0, parent: null, children: new Map(), measured: 0, bound: 0, ops: 0 };
+  const module = (name, path, parent) => ({ name, path, parent, children: new Map(), measured: 0, bound: 0, ops: 0 });
+  const root = module("the step", null, null);
   const nodes = model.modules.map((path) => {
-    let node = root;
-    for (const part of path ? path.split(".") : ["(outside of modules)"]) {
-      if (!node.children.has(part)) {
-        const full = path ? (node.path ? `${node.path}.${part}` : part) : "";
-        const made = {
-          name: part,
-          path: full,
-          depth: node.depth + 1,
-          parent: node,
-          children: new Map(),
-          measured: 0,
-          bound: 0,
-          ops: 0,
-        };
-        node.children.set(part, made);
-      }
-      node = node.children.get(part);
+    if (!path) {
+      if (!root.children.has(OUTSIDE)) root.children.set(OUTSIDE, module(OUTSIDE, null, root));
+      return root.children.get(OUTSIDE);
     }
-    return node;
+    let at = root;
+    for (const part of path.split(".")) {
+      if (!at.children.has(part)) at.children.set(part, module(part, at === root ? part : `${at.path}.${part}`, at));
+      at = at.children.get(part);
+    }
+    return at;
   });
   for (let op = 0; op < model.opCount; op += 1) {
     const node = nodes[model.module[op]];
