@@ -7,6 +7,8 @@ import tempfile
 
 import pytest
 
+pytest_plugins = ["pytester"]  # runs pytest in a test, for the tests of the plugin
+
 _cache = tempfile.TemporaryDirectory(prefix="nearpeak-tests-")
 _not_run = pytest.StashKey[int]()
 

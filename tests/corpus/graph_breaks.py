@@ -5,11 +5,13 @@ import torch
 RULE = "graph-breaks"
 DEVICES = ("cuda",)
 LAYERS = 60
+SIZE = 2816
+"""So that a layer takes longer than one graph needs to launch it, and less than two graphs with Python between."""
 
 
 def parts(device):
-    weight = torch.randn(1536, 1536, device=device, dtype=torch.bfloat16) / 40
-    return torch.randn(1536, 1536, device=device, dtype=torch.bfloat16), weight
+    weight = torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) / SIZE**0.5
+    return torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16), weight
 
 
 def broken(x, weight):

@@ -7,7 +7,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def inputs(device):
-    width, count = (256, 600) if device == "cuda" else (32, 600)
+    width, count = (1024, 600) if device == "cuda" else (32, 600)
     return [torch.randn(width, width, device=device) for _ in range(count)]
 
 

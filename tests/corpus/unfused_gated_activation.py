@@ -8,7 +8,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def inputs(device):
-    rows, size = (8192, 14336) if device == "cuda" else (1024, 1024)
+    rows, size = (16384, 14336) if device == "cuda" else (1024, 1024)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x = torch.randn(rows, 2 * size, device=device, dtype=dtype, requires_grad=True)
     return x, torch.randn(rows, size, device=device, dtype=dtype)

@@ -283,13 +283,13 @@ def test_times_of_steps_come_from_the_device_where_the_host_is_ahead(write, monk
     class Mark:
         made = 0
 
-        def __init__(self):
+        def record(self):
             self.at = Mark.made = Mark.made + 1
 
         def elapsed_time(self, later):
             return 2e3 * (later.at - self.at)
 
-    monkeypatch.setattr(watch, "_device_mark", Mark)
+    monkeypatch.setattr(watch, "_device_marks", lambda count: [Mark() for _ in range(count)])
     monkeypatch.setattr(watch, "synchronize", lambda: time.sleep(0.01))
     ran = profile_script(write(LOOP), on="h200-sxm")
     assert ran.profile is not None

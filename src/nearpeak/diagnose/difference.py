@@ -1,42 +1,49 @@
 """`difference`: what changed between two profiles of a step, by part and by op, and whether it is real.
 
-Two runs of the same code never take the same time: a GPU is warmer, its clock is lower, memory lies elsewhere. What all
-kernels have in common of that is their drift, the median ratio of the times of ops that are in both runs. An op has
-changed when it changed by more than the drift, and by more than ops that are alike differ within each run. A step has
-changed when its wall time did by more than runs of the same code differ, or when its ops did.
+Two runs of the same code never take the same time: a GPU is warmer, its clock is lower, memory lies elsewhere. A step
+has changed when its wall time did by more than runs of the same code differ, or when ops did that account for it. An
+op has changed when it did by more than the drift of all kernels and the scatter of its kind explain: see `scatter`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Literal
 
+from nearpeak.diagnose.finding import LEAST_SHARE as FINDING_SHARE
+from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.findings import common_module
+from nearpeak.diagnose.idle import Cause, IdleCause
+from nearpeak.diagnose.matching import How, Matched, matched, packet
 from nearpeak.diagnose.profile import Profile, ProfiledOp
+from nearpeak.diagnose.scatter import Kind, Scatter, kind_of
+from nearpeak.diagnose.steps import Run, noise_of, run_of
+from nearpeak.diagnose.waterfall import PartName
+from nearpeak.units import percent, quantity
 
 Verdict = Literal["slower", "faster", "same"]
-How = Literal["same op", "moved", "replaced", "only before", "only after"]
 
-RUNS_DIFFER = 0.015
-"""How much wall times of the same code differ from process to process, on a GPU that nobody else uses."""
-KERNELS_DIFFER = 0.015
-"""How much times of one kernel differ from run to run beside the drift of all, where no more is known."""
-SURE = 3.0
-"""Standard errors that a change must be away from none."""
 LEAST_SHARE = 0.0005
 """Of the wall time: ops that change by less are not named."""
-COMMON_SHARE = 0.5
-"""Of the kernel time that must be in both runs, in ops that are alike, to speak of a drift."""
+OUTLIER_SHARE = 0.005
+"""Of the wall time: a single op that changes by less than this goes with the others of its kind."""
+EXPLAINED = (0.5, 2.0)
+"""Ops account for a change of the wall time where they changed by this much of it."""
+EXPLAINED_SHARE = 0.005
+"""Of the wall time that these ops must have changed by."""
+IDLE_CHANGE = 0.25
+"""Of the larger time: idle time of a cause that changes by less is as it was."""
+WORK_CHANGE = 0.01
+"""Of the FLOPs: a step with more or fewer does other work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartChange:
     """A part of the waterfall in both runs."""
 
-    name: str
+    name: PartName
     before_s: float
     after_s: float
 
@@ -48,22 +55,24 @@ class PartChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpChange:
-    """Ops that do the same work in both runs."""
+    """Ops that do the same work in both runs, and whose time really changed."""
 
     how: How
     verdict: Verdict
-    name: str
-    """The op, or what was replaced by what."""
+    names_before: tuple[str, ...]
+    """Operators, the one that takes longest first."""
+    names_after: tuple[str, ...]
     phase: str
     module: str
+    """In the later run, or in the earlier one where they are gone; a star for what differs."""
     source: str
-    """The line in the later run, or in the earlier one where it is gone."""
+    """The line of that with most time."""
     count_before: int
     count_after: int
     before_s: float
     after_s: float
-    noise: float
-    """The relative change that could be chance."""
+    noise: float | None
+    """The relative change that could be chance; None for ops that are in one run alone."""
 
     @property
     def change_s(self) -> float:
@@ -72,195 +81,258 @@ class OpChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdleChange:
+    """Idle time of one cause in both runs, all its places together."""
+
+    cause: Cause
+    before_s: float
+    after_s: float
+    count_before: int
+    count_after: int
+    where: str
+    """The place that changed most."""
+    what: str
+
+    @property
+    def change_s(self) -> float:
+        """Above zero where it is more now."""
+        return self.after_s - self.before_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Two profiles, the later against the earlier."""
 
-    before: Profile
-    after: Profile
+    before: Run
+    after: Run
     verdict: Verdict
     ratio: float
-    """Of the wall times."""
+    """Of the times of a step."""
     noise: float
-    """The relative change of the wall time that could be chance."""
+    """The change of that, as a logarithm, that could be chance."""
+    explained: bool
+    """Whether ops that really changed account for most of it."""
     drift: float | None
-    """The ratio that kernels have in common; None where too few are in both runs."""
+    """The ratio that kernels have in common; None where too few are in both runs, or they have none in common."""
+    compute_drift: float | None
+    """The same of kernels that are limited by compute, which follow the clock."""
     parts: tuple[PartChange, ...]
     ops: tuple[OpChange, ...]
-    """The largest change first, of those that are real."""
+    """Those that are real, the largest change first."""
+    idle: tuple[IdleChange, ...]
+    """Causes whose time changed, the largest change first."""
+    appeared: tuple[Finding, ...]
+    gone: tuple[Finding, ...]
+    doubts: tuple[str, ...] = ()
+    """Why nothing can be said of the wall time with confidence."""
     notes: tuple[str, ...] = ()
 
     @property
     def change(self) -> float:
-        """Of the wall time, relatively; above zero where it takes longer now."""
+        """Of the time of a step, relatively; above zero where it takes longer now."""
         return self.ratio - 1.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The changes that are as likely."""
+        return self.ratio * math.exp(-self.noise) - 1.0, self.ratio * math.exp(self.noise) - 1.0
 
 
 def difference(before: Profile, after: Profile) -> Difference:
     """What changed from one profile to another."""
-    pairs = list(_paired(before, after))
-    alike = [pair for pair in pairs if pair.how in ("same op", "moved")]
-    drift = _drift(alike, before.kernel_s)
-    least_s = LEAST_SHARE * before.wall_s
-    changes = [change for pair in pairs if (change := pair.judged(drift or 1.0, least_s))]
-    ratio = after.wall_s / before.wall_s if before.wall_s else 1.0
-    noise = RUNS_DIFFER + math.hypot(*(SURE * _error(profile.walls) for profile in (before, after)))
-    explained_s = sum(change.change_s for change in changes)
-    # A change of the step is real where it is beyond chance, or where ops say so that make up most of it.
-    real = abs(math.log(ratio)) > noise or (
-        abs(explained_s) > 0.5 * abs(after.wall_s - before.wall_s) and abs(explained_s) > 0.01 * before.wall_s
+    runs = run_of(before), run_of(after)
+    ratio = runs[1].step_s / runs[0].step_s if runs[0].step_s else 1.0
+    noise = noise_of(before, after)
+    scatter, ops, off_drift_s = _ops(before, after)
+    changed_s = runs[1].step_s - runs[0].step_s
+    explained = abs(off_drift_s) >= EXPLAINED_SHARE * runs[0].step_s and (
+        EXPLAINED[0] <= off_drift_s / changed_s <= EXPLAINED[1] if changed_s else False
     )
+    real = abs(math.log(ratio)) > noise or explained
     return Difference(
-        before=before,
-        after=after,
+        before=runs[0],
+        after=runs[1],
         verdict="same" if not real else "slower" if ratio > 1.0 else "faster",
         ratio=ratio,
         noise=noise,
-        drift=drift,
+        explained=explained,
+        drift=None if scatter.drift is None else math.exp(scatter.drift),
+        compute_drift=None if scatter.drift is None else math.exp(scatter.drift_of("compute")),
         parts=tuple(
             PartChange(name=part.name, before_s=part.seconds, after_s=after.waterfall.seconds(part.name))
             for part in before.waterfall.parts
         ),
-        ops=tuple(sorted(changes, key=lambda change: -abs(change.change_s))),
+        ops=tuple(sorted(ops, key=lambda change: -abs(change.change_s))),
+        idle=tuple(_idle(before, after, noise)),
+        appeared=_only_in(after, before),
+        gone=_only_in(before, after),
+        doubts=tuple(_doubts(before, after)),
         notes=tuple(_notes(before, after)),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    how: How
-    before: Sequence[ProfiledOp]
-    after: Sequence[ProfiledOp]
-
-    @property
-    def times(self) -> tuple[float, float]:
-        return sum(op.measured_s for op in self.before), sum(op.measured_s for op in self.after)
-
-    def judged(self, drift: float, least_s: float) -> OpChange | None:
-        """The change, where it is real and large enough to be named."""
-        before_s, after_s = self.times
-        if abs(after_s - drift * before_s) < least_s:
-            return None
-        noise = KERNELS_DIFFER
-        if self.how in ("same op", "moved"):
-            noise += math.hypot(*(SURE * _error([op.measured_s for op in ops]) for ops in (self.before, self.after)))
-            ratio = after_s / before_s if before_s else math.inf
-            if abs(math.log(ratio / drift)) <= noise:
-                return None
-        one = (self.after or self.before)[0]
-        return OpChange(
-            how=self.how,
-            verdict="slower" if after_s > drift * before_s else "faster",
-            name=_named(self.before, self.after),
-            phase=one.phase,
-            module=common_module([op.module for op in self.after or self.before]),
-            source=one.source,
-            count_before=len(self.before),
-            count_after=len(self.after),
-            before_s=before_s,
-            after_s=after_s,
-            noise=noise,
-        )
+def _ops(before: Profile, after: Profile) -> tuple[Scatter, list[OpChange], float]:
+    """What is chance, the ops that changed beyond it, and by how many seconds these did."""
+    found = matched(before, after)
+    kinds: list[tuple[Matched, Kind | None]] = []
+    for match in found:
+        kind = kind_of(match, OUTLIER_SHARE * before.wall_s) if match.one_to_one else None
+        kinds.append((match, kind))
+    # on another device every kernel changes in its own way, and all of that is real
+    same = before.device == after.device
+    scatter = Scatter([kind for _, kind in kinds if kind is not None] if same else [])
+    least_s = LEAST_SHARE * before.wall_s
+    changes: list[OpChange] = []
+    total_s = 0.0
+    for match, kind in kinds:
+        for part, change, noise in _judged(match, kind, scatter):
+            drift = scatter.drift_of(_limits(part))
+            off_drift_s = part.after_s - math.exp(drift) * part.before_s
+            if abs(off_drift_s) >= least_s and (change is None or abs(change - drift) > noise):
+                verdict: Verdict = "slower" if off_drift_s > 0.0 else "faster"
+                changes.append(_change(part, verdict, None if change is None else math.expm1(noise)))
+                total_s += off_drift_s
+    return scatter, changes, total_s
 
 
-def _paired(before: Profile, after: Profile) -> Iterable[_Pair]:
-    """Ops of both, from the surest match to the loosest.
+def _judged(match: Matched, kind: Kind | None, scatter: Scatter) -> Iterator[tuple[Matched, float | None, float]]:
+    """The ops that are to be judged together, their change as a logarithm where they have one, and its noise."""
+    if kind is None:
+        ratio = match.after_s / match.before_s if match.before_s and match.after_s else None
+        yield match, None if ratio is None else math.log(ratio), scatter.noise_of(_limits(match))
+        return
+    if kind.outliers:
+        alone = _some(match, kind.outliers)
+        yield alone, math.log(alone.after_s / alone.before_s), scatter.noise(kind)
+        match = _some(match, [at for at in range(len(match.before)) if at not in kind.outliers])
+    yield match, kind.change, scatter.noise(kind)
 
-    The same op in the same module on the same shapes; the same op and shapes anywhere, when modules got other names;
-    and what is left of one module and phase, which replaces what was there: a fused kernel, say.
-    """
-    left = [_that_ran(before), _that_ran(after)]
-    for how, key in _MATCHES:
-        first, second = (_grouped(ops, key) for ops in left)
-        left = [[], []]
-        for one in dict.fromkeys((*first, *second)):
-            here, there = first.get(one, []), second.get(one, [])
-            if not here or not there:
-                left[0] += here
-                left[1] += there
-            elif how == "replaced" or len(here) == len(there):
-                yield _Pair(how=how, before=here, after=there)
-            else:  # some of them are new, or gone
-                shared = min(len(here), len(there))
-                yield _Pair(how=how, before=here[:shared], after=there[:shared])
-                left[0] += here[shared:]
-                left[1] += there[shared:]
-    for ops, where in ((left[0], "only before"), (left[1], "only after")):
-        for group in _grouped(ops, lambda op: (op.name, op.phase, op.source)).values():
-            gone = where == "only before"
-            yield _Pair(
-                how="only before" if gone else "only after", before=group if gone else [], after=[] if gone else group
+
+def _some(match: Matched, positions: Sequence[int]) -> Matched:
+    return Matched(
+        how=match.how, before=[match.before[at] for at in positions], after=[match.after[at] for at in positions]
+    )
+
+
+def _limits(match: Matched) -> str:
+    ops = match.before or match.after
+    return "compute" if max(ops, key=lambda op: op.measured_s).limiter == "compute" else "memory"
+
+
+def _change(match: Matched, verdict: Verdict, noise: float | None) -> OpChange:
+    shown = match.after or match.before
+    return OpChange(
+        how=match.how,
+        verdict=verdict,
+        names_before=_names(match.before),
+        names_after=_names(match.after),
+        phase=shown[0].phase,
+        module=common_module([op.module for op in shown]),
+        source=_line(shown),
+        count_before=len(match.before),
+        count_after=len(match.after),
+        before_s=match.before_s,
+        after_s=match.after_s,
+        noise=noise,
+    )
+
+
+def _names(ops: Sequence[ProfiledOp]) -> tuple[str, ...]:
+    totals: dict[str, float] = {}
+    for op in ops:
+        totals[packet(op)] = totals.get(packet(op), 0.0) + op.measured_s
+    return tuple(sorted(totals, key=lambda name: -totals[name]))
+
+
+def _line(ops: Sequence[ProfiledOp]) -> str:
+    totals: dict[str, float] = {}
+    for op in ops:
+        totals[op.source] = totals.get(op.source, 0.0) + op.measured_s
+    return max(totals, key=lambda source: totals[source])
+
+
+def _idle(before: Profile, after: Profile, noise: float) -> list[IdleChange]:
+    """By cause. The idle time is what is left of the wall time, so it is as uncertain as that."""
+    found = []
+    least_s = math.expm1(noise) * before.wall_s
+    for cause in dict.fromkeys(entry.cause for entry in (*before.idle, *after.idle)):
+        first, second = ([entry for entry in run.idle if entry.cause == cause] for run in (before, after))
+        before_s, after_s = (sum(entry.seconds for entry in entries) for entries in (first, second))
+        if abs(after_s - before_s) > max(least_s, IDLE_CHANGE * max(before_s, after_s)):
+            place = _most_changed(first, second)
+            found.append(
+                IdleChange(
+                    cause=cause,
+                    before_s=before_s,
+                    after_s=after_s,
+                    count_before=sum(entry.count for entry in first),
+                    count_after=sum(entry.count for entry in second),
+                    where=place[0],
+                    what=place[1],
+                )
             )
+    return sorted(found, key=lambda change: -abs(change.change_s))
 
 
-def _that_ran(profile: Profile) -> list[ProfiledOp]:
-    return [op for op in profile.ops if op.kernels]
+def _most_changed(before: Sequence[IdleCause], after: Sequence[IdleCause]) -> tuple[str, str]:
+    totals: dict[tuple[str, str], float] = {}
+    for sign, entries in ((-1.0, before), (1.0, after)):
+        for entry in entries:
+            place = entry.where, entry.what
+            totals[place] = totals.get(place, 0.0) + sign * entry.seconds
+    return max(totals, key=lambda place: abs(totals[place]))
 
 
-def _packet(op: ProfiledOp) -> str:
-    return op.name.rpartition(".")[0] or op.name
+def _only_in(one: Profile, other: Profile) -> tuple[Finding, ...]:
+    """Findings of one run that are worth showing, and that the other does not have, even small.
+
+    Lines move and modules get other names, so a finding goes with one of the same rule: at the same file and module
+    where there is one, else with any that is left.
+    """
+    left = list(other.findings)
+    rest = []
+    for finding in one.findings:
+        same = next((known for known in left if _place(known) == _place(finding)), None)
+        if same is not None:
+            left.remove(same)
+        else:
+            rest.append(finding)
+    new = []
+    for finding in rest:
+        same = next((known for known in left if known.rule == finding.rule), None)
+        if same is not None:
+            left.remove(same)
+        elif finding.share >= FINDING_SHARE and finding.rule not in other.undecided:
+            new.append(finding)
+    return tuple(new)
 
 
-def _kind(op: ProfiledOp) -> Hashable:
-    """A module without the numbers in its path: layers of a model are alike."""
-    path = tuple("*" if part.isdigit() else part for part in op.module.split("."))
-    return _packet(op), op.phase, op.shapes, path
+def _place(finding: Finding) -> tuple[str, str, str]:
+    return finding.rule, finding.source.rpartition(":")[0], finding.module
 
 
-_MATCHES: tuple[tuple[How, Callable[[ProfiledOp], Hashable]], ...] = (
-    ("same op", _kind),
-    ("moved", lambda op: (_packet(op), op.phase, op.shapes)),
-    ("replaced", lambda op: (op.phase, tuple("*" if part.isdigit() else part for part in op.module.split(".")))),
-    ("replaced", lambda op: op.phase),
-)
-
-
-def _grouped(ops: Iterable[ProfiledOp], key: Callable[[ProfiledOp], Hashable]) -> dict[Hashable, list[ProfiledOp]]:
-    found: dict[Hashable, list[ProfiledOp]] = {}
-    for op in ops:
-        found.setdefault(key(op), []).append(op)
-    return found
-
-
-def _drift(pairs: Sequence[_Pair], kernel_s: float) -> float | None:
-    """The median ratio of ops that are in both runs, each weighted by its time."""
-    known = sorted((after / before, before) for pair in pairs if (before := pair.times[0]) and (after := pair.times[1]))
-    total = sum(weight for _, weight in known)
-    if total < COMMON_SHARE * kernel_s or not total:
-        return None
-    passed = 0.0
-    for ratio, weight in known:
-        passed += weight
-        if passed >= total / 2:
-            return ratio
-    return known[-1][0]
-
-
-def _error(times: Sequence[float]) -> float:
-    """The relative standard error of their mean."""
-    mean = fmean(times) if times else 0.0
-    return stdev(times) / mean / math.sqrt(len(times)) if len(times) > 1 and mean else 0.0
-
-
-def _named(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> str:
-    old, new = (_names(ops) for ops in (before, after))
-    return new if old == new or not old else old if not new else f"{old} -> {new}"
-
-
-def _names(ops: Sequence[ProfiledOp]) -> str:
-    """Names with how often each is there, the one that takes longest first."""
-    totals: dict[str, tuple[float, int]] = {}
-    for op in ops:
-        name = _packet(op).removeprefix("aten.")
-        seconds, count = totals.get(name, (0.0, 0))
-        totals[name] = seconds + op.measured_s, count + 1
-    return ", ".join(sorted(totals, key=lambda name: -totals[name][0]))
+def _doubts(before: Profile, after: Profile) -> Iterable[str]:
+    if before.device != after.device:
+        yield f"the runs were on different devices, {before.device} and {after.device}"
+    for name, profile in (("first", before), ("second", after)):
+        if not profile.steps:
+            yield f"the {name} run has no clean steps, only one under the profiler"
 
 
 def _notes(before: Profile, after: Profile) -> Iterable[str]:
-    if before.device != after.device:
-        yield f"The runs were on different devices: {before.device}, and {after.device}."
-    elif before.machine != after.machine or before.how != after.how:
-        yield "The bounds are against different ceilings, so parts of the waterfall changed with these too."
+    if before.device == after.device and (before.machine, before.how) != (after.machine, after.how):
+        yield (
+            f"The bounds are against different ceilings ({before.machine}, {before.how}; {after.machine}, {after.how}):"
+            " parts of the waterfall changed with these too."
+        )
+    if before.flops and abs(after.flops / before.flops - 1.0) > WORK_CHANGE:
+        yield (
+            f"The steps do different work: {quantity(before.flops, 'FLOP')} before, {quantity(after.flops, 'FLOP')} "
+            f"now ({percent(after.flops / before.flops - 1.0)})."
+        )
+    compiled = [profile.compiler is not None and profile.compiler.graphs > 0 for profile in (before, after)]
+    if compiled[0] != compiled[1]:
+        yield f"The {'second' if compiled[1] else 'first'} run is compiled, the other is not."
     for name, profile in (("first", before), ("second", after)):
-        if not profile.walls:
-            yield f"The {name} has no clean steps: its wall time is that of one step under the profiler."
+        if profile.waterfall.broken:
+            yield f"The {name} run has a part of the waterfall below zero: do not trust its parts."

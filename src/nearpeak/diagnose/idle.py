@@ -60,7 +60,8 @@ LATE = "launched late"
 QUEUED = "between queued kernels"
 BETWEEN_OPS = "between ops"
 AFTER = "after the last kernel"
-"""Of the profiled step, in which the profiler ends as well."""
+CLOSING = 1e-3
+"""Seconds at the end of the profiled step that are the profiler's: it notes the end, and nothing else is launched."""
 SLOWER = 2.5
 """How many times as long ops of the host take under the profiler."""
 
@@ -264,7 +265,9 @@ class _Charge:
         outside = end - start - inside
         where = "" if ended_by is None else ended_by.where
         if ended_by is None and outside > 0.0:
-            self._add("python", AFTER, "", outside, number, "", slowed=True)
+            closing = min(outside, CLOSING) if self._slower > 1.0 else 0.0
+            self._add("profiler", AFTER, "", closing, number, "", slowed=False)
+            self._add("python", AFTER, "", outside - closing, number, "", slowed=False)
         elif outside >= LONG_PYTHON:
             self._add("python", "", where, outside, number, "", slowed=False)
         elif outside > 0.0:
@@ -293,6 +296,8 @@ class _Charge:
     def _add(
         self, cause: Cause, what: str, where: str, seconds: float, number: int, place: str, *, slowed: bool
     ) -> None:
+        if seconds <= 0.0:
+            return
         total = self.charged.setdefault((cause, what, where), _Sum())
         _more(total, seconds, slowed=slowed)
         total.spans.add(number)

@@ -35,11 +35,19 @@ def spread(step: Examined, members: Iterable[int], remaining_s: float) -> dict[i
     return {index: seconds * share for index, seconds in took.items() if seconds}
 
 
-def all_but_one(step: Examined, members: Iterable[int]) -> list[int]:
-    """Those that are not launched any more where one kernel does the work of all, one for each phase."""
+def unwaited(step: Examined, members: Iterable[int], remaining_s: float) -> list[int]:
+    """Those whose launches nobody waits for any more where one kernel does the work of all, one for each phase.
+
+    Of each phase it is all but the first; and the first too, where the kernels that remain run for longer than the host
+    takes for an op: it is then ahead of them.
+    """
     phases: dict[str, list[int]] = {}
     for index in sorted(members):
         phases.setdefault(step.ops[index].phase, []).append(index)
+    every = [index for some in phases.values() for index in some]
+    host_s = (step.seconds(every) + waiting(step, every)) / max(1, len(every))
+    if remaining_s > host_s * len(phases):
+        return every
     return [index for some in phases.values() for index in some[1:]]
 
 

@@ -100,6 +100,13 @@ class Schedule:
         """Whether a step of this kind may stand for the usual ones."""
         return self._usual is None or self._usual.alike(kind) or self._retakes >= RETAKES
 
+    @property
+    def clean_steps_left(self) -> int:
+        """How many clean steps may pass before anything need be decided; 1 for long ones, which are counted by time."""
+        if self.phase != "clean" or self._took * CLEAN_STEPS > CLEAN_SECONDS:
+            return 1
+        return max(1, max(LEAST_CLEAN, CLEAN_STEPS >> self.others) - len(self.walls))
+
     def resumes(self, now: float) -> None:
         """The next step begins only now; clean steps begin with a device that has nothing left to do."""
         self._last = self._begun = now

@@ -18,7 +18,7 @@ from nearpeak.capture.step_kind import StepKind
 from nearpeak.capture.steps import Steps
 from nearpeak.diagnose.captured import Captured, Profiler, synchronize
 from nearpeak.diagnose.compiler import CompilerFacts, breaks_in, compiler_facts, graphs_so_far
-from nearpeak.diagnose.schedule import OUTLIER, Schedule
+from nearpeak.diagnose.schedule import CLEAN_STEPS, OUTLIER, Phase, Schedule
 from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
 from nearpeak.units import seconds
@@ -69,6 +69,13 @@ class Watch:
         """Whether this step is the last before the clean ones."""
         self._marks: list[torch.cuda.Event] = []
         """On the device, before the first clean step and after each of them."""
+        self._spare_marks: list[torch.cuda.Event] = []
+        self._quiet = 0
+        """How many clean steps are only noted when they end: to decide on them takes as long as a few ops."""
+        self._noted: list[tuple[float, int]] = []
+        """When these ended, and how many graphs there were then."""
+        self._usual: tuple[StepKind | None, bool] = None, False
+        """The kind of the last step that was decided on, and whether it ran under a profiler of the code's own."""
         self._warm_graphs: int | None = None
         """How many graphs torch.compile had made when the run was warm for the first time."""
         self._compiler: CompilerFacts | None = None
@@ -97,6 +104,7 @@ class Watch:
             self._earlier = self.schedule, self._recorded, self._profiled_wall, self._traced, self._compiler
         self.abandon()
         self.schedule, self._recorded, self._traced = Schedule(), None, None
+        self._quiet, self._noted = 0, []
         self._warm_graphs = self._compiler = None
         self._say("training begins: the steps before it do not count")
 
@@ -108,9 +116,14 @@ class Watch:
             if between is not None:
                 between()
             return
+        if self._quiet > 1 and between is None and not self._settling and (kind, _profiler_runs()) == self._usual:
+            self._quiet -= 1
+            self._noted.append((time.perf_counter(), graphs_so_far()))
+            self._mark()
+            return
         seen = self.schedule.steps
         try:
-            self._advance(kind or StepKind(), between)
+            self._advance(kind, between)
         except Exception as error:  # whatever it is: the code that is watched must not end because of it
             self.schedule.steps = seen + 1
             self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -124,6 +137,7 @@ class Watch:
 
     def abandon(self) -> None:
         """Ends what still runs when the code is over."""
+        self._decide_on_noted()
         profiler, self._profiler, live, self._live = self._profiler, None, self._live, None
         # Of a device that is gone everything fails, and the code's own error has said so.
         if profiler is not None:
@@ -175,7 +189,7 @@ class Watch:
         self.abandon()
         self._say(f"no step is profiled: {why}")
 
-    def _advance(self, kind: StepKind, between: Callable[[], object] | None) -> None:
+    def _advance(self, given: StepKind | None, between: Callable[[], object] | None) -> None:
         schedule, before = self.schedule, self.schedule.phase
         if self._settling:
             self._settling = False
@@ -185,9 +199,14 @@ class Watch:
         if before in ("profiler start", "profiled", "traced"):  # their step ends with its last kernel
             synchronize()
         now = time.perf_counter()
-        kind = dataclasses.replace(kind, recorded=self._profiler is None and _profiler_runs())
-        usable = self._finish(now, kind)
-        after = schedule.step_ended(now, kind, graphs=graphs_so_far(), usable=usable)
+        after = self._decide_on_noted()
+        if after == before and not schedule.again:
+            self._usual = given, self._profiler is None and _profiler_runs()
+            kind = _kind(*self._usual)
+            usable = self._finish(now, kind)
+            after = schedule.step_ended(now, kind, graphs=graphs_so_far(), usable=usable)
+        else:
+            schedule.steps += 1
         if after == "clean" and self._warm_graphs is None:
             self._warm_graphs = graphs_so_far()
         if before == "clean" and after not in ("clean", "warm-up"):
@@ -215,6 +234,17 @@ class Watch:
         if after == "clean":
             self._mark()
 
+    def _decide_on_noted(self) -> Phase:
+        """Tells the schedule of clean steps that were only noted, up to one that ends the phase or begins it anew."""
+        noted, self._noted = self._noted, []
+        self.schedule.again = False
+        for at, (ended, graphs) in enumerate(noted):
+            after = self.schedule.step_ended(ended, _kind(*self._usual), graphs=graphs)
+            if after != "clean" or self.schedule.again:
+                self.schedule.steps += len(noted) - at - 1
+                break
+        return self.schedule.phase
+
     def _take_times(self, between: Callable[[], object] | None) -> None:
         """The clean steps begin here."""
         if between is not None:
@@ -225,6 +255,8 @@ class Watch:
 
     def _resume(self) -> None:
         """The next step begins only now, with a device that has nothing left to do."""
+        self._quiet = self.schedule.clean_steps_left
+        self._spare_marks = _device_marks(CLEAN_STEPS + 1)
         synchronize()
         self.schedule.resumes(time.perf_counter())
         if not self.schedule.walls:
@@ -232,9 +264,9 @@ class Watch:
 
     def _mark(self) -> None:
         """Notes on the device that it got here: nothing waits for that."""
-        mark = _device_mark()
-        if mark is not None:
-            self._marks.append(mark)
+        if self._spare_marks:
+            self._spare_marks[-1].record()
+            self._marks.append(self._spare_marks.pop())
 
     def _finish(self, now: float, kind: StepKind) -> bool:
         """Ends what was done to the step that is over; whether it can be used."""
@@ -288,6 +320,10 @@ class Watch:
                 self._live = LiveTrace()
 
 
+def _kind(given: StepKind | None, recorded: bool) -> StepKind:
+    return dataclasses.replace(given or StepKind(), recorded=recorded)
+
+
 def _notes(schedule: Schedule, recorded: KinetoTrace) -> list[str]:
     notes = []
     left_out = len(schedule.walls) - len(schedule.usual_walls)
@@ -303,13 +339,11 @@ def _notes(schedule: Schedule, recorded: KinetoTrace) -> list[str]:
     return notes
 
 
-def _device_mark() -> torch.cuda.Event | None:
-    """A moment on the device's own clock, in its order of work; None where no GPU is in use."""
+def _device_marks(count: int) -> list[torch.cuda.Event]:
+    """For moments on the device's own clock, in its order of work; none where no GPU is in use."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
+        return []
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
 
 
 def _profiler_runs() -> bool:

@@ -89,6 +89,25 @@ def load(key: Key) -> Stored | Unusable | None:
         return Unusable(path=path, reason=str(error)[:300])
 
 
+def stored() -> list[Stored]:
+    """All calibrations that can be trusted, for whatever driver and torch, the newest first."""
+    found = []
+    try:
+        paths = sorted((folder() / "machines").glob("*.json"))
+    except OSError:
+        return []
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                key = from_json(Key, json.loads(file.read(MAXIMUM_FILE_BYTES))["key"])
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            continue
+        one = load(key)
+        if isinstance(one, Stored):
+            found.append(one)
+    return sorted(found, key=lambda one: one.date, reverse=True)
+
+
 def save(machine: Machine, key: Key) -> Stored | Unusable:
     """Keep `machine` for `key`; Unusable where its figures make no sense or the folder cannot be written."""
     path = path_of(key)

@@ -28,7 +28,7 @@ def this_machine(
     `finish` adds to a new measurement before it is kept.
     """
     say = progress or (lambda line: None)
-    device = cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device = _device()
     key = _key(device)
     if not calibrate:
         found = store.load(key)
@@ -61,6 +61,20 @@ def known_machine(device: CudaDevice | None) -> Machine | None:
     if isinstance(found, store.Stored):
         return found.machine
     return catalogue.by_driver_name(device.name) if device is not None else None
+
+
+def key_here() -> store.Key:
+    """What figures of this machine are kept by: its device, its driver and the version of torch."""
+    return _key(_device())
+
+
+def known_here() -> Machine | None:
+    """What is known of this machine without measuring it, as `known_machine` says."""
+    return known_machine(_device())
+
+
+def _device() -> CudaDevice | None:
+    return cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def _key(device: CudaDevice | None) -> store.Key:

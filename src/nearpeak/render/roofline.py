@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from nearpeak.bound.estimate import Estimate
@@ -30,7 +31,7 @@ from nearpeak.render.roofline_frame import (
     frame_around,
     grid,
 )
-from nearpeak.render.roofline_points import OpPoint, above, limits_of, points, roofs
+from nearpeak.render.roofline_points import OpPoint, Roof, above, limits_of, points, roofs
 from nearpeak.render.scene import Circle, Line, Scene, Shape, Text, marker, text_width
 from nearpeak.render.theme import cut
 from nearpeak.units import percent, quantity, seconds, significant
@@ -47,22 +48,43 @@ FAMILIES = (*_FIRST, *(family for family in get_args(Family) if family not in (*
 """In the order of their colours and marks, so that a family looks the same in every picture."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """What the words of a roofline are about."""
+
+    title: str
+    subtitle: str
+    described: str
+    rate: str = "FLOP/s that the machine allows"
+    """What is upwards."""
+    time: str = "as-written time"
+    """What circles are shares of."""
+
+
 def roofline(estimate: Estimate, machine: Machine, *, title: str = "") -> Scene:
     """The picture of an estimate on the machine that it was made for."""
     limits = limits_of(machine, estimate)
     levels = {"memory": limits.bandwidth}
     if isinstance(limits, Achievable) and limits.cache_bandwidth and limits.cache_bandwidth > limits.bandwidth:
         levels["last-level cache"] = limits.cache_bandwidth
-    ceilings = roofs(estimate, limits)
-    found = points(estimate)
+    wording = Wording(
+        title=title or f"Roofline on {machine.name}",
+        subtitle=_subtitle(estimate, machine),
+        described=f"{title or 'Roofline'} on {machine.name}: FLOP per byte against FLOP per second.",
+    )
+    return drawn(points(estimate), levels, roofs(estimate, limits), wording)
+
+
+def drawn(found: Sequence[OpPoint], levels: Mapping[str, float], ceilings: Sequence[Roof], wording: Wording) -> Scene:
+    """Points under roofs: `levels` are the bandwidths of the memory and its caches."""
     computing, moving = [one for one in found if one.flops], [one for one in found if not one.flops]
     frame = frame_around(computing, moving, levels, ceilings)
     column, in_column = _column(moving, frame)
     roofing = draw_roofs(frame, levels, ceilings, computing)
     shapes: list[Shape] = [
-        Text(x=LEFT, y=28, text=cut(title or f"Roofline on {machine.name}", 90), size=17, bold=True),
-        Text(x=LEFT, y=50, text=cut(_subtitle(estimate, machine), 130), size=12, colour="muted"),
-        *grid(frame, has_column=bool(moving)),
+        Text(x=LEFT, y=28, text=cut(wording.title, 90), size=17, bold=True),
+        Text(x=LEFT, y=50, text=cut(wording.subtitle, 130), size=12, colour="muted"),
+        *grid(frame, has_column=bool(moving), rate=wording.rate),
         *roofing.shapes,
         *_circles(computing, frame),
         *_names(computing, frame, roofing),
@@ -70,13 +92,12 @@ def roofline(estimate: Estimate, machine: Machine, *, title: str = "") -> Scene:
     ]
     if not found:
         shapes.append(Text(x=(LEFT + WIDTH - RIGHT) / 2, y=TOP + 80, text="nothing to show", anchor="middle"))
-    legend, bottom = _legend(found, frame, BOTTOM + 70)
+    legend, bottom = _legend(found, frame, BOTTOM + 70, wording.time)
     shapes += legend
     for line in _caption(computing, moving, in_column, levels):
         shapes.append(Text(x=LEFT, y=bottom, text=line, size=11.5, colour="muted"))
         bottom += 17
-    described = f"{title or 'Roofline'} on {machine.name}: FLOP per byte against FLOP per second."
-    return Scene(width=WIDTH, height=round(bottom), described=described, shapes=tuple(shapes))
+    return Scene(width=WIDTH, height=round(bottom), described=wording.described, shapes=tuple(shapes))
 
 
 def _subtitle(estimate: Estimate, machine: Machine) -> str:
@@ -188,7 +209,7 @@ def _column(moving: Sequence[OpPoint], frame: Frame) -> tuple[list[Shape], int]:
     return shapes, shown
 
 
-def _legend(found: Sequence[OpPoint], frame: Frame, top: float) -> tuple[list[Shape], float]:
+def _legend(found: Sequence[OpPoint], frame: Frame, top: float, time: str) -> tuple[list[Shape], float]:
     """Families with their shares, in rows; then what an area means. And where it ends."""
     shares: dict[str, float] = {}
     for point in found:
@@ -208,14 +229,14 @@ def _legend(found: Sequence[OpPoint], frame: Frame, top: float) -> tuple[list[Sh
         for share in (0.1, 0.01):
             radius = frame.radius * math.sqrt(share)
             shapes.append(Circle(x=x + radius, y=top - 4, radius=radius, fill="muted", opacity=0.15, stroke="muted"))
-            text = f"{percent(share, 0)} of the as-written time"
+            text = f"{percent(share, 0)} of the {time}"
             shapes.append(Text(x=x + 2 * radius + 6, y=top, text=text, size=11.5))
             x += 2 * radius + 6 + text_width(text, 11.5) + 24
     return shapes, top + 14 + frame.radius * math.sqrt(0.1)
 
 
 def _caption(
-    computing: Sequence[OpPoint], moving: Sequence[OpPoint], in_column: int, levels: dict[str, float]
+    computing: Sequence[OpPoint], moving: Sequence[OpPoint], in_column: int, levels: Mapping[str, float]
 ) -> list[str]:
     text = "A mark is an operator at one place in the code, over all layers; its circle is its share of the time."
     if moving:

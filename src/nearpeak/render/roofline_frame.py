@@ -60,7 +60,7 @@ def frame_around(
         highest *= 1.25
 
 
-def grid(frame: Frame, *, has_column: bool) -> Iterator[Shape]:
+def grid(frame: Frame, *, has_column: bool, rate: str) -> Iterator[Shape]:
     left, right = frame.x.start, frame.x.end
     for value in _decades(frame.x):
         at, _ = frame.x.place(value)
@@ -77,7 +77,7 @@ def grid(frame: Frame, *, has_column: bool) -> Iterator[Shape]:
         yield Text(x=LEFT + (COLUMN - 8) / 2, y=BOTTOM + 18, text="no FLOP", anchor="middle")
     yield Text(x=(left + right) / 2, y=BOTTOM + 40, text="FLOP per byte", anchor="middle", size=13)
     middle = (TOP + BOTTOM) / 2
-    yield Text(x=24, y=middle, text="FLOP/s that the machine allows", anchor="middle", angle=90, size=13)
+    yield Text(x=24, y=middle, text=rate, anchor="middle", angle=90, size=13)
 
 
 def _decades(axis: Axis) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nearpeak.bound.estimate import Estimate, EstimatedOp
+from nearpeak.diagnose.profile import ProfiledOp
 from nearpeak.errors import UsageError
 from nearpeak.machines.model import Achievable, Machine, Theoretical
 from nearpeak.render.timing import plain
@@ -56,33 +57,52 @@ class Roof:
     used: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """An op with the time and the bytes that are to count."""
+
+    op: EstimatedOp | ProfiledOp
+    seconds: float
+    bytes: float
+
+
 def points(estimate: Estimate, most: int = MOST_POINTS) -> tuple[OpPoint, ...]:
     """The ops as points, largest share of the as-written time first; beyond `most`, those of a family are one."""
-    merged: dict[tuple[str, ...], list[EstimatedOp]] = {}
-    for op in estimate.ops:
-        if op.seconds > 0:
-            computes, where = ("computes", _place(op)) if op.flops else ("", "")
-            merged.setdefault((op.name, where, op.phase, op.family, op.limiter, computes), []).append(op)
-    ranked = sorted(merged.items(), key=lambda item: -sum(op.seconds for op in item[1]))
-    rest: dict[tuple[str, ...], list[EstimatedOp]] = {}
-    for (_, _, _, family, limiter, computes), ops in ranked[most:]:
-        rest.setdefault((f"other {family}", "", "", family, limiter, computes), []).extend(ops)
-    found = [_point(key, ops, estimate.as_written_s) for key, ops in (*ranked[:most], *rest.items())]
+    counted = [
+        Counted(op=op, seconds=op.seconds, bytes=op.bytes_read + op.bytes_written)
+        for op in estimate.ops
+        if op.seconds > 0
+    ]
+    return points_of(counted, estimate.as_written_s, most)
+
+
+def points_of(counted: Iterable[Counted], total: float, most: int = MOST_POINTS) -> tuple[OpPoint, ...]:
+    """The same of any ops; shares are of `total` seconds."""
+    merged: dict[tuple[str, ...], list[Counted]] = {}
+    for one in counted:
+        op = one.op
+        computes, where = ("computes", _place(op)) if op.flops else ("", "")
+        merged.setdefault((op.name, where, op.phase, op.family, op.limiter, computes), []).append(one)
+    ranked = sorted(merged.items(), key=lambda item: -sum(one.seconds for one in item[1]))
+    rest: dict[tuple[str, ...], list[Counted]] = {}
+    for (_, _, _, family, limiter, computes), ones in ranked[most:]:
+        rest.setdefault((f"other {family}", "", "", family, limiter, computes), []).extend(ones)
+    found = [_point(key, ones, total) for key, ones in (*ranked[:most], *rest.items())]
     return tuple(sorted(found, key=lambda point: -point.seconds))
 
 
-def _point(key: tuple[str, ...], ops: list[EstimatedOp], total: float) -> OpPoint:
+def _point(key: tuple[str, ...], counted: list[Counted], total: float) -> OpPoint:
     name, place, phase, family, limiter, _ = key
-    seconds = sum(op.seconds for op in ops)
+    seconds = sum(one.seconds for one in counted)
     return OpPoint(
         name=short_name(name),
         place=plain(place, 60),
         phase=phase,
         family=family,
         limiter=limiter,
-        count=len(ops),
-        flops=sum(op.flops for op in ops),
-        bytes=sum(op.bytes_read + op.bytes_written for op in ops),
+        count=len(counted),
+        flops=sum(one.op.flops for one in counted),
+        bytes=sum(one.bytes for one in counted),
         seconds=seconds,
         share=seconds / total if total else 0.0,
     )
@@ -99,7 +119,7 @@ def short_name(name: str) -> str:
     return plain(packet.removeprefix("aten."), 60)
 
 
-def _place(op: EstimatedOp) -> str:
+def _place(op: EstimatedOp | ProfiledOp) -> str:
     if op.module:
         return re.sub(r"(?<![^.])\d+(?![^.])", "*", op.module)
     return op.source.rpartition("/")[2]

@@ -1,5 +1,7 @@
 """What is written as many ops and could be few: attention, norms, rotary embeddings, gates, residuals, any chain."""
 
+import dataclasses
+
 import pytest
 import torch
 from gpu_steps import examined, found_in, load, planted
@@ -115,7 +117,8 @@ def test_a_residual_that_is_wanted_later_saves_a_read_and_else_a_write_too(kept)
         return (y, total) if kept else y
 
     found = found_in(examined(lambda: step, times=lambda op, expected: 1e-3, live=True), "unfused-residual")
-    assert [finding.saving_s for finding in found] == [pytest.approx(1e-3 * (1 / 2 if kept else 1 / 2 + 1 / 3), rel=0.02)]
+    saved = 1 / 2 if kept else 1 / 2 + 1 / 3
+    assert [finding.saving_s for finding in found] == [pytest.approx(1e-3 * saved, rel=0.02)]
 
 
 def test_backward_goes_with_the_line_that_it_belongs_to():
@@ -143,3 +146,13 @@ def test_nan_to_num_after_a_masked_softmax_is_named_and_other_ones_are_not():
     assert masked not in rules(lambda: torch.softmax(scores, -1).nan_to_num(0.0))
     assert masked not in rules(lambda: (scores / scores.sum()).nan_to_num(0.0))
     assert masked not in rules(lambda: scores.nan_to_num(0.0))
+
+
+def test_kernels_of_a_compiler_are_left_to_it():
+    x = randn(64, 64)
+    step = examined(lambda: lambda: (x.sin() * 2 + 1).cos(), times=lambda op, expected: 1e-3, live=True)
+    assert [finding.rule for finding in found_in(step)] == ["unfused-pointwise"]
+    ops = tuple(dataclasses.replace(op, name=f"inductor.{op.packet}") for op in step.ops)
+    compiled = dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=ops))
+    vars(compiled).update(costs=step.costs, touches=step.touches, flow=step.flow)  # which go by the names of ops
+    assert not found_in(compiled)

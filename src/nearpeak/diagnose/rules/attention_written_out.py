@@ -11,7 +11,7 @@ from nearpeak.diagnose.attention_fused import Shape, seconds_fused
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.region import FUSED, all_but_one, launching, pace, spread
+from nearpeak.diagnose.region import FUSED, launching, pace, spread, unwaited
 from nearpeak.units import quantity, seconds
 from nearpeak.work.op import Op
 from nearpeak.work.tensor import Tensor
@@ -41,7 +41,7 @@ def attention_written_out(step: Examined) -> Iterator[Waste]:
             title="Attention is written as product, softmax and product.",
             at=seed,
             gains=spread(step, members, predicted),
-            gone=all_but_one(step, members),
+            gone=unwaited(step, members, predicted),
             evidence=f"{len(launching(step, members))} ops in {passes} move {quantity(moved, 'B')} in "
             f"{seconds(took)}, for a matrix of {' x '.join(map(str, pairs.shape))} that nothing else reads.",
             reasoning=f"One kernel that never writes this matrix takes {seconds(predicted)} for {passes} here.",

@@ -9,7 +9,7 @@ from nearpeak.bound.tiles import FACTORS, product_sizes, tiling
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.region import all_but_one, spread, waiting
+from nearpeak.diagnose.region import spread, unwaited, waiting
 from nearpeak.diagnose.variants import product_of, slowness
 from nearpeak.units import seconds
 
@@ -59,7 +59,7 @@ def _as_one(step: Examined, members: Sequence[int]) -> Waste | None:
         return None
     after = good * median(slowness(step, index) for index in members)
     first, whole = tiling(op, step.machine), tiling(one, step.machine)
-    joined = all_but_one(step, members)
+    joined = unwaited(step, members, after)
     waited = waiting(step, joined)
     if first is None or whole is None or took + waited < LEAST_RATIO * after:
         return None

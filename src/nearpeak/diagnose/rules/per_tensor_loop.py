@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.region import all_but_one, spread, waiting
+from nearpeak.diagnose.region import spread, unwaited, waiting
 from nearpeak.units import seconds
 from nearpeak.work.cost import Access
 from nearpeak.work.families.optimizer import FOREACH_POINTWISE
@@ -38,7 +38,7 @@ def per_tensor_loop(step: Examined) -> Iterator[Waste]:
         kind = "reduction" if "norm" in op.packet else "optimizer"
         # Of one list op; where the ops ran from a cache, it does too, and takes no more than they did.
         listed = min(step.of_work(reads, writes, kind=kind), took)
-        joined = all_but_one(step, members)
+        joined = unwaited(step, members, listed)
         if took + waiting(step, joined) <= listed:
             continue
         yield Waste(

@@ -8,7 +8,7 @@ from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.region import all_but_one, spread, waiting
+from nearpeak.diagnose.region import spread, unwaited, waiting
 from nearpeak.units import quantity, seconds
 from nearpeak.work.cost import Access
 from nearpeak.work.families.matrix import result
@@ -30,7 +30,7 @@ def skewed_experts(step: Examined) -> Iterator[Waste]:
     for members, rows in _loops(step):
         took = step.seconds(members)
         grouped = _grouped(step, members)
-        joined = all_but_one(step, members)
+        joined = unwaited(step, members, grouped)
         if took + waiting(step, joined) <= grouped:
             continue
         ordered = sorted(rows)

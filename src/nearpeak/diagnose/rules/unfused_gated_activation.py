@@ -8,7 +8,6 @@ from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
 from nearpeak.diagnose.region import (
-    all_but_one,
     bytes_of,
     launching,
     ops_named,
@@ -16,6 +15,7 @@ from nearpeak.diagnose.region import (
     remaining_seconds,
     spread,
     traffic,
+    unwaited,
     with_backward,
 )
 from nearpeak.units import quantity, seconds
@@ -46,7 +46,7 @@ def unfused_gated_activation(step: Examined) -> Iterator[Waste]:
             title="A gated activation is two ops: the activation is written, and read again for the product.",
             at=max(region.forward),
             gains=spread(step, members, remaining),
-            gone=all_but_one(step, members),
+            gone=unwaited(step, members, remaining),
             evidence=f"{ops_named(step, members)} on {' x '.join(map(str, step.ops[activation].outputs[0].shape))} "
             f"move {quantity(step.bytes(members), 'B')} in {seconds(took)}; fused, "
             f"{quantity(bytes_of([*reads, *writes]), 'B')} would do.",

@@ -10,7 +10,6 @@ from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
 from nearpeak.diagnose.region import (
-    all_but_one,
     bytes_of,
     launching,
     ops_named,
@@ -19,6 +18,7 @@ from nearpeak.diagnose.region import (
     remaining_seconds,
     spread,
     traffic,
+    unwaited,
     with_backward,
 )
 from nearpeak.units import quantity, seconds
@@ -58,7 +58,7 @@ def unfused_norm(step: Examined) -> Iterator[Waste]:
             title=f"{name} is written as {len(launching(step, norm.members))} ops, a kernel each.",
             at=norm.root,
             gains=spread(step, members, remaining),
-            gone=all_but_one(step, members),
+            gone=unwaited(step, members, remaining),
             evidence=f"{ops_named(step, members)} on rows of {norm.size} move {quantity(step.bytes(members), 'B')} in "
             f"{seconds(took)}, {passes}; as one op {quantity(bytes_of([*reads, *writes]), 'B')} would do.",
             reasoning=f"One kernel for each of {passes}, at the speed of torch's LayerNorm: {seconds(remaining)}.",

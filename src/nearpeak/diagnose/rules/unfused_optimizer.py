@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from nearpeak.diagnose.examined import Examined
 from nearpeak.diagnose.finding import Waste
 from nearpeak.diagnose.findings import rule
-from nearpeak.diagnose.region import all_but_one
+from nearpeak.diagnose.region import unwaited
 from nearpeak.units import quantity, seconds
 
 PASSES = 1.3
@@ -42,7 +42,7 @@ def unfused_optimizer(step: Examined) -> Iterator[Waste]:
             title="The optimizer goes over its state in many ops; a fused one does it in one pass.",
             at=max(passing, key=lambda index: step.measured[index].measured_s),
             gains={index: share * step.measured[index].measured_s for index in passing},
-            gone=all_but_one(step, members),
+            gone=unwaited(step, members, one_pass),
             evidence=f"{len(passing)} ops of the optimizer move {quantity(moved, 'B')} in {seconds(took)}; the "
             f"parameters, gradients and states that they read and write are {quantity(least, 'B')}"
             + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),

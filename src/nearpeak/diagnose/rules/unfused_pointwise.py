@@ -11,7 +11,6 @@ from nearpeak.diagnose.findings import rule
 from nearpeak.diagnose.region import (
     FUSED,
     Region,
-    all_but_one,
     bytes_of,
     connected,
     launching,
@@ -22,6 +21,7 @@ from nearpeak.diagnose.region import (
     remaining_seconds,
     spread,
     traffic,
+    unwaited,
     with_backward,
 )
 from nearpeak.units import quantity, seconds
@@ -61,6 +61,8 @@ def _joins(step: Examined, index: int) -> bool:
     op, cost = step.ops[index], step.costs[index]
     if index in step.named or op.phase == "optimizer" or op.recomputed or cost.family not in FUSED:
         return False
+    if op.name.startswith("inductor."):  # a compiler has looked at it
+        return False
     if cost.family == "reduction" and op.inputs and op.outputs:
         by_rows = over_last(op) and op.inputs[0].shape[-1] <= LONGEST_ROW
         return by_rows or not any(step.ops[reader].phase == op.phase for reader in step.flow.consumers[index])
@@ -95,7 +97,7 @@ def _waste(step: Examined, region: Region) -> Waste | None:
         title=f"{len(members)} small ops, each a kernel of its own, could be one.",
         at=longest(step, region.forward),
         gains=spread(step, members, remaining),
-        gone=all_but_one(step, members),
+        gone=unwaited(step, members, remaining),
         evidence=f"{ops_named(step, members)}{where} move {quantity(moved, 'B')} in {seconds(took)}; fused, "
         f"{quantity(needed, 'B')} would do.",
         reasoning=f"{passes} that reads and writes only what others want would take {seconds(remaining)}.",

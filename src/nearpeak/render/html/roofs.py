@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nearpeak.diagnose.profile import Profile
 from nearpeak.errors import UnknownMachine
-from nearpeak.machines import catalogue
+from nearpeak.machines import catalogue, store
 from nearpeak.machines.model import Achievable, Machine, Theoretical
+
+SAME = 0.001
+"""How far two bandwidths of one calibration may be apart, relatively."""
+NEAR = 0.2
+"""How far a rate may be from the datasheet's derated one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,20 @@ class Roofs:
     origin: str
 
 
+def calibrated(profile: Profile) -> Machine | None:
+    """The machine with the ceilings that the profile's bounds are against, where its calibration is kept here."""
+    if profile.how != "measured":
+        return None
+    memory = _own(profile).get("memory")
+    for stored in store.stored():
+        ceilings = stored.machine.achievable
+        if stored.machine.id != profile.machine or ceilings is None:
+            continue
+        if memory is None or math.isclose(memory.value, ceilings.bandwidth, rel_tol=SAME):
+            return stored.machine
+    return None
+
+
 def machine_of(profile: Profile) -> Machine | None:
     """The machine of the catalogue that a profile names; None for one that is only known where it ran."""
     try:
@@ -40,7 +60,8 @@ def machine_of(profile: Profile) -> Machine | None:
 def roofs_of(profile: Profile, machine: Machine | None) -> Roofs:
     """The roofs that the profile's bounds are against, as far as they are known.
 
-    A catalogue has no measured figures. Where those of the profile were measured, its bandwidth is told by its rates.
+    A catalogue has no measured figures. Where those of the profile were measured, its bandwidth is told by its rates,
+    and the rates of products by the bounds of those that compute limits.
     """
     limits = None if machine is None else _limits(profile, machine)
     how = limits.how if isinstance(limits, Achievable) else "datasheet"
@@ -55,6 +76,7 @@ def roofs_of(profile: Profile, machine: Machine | None) -> Roofs:
     origin = _ORIGINS[how]
     if profile.how == "measured" != how:
         roofs = [own["memory"]] if "memory" in own else roofs
+        engines = _told(profile, engines)
         origin = _ORIGINS["mixed" if "memory" in own else "other"]
     return Roofs(roofs=(*roofs, *sorted(engines, key=lambda roof: -roof.value)), origin=origin)
 
@@ -63,12 +85,28 @@ _ORIGINS: Mapping[str, str] = {
     "measured": "The roofs were measured on this machine.",
     "derated": "The roofs are the datasheet's figures, derated by what good kernels reach.",
     "datasheet": "The roofs are the datasheet's figures.",
-    "mixed": "The bounds are against ceilings that were measured where the profile was made. The roof of the memory is "
-    "that one; those of compute are the datasheet's figures, derated by what good kernels reach.",
+    "mixed": "The bounds are against ceilings that were measured where the profile was made. The roofs of the memory "
+    "and of the products of this step are those; others are the datasheet's figures, derated by what good kernels "
+    "reach.",
     "other": "The bounds are against ceilings that were measured where the profile was made. The roofs are the "
     "datasheet's figures, derated by what good kernels reach.",
     "own": "The machine is not in the catalogue: the roofs are those that the rates of the profile tell.",
 }
+
+
+def _told(profile: Profile, engines: Sequence[Roof]) -> list[Roof]:
+    """The roofs of products at the rates that bounds are against, where it is plain which roof a rate is."""
+    rates: dict[float, int] = {}
+    for op in profile.ops:
+        if op.family == "matrix" and op.limiter == "compute" and op.bound_s > 0.0:
+            rate = float(f"{op.flops / op.bound_s:.5e}")
+            rates[rate] = rates.get(rate, 0) + 1
+    found = list(engines)
+    for rate, _ in sorted(rates.items(), key=lambda item: item[1]):  # the most frequent one stays
+        near = [number for number, roof in enumerate(engines) if abs(rate / roof.value - 1.0) < NEAR]
+        if len(near) == 1:
+            found[near[0]] = replace(engines[near[0]], value=rate)
+    return found
 
 
 def _limits(profile: Profile, machine: Machine) -> Achievable | Theoretical | None:

@@ -1,0 +1,165 @@
+"""`matched`: the ops of two runs that do the same work, from the surest match to the loosest.
+
+same op    the same operator on the same shapes, in the same phase and module; layers of a model are alike
+moved      the same operator on the same shapes in other modules: renamed, or compiled as a whole
+reshaped   the same operator in the same module, as often, on other shapes: another batch size, say
+replaced   other operators that do the work of the ones before: as many FLOPs of a product, or what is left of one
+           module, or of one phase and kind of work, where both take comparable time
+only before, only after   what nothing of the other run stands for
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nearpeak.diagnose.profile import Profile, ProfiledOp
+
+How = Literal["same op", "moved", "reshaped", "replaced", "only before", "only after"]
+Path = tuple[str, ...]
+
+COMPARABLE = 4.0
+"""How many times as long one side may take to be called the replacement of the other."""
+PRODUCTS = ("matrix", "attention", "convolution", "recurrent")
+"""Families whose FLOPs tell one op from another."""
+_NUMBERED = re.compile(r"_\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """Ops of both runs; where one is an op of the other, in the same order and as many."""
+
+    how: How
+    before: Sequence[ProfiledOp]
+    after: Sequence[ProfiledOp]
+
+    @property
+    def one_to_one(self) -> bool:
+        """Whether each op is compared with one op that does exactly its work."""
+        return self.how in ("same op", "moved")
+
+    @property
+    def before_s(self) -> float:
+        """The kernel time of the earlier run."""
+        return sum(op.measured_s for op in self.before)
+
+    @property
+    def after_s(self) -> float:
+        """The kernel time of the later run."""
+        return sum(op.measured_s for op in self.after)
+
+
+def matched(before: Profile, after: Profile) -> list[Matched]:
+    """All ops that ran on the device, each in one match."""
+    left = _Left(before=_that_ran(before), after=_that_ran(after))
+    found = list(left.take("same op", lambda op: (packet(op), op.phase, _operands(op), path(op))))
+    found += left.take("moved", lambda op: (packet(op), op.phase, _operands(op)))
+    found += left.take("reshaped", lambda op: (packet(op), op.phase, path(op)), _as_many)
+    found += left.take("moved", lambda op: (packet(op), op.phase, op.flops), among=_is_product)
+    found += left.take("replaced", lambda op: (op.family, op.phase, op.flops), _as_many, among=_is_product)
+    found += left.take("reshaped", lambda op: (packet(op), op.phase), _as_many, among=_is_product)
+    for depth in range(max((len(path(op)) for op in left.before + left.after), default=0), 0, -1):
+        found += left.take(
+            "replaced",
+            lambda op: (op.phase, path(op)[:depth]),  # noqa: B023  # it is called before the next depth
+            _comparable,
+            among=lambda op: _shallowest(path(op)) <= depth <= len(path(op)),  # noqa: B023
+        )
+    found += left.take("replaced", lambda op: (op.phase, kind_of_work(op)), _comparable)
+    for group in _grouped(left.before, _loose).values():
+        found.append(Matched(how="only before", before=group, after=()))
+    for group in _grouped(left.after, _loose).values():
+        found.append(Matched(how="only after", before=(), after=group))
+    return found
+
+
+def packet(op: ProfiledOp) -> str:
+    """An operator without its overload; a kernel of Inductor's without the number that it has in one compilation."""
+    if op.name.startswith("inductor."):
+        return _NUMBERED.sub("", op.name)
+    return op.name.rpartition(".")[0] if op.name.count(".") > 1 else op.name
+
+
+def path(op: ProfiledOp) -> Path:
+    """The module with a star for each number: the layers of a model are alike."""
+    return tuple("*" if part.isdigit() else part for part in op.module.split("."))
+
+
+def kind_of_work(op: ProfiledOp) -> str:
+    """Products, the optimizer, or what moves memory: what can stand for each other when a step is compiled."""
+    if op.family in PRODUCTS:
+        return "products"
+    return op.family if op.family in ("optimizer", "collective") else "memory"
+
+
+class _Left:
+    """The ops that have no match yet."""
+
+    def __init__(self, *, before: list[ProfiledOp], after: list[ProfiledOp]) -> None:
+        self.before, self.after = before, after
+
+    def take(
+        self,
+        how: How,
+        key: Callable[[ProfiledOp], Hashable],
+        accept: Callable[[Sequence[ProfiledOp], Sequence[ProfiledOp]], bool] = lambda before, after: True,
+        *,
+        among: Callable[[ProfiledOp], bool] = lambda op: True,
+    ) -> Iterator[Matched]:
+        """The matches by a key, as they are found; all of them must be asked for."""
+        first = _grouped([op for op in self.before if among(op)], key)
+        second = _grouped([op for op in self.after if among(op)], key)
+        taken: set[int] = set()
+        for one in first:
+            here, there = first[one], second.get(one, [])
+            if not there or not accept(here, there):
+                continue
+            if how != "replaced":  # where there are more of them in one run, these are new, or gone
+                shared = min(len(here), len(there))
+                here, there = here[:shared], there[:shared]
+            taken.update(map(id, here))
+            taken.update(map(id, there))
+            yield Matched(how=how, before=here, after=there)
+        self.before = [op for op in self.before if id(op) not in taken]
+        self.after = [op for op in self.after if id(op) not in taken]
+
+
+def _that_ran(profile: Profile) -> list[ProfiledOp]:
+    return [op for op in profile.ops if op.kernels]
+
+
+def _operands(op: ProfiledOp) -> tuple[tuple[int, ...], ...]:
+    """Its shapes without that of a result that is given to it, as compiled code does."""
+    return op.shapes[:-1] if op.name.endswith(".out") else op.shapes
+
+
+def _is_product(op: ProfiledOp) -> bool:
+    return op.family in PRODUCTS and op.flops > 0.0
+
+
+def _shallowest(modules: Path) -> int:
+    """Down to how many parts a path may be cut: not beyond its layer, and never to the whole model."""
+    layers = [at for at, part in enumerate(modules) if part == "*"]
+    return layers[-1] + 1 if layers else 2
+
+
+def _as_many(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> bool:
+    return len(before) == len(after)
+
+
+def _comparable(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> bool:
+    short, long = sorted(sum(op.measured_s for op in ops) for ops in (before, after))
+    return long <= COMPARABLE * short
+
+
+def _loose(op: ProfiledOp) -> Hashable:
+    return packet(op), op.phase, path(op)
+
+
+def _grouped(ops: Iterable[ProfiledOp], key: Callable[[ProfiledOp], Hashable]) -> dict[Hashable, list[ProfiledOp]]:
+    found: dict[Hashable, list[ProfiledOp]] = {}
+    for op in ops:
+        found.setdefault(key(op), []).append(op)
+    return found

@@ -1,0 +1,106 @@
+"""`Run`: what two runs are compared by, and `noise_of`: how far the steps of runs of the same code differ.
+
+The clean steps of a run follow each other: they share clocks, temperature and where memory lies, so how far they differ
+says too little about another run. On an H200, five models in separate processes differed by -0.3 to +0.6 % where steps
+of the same numbers were compared, and by up to 3 % where they were not; clean steps begin when steps have settled, a few
+steps earlier or later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+
+from nearpeak.diagnose.profile import Profile
+
+RUNS_DIFFER = 0.015
+"""How much wall times of the same code differ from process to process at most, on a GPU that nobody else uses."""
+RUNS_DIFFER_CPU = 0.10
+"""The same of a CPU, which others use too. A guess: on a busy machine of two cores they differed by far more, and so
+did their steps."""
+PROFILED_DIFFER = 0.10
+"""The same where the step of a run was one under the profiler."""
+SURE = 3.0
+"""Standard errors that a change must be away from none."""
+UNSTEADY = 0.20
+"""Clean steps that are further apart: something else ran in between, and it may as well have run all the time."""
+AHEAD = 0.15
+"""Where the median of the clean steps is further from the wall time, the host did not see when they ended."""
+ENOUGH = 6
+"""Fewer steps have no middle that a single slow one could not move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run, without its ops."""
+
+    source: str
+    date: str
+    device: str
+    machine: str
+    how: str
+    wall_s: float
+    """As in its report: clean steps over their number."""
+    step_s: float
+    """The median clean step, which a slow first one does not move; the wall time where it is not known."""
+    steps: int
+    spread: float | None
+    kernel_s: float
+    flops: float
+    peak_bytes: float | None
+    """Of memory."""
+
+
+def run_of(profile: Profile) -> Run:
+    """What a run is compared by."""
+    return Run(
+        source=profile.source,
+        date=profile.date,
+        device=profile.device,
+        machine=profile.machine,
+        how=profile.how,
+        wall_s=profile.wall_s,
+        step_s=_typical(profile),
+        steps=profile.steps,
+        spread=profile.spread,
+        kernel_s=profile.kernel_s,
+        flops=profile.flops,
+        peak_bytes=None if profile.memory is None else profile.memory.peak_bytes,
+    )
+
+
+def noise_of(before: Profile, after: Profile) -> float:
+    """The change of a step's time, as a logarithm, that could be chance."""
+    runs = RUNS_DIFFER_CPU if "cpu" in (before.device, after.device) else RUNS_DIFFER
+    noise = math.hypot(runs, *(SURE * _error(profile) for profile in (before, after)))
+    return max(noise, *(profile.spread or 0.0 for profile in (before, after) if _is_unsteady(profile)), 0.0)
+
+
+def _is_unsteady(profile: Profile) -> bool:
+    return profile.spread is not None and profile.spread > UNSTEADY
+
+
+def _walls(profile: Profile) -> Sequence[float]:
+    """The clean steps, where they were seen one by one."""
+    seen = bool(profile.walls) and abs(median(profile.walls) - profile.wall_s) <= AHEAD * profile.wall_s
+    return profile.walls if seen else ()
+
+
+def _typical(profile: Profile) -> float:
+    walls = _walls(profile)
+    return median(walls) if len(walls) >= ENOUGH else profile.wall_s
+
+
+def _error(profile: Profile) -> float:
+    """The relative standard error of the time of a step, from its clean steps alone."""
+    walls = _walls(profile)
+    if not profile.steps:
+        return PROFILED_DIFFER / SURE
+    if len(walls) < 2:  # only how far they are apart is known: for so many, three to four standard deviations
+        return (profile.spread or 0.0) / 3.0 / math.sqrt(profile.steps) if profile.steps > 1 else UNSTEADY / SURE / 2
+    if len(walls) < ENOUGH:
+        return stdev(walls) / fmean(walls) / math.sqrt(len(walls)) * (1.0 + 2.0 / len(walls))
+    middle = median(walls)
+    return 1.2533 * 1.4826 * median(abs(wall - middle) for wall in walls) / middle / math.sqrt(len(walls))

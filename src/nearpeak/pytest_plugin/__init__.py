@@ -1,0 +1,101 @@
+"""The pytest plugin: bars that a step or a kernel must meet, as a marker, and fixtures that measure.
+
+    @pytest.mark.nearpeak(of_bound=0.5, no_finding_above="5%")
+    def test_training_step(nearpeak_profile):
+        nearpeak_profile(step, batch)
+
+It is loaded in every run of pytest where nearpeak is installed, so nothing here imports more than it must: torch and
+the rest of nearpeak come with the first test that is marked or that measures. PYTEST_DONT_REWRITE: it has no asserts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from nearpeak.diagnose.profile import Profile
+    from nearpeak.measure.timing import Timing
+    from nearpeak.pytest_plugin.measuring import Measuring
+
+MARKER = (
+    'nearpeak(of_bound=0.5, floor="as written", step_time="12 ms", peak_memory="3 GiB", no_finding_above="5%", '
+    'ignore=[...], baseline="name", within="5%", device="gpu", grade="C"): bars for what nearpeak_profile or '
+    "nearpeak_bench measures in the test"
+)
+WROTE = "nearpeak wrote"
+"""Under this name a report tells of a baseline that was written; it comes back from the workers of pytest-xdist."""
+
+_measuring = pytest.StashKey["Measuring"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Two options, both of which change files outside of the tests, and where baselines are."""
+    group = parser.getgroup("nearpeak", "nearpeak: how near the hardware's bounds")
+    group.addoption(
+        "--nearpeak-update", action="store_true", help="write baselines of this machine instead of comparing with them"
+    )
+    group.addoption(
+        "--nearpeak-calibrate",
+        action="store_true",
+        help="measure this machine first where that was never done (a minute); such tests are skipped otherwise",
+    )
+    parser.addini("nearpeak_baselines", "folder of the baselines, from the root folder", default="")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker, for --strict-markers and --markers."""
+    config.addinivalue_line("markers", MARKER)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A wrong marker, or a machine that cannot tell, ends a test before it begins."""
+    if item.get_closest_marker("nearpeak") is not None:
+        measuring_of(item).begins()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A marked test that measured nothing has not met its bars."""
+    result = yield
+    measuring = item.stash.get(_measuring, None)
+    if measuring is not None:
+        measuring.ends()
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Names the baselines that were written: it never happens silently."""
+    if not config.getoption("--nearpeak-update"):
+        return
+    reports = [report for each in terminalreporter.stats.values() for report in each]
+    written = {value for report in reports for name, value in getattr(report, "user_properties", ()) if name == WROTE}
+    for line in sorted(written):
+        terminalreporter.write_line(f"{WROTE} {line}")
+    if not written:
+        terminalreporter.write_line(f"{WROTE} no baseline: no test with one was measured well enough")
+
+
+@pytest.fixture
+def nearpeak_profile(request: pytest.FixtureRequest) -> Callable[..., Profile]:
+    """`nearpeak_profile(fn, *args)` is `nearpeak.profile(fn, *args)`, held against the bars of the test's marker."""
+    return measuring_of(request.node).profile
+
+
+@pytest.fixture
+def nearpeak_bench(request: pytest.FixtureRequest) -> Callable[..., Timing]:
+    """`nearpeak_bench(fn, *args)` is `nearpeak.bench(fn, *args)`, held against the bars of the test's marker."""
+    return measuring_of(request.node).bench
+
+
+def measuring_of(item: pytest.Item) -> Measuring:
+    """What a test measures, and what is asked of it."""
+    known = item.stash.get(_measuring, None)
+    if known is None:
+        # Not at the top: it would be imported in every run of pytest.
+        made: Any = import_module("nearpeak.pytest_plugin.measuring").Measuring(item)
+        known = item.stash[_measuring] = made
+    return known

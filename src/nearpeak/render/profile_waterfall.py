@@ -1,0 +1,103 @@
+"""The waterfall of a profile as a picture: the wall time as bars, each of which begins where the one before ended."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from nearpeak.diagnose.finding import Finding
+from nearpeak.diagnose.profile import Profile
+from nearpeak.diagnose.waterfall import MEANINGS, PartName
+from nearpeak.render.axis import Axis, trimmed
+from nearpeak.render.html.markup import visible
+from nearpeak.render.profile_card import sentences
+from nearpeak.render.scene import Line, Polygon, Scene, Shape, Text
+from nearpeak.render.theme import cut
+from nearpeak.units import percent, seconds
+
+WIDTH = 960
+LEFT, RIGHT, TOP = 250, 40, 84
+MARGIN = 28
+ROW, BAR = 34, 22
+LINE = 17
+"""Pixels of a line of the text below the bars."""
+CHARACTERS = 140
+COLOURS: Mapping[PartName, tuple[str, float]] = {
+    "ideal": ("2", 1.0),
+    "traffic": ("0", 0.55),
+    "fusion": ("0", 1.0),
+    "slow kernels": ("1", 1.0),
+    "not modelled": ("5", 1.0),
+    "communication": ("3", 1.0),
+    "idle": ("4", 1.0),
+}
+"""With how much of it covers the page; the same as in the HTML report."""
+
+
+def profile_waterfall(profile: Profile, findings: Sequence[Finding] = ()) -> Scene:
+    """The picture, with the sentences of the card below it. `findings` are those to speak of."""
+    said = sentences(profile, findings)
+    said["Next"] = re.sub(r" below\.$", ".", said["Next"])  # the findings are not in the picture
+    name = visible(profile.source.rpartition("/")[2], 60)
+    bottom = TOP + ROW * (len(profile.waterfall.parts) + 1)
+    axis = Axis(log=False, low=0.0, high=profile.wall_s or 1.0, start=LEFT, end=WIDTH - RIGHT)
+    shapes: list[Shape] = [
+        Text(x=MARGIN, y=32, text=f"Where a step of {name} goes", size=17, bold=True),
+        Text(x=MARGIN, y=54, text=cut(f"{visible(profile.device, 40)}: {said.pop('Verdict')}", 130), colour="muted"),
+        *_grid(axis, bottom),
+        *_rows(profile, axis),
+    ]
+    below = bottom + 48.0
+    for name, sentence in said.items():
+        for number, line in enumerate(textwrap.wrap(visible(sentence, 600), CHARACTERS)):
+            if number == 0:
+                shapes.append(Text(x=MARGIN, y=below, text=name, size=11.5, bold=True))
+            shapes.append(Text(x=MARGIN + 42, y=below, text=line, size=11.5, colour="muted"))
+            below += LINE
+    parts = ", ".join(f"{part.name} {seconds(part.seconds)}" for part in profile.waterfall.parts)
+    described = f"Waterfall of a step of {name}: {parts}; wall {seconds(profile.wall_s)}."
+    return Scene(width=WIDTH, height=round(below + 6), described=described, shapes=tuple(shapes))
+
+
+def _grid(axis: Axis, bottom: float) -> Iterator[Shape]:
+    for value in axis.ticks():
+        at, _ = axis.place(value)
+        yield Line(points=((at, TOP - 8), (at, bottom)), stroke="faint")
+        yield Text(x=at, y=bottom + 18, text=trimmed(seconds(value)), anchor="middle", size=11.5, colour="muted")
+
+
+def _rows(profile: Profile, axis: Axis) -> Iterator[Shape]:
+    reached, top = 0.0, float(TOP)
+    broken = profile.waterfall.broken
+    for part in profile.waterfall.parts:
+        ended = reached + part.seconds
+        begin, end = sorted((axis.place(reached)[0], axis.place(ended)[0]))
+        share = percent(part.seconds / profile.wall_s if profile.wall_s else 0.0)
+        yield from _label(top, part.name, part.seconds, share)
+        if part in broken:
+            text = "below zero: a bound of nearpeak's is wrong"
+            yield Text(x=end + 8, y=top + 15, text=text, size=11.5, colour="1", halo=True)
+        elif end > begin:
+            colour, opacity = COLOURS[part.name]
+            width = max(end - begin, 1.0)  # what is more than nothing is seen
+            title = f"{part.name}: {seconds(part.seconds)}, {share} ({MEANINGS[part.name]})"
+            yield _box(begin, top, width, colour, opacity, title)
+        at = axis.place(ended)[0]
+        joint = top if part.seconds == 0.0 else top + BAR  # a part of nothing is only passed
+        yield Line(points=((at, joint), (at, top + ROW)), stroke="muted", width=0.8)
+        reached, top = ended, top + ROW
+    yield from _label(top, "wall", profile.wall_s, percent(1.0), bold=True)
+    yield _box(axis.start, top, axis.end - axis.start, "muted", 0.35, f"wall: {seconds(profile.wall_s)}")
+
+
+def _label(top: float, name: str, time: float, share: str, *, bold: bool = False) -> Iterator[Shape]:
+    y = top + 15
+    yield Text(x=MARGIN, y=y, text=name, size=13, bold=bold)
+    yield Text(x=LEFT - 76, y=y, text=seconds(time), size=13, anchor="end", bold=bold)
+    yield Text(x=LEFT - 14, y=y, text=share, size=12, anchor="end", colour="muted")
+
+
+def _box(x: float, y: float, width: float, fill: str, opacity: float, title: str) -> Polygon:
+    corners = ((x, y), (x + width, y), (x + width, y + BAR), (x, y + BAR))
+    return Polygon(points=corners, fill=fill, opacity=opacity, title=title)
