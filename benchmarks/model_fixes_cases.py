@@ -106,8 +106,14 @@ def llama_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
+@compiled
+def gated_halves(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
 def apply_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
-    return gated(*gate_up.chunk(2, dim=-1))
+    return gated_halves(gate_up)
 
 
 @compiled
@@ -135,67 +141,14 @@ def experts(self: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, weight
     return weighted[inverse].view(tokens, choices, width).sum(dim=1).to(hidden_states.dtype)
 
 
-@compiled
-def projections(x: torch.Tensor, *weights_and_biases: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    pairs = zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True)
-    return tuple(functional.linear(x, weight, bias) for weight, bias in pairs)
+def cast_once(kind: Any) -> list[Patch]:
+    """An attention's input in bfloat16 before its projections, each of which would cast it."""
+    original = kind.forward
 
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return original(self, hidden_states.to(torch.bfloat16), *args, **options)
 
-def joined_projections(steps: Steps, kind: type, names: Sequence[str]) -> list[Patch]:
-    """Query, key and value in one compiled function: the first module computes all, the others give what it left."""
-    patches: list[Patch] = []
-    for attention in (module for module in steps.model.modules() if isinstance(module, kind)):
-        linears = [getattr(attention, name) for name in names]
-        left: list[torch.Tensor] = []
-
-        def first(x: torch.Tensor, linears: Any = linears, left: list[torch.Tensor] = left) -> torch.Tensor:
-            query, *others = projections(x, *(tensor for linear in linears for tensor in (linear.weight, linear.bias)))
-            left[:] = others
-            return query
-
-        def other(x: torch.Tensor, left: list[torch.Tensor] = left) -> torch.Tensor:
-            return left.pop(0)
-
-        patches += [(linears[0], "forward", first), *((linear, "forward", other) for linear in linears[1:])]
-    return patches
-
-
-@compiled
-def add_and_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + residual
-    return functional.layer_norm(total, weight.shape, weight, bias, eps), total
-
-
-def vit_residuals(steps: Steps) -> list[Patch]:
-    """Each sum with the norm after it, which is that of the next layer for the second sum of a layer."""
-    encoder = steps.model.vit
-    layers = list(encoder.layers)
-    following = [layer.layernorm_before for layer in layers[1:]] + [encoder.layernorm]
-    normed: dict[int, torch.Tensor] = {}
-    after = {id(layer): norm for layer, norm in zip(layers, following, strict=True)}
-
-    def fused(x: torch.Tensor, residual: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_and_norm(x, residual, norm.weight, norm.bias, norm.eps)
-
-    def layer(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **options: Any) -> torch.Tensor:
-        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **options)
-        middle, total = fused(self.dropout(attended), hidden_states, self.layernorm_after)
-        norm = after[id(self)]
-        normed[id(norm)], total = fused(self.dropout(self.mlp(middle)), total, norm)
-        return total
-
-    def given(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda _: normed.pop(id(norm))
-
-    return [(modeling_vit.ViTLayer, "forward", layer), *((norm, "forward", given(norm)) for norm in following)]
-
-
-def bert_output(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-    norm = self.LayerNorm
-    hidden_states = self.dropout(self.dense(hidden_states))
-    return add_and_norm(hidden_states, input_tensor, norm.weight, norm.bias, norm.eps)[0]
+    return [(kind, "forward", forward)]
 
 
 def patch(owner: Any, name: str, value: Any, *rules: str) -> Fix:
@@ -213,8 +166,6 @@ CAUSAL_LOSS = Fix(
     lines=(loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy),
     patches=lambda steps: [(steps.model, "_loss_function", causal_loss)],
 )
-CASTS = ("unfused-pointwise", "repeated-cast")
-"""Both are answered at once: of the casts of one input, those of its gradient, and their sum."""
 FIXES: dict[str, tuple[Fix, ...]] = {
     "gpt2": (
         patch(activations.NewGELUActivation, "forward", tanh_gelu, "unfused-pointwise"),
@@ -242,38 +193,29 @@ FIXES: dict[str, tuple[Fix, ...]] = {
         CAUSAL_LOSS,
     ),
     "vit": (
-        Fix(
-            rules=CASTS,
-            lines=(modeling_vit.ViTAttention.forward,),
-            patches=lambda steps: joined_projections(steps, modeling_vit.ViTAttention, ("q_proj", "k_proj", "v_proj")),
-        ),
         OPTIMIZER,
-        Fix(rules=("unfused-residual",), lines=(modeling_vit.ViTLayer.forward,), patches=vit_residuals),
+        Fix(
+            rules=("repeated-cast",),
+            lines=(modeling_vit.ViTAttention.forward,),
+            patches=lambda _: cast_once(modeling_vit.ViTAttention),
+        ),
     ),
     "bert": (
-        Fix(
-            rules=CASTS,
-            lines=(modeling_bert.BertSelfAttention.forward,),
-            patches=lambda steps: joined_projections(steps, modeling_bert.BertSelfAttention, ("query", "key", "value")),
-        ),
-        OPTIMIZER,
         Fix(
             rules=("ragged-product",),
             lines=(modeling_bert.BertLMPredictionHead.forward,),
             patches=padded_vocabulary,
         ),
+        OPTIMIZER,
+        Fix(
+            rules=("repeated-cast",),
+            lines=(modeling_bert.BertSelfAttention.forward,),
+            patches=lambda _: cast_once(modeling_bert.BertSelfAttention),
+        ),
         Fix(
             rules=("logits-upcast",),
             lines=(modeling_bert.BertForMaskedLM.forward,),
             patches=lambda _: [(modeling_bert, "CrossEntropyLoss", lambda: cross_entropy)],
-        ),
-        Fix(
-            rules=("unfused-residual",),
-            lines=(modeling_bert.BertSelfOutput.forward, modeling_bert.BertOutput.forward),
-            patches=lambda _: [
-                (modeling_bert.BertSelfOutput, "forward", bert_output),
-                (modeling_bert.BertOutput, "forward", bert_output),
-            ],
         ),
     ),
 }

@@ -95,5 +95,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """What IPython calls for `%load_ext nearpeak`: the magics `%nearpeak` and `%%nearpeak`."""
+    import_module("nearpeak.notebook").load_ipython_extension(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -9,11 +9,9 @@ from nearpeak.machines.catalogue import find
 from nearpeak.render.html.page import page as rendered
 
 NAMES = {
-    "script": "</script><img src=x onerror=alert(1)>{}",
-    "quotes": "\"'`><svg onload=alert(1)>{}",
-    "lines": "a\nb\r\nc\u2028d{}",
+    "markup": "</script><img src=x onerror=alert(1)>\"'`><svg onload=alert(1)>{}",
     "comment": "<!--<script>{}",
-    "direction": "\u202e\u2066\u200f{}",
+    "lines": "a\nb\r\nc\u2028d\u202e\u2066\u200f{}",
     "long": "x" * 10_000 + "{}",
     "wide": "模" * 2_000 + "{}",
     "dots": "." * 10_000 + "{}",

@@ -1,6 +1,7 @@
 """What `nearpeak profile` prints, keeps and writes."""
 
 import argparse
+import dataclasses
 import errno
 import io
 import json
@@ -43,7 +44,7 @@ def no_space(*arguments, **keywords):
 def test_a_run_is_kept_and_shown_again(capsys):
     assert shown() == 0
     first = capsys.readouterr()
-    assert first.err == "kept as @last; `nearpeak profile --trace @last` shows it again\n"
+    assert first.err == "kept as @last; `nearpeak report @last` shows it again\n"
     assert main(["profile", "--trace", "@last"]) == 0
     again = capsys.readouterr()
     assert again.out == first.out
@@ -120,7 +121,11 @@ def test_a_reader_that_is_gone_does_not_cost_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--save", "out.html"], "as .json or .json.gz"), (["--save", "no/such/run.json"], "there is no folder no/such")],
+    [
+        (["--save", "out.doc"], "is written as one of .html"),
+        (["-o", "run.html", "-o", "out.doc"], "is written as one of .html"),
+        (["--save", "no/such/run.json"], "there is no folder no/such"),
+    ],
 )
 def test_a_name_that_cannot_work_is_refused_before_the_run(options, message, tmp_path, capsys):
     script = tmp_path / "never.py"
@@ -184,3 +189,27 @@ def test_a_script_that_changes_the_folder_changes_no_name(tmp_path, monkeypatch)
     assert profile_results.show_profile(profile(), arguments, run=True) == 0
     assert (tmp_path / "run.json").exists()
     assert (tmp_path / "all.json").exists()
+
+
+def test_several_files_are_written_and_one_that_fails_stops_no_other(tmp_path, capsys):
+    names = [str(tmp_path / name) for name in ("run.html", "run.perfetto.json", "run.md")]
+    made = dataclasses.replace(profile(), timeline=())
+    parser = argparse.ArgumentParser()
+    profile_results.configure(parser)
+    arguments = parser.parse_args([part for name in names for part in ("-o", name)])
+    profile_results.check(arguments)
+    assert profile_results.show_profile(made, arguments, run=False) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Verdict:")
+    assert "this profile has no timeline" in captured.err
+    assert [Path(name).exists() for name in names] == [True, False, True]
+
+
+def test_open_opens_the_page_that_was_written(tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    path = tmp_path / "run.html"
+    assert shown("--open", "-o", str(tmp_path / "run.json"), "-o", str(path), run=False) == 0
+    assert opened == [path.as_uri()]
+    assert capsys.readouterr().err.splitlines()[-1] == f"opened {path.as_uri()}"

@@ -209,3 +209,18 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(path, folder, monkeypa
 def test_without_the_variable_the_cache_is_the_users(monkeypatch):
     monkeypatch.delenv("NEARPEAK_CACHE_DIR")
     assert store.folder().name == "nearpeak"
+
+
+def test_all_calibrations_are_found_the_newest_first(path, folder):
+    other = store.save(MACHINE, dataclasses.replace(KEY, driver="999"))
+    payload = json.loads(other.path.read_text())
+    other.path.write_text(sealed({**payload, "date": "2031-01-02T03:04:05+00:00"}))
+    (folder / "machines" / "damaged.json").write_text("{")
+    (folder / "machines" / "no-key.json").write_text('{"schema": 1}')
+    (folder / "machines" / "list.json").write_text("[]")
+    (folder / "machines" / "moved.json").write_text(path.read_text())
+    assert [one.key.driver for one in store.stored()] == ["999", KEY.driver]
+
+
+def test_no_calibration_is_none():
+    assert store.stored() == []

@@ -77,7 +77,13 @@ def baseline_files(pytester: pytest.Pytester) -> list[str]:
 
 @pytest.mark.parametrize(
     "marker",
-    ['step_time="12 s"', "of_bound=0.3", 'peak_memory="2 GiB"', 'no_finding_above="8%"', 'of_bound="9%", floor="ideal"'],
+    [
+        'step_time="12 s"',
+        "of_bound=0.3",
+        'peak_memory="2 GiB"',
+        'no_finding_above="8%"',
+        'of_bound="9%", floor="ideal"',
+    ],
 )
 def test_a_bar_that_is_met(inner: Run, marker: str):
     inner(marker).assert_outcomes(passed=1)
@@ -265,7 +271,9 @@ def test_a_baseline_of_another_machine_is_skipped(inner: Run, monkeypatch: pytes
     monkeypatch.setattr(nearpeak.measure.machine, "key_here", lambda: other)
     result = inner(BASELINE)
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*(Toy 1, driver 1.0, torch 2.14.0): there is one of Toy 1, driver 1.0, torch 2.13.0*"])
+    result.stdout.fnmatch_lines(
+        ["*(Toy 1, driver 1.0, torch 2.14.0): there is one of Toy 1, driver 1.0, torch 2.13.0*"]
+    )
 
 
 def test_other_bars_are_judged_where_the_baseline_is_missing(inner: Run, pytester: pytest.Pytester):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from nearpeak.bound.dependencies import touches_in
@@ -98,6 +99,12 @@ class Estimate:
         times = (("as written", self.as_written_s), ("fused", self.fused_s), ("ideal", self.ideal_s))
         floors = ", ".join(f"{name} {seconds(value)}" for name, value in times)
         return f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        # By name: what renders an estimate is above it, and nothing but a notebook needs it.
+        html: str = import_module("nearpeak.render.notebook").estimate_html(self)
+        return html
 
     @property
     def flops(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nearpeak import __version__
-from nearpeak.cli import bench, doctor, estimate, machine, profile
+from nearpeak.cli import bench, diff, doctor, estimate, machine, profile, report
 from nearpeak.errors import NearpeakError
 
 
@@ -31,6 +31,8 @@ VERBS: dict[str, Verb] = {
     "bench": bench,
     "estimate": estimate,
     "profile": profile,
+    "report": report,
+    "diff": diff,
     "doctor": doctor,
 }
 

@@ -11,6 +11,7 @@ last ten runs are kept: @last is the last one, @2 the one before.
 examples:
   nearpeak profile examples/train.py --steps 30
   nearpeak profile --save run.json --stop train.py config.yaml
+  nearpeak profile --open -o run.html train.py
   nearpeak profile --step __main__:Trainer.train_batch -m package.train
   nearpeak profile --trace step.json.gz --by line
   nearpeak profile --trace @last --by module
@@ -75,21 +76,22 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--wait {arguments.wait:g}: seconds are more than 0.")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write its own starts and stops to stderr
     if arguments.trace:
-        return show_profile(_from_file(arguments), arguments, run=False)
+        return show_profile(from_file(arguments.trace, arguments), arguments, run=False)
     if arguments.script and ":" in Path(arguments.script).name:
         return show_profile(_from_case(arguments), arguments, run=True)
     return _script(arguments)
 
 
-def _from_file(arguments: argparse.Namespace) -> Profile:
+def from_file(name: str, arguments: argparse.Namespace) -> Profile:
+    """The saved profile or the trace of this name; --on, --step and --ceilings belong to a trace."""
     from nearpeak.diagnose import kept, saved
     from nearpeak.diagnose.load import profile_trace
 
-    path = kept.resolve(arguments.trace)
+    path = kept.resolve(name)
     if not saved.is_saved(path):
         return profile_trace(path, on=arguments.on, step=arguments.step, ceilings=arguments.ceilings)
     if arguments.on or arguments.step is not None:
-        raise UsageError(f"{arguments.trace} is a saved profile: --on and --step belong to a trace.")
+        raise UsageError(f"{name} is a saved profile: --on and --step belong to a trace.")
     return saved.read(path)
 
 

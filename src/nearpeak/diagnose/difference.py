@@ -18,8 +18,8 @@ from nearpeak.diagnose.findings import common_module
 from nearpeak.diagnose.idle import Cause, IdleCause
 from nearpeak.diagnose.matching import How, Matched, matched, packet
 from nearpeak.diagnose.profile import Profile, ProfiledOp
-from nearpeak.diagnose.scatter import Kind, Scatter, kind_of
-from nearpeak.diagnose.steps import Run, noise_of, run_of
+from nearpeak.diagnose.scatter import CPU, GPU, Kind, Scatter, kind_of, limits_of
+from nearpeak.diagnose.steps import Run, is_unsteady, noise_of, runs_of
 from nearpeak.diagnose.waterfall import PartName
 from nearpeak.units import percent, quantity
 
@@ -72,7 +72,7 @@ class OpChange:
     before_s: float
     after_s: float
     noise: float | None
-    """The relative change that could be chance; None for ops that are in one run alone."""
+    """The change, as a logarithm, that could be chance; None for ops that are in one run alone."""
 
     @property
     def change_s(self) -> float:
@@ -134,19 +134,22 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The changes that are as likely."""
+        """The changes that noise leaves possible."""
         return self.ratio * math.exp(-self.noise) - 1.0, self.ratio * math.exp(self.noise) - 1.0
 
 
 def difference(before: Profile, after: Profile) -> Difference:
     """What changed from one profile to another."""
-    runs = run_of(before), run_of(after)
+    runs = runs_of(before, after)
     ratio = runs[1].step_s / runs[0].step_s if runs[0].step_s else 1.0
     noise = noise_of(before, after)
     scatter, ops, off_drift_s = _ops(before, after)
     changed_s = runs[1].step_s - runs[0].step_s
-    explained = abs(off_drift_s) >= EXPLAINED_SHARE * runs[0].step_s and (
-        EXPLAINED[0] <= off_drift_s / changed_s <= EXPLAINED[1] if changed_s else False
+    explained = (
+        not (is_unsteady(before) or is_unsteady(after))
+        and abs(off_drift_s) >= EXPLAINED_SHARE * runs[0].step_s
+        and changed_s != 0.0
+        and EXPLAINED[0] <= off_drift_s / changed_s <= EXPLAINED[1]
     )
     real = abs(math.log(ratio)) > noise or explained
     return Difference(
@@ -174,23 +177,25 @@ def difference(before: Profile, after: Profile) -> Difference:
 def _ops(before: Profile, after: Profile) -> tuple[Scatter, list[OpChange], float]:
     """What is chance, the ops that changed beyond it, and by how many seconds these did."""
     found = matched(before, after)
-    kinds: list[tuple[Matched, Kind | None]] = []
-    for match in found:
-        kind = kind_of(match, OUTLIER_SHARE * before.wall_s) if match.one_to_one else None
-        kinds.append((match, kind))
+    usual = CPU if "cpu" in (before.device, after.device) else GPU
+    kinds: list[tuple[Matched, Kind | None]] = [
+        (match, kind_of(match, usual, OUTLIER_SHARE * before.wall_s) if match.one_to_one else None) for match in found
+    ]
     # on another device every kernel changes in its own way, and all of that is real
     same = before.device == after.device
-    scatter = Scatter([kind for _, kind in kinds if kind is not None] if same else [])
+    scatter = Scatter([kind for _, kind in kinds if kind is not None] if same else [], usual)
+    if is_unsteady(before) or is_unsteady(after):  # the one profiled step may be any of them
+        kinds = [(match, kind) for match, kind in kinds if not match.one_to_one]
     least_s = LEAST_SHARE * before.wall_s
     changes: list[OpChange] = []
     total_s = 0.0
     for match, kind in kinds:
         for part, change, noise in _judged(match, kind, scatter):
-            drift = scatter.drift_of(_limits(part))
+            drift = scatter.drift_of(limits_of(part))
             off_drift_s = part.after_s - math.exp(drift) * part.before_s
             if abs(off_drift_s) >= least_s and (change is None or abs(change - drift) > noise):
                 verdict: Verdict = "slower" if off_drift_s > 0.0 else "faster"
-                changes.append(_change(part, verdict, None if change is None else math.expm1(noise)))
+                changes.append(_change(part, verdict, None if change is None else noise))
                 total_s += off_drift_s
     return scatter, changes, total_s
 
@@ -199,24 +204,21 @@ def _judged(match: Matched, kind: Kind | None, scatter: Scatter) -> Iterator[tup
     """The ops that are to be judged together, their change as a logarithm where they have one, and its noise."""
     if kind is None:
         ratio = match.after_s / match.before_s if match.before_s and match.after_s else None
-        yield match, None if ratio is None else math.log(ratio), scatter.noise_of(_limits(match))
+        yield match, None if ratio is None else math.log(ratio), scatter.noise_of(limits_of(match))
         return
     if kind.outliers:
         alone = _some(match, kind.outliers)
         yield alone, math.log(alone.after_s / alone.before_s), scatter.noise(kind)
         match = _some(match, [at for at in range(len(match.before)) if at not in kind.outliers])
-    yield match, kind.change, scatter.noise(kind)
+    # most of them must have changed, and their sum, which is shown
+    changes = kind.change, math.log(match.after_s / match.before_s)
+    yield match, min(changes, key=lambda one: abs(one - scatter.drift_of(kind.limits))), scatter.noise(kind)
 
 
 def _some(match: Matched, positions: Sequence[int]) -> Matched:
     return Matched(
         how=match.how, before=[match.before[at] for at in positions], after=[match.after[at] for at in positions]
     )
-
-
-def _limits(match: Matched) -> str:
-    ops = match.before or match.after
-    return "compute" if max(ops, key=lambda op: op.measured_s).limiter == "compute" else "memory"
 
 
 def _change(match: Matched, verdict: Verdict, noise: float | None) -> OpChange:
@@ -334,5 +336,10 @@ def _notes(before: Profile, after: Profile) -> Iterable[str]:
     if compiled[0] != compiled[1]:
         yield f"The {'second' if compiled[1] else 'first'} run is compiled, the other is not."
     for name, profile in (("first", before), ("second", after)):
+        if is_unsteady(profile):
+            yield (
+                f"Clean steps of the {name} run are {percent(profile.spread, 0)} apart: something else ran as well, so "
+                "ops are not compared one by one."
+            )
         if profile.waterfall.broken:
             yield f"The {name} run has a part of the waterfall below zero: do not trust its parts."

@@ -22,6 +22,8 @@ Path = tuple[str, ...]
 
 COMPARABLE = 4.0
 """How many times as long one side may take to be called the replacement of the other."""
+FAR = 16.0
+"""The same for other shapes of an op, and where a whole phase is compiled, which may save most memory traffic."""
 PRODUCTS = ("matrix", "attention", "convolution", "recurrent")
 """Families whose FLOPs tell one op from another."""
 _NUMBERED = re.compile(r"_\d+$")
@@ -54,20 +56,22 @@ class Matched:
 def matched(before: Profile, after: Profile) -> list[Matched]:
     """All ops that ran on the device, each in one match."""
     left = _Left(before=_that_ran(before), after=_that_ran(after))
-    found = list(left.take("same op", lambda op: (packet(op), op.phase, _operands(op), path(op))))
+    # a module may have ops of the same name and shapes on other dtypes, which are other kernels: bytes tell
+    found = list(left.take("same op", lambda op: (packet(op), op.phase, _operands(op), path(op), op.bytes), _as_many))
+    found += left.take("same op", lambda op: (packet(op), op.phase, _operands(op), path(op)))
     found += left.take("moved", lambda op: (packet(op), op.phase, _operands(op)))
-    found += left.take("reshaped", lambda op: (packet(op), op.phase, path(op)), _as_many)
+    found += left.take("reshaped", lambda op: (packet(op), op.phase, path(op)), _as_many_and_long)
     found += left.take("moved", lambda op: (packet(op), op.phase, op.flops), among=_is_product)
     found += left.take("replaced", lambda op: (op.family, op.phase, op.flops), _as_many, among=_is_product)
-    found += left.take("reshaped", lambda op: (packet(op), op.phase), _as_many, among=_is_product)
+    found += left.take("reshaped", lambda op: (packet(op), op.phase), _as_many_and_long, among=_is_product)
     for depth in range(max((len(path(op)) for op in left.before + left.after), default=0), 0, -1):
         found += left.take(
             "replaced",
             lambda op: (op.phase, path(op)[:depth]),  # noqa: B023  # it is called before the next depth
-            _comparable,
+            _comparable if depth > 1 else _both_eager,
             among=lambda op: _shallowest(path(op)) <= depth <= len(path(op)),  # noqa: B023
         )
-    found += left.take("replaced", lambda op: (op.phase, kind_of_work(op)), _comparable)
+    found += left.take("replaced", lambda op: (op.phase, kind_of_work(op)), _compiled)
     for group in _grouped(left.before, _loose).values():
         found.append(Matched(how="only before", before=group, after=()))
     for group in _grouped(left.after, _loose).values():
@@ -142,16 +146,39 @@ def _is_product(op: ProfiledOp) -> bool:
 def _shallowest(modules: Path) -> int:
     """Down to how many parts a path may be cut: not beyond its layer, and never to the whole model."""
     layers = [at for at, part in enumerate(modules) if part == "*"]
-    return layers[-1] + 1 if layers else 2
+    return layers[-1] + 1 if layers else min(2, len(modules))
 
 
 def _as_many(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> bool:
     return len(before) == len(after)
 
 
-def _comparable(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> bool:
+def _as_many_and_long(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> bool:
+    """Other shapes may take far longer, but not as much as something else would."""
+    return len(before) == len(after) and _comparable(before, after, FAR)
+
+
+def _comparable(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp], most: float = COMPARABLE) -> bool:
     short, long = sorted(sum(op.measured_s for op in ops) for ops in (before, after))
-    return long <= COMPARABLE * short
+    return long <= most * short
+
+
+def _both_eager(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> bool:
+    """In the whole model itself: compiled code has all its kernels there, which replace more than what was there."""
+    return _comparable(before, after) and not any(map(_is_compiled, (*before, *after)))
+
+
+def _compiled(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp]) -> bool:
+    """One side is compiled, so that modules and lines do not tell what replaces what; or it is the optimizer."""
+    if before[0].family == "optimizer":
+        return _comparable(before, after)
+    ours, theirs = (any("." not in op.module for op in ops) for ops in (before, after))
+    compiled = any(map(_is_compiled, before)) != any(map(_is_compiled, after))
+    return (compiled or ours != theirs) and _comparable(before, after, FAR)
+
+
+def _is_compiled(op: ProfiledOp) -> bool:
+    return op.name.startswith("inductor.")
 
 
 def _loose(op: ProfiledOp) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from nearpeak.bound.estimate import Estimate, EstimatedOp
@@ -126,10 +127,12 @@ class Profile:
     """When nothing ran in the profiled step, with the main cause of each time."""
 
     def save(self, path: str | Path) -> None:
-        """Writes it as .json or .json.gz, for `nearpeak.load`."""
-        from nearpeak.diagnose.saved import save  # which needs this module
+        """Writes it in the format that the name ends with.
 
-        save(self, path)
+        .json or .json.gz for `nearpeak.load`, .html, .md, .csv, .txt, .svg or .png for people, .perfetto.json for
+        Perfetto.
+        """
+        import_module("nearpeak.render.report").write(self, path)  # by its name: what renders it is above this layer
 
     def __repr__(self) -> str:
         """One line; thousands of ops would be none."""
@@ -137,6 +140,12 @@ class Profile:
             f"<Profile of {self.source} on {self.device}: {seconds_text(self.wall_s)} a step, as written "
             f"{seconds_text(self.as_written_s)}, ideal {seconds_text(self.ideal_s)}>"
         )
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        # By name: what renders a profile is above it, and nothing but a notebook needs it.
+        html: str = import_module("nearpeak.render.notebook").profile_html(self)
+        return html
 
 
 def profile_of(

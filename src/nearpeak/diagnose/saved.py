@@ -39,8 +39,13 @@ def save(profile: Profile, path: str | Path) -> None:
     """Writes a profile as .json, or compressed as .json.gz: whole, or not at all."""
     target = Path(path)
     check_name(target)
+    replace(target, content(profile, compressed=target.suffix == ".gz"))
+
+
+def replace(target: Path, made: bytes) -> None:
+    """Writes a file that the user named; the error says whether the name or the machine is at fault."""
     try:
-        replace_file(target, content(profile, compressed=target.suffix == ".gz"))
+        replace_file(target, made)
     except OSError as error:
         fault = EnvironmentProblem if error.errno in _MACHINE_FAULTS else UsageError
         raise fault(f"{target} cannot be written: {error.strerror or error}.") from None

@@ -57,9 +57,7 @@ class Usual:
     """Whether a single op may take many times as long for no reason."""
 
 
-GPU = Usual(
-    least=0.02, kinds={"compute": 0.008, "memory": 0.005}, most=0.015, op=0.01, jitter_s=2e-7, hiccups=False
-)
+GPU = Usual(least=0.02, kinds={"compute": 0.008, "memory": 0.005}, most=0.015, op=0.01, jitter_s=2e-7, hiccups=False)
 """From two models on an H200, each in two processes: kinds that compute differ by up to 2.3 %, the others by up to 2 %,
 where kernels are not so short that the resolution of the clock shows."""
 CPU = Usual(least=0.20, kinds={"compute": 0.05, "memory": 0.05}, most=0.10, op=0.20, jitter_s=2e-5, hiccups=True)
@@ -166,7 +164,7 @@ def kind_of(match: Matched, usual: Usual, outlier_s: float) -> Kind | None:
         total = math.log(match.after_s / match.before_s)
         return Kind(match=match, change=total, error=one / math.sqrt(len(pairs)), op_scatter=None, outliers=())
     middle = weighted_median(changes, weights)
-    seen = _NORMAL_MAD * median(abs(change - middle) for change in changes)
+    seen = _scale(sorted(abs(change - middle) for change in changes))
     outliers = tuple(
         at
         for at, (change, (before, after)) in enumerate(zip(changes, pairs, strict=True))
@@ -175,7 +173,8 @@ def kind_of(match: Matched, usual: Usual, outlier_s: float) -> Kind | None:
         and abs(after.measured_s - before.measured_s) > outlier_s
     )
     scatter = max(seen, one / 2)  # a few ops may agree by chance
-    error = _MEDIAN_LOSES * scatter / math.sqrt(len(pairs))
+    count = sum(weights) ** 2 / sum(weight**2 for weight in weights)  # short ones hardly count
+    error = _MEDIAN_LOSES * scatter / math.sqrt(count)
     return Kind(match=match, change=middle, error=error, op_scatter=scatter, outliers=outliers)
 
 

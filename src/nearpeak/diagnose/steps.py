@@ -2,8 +2,8 @@
 
 The clean steps of a run follow each other: they share clocks, temperature and where memory lies, so how far they differ
 says too little about another run. On an H200, five models in separate processes differed by -0.3 to +0.6 % where steps
-of the same numbers were compared, and by up to 3 % where they were not; clean steps begin when steps have settled, a few
-steps earlier or later.
+of the same numbers were compared, and by up to 3 % where they were not; clean steps begin when steps have settled, a
+few steps earlier or later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Run:
     wall_s: float
     """As in its report: clean steps over their number."""
     step_s: float
-    """The median clean step, which a slow first one does not move; the wall time where it is not known."""
+    """The median clean step, which a slow first one does not move; the wall time where one run does not have it."""
     steps: int
     spread: float | None
     kernel_s: float
@@ -53,32 +53,38 @@ class Run:
     """Of memory."""
 
 
-def run_of(profile: Profile) -> Run:
-    """What a run is compared by."""
-    return Run(
-        source=profile.source,
-        date=profile.date,
-        device=profile.device,
-        machine=profile.machine,
-        how=profile.how,
-        wall_s=profile.wall_s,
-        step_s=_typical(profile),
-        steps=profile.steps,
-        spread=profile.spread,
-        kernel_s=profile.kernel_s,
-        flops=profile.flops,
-        peak_bytes=None if profile.memory is None else profile.memory.peak_bytes,
+def runs_of(before: Profile, after: Profile) -> tuple[Run, Run]:
+    """What two runs are compared by: the median clean step of both, or the wall time of both."""
+    seen = all(len(_walls(profile)) >= ENOUGH for profile in (before, after))
+    first, second = (
+        Run(
+            source=profile.source,
+            date=profile.date,
+            device=profile.device,
+            machine=profile.machine,
+            how=profile.how,
+            wall_s=profile.wall_s,
+            step_s=median(profile.walls) if seen else profile.wall_s,
+            steps=profile.steps,
+            spread=profile.spread,
+            kernel_s=profile.kernel_s,
+            flops=profile.flops,
+            peak_bytes=None if profile.memory is None else profile.memory.peak_bytes,
+        )
+        for profile in (before, after)
     )
+    return first, second
 
 
 def noise_of(before: Profile, after: Profile) -> float:
     """The change of a step's time, as a logarithm, that could be chance."""
     runs = RUNS_DIFFER_CPU if "cpu" in (before.device, after.device) else RUNS_DIFFER
     noise = math.hypot(runs, *(SURE * _error(profile) for profile in (before, after)))
-    return max(noise, *(profile.spread or 0.0 for profile in (before, after) if _is_unsteady(profile)), 0.0)
+    return max(noise, *(profile.spread or 0.0 for profile in (before, after) if is_unsteady(profile)), 0.0)
 
 
-def _is_unsteady(profile: Profile) -> bool:
+def is_unsteady(profile: Profile) -> bool:
+    """Whether its clean steps are too far apart for one of them to stand for the others."""
     return profile.spread is not None and profile.spread > UNSTEADY
 
 
@@ -86,11 +92,6 @@ def _walls(profile: Profile) -> Sequence[float]:
     """The clean steps, where they were seen one by one."""
     seen = bool(profile.walls) and abs(median(profile.walls) - profile.wall_s) <= AHEAD * profile.wall_s
     return profile.walls if seen else ()
-
-
-def _typical(profile: Profile) -> float:
-    walls = _walls(profile)
-    return median(walls) if len(walls) >= ENOUGH else profile.wall_s
 
 
 def _error(profile: Profile) -> float:

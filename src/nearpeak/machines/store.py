@@ -102,7 +102,7 @@ def stored() -> list[Stored]:
                 key = from_json(Key, json.loads(file.read(MAXIMUM_FILE_BYTES))["key"])
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             continue
-        one = load(key)
+        one = load(key) if path == path_of(key) else None  # a copy under another name is none
         if isinstance(one, Stored):
             found.append(one)
     return sorted(found, key=lambda one: one.date, reverse=True)

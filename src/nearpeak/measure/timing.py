@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Literal
 
 from nearpeak.measure.flags import Flag, Grade, grade
@@ -121,6 +122,12 @@ class Timing:
         if self.share_of_bound is not None:
             text += f", {percent(self.share_of_bound)} of the {self.bound_limiter} bound"
         return f"{text}, grade {self.grade}"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        # By name: what renders a timing is above it, and nothing but a notebook needs it.
+        html: str = import_module("nearpeak.render.notebook").timing_html(self)
+        return html
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ def _tracks(spans: Sequence[DeviceKernel]) -> Mapping[int, tuple[int, str]]:
         begin, end = _nanoseconds(span.start_s), _nanoseconds(span.start_s + span.seconds)
         taken = ends.setdefault(span.stream, [])
         lane = next((lane for lane, until in enumerate(taken) if until <= begin), len(taken))
-        taken[lane:lane + 1] = [end]
+        taken[lane : lane + 1] = [end]
         lanes.append((span.stream, lane))
     order = {key: FIRST_STREAM + place for place, key in enumerate(sorted(set(lanes)))}
     return {

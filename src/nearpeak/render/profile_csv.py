@@ -60,5 +60,5 @@ def guarded(text: str) -> str:
     >>> guarded("=1+1"), guarded(" @SUM(A1)"), guarded("aten.add.Tensor")
     ("'=1+1", "' @SUM(A1)", 'aten.add.Tensor')
     """
-    shown = text.lstrip()
-    return f"'{text}" if shown[:1] in {"=", "+", "-", "@"} and shown or text[:1] in {"\t", "\r", "\n"} else text
+    formula = text.lstrip().startswith(("=", "+", "-", "@"))
+    return f"'{text}" if formula or text.startswith(("\t", "\r", "\n")) else text

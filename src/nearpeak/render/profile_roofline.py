@@ -28,7 +28,7 @@ def profile_roofline(profile: Profile, machine: Machine | None) -> Scene:
     counted = [
         Counted(op=op, seconds=op.measured_s, bytes=op.bytes) for op in profile.ops if op.modelled and op.measured_s > 0
     ]
-    told = {one.op.flops / one.op.bound_s for one in counted if one.op.limiter == "compute" and one.op.bound_s}
+    told = {op.flops / op.bound_s for op in profile.ops if op.limiter == "compute" and op.bound_s}
     ceilings = [
         Roof(
             name=roof.name,

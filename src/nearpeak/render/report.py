@@ -14,7 +14,6 @@ from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.profile import Profile
 from nearpeak.diagnose.ranking import By
 from nearpeak.errors import EnvironmentProblem, UsageError
-from nearpeak.files import replace_file
 from nearpeak.machines.model import Machine
 from nearpeak.render.html.page import page
 from nearpeak.render.html.roofs import calibrated, machine_of
@@ -33,18 +32,18 @@ Format = Literal["html", "markdown", "csv", "text", "svg", "png", "perfetto", "p
 Picture = Literal["waterfall", "roofline"]
 
 ENDINGS: Mapping[str, Format] = {
-    ".perfetto.json": "perfetto",
-    ".perfetto.json.gz": "perfetto",
-    ".trace.json": "perfetto",
-    ".trace.json.gz": "perfetto",
-    ".json": "profile",
-    ".json.gz": "profile",
     ".html": "html",
     ".md": "markdown",
     ".csv": "csv",
     ".txt": "text",
     ".svg": "svg",
     ".png": "png",
+    ".perfetto.json": "perfetto",
+    ".perfetto.json.gz": "perfetto",
+    ".trace.json": "perfetto",
+    ".trace.json.gz": "perfetto",
+    ".json": "profile",
+    ".json.gz": "profile",
 }
 """The first that fits counts."""
 LEVEL = 6
@@ -96,12 +95,8 @@ def write(profile: Profile, path: str | Path, choices: Choices | None = None) ->
     """Writes a profile in the format that the name ends with: whole, or not at all."""
     target = Path(path)
     check_name(target)
-    made = content(profile, format_of(target), choices or Choices(), compressed=target.name.lower().endswith(".gz"))
-    try:
-        replace_file(target, made)
-    except OSError as error:
-        fault = EnvironmentProblem if error.errno in saved.MACHINE_FAULTS else UsageError
-        raise fault(f"{target} cannot be written: {error.strerror or error}.") from None
+    compressed = target.name.lower().endswith(".gz")
+    saved.replace(target, content(profile, format_of(target), choices or Choices(), compressed=compressed))
 
 
 def content(profile: Profile, form: Format, choices: Choices, *, compressed: bool = False) -> bytes:

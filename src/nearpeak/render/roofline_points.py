@@ -97,9 +97,9 @@ def _point(key: tuple[str, ...], counted: list[Counted], total: float) -> OpPoin
     return OpPoint(
         name=short_name(name),
         place=plain(place, 60),
-        phase=phase,
-        family=family,
-        limiter=limiter,
+        phase=plain(phase, 20),
+        family=plain(family, 20),
+        limiter=plain(limiter, 20),
         count=len(counted),
         flops=sum(one.op.flops for one in counted),
         bytes=sum(one.bytes for one in counted),

@@ -58,3 +58,14 @@ def test_silent_in_one_dtype_and_without_a_loss():
     assert not list(logits_upcast(examined(whole)))
     sampled = trained(lambda logits, targets: functional.log_softmax(logits.float(), -1).sum())
     assert not list(logits_upcast(examined(sampled)))
+
+
+def test_log_probabilities_that_are_cast_for_the_loss_count():
+    def cast_after(logits, targets):
+        return functional.nll_loss(functional.log_softmax(logits.view(-1, 32768), -1).float(), targets.view(-1))
+
+    step = examined(trained(cast_after))
+    (waste,) = logits_upcast(step)
+    seen = [step.ops[index].packet for index in sorted(waste.gains)]
+    assert seen == ["aten._to_copy", "aten.nll_loss_backward", "aten._to_copy"]
+    assert waste.saving_s == pytest.approx(step.seconds(waste.gains), rel=0.5) and waste.title.startswith("Log-prob")

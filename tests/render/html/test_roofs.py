@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from synthetic import profile
 
+from nearpeak.machines import store
 from nearpeak.machines.catalogue import find
-from nearpeak.render.html.roofs import machine_of, roofs_of
+from nearpeak.render.html.roofs import calibrated, machine_of, roofs_of
 
 
 def values(roofs):
@@ -25,7 +26,7 @@ def test_a_measured_machine_has_its_own_roofs():
 def test_the_bandwidth_of_a_measured_profile_comes_from_its_rates():
     found = roofs_of(profile(20), find("h200-sxm"))
     assert values(found)["memory"] == pytest.approx(1.41e12 / 0.3)
-    assert "The roof of the memory is that one" in found.origin
+    assert "The roofs of the memory and of the products of this step are those" in found.origin
 
 
 def test_dtypes_with_the_same_rate_share_a_roof_and_the_fastest_is_first():
@@ -58,3 +59,50 @@ def test_without_rates_there_are_no_roofs():
 
 def test_the_catalogue_is_asked_for_the_machine():
     assert machine_of(profile(20)).name == find("h200-sxm").name
+
+
+def test_the_rate_of_products_comes_from_their_bounds():
+    made = profile(20)
+    assert all(op.flops / op.bound_s == pytest.approx(9e14) for op in made.ops if op.family == "matrix")
+    found = values(roofs_of(made, find("h200-sxm")))
+    assert found["bfloat16, float16 matrix"] == pytest.approx(9e14)
+    assert found["tfloat32 matrix"] == find("h200-sxm").achievable.matrix["tfloat32"]
+
+
+def test_a_rate_that_may_be_of_two_roofs_changes_none():
+    made = profile(20)
+    slow = [dataclasses.replace(op, flops=6.3e13 * op.bound_s) for op in made.ops]  # float32, or float64
+    found = values(roofs_of(dataclasses.replace(made, ops=tuple(slow)), find("h200-sxm")))
+    achievable = find("h200-sxm").achievable
+    assert found["float64 matrix"] == achievable.matrix["float64"]
+    assert found["float32 vector"] == achievable.vector["float32"]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Keeps a calibration of an H200 with a bandwidth."""
+    monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path))
+
+    def keep(bandwidth, driver="1"):
+        machine = find("h200-sxm")
+        achievable = dataclasses.replace(machine.achievable, how="measured", bandwidth=bandwidth)
+        key = store.Key(device="NVIDIA H200", driver=driver, torch="2.13")
+        assert isinstance(store.save(dataclasses.replace(machine, achievable=achievable), key), store.Stored)
+
+    return keep
+
+
+def test_the_calibration_that_the_bounds_are_against_is_found(kept):
+    made = profile(20)
+    assert calibrated(made) is None
+    kept(4.2e12)
+    assert calibrated(made) is None
+    kept(4.7e12, driver="2")
+    assert calibrated(made).achievable.bandwidth == 4.7e12
+    assert calibrated(dataclasses.replace(made, machine="h100-sxm")) is None
+    assert calibrated(dataclasses.replace(made, how="derated")) is None
+
+
+def test_without_rates_the_calibration_of_the_machine_counts(kept):
+    kept(4.2e12)
+    assert calibrated(dataclasses.replace(profile(20), rates=None)).achievable.bandwidth == 4.2e12

@@ -18,8 +18,10 @@ _FAMILIES = ("movement", "pointwise", "creation", "indexing")
 
 @rule("logits-upcast", needs=["storages"])
 def logits_upcast(step: Examined) -> Iterator[Waste]:
-    """Casts of a product's result to float32 that a log-softmax and a loss over classes read."""
+    """Casts of a product's result to float32 that a log-softmax and a loss over classes read, or of what it gives."""
     for softmax, op in enumerate(step.ops):
+        if op.packet == "aten._log_softmax" and op.tensor("self").dtype in _SHORT:
+            yield from _cast_after(step, softmax)
         if op.packet != "aten._log_softmax" or op.tensor("self").dtype != "float32":
             continue
         if not any(step.costs[reader].family == "loss" for reader in step.flow.consumers[softmax]):
@@ -46,6 +48,34 @@ def logits_upcast(step: Examined) -> Iterator[Waste]:
             reasoning=f"The casts go away, and every other pass takes what it took times a good kernel's time in "
             f"{short} over that in float32.",
             remedy=_remedy(short),
+        )
+
+
+def _cast_after(step: Examined, softmax: int) -> Iterator[Waste]:
+    """Autocast computes the log-softmax in 16 bits, and casts what it gives for the loss."""
+    logits = step.ops[softmax].tensor("self")
+    for cast in step.flow.consumers[softmax]:
+        losses = [reader for reader in step.flow.consumers[cast] if step.costs[reader].family == "loss"]
+        if not _casts(step.ops[cast], _SHORT, ("float32",)) or not losses:
+            continue
+        spread = [reader for reader in losses if _spreads(step, reader, logits.elements)]
+        back = [
+            reader
+            for index in spread
+            for reader in step.flow.consumers[index]
+            if _casts(step.ops[reader], ("float32",), _SHORT)
+        ]
+        gains = {index: step.measured[index].measured_s for index in (cast, *back)}
+        for index in spread:
+            gains[index] = step.measured[index].measured_s * _saved(step, step.ops[index], logits.dtype)
+        yield Waste(
+            title="Log-probabilities are cast to float32 for the loss.",
+            at=cast,
+            gains=gains,
+            evidence=f"{quantity(logits.bytes, 'B')} of {logits.dtype}, {' x '.join(map(str, logits.shape))}, become "
+            f"twice as many of float32. {1 + len(back)} casts take {seconds(step.seconds((cast, *back)))}.",
+            reasoning=f"The casts go away, and the loss's backward pass writes {logits.dtype}.",
+            remedy=_remedy(logits.dtype),
         )
 
 

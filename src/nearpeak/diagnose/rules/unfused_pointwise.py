@@ -51,7 +51,13 @@ def unfused_pointwise(step: Examined) -> Iterator[Waste]:
     covered = {index for found in regions for index in found.backward}
     alone = [chain - covered for chain in chains if step.ops[min(chain)].phase == "backward"]
     regions += [Region(forward=frozenset(chain)) for chain in alone if chain]
+    products = {
+        (op.source, op.module) for op, cost in zip(step.ops, step.costs, strict=True) if cost.family == "matrix"
+    }
     for found in regions:
+        # At lines of products alone it is autocast that casts, and autograd that adds: there are no lines to compile.
+        if all((step.ops[index].source, step.ops[index].module) in products for index in found.forward):
+            continue
         waste = _waste(step, found) if len(launching(step, found.members)) >= LEAST_OPS else None
         if waste is not None:
             yield waste

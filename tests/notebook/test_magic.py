@@ -1,0 +1,183 @@
+"""The magics, in a shell of IPython where that is installed and in a stand-in everywhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nearpeak import load_ipython_extension
+from nearpeak.diagnose.profile import Profile
+from nearpeak.errors import UsageError
+from nearpeak.measure.timing import Timing
+from nearpeak.notebook.magic import asked_of
+
+
+class Shell:
+    """As much of a shell as the magics use."""
+
+    def __init__(self) -> None:
+        self.user_ns = {"torch": torch, "calls": [], "x": torch.randn(16, 16)}
+        self.magics = {}
+        self.compile = SimpleNamespace(flags=0)
+        self.displayhook = SimpleNamespace(prompt_count=7)
+        self.shown = {}
+        formatter = SimpleNamespace(
+            for_type_by_name=lambda module, name, show: self.shown.update({(module, name): show})
+        )
+        self.display_formatter = SimpleNamespace(formatters={"text/plain": formatter})
+
+    def register_magic_function(self, function, magic_kind, magic_name):
+        self.magics[magic_kind, magic_name] = function
+
+    def transform_cell(self, source):
+        return source.lstrip("\n") + "\n"
+
+    def line(self, line):
+        return self.magics["line", "nearpeak"](line)
+
+    def cell(self, line, cell):
+        return self.magics["cell", "nearpeak"](line, cell)
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    found = Shell()
+    load_ipython_extension(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("f(x)", {"code": "f(x)", "verb": "profile", "on": None, "into": None}),
+        ("--bench f(x)", {"code": "f(x)", "verb": "bench"}),
+        ("--on h100-sxm  f( x )", {"code": "f( x )", "on": "h100-sxm"}),
+        ("--on=h100-sxm --into p f(--x)", {"code": "f(--x)", "on": "h100-sxm", "into": "p"}),
+        ("--ceilings theoretical f()", {"code": "f()", "ceilings": "theoretical"}),
+        ("--bench --max-seconds 0.5", {"code": "", "max_seconds": 0.5}),
+        ("--quiet -- --x", {"code": "--x", "quiet": True}),
+        ("-x", {"code": "-x"}),
+        ("", {"code": ""}),
+    ],
+)
+def test_options(line: str, fields: dict[str, object]):
+    asked = asked_of(line)
+    assert {name: getattr(asked, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--bnch f()", "no option '--bnch'. Did you mean '--bench'"),
+        ("--bench=3 f()", "no option '--bench'"),
+        ("--on", "--on needs a value"),
+        ("--on=", "--on needs a value"),
+        ("--bench --on h100-sxm f()", "--on is not for --bench"),
+        ("--max-seconds 3 f()", "--max-seconds is for --bench"),
+        ("--bench --max-seconds soon f()", "seconds are a number above 0"),
+        ("--bench --max-seconds -1 f()", "seconds are a number above 0"),
+        ("--ceilings high f()", "Valid: 'achievable', 'theoretical'"),
+        ("--into a.b f()", "no name of a variable"),
+    ],
+)
+def test_mistakes(line: str, message: str):
+    with pytest.raises(UsageError) as raised:
+        asked_of(line)
+    assert message in str(raised.value)
+
+
+def test_a_cell_is_profiled_as_a_step(shell: Shell):
+    code = "calls.append(1)\ny = torch.mm(x, x)\n\nz = y.relu().sum()\n"
+    result = shell.cell("--on h100-sxm --quiet --into kept", code)
+    assert isinstance(result, Profile)
+    assert shell.user_ns["kept"] is result
+    assert result.source == "cell 7"
+    assert len(shell.user_ns["calls"]) > 5
+    assert shell.user_ns["z"].shape == ()  # what a cell assigns stays
+    # Lines as the notebook counts them, from that of the magic.
+    assert {op.source for op in result.ops if "mm" in op.name} == {"cell 7:3"}
+    assert {op.source for op in result.ops if "relu" in op.name} == {"cell 7:5"}
+
+
+def test_a_line_is_timed(shell: Shell):
+    result = shell.line("--bench --quiet --max-seconds 0.05 torch.mm(x, x)")
+    assert isinstance(result, Timing)
+    assert (result.kind, result.name) == ("cpu", "cell 7") or torch.cuda.is_available()
+
+
+def test_empty_lines_at_the_beginning_count(shell: Shell):
+    with pytest.raises(ZeroDivisionError) as raised:
+        shell.cell("--on h100-sxm --quiet", "\n\n1 / 0\n")
+    last = raised.traceback[-1]
+    assert (str(last.path).endswith("cell 7"), last.lineno + 1) == (True, 4)
+
+
+def test_annotations_are_those_of_the_notebook_and_not_of_this_package(shell: Shell):
+    shell.cell("--bench --quiet --max-seconds 0.01", "def f(a: int): pass\nkind = type(f.__annotations__['a'])\n")
+    assert shell.user_ns["kind"] is type
+
+
+def test_progress_goes_to_stderr_outside_of_a_notebook(shell: Shell, capsys: pytest.CaptureFixture[str]):
+    shell.line("--bench --max-seconds 0.05 torch.mm(x, x)")
+    captured = capsys.readouterr()
+    assert "cell 7: probing" in captured.err and captured.out == ""
+
+
+def test_results_as_text_for_a_terminal(shell: Shell):
+    assert {name for _, name in shell.shown} == {"Timing", "Estimate", "Profile"}
+    result = shell.line("--bench --quiet --max-seconds 0.05 torch.mm(x, x)")
+    printed: list[str] = []
+    shell.shown["nearpeak.measure.timing", "Timing"](result, SimpleNamespace(text=printed.append), False)
+    assert "cpu time, cold cache" in printed[0] or torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def ipython():
+    interactive = pytest.importorskip("IPython.core.interactiveshell", reason="IPython is not installed")
+    config = pytest.importorskip("traitlets.config").Config()
+    config.HistoryManager.enabled = False
+    shell = interactive.InteractiveShell(config=config)
+    shell.run_cell("%load_ext nearpeak")
+    shell.user_ns.update(torch=torch, x=torch.randn(16, 16))
+    yield shell
+    shell.history_manager.end_session()
+
+
+def test_in_ipython_a_line_can_be_assigned(ipython):
+    ran = ipython.run_cell("p = %nearpeak --on h100-sxm --quiet torch.mm(x, x)")
+    ran.raise_error()
+    assert isinstance(ipython.user_ns["p"], Profile)
+
+
+def test_in_ipython_a_cell_gives_its_result_as_html_and_as_text(ipython):
+    ran = ipython.run_cell("%%nearpeak --on h100-sxm --quiet\ny = torch.mm(x, x)")
+    ran.raise_error()
+    assert isinstance(ran.result, Profile)
+    forms, _ = ipython.display_formatter.format(ran.result)
+    assert forms["text/plain"].startswith("Verdict:")
+    assert forms["text/html"].startswith("<div")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("%nearpeak --bnch x", "no option '--bnch'"),
+        ("%nearpeak --bench", "There is no code to run"),
+        ("%%nearpeak --bench x\nx", "takes its code from the cell, and got 'x' on its line"),
+        ("%nearpeak --on nowhere x", "nowhere"),
+    ],
+)
+def test_in_ipython_a_mistake_is_a_line_and_no_traceback(ipython, capsys, code: str, message: str):
+    ran = ipython.run_cell(code)
+    assert type(ran.error_in_exec).__module__ == "IPython.core.error"
+    captured = capsys.readouterr()
+    assert message in captured.err + captured.out
+    assert "Traceback" not in captured.err + captured.out
+
+
+def test_in_ipython_an_error_of_the_code_is_its_own(ipython, capsys):
+    ran = ipython.run_cell("%nearpeak --on h100-sxm --quiet 1 / 0")
+    assert isinstance(ran.error_in_exec, ZeroDivisionError)
