@@ -35,7 +35,7 @@ class Opened:
     def begin(self, folder):
         self.problems, self._used, self._folder = [], set(), folder
 
-    def __call__(self, content, *, width=1600, height=1000, **options):
+    def __call__(self, content, *, width=1280, height=720, **options):
         file = self._folder / f"{len(self._used)}.html"
         file.write_text(content, encoding="utf-8")
         key = tuple(sorted(options.items()))

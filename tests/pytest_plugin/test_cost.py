@@ -8,7 +8,8 @@ TELL = """
 import sys
 
 def pytest_unconfigure():
-    loaded = [name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "rich", "triton", "nearpeak")]
+    watched = ("torch", "numpy", "rich", "triton", "nearpeak")
+    loaded = [name for name in sys.modules if name.partition(".")[0] in watched]
     print("LOADED", *sorted(loaded))
 """
 

@@ -18,7 +18,7 @@ from figures import DOUBTFUL, KEY, profile, timing  # type: ignore[import-not-fo
 
 import nearpeak.measure.bench
 import nearpeak.measure.machine
-import nearpeak.pytest_plugin.measuring  # noqa: F401
+import nearpeak.pytest_plugin.measuring
 from nearpeak.diagnose import run
 from nearpeak.errors import EnvironmentProblem
 from nearpeak.machines import catalogue

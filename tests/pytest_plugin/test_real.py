@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch  # noqa: F401  (which a run of pytest inside must not import first)
+import torch
 
 import nearpeak.pytest_plugin.measuring  # noqa: F401
 from nearpeak.diagnose import run  # noqa: F401

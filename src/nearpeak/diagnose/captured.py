@@ -102,7 +102,7 @@ class Captured:
         )
         return with_findings(found, traced, machine, KNOWN)
 
-    def _aligned(self) -> tuple[list[int | None], float]:
+    def _aligned(self) -> tuple[list[int | None], float | None]:
         """Of each op of the profiled step its index in the traced one, and the share of those that have one.
 
         Where there is a device, only ops that launched something count: views and what the host does are in neither,
@@ -126,7 +126,7 @@ class Captured:
         to_traced: list[int | None] = [None] * len(ops)
         for index, at in zip(wanted, found, strict=True):
             to_traced[index] = None if at is None else there[at]
-        return to_traced, sum(at is not None for at in found) / len(found) if found else 1.0
+        return to_traced, sum(at is not None for at in found) / len(found) if found else None
 
 
 class Profiler:

@@ -123,6 +123,8 @@ class Difference:
     """Causes whose time changed, the largest change first."""
     appeared: tuple[Finding, ...]
     gone: tuple[Finding, ...]
+    steady: bool = True
+    """False where clean steps of a run are so far apart that its ops say nothing: none of them is compared alone."""
     doubts: tuple[str, ...] = ()
     """Why nothing can be said of the wall time with confidence."""
     notes: tuple[str, ...] = ()
@@ -141,12 +143,13 @@ class Difference:
 def difference(before: Profile, after: Profile) -> Difference:
     """What changed from one profile to another."""
     runs = runs_of(before, after)
+    steady = not (is_unsteady(before) or is_unsteady(after))
     ratio = runs[1].step_s / runs[0].step_s if runs[0].step_s else 1.0
     noise = noise_of(before, after)
-    scatter, ops, off_drift_s = _ops(before, after)
+    scatter, ops, off_drift_s = _ops(before, after, steady)
     changed_s = runs[1].step_s - runs[0].step_s
     explained = (
-        not (is_unsteady(before) or is_unsteady(after))
+        steady
         and abs(off_drift_s) >= EXPLAINED_SHARE * runs[0].step_s
         and changed_s != 0.0
         and EXPLAINED[0] <= off_drift_s / changed_s <= EXPLAINED[1]
@@ -169,12 +172,13 @@ def difference(before: Profile, after: Profile) -> Difference:
         idle=tuple(_idle(before, after, noise)),
         appeared=_only_in(after, before),
         gone=_only_in(before, after),
+        steady=steady,
         doubts=tuple(_doubts(before, after)),
         notes=tuple(_notes(before, after)),
     )
 
 
-def _ops(before: Profile, after: Profile) -> tuple[Scatter, list[OpChange], float]:
+def _ops(before: Profile, after: Profile, steady: bool) -> tuple[Scatter, list[OpChange], float]:
     """What is chance, the ops that changed beyond it, and by how many seconds these did."""
     found = matched(before, after)
     usual = CPU if "cpu" in (before.device, after.device) else GPU
@@ -184,7 +188,7 @@ def _ops(before: Profile, after: Profile) -> tuple[Scatter, list[OpChange], floa
     # on another device every kernel changes in its own way, and all of that is real
     same = before.device == after.device
     scatter = Scatter([kind for _, kind in kinds if kind is not None] if same else [], usual)
-    if is_unsteady(before) or is_unsteady(after):  # the one profiled step may be any of them
+    if not steady:  # the one profiled step may be any of them
         kinds = [(match, kind) for match, kind in kinds if not match.one_to_one]
     least_s = LEAST_SHARE * before.wall_s
     changes: list[OpChange] = []
@@ -339,7 +343,7 @@ def _notes(before: Profile, after: Profile) -> Iterable[str]:
         if is_unsteady(profile):
             yield (
                 f"Clean steps of the {name} run are {percent(profile.spread, 0)} apart: something else ran as well, so "
-                "ops are not compared one by one."
+                "single ops say nothing."
             )
         if profile.waterfall.broken:
             yield f"The {name} run has a part of the waterfall below zero: do not trust its parts."

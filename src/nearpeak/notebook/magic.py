@@ -54,8 +54,10 @@ def asked_of(line: str) -> Asked:
     """
     given: dict[str, str] = {}
     rest = line.strip()
-    while rest.startswith("--") and rest != "--":
+    while rest.startswith("--"):
         name, rest = _first(rest)
+        if name == "--":
+            break
         name, equals, value = name.partition("=")
         if name in _WITH_VALUE:
             if not equals:
@@ -65,7 +67,7 @@ def asked_of(line: str) -> Asked:
         elif name not in _WITHOUT_VALUE or equals:
             raise UsageError(f"%nearpeak has no option {name!r}. {did_you_mean(name, (*_WITHOUT_VALUE, *_WITH_VALUE))}")
         given[name] = value
-    return _asked(given, rest.removeprefix("--").strip())
+    return _asked(given, rest)
 
 
 def _first(text: str) -> tuple[str, str]:

@@ -89,6 +89,11 @@ def parts_rows(found: Difference) -> tuple[list[str], list[list[str]]]:
     return ["part", "before", "after", "change", "of the step"], rows
 
 
+def no_ops(found: Difference) -> str:
+    """In place of a table of ops."""
+    return "No op changed beyond noise." if found.steady else "Ops are not compared: the runs are too noisy."
+
+
 def op_names(change: OpChange, most: int = MOST_NAMES) -> tuple[str, str]:
     """The operators before and after; "" where there are none."""
     before, after = (_listed(names, most) for names in (change.names_before, change.names_after))
@@ -193,7 +198,7 @@ def _longer(ratio: float) -> str:
 def _ops(found: Difference, top: int) -> str:
     """Two lines each: the times, and below how they were matched and where they are."""
     if not found.ops:
-        return "No op changed beyond noise."
+        return no_ops(found)
     shown = found.ops[:top]
     before_s, after_s = rest(found, shown)
     left = len(found.ops) - len(shown)

@@ -14,6 +14,7 @@ from nearpeak.render.difference import (
     how_text,
     key,
     memory_text,
+    no_ops,
     parts_rows,
     relative,
     remarks,
@@ -68,7 +69,7 @@ def _runs(found: Difference, names: tuple[str, str]) -> str:
 
 def _ops(found: Difference, top: int) -> str:
     if not found.ops:
-        return "No op changed beyond noise."
+        return no_ops(found)
     shown = found.ops[:top]
     rows = []
     for change in shown:

@@ -84,8 +84,12 @@ def timing_html(timing: Timing) -> str:
     """The time with its interval and grade, how near its bound it is, the other times, and what is doubtful."""
     parameters = " ".join(f"{visible(name, 30)}={visible(value, 40)}" for name, value in timing.parameters.items())
     partial = ", interrupted" if timing.partial else ""
-    others = [(kind, seconds(value), MEANINGS.get(kind, "")) for kind, value in timing.other_seconds.items()]
-    flags = [(flag.severity, flag.name, visible(f"{flag.evidence}. {flag.remedy}")) for flag in timing.flags]
+    others = [
+        (visible(kind, 20), seconds(value), MEANINGS.get(kind, "")) for kind, value in timing.other_seconds.items()
+    ]
+    flags = [
+        (flag.severity, visible(flag.name, 40), visible(f"{flag.evidence}. {flag.remedy}")) for flag in timing.flags
+    ]
     environment = timing.environment
     driver = f", driver {visible(environment.driver, 40)}" if environment.driver else ""
     return _card(

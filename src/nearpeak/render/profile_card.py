@@ -50,10 +50,11 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
 
 def verdict(profile: Profile) -> str:
     """How long a step takes against how long it could."""
-    times = f"{significant(profile.wall_s / profile.ideal_s)} x the" if profile.ideal_s > 0.0 else "without an"
-    return (
-        f"{seconds(profile.wall_s)} a step, {times} ideal {seconds(profile.ideal_s)} on {plain(profile.machine, 30)}."
-    )
+    machine = plain(profile.machine, 30)
+    if profile.ideal_s <= 0.0:
+        return f"{seconds(profile.wall_s)} a step on {machine}, of which nothing has a bound."
+    times = significant(profile.wall_s / profile.ideal_s)
+    return f"{seconds(profile.wall_s)} a step, {times} x the ideal {seconds(profile.ideal_s)} on {machine}."
 
 
 def short_name(op: str) -> str:
