@@ -8,13 +8,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "render" / "html"))
 
+BROWSERS = ("chromium", "google-chrome", "chrome")
+
 
 @pytest.fixture(scope="session")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium")
+    chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
     if chromium is None:
-        pytest.skip("chromium is not installed")
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     with playwright.sync_playwright() as running:
         found = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield found
@@ -35,7 +37,7 @@ class Opened:
     def begin(self, folder):
         self.problems, self._used, self._folder = [], set(), folder
 
-    def __call__(self, content, *, width=1280, height=720, **options):
+    def __call__(self, content, *, width=1600, height=1000, **options):
         file = self._folder / f"{len(self._used)}.html"
         file.write_text(content, encoding="utf-8")
         key = tuple(sorted(options.items()))

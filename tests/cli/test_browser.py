@@ -78,5 +78,5 @@ def test_without_a_file_the_page_is_in_the_cache_and_old_ones_go(cache):
 def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(EnvironmentProblem, match="-o FILE.html"):
+    with pytest.raises(EnvironmentProblem, match=r"-o FILE\.html"):
         browser.own_page(profile(), Choices())

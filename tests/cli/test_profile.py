@@ -40,7 +40,7 @@ def test_json_alone(capsys):
         (["--trace", EAGER, "--top", "0"], "at least one row"),
         (["--trace", EAGER, "--step", "7"], "7"),
         (["--trace", EAGER, "--on", "h200"], "Did you mean"),
-        (["--trace", EAGER, "--save", "out.html"], "as .json or .json.gz"),
+        (["--trace", EAGER, "--save", "out.doc"], "is written as one of .html"),
     ],
 )
 def test_what_cannot_be_done_is_said(options, message, capsys):

@@ -1,8 +1,8 @@
 """Real runs on an H200, reduced to what a difference is made of, and runs simulated from them.
 
 `data/NAME.json.gz` has the ops of a saved profile that ran on the device, without bounds: the kinds of ops, the kind of
-each op in the order of the step, and its nanoseconds. A vision transformer and a mixture of experts, trained by the same
-script in two processes an hour apart; the first also compiled.
+each op in the order of the step, and its nanoseconds. A vision transformer and a mixture of experts, trained by the
+same script in two processes an hour apart; the first also compiled.
 """
 
 import dataclasses

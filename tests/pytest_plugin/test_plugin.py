@@ -138,10 +138,13 @@ def test_a_grade_that_is_too_low_is_skipped(inner: Run, measured: dict[str, obje
     measured["timing"] = timing(flags=DOUBTFUL)
     result = inner('step_time="1 ns"', "nearpeak_bench(int)")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*cannot tell: *has grade F (LAUNCH_NOT_HIDDEN: the device waited)*wants C*"])
+    result.stdout.fnmatch_lines(["*cannot tell: *has grade F (LAUNCH_NOT_HIDDEN: the device waited)*wants B*"])
     measured["profile"] = profile(spread=0.1)
     inner('step_time="12 s", grade="A"').assert_outcomes(skipped=1)
-    inner('step_time="12 s", grade="B"').assert_outcomes(passed=1)
+    inner('step_time="12 s"').assert_outcomes(passed=1)
+    measured["profile"] = profile(spread=0.3)
+    inner('step_time="1 s"').assert_outcomes(skipped=1)
+    inner('step_time="1 s", grade="C"').assert_outcomes(failed=1)
 
 
 def test_a_machine_that_was_never_measured_is_skipped(inner: Run, monkeypatch: pytest.MonkeyPatch):

@@ -55,6 +55,13 @@ def test_streams_gaps_and_findings_have_tracks():
     assert names[gaps[0]["tid"]] == "nothing runs"
 
 
+def test_a_cpu_has_ops_and_no_streams():
+    made = profile(20)
+    spans = tuple(dataclasses.replace(span, stream=0) for span in made.timeline)
+    names = tracks(dataclasses.replace(made, device="cpu", timeline=spans)).values()
+    assert list(names) == ["findings", "nothing runs", "ops"]
+
+
 def test_findings_are_marks_at_their_first_kernel():
     made = profile(400)
     marks = events(made, "i")

@@ -54,6 +54,7 @@ def check(arguments: argparse.Namespace) -> None:
     for file in arguments.rules:
         add_rules(file)
     check_names(arguments.ignore)
+    arguments.save = [str(Path(path).absolute()) for path in arguments.save]  # the script may change the folder
     if arguments.json and arguments.json != "-":
         arguments.json = str(Path(arguments.json).absolute())
 
@@ -68,7 +69,6 @@ def check_choices(arguments: argparse.Namespace) -> None:
         raise UsageError("--findings and --least are not below zero.")
     for path in arguments.save:
         check_name(path)
-    arguments.save = [str(Path(path).absolute()) for path in arguments.save]  # the script may change the folder
 
 
 def choices_of(profile: Profile, arguments: argparse.Namespace) -> Choices:

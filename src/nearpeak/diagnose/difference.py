@@ -144,7 +144,7 @@ def difference(before: Profile, after: Profile) -> Difference:
     """What changed from one profile to another."""
     runs = runs_of(before, after)
     steady = not (is_unsteady(before) or is_unsteady(after))
-    ratio = runs[1].step_s / runs[0].step_s if runs[0].step_s else 1.0
+    ratio = runs[1].step_s / runs[0].step_s if runs[0].step_s and runs[1].step_s else 1.0
     noise = noise_of(before, after)
     scatter, ops, off_drift_s = _ops(before, after, steady)
     changed_s = runs[1].step_s - runs[0].step_s
@@ -154,7 +154,7 @@ def difference(before: Profile, after: Profile) -> Difference:
         and changed_s != 0.0
         and EXPLAINED[0] <= off_drift_s / changed_s <= EXPLAINED[1]
     )
-    real = abs(math.log(ratio)) > noise or explained
+    real = ratio != 1.0 and (abs(math.log(ratio)) > noise or explained)
     return Difference(
         before=runs[0],
         after=runs[1],

@@ -15,6 +15,7 @@ A kind has changed where it is off the drift by more than these explain.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -133,8 +134,9 @@ class Scatter:
     def _by_kind(self, kind: Kind) -> float:
         """From all other kinds: a kind that changed must not hide behind itself."""
         deviations = self._deviations[kind.limits]
-        if kind.error <= self._usual.op:
-            at = deviations.index(abs(kind.change - self._drifts[kind.limits]))
+        own = abs(kind.change - self._drifts[kind.limits])
+        at = bisect_left(deviations, own)
+        if at < len(deviations) and deviations[at] == own:
             deviations = deviations[:at] + deviations[at + 1 :]
         return self._shrunk(kind.limits, deviations)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MARKER = (
     'nearpeak(of_bound=0.5, floor="as written", step_time="12 ms", peak_memory="3 GiB", no_finding_above="5%", '
-    'ignore=[...], baseline="name", within="5%", device="gpu", grade="C"): bars for what nearpeak_profile or '
+    'ignore=[...], baseline="name", within="5%", device="gpu", grade="B"): bars for what nearpeak_profile or '
     "nearpeak_bench measures in the test"
 )
 WROTE = "nearpeak wrote"

@@ -178,7 +178,7 @@ def _baseline(figure: Figure, baseline: Baseline, within: float) -> Judged:
 def failure(measured: Profile | Timing, judged: tuple[Judged, ...]) -> str:
     """What a failing test says: each bar that was missed, the top finding, and how far to trust it."""
     figure = figure_of(measured)
-    missed = [f"  {each.line}." for each in judged if each.verdict == "missed"]
+    missed = [f"  {each.line.rstrip('.')}." for each in judged if each.verdict == "missed"]
     lines = [f"{figure.name} misses {'a bar' if len(missed) == 1 else f'{len(missed)} bars'}:", *missed]
     if isinstance(measured, Profile):
         found = shown(measured)

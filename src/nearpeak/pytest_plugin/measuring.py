@@ -104,6 +104,7 @@ class Measuring:
 
     def _machine(self) -> Machine:
         """This machine as far as it is known; it is measured only where that was asked for."""
+        __tracebackhide__ = True
         from nearpeak.capture.machine import machine
         from nearpeak.measure.machine import known_here
 
@@ -194,6 +195,7 @@ class Measuring:
 
 def import_torch() -> None:
     """Skips the test where torch cannot be imported: nothing can be measured without it."""
+    __tracebackhide__ = True
     try:
         import torch  # noqa: F401
     except ImportError as error:

@@ -22,8 +22,11 @@ from nearpeak.render.timing import MEANINGS, kernel_name, rates
 from nearpeak.units import percent, quantity, seconds, seconds_between
 
 MOST_FAMILIES = 8
-_CARD = "border:1px solid rgba(128,128,128,.5);border-radius:6px;padding:.6em .9em;margin:.3em 0;max-width:60em"
-_TABLE = "border-collapse:collapse;margin:.5em 0;width:100%;background:none"
+_CARD = (
+    "border:1px solid rgba(128,128,128,.5);border-radius:6px;padding:.6em .9em;margin:.3em 0;max-width:60em;"
+    "overflow-x:auto"
+)
+_TABLE = "border-collapse:collapse;margin:.5em 0;background:none;color:inherit;font:inherit"
 _TEXT = "text-align:left;padding:.1em 1em .1em 0;vertical-align:top;white-space:normal"
 _NUMBER = "text-align:right;padding:.1em 1em .1em 0;vertical-align:top;white-space:nowrap"
 _QUIET = "opacity:.75"
@@ -71,7 +74,7 @@ def estimate_html(estimate: Estimate) -> str:
         coverage += " The trace stopped at its limit: these are figures of its beginning."
     return _card(
         f"Estimate on {visible(estimate.machine, 60)}",
-        f"{CEILINGS.get(estimate.how, visible(estimate.how, 40))}: {len(estimate.ops):,} ops, "
+        f"{CEILINGS.get(estimate.how, visible(estimate.how, 40))}: {_count(len(estimate.ops), 'op')}, "
         f"{quantity(estimate.flops, 'FLOP')}, {quantity(estimate.bytes, 'B')}",
         _table(["", "time", "", ""], floors, "lrll"),
         _table(["family", "ops", "as written", "share"], _families(estimate), "lrrr"),
@@ -94,7 +97,8 @@ def timing_html(timing: Timing) -> str:
     driver = f", driver {visible(environment.driver, 40)}" if environment.driver else ""
     return _card(
         f"{visible(timing.name, 80) or 'unnamed'} {parameters}".rstrip(),
-        f"{timing.kind} time ({MEANINGS[timing.kind]}), {timing.cache} cache; median of {len(timing.blocks)} blocks",
+        f"{timing.kind} time ({MEANINGS[timing.kind]}), {timing.cache} cache; "
+        f"median of {_count(len(timing.blocks), 'block')}",
         element(
             "div",
             element("b", seconds_between(timing.seconds, timing.low, timing.high)),
@@ -208,11 +212,15 @@ def _bar(begin: float, length: float) -> Markup:
         "div",
         style=f"margin-left:{100 * left:.2f}%;width:{100 * width:.2f}%;height:.8em;background:currentColor;opacity:.55",
     )
-    return element("div", inner, style="min-width:12em;margin-top:.3em")
+    return element("div", inner, style="min-width:16em;margin-top:.3em")
 
 
 def _quiet(line: str) -> Markup:
     return element("div", line, style=_QUIET)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _in_brackets(text: str) -> str:

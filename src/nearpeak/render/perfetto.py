@@ -44,7 +44,7 @@ def trace_json(profile: Profile, findings: Sequence[Finding]) -> str:
 
 def _events(profile: Profile, findings: Sequence[Finding]) -> Iterator[Event]:
     spans = sorted(profile.timeline, key=lambda span: (span.start_s, -span.seconds))
-    tracks = _tracks(spans)
+    tracks = _tracks(spans, "ops" if profile.device == "cpu" else "")
     names = {FINDINGS: "findings", IDLE: "nothing runs", **dict(tracks.values())}
     yield _named("process_name", PROCESS, 0, f"a step on {visible(profile.device, 60)}")
     for track, name in names.items():
@@ -71,8 +71,11 @@ def _events(profile: Profile, findings: Sequence[Finding]) -> Iterator[Event]:
         yield _mark(finding, at)
 
 
-def _tracks(spans: Sequence[DeviceKernel]) -> Mapping[int, tuple[int, str]]:
-    """The track of each span, by its number. A viewer cannot show two at once on a track: they get one more."""
+def _tracks(spans: Sequence[DeviceKernel], name: str) -> Mapping[int, tuple[int, str]]:
+    """The track of each span with its name, by the number of the span; `name` is that of all, streams where it is "".
+
+    A viewer cannot show two spans at once on a track: they get one more.
+    """
     ends: dict[int, list[int]] = {}
     lanes = []
     for span in spans:
@@ -83,7 +86,7 @@ def _tracks(spans: Sequence[DeviceKernel]) -> Mapping[int, tuple[int, str]]:
         lanes.append((span.stream, lane))
     order = {key: FIRST_STREAM + place for place, key in enumerate(sorted(set(lanes)))}
     return {
-        number: (order[key], f"stream {key[0]}" + (f", beside ({key[1]})" if key[1] else ""))
+        number: (order[key], (name or f"stream {key[0]}") + (f", beside ({key[1]})" if key[1] else ""))
         for number, key in enumerate(lanes)
     }
 

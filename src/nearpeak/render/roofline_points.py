@@ -116,7 +116,7 @@ def above(point: OpPoint, bandwidth: float) -> bool:
 def short_name(name: str) -> str:
     """An operator without what all have: "aten.mul.Tensor" is "mul", "mine.kernel.default" is "mine.kernel"."""
     packet = name.rpartition(".")[0] if name.count(".") > 1 else name
-    return plain(packet.removeprefix("aten."), 60)
+    return plain(packet.removeprefix("aten.").removeprefix("inductor.triton_"), 60)
 
 
 def _place(op: EstimatedOp | ProfiledOp) -> str:
