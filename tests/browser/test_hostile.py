@@ -21,7 +21,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
 def test_hostile_names_are_only_shown(opened, name):
-    made = profile(300, name=name)
+    made = profile(120, name=name)
     ops = tuple(dataclasses.replace(op, phase=name, limiter=name) for op in made.ops[:40]) + made.ops[40:]
     machine = find("h200-sxm")
     limits = dataclasses.replace(machine.achievable, matrix={name: 1e15}, how="measured")

@@ -59,7 +59,7 @@ def test_a_cpu_has_ops_and_no_streams():
     made = profile(20)
     spans = tuple(dataclasses.replace(span, stream=0) for span in made.timeline)
     names = tracks(dataclasses.replace(made, device="cpu", timeline=spans)).values()
-    assert list(names) == ["findings", "nothing runs", "ops"]
+    assert "ops" in names and not any(name.startswith("stream") for name in names)
 
 
 def test_findings_are_marks_at_their_first_kernel():

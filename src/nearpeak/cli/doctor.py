@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-PACKAGES = ("torch", "jinja2", "rich", "platformdirs")
+PACKAGES = ("torch", "rich", "platformdirs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ class Measuring:
 
     def begins(self) -> None:
         """Before the test: skips it where the device is not the one that it is for."""
+        self._count = 0  # a test may be run again
         wanted = self.bars.device
         if wanted is None:
             return
