@@ -286,7 +286,8 @@ class _Charge:
             self._of_op(ended_by, seconds, slowed=what == LATE)
 
     def _of_op(self, ended_by: Ran | None, seconds: float, *, slowed: bool) -> None:
-        if ended_by is not None and ended_by.op is not None:
+        # A CPU waits for no launch, and what is between its ops is mostly the profiler's.
+        if self._working is not None and ended_by is not None and ended_by.op is not None:
             _more(self.late.setdefault(ended_by.op, _Sum()), seconds, slowed=slowed)
 
     def _span(self, index: int, seconds: float, *, slowed: bool) -> None:
