@@ -39,7 +39,7 @@ def unfused_gated_activation(step: Examined) -> Iterator[Waste]:
         activation = products[region.forward]
         members = launching(step, region.members)
         took = step.seconds(members)
-        remaining = remaining_seconds(step, region, times=max(1.0, pace(step, members)))
+        remaining = remaining_seconds(step, region, times=pace(step, members))
         reads, writes = traffic(step, region)
         passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
         yield Waste(
