@@ -17,9 +17,9 @@ from nearpeak.diagnose.finding import Finding
 from nearpeak.diagnose.findings import common_module
 from nearpeak.diagnose.idle import Cause, IdleCause
 from nearpeak.diagnose.matching import How, Matched, matched, packet
+from nearpeak.diagnose.noise import Run, is_unsteady, noise_of, runs_of
 from nearpeak.diagnose.profile import Profile, ProfiledOp
 from nearpeak.diagnose.scatter import CPU, GPU, Kind, Scatter, kind_of, limits_of
-from nearpeak.diagnose.steps import Run, is_unsteady, noise_of, runs_of
 from nearpeak.diagnose.waterfall import PartName
 from nearpeak.units import percent, quantity
 

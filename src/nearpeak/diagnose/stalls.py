@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from nearpeak.capture.kineto.host import HostSpan, marked_line
 from nearpeak.capture.kineto.read import KinetoTrace
-from nearpeak.diagnose.idle import Doing, Idle, Ran, explain
+from nearpeak.diagnose.charging import Doing, Ran, explain
+from nearpeak.diagnose.idle import Idle
 from nearpeak.work.op import Op
 
 _CALLED: Mapping[str, str] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nearpeak.diagnose.difference import Difference, OpChange
 from nearpeak.diagnose.finding import Finding
-from nearpeak.diagnose.steps import Run
+from nearpeak.diagnose.noise import Run
 from nearpeak.render.profile_card import filled, place, short_name, shortened
 from nearpeak.render.style import PLAIN, Colour, Style
 from nearpeak.render.table import table

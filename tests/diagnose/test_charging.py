@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpeak.diagnose.idle import LATE, MEANINGS, QUEUED, Doing, Ran, explain
+from nearpeak.diagnose.charging import Doing, Ran, explain
+from nearpeak.diagnose.idle import LATE, MEANINGS, QUEUED
 from nearpeak.diagnose.intervals import length, union
 
 times = st.integers(0, 100).map(float)
