@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nearpeak.cli.main import main
-from nearpeak.diagnose import watch
+from nearpeak.diagnose import marks, watch
 from nearpeak.diagnose.script import profile_script
 from nearpeak.errors import UsageError
 
@@ -289,7 +289,7 @@ def test_times_of_steps_come_from_the_device_where_the_host_is_ahead(write, monk
         def elapsed_time(self, later):
             return 2e3 * (later.at - self.at)
 
-    monkeypatch.setattr(watch, "_device_marks", lambda count: [Mark() for _ in range(count)])
+    monkeypatch.setattr(marks, "_events", lambda count: [Mark() for _ in range(count)])
     monkeypatch.setattr(watch, "synchronize", lambda: time.sleep(0.01))
     ran = profile_script(write(LOOP), on="h200-sxm")
     assert ran.profile is not None

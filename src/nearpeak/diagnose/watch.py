@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 
 import torch
 
@@ -18,6 +17,7 @@ from nearpeak.capture.step_kind import StepKind
 from nearpeak.capture.steps import Steps
 from nearpeak.diagnose.captured import Captured, Profiler, synchronize
 from nearpeak.diagnose.compiler import CompilerFacts, breaks_in, compiler_facts, graphs_so_far
+from nearpeak.diagnose.marks import DeviceMarks
 from nearpeak.diagnose.schedule import CLEAN_STEPS, OUTLIER, Phase, Schedule
 from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
@@ -67,9 +67,8 @@ class Watch:
         self._begun = 0.0
         self._settling = False
         """Whether this step is the last before the clean ones."""
-        self._marks: list[torch.cuda.Event] = []
-        """On the device, before the first clean step and after each of them."""
-        self._spare_marks: list[torch.cuda.Event] = []
+        self._marks = DeviceMarks()
+        """Before the first clean step and after each of them."""
         self._quiet = 0
         """How many clean steps are only noted when they end: to decide on them takes as long as a few ops."""
         self._noted: list[tuple[float, int]] = []
@@ -119,7 +118,7 @@ class Watch:
         if self._quiet > 1 and between is None and not self._settling and (kind, _profiler_runs()) == self._usual:
             self._quiet -= 1
             self._noted.append((time.perf_counter(), graphs_so_far()))
-            self._mark()
+            self._marks.mark()
             return
         seen = self.schedule.steps
         try:
@@ -211,11 +210,9 @@ class Watch:
             self._warm_graphs = graphs_so_far()
         if before == "clean" and after not in ("clean", "warm-up"):
             self._compiler = compiler_facts(self._warm_graphs or 0)
-            self._mark()
+            self._marks.mark()
             synchronize()
-            schedule.device_ended(
-                time.perf_counter(), [one.elapsed_time(two) / 1e3 for one, two in pairwise(self._marks)]
-            )
+            schedule.device_ended(time.perf_counter(), self._marks.seconds())
         if self.problem:
             return
         if between is not None:
@@ -232,7 +229,7 @@ class Watch:
         if between is not None or (after == "clean" and (before != "clean" or schedule.again)):
             self._resume()
         if after == "clean":
-            self._mark()
+            self._marks.mark()
 
     def _decide_on_noted(self) -> Phase:
         """Tells the schedule of clean steps that were only noted, up to one that ends the phase or begins it anew."""
@@ -251,22 +248,16 @@ class Watch:
             synchronize()
             between()
         self._resume()
-        self._mark()
+        self._marks.mark()
 
     def _resume(self) -> None:
         """The next step begins only now, with a device that has nothing left to do."""
         self._quiet = self.schedule.clean_steps_left
-        self._spare_marks = _device_marks(CLEAN_STEPS + 1)
+        self._marks.prepare(CLEAN_STEPS + 1)
         synchronize()
         self.schedule.resumes(time.perf_counter())
         if not self.schedule.walls:
             self._marks.clear()
-
-    def _mark(self) -> None:
-        """Notes on the device that it got here: nothing waits for that."""
-        if self._spare_marks:
-            self._spare_marks[-1].record()
-            self._marks.append(self._spare_marks.pop())
 
     def _finish(self, now: float, kind: StepKind) -> bool:
         """Ends what was done to the step that is over; whether it can be used."""
@@ -337,13 +328,6 @@ def _notes(schedule: Schedule, recorded: KinetoTrace) -> list[str]:
     if in_graphs := graph_note(recorded.kernels):
         notes.append(in_graphs)
     return notes
-
-
-def _device_marks(count: int) -> list[torch.cuda.Event]:
-    """For moments on the device's own clock, in its order of work; none where no GPU is in use."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return []
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
 
 
 def _profiler_runs() -> bool:
