@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 
+import hypothesis
 import pytest
 
 pytest_plugins = ["pytester"]  # runs pytest in a test, for the tests of the plugin
+
+hypothesis.settings.register_profile("nearpeak", deadline=None)  # a busy machine is slow, and not wrong
+hypothesis.settings.load_profile("nearpeak")
 
 _cache = tempfile.TemporaryDirectory(prefix="nearpeak-tests-")
 _not_run = pytest.StashKey[int]()

@@ -110,7 +110,7 @@ def test_a_buffer_that_is_written_before_it_is_read_is_not_fetched():
     assert ideal(build.trace(), build.costs, machine(cache=None)).memory_seconds == 0
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     random_traces(),
     st.sampled_from([None, 10.0, 100.0, 500.0]),
@@ -132,7 +132,7 @@ def test_ideal_fused_and_as_written_are_in_order(drawn, cache, cache_bandwidth, 
     assert least <= grouped * slack
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(random_traces())
 def test_without_a_cache_regrouping_alone_never_costs(drawn):
     trace, costs = drawn

@@ -161,7 +161,7 @@ def test_an_op_without_a_formula_keeps_what_it_reads():
     assert a in sizes(found[0].writes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(random_traces())
 def test_each_op_once_in_an_order_that_can_run(drawn):
     trace, costs = drawn

@@ -79,7 +79,7 @@ def test_tensors_of_different_purpose_are_independent():
 
 
 @given(shape=shapes, dtype=st.sampled_from(sorted(FLOATING)), as_name=st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_activations_of_any_shape_and_dtype(shape, dtype, as_name):
     values = activations(*shape, dtype=dtype if as_name else FLOATING[dtype], device="cpu")
     assert values.shape == tuple(shape)
@@ -138,7 +138,7 @@ def test_uniform_frequencies():
 
 
 @given(shape=shapes, vocabulary=st.integers(1, 70_000), exponent=st.floats(0, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_token_ids_are_in_the_vocabulary(shape, vocabulary, exponent):
     ids = token_ids(*shape, vocabulary=vocabulary, exponent=exponent, device="cpu")
     assert ids.dtype == torch.int64
@@ -169,7 +169,7 @@ def test_uniform_lengths():
     sigma=st.floats(0, 5),
     distribution=st.sampled_from(["lognormal", "uniform", "constant"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lengths_are_in_range(mean, room, sigma, distribution):
     maximum = None if room is None else math.ceil(mean) + room
     lengths = sequence_lengths(64, mean, sigma, maximum=maximum, distribution=distribution)
@@ -192,7 +192,7 @@ def assert_is_a_routing(result: Routing, tokens: int, experts: int, top_k: int) 
 
 
 @given(data=st.data(), tokens=st.integers(1, 40), experts=st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_routing_is_one(data, tokens, experts):
     top_k = data.draw(st.integers(1, experts))
     distribution = data.draw(st.sampled_from(["uniform", "beta", "target"]))
@@ -398,7 +398,7 @@ def test_a_sample_needs_no_copy_of_the_tensor():
 
 
 @given(size=st.integers(1, 10**9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_sampled_positions_are_distinct(size):
     positions = _spread(size, 500)
     assert len(set(positions.tolist())) == min(size, 500)

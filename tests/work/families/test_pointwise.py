@@ -177,7 +177,7 @@ def test_glu_writes_half(call):
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shapes, st.sampled_from([torch.float32, torch.bfloat16, torch.int32]))
 def test_nothing_is_charged_beyond_the_operands(call, shape, dtype):
     x = torch.zeros(shape, dtype=dtype)
