@@ -87,6 +87,59 @@ def test_idle_time_is_claimed_by_its_cause():
     assert sum(item.saving_s for item in found) == 2.0
 
 
+LAUNCHING = (IdleCause(cause="launching", seconds=3.0, count=4, where="", what="launched late"),)
+
+
+def late(step, *seconds):
+    """The same step, whose ops were launched so late."""
+    ops = (dataclasses.replace(op, late_s=late_s) for op, late_s in zip(step.profile.ops, seconds, strict=True))
+    return dataclasses.replace(step, profile=dataclasses.replace(step.profile, ops=tuple(ops)))
+
+
+def test_an_op_that_goes_takes_what_the_device_waited_for_it():
+    rule("merged")(lambda step: [waste(0, {0: 0.5, 1: 0.5}, gone=[1])])
+    rule("gone")(lambda step: [waste(2, {2: 1.0})])  # all of its time: it runs no more
+    rule("quicker")(lambda step: [waste(3, {3: 0.9})])
+    found, _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
+    assert {item.rule: item.saving_s for item in found} == pytest.approx({"merged": 1.8, "gone": 1.7, "quicker": 0.9})
+    assert next(item for item in found if item.rule == "gone").reasoning.startswith(
+        "so 700 ms in which the device waited"
+    )
+    assert next(item for item in found if item.rule == "quicker").reasoning == "so"
+
+
+def test_what_was_waited_for_a_launch_is_claimed_once():
+    rule("one")(lambda step: [waste(0, {0: 0.5}, gone=[0])])
+    rule("other")(lambda step: [waste(0, {0: 0.4}, gone=[0])])
+    rule("rest", general=True)(lambda step: [waste(None, idle={"launching": 3.0})])
+    found, _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
+    assert {item.rule: item.saving_s for item in found} == pytest.approx({"one": 1.5, "other": 0.4, "rest": 2.0})
+
+
+def test_a_waste_of_launches_alone_is_one():
+    rule("launches")(lambda step: [waste(0, gone=[0, 1])])
+    (found,), _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
+    assert found.saving_s == pytest.approx(1.8)
+
+
+def test_idle_time_is_worth_less_where_products_cannot_keep_their_speed():
+    left, right = torch.ones(2, 64, 64, dtype=torch.bfloat16)
+    traced = trace(lambda: left @ right, live=True)
+    machine = find_machine("h200-sxm")
+    limits = dataclasses.replace(machine.achievable, matrix_sustained={"bfloat16": 2 * 64**3 / 1.5})
+    machine = dataclasses.replace(machine, achievable=limits)
+    kernels = [DeviceKernel(name="mm", start_s=0.0, seconds=1.0, op=0)]
+    profile = profile_of(estimate_trace(traced, machine), kernels, wall_s=3.0, source="", date="", device="")
+    wait = IdleCause(cause="synchronisation", seconds=2.0, count=1, where="", what="item")
+    step = Examined(
+        trace=traced, profile=dataclasses.replace(profile, idle=(wait,)), machine=machine, knows=frozenset({"host"})
+    )
+    assert step.idle_worth == pytest.approx(0.75)  # half a second of two: that is what the product takes longer
+    rule("waits", needs=["host"])(lambda step: [waste(None, idle={"synchronisation": 2.0})])
+    (found,), _ = find(step)
+    assert found.saving_s == pytest.approx(1.5) and "25 % less of the waiting" in found.reasoning
+
+
 def test_places_of_one_line_are_one_finding():
     rule("twice")(lambda step: [waste(0, {0: 0.5}), waste(0, {1: 0.4})])
     (found,), _ = find(examined())
