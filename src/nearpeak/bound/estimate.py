@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple
 
+from nearpeak import forms
 from nearpeak.bound.dependencies import touches_in
 from nearpeak.bound.expected import expect
 from nearpeak.bound.floors import group_times, ideal_seconds, written_times
@@ -102,9 +102,7 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        # By name: what renders an estimate is above it, and nothing but a notebook needs it.
-        html: str = import_module("nearpeak.render.notebook").estimate_html(self)
-        return html
+        return forms.card(self)
 
     @property
     def flops(self) -> float:

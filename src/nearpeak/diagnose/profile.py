@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 
+from nearpeak import forms
 from nearpeak.bound.estimate import Estimate, EstimatedOp
 from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.finding import Finding
@@ -132,7 +132,7 @@ class Profile:
         .json or .json.gz for `nearpeak.load`, .html, .md, .csv, .txt, .svg or .png for people, .perfetto.json for
         Perfetto.
         """
-        import_module("nearpeak.render.report").write(self, path)  # by its name: what renders it is above this layer
+        forms.write(self, path)
 
     def __repr__(self) -> str:
         """One line; thousands of ops would be none."""
@@ -143,9 +143,7 @@ class Profile:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        # By name: what renders a profile is above it, and nothing but a notebook needs it.
-        html: str = import_module("nearpeak.render.notebook").profile_html(self)
-        return html
+        return forms.card(self)
 
 
 def profile_of(

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Literal
 
+from nearpeak import forms
 from nearpeak.measure.flags import Flag, Grade, grade
 from nearpeak.measure.input_facts import InputStatistics
 from nearpeak.units import percent, seconds_between
@@ -125,9 +125,7 @@ class Timing:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        # By name: what renders a timing is above it, and nothing but a notebook needs it.
-        html: str = import_module("nearpeak.render.notebook").timing_html(self)
-        return html
+        return forms.card(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

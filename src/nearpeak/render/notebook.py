@@ -34,6 +34,13 @@ _NO_MATHEMATICS = "tex2jax_ignore mathjax_ignore"
 """Names of ops and files may have dollar signs in them, and a notebook would typeset what is between two."""
 
 
+def card(result: Profile | Estimate | Timing) -> str:
+    """What a notebook shows for a result."""
+    if isinstance(result, Profile):
+        return profile_html(result)
+    return estimate_html(result) if isinstance(result, Estimate) else timing_html(result)
+
+
 def profile_html(profile: Profile) -> str:
     """Verdict, why and next; the waterfall as bars; the findings."""
     found = shown(profile)
