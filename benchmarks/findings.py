@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +26,9 @@ import torch
 import nearpeak
 from nearpeak.measure.statistics import median
 
-CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from planted import CASES, load
+
 CLOSE = 0.2
 """A prediction is right that is within this share of what was realised."""
 SECONDS = 0.15
@@ -35,14 +36,6 @@ ROUNDS = 5
 REPEATS = 3
 WAITING = 0.15
 """Of the step: with more idle time the host counts."""
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"corpus_{name}", CORPUS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def synchronize() -> None:
@@ -145,7 +138,7 @@ def main() -> None:
     if arguments.folder:
         arguments.folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for name in arguments.names or sorted(path.stem for path in CORPUS.glob("*.py")):
+    for name in arguments.names or CASES:
         if device not in load(name).DEVICES:
             continue
         try:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 pytest_plugins = ["pytester"]  # runs pytest in a test, for the tests of the plugin
+
+sys.path.insert(0, str(Path(__file__).parent))  # for planted.py
 
 hypothesis.settings.register_profile("nearpeak", deadline=None)  # a busy machine is slow, and not wrong
 hypothesis.settings.load_profile("nearpeak")

@@ -1,17 +1,13 @@
 """Every planted waste of the corpus is found at its line, and nothing in its clean twin."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from planted import CASES, load, planted
 
 import nearpeak
 from nearpeak.machines.model import Achievable, LaunchCost, Machine
 
-CORPUS = Path(__file__).parent / "corpus"
 ATTEMPTS = 3
-CASES = sorted(path.stem for path in CORPUS.glob("*.py"))
 CPU = Machine(
     id="test-cpu",
     name="two slow cores",
@@ -33,27 +29,13 @@ CPU = Machine(
 )
 
 
-def load(name):
-    path = CORPUS / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"corpus_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def planted_line(name):
-    """The line with the comment "# waste", as findings name it; None where a step as a whole is to blame."""
-    lines = (CORPUS / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    return next((f"{name}.py:{number}" for number, line in enumerate(lines, 1) if line.endswith("# waste")), None)
-
-
 def shown(step, device):
     profile = nearpeak.profile(step, on=CPU if device == "cpu" else None)
     return [finding for finding in profile.findings if finding.share >= 0.01]
 
 
 def is_found(name, device):
-    module, line = load(name), planted_line(name)
+    module, line = load(name), planted(name)
     found = shown(module.waste(device), device)
     named = [finding for finding in found if finding.rule == module.RULE and line in (None, finding.source)]
     return bool(named), f"{module.RULE} was not found at {line}, but {[(item.rule, item.source) for item in found]}"

@@ -1,8 +1,5 @@
 """Steps of a GPU without one: traced on fake tensors as an H200 would run them, with times that are made up."""
 
-import importlib.util
-from pathlib import Path
-
 import nearpeak
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.capture.lowering.target import Target
@@ -12,7 +9,6 @@ from nearpeak.diagnose.findings import find
 from nearpeak.diagnose.profile import DeviceKernel, profile_of
 from nearpeak.machines.catalogue import find as machine_of
 
-CORPUS = Path(__file__).parents[2] / "corpus"
 H200 = machine_of("h200-sxm")
 TARGET = Target(kind="gpu", capability=(9, 0), cudnn=91900, torch=(2, 11))
 
@@ -47,19 +43,6 @@ def examined(build, *, times=as_expected, machine=H200, target=TARGET, live=Fals
             now += took
     profile = profile_of(estimate, kernels, wall_s=now, source="step", date="", device="toy")
     return Examined(trace=traced, profile=profile, machine=machine, knows=frozenset({"storages", "lines"}))
-
-
-def load(name):
-    """A file of the corpus as a module."""
-    spec = importlib.util.spec_from_file_location(f"corpus_{name}", CORPUS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def planted(name):
-    lines = (CORPUS / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    return next(f"{name}.py:{number}" for number, line in enumerate(lines, 1) if line.endswith("# waste"))
 
 
 def found_in(step, rule=None):

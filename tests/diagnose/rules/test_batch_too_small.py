@@ -1,6 +1,7 @@
 import pytest
 import torch
-from gpu_steps import examined, found_in, load
+from gpu_steps import examined, found_in
+from planted import load
 from torch import nn
 
 from nearpeak.diagnose.rules.batch_too_small import batch_too_small

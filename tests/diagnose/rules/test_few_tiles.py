@@ -1,7 +1,8 @@
 import dataclasses
 
 import torch
-from gpu_steps import H200, examined, found_in, load, planted
+from gpu_steps import H200, examined, found_in
+from planted import load, planted
 from torch.nn import functional
 
 from nearpeak.diagnose.rules.few_tiles import few_tiles

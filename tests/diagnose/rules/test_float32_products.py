@@ -2,7 +2,8 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_steps import H200, examined, found_in, load, planted
+from gpu_steps import H200, examined, found_in
+from planted import load, planted
 
 from nearpeak.diagnose.rules.float32_products import float32_products
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_steps import examined, found_in, load, planted
+from gpu_steps import examined, found_in
+from planted import load, planted
 from torch.nn import functional
 
 ON_GPU = [

@@ -1,7 +1,8 @@
 """Pairs of the corpus on an H200 with good kernels alone: what is predicted is what the twin saves."""
 
 import pytest
-from gpu_steps import examined, found_in, load, planted
+from gpu_steps import examined, found_in
+from planted import load, planted
 
 NAMES = [
     "logits_upcast",

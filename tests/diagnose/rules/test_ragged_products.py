@@ -2,7 +2,8 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_steps import H200, examined, found_in, load, planted
+from gpu_steps import H200, examined, found_in
+from planted import load, planted
 from torch.nn import functional
 
 from nearpeak.diagnose.rules.ragged_products import ragged_products

@@ -2,7 +2,8 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_steps import H200, examined, found_in, load, planted
+from gpu_steps import H200, examined, found_in
+from planted import load, planted
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from gpu_steps import examined, found_in, load, planted
+from gpu_steps import examined, found_in
+from planted import load, planted
 
 from nearpeak.diagnose.rules.wave_quantisation import wave_quantisation
 

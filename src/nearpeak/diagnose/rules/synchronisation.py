@@ -61,13 +61,14 @@ def synchronisation(step: Examined) -> Iterator[Waste]:
         if cause.cause != "synchronisation" or (cause.what == "copy" and comes_from_host(step, cause.where)):
             continue
         form = _form(step, cause)
+        counting = _counting(step, cause.where) if form is _SELECT else {}
         place = "" if is_line(cause.where) or not cause.where else f" (in {cause.where})"
         yield Waste(
             title=form.title + place,
             at=next((index for index, op in enumerate(step.ops) if op.source == cause.where and op.source), None),
             source=cause.where if is_line(cause.where) else "",
-            gains=_counting(step, cause.where) if form is _SELECT else {},
-            gone=_counting(step, cause.where) if form is _SELECT else (),
+            gains=counting,
+            gone=counting,
             idle={"synchronisation": cause.seconds},
             evidence=f"{cause.what or 'A call'} made the host wait {_times(cause.count)} in the step; for "
             f"{seconds(cause.seconds)} nothing ran on the device because of it.",
