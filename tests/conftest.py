@@ -9,10 +9,14 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 pytest_plugins = ["pytester"]  # runs pytest in a test, for the tests of the plugin
 
 sys.path.insert(0, str(Path(__file__).parent))  # for planted.py
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run on a CPU too
 
 hypothesis.settings.register_profile("nearpeak", deadline=None)  # a busy machine is slow, and not wrong
 hypothesis.settings.load_profile("nearpeak")
@@ -32,7 +36,7 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(trylast=True)  # after -m and -k have dropped what was not asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     need_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if need_gpu and not _gpu_available():
+    if need_gpu and not torch.cuda.is_available():
         for item in need_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         config.stash[_not_run] = len(need_gpu)
@@ -43,9 +47,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if count:
         tests = "1 test needs a GPU and was" if count == 1 else f"{count} tests need a GPU and were"
         terminalreporter.write_line(f"{tests} not run: pytest -m gpu")
-
-
-def _gpu_available() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

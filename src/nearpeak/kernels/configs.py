@@ -1,0 +1,41 @@
+"""`tuned`: the configuration that was measured to be best for a kernel, from the tables of this package.
+
+A table is a JSON file per generation of GPUs, `tables/sm90.json`: by kernel, a list of entries by rising size, each
+with the size up to which it holds and what to launch with. It is written by `benchmarks/tune_kernels.py`. A GPU without
+one takes that of the generation before it; kernels have a heuristic for sizes beyond the last entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+
+def tuned(kernel: str, size: int, device: torch.device) -> dict[str, Any] | None:
+    """What to launch a kernel with for rows, or whatever counts, of this size; None where nobody measured."""
+    return _tuned(kernel, size, device.index if device.type == "cuda" else None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tuned(kernel: str, size: int, index: int | None) -> dict[str, Any] | None:
+    if index is None or not torch.cuda.is_available():
+        generation = 90
+    else:
+        major, minor = torch.cuda.get_device_capability(index)
+        generation = 10 * major + minor
+    for entry in _table(generation).get(kernel, ()):
+        if size <= entry["up_to"]:
+            return {name: value for name, value in entry.items() if name != "up_to"}
+    return None
+
+
+@functools.cache
+def _table(generation: int) -> dict[str, list[dict[str, Any]]]:
+    tables = {int(path.name[2:-5]): path for path in files("nearpeak.kernels").joinpath("tables").iterdir()}
+    known = [number for number in tables if number <= generation]
+    found: dict[str, list[dict[str, Any]]] = json.loads(tables[max(known)].read_text()) if known else {}
+    return found

@@ -1,0 +1,93 @@
+"""`repair`: makes Triton's interpreter compute in bfloat16, which it otherwise does on the bits, without a word.
+
+It holds a bfloat16 as an integer of 16 bits and adds and multiplies these; it cuts float32 off instead of rounding, and
+casts to float8 wrongly. Repaired: arithmetic is done in float32 and rounded to the nearest, ties to even, as a GPU
+does; casts are torch's. This touches private names of Triton 3.6 to 3.9, so it checks its own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from nearpeak.errors import KernelUnavailable
+
+_FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_done = False
+
+
+def repair() -> None:
+    """Repairs the interpreter of this process, once."""
+    global _done
+    if _done:
+        return
+    try:
+        _install(interpreter.InterpreterBuilder)
+    except AttributeError as error:
+        raise KernelUnavailable(
+            f"Triton's interpreter has changed ({error}), and computes wrongly in bfloat16 without a repair."
+            " Unset TRITON_INTERPRET, or install triton 3.6 to 3.9."
+        ) from error
+    _done = True
+
+
+def _widened(handle: Any) -> Any:
+    """A bfloat16 as float32; anything else as it is."""
+    if not _is_bfloat16(handle):
+        return handle
+    bits = handle.data.astype(numpy.uint32) << 16
+    return interpreter.TensorHandle(bits.view(numpy.float32), tl.float32)
+
+
+def _rounded(values: Any) -> Any:
+    """float32 as the bits of bfloat16, to the nearest, ties to even."""
+    bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
+    near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+    return numpy.where(numpy.isnan(values), numpy.uint16(0x7FC0), near).reshape(numpy.shape(values))
+
+
+def _is_bfloat16(handle: Any) -> bool:
+    return isinstance(handle, interpreter.TensorHandle) and handle.dtype.scalar == tl.bfloat16
+
+
+def _install(builder: Any) -> None:
+    for name in ("binary_op", "unary_op", "ternary_op"):
+        setattr(builder, name, _in_float32(getattr(builder, name)))
+    dot, cast = builder.create_dot, builder.cast_impl
+    builder.create_dot = lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest)
+    builder.cast_impl = lambda self, source, target: _cast(self, cast, source, target)
+    rounded = builder.create_fp_to_fp
+    builder.create_fp_to_fp = lambda self, source, target, rounding: _cast(
+        self, lambda self, source, target: rounded(self, source, target, rounding), source, target
+    )
+
+
+def _in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any) -> Any:
+        *operands, function = args
+        if not any(map(_is_bfloat16, operands)):
+            return operation(self, *args)
+        result = operation(self, *map(_widened, operands), function)
+        if result.data.dtype == numpy.float32:
+            return interpreter.TensorHandle(_rounded(result.data), tl.bfloat16)
+        return result
+
+    return call
+
+
+def _cast(self: Any, original: Callable[..., Any], source: Any, target: Any) -> Any:
+    to = target.scalar
+    if to == tl.bfloat16:
+        if _is_bfloat16(source):
+            return source
+        return interpreter.TensorHandle(_rounded(source.data.astype(numpy.float32)), tl.bfloat16)
+    source = _widened(source)
+    if to in _FLOAT8 and source.data.dtype.kind == "f":
+        values = torch.from_numpy(numpy.ascontiguousarray(source.data, numpy.float32)).to(_FLOAT8[to])
+        return interpreter.TensorHandle(values.view(torch.uint8).numpy(), to)
+    return source if to == tl.float32 and source.data.dtype == numpy.float32 else original(self, source, target)

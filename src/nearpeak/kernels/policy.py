@@ -1,0 +1,142 @@
+"""When a kernel runs and when its reference does: `supports`, `using`, and the decorator `fused` behind both."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, ParamSpec, TypeVar, get_args
+
+import torch
+
+from nearpeak.errors import KernelUnavailable, UsageError, did_you_mean
+
+Mode = Literal["auto", "require", "off"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run in Triton's interpreter, on tensors of the CPU: slow, and good for tests."""
+_OLDEST = (8, 0)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_mode: Mode = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """Whether a kernel takes these arguments. True in a condition where it does."""
+
+    reason: str
+    """Why not; empty where it does."""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+def supports(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Support:
+    """Whether a function of `nearpeak.kernels` runs its kernel for these arguments, and why not.
+
+    >>> import torch, nearpeak.kernels as kernels
+    >>> kernels.supports(kernels.add, torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)).reason
+    'it takes float32, bfloat16 and float16, and this is float64'
+    """
+    why_not = getattr(function, "why_not", None)
+    if why_not is None:
+        raise UsageError(f"supports() asks about a function of nearpeak.kernels, and {function!r} is none.")
+    return Support(reason=why_not(*args, **kwargs) or "")
+
+
+@contextmanager
+def using(mode: Mode) -> Iterator[None]:
+    """Inside of the block, for the whole process: "auto" runs kernels where they can run and references elsewhere,
+    "require" raises `KernelUnavailable` instead of running a reference, "off" runs references alone.
+
+    The variable NEARPEAK_KERNELS has the mode that a process starts with.
+    """
+    before = _mode
+    _set(mode)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(mode: str) -> None:
+    global _mode  # one for all threads: a backward pass runs in threads of autograd's own
+    if mode not in get_args(Mode):
+        raise UsageError(f"There is no mode {mode!r} of kernels. {did_you_mean(mode, get_args(Mode))}")
+    _mode = mode  # type: ignore[assignment]
+
+
+def fused(
+    *, reference: Callable[_P, _R], why_not: Callable[_P, str | None]
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Makes a function that runs its own body where `why_not` has no reason against it, and `reference` elsewhere.
+
+    A reference is plain torch: on a CPU, in float64 and for second derivatives everything works as torch does.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if _mode == "off":
+                return reference(*args, **kwargs)
+            reason = why_not(*args, **kwargs)
+            if reason is None:
+                return function(*args, **kwargs)
+            if _mode == "require":
+                raise KernelUnavailable(f"The kernel of {function.__name__} cannot run: {reason}.")
+            return reference(*args, **kwargs)
+
+        call.why_not = why_not  # type: ignore[attr-defined]
+        call.reference = reference  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def cannot_run(*tensors: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> str | None:
+    """Why no kernel takes these tensors: what is common to all kernels. Others than floats are not looked at."""
+    device = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if device is None:
+            device = tensor.device
+            if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+                return f"it needs a CUDA device, and this tensor is on {device.type}"
+        elif tensor.device != device:
+            return f"its tensors are on {device} and {tensor.device}"
+        if tensor.is_floating_point() and tensor.dtype not in dtypes:
+            return f"it takes {_listed(dtypes)}, and this is {_name(tensor.dtype)}"
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    if device is None or device.type != "cuda" or torch.compiler.is_compiling():  # asked again when compiled code runs
+        return None
+    return _too_old(device.index or 0)
+
+
+@functools.cache
+def _too_old(index: int) -> str | None:
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():  # a fake tensor of a GPU that is not there
+        return None
+    found = torch.cuda.get_device_capability(index)
+    if found >= _OLDEST:
+        return None
+    return f"it needs compute capability {_OLDEST[0]}.{_OLDEST[1]}, and this GPU has {found[0]}.{found[1]}"
+
+
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    names = [_name(dtype) for dtype in dtypes]
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_set(os.environ.get("NEARPEAK_KERNELS", "auto"))

@@ -1,0 +1,87 @@
+"""Compiles what launchers would launch for compute capability 9.0, without a GPU, and prints what ptxas says of it.
+
+    python tests/compile_for_sm90.py tests/kernels/sm90/add.py ...
+
+Each file has `launches()`: names, and calls of launchers with tensors of real sizes, which are on the CPU and empty.
+Instead of launching, a kernel is compiled with these arguments. Prints a list of JSON objects, one for each launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from runpy import run_path
+
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from nearpeak.kernels import jit
+
+TARGET = GPUTarget("cuda", 90, 32)
+PTXAS = next((Path(nvidia.__file__).parent / "bin").glob("ptxas"))
+
+
+def compiled(kernel, args, warps, stages):
+    """The compiled kernel, in PTX."""
+    backend = make_backend(TARGET)
+    bound, specialisation, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args)
+    settings = {"num_warps": warps, "num_stages": stages}
+    _, signature, constants, attributes = kernel._pack_args(backend, dict(settings), bound, specialisation, options)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options=settings)
+
+
+def described(kernel, args, warps, stages):
+    found = compiled(kernel, args, warps, stages)
+    ptx = found.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(PTXAS), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "kernel": kernel.__name__,
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", said)),
+        "shared_bytes": found.metadata.shared,
+        "warps": warps,
+        # 128 bits by a thread at once: what it takes to fill the memory's bandwidth
+        "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|ld\.global[\w.:]*\.v2\.b64", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4\.b32|st\.global[\w.:]*\.v2\.b64", ptx)),
+        "loads": len(re.findall(r"ld\.global", ptx)),
+        "stores": len(re.findall(r"st\.global", ptx)),
+        "float64": len(re.findall(r"\.f64", ptx)),
+    }
+
+
+def main():
+    results = []
+    current = ""
+
+    def launch(kernel, grid, *args, warps=4, stages=2):
+        results.append({"name": current, **described(kernel, args, warps, stages)})
+
+    for found in pkgutil.iter_modules(jit.__path__):
+        if found.name not in ("launch", "interpreter"):
+            module = importlib.import_module(f"nearpeak.kernels.jit.{found.name}")
+            if hasattr(module, "launch"):
+                module.launch = launch
+    for path in sys.argv[1:]:
+        for name, call in run_path(path)["launches"]():
+            current = name
+            with torch.no_grad():
+                call()
+    json.dump(results, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""All kernels compiled for an H100 on a machine without one: no spills, wide loads and stores, nothing in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[1] / "compile_for_sm90.py"
+FILES = sorted((Path(__file__).parent / "sm90").glob("*.py"))
+NARROW = "narrow"
+"""In the name of a launch whose tensors are such that nothing is loaded by 128 bits."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_compiles_well(path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    launches = json.loads(done.stdout)
+    assert launches
+    for launch in launches:
+        assert launch["spills"] == 0, launch
+        assert launch["float64"] == 0, launch
+        if NARROW not in launch["name"]:
+            assert launch["wide_loads"], launch
+            assert launch["wide_stores"], launch
