@@ -28,14 +28,14 @@ from triton.runtime.jit import create_function_from_signature
 from nearpeak.kernels import jit
 
 TARGET = GPUTarget("cuda", 90, 32)
-PTXAS = next((Path(nvidia.__file__).parent / "bin").glob("ptxas"))
+PTXAS = max((Path(nvidia.__file__).parent / "bin").glob("ptxas*"))  # the newest understands what all versions write
 
 
 def compiled(kernel, args, warps, stages):
     """The compiled kernel, in PTX."""
     backend = make_backend(TARGET)
     bound, specialisation, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args)
-    settings = {"num_warps": warps, "num_stages": stages}
+    settings = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     _, signature, constants, attributes = kernel._pack_args(backend, dict(settings), bound, specialisation, options)
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options=settings)
 

@@ -18,6 +18,7 @@ from triton.runtime import interpreter
 from nearpeak.errors import KernelUnavailable
 
 _FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_NUMPY = {tl.float16: numpy.float16, tl.float32: numpy.float32}
 _done = False
 
 
@@ -90,4 +91,6 @@ def _cast(self: Any, original: Callable[..., Any], source: Any, target: Any) -> 
     if to in _FLOAT8 and source.data.dtype.kind == "f":
         values = torch.from_numpy(numpy.ascontiguousarray(source.data, numpy.float32)).to(_FLOAT8[to])
         return interpreter.TensorHandle(values.view(torch.uint8).numpy(), to)
-    return source if to == tl.float32 and source.data.dtype == numpy.float32 else original(self, source, target)
+    if to in _NUMPY and source.data.dtype.kind == "f":
+        return interpreter.TensorHandle(source.data.astype(_NUMPY[to]), to)
+    return original(self, source, target)

@@ -41,7 +41,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2)
     key = (kernel, device, warps, stages, *map(_decides, args))
     found = _compiled.get(key)
     if found is None:
-        _compiled[key] = kernel[grid](*args, num_warps=warps, num_stages=stages)
+        _compiled[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
     else:
         found[grid](*args)
 
