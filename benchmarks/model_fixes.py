@@ -4,8 +4,9 @@
     python benchmarks/model_fixes.py --show benchmarks/results/model_fixes_h200.json
 
 The models are those of `benchmarks/model_steps.py`, training eager, as `transformers` has them. A fix is switched on
-and off on one model, so that both ways are measured in turns on the same weights; FOLDER has the profiles of the plain
-steps, MODEL_train.json.gz, as `benchmarks/model_profiles.py --folder FOLDER` keeps them.
+and off on one model, so that both ways are measured in turns on the same weights; what is realised is the median of
+what the rounds saved. FOLDER has the profiles of the plain steps, MODEL_train.json.gz, as `benchmarks/model_profiles.py
+--folder FOLDER` keeps them. `benchmarks/model_fixes_page.py` prints the table without transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import gc
 import json
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ import torch
 import transformers
 from findings import block_seconds
 from model_fixes_cases import FIXES, Patch, patched
+from model_fixes_page import table
 from model_steps import Steps, make_steps
 
 import nearpeak
 from nearpeak.measure.statistics import median
 
 SECONDS = 0.3
-ROUNDS = 3
+ROUNDS = 5
 CHECKED_STEPS = 3
 SAME_LOSS = 0.03
 """Losses that differ by less than this share are the same: a fix may round in another place."""
@@ -90,6 +92,7 @@ def rows_of(model: str, device: str, small: bool, profile: nearpeak.Profile | No
             traceback.print_exc()
             continue
         step_s, fixed_s = (median(list(times)) for times in zip(*rounds, strict=True))
+        realised_s = median([plain - fixed for plain, fixed in rounds])
         answered = [] if profile is None else [finding for finding in profile.findings if fix.answers(finding)]
         predicted = None if profile is None else sum(finding.saving_s for finding in answered)
         yield {
@@ -98,9 +101,9 @@ def rows_of(model: str, device: str, small: bool, profile: nearpeak.Profile | No
             "answered": [f"{finding.rule}@{finding.source}" for finding in answered],
             "step_s": step_s,
             "fixed_s": fixed_s,
-            "realised_s": step_s - fixed_s,
+            "realised_s": realised_s,
             "predicted_s": predicted,
-            "ratio": predicted / (step_s - fixed_s) if predicted and step_s > fixed_s else None,
+            "ratio": predicted / realised_s if predicted and realised_s > 0.0 else None,
             "rounds_s": rounds,
             "losses": plain_losses,
             "fixed_losses": fixed_losses,
@@ -112,21 +115,6 @@ def rows_of(model: str, device: str, small: bool, profile: nearpeak.Profile | No
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        "| model | finding | step, ms | predicted, ms | realised, ms | predicted / realised | |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
-    ]
-    for row in rows:
-        predicted = "-" if row["predicted_s"] is None else f"{row['predicted_s'] * 1e3:.2f}"
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        finding = " and ".join(row["answered"]) or row["rule"]
-        remark = "" if row["same_losses"] else "another loss"
-        times = f"{row['step_s'] * 1e3:.2f} | {predicted} | {row['realised_s'] * 1e3:.2f}"
-        lines.append(f"| {row['model']} | {finding} | {times} | {ratio} | {remark} |")
-    return "\n".join(lines)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.vit import modeling_vit
 
 import nearpeak
+from nearpeak.diagnose.rules.unfused_norm import SHORT_ROW
 
 Patch = tuple[Any, str, Any]
 """An object, the name of its attribute, and what that is with the fix."""
@@ -93,7 +94,15 @@ def tanh_gelu(self: torch.nn.Module, input: torch.Tensor) -> torch.Tensor:
     return functional.gelu(input, approximate="tanh")
 
 
+@compiled
+def compiled_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = hidden_states.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(hidden_states.dtype)
+
+
 def rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if self.weight.numel() < SHORT_ROW:
+        return compiled_rms_norm(hidden_states, self.weight, self.variance_epsilon)
     return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 

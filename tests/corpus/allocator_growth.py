@@ -10,7 +10,7 @@ DEVICES = ("cuda",)
 
 
 def parts(device):
-    return torch.randn(32768, 16384, device=device, dtype=torch.bfloat16)
+    return torch.randn(8192, 16384, device=device, dtype=torch.bfloat16)
 
 
 def waste(device):
@@ -18,7 +18,7 @@ def waste(device):
 
     def step():
         out = x
-        for _ in range(4):
+        for _ in range(8):
             out = out.softmax(-1)
             torch.cuda.empty_cache()
         return out
@@ -31,7 +31,7 @@ def clean(device):
 
     def step():
         out = x
-        for _ in range(4):
+        for _ in range(8):
             out = out.softmax(-1)
         return out
 

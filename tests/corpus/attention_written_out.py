@@ -10,7 +10,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def inputs(device):
-    batch, heads, tokens, width = (4, 16, 2048, 64) if device == "cuda" else (1, 4, 512, 32)
+    batch, heads, tokens, width = (16, 16, 2048, 64) if device == "cuda" else (1, 4, 512, 32)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shape = (batch, heads, tokens, width)
     return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]

@@ -22,7 +22,7 @@ def scaled(x, scale):
 
 def waste(device):
     x = parts(device)
-    torch._dynamo.config.recompile_limit = 1000
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10000
     compiled = torch.compile(scaled, backend="eager", dynamic=False)
     numbers = itertools.count(1)
 

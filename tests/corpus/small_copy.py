@@ -4,11 +4,11 @@ import torch
 
 RULE = "pageable-copy"
 DEVICES = ("cuda",)
-LAYERS = 8
+LAYERS = 32
 
 
 def inputs(device):
-    rows, size = (16384, 8192) if device == "cuda" else (64, 64)
+    rows, size = (2048, 8192) if device == "cuda" else (64, 64)
     return torch.randn(rows, size, dtype=torch.bfloat16, device=device)
 
 

@@ -1,4 +1,4 @@
-"""A weight is kept in a wide dtype and made narrow in every step of inference."""
+"""Weights are kept in a wide dtype and made narrow in every step of inference."""
 
 import torch
 
@@ -11,28 +11,34 @@ def dtypes(device):
 
 
 def predicting(device, dtype):
-    width, rows = (8192, 512) if device == "cuda" else (2048, 16)
-    model = torch.nn.Linear(width, width, bias=False, device=device, dtype=dtype)
-    return model, torch.randn(rows, width, device=device, dtype=dtypes(device)[1])
+    width, rows, layers = (8192, 512, 16) if device == "cuda" else (2048, 16, 1)
+    models = [torch.nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(layers)]
+    return models, torch.randn(rows, width, device=device, dtype=dtypes(device)[1])
 
 
 def waste(device):
     wide, narrow = dtypes(device)
-    model, x = predicting(device, wide)
+    models, start = predicting(device, wide)
 
     @torch.no_grad()
     def step():
-        weight = model.weight.to(narrow)  # waste
-        return torch.nn.functional.linear(x, weight)
+        x = start
+        for model in models:
+            weight = model.weight.to(narrow)  # waste
+            x = torch.nn.functional.linear(x, weight)
+        return x
 
     return step
 
 
 def clean(device):
-    model, x = predicting(device, dtypes(device)[1])
+    models, start = predicting(device, dtypes(device)[1])
 
     @torch.no_grad()
     def step():
-        return model(x)
+        x = start
+        for model in models:
+            x = model(x)
+        return x
 
     return step

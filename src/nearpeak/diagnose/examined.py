@@ -83,14 +83,19 @@ class Examined:
         idle_s = sum(cause.seconds for cause in self.profile.idle)
         if limits is None or not limits.matrix_sustained or not idle_s or not self.profile.kernel_s:
             return 1.0
-        slower = products = 0.0
+        slower = 0.0
         for cost, op in zip(self.costs, self.measured, strict=True):
             rates = limits.matrix_sustained
             lasting = sum(count / rates[dtype] for dtype, count in cost.flops.items() if dtype in rates)
             if lasting and op.measured_s:
-                products += op.measured_s
                 slower += max(0.0, lasting - op.measured_s)
-        return max(0.0, 1.0 - slower * products / self.profile.kernel_s / idle_s)
+        return max(0.0, 1.0 - slower * self.products_share / idle_s)
+
+    @cached_property
+    def products_share(self) -> float:
+        """The share of the time in which kernels ran that ops of the matrix engine have."""
+        products = sum(op.measured_s for cost, op in zip(self.costs, self.measured, strict=True) if cost.flops)
+        return products / self.profile.kernel_s if self.profile.kernel_s else 0.0
 
     def seconds(self, indices: Iterable[int]) -> float:
         """What some ops took together."""

@@ -214,11 +214,28 @@ def over_last(op: Op) -> bool:
 
 
 def pace(step: Examined, members: Iterable[int]) -> float:
-    """What ops took over what good kernels take for them: below 1 where this machine is better than was thought."""
-    known = [index for index in members if step.measured[index].expected_s]
+    """What ops took over what good kernels take for them: below 1 where this machine is better than was thought.
+
+    Ops that go through their tensors in several orders, by strides or broadcast, do not count: how slow these are
+    expected to be says nothing about a kernel that does not have to be.
+    """
+    known = [index for index in members if step.measured[index].expected_s and _in_one_order(step, index)]
     expected = sum(step.measured[index].expected_s or 0.0 for index in known)
     took = step.seconds(known)
     return took / expected if expected and took else 1.0
+
+
+def _in_one_order(step: Examined, index: int) -> bool:
+    """Whether all tensors of an op have the same strides; for families of which nothing else is known, True."""
+    if step.costs[index].family not in ("pointwise", "movement"):
+        return True
+    op = step.ops[index]
+    tensors = [tensor for tensor in (*op.inputs, *op.outputs) if tensor.elements > 1]
+    strides = {
+        tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1)
+        for tensor in tensors
+    }
+    return len(strides) <= 1
 
 
 def bytes_of(accesses: Iterable[Sequence[Access]]) -> float:

@@ -41,6 +41,8 @@ def test_calls_of_the_runtime(name: str, kind: str | None):
 
 def test_ranges():
     assert kind_of_range("_compile.compile_inner (dynamo_timed)") == "compilation"
+    assert kind_of_range("dynamo") == "compilation"
+    assert kind_of_range("TorchDynamo Cache Lookup") is None
     assert kind_of_range("TorchDynamo Cache Lookup") is None
     assert kind_of_range("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__") == "input"
     assert kind_of_range("aten::mm") is None

@@ -157,3 +157,65 @@ def test_kernels_of_a_compiler_are_left_to_it():
     compiled = dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=ops))
     vars(compiled).update(costs=step.costs, touches=step.touches, flow=step.flow)  # which go by the names of ops
     assert not found_in(compiled)
+
+
+def turning(swapped):
+    def build():
+        shape = (4, 4096, 32, 128) if swapped else (4, 32, 4096, 128)
+        x = torch.randn(shape)
+        x = x.transpose(1, 2) if swapped else x
+        cos, sin = torch.randn(4096, 128), torch.randn(4096, 128)
+
+        def step():
+            left, right = x.chunk(2, dim=-1)
+            return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+        return step
+
+    return build
+
+
+def test_a_rotary_embedding_of_swapped_heads_takes_twice_as_long_compiled():
+    steps = [examined(turning(swapped)) for swapped in (False, True)]
+    left = [step.profile.wall_s - found_in(step, "unfused-rotary")[0].saving_s for step in steps]
+    assert left[1] == pytest.approx(2 * left[0], rel=0.05)
+
+
+def test_slow_orders_of_tensors_do_not_make_the_fused_kernel_faster():
+    def build():
+        both = torch.randn(16384, 2 * 4096, dtype=torch.bfloat16)
+        gate, up = both.chunk(2, dim=-1)
+        return lambda: functional.silu(gate) * up
+
+    usual = examined(build)
+    quick = examined(build, times=lambda op, expected: 0.6 * expected)  # halves of rows, which are not that slow
+    left = [step.profile.wall_s - found_in(step, "unfused-gated-activation")[0].saving_s for step in (usual, quick)]
+    assert left[0] == pytest.approx(left[1])
+
+
+def test_short_rows_of_a_norm_are_left_to_a_compiler():
+    def remedy(width):
+        def build():
+            x = torch.randn(1 << 24 >> 6, width)
+            return lambda: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+        return found_in(examined(build), "unfused-norm")[0].remedy
+
+    assert "torch.compile" in remedy(64) and "rms_norm" in remedy(1024)
+
+
+def test_copies_to_the_host_are_no_chain():
+    start, host = randn(64, 64), torch.zeros(8, 64)
+
+    def step():
+        x = start
+        for row in range(8):
+            x = x.softmax(-1)
+            host[row].copy_(x[0])
+        return x
+
+    seen = examined(lambda: step, times=lambda op, expected: 1e-3, live=True)
+    assert [finding.rule for finding in found_in(seen)] == ["unfused-pointwise"]
+    there = next(op.inputs[0].storage for op in seen.ops if op.packet == "aten.copy_")
+    trace = dataclasses.replace(seen.trace, on_host=frozenset({there}))
+    assert not found_in(dataclasses.replace(seen, trace=trace), "unfused-pointwise")

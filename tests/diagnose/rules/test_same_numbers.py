@@ -98,3 +98,43 @@ def test_one_cast_of_gradients_is_left():
         return torch.autograd.grad(total, x)
 
     assert names(step, "repeated-cast") == ["aten._to_copy"] * 4
+
+
+class Layer(torch.nn.Module):
+    """Casts what it is given at one line, as each projection of an attention does under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2048, 4))
+
+    def forward(self, x):
+        return x.float() @ self.weight
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_of_a_line_that_runs_in_many_modules_are_those_of_its_module(residual):
+    layers = torch.nn.ModuleList(Layer() for _ in range(6))
+    x = torch.ones(2048, 2048, requires_grad=True, dtype=torch.float64)
+    back = torch.ones(4, 2048, dtype=torch.float64)
+
+    def step():
+        y = x
+        for first, second, third in (layers[:3], layers[3:]):
+            y = functional.softmax(y, dim=-1)
+            y = (first(y) + second(y) + third(y)).double() @ back + (y if residual else 0)
+        y.sum().backward()
+
+    seen = examined(lambda: step, times=lambda op, expected: 1e-3, live=True)
+    (found,) = found_in(seen, "repeated-cast")
+    counts = {}
+    for index in found.ops:
+        op = seen.ops[index]
+        counts[op.packet, op.phase] = counts.get((op.packet, op.phase), 0) + 1
+    # Of both softmaxes: two casts of forward, two of backward, and the two sums of three gradients, which get shorter.
+    assert counts == {
+        ("aten._to_copy", "forward"): 4,
+        ("aten._to_copy", "backward"): 4,
+        ("aten.add", "backward"): 4,
+    }
+    assert 8e-3 < found.saving_s < 11e-3
+    assert "Its gradients are added in float32" in found.reasoning

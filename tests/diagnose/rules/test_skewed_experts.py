@@ -49,3 +49,12 @@ def test_gradients_of_weights_are_a_loop_of_their_own():
 )
 def test_silent(build):
     assert not list(skewed_experts(examined(build)))
+
+
+def test_layers_of_different_widths_are_no_experts():
+    def build():
+        weights = [torch.randn(width, 768, dtype=torch.bfloat16) for width in (768, 3072) * 12]
+        inputs = {width: torch.randn(512, width, dtype=torch.bfloat16) for width in (768, 3072)}
+        return lambda: [inputs[weight.shape[0]] @ weight for weight in weights]
+
+    assert not list(skewed_experts(examined(build)))

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearpeak.diagnose.rules.slow_attention_backend import slow_attention_backend
+from nearpeak.work.tensor import Tensor
 
 NAME = "slow-attention-backend"
 
@@ -77,3 +78,44 @@ def test_a_gpu_of_which_nothing_was_measured_says_nothing():
     assert not list(slow_attention_backend(examined(attention(SDPBackend.FLASH_ATTENTION), machine=ampere)))
     on_cpu = dataclasses.replace(H200, kind="cpu")
     assert not list(slow_attention_backend(examined(attention(SDPBackend.FLASH_ATTENTION), machine=on_cpu)))
+
+
+def masked(name, *, reads=()):
+    """Attention with a mask for each of a batch, made by a compiled kernel of this name."""
+    step = examined(lambda: load("causal_mask_as_tensor").waste("cuda"))
+    (at,) = (index for index, op in enumerate(step.ops) if op.packet == "aten.where")
+    made = step.ops[at].outputs[0]
+    size = made.shape[-1]
+    wide = dataclasses.replace(made, shape=(4, 1, size, size), strides=(size * size, size * size, size, 1))
+    arguments = {"read": reads, "written": (wide,), "complete": True, "family": "pointwise"}
+    kernel = dataclasses.replace(step.ops[at], name=name, arguments=arguments, outputs=(), mutated=("written",))
+    ops = [
+        dataclasses.replace(op, arguments={**op.arguments, "attn_bias": wide}) if "attn_bias" in op.arguments else op
+        for op in step.ops
+    ]
+    ops[at] = kernel
+    return dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=tuple(ops)))
+
+
+def test_a_mask_that_a_compiler_makes_of_positions_is_causal():
+    step = masked("inductor.triton_poi_fused_add_arange_expand_le_scalar_tensor_unsqueeze_where_6")  # of a Llama
+    (waste,) = slow_attention_backend(step)
+    assert waste.title.startswith("A causal mask") and waste.saving_s > 0.3 * step.profile.wall_s
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton_poi_fused_add_arange_bitwise_and_gt_le_where_1",  # a window
+        "triton_poi_fused_add_arange_eq_le_where_1",
+        "triton_poi_fused_arange_lt_where_1",  # nobody sees itself
+        "triton_poi_fused_arange_where_1",
+    ],
+)
+def test_other_compiled_masks_are_not(name):
+    assert not list(slow_attention_backend(masked(f"inductor.{name}")))
+
+
+def test_a_compiled_mask_that_reads_lengths_is_not_causal():
+    lengths = Tensor(shape=(4,), strides=(1,), dtype="int64", storage=0)
+    assert not list(slow_attention_backend(masked("inductor.triton_poi_fused_arange_le_where_1", reads=(lengths,))))

@@ -3,6 +3,7 @@ import torch
 from stalled_steps import cause, stalled
 
 from nearpeak.diagnose.findings import find
+from nearpeak.diagnose.idle import Gap
 from nearpeak.diagnose.rules.synchronisation import synchronisation
 
 
@@ -76,6 +77,41 @@ def test_the_direction_of_a_copy_is_known_from_where_its_sides_are():
     (found,) = synchronisation(stalled(reads_back, *args, idle=idle, on_host=[0]))
     assert found.title == "A copy to the host makes the host wait."
     assert list(synchronisation(stalled(reads_back, *args, idle=idle, on_host=[1]))) == []  # pageable-copy has it
+
+
+def gap(start_s, seconds, where):
+    return Gap(start_s=start_s, seconds=seconds, cause="synchronisation", where=where)
+
+
+def copies_twice(host, x):
+    host.copy_(x.exp())
+    return x.exp()
+
+
+def test_the_time_between_a_kernel_and_its_copy_to_the_host_stays():
+    args = torch.empty(64), torch.ones(64)
+    plain = stalled(copies_twice, *args)
+    (copy,) = (kernel for kernel in plain.profile.timeline if "copy_" in kernel.name)
+    line = plain.ops[copy.op].source
+    idle = [cause("synchronisation", 3e-5, where=line, what="copy")]
+    gaps = (gap(copy.start_s - 5e-6, 5e-6, line), gap(copy.start_s + copy.seconds, 2e-5, line))
+    (found,) = synchronisation(stalled(copies_twice, *args, idle=idle, on_host=[1], gaps=gaps))
+    assert found.saving_s == pytest.approx(2.5e-5)
+    assert "5.00 us remain" in found.reasoning
+
+
+def reads_number(x):
+    return x.sum().item()
+
+
+def test_the_copy_of_a_number_that_is_not_read_goes_too():
+    line = stalled(reads_number, torch.ones(64)).ops[-1].source
+    idle = [cause("synchronisation", 3e-4, where=line, what="item")]
+    step = stalled(reads_number, torch.ones(64), idle=idle, took=lambda op: 2e-6)
+    (found,) = synchronisation(step)
+    assert [step.ops[index].packet for index in found.gains] == ["aten._local_scalar_dense"]
+    assert list(found.gone) == list(found.gains)
+    assert found.saving_s == pytest.approx(3e-4 + 2e-6)
 
 
 def test_a_step_without_waits_has_none():

@@ -33,6 +33,8 @@ MARKED_AT: Final = " at "
 """Before the line in the name of a mark of nearpeak's."""
 _COMPILATION = "(dynamo_timed)"
 """How the names of Dynamo's and Inductor's own ranges end, which they open while they compile."""
+_COMPILES_FRAME = "dynamo"
+"""The range around all of a compilation: what comes before and after the ranges inside takes milliseconds too."""
 _PAGEABLE = "Pageable"
 """In the name of a copy: a side of it is memory that the driver must copy itself, so that the call waits."""
 _NO_WAIT = ("Command Buffer Full",)
@@ -81,7 +83,7 @@ def kind_of_range(name: str) -> HostKind | None:
     >>> kind_of_range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
     'input'
     """
-    if name.endswith(_COMPILATION):
+    if name.endswith(_COMPILATION) or name == _COMPILES_FRAME:
         return "compilation"
     if name.startswith(INPUT):
         return "input"

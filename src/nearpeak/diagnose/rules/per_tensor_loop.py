@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from nearpeak.diagnose.examined import Examined
@@ -25,6 +26,11 @@ FOREACH = {
     "aten.copy_": "torch._foreach_copy_",
 }
 """The operators with a form for lists."""
+PIECE = 65536
+"""Elements of a tensor that a block of threads of a list op takes (torch, MultiTensorApply.cuh: kChunkSize)."""
+MOST_PIECES, MOST_TENSORS = 320, 110
+"""That a kernel of a list op takes at most (depth_to_max_blocks, and depth_to_max_tensors for a single list), as in
+torch 2.11; torch 2.13 built for CUDA 13 takes seven times as many, which saves a little more."""
 NOT_CHANGED = ("dtype", "dim", "keepdim", "ord", "value", "alpha", "p")
 
 
@@ -36,9 +42,12 @@ def per_tensor_loop(step: Examined) -> Iterator[Waste]:
         reads, writes = _distinct(step, members)
         took = step.seconds(members)
         kind = "reduction" if "norm" in op.packet else "optimizer"
+        launches = _launches(step, members)
+        # Each begins and ends as a kernel that has nothing to do; list ops of the optimizer were measured as they are.
+        empty_s = (launches - 1) * step.of_work((), ()) if kind == "reduction" else 0.0
         # Of one list op; where the ops ran from a cache, it does too, and takes no more than they did.
-        listed = min(step.of_work(reads, writes, kind=kind), took)
-        joined = unwaited(step, members, listed)
+        listed = min(step.of_work(reads, writes, kind=kind) + empty_s, took)
+        joined = unwaited(step, members, listed)[launches - 1 :]
         if took + waiting(step, joined) <= listed:
             continue
         yield Waste(
@@ -48,7 +57,8 @@ def per_tensor_loop(step: Examined) -> Iterator[Waste]:
             gone=joined,
             evidence=f"{op.packet} runs {len(members)} times in a row, on another tensor each time: {seconds(took)}, "
             f"{seconds(took / len(members))} each.",
-            reasoning=f"One pass over all of the tensors takes {seconds(listed)}.",
+            reasoning=f"One pass over all of the tensors takes {seconds(listed)}"
+            + (f", in {launches} kernels." if launches > 1 else "."),
             remedy=_remedy(op),
         )
 
@@ -90,6 +100,14 @@ def _counts(step: Examined, run: Sequence[int]) -> bool:
     """Whether it is long, of short ops, and has as many different tensors."""
     firsts = {step.ops[index].inputs[0].storage for index in run}
     return len(run) >= LEAST and len(firsts) == len(run) and step.seconds(run) < SHORT * len(run)
+
+
+def _launches(step: Examined, members: Sequence[int]) -> int:
+    """How many kernels a list op takes for the tensors of these ops."""
+    if step.machine.kind != "gpu":
+        return 1
+    pieces = sum(math.ceil(step.ops[index].inputs[0].elements / PIECE) for index in members)
+    return max(math.ceil(pieces / MOST_PIECES), math.ceil(len(members) / MOST_TENSORS))
 
 
 def _distinct(step: Examined, members: Sequence[int]) -> tuple[list[Access], list[Access]]:

@@ -61,7 +61,8 @@ def _loops(step: Examined) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
             continue
         _, m, n, k = sizes
         found.setdefault((op.source, op.phase, op.packet, 0, n, k), []).append(index)
-        found.setdefault((op.source, op.phase, op.packet, 2, m, n), []).append(index)  # gradients of weights
+        if op.phase == "backward":  # gradients of weights
+            found.setdefault((op.source, op.phase, op.packet, 2, m, n), []).append(index)
     seen: set[int] = set()
     for (*_, place, _, _), members in found.items():
         if len(members) < _LEAST or seen & set(members):

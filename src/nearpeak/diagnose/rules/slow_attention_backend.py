@@ -22,6 +22,12 @@ _LEAST_TOKENS = 128
 _FASTER = 1.1
 """How many times as fast the other kernels must be."""
 _TRIANGLES = ("aten.tril", "aten.triu", "aten.tril_", "aten.triu_")
+_NOT_AFTER = ("le", "ge")
+"""Comparisons of positions that make such a triangle."""
+_OF_POSITIONS = frozenset(
+    ("arange", "iota", "add", "expand", "unsqueeze", "view", "scalar", "tensor", "full", "where", "to", "copy", "")
+)
+"""Parts of the names of what else may be in a compiled kernel that makes one."""
 
 
 @rule("slow-attention-backend")
@@ -115,7 +121,11 @@ def _causal_mask(step: Examined, index: int) -> bool:
     if mask is None or "storages" not in step.knows or op.tensor("query").shape[-2] != op.tensor("key").shape[-2]:
         return False
     size = op.tensor("query").shape[-2]
-    if mask.shape[-2:] != (size, size) or mask.bytes > size * size * mask.item_bytes:
+    if mask.shape[-2:] != (size, size):
+        return False
+    maker = step.flow.producers[index].get(mask.storage)
+    for_all = maker is not None and _compiled_triangle(step, maker)  # it has read nothing that a batch differs by
+    if mask.bytes > size * size * mask.item_bytes and not for_all:
         return False
     triangles, seen, waiting = 0, set(), [(index, mask.storage)]
     while waiting:
@@ -127,6 +137,9 @@ def _causal_mask(step: Examined, index: int) -> bool:
             continue
         seen.add(producer)
         made = step.ops[producer]
+        if _compiled_triangle(step, producer):
+            triangles += 1
+            continue
         if step.costs[producer].family not in ("pointwise", "movement", "creation"):
             return False
         if made.packet in _TRIANGLES:
@@ -135,6 +148,17 @@ def _causal_mask(step: Examined, index: int) -> bool:
                 return False
         waiting.extend((producer, read) for read in step.flow.read_by[producer])
     return triangles == 1  # two make a window
+
+
+def _compiled_triangle(step: Examined, index: int) -> bool:
+    """Whether a compiled kernel that reads nothing compares positions once; its name lists its operators."""
+    op = step.ops[index]
+    kind, _, name = op.name.partition(".triton_poi_fused_")
+    if kind != "inductor" or not set(step.flow.read_by[index]) <= set(step.flow.written_by[index]):
+        return False
+    words = [word for word in name.split("_") if not word.isdigit()]
+    compared = [word for word in words if word in _NOT_AFTER]
+    return "arange" in words and len(compared) == 1 and _OF_POSITIONS.issuperset(set(words) - set(compared))
 
 
 def _better(op: Op, *, causal: bool) -> Op:

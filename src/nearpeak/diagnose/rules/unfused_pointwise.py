@@ -25,6 +25,7 @@ from nearpeak.diagnose.region import (
     with_backward,
 )
 from nearpeak.units import quantity, seconds
+from nearpeak.work.op import Op
 
 LEAST_OPS = 3
 LEAST_SAVED = 0.2
@@ -69,10 +70,18 @@ def _joins(step: Examined, index: int) -> bool:
         return False
     if op.name.startswith("inductor."):  # a compiler has looked at it
         return False
+    if _leaves_device(step, op):  # what goes between a device and its host is a copy for good
+        return False
     if cost.family == "reduction" and op.inputs and op.outputs:
         by_rows = over_last(op) and op.inputs[0].shape[-1] <= LONGEST_ROW
         return by_rows or not any(step.ops[reader].phase == op.phase for reader in step.flow.consumers[index])
     return True
+
+
+def _leaves_device(step: Examined, op: Op) -> bool:
+    """Whether an op has memory of the host on one side and the device's on the other."""
+    on_host = {tensor.storage in step.trace.on_host for tensor in (*op.inputs, *op.written) if tensor.elements > 1}
+    return len(on_host) > 1
 
 
 def _dropout(step: Examined) -> set[int]:

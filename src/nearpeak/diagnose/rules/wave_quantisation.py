@@ -32,22 +32,54 @@ def wave_quantisation(step: Examined) -> Iterator[Waste]:
         if not expected or took < _SLOWER * expected:
             continue
         few = tiles.waves == 1
-        gain = min(took - (expected if few else measured.bound_s), took * (1 - tiles.fill))
+        emptier = tiles.fill / (1.0 if few else _filled(tiles))
+        gain = min(took - (expected if few else measured.bound_s), took * (1 - emptier))
+        power_s = _power(step, index, gain, emptier)
         shape = f"{tiles.batch} x " if tiles.batch > 1 else ""
         yield Waste(
             title="A matrix product has fewer tiles than the GPU has multiprocessors."
             if few
             else "The last wave of a matrix product's tiles leaves most multiprocessors without work.",
             at=index,
-            gains={index: gain},
+            gains={index: gain - power_s},
             evidence=f"{op.packet} of {shape}{tiles.m} x {tiles.k} by {tiles.k} x {tiles.n} is {tiles.tiles} tiles of "
             f"{tiles.tile[0]} x {tiles.tile[1]} for {tiles.processors} multiprocessors: {tiles.waves} "
             f"wave{'s' if tiles.waves > 1 else ''}, {percent(tiles.fill, 0)} full. It took {seconds(took)}, a product "
             f"that fills the machine {seconds(expected)} for as much work.",
             reasoning="Its time in the empty places, or what it took beyond "
-            + ("a good kernel, if that is less." if few else "its bound, if that is less."),
+            + ("a good kernel, if that is less." if few else "its bound, if that is less.")
+            + (
+                f" {percent(power_s / gain, 0)} of it is lost to a lower clock: so fast, products draw more power than "
+                "the machine can have for long."
+                if power_s
+                else ""
+            ),
             remedy=_remedy(tiles),
         )
+
+
+def _power(step: Examined, index: int, gain: float, emptier: float) -> float:
+    """What of a gain is lost where the filled product would run faster than the machine sustains.
+
+    A GPU at its limit of power lowers its clock. Power goes with the multiprocessors that work and with the third power
+    of the clock, as the voltage goes down with it: at the limit, the clock falls by the third root of what is filled
+    more. Both products are slower then, so that this is taken off their ratio, as far as products are what the device
+    does. But at the sustained rate the product does run.
+    """
+    limits, took = step.machine.achievable, step.measured[index].measured_s
+    rates = {} if limits is None else limits.matrix_sustained
+    sustained = sum(count / rates[dtype] for dtype, count in step.costs[index].flops.items() if dtype in rates)
+    if took - gain >= sustained:
+        return 0.0
+    at_limit = max(took - sustained, took * (1 - math.pow(emptier, 2 / 3)))
+    return max(0.0, gain - at_limit) * step.products_share
+
+
+def _filled(tiles: Tiling) -> float:
+    """The share of the places that have a tile with the rows of the remedy."""
+    per_row = tiles.batch * math.ceil(tiles.n / tiles.tile[1])
+    places = tiles.waves * tiles.processors
+    return max(places // per_row * per_row / places, tiles.fill)
 
 
 def _remedy(tiles: Tiling) -> str:
