@@ -42,13 +42,13 @@ class KernelCase:
     """The same of the backward pass; None where there is none."""
     compiled: bool = True
 
-    def ways(self) -> dict[str, Way]:
+    def ways(self, only: str | None = None) -> dict[str, Way]:
         found = {"nearpeak": self.nearpeak, "eager": self.eager}
         if self.compiled:
             found["compile"] = torch.compile(self.eager, dynamic=False)
         if self.liger is not None and HAS_LIGER:
             found["liger"] = self.liger
-        return found
+        return found if only is None else {only: found[only]}
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 COLUMNS = ("operation", "pass", "rows x columns", "us", "of copy", "best other", "us", "times faster")
 
 
-def forward_ways(case: Any, inputs: Sequence[Any]) -> dict[str, Callable[[], Any]]:
+def forward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> dict[str, Callable[[], Any]]:
     import torch
 
     def bound(way: Any) -> Callable[[], Any]:
@@ -33,15 +33,15 @@ def forward_ways(case: Any, inputs: Sequence[Any]) -> dict[str, Callable[[], Any
 
         return call
 
-    return {name: bound(way) for name, way in case.ways().items()}
+    return {name: bound(way) for name, way in case.ways(only).items()}
 
 
-def backward_ways(case: Any, inputs: Sequence[Any]) -> dict[str, Callable[[], Any]]:
+def backward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> dict[str, Callable[[], Any]]:
     import torch
 
     found = {}
     wanted = [one for one in inputs if one.requires_grad]
-    for name, way in case.ways().items():
+    for name, way in case.ways(only).items():
         results = way(*inputs)
         results = [one for one in (results if isinstance(results, tuple) else (results,)) if one.requires_grad]
         upstream = [torch.randn_like(one) for one in results]

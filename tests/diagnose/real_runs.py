@@ -1,8 +1,8 @@
 """Real runs on an H200, reduced to what a difference is made of, and runs simulated from them.
 
-`data/NAME.json.gz` has the ops of a saved profile that ran on the device, without bounds: the kinds of ops, the kind of
-each op in the order of the step, and its nanoseconds. A vision transformer and a mixture of experts, trained by the
-same script in two processes an hour apart; the first also compiled.
+`data/NAME.json.gz` has the ops of a saved profile that ran on the device: the kinds of ops, the kind of each op in the
+order of the step, and its nanoseconds. A vision transformer and a mixture of experts, trained by the same script in two
+processes an hour apart, one step profiled in each; the first also compiled.
 """
 
 import dataclasses
@@ -17,8 +17,10 @@ from pathlib import Path
 from nearpeak.diagnose.idle import IdleCause
 from nearpeak.diagnose.matching import packet, path
 from nearpeak.diagnose.profile import SCHEMA, Profile, ProfiledOp
+from nearpeak.diagnose.repeats import typical
 from nearpeak.diagnose.waterfall import Part, Waterfall
 
+BANDWIDTH = 4.7e12
 DATA = Path(__file__).parent / "data"
 SINGLE = 0.007
 """The noise of an op that has no equals: such ops differ by half of it between the two runs of a model."""
@@ -60,7 +62,7 @@ def real(name: str) -> Profile:
     )
 
 
-def _op(name, family, phase, module, source, shapes, kernels, limiter, flops, moved) -> ProfiledOp:
+def _op(name, family, phase, module, source, shapes, kernels, limiter, flops, moved, bound_s) -> ProfiledOp:
     return ProfiledOp(
         name=name,
         family=family,
@@ -70,7 +72,7 @@ def _op(name, family, phase, module, source, shapes, kernels, limiter, flops, mo
         shapes=tuple(map(tuple, shapes)),
         kernels=kernels,
         measured_s=0.0,
-        bound_s=0.0,
+        bound_s=bound_s,
         expected_s=None,
         limiter=limiter,
         flops=flops,
@@ -85,7 +87,7 @@ def kind(op: ProfiledOp):
 
 def scaled(profile: Profile, chosen, factor: float) -> Profile:
     """The run with some ops slower, and the step with them."""
-    ops = tuple(dataclasses.replace(op, measured_s=factor * op.measured_s) if chosen(op) else op for op in profile.ops)
+    ops = tuple(_longer(op, factor) if chosen(op) else op for op in profile.ops)
     more_s = sum(op.measured_s for op in ops) - profile.kernel_s
     return dataclasses.replace(
         profile,
@@ -96,25 +98,56 @@ def scaled(profile: Profile, chosen, factor: float) -> Profile:
     )
 
 
-def simulated(profile: Profile, seed: int) -> Profile:
-    """Another run: all kernels drift by up to 2 %, each has the noise of its equals, and so do the clean steps."""
+def _longer(op: ProfiledOp, factor: float) -> ProfiledOp:
+    times = {name: getattr(op, name) for name in ("measured_s", "typical_s", "quickest_s", "slowest_s")}
+    return dataclasses.replace(op, **{name: factor * took for name, took in times.items() if took is not None})
+
+
+def simulated(profile: Profile, seed: int, *, clock: float | None = None) -> Profile:
+    """Another run of five profiled steps: the clock differs by up to 3 % from run to run and by 2 % from step to step,
+    each kernel follows it by its elasticity and has the noise of its equals, and so do the clean steps."""
     chance = random.Random(seed)
     noise = _spreads(profile)
-    drift = math.exp(chance.uniform(-0.02, 0.02))
-    ops = tuple(
-        dataclasses.replace(op, measured_s=op.measured_s * drift * math.exp(chance.gauss(0.0, noise[_equal(op)])))
-        for op in profile.ops
-    )
+    clock = chance.uniform(-0.03, 0.03) if clock is None else clock
+    clocks = [clock + chance.uniform(-0.02, 0.02) for _ in range(5)]
+    order = sorted(range(5), key=clocks.__getitem__)
+    ops = []
+    for op in profile.ops:
+        follows, spread = elasticity(op), noise[_equal(op)]
+        times = [op.measured_s * math.exp(follows * one + chance.gauss(0.0, spread)) for one in clocks]
+        ops.append(
+            dataclasses.replace(
+                op,
+                measured_s=times[order[2]],
+                typical_s=typical(times),
+                quickest_s=times[order[0]],
+                slowest_s=times[order[-1]],
+            )
+        )
     wall_s = profile.wall_s * math.exp(chance.gauss(0.0, 0.003))
     walls = tuple(wall_s * math.exp(chance.gauss(0.0, 0.003)) for _ in range(10))
     return dataclasses.replace(
         profile,
-        ops=ops,
+        ops=tuple(ops),
         kernel_s=sum(op.measured_s for op in ops),
         wall_s=statistics.fmean(walls),
         walls=walls,
         spread=(max(walls) - min(walls)) / wall_s,
     )
+
+
+def elasticity(op: ProfiledOp) -> float:
+    """How many times as far as products it moves with the clock: what waits for memory not at all, others may."""
+    if op.limiter == "compute":
+        return 1.0
+    if op.limiter == "memory" and op.bytes >= 0.75 * BANDWIDTH * op.measured_s:
+        return 0.0
+    return _drawn(kind(op))
+
+
+@cache
+def _drawn(one) -> float:
+    return random.Random(repr(one)).choice((0.0, 1.0, 1.7))
 
 
 def _equal(op: ProfiledOp):

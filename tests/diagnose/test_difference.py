@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from made_up import profile as made_up
-from real_runs import kind, real, scaled, simulated
+from real_runs import elasticity, kind, real, scaled, simulated
 
 from nearpeak.diagnose.difference import difference
 from nearpeak.diagnose.finding import Finding
@@ -30,7 +30,7 @@ def test_two_real_runs_of_one_script_are_the_same(model):
 def test_twenty_simulated_pairs_of_one_script_are_the_same(model):
     runs = [difference(simulated(real(model), 2 * pair), simulated(real(model), 2 * pair + 1)) for pair in range(20)]
     assert [quiet(found) for found in runs] == [True] * 20
-    assert max(abs(math.log(found.drift)) for found in runs) > 0.01  # there was something to separate
+    assert max(abs(math.log(found.clock)) for found in runs) > 0.03  # there was something to separate
 
 
 def kinds_in_many_layers(profile):
@@ -41,19 +41,21 @@ def kinds_in_many_layers(profile):
     return [one for one, times in totals.items() if len(times) > 3 and 0.03 * sum(times) > 0.0006 * profile.wall_s]
 
 
-@pytest.mark.parametrize("model", ["vit_first", "vit_compiled", "moe_first"])
-def test_a_kind_of_kernel_that_is_3_percent_slower_is_named(model):
-    run = real(model)
-    chosen = kinds_in_many_layers(run)
-    named = others = 0
-    for number, one in enumerate(chosen):
-        slower = scaled(simulated(run, 5000 + 2 * number), lambda op, one=one: kind(op) == one, 1.03)
-        found = difference(simulated(run, 5001 + 2 * number), slower)
-        right = [op for op in found.ops if op.verdict == "slower" and op.names_after == (one[0],)]
-        named += bool(right)
-        others += len(found.ops) - len(right)
-    assert named >= 0.7 * len(chosen)
-    assert others == 0
+def test_a_kernel_that_stands_still_is_named_where_it_is_3_percent_slower():
+    """Whatever the clock does, and no other op is; what follows the clock cannot be told from it."""
+    named = []
+    for model in ("vit_first", "vit_compiled", "moe_first"):
+        run = real(model)
+        still = {kind(op) for op in run.ops if elasticity(op) == 0.0}
+        for number, one in enumerate(kinds_in_many_layers(run)):
+            slower = scaled(simulated(run, 5000 + 2 * number), lambda op, one=one: kind(op) == one, 1.03)
+            found = difference(simulated(run, 5001 + 2 * number), slower)
+            right = [op for op in found.ops if op.verdict == "slower" and op.names_after == (one[0],)]
+            assert len(found.ops) == len(right)
+            if one in still:
+                named.append(bool(right))
+    assert len(named) >= 10
+    assert sum(named) >= 0.9 * len(named)
 
 
 def test_the_page_has_how_many_kinds_are_named_between_real_runs():
@@ -94,12 +96,12 @@ def test_all_kernels_slower_alike_is_a_drift_and_no_change_of_ops():
     assert found.ops == ()
 
 
-def test_kernels_that_compute_may_drift_on_their_own():
+def test_kernels_that_compute_follow_the_clock():
     run = real("vit_first")
-    found = difference(run, scaled(run, lambda op: op.limiter == "compute", 1.028))
+    found = difference(run, scaled(run, lambda op: op.limiter == "compute", 1.05))
     assert found.ops == ()
-    assert found.compute_drift == pytest.approx(1.028)
-    assert found.drift == pytest.approx(1.0, abs=0.005)
+    assert found.clock == pytest.approx(1.05)
+    assert found.drift == pytest.approx(1.0)
 
 
 def test_a_step_that_is_mostly_one_kind_of_kernel_does_not_hide_it_as_drift():

@@ -32,6 +32,13 @@ def test_a_limit_below_the_noise_cannot_be_told_unless_it_is_far_from_it():
     assert gate(difference(RUN, slower(0.90)), 0.001).outcome == "passed"
 
 
+def test_a_change_that_may_be_the_clock_cannot_be_told():
+    found = gate(difference(RUN, slower(1.033)), 0.03)
+    assert found.outcome == "not known"
+    assert "no op and no idle time accounts for it" in found.reason
+    assert gate(difference(RUN, slower(1.033)), 0.04).outcome == "passed"
+
+
 def noisy(run):
     return replace(run, spread=0.5)
 

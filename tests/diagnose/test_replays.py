@@ -23,13 +23,15 @@ def profiler_sees(monkeypatch, tmp_path):
 
     def use(write):
         class Profiler:
+            number = 1
+
             def next_step(self):
                 pass
 
             def discard(self):
                 pass
 
-            def stop(self):
+            def stop(self, among):
                 return read_trace(write(tmp_path / "step.json"))
 
         monkeypatch.setattr(watch, "Profiler", Profiler)

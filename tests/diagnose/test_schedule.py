@@ -1,7 +1,15 @@
 import pytest
 
 from nearpeak.capture.step_kind import StepKind
-from nearpeak.diagnose.schedule import CLEAN_STEPS, LEAST_CLEAN, MOST_WARM_UP, PROFILER_STEPS, Schedule
+from nearpeak.diagnose.schedule import (
+    CLEAN_STEPS,
+    LEAST_CLEAN,
+    MOST_WARM_UP,
+    PROFILED_SECONDS,
+    PROFILED_STEPS,
+    PROFILER_STEPS,
+    Schedule,
+)
 
 
 def phases(times):
@@ -81,6 +89,47 @@ def test_a_step_of_another_kind_is_not_the_profiled_one():
     assert not schedule.again
 
 
+@pytest.mark.parametrize(
+    ("took", "count"), [(0.01, PROFILED_STEPS), (PROFILED_SECONDS / 3.5, 3), (PROFILED_SECONDS / 1.5, 1), (40.0, 1)]
+)
+def test_several_steps_are_profiled_where_they_are_short(took, count):
+    found, _ = run([(took, TOKEN, 0)] * 40, most_profiled=PROFILED_STEPS)
+    assert found.count("profiled") == count
+    assert found[-1] == "done"
+
+
+def test_a_step_of_another_kind_ends_the_profiled_ones():
+    steps = [(0.01, TOKEN, 0)] * 19 + [(0.1, PROMPT, 0)] + [(0.01, TOKEN, 0)] * 5
+    found, schedule = run(steps, most_profiled=PROFILED_STEPS)
+    assert found[16:21] == ["profiled", "profiled", "profiled", "traced", "done"]  # the third was the prompt
+    assert not schedule.again
+
+
+def test_one_before_any_other_does_not():
+    steps = [(0.01, TOKEN, 0)] * 17 + [(0.1, PROMPT, 0)] + [(0.01, TOKEN, 0)] * 8
+    found, _ = run(steps, most_profiled=PROFILED_STEPS)
+    assert found.count("profiled") == PROFILED_STEPS + 1
+
+
+def test_a_compilation_ends_the_profiled_ones():
+    found, _ = run([(0.01, TOKEN, int(at >= 19)) for at in range(30)], most_profiled=PROFILED_STEPS)
+    assert found.count("profiled") == 3
+
+
+def test_what_follows_a_profiled_step_is_the_same_before_and_after_it_is_counted():
+    schedule = run([(0.01, TOKEN, 0)] * 17, most_profiled=2)[1]
+    assert schedule.phase == "profiled"
+    assert schedule.after_profiled(0.18, PROMPT) == "anew"
+    assert schedule.after_profiled(0.18, TOKEN, graphs=1) == "anew"
+    assert schedule.after_profiled(0.18, TOKEN) == "go on"
+    assert (schedule.step_ended(0.18, TOKEN), schedule.again) == ("profiled", True)
+    assert schedule.after_profiled(0.19, PROMPT) == "without it"
+    assert schedule.after_profiled(0.19, TOKEN) == "with it"
+    # nothing could be read of them
+    assert (schedule.step_ended(0.19, TOKEN, usable=False), schedule.again) == ("profiled", True)
+    assert schedule.after_profiled(0.20, TOKEN) == "go on"
+
+
 def test_kinds_that_never_repeat_are_taken_as_they_come():
     found, _ = run([(0.01, StepKind(shape=(1, 2**at)), 0) for at in range(60)])
     assert found[-1] == "done"
@@ -112,6 +161,8 @@ def test_the_wall_time_is_that_of_all_clean_steps_together():
     ahead = clean([0.002] * 6 + [0.010] * 4, 0.048)
     assert ahead.wall_s == pytest.approx(0.010)
     assert len(ahead.usual_walls) == 10
+    assert ahead.host_ahead
+    assert not clean([0.01] * 10, 0.001).host_ahead
 
 
 def test_the_device_tells_of_its_steps_where_the_host_is_ahead():

@@ -269,7 +269,7 @@ def test_without_a_profiler_the_wall_time_is_still_said(write, capsys, monkeypat
 
 
 def test_a_full_disk_costs_the_account_and_not_the_script(write, monkeypatch):
-    def full(self):
+    def full(self, among):
         self.discard()
         raise OSError(28, "No space left on device")
 

@@ -90,6 +90,10 @@ def test_item_in_a_file_is_a_synchronisation_at_its_op(tmp_path):
     found = explained(recorded, idle_s=recorded.wall_s - 545e-6, clean=False).causes
     microseconds = [(item.cause, item.what, round(item.seconds * 1e6)) for item in found]
     assert microseconds == [("synchronisation", "item", 125), ("launching", "launched late", 30)]
+    ahead = explained(recorded, idle_s=recorded.wall_s - 545e-6, clean=False, host_ahead=True)
+    microseconds = [(item.cause, item.what, round(item.seconds * 1e6)) for item in ahead.causes]
+    assert microseconds == [("synchronisation", "item", 125), ("unknown", "", 30)]
+    assert len(ahead.gaps) == 1
 
 
 def test_python_before_an_op_that_no_trace_has_is_at_the_line_of_the_next():

@@ -55,7 +55,7 @@ def test_it_compiles_without_a_graph_break(backend):
 
 
 def test_what_it_does_not_take_runs_the_reference():
-    x, y = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    x, y = (torch.ones(3, dtype=torch.float64, device=DEVICE) for _ in range(2))
     assert not kernels.supports(kernels.add, x, y)
     assert torch.equal(kernels.add(x, y), x + y)
     assert torch.equal(kernels.add(torch.ones(2, 3), torch.ones(3)), torch.full((2, 3), 2.0))

@@ -110,6 +110,14 @@ def test_runs_that_are_too_noisy_are_not_called_the_same():
     assert "Ops are not compared" in shown
 
 
+def test_what_the_clock_may_have_done_is_said():
+    shown = " ".join(text(difference(RUN, scaled(RUN, lambda op: op.limiter == "compute", 1.05))).split())
+    assert "Kernels that compute take 5.0 % longer, as they do with another clock." in shown
+    shown = " ".join(text(difference(RUN, scaled(RUN, lambda op: True, 1.034))).split())
+    assert shown.startswith("Verdict: The same, as far as the clock lets tell:")
+    assert "Kernels that wait for memory take 3.4 % longer alike." in shown
+
+
 def test_colours_are_only_where_they_are_wanted():
     found = everything()
     assert "\x1b" not in text(found)

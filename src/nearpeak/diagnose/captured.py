@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import tempfile
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from nearpeak.diagnose.findings import with_findings
 from nearpeak.diagnose.memory import memory_of
 from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of, with_idle
 from nearpeak.diagnose.rates import rates_of
+from nearpeak.diagnose.repeats import with_repeats
 from nearpeak.diagnose.stalls import explained
 from nearpeak.machines.model import Machine
 from nearpeak.measure.statistics import median
@@ -46,7 +47,7 @@ COMMUNICATION = ("nccl", "rccl", "oneccl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """Clean steps by their wall times, one step under torch's profiler, and the same step traced."""
+    """Clean steps by their wall times, one step of those under torch's profiler, and the same step traced."""
 
     source: str
     walls: Sequence[float]
@@ -56,6 +57,8 @@ class Captured:
     wall_s: float | None = None
     """Of a clean step, where their median is not the best figure for it."""
     notes: tuple[str, ...] = ()
+    host_ahead: bool = False
+    """Whether clean steps began while the device was still at work on the one before."""
     compiler: CompilerFacts | None = None
     """What torch.compile did so far; None where it was not used."""
 
@@ -81,10 +84,12 @@ class Captured:
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=self.recorded.device,
         )
+        found = with_repeats(found, kernels, self.recorded.repeats)
         idle = explained(
             self.recorded,
             idle_s=found.waterfall.seconds("idle"),
             clean=True,
+            host_ahead=self.host_ahead,
             traced=traced.ops,
             to_traced=to_traced,
         )
@@ -147,15 +152,20 @@ class Profiler:
         self._undo = ExitStack()
         self._undo.enter_context(marking_collections())
         self._undo.enter_context(marking_loaders())
-        self._steps = 0
+        self.number = -1
+        """Of the step that began last."""
         self._step = ExitStack()
         self.next_step()
 
     def next_step(self) -> None:
-        """A step begins now, before its first op; the last one that began is what counts."""
+        """A step begins now, before its first op."""
+        self.end_step()
+        self.number += 1
+        self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
+
+    def end_step(self) -> None:
+        """The step is over; what runs until the next one begins is part of none."""
         self._step.close()
-        self._step.enter_context(record_function(f"ProfilerStep#{self._steps}"))
-        self._steps += 1
 
     def discard(self) -> None:
         """Ends it without a look at what it saw."""
@@ -166,8 +176,8 @@ class Profiler:
             Profiler.running = False
             self._profiler.stop()
 
-    def stop(self) -> KinetoTrace:
-        """What ran in the last step."""
+    def stop(self, among: Collection[int] = ()) -> KinetoTrace:
+        """What ran in the middle one of these steps, or in the last step, where none are named or no device ran."""
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore")
             self._step.close()
@@ -176,7 +186,7 @@ class Profiler:
             self._profiler.stop()
             file = Path(folder) / "step.json"
             self._profiler.export_chrome_trace(str(file))
-            return read_trace(file)
+            return read_trace(file, among=among)
 
 
 def synchronize() -> None:

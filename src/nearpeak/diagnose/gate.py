@@ -29,6 +29,11 @@ def gate(found: Difference, limit: float) -> Gate:
     noise = math.expm1(found.noise)
     if found.change > limit and found.verdict == "slower":
         return Gate(outcome="failed", reason=f"{change}, and {allowed}; noise is {percent(noise)} at most")
+    if found.change > limit and found.by_clock:
+        return Gate(
+            outcome="not known",
+            reason=f"{change}, {allowed}, and no op and no idle time accounts for it: it may be the clock of the GPU",
+        )
     low, high = found.interval
     if found.change > limit or (noise > limit and high > limit):
         return Gate(

@@ -45,12 +45,12 @@ class Matched:
     @property
     def before_s(self) -> float:
         """The kernel time of the earlier run."""
-        return sum(op.measured_s for op in self.before)
+        return sum(op.compared_s for op in self.before)
 
     @property
     def after_s(self) -> float:
         """The kernel time of the later run."""
-        return sum(op.measured_s for op in self.after)
+        return sum(op.compared_s for op in self.after)
 
 
 def matched(before: Profile, after: Profile) -> list[Matched]:
@@ -159,7 +159,7 @@ def _as_many_and_long(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp])
 
 
 def _comparable(before: Sequence[ProfiledOp], after: Sequence[ProfiledOp], most: float = COMPARABLE) -> bool:
-    short, long = sorted(sum(op.measured_s for op in ops) for ops in (before, after))
+    short, long = sorted(sum(op.compared_s for op in ops) for ops in (before, after))
     return long <= most * short
 
 

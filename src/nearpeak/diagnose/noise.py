@@ -3,7 +3,7 @@
 The clean steps of a run follow each other: they share clocks, temperature and where memory lies, so how far they differ
 says too little about another run. On an H200, five models in separate processes differed by -0.3 to +0.6 % where steps
 of the same numbers were compared, and by up to 3 % where they were not; clean steps begin when steps have settled, a
-few steps earlier or later.
+few steps earlier or later. Short steps share even the clock of one instant, so that many of them are one look.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ UNSTEADY = 0.20
 """Clean steps that are further apart: something else ran in between, and it may as well have run all the time."""
 AHEAD = 0.15
 """Where the median of the clean steps is further from the wall time, the host did not see when they ended."""
+CLOCK_STAYS = 0.1
+"""Seconds in which a GPU that is at the limit of its power stays at one clock: steps within them are one look at it."""
 ENOUGH = 6
 """Fewer steps have no middle that a single slow one could not move."""
 
@@ -48,6 +50,7 @@ class Run:
     steps: int
     spread: float | None
     kernel_s: float
+    """Over all profiled steps, as ops are compared."""
     flops: float
     peak_bytes: float | None
     """Of memory."""
@@ -67,7 +70,7 @@ def runs_of(before: Profile, after: Profile) -> tuple[Run, Run]:
             step_s=median(profile.walls) if seen else profile.wall_s,
             steps=profile.steps,
             spread=profile.spread,
-            kernel_s=profile.kernel_s,
+            kernel_s=profile.kernel_s + sum(op.compared_s - op.measured_s for op in profile.ops),
             flops=profile.flops,
             peak_bytes=None if profile.memory is None else profile.memory.peak_bytes,
         )
@@ -101,7 +104,8 @@ def _error(profile: Profile) -> float:
         return PROFILED_DIFFER / SURE
     if len(walls) < 2:  # only how far they are apart is known: for so many, three to four standard deviations
         return (profile.spread or 0.0) / 3.0 / math.sqrt(profile.steps) if profile.steps > 1 else UNSTEADY / SURE / 2
+    looks = min(len(walls), max(1.0, sum(walls) / CLOCK_STAYS))
     if len(walls) < ENOUGH:
-        return stdev(walls) / fmean(walls) / math.sqrt(len(walls)) * (1.0 + 2.0 / len(walls))
+        return stdev(walls) / fmean(walls) / math.sqrt(looks) * (1.0 + 2.0 / len(walls))
     middle = median(walls)
-    return 1.2533 * 1.4826 * median(abs(wall - middle) for wall in walls) / middle / math.sqrt(len(walls))
+    return 1.2533 * 1.4826 * median(abs(wall - middle) for wall in walls) / middle / math.sqrt(looks)

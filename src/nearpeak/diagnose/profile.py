@@ -66,6 +66,18 @@ class ProfiledOp:
     """Its share of the floor of the group that it can be fused into; None where groups are not known."""
     late_s: float = 0.0
     """The idle time before its kernels that its launches are to blame for: gone if it is."""
+    typical_s: float | None = None
+    """`measured_s` is of one of the profiled steps; this is the mean of all but the least and the most. None where one
+    step was profiled."""
+    quickest_s: float | None = None
+    """Its time in the profiled step whose kernels took least."""
+    slowest_s: float | None = None
+    """Its time in the profiled step whose kernels took most."""
+
+    @property
+    def compared_s(self) -> float:
+        """What to compare with another run."""
+        return self.measured_s if self.typical_s is None else self.typical_s
 
     @property
     def lost_s(self) -> float:

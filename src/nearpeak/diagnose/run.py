@@ -79,8 +79,8 @@ def profile(
 ) -> Profile | ProfiledBlock:
     """Where the time of `fn(*args)` goes: a whole training step, or anything else that is one step.
 
-    It is run some fifteen times: to warm up, for its wall time, twice under torch's profiler for the time of each op,
-    and once under a trace for the bounds. All of these are real runs, on the real tensors. Without `fn`, a block of
+    It is run some twenty times: to warm up, for its wall time, under torch's profiler for the time of each op, and once
+    under a trace for the bounds. All of these are real runs, on the real tensors. Without `fn`, a block of
     code is watched: `with nearpeak.profile() as run: ...` finds the steps in it, and `run.profile` is the result.
 
     Args:

@@ -10,6 +10,9 @@ from nearpeak.capture.step_kind import StepKind
 from nearpeak.measure.statistics import median
 
 Phase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "done"]
+AfterProfiled = Literal["go on", "with it", "without it", "anew"]
+"""Profile another step as well; stop, and use the step with those before it; stop, and use those before it, as it is of
+another kind; begin anew, as there are none before it."""
 
 MOST_WARM_UP = 20
 LEAST_WARM_UP = 3
@@ -27,6 +30,10 @@ PROFILER_STEPS = 3
 PROFILER_SECONDS = 1.0
 """The profiler runs for so many steps, or so long, before the step that counts. Its own start is not in that step, and
 a device that rested while it started is no longer faster than in the clean steps."""
+PROFILED_STEPS = 5
+PROFILED_SECONDS = 1.5
+"""So many steps are profiled on a GPU, or as many as fit into this time, and at least one: its clock moves from step to
+step, so that one alone says little, and each of them is one more to read."""
 OUTLIER = 1.5
 """A clean step that took this many times the median did something else too."""
 AHEAD = 0.2
@@ -54,7 +61,13 @@ class Schedule:
     """Steps of another kind among the clean ones, which were begun anew after them."""
     steps: int = 0
     again: bool = False
-    """Whether the phase begins anew: the step that ended was not what it is for."""
+    """Whether the next step is for the same as the one that ended: that was not what the phase is for, or the phase
+    takes several."""
+    most_profiled: int = 1
+    """How many steps are to be profiled."""
+    host_ahead: bool = False
+    """Whether the device still had work when the last clean step was launched: none of them began with a wait for the
+    host, then."""
     _last: float | None = None
     _took: float = float("inf")
     _in_phase: int = 0
@@ -64,6 +77,8 @@ class Schedule:
     _graphs: int = 0
     _retakes: int = 0
     _restarts: int = 0
+    _profiled: int = 0
+    _profiled_since: float = 0.0
     _block_s: float | None = None
     _is_ahead: bool = False
 
@@ -78,6 +93,7 @@ class Schedule:
         self.again = False
         took = None if self._last is None else now - self._last
         self._last = now
+        follows = self.after_profiled(now, kind, graphs=graphs)
         compiled, self._graphs = graphs != self._graphs, graphs
         if self.phase == "warm-up":
             self._warm_up(now, took, kind, compiled)
@@ -87,14 +103,23 @@ class Schedule:
         elif self.phase == "profiler start":
             if self._in_phase >= PROFILER_STEPS or now - self._begun >= PROFILER_SECONDS:
                 self._enter("profiled", now)
-        elif self.phase != "done":
+        elif self.phase == "profiled":
+            self._take_profiled(now, kind, follows if usable or self._retakes >= RETAKES else "anew")
+        elif self.phase == "traced":
             if self._retakes < RETAKES and not (usable and self.fits(kind) and not compiled):
                 self._retakes += 1
                 self.again = True
             else:
-                self._follow(kind)
-                self._enter("traced" if self.phase == "profiled" else "done", now)
+                self._enter("done", now)
         return self.phase
+
+    def after_profiled(self, now: float, kind: StepKind, *, graphs: int = 0) -> AfterProfiled:
+        """What to do with the profiler where the step that ends now is a profiled one."""
+        if self._retakes < RETAKES and not (self.fits(kind) and graphs == self._graphs):
+            return "without it" if self._profiled else "anew"
+        count = self._profiled + 1
+        as_long = (now - self._profiled_since) / count
+        return "go on" if count < self.most_profiled and (count + 1) * as_long <= PROFILED_SECONDS else "with it"
 
     def fits(self, kind: StepKind) -> bool:
         """Whether a step of this kind may stand for the usual ones."""
@@ -118,7 +143,8 @@ class Schedule:
         """
         assert self._last is not None
         self._block_s = now - self._begun
-        if now - self._last > AHEAD * median(self.walls):
+        self.host_ahead = now - self._last > AHEAD * median(self.walls)
+        if self.host_ahead:
             self._is_ahead = len(walls) != len(self.walls)
             self.walls = self.walls if self._is_ahead else list(walls)
 
@@ -188,6 +214,20 @@ class Schedule:
         ):
             self._enter("profiled" if seconds >= LONG_STEP * number else "profiler start", now)
 
+    def _take_profiled(self, now: float, kind: StepKind, follows: AfterProfiled) -> None:
+        if follows == "anew":
+            self._retakes += 1
+            self._profiled, self._profiled_since = 0, now
+            self.again = True
+            return
+        if follows != "without it":
+            self._profiled += 1
+            self._follow(kind)
+        if follows == "go on":
+            self.again = True
+        else:
+            self._enter("traced", now)
+
     def _follow(self, kind: StepKind) -> None:
         """A text grows: the next step is compared with this one."""
         self._usual = kind
@@ -196,3 +236,5 @@ class Schedule:
         self.phase, self._in_phase, self._retakes = phase, 0, 0
         if phase == "warm-up":
             self._begun = now
+        elif phase == "profiled":
+            self._profiled, self._profiled_since = 0, now

@@ -26,6 +26,7 @@ def explained(
     *,
     idle_s: float,
     clean: bool,
+    host_ahead: bool = False,
     traced: Sequence[Op] | None = None,
     to_traced: Sequence[int | None] | None = None,
 ) -> Idle:
@@ -35,6 +36,8 @@ def explained(
         recorded: The step under the profiler.
         idle_s: The idle time to explain.
         clean: Whether that is the idle time of a step without the profiler.
+        host_ahead: Whether clean steps began while the device was at work on the one before. The recorded one did not:
+            the device had been waited for, and what passed until its first kernel is no idle time of theirs.
         traced: The ops of another run of the step, which know their lines.
         to_traced: Of each op of the recording its index there.
     """
@@ -67,6 +70,7 @@ def explained(
         ran = [Ran(start, start + took, None, known[op], index(op)) for op, (start, took) in enumerate(recorded.spans)]
     first = min((item.start_s for item in ran), default=0.0)
     last = max((item.end_s for item in ran), default=0.0)
+    begins = max(first, 0.0)
     return explain(
         ran,
         [
@@ -80,7 +84,7 @@ def explained(
             for span in recorded.host
         ],
         recorded.host_working if recorded.kernels else None,
-        window=(min(recorded.free_from_s, max(first, 0.0)), max(last, recorded.wall_s)),
+        window=(begins if host_ahead else min(recorded.free_from_s, begins), max(last, recorded.wall_s)),
         idle_s=idle_s,
         clean=clean,
     )

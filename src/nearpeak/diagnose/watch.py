@@ -18,7 +18,7 @@ from nearpeak.capture.steps import Steps
 from nearpeak.diagnose.captured import Captured, Profiler, synchronize
 from nearpeak.diagnose.compiler import CompilerFacts, breaks_in, compiler_facts, graphs_so_far
 from nearpeak.diagnose.marks import DeviceMarks
-from nearpeak.diagnose.schedule import CLEAN_STEPS, OUTLIER, Phase, Schedule
+from nearpeak.diagnose.schedule import CLEAN_STEPS, OUTLIER, PROFILED_STEPS, Phase, Schedule
 from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
 from nearpeak.units import seconds
@@ -61,6 +61,9 @@ class Watch:
         self._process = os.getpid()
         self._recorded: KinetoTrace | None = None
         self._profiled_wall = 0.0
+        self._profiled_step = 0
+        self._profiled: dict[int, tuple[float, int]] = {}
+        """Of the profiled steps, by the profiler's numbers of them: their wall times, and how many steps came before."""
         self._traced: Trace | None = None
         self._profiler: Profiler | None = None
         self._live: LiveTrace | None = None
@@ -138,6 +141,7 @@ class Watch:
         """Ends what still runs when the code is over."""
         self._decide_on_noted()
         profiler, self._profiler, live, self._live = self._profiler, None, self._live, None
+        self._profiled = {}
         # Of a device that is gone everything fails, and the code's own error has said so.
         if profiler is not None:
             with suppress(Exception):
@@ -161,6 +165,7 @@ class Watch:
             recorded=recorded,
             profiled_wall=profiled_wall,
             traced=traced,
+            host_ahead=schedule.host_ahead,
             notes=tuple(_notes(schedule, recorded)),
             compiler=compiler,
         )
@@ -178,9 +183,9 @@ class Watch:
         if schedule.steps == 0 and unused:
             seen += f", but {unused} calls of modules with gradients: inference belongs into torch.no_grad()"
         return (
-            f"{seen}. A profile needs about twenty, or seven that take long: some to warm up, some for their wall "
-            f"time, two to profile and one to trace. {WHAT_A_STEP_IS} Run it for longer, or profile one step with "
-            "nearpeak.profile(fn, *args)."
+            f"{seen}. A profile needs about twenty-five, or seven that take long: some to warm up, some for their "
+            f"wall time, some to profile and one to trace. {WHAT_A_STEP_IS} Run it for longer, or profile one step "
+            "with nearpeak.profile(fn, *args)."
         )
 
     def _give_up(self, why: str) -> None:
@@ -202,8 +207,9 @@ class Watch:
         if after == before and not schedule.again:
             self._usual = given, self._profiler is None and _profiler_runs()
             kind = _kind(*self._usual)
-            usable = self._finish(now, kind)
-            after = schedule.step_ended(now, kind, graphs=graphs_so_far(), usable=usable)
+            graphs = graphs_so_far()
+            usable = self._finish(now, kind, graphs)
+            after = schedule.step_ended(now, kind, graphs=graphs, usable=usable)
         else:
             schedule.steps += 1
         if after == "clean" and self._warm_graphs is None:
@@ -259,18 +265,24 @@ class Watch:
         if not self.schedule.walls:
             self._marks.clear()
 
-    def _finish(self, now: float, kind: StepKind) -> bool:
+    def _finish(self, now: float, kind: StepKind, graphs: int) -> bool:
         """Ends what was done to the step that is over; whether it can be used."""
         phase, fits = self.schedule.phase, self.schedule.fits(kind)
         if phase == "profiled":
-            profiler, self._profiler = self._profiler, None
+            profiler, follows = self._profiler, self.schedule.after_profiled(now, kind, graphs=graphs)
             if profiler is None:
                 return False
-            if not fits:
+            if follows in ("go on", "with it"):
+                self._profiled[profiler.number] = now - self._begun, self.schedule.steps
+            if follows == "go on":
+                profiler.end_step()
+                return True
+            walls, self._profiled, self._profiler = self._profiled, {}, None
+            if follows == "anew":
                 profiler.discard()
                 return False
             try:
-                recorded = profiler.stop()
+                recorded = profiler.stop(walls)
             except UsageError:
                 self._give_up(
                     "torch's profiler shows no op of the step with its shapes. A step that is compiled as a whole has "
@@ -286,14 +298,18 @@ class Watch:
                     "and no other profiler may run beside it."
                 )
                 return False
-            self._recorded, self._profiled_wall = recorded, now - self._begun
+            # without kernels the last step is what was read
+            self._recorded = recorded
+            last = now - self._begun, self.schedule.steps
+            self._profiled_wall, self._profiled_step = walls.get(-1 if recorded.step is None else recorded.step, last)
             if self._compiler is not None:
                 self._compiler = dataclasses.replace(self._compiler, breaks=breaks_in(recorded.compiled_regions))
-        elif phase == "traced" and self._live is not None:
+            return True
+        if phase == "traced" and self._live is not None:
             traced = self._live.stop()
             self._live = None
             if fits:
-                self._traced = traced
+                self._traced = dataclasses.replace(traced, steps_since=self.schedule.steps - self._profiled_step)
         return fits
 
     def _begin(self, phase: str) -> None:
@@ -303,6 +319,8 @@ class Watch:
                 self._profiler.next_step()
             elif not _profiler_runs():
                 self._profiler = Profiler()
+            # ops are the kernels of a CPU, and it has no clock that they follow together
+            self.schedule.most_profiled = PROFILED_STEPS if _cuda_in_use() else 1
             self._begun = time.perf_counter()
         elif phase == "traced":
             if self._recorded is None:

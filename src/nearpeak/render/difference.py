@@ -55,6 +55,11 @@ def verdict(found: Difference) -> str:
     """Whether the step changed, by how much, and whether that is real, in one sentence."""
     times = f"{seconds(found.after.step_s)} a step against {seconds(found.before.step_s)}, {signed(found.change)}"
     noise = percent(math.expm1(found.noise))
+    if found.by_clock:
+        return (
+            f"The same, as far as the clock lets tell: {times}. Runs of the same code differ by {noise}; what is "
+            "beyond that is in no op and no idle time, and may be the clock of the GPU."
+        )
     if found.verdict == "same" and (found.noise > NOISY or abs(found.change) > NOISY):
         return f"Too noisy to tell: {times}, where these runs may differ by {noise} by chance."
     if found.verdict == "same":
@@ -173,15 +178,16 @@ def remarks(found: Difference) -> list[str]:
     """What to know about the comparison, a sentence or two each."""
     lines = [f"Not comparable without care: {plain(doubt)}." for doubt in found.doubts]
     lines += [plain(note) for note in found.notes]
+    on_gpu = "cpu" not in (found.before.device, found.after.device)
     if found.drift is not None and abs(found.drift - 1.0) >= DRIFT_SHOWN:
         lines.append(
-            f"All kernels take {percent(abs(found.drift - 1.0))} {_longer(found.drift)} alike: the clock or the power, "
-            "say. Ops are named for what they changed beyond that."
+            f"{'Kernels that wait for memory' if on_gpu else 'All ops'} take {percent(abs(found.drift - 1.0))} "
+            f"{_longer(found.drift)} alike. Ops are named for what they changed beyond that."
         )
-    own = found.compute_drift
-    if own is not None and found.drift is not None and abs(own - found.drift) >= DRIFT_SHOWN:
+    if found.clock is not None and abs(found.clock - 1.0) >= DRIFT_SHOWN:
         lines.append(
-            f"Kernels that compute take {percent(abs(own - 1.0))} {_longer(own)} alike, as they do with another clock."
+            f"Kernels that compute take {percent(abs(found.clock - 1.0))} {_longer(found.clock)}, as they do with "
+            "another clock. Ops are named for what that does not explain."
         )
     if any(abs(run.step_s - run.wall_s) > STEP_AND_WALL * run.wall_s for run in (found.before, found.after)):
         lines.append(

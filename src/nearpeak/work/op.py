@@ -141,3 +141,5 @@ class Trace:
     shapes_before: Mapping[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     """Of a step whose ops were seen in another one before it: the shapes of arguments that were others then, by the
     index of the op and the name of the argument."""
+    steps_since: int = 1
+    """How many steps after that one this step came."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +14,7 @@ from nearpeak.capture.kineto.device import device_name, has_tf32
 from nearpeak.capture.kineto.host import HostSpan, host_spans, overheads, waiting_copies, working
 from nearpeak.capture.kineto.kernels import Kernel, is_in_graph, kernels_of, launched_at, owner_of, seconds_by_op
 from nearpeak.capture.kineto.lists import Launch, LongLists, has_long_lists, least_gathered, long_lists
+from nearpeak.capture.kineto.middle import middle_of
 from nearpeak.capture.kineto.notes import notes_of
 from nearpeak.capture.kineto.ops import ops_of
 from nearpeak.capture.kineto.recording import DeviceSpan, Recording, load
@@ -55,6 +56,9 @@ class KinetoTrace:
     """When the device was done with what had been launched before this."""
     compiled_regions: frozenset[str] = frozenset()
     """Code of torch.compile that ran, by the names that torch gives it: "Torch-Compiled Region: 0/1"."""
+    repeats: tuple[tuple[float, ...], ...] = ()
+    """Of each kernel, its seconds in all steps that were looked at and run the same kernels, in their order; empty
+    where one step was."""
 
     @property
     def device_seconds(self) -> Mapping[int | None, float]:
@@ -66,6 +70,7 @@ def read_trace(
     path: str | Path,
     *,
     step: int | Literal["all"] | None = None,
+    among: Collection[int] = (),
     storages: Literal["least", "likely"] = "least",
 ) -> KinetoTrace:
     """The ops and kernels of a file that torch.profiler wrote with `record_shapes=True`.
@@ -77,6 +82,8 @@ def read_trace(
         step: The number of a step of the profiler's schedule, "all" for the whole file, or None for the last step; for
             the whole file where it has no steps. Of a file that was cut off, None is the last step that is whole, or
             the first where none is.
+        among: Numbers of steps that should be alike. Instead of the last step, the one of these counts whose kernels
+            take the median time.
         storages: The file does not say which tensors share memory. "least" takes what moves the fewest bytes, so that
             the bounds are bounds; "likely" what is usual, which comes nearer and can be wrong.
     """
@@ -90,6 +97,9 @@ def read_trace(
     chosen, steps = _step(calls, step, path)
     if step is None and chosen is not None and recording.truncated:
         chosen = next((item for item in reversed(steps) if _is_whole(item, calls, launched)), steps[0])
+    middle = middle_of([item for item in steps if item.number in among], spans, calls) if among else None
+    if middle is not None:
+        chosen = middle.step
     inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
     free_from = 0.0
     if chosen is not None:
@@ -133,6 +143,7 @@ def read_trace(
         host=host_spans(host, indices, origin, last),
         host_working=working(recording.threads.values(), origin, last),
         free_from_s=free_from,
+        repeats=() if middle is None else tuple(middle.seconds[id(span)] for span, _ in spans),
         compiled_regions=frozenset(
             region.name for region in calls.regions if chosen is None or chosen.start <= region.start < chosen.end
         ),

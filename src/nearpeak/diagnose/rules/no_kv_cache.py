@@ -17,7 +17,7 @@ from nearpeak.work.tensor import Tensor
 
 @rule("no-kv-cache", needs=["storages"])
 def no_kv_cache(step: Examined) -> Iterator[Waste]:
-    """Steps of an inference with causal attention of as many queries as keys, one more than in the step before."""
+    """Steps of an inference with causal attention of as many queries as keys, one more than in the step before it."""
     if step.trains:
         return
     attention = [index for index, cost in enumerate(step.costs) if cost.family == "attention"]
@@ -49,27 +49,28 @@ def no_kv_cache(step: Examined) -> Iterator[Waste]:
 
 
 def _grew_by_one(step: Examined, index: int) -> bool:
-    """Whether an attention is causal, and has one more query and one more key than in the step before."""
+    """Whether an attention is causal, and has got one more query and one more key with each step."""
     before, op = step.trace.shapes_before.get(index, {}), step.ops[index]
-    query, key = op.arguments.get("query"), op.arguments.get("key")
+    query, key, by = op.arguments.get("query"), op.arguments.get("key"), step.trace.steps_since
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or op.arguments.get("is_causal") is not True:
         return False
     was = before.get("query"), before.get("key")
     return (
-        query.shape[-2] == key.shape[-2] > 1
-        and was[0] == (*query.shape[:-2], query.shape[-2] - 1, query.shape[-1])
-        and was[1] == (*key.shape[:-2], key.shape[-2] - 1, key.shape[-1])
+        query.shape[-2] == key.shape[-2] > by
+        and was[0] == (*query.shape[:-2], query.shape[-2] - by, query.shape[-1])
+        and was[1] == (*key.shape[:-2], key.shape[-2] - by, key.shape[-1])
     )
 
 
 def _share_of_one_token(step: Examined, index: int, length: int) -> float | None:
     """Of what a good kernel takes, the share that is left for one token; None for what does not grow with the text."""
     op, before = step.ops[index], step.trace.shapes_before[index]
+    by = step.trace.steps_since
     per_token = {
-        now: now - was
+        now: (now - was) // by
         for name, shape in before.items()
         for now, was in zip(op.tensor(name).shape, shape, strict=True)
-        if now != was and now == (now - was) * length
+        if now != was and now * by == (now - was) * length
     }
     if not per_token or step.costs[index].family == "view":
         return None
