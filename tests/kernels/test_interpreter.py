@@ -70,6 +70,15 @@ def test_casts_from_bfloat16_are_those_of_torch(target):
     assert torch.equal(result.float()[kept], expected.float()[kept])
 
 
+@pytest.mark.parametrize("source", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_casts_from_float8_are_those_of_torch(source, target):
+    x = torch.arange(256, dtype=torch.uint8).view(source)
+    result = torch.empty(256, dtype=target)
+    launch.launch(cast_kernel, (1, 1, 1), x, result, 256)
+    assert same(result, x.to(target))
+
+
 def test_products_of_bfloat16_are_exact_sums():
     torch.manual_seed(0)
     x, y = torch.randn(32, 32).bfloat16(), torch.randn(32, 32).bfloat16()

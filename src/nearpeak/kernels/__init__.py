@@ -14,15 +14,96 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nearpeak.kernels.operations.activations import bias_gelu, bias_relu_squared, bias_silu
+    from nearpeak.kernels.operations.adamw import adamw_step
     from nearpeak.kernels.operations.add import add
+    from nearpeak.kernels.operations.cross_entropy import CrossEntropyLoss, cross_entropy
+    from nearpeak.kernels.operations.dropout import DropoutAdd, dropout_add
+    from nearpeak.kernels.operations.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
+    from nearpeak.kernels.operations.linear_cross_entropy import linear_cross_entropy
+    from nearpeak.kernels.operations.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
+    from nearpeak.kernels.operations.optimizer import AdamW
+    from nearpeak.kernels.operations.permutation import permute_tokens, unpermute_tokens
+    from nearpeak.kernels.operations.quantise import dequantise, quantise
+    from nearpeak.kernels.operations.residual import add_layer_norm, add_rms_norm
+    from nearpeak.kernels.operations.rotary import rotary, rotary_pair
+    from nearpeak.kernels.operations.softmax import log_softmax, softmax
+    from nearpeak.kernels.operations.transpose import transpose_copy
     from nearpeak.kernels.policy import Support, supports, using
 
-__all__ = ["Support", "add", "supports", "using"]
+__all__ = [
+    "AdamW",
+    "CrossEntropyLoss",
+    "DropoutAdd",
+    "GeGLU",
+    "LayerNorm",
+    "RMSNorm",
+    "Support",
+    "SwiGLU",
+    "adamw_step",
+    "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_gelu",
+    "bias_relu_squared",
+    "bias_silu",
+    "cross_entropy",
+    "dequantise",
+    "dropout_add",
+    "geglu",
+    "geglu_packed",
+    "layer_norm",
+    "linear_cross_entropy",
+    "log_softmax",
+    "permute_tokens",
+    "quantise",
+    "rms_norm",
+    "rotary",
+    "rotary_pair",
+    "softmax",
+    "supports",
+    "swiglu",
+    "swiglu_packed",
+    "transpose_copy",
+    "unpermute_tokens",
+    "using",
+]
 
 _HOME = {
+    "AdamW": "operations.optimizer",
+    "CrossEntropyLoss": "operations.cross_entropy",
+    "DropoutAdd": "operations.dropout",
+    "GeGLU": "operations.gated",
+    "LayerNorm": "operations.norms",
+    "RMSNorm": "operations.norms",
     "Support": "policy",
+    "SwiGLU": "operations.gated",
+    "adamw_step": "operations.adamw",
     "add": "operations.add",
+    "add_layer_norm": "operations.residual",
+    "add_rms_norm": "operations.residual",
+    "bias_gelu": "operations.activations",
+    "bias_relu_squared": "operations.activations",
+    "bias_silu": "operations.activations",
+    "cross_entropy": "operations.cross_entropy",
+    "dequantise": "operations.quantise",
+    "dropout_add": "operations.dropout",
+    "geglu": "operations.gated",
+    "geglu_packed": "operations.gated",
+    "layer_norm": "operations.norms",
+    "linear_cross_entropy": "operations.linear_cross_entropy",
+    "log_softmax": "operations.softmax",
+    "permute_tokens": "operations.permutation",
+    "quantise": "operations.quantise",
+    "rms_norm": "operations.norms",
+    "rotary": "operations.rotary",
+    "rotary_pair": "operations.rotary",
+    "softmax": "operations.softmax",
     "supports": "policy",
+    "swiglu": "operations.gated",
+    "swiglu_packed": "operations.gated",
+    "transpose_copy": "operations.transpose",
+    "unpermute_tokens": "operations.permutation",
     "using": "policy",
 }
 

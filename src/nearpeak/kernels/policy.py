@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _OLDEST = (8, 0)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _mode: Mode = "auto"
+
+
+class _StandIns(threading.local):
+    """What fake tensors stand for on this thread."""
+
+    capability: tuple[int, int] | None = None
+
+
+_stand_ins = _StandIns()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,25 @@ def _set(mode: str) -> None:
     _mode = mode  # type: ignore[assignment]
 
 
+@contextmanager
+def standing_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, on this thread, fake tensors, also of the CPU, stand for those of a GPU of this compute capability."""
+    before = _stand_ins.capability
+    _stand_ins.capability = capability
+    try:
+        yield
+    finally:
+        _stand_ins.capability = before
+
+
+def _stood_for() -> tuple[int, int] | None:
+    """The compute capability that fake tensors stand for; None where tensors have data, and kernels would run."""
+    if torch.compiler.is_compiling() or _stand_ins.capability is None:
+        return None
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return _stand_ins.capability if fake else None
+
+
 def fused(
     *, reference: Callable[_P, _R], why_not: Callable[_P, str | None]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -107,27 +136,34 @@ def cannot_run(*tensors: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] = 
             continue
         if device is None:
             device = tensor.device
-            if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+            if device.type != "cuda" and not (device.type == "cpu" and (INTERPRETED or _stood_for() is not None)):
                 return f"it needs a CUDA device, and this tensor is on {device.type}"
         elif tensor.device != device:
             return f"its tensors are on {device} and {tensor.device}"
         if tensor.is_floating_point() and tensor.dtype not in dtypes:
             return f"it takes {_listed(dtypes)}, and this is {_name(tensor.dtype)}"
-    if not _HAS_TRITON:
+    if not _HAS_TRITON and _stood_for() is None:  # a GPU that is not here has a Triton of its own
         return "Triton is not installed"
-    if device is None or device.type != "cuda" or torch.compiler.is_compiling():  # asked again when compiled code runs
+    return None if device is None else too_old(device, _OLDEST)
+
+
+def too_old(device: torch.device, oldest: tuple[int, int]) -> str | None:
+    """Why a kernel for GPUs of the compute capability `oldest` and later does not run on this device."""
+    if torch.compiler.is_compiling():  # asked again when compiled code runs
         return None
-    return _too_old(device.index or 0)
+    found = _stood_for()
+    if found is None and device.type == "cuda":
+        found = _capability(device.index or 0)
+    if found is None or found >= oldest:
+        return None
+    return f"it needs compute capability {oldest[0]}.{oldest[1]}, and this GPU has {found[0]}.{found[1]}"
 
 
 @functools.cache
-def _too_old(index: int) -> str | None:
+def _capability(index: int) -> tuple[int, int] | None:
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():  # a fake tensor of a GPU that is not there
         return None
-    found = torch.cuda.get_device_capability(index)
-    if found >= _OLDEST:
-        return None
-    return f"it needs compute capability {_OLDEST[0]}.{_OLDEST[1]}, and this GPU has {found[0]}.{found[1]}"
+    return torch.cuda.get_device_capability(index)
 
 
 def _listed(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -59,6 +59,7 @@ def _is_bfloat16(handle: Any) -> bool:
 def _install(builder: Any) -> None:
     for name in ("binary_op", "unary_op", "ternary_op"):
         setattr(builder, name, _in_float32(getattr(builder, name)))
+    interpreter._patch_lang_tensor = _counted_by_items(interpreter._patch_lang_tensor)
     dot, cast = builder.create_dot, builder.cast_impl
     builder.create_dot = lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest)
     builder.cast_impl = lambda self, source, target: _cast(self, cast, source, target)
@@ -66,6 +67,16 @@ def _install(builder: Any) -> None:
     builder.create_fp_to_fp = lambda self, source, target, rounding: _cast(
         self, lambda self, source, target: rounded(self, source, target, rounding), source, target
     )
+
+
+def _counted_by_items(patch: Callable[..., None]) -> Callable[..., None]:
+    """Bounds of loops are arrays of one element, which numpy no longer takes for a number, or warns of."""
+
+    def call(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return call
 
 
 def _in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +94,9 @@ def _in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cast(self: Any, original: Callable[..., Any], source: Any, target: Any) -> Any:
     to = target.scalar
+    if source.dtype.scalar in _FLOAT8 and to not in _FLOAT8:  # Triton's own has no infinity and no NaN
+        values = torch.from_numpy(numpy.ascontiguousarray(source.data)).view(_FLOAT8[source.dtype.scalar]).float()
+        source = interpreter.TensorHandle(values.numpy().reshape(source.data.shape), tl.float32)
     if to == tl.bfloat16:
         if _is_bfloat16(source):
             return source

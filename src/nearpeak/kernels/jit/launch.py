@@ -7,6 +7,7 @@ a multiple of 16, and the constants: the variant that Triton chose for these is 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2)
         with torch.cuda.device(device):
             launch(kernel, grid, *args, warps=warps, stages=stages)
         return
-    key = (kernel, device, warps, stages, *map(_decides, args))
+    key = (kernel, device, warps, stages, *map(_decides, args, _constants(kernel)))
     found = _compiled.get(key)
     if found is None:
         _compiled[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
@@ -46,14 +47,24 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2)
         found[grid](*args)
 
 
-def _decides(argument: Any) -> Any:
+@functools.cache
+def _constants(kernel: Any) -> tuple[bool, ...]:
+    """Which arguments of a kernel are constants."""
+    return tuple(parameter.is_constexpr for parameter in kernel.params)
+
+
+def _decides(argument: Any, constant: bool) -> Any:
     """What of an argument decides on the variant of a kernel, at least as finely as Triton does."""
+    if constant:
+        return argument
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if type(argument) is int:
         if argument == 1:
             return 1
         return argument % 16 == 0, -(2**31) <= argument < 2**31
+    if type(argument) is float:
+        return float  # any value: a learning rate that changes with every step asks for no other variant
     return argument
 
 

@@ -1,0 +1,312 @@
+"""The kernels of `quantise` and `dequantise`.
+
+A tensor is seen as rows, cut into pieces of COLUMNS elements that are numbered through all rows. A program has several
+pieces, so that short rows, odd ones and those with a stride of their own are all one case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearpeak.kernels.configs import tuned
+from nearpeak.kernels.jit.launch import launch, next_power_of_2
+from nearpeak.kernels.operations.quantise import scales_shape
+
+LONGEST = 16384
+"""Elements of a row that a program holds in registers; longer ones are read twice, the second time from the cache."""
+_PARTS = 1024
+"""Partial maxima of a whole tensor, at most: each program of the second launch reads them all."""
+
+
+@triton.jit
+def _finite(x):
+    """Absolute values, and 0 for what is not finite."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def _scale(largest, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    # rounded as torch does, and not below the least normal number, whose inverse is the largest that is finite
+    scale = tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
+    scale = tl.maximum(scale, 1.1754943508222875e-38)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(largest > 0.0, scale, 1.0)
+
+
+@triton.jit
+def _values(x, inverse, LARGEST: tl.constexpr, dtype: tl.constexpr):
+    # by comparisons, which leave what is not a number as it is
+    y = x * inverse
+    y = tl.where(y > LARGEST, LARGEST, y)
+    y = tl.where(y < -LARGEST, -LARGEST, y)
+    return y.to(dtype)
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
+def pieces_kernel(
+    x, values, scales, columns, stride, per_row, pieces,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    row = piece // per_row
+    begin = (piece % per_row) * COLUMNS
+    # what is left of the row in 32 bits, and nothing behind the last row
+    left = tl.where(piece < pieces, tl.minimum(columns - begin, COLUMNS), 0).to(tl.int32)
+    at = tl.arange(0, COLUMNS)[None, :]
+    inside = at < left[:, None]
+    given = tl.load(x + (row * stride + begin)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(tl.max(_finite(given), 1), LARGEST, POWER_OF_TWO)
+    found = _values(given, _inverse(scale)[:, None], LARGEST, values.dtype.element_ty)
+    tl.store(values + (row * columns + begin)[:, None] + at, found, mask=inside)
+    tl.store(scales + piece, scale, mask=piece < pieces)
+
+
+@triton.jit
+def tiles_kernel(
+    x, values, scales, rows, columns, stride, down, across,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    begin = (program % across) * COLUMNS
+    tile = program // across
+    matrix = tile // down
+    first = (tile % down) * ROWS
+    row = (tl.arange(0, ROWS))[:, None]
+    at = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows - first) & (at < columns - begin)
+    top = matrix * rows + first
+    given = tl.load(x + (top + row) * stride + (begin + at), mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(tl.max(tl.max(_finite(given), 1), 0), LARGEST, POWER_OF_TWO)
+    found = _values(given, _inverse(scale), LARGEST, values.dtype.element_ty)
+    tl.store(values + (top + row) * columns + (begin + at), found, mask=inside)
+    tl.store(scales + program, scale)
+
+
+@triton.jit
+def long_rows_kernel(
+    x, values, scales, columns, stride, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    values += row * columns
+    at = tl.arange(0, COLUMNS)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    for begin in range(0, columns, COLUMNS):
+        inside = begin + at < columns
+        given = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        largest = tl.maximum(largest, _finite(given))
+    scale = _scale(tl.max(largest, 0), LARGEST, POWER_OF_TWO)
+    inverse = _inverse(scale)
+    for begin in range(0, columns, COLUMNS):
+        inside = begin + at < columns
+        given = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(values + begin + at, _values(given, inverse, LARGEST, values.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def maxima_kernel(x, maxima, columns, stride, per_row, pieces, COLUMNS: tl.constexpr):
+    at = tl.arange(0, COLUMNS)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    # neighbours in memory are read at the same time, and the end of the tensor last: the second launch begins there
+    for number in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        piece = tl.cast(number, tl.int64)
+        begin = (piece % per_row) * COLUMNS
+        inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
+        given = tl.load(x + (piece // per_row) * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _finite(given))
+    tl.store(maxima + tl.program_id(0), tl.max(largest, 0))
+
+
+@triton.jit
+def whole_kernel(
+    x, values, scales, maxima, parts, columns, stride, per_row, pieces,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    part = tl.arange(0, PARTS)
+    scale = _scale(tl.max(tl.load(maxima + part, mask=part < parts, other=0.0), 0), LARGEST, POWER_OF_TWO)
+    piece = pieces - 1 - tl.program_id(0).to(tl.int64)  # backwards: the end is still in the cache
+    row = piece // per_row
+    begin = (piece % per_row) * COLUMNS
+    at = tl.arange(0, COLUMNS)
+    inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
+    given = tl.load(x + row * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+    found = _values(given, _inverse(scale), LARGEST, values.dtype.element_ty)
+    tl.store(values + row * columns + begin + at, found, mask=inside)
+    if piece == 0:
+        tl.store(scales, scale)
+
+
+@triton.jit
+def dequantise_kernel(
+    values, scales, result, columns, stride, per_row, pieces, matrix, down, across, rows_of_scale, columns_of_scale,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
+    row = piece // per_row
+    begin = (piece % per_row) * COLUMNS
+    left = tl.where(piece < pieces, tl.minimum(columns - begin, COLUMNS), 0).to(tl.int32)
+    at = tl.arange(0, COLUMNS)[None, :]
+    inside = at < left[:, None]
+    of_row = (row // matrix) * down + (row % matrix) // rows_of_scale
+    scale = tl.load(scales + of_row * across + begin // columns_of_scale, mask=piece < pieces, other=1.0)
+    given = tl.load(values + (row * stride + begin)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    found = given * scale.to(tl.float32)[:, None]
+    tl.store(result + (row * columns + begin)[:, None] + at, found.to(result.dtype.element_ty), mask=inside)
+
+
+def quantise(
+    x: Tensor, rows: int, columns: int, dtype: torch.dtype, power_of_two: bool, *, config: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values and scales. `rows` and `columns` of a block; 0 stands for all. Copies `x` if its rows have holes."""
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(scales_shape(x.shape, rows, columns), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return values, scales.fill_(1.0)
+    lines = as_rows(x)
+    constants = torch.finfo(dtype).max, power_of_two
+    if rows == 0:
+        _whole(lines, values, scales, constants, config)
+    elif rows > 1:
+        _tiles(x.shape[-2], lines, values, scales, rows, columns, constants, config)
+    elif columns == 0 and lines.shape[1] > LONGEST:
+        size = lines.shape[1]
+        chosen = config or tuned("quantise_long_rows", size, x.device) or {"block": 8192, "warps": 16}
+        launch(
+            long_rows_kernel, (len(lines), 1, 1), lines, values, scales, size, lines.stride(0), *constants,
+            chosen["block"], warps=chosen["warps"],
+        )  # fmt: skip
+    else:
+        _pieces(lines, values, scales, columns or next_power_of_2(lines.shape[1]), constants, config)
+    return values, scales
+
+
+def _pieces(
+    lines: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    columns: int,
+    constants: tuple[Any, ...],
+    config: dict[str, Any] | None,
+) -> None:
+    if lines.shape[1] % columns == 0:
+        lines = _flat(lines)
+    size = lines.shape[1]
+    chosen = config or tuned("quantise_pieces", columns, lines.device) or heuristic(columns)
+    per_row = triton.cdiv(size, columns)
+    pieces = len(lines) * per_row
+    launch(
+        pieces_kernel, (triton.cdiv(pieces, chosen["pieces"]), 1, 1), lines, values, scales, size, lines.stride(0),
+        per_row, pieces, *constants, columns, chosen["pieces"], warps=chosen["warps"],
+    )  # fmt: skip
+
+
+def _tiles(
+    matrix: int, lines: Tensor, values: Tensor, scales: Tensor, rows: int, columns: int, constants: tuple[Any, ...],
+    config: dict[str, Any] | None,
+) -> None:  # fmt: skip
+    chosen = (
+        config or tuned("quantise_tiles", rows * columns, lines.device) or {"warps": max(1, rows * columns // 2048)}
+    )
+    down, across = triton.cdiv(matrix, rows), triton.cdiv(lines.shape[1], columns)
+    launch(
+        tiles_kernel, (len(lines) // matrix * down * across, 1, 1), lines, values, scales, matrix, lines.shape[1],
+        lines.stride(0), down, across, *constants, rows, columns, warps=chosen["warps"],
+    )  # fmt: skip
+
+
+def _whole(
+    lines: Tensor, values: Tensor, scales: Tensor, constants: tuple[Any, ...], config: dict[str, Any] | None
+) -> None:
+    lines = _flat(lines)
+    size = lines.shape[1]
+    chosen = config or tuned("quantise_whole", lines.numel(), lines.device) or {"block": 8192, "warps": 8}
+    block = min(chosen["block"], next_power_of_2(size))
+    per_row = triton.cdiv(size, block)
+    pieces = len(lines) * per_row
+    parts = min(pieces, _PARTS)
+    maxima = torch.empty(parts, dtype=torch.float32, device=lines.device)
+    strides = size, lines.stride(0), per_row, pieces
+    launch(maxima_kernel, (parts, 1, 1), lines, maxima, *strides, block, warps=chosen["warps"])
+    launch(
+        whole_kernel, (pieces, 1, 1), lines, values, scales, maxima, parts, *strides, *constants, block, _PARTS,
+        warps=chosen["warps"],
+    )  # fmt: skip
+
+
+def dequantise(
+    values: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype, *, config: dict[str, Any] | None = None
+) -> Tensor:
+    """Values times their scales. Copies values whose rows have holes, and scales that are not contiguous."""
+    result = torch.empty(values.shape, dtype=dtype, device=values.device)
+    if not values.numel():
+        return result
+    lines = as_rows(values)
+    if rows == 0 or (rows == 1 and columns and lines.shape[1] % columns == 0):
+        lines = _flat(lines)
+    count, size = lines.shape
+    matrix = values.shape[-2] if rows > 1 else count
+    chosen = config or tuned("dequantise", size, values.device) or {"elements": 4096, "warps": 8}
+    block = min(next_power_of_2(size), columns or 1024)
+    per_row = triton.cdiv(size, block)
+    pieces = count * per_row
+    together = max(1, chosen["elements"] // block)
+    launch(
+        dequantise_kernel, (triton.cdiv(pieces, together), 1, 1), lines, scales.contiguous(), result, size,
+        lines.stride(0), per_row, pieces, matrix, triton.cdiv(matrix, rows or matrix),
+        triton.cdiv(size, columns or size), rows or matrix, columns or size, block, together, warps=chosen["warps"],
+    )  # fmt: skip
+    return result
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """A tensor as a matrix of its rows, each without holes: a view if it can be one."""
+    x = x.reshape(1, 1) if x.dim() == 0 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _flat(lines: Tensor) -> Tensor:
+    """All rows as one if nothing is between them."""
+    return lines.view(1, -1) if lines.is_contiguous() else lines
+
+
+def heuristic(columns: int) -> dict[str, Any]:
+    """Some thousand elements for a program, 32 for a thread at most."""
+    elements = max(columns, 4096)
+    return {"pieces": elements // columns, "warps": min(16, max(4, elements // 1024))}
+
+
+def candidates(columns: int) -> list[dict[str, Any]]:
+    """What is worth measuring of `quantise_pieces`; `columns` of a block, or of a row, a power of 2."""
+    return [
+        {"pieces": elements // columns, "warps": warps}
+        for elements in (1024, 2048, 4096, 8192, 16384)
+        for warps in (1, 2, 4, 8, 16, 32)
+        if elements >= columns and 8 <= elements // (32 * warps) <= 64
+    ]
+
+
+def other_candidates(kernel: str) -> list[dict[str, Any]]:
+    """What is worth measuring of "quantise_tiles", "quantise_long_rows", "quantise_whole" and "dequantise"."""
+    if kernel == "quantise_tiles":
+        return [{"warps": warps} for warps in (4, 8, 16, 32)]
+    name = "elements" if kernel == "dequantise" else "block"
+    return [
+        {name: size, "warps": warps}
+        for size in (1024, 2048, 4096, 8192, 16384)
+        for warps in (4, 8, 16, 32)
+        if 8 <= size // (32 * warps) <= 64
+    ]

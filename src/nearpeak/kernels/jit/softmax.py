@@ -1,0 +1,258 @@
+"""The kernels of softmax and log-softmax, forward.
+
+A row that fits is held in registers (`tile`). A longer one is read twice by its program (`loop`), the second time
+backwards, as what was read last is nearest. A few long rows are shared by several programs each (`split`): one kernel
+leaves the maximum and the sum of each part, a second one combines them and writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearpeak.kernels.jit.launch import launch
+from nearpeak.kernels.jit.rows import LOWEST, as_rows, common_width, read_again
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of, rows_at_once
+from nearpeak.kernels.jit.softmax_masks import BOOLEAN, NONE, locate, masked_by
+
+
+@triton.jit
+def seen(row, columns, queries, CAUSAL: tl.constexpr):
+    """How many of its first keys a row sees."""
+    end = columns
+    if CAUSAL:
+        end = tl.minimum(tl.maximum((row % queries).to(tl.int32) + (columns - queries + 1), 0), columns)
+    return end
+
+
+@triton.jit
+def scored(values, mask, step, column, loaded, end, scale, MASK: tl.constexpr):
+    """scale * x + mask in float32, -inf where a key is not seen."""
+    score = values.to(tl.float32) * scale
+    visible = column < end
+    if MASK == 1:
+        visible = visible & tl.load(mask + column * step, mask=loaded, other=0)
+    if MASK == 2:
+        score += tl.load(mask + column * step, mask=loaded, other=0.0).to(tl.float32)
+    return tl.where(visible, score, float("-inf"))
+
+
+@triton.jit
+def finished(score, top, total, LOG: tl.constexpr):
+    """The result by the maximum and the sum of a row; a row without any key has a sum of 0."""
+    if LOG:
+        return score - top - tl.log(tl.where(total == 0, 1.0, total))
+    return tl.exp(score - top) * tl.where(total == 0, 0.0, 1.0 / total)
+
+
+@triton.jit
+def tile_kernel(
+    x, mask, result, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step, inner_step, step,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    LOG: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    columns = columns // WIDTH * WIDTH
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    end = seen(row, columns, queries, CAUSAL)
+    loaded = column < (end + (WIDTH - 1)) // WIDTH * WIDTH  # whole loads: a part of one would make all of them narrow
+    if ROWS > 1:
+        loaded = loaded & (row < rows)
+    if MASK:
+        mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
+    values = tl.load(
+        x + row * (stride // WIDTH * WIDTH) + column, mask=loaded, other=0.0, eviction_policy="evict_first"
+    )
+    score = scored(values, mask, step, column, loaded, end, scale, MASK)
+    top = tl.maximum(tl.max(score, 1, keep_dims=True), LOWEST)
+    if PACKED:
+        score = scored(read_again(values, columns, top), mask, step, column, loaded, end, scale, MASK)
+    total = tl.sum(tl.exp(score - top), 1, keep_dims=True)
+    if PACKED:
+        score = scored(read_again(values, columns, total), mask, step, column, loaded, end, scale, MASK)
+    stored = column < columns
+    if ROWS > 1:
+        stored = stored & (row < rows)
+    value = finished(score, top, total, LOG).to(result.dtype.element_ty)
+    tl.store(result + row * columns + column, value, mask=stored)
+
+
+@triton.jit
+def statistics(
+    x, mask, step, begin, end, scale, column,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The maximum of the columns from `begin` to `end`, and the sum of the exponentials of what is below it.
+
+    Each column of a chunk has a maximum and a sum of its own, so that threads meet once, after the loop.
+    """
+    top = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
+    for start in tl.range(begin, end, STEPS * BLOCK, num_stages=STAGES):
+        at = start // WIDTH * WIDTH + column
+        loaded = at < reach
+        values = tl.load(x + at, mask=loaded, other=0.0, eviction_policy="evict_last")
+        score = scored(values, mask, step, at, loaded, end, scale, MASK)
+        higher = tl.maximum(top, tl.max(score, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(score - higher[None, :]), 0)
+        top = higher
+    highest = tl.max(top, 0)
+    return highest, tl.sum(total * tl.exp(top - highest), 0)
+
+
+@triton.jit
+def write(
+    x, mask, step, result, begin, end, stop, scale, top, total, column,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, LOG: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards."""
+    reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
+    chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
+    for index in tl.range(0, chunks, num_stages=STAGES):
+        at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
+        loaded = at < reach
+        values = tl.load(x + at, mask=loaded, other=0.0, eviction_policy="evict_first")
+        score = scored(values, mask, step, at, loaded, end, scale, MASK)
+        value = finished(score, top, total, LOG).to(result.dtype.element_ty)
+        tl.store(result + at, value, mask=at < stop, eviction_policy="evict_first")
+    for start in range(begin + chunks * CHUNK, stop, CHUNK):  # after the last key that is seen: nothing to read
+        at = start // WIDTH * WIDTH + column
+        nothing = tl.full(column.shape, float("-inf") if LOG else 0.0, result.dtype.element_ty)
+        tl.store(result + at, nothing, mask=at < stop, eviction_policy="evict_first")
+
+
+@triton.jit
+def loop_kernel(
+    x, mask, result, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step, inner_step, step,
+    programs, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    LOG: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    columns = columns // WIDTH * WIDTH
+    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for index in range(tl.program_id(0), rows, programs):
+        row = tl.cast(index, tl.int64)
+        end = seen(row, columns, queries, CAUSAL)
+        here = x + row * (stride // WIDTH * WIDTH)
+        masks = mask
+        if MASK:
+            masks += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
+        top, total = statistics(here, masks, step, 0, end, scale, column, STEPS, BLOCK, WIDTH, MASK, STAGES)
+        there = result + row * columns
+        write(
+            here, masks, step, there, 0, end, columns, scale, top, total, column,
+            STEPS * BLOCK, WIDTH, MASK, LOG, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def split_kernel(
+    x, mask, result, partial, scale, first, columns, queries, stride, outer, middle, outer_step, middle_step,
+    inner_step, step, part, parts, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of one part of one row the maximum and the sum, or, for LAST, the result."""
+    scale = tl.cast(scale, tl.float32)
+    columns = columns // WIDTH * WIDTH
+    program = tl.program_id(0)
+    if LAST:
+        program = tl.num_programs(0) - 1 - program  # the parts that were read last are nearest
+    own = program // parts
+    row = own.to(tl.int64) + first
+    begin = program % parts * (part // WIDTH * WIDTH)
+    stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
+    end = tl.minimum(seen(row, columns, queries, CAUSAL), stop)
+    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x += row * (stride // WIDTH * WIDTH)
+    if MASK:
+        mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
+    if LAST:
+        each = tl.arange(0, PARTS)
+        among = each < parts
+        tops = tl.load(partial + own * 2 * parts + each, mask=among, other=LOWEST)
+        totals = tl.load(partial + own * 2 * parts + parts + each, mask=among, other=0.0)
+        top = tl.max(tops, 0)
+        total = tl.sum(totals * tl.exp(tops - top), 0)
+        result += row * columns
+        write(
+            x, mask, step, result, begin, end, stop, scale, top, total, column, STEPS * BLOCK, WIDTH, MASK, LOG, STAGES
+        )
+    else:
+        top, total = statistics(x, mask, step, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, STAGES)
+        tl.store(partial + own * 2 * parts + program % parts, top)
+        tl.store(partial + own * 2 * parts + parts + program % parts, total)
+
+
+def forward(
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    dtype: torch.dtype,
+    *,
+    config: dict[str, Any] | None = None,
+) -> Tensor:
+    """The softmax of the last dimension, contiguous; `x` is copied where its last stride is not 1."""
+    return _forward(x, mask, scale, causal, dtype, False, config)
+
+
+def log_forward(
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    dtype: torch.dtype,
+    *,
+    config: dict[str, Any] | None = None,
+) -> Tensor:
+    """The same for the logarithm of it."""
+    return _forward(x, mask, scale, causal, dtype, True, config)
+
+
+def _forward(
+    x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype, log: bool,
+    config: dict[str, Any] | None,
+) -> Tensor:  # fmt: skip
+    result = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if not x.numel():
+        return result
+    flat = as_rows(x)
+    rows, columns = flat.shape
+    kind, masks, place = (NONE, flat, (1, 1, 0, 0, 0, 0)) if mask is None else masked_by(mask, x)
+    queries = x.shape[-2] if causal else 1
+    stride = flat.stride(0)
+    width = common_width(columns, stride, *place[2:5])
+    config = chosen("softmax", rows, columns, x, masked=kind != NONE, config=config)
+    warps, variant = config["warps"], config["variant"]
+    sizes = (columns, queries, stride, *place)
+    if variant == "tile":
+        height, block = config["rows"], triton.next_power_of_2(columns)
+        launch(
+            tile_kernel, (triton.cdiv(rows, height), 1, 1), flat, masks, result, scale, rows, *sizes,
+            height, block, width, kind, causal, log, config["packed"], warps=warps,
+        )  # fmt: skip
+        return result
+    constants = (*chunk_of(config, x, bytewise=kind == BOOLEAN), width, kind, causal, log)
+    if variant == "loop":
+        programs = min(config["programs"] or rows, rows)
+        launch(
+            loop_kernel, (programs, 1, 1), flat, masks, result, scale, rows, *sizes,
+            programs, *constants, config["stages"], warps=warps,
+        )  # fmt: skip
+        return result
+    part, parts = parts_of(columns, config)
+    together = rows_at_once(rows, columns * x.element_size(), config)
+    partial = torch.empty((together, 2, parts), dtype=torch.float32, device=x.device)
+    for first in range(0, rows, together):  # so few rows at a time that the second kernel finds them in the cache
+        for last in (False, True):
+            launch(
+                split_kernel, (min(together, rows - first) * parts, 1, 1), flat, masks, result, partial, scale, first,
+                *sizes, part, parts, triton.next_power_of_2(parts), *constants, last, config["stages"], warps=warps,
+            )  # fmt: skip
+    return result

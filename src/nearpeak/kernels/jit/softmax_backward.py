@@ -1,0 +1,209 @@
+"""The kernels of softmax and log-softmax, backward, from the result and its gradient, in the ways of `softmax`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearpeak.kernels.jit.launch import launch
+from nearpeak.kernels.jit.rows import as_rows, common_width, read_again
+from nearpeak.kernels.jit.softmax import seen
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of, rows_at_once
+
+
+@triton.jit
+def contribution(gradient, y, LOG: tl.constexpr):
+    """What an element adds to the sum over its row. Keys that are not seen have no part in it."""
+    gradient, y = gradient.to(tl.float32), y.to(tl.float32)
+    if LOG:
+        return tl.where(y == float("-inf"), 0.0, gradient)
+    return gradient * y
+
+
+@triton.jit
+def combined(gradient, y, total, scale, LOG: tl.constexpr):
+    """The gradient of x by the sum over its row."""
+    gradient, y = gradient.to(tl.float32), y.to(tl.float32)
+    if LOG:
+        return tl.where(y == float("-inf"), 0.0, scale * (gradient - tl.exp(y) * total))
+    return scale * y * (gradient - total)
+
+
+@triton.jit
+def tile_kernel(
+    gradient, y, result, scale, rows, columns, queries, gradient_stride, y_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    columns = columns // WIDTH * WIDTH
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    end = seen(row, columns, queries, CAUSAL)
+    loaded = column < (end + (WIDTH - 1)) // WIDTH * WIDTH
+    stored = column < columns
+    if ROWS > 1:
+        loaded = loaded & (row < rows)
+        stored = stored & (row < rows)
+    gradient += row * (gradient_stride // WIDTH * WIDTH)
+    y += row * (y_stride // WIDTH * WIDTH)
+    nothing = float("-inf") if LOG else 0.0
+    upstream = tl.load(gradient + column, mask=loaded, other=0.0, eviction_policy="evict_first")
+    values = tl.load(y + column, mask=loaded, other=nothing, eviction_policy="evict_first")
+    if CAUSAL:  # some after the last key that is seen were loaded: their gradient may be anything
+        upstream = tl.where(column < end, upstream, 0.0)
+    total = tl.sum(contribution(upstream, values, LOG), 1, keep_dims=True)
+    if PACKED:
+        upstream, values = read_again(upstream, columns, total), read_again(values, columns, total)
+    value = combined(upstream, values, total, scale, LOG).to(result.dtype.element_ty)
+    tl.store(result + row * columns + column, value, mask=stored)
+
+
+@triton.jit
+def sum_of(
+    gradient, y, begin, end, column, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sum over the columns from `begin` to `end`."""
+    total = tl.zeros([BLOCK], tl.float32)
+    reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
+    nothing = float("-inf") if LOG else 0.0
+    for start in tl.range(begin, end, STEPS * BLOCK, num_stages=STAGES):
+        at = start // WIDTH * WIDTH + column
+        loaded = at < reach
+        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_last")
+        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_last")
+        total += tl.sum(contribution(tl.where(at < end, upstream, 0.0), values, LOG), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def write(
+    gradient, y, result, begin, end, stop, scale, total, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    LOG: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards."""
+    reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
+    chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
+    nothing = float("-inf") if LOG else 0.0
+    for index in tl.range(0, chunks, num_stages=STAGES):
+        at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
+        loaded = at < reach
+        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_first")
+        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_first")
+        value = combined(tl.where(at < end, upstream, 0.0), values, total, scale, LOG)
+        tl.store(result + at, value.to(result.dtype.element_ty), mask=at < stop, eviction_policy="evict_first")
+    for start in range(begin + chunks * CHUNK, stop, CHUNK):
+        at = start // WIDTH * WIDTH + column
+        zero = tl.zeros(column.shape, result.dtype.element_ty)
+        tl.store(result + at, zero, mask=at < stop, eviction_policy="evict_first")
+
+
+@triton.jit
+def loop_kernel(
+    gradient, y, result, scale, rows, columns, queries, gradient_stride, y_stride, programs,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
+    columns = columns // WIDTH * WIDTH
+    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for index in range(tl.program_id(0), rows, programs):
+        row = tl.cast(index, tl.int64)
+        end = seen(row, columns, queries, CAUSAL)
+        upstream = gradient + row * (gradient_stride // WIDTH * WIDTH)
+        values = y + row * (y_stride // WIDTH * WIDTH)
+        total = sum_of(upstream, values, 0, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES)
+        there = result + row * columns
+        write(upstream, values, there, 0, end, columns, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES)
+
+
+@triton.jit
+def split_kernel(
+    gradient, y, result, partial, scale, first, columns, queries, gradient_stride, y_stride, part, parts,
+    PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    LOG: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of one part of one row the sum, or, for LAST, the result."""
+    scale = tl.cast(scale, tl.float32)
+    columns = columns // WIDTH * WIDTH
+    program = tl.program_id(0)
+    if LAST:
+        program = tl.num_programs(0) - 1 - program
+    own = program // parts
+    row = own.to(tl.int64) + first
+    begin = program % parts * (part // WIDTH * WIDTH)
+    stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
+    end = tl.minimum(seen(row, columns, queries, CAUSAL), stop)
+    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    gradient += row * (gradient_stride // WIDTH * WIDTH)
+    y += row * (y_stride // WIDTH * WIDTH)
+    if LAST:
+        each = tl.arange(0, PARTS)
+        total = tl.sum(tl.load(partial + own * parts + each, mask=each < parts, other=0.0), 0)
+        there = result + row * columns
+        write(gradient, y, there, begin, end, stop, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES)
+    else:
+        total = sum_of(gradient, y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES)
+        tl.store(partial + own * parts + program % parts, total)
+
+
+def backward(
+    gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, *, config: dict[str, Any] | None = None
+) -> Tensor:
+    """The gradient of x, contiguous; what has a last stride other than 1 is copied."""
+    return _backward(gradient, y, scale, causal, dtype, False, config)
+
+
+def log_backward(
+    gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, *, config: dict[str, Any] | None = None
+) -> Tensor:
+    """The same for the logarithm."""
+    return _backward(gradient, y, scale, causal, dtype, True, config)
+
+
+def _backward(
+    gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, log: bool,
+    config: dict[str, Any] | None,
+) -> Tensor:  # fmt: skip
+    result = torch.empty(y.shape, dtype=dtype, device=y.device)
+    if not y.numel():
+        return result
+    upstream, values = as_rows(gradient), as_rows(y)
+    rows, columns = values.shape
+    strides = upstream.stride(0), values.stride(0)
+    width = common_width(columns, *strides)
+    widest = max(upstream, values, key=Tensor.element_size)
+    config = chosen("softmax_backward", rows, columns, widest, masked=False, config=config)
+    warps, variant = config["warps"], config["variant"]
+    sizes = (columns, y.shape[-2] if causal else 1, *strides)
+    if variant == "tile":
+        height = config["rows"]
+        launch(
+            tile_kernel, (triton.cdiv(rows, height), 1, 1), upstream, values, result, scale, rows, *sizes,
+            height, triton.next_power_of_2(columns), width, causal, log, config["packed"], warps=warps,
+        )  # fmt: skip
+        return result
+    constants = (*chunk_of(config, widest), width, causal, log)
+    if variant == "loop":
+        programs = min(config["programs"] or rows, rows)
+        launch(
+            loop_kernel, (programs, 1, 1), upstream, values, result, scale, rows, *sizes, programs, *constants,
+            config["stages"], warps=warps,
+        )  # fmt: skip
+        return result
+    part, parts = parts_of(columns, config)
+    together = rows_at_once(rows, columns * (upstream.element_size() + values.element_size()), config)
+    partial = torch.empty((together, parts), dtype=torch.float32, device=y.device)
+    for first in range(0, rows, together):
+        for last in (False, True):
+            launch(
+                split_kernel, (min(together, rows - first) * parts, 1, 1), upstream, values, result, partial, scale,
+                first, *sizes, part, parts, triton.next_power_of_2(parts), *constants, last, config["stages"],
+                warps=warps,
+            )  # fmt: skip
+    return result

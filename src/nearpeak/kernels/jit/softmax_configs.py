@@ -1,0 +1,130 @@
+"""What to launch the kernels of softmax with, by the length of rows.
+
+{"variant": "tile", "rows": 4, "warps": 4, "packed": False}
+    So many whole rows in the registers of a program. Packed: as the 16 bits that were read, and not as float32.
+{"variant": "loop", "steps": 4, "warps": 16, "stages": 1, "programs": 0}
+    A program for each row, or so many programs that take turns. A chunk is `steps` loads of 16 bytes by each
+    thread. With more than one stage, the next chunks are loaded to shared memory meanwhile.
+{"variant": "split", "part": 16384, "steps": 4, "warps": 8, "stages": 1, "cached": 0}
+    Parts of a row of so many columns, a program for each. Where `cached` is not 0, so many bytes of rows at a time
+    pass through both kernels, which are then found in the cache by the second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from nearpeak.kernels.configs import tuned
+from nearpeak.kernels.jit.launch import next_power_of_2
+
+Config = dict[str, Any]
+_MULTIPROCESSORS = 132
+"""Of an H200. On others this decides on speed alone."""
+_CACHED = 24 * 2**20
+"""Bytes that stay in the cache of an H200, of 50 MiB, between two kernels."""
+_THREAD = 16
+"""Bytes that a thread loads at once."""
+_MOST_PARTS = 4096
+# one program for each multiprocessor: fewer rows are between their two readings at a time
+_LOOP: Config = {"variant": "loop", "steps": 2, "warps": 32, "stages": 1, "programs": 0}
+
+
+def chosen(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, config: Config | None) -> Config:
+    """The configuration given, measured or guessed, in that order, made to fit these rows."""
+    backward = kernel.endswith("backward")
+    config = config or _few(rows, columns) or tuned(kernel, columns, x.device) or heuristic(columns, backward=backward)
+    if config["variant"] != "tile":
+        return config if columns > 1 else heuristic(columns, backward=backward)
+    narrow = x.element_size() == 2
+    packs = narrow and not masked
+    longest = _longest(narrow, masked, backward)
+    if columns > longest:
+        return _LOOP
+    # what does not fit as float32 is packed, whatever was measured for other rows
+    return {**config, "packed": packs and (config["packed"] or columns > _longest(False, masked, backward))}
+
+
+def _longest(narrow: bool, masked: bool, backward: bool) -> int:
+    """The longest row that fits into registers; a backward pass has two of them there."""
+    if backward:
+        return 32768 if narrow else 16384
+    return 65536 if narrow and not masked else 32768
+
+
+def heuristic(columns: int, *, backward: bool = False) -> Config:
+    """A good guess for rows of so many columns."""
+    if columns > 32768:
+        return _LOOP
+    block = next_power_of_2(columns)
+    held = 1024 if backward else 2048  # elements of short rows together
+    rows = max(min(held // block, 256), 1)  # each row has an address
+    warps = min(max(rows * block // (512 if backward else 1024), rows // 64, 1), 32)
+    return {"variant": "tile", "rows": rows, "warps": warps, "packed": False}
+
+
+def _few(rows: int, columns: int) -> Config | None:
+    """For rows that are too few to occupy the GPU, and long enough to share."""
+    if rows > _MULTIPROCESSORS // 2 or columns <= 65536:
+        return None
+    parts = max(4 * _MULTIPROCESSORS // rows, 2)
+    part = max(next_power_of_2(triton.cdiv(columns, parts)), 8192)
+    return {"variant": "split", "part": part, "steps": 2, "warps": 8, "stages": 1, "cached": 0}
+
+
+def candidates(columns: int, *, backward: bool = False) -> list[Config]:
+    """The configurations worth measuring for rows of so many columns of 16 bits."""
+    block = next_power_of_2(columns)
+    found: list[Config] = []
+    if block <= _longest(True, False, backward):
+        # forward, conversion again takes more registers than it saves, except where nothing else fits
+        for packed in (False, True) if backward else (block > 32768,):
+            for warps in (1, 2, 4, 8, 16, 32):
+                for rows in (1, 2, 4, 8, 16, 32, 64):
+                    thread = rows * block // (32 * warps)  # elements of a thread
+                    held = thread * (2 if backward else 1) // (2 if packed else 1)
+                    fits = thread >= 8 and held <= (96 if warps <= 16 else 40)  # and some registers for the rest
+                    if fits and (rows == 1 or rows * block <= 16384) and not (packed and thread < 32):
+                        found.append({"variant": "tile", "rows": rows, "warps": warps, "packed": packed})
+    if columns >= 16384:
+        for warps in (8, 16, 32):
+            for steps in (1, 2, 4):
+                for programs in (0, _MULTIPROCESSORS // 2, _MULTIPROCESSORS) if warps == 32 else (0,):
+                    found.append({"variant": "loop", "steps": steps, "warps": warps, "stages": 1, "programs": programs})
+        found += [
+            {"variant": "loop", "steps": 2, "warps": warps, "stages": stages, "programs": 0}
+            for warps in (8, 16)
+            for stages in (2, 3)
+        ]
+    if columns >= 65536:
+        for cached in (0, _CACHED, 4 * _CACHED // 3):
+            for part in (8192, 16384, 32768):
+                found.append({"variant": "split", "part": part, "steps": 2, "warps": 8, "stages": 1, "cached": cached})
+    return found
+
+
+def chunk_of(config: Config, x: Tensor, *, bytewise: bool = False) -> tuple[int, int]:
+    """The steps, and the columns of each, that a program of `loop` and `split` loads at once, all of one row of `x`.
+
+    With a boolean mask, `bytewise`, a thread reads 16 elements of it at once, and so of `x`: with fewer of them, the
+    exchange between threads takes more registers than there are.
+    """
+    steps, thread = config["steps"], _THREAD // x.element_size()
+    if bytewise:
+        steps, thread = max(steps * thread // _THREAD, 1), _THREAD
+    return steps, thread * 32 * config["warps"]
+
+
+def parts_of(columns: int, config: Config) -> tuple[int, int]:
+    """How many columns a part of a row has, and how many parts there are."""
+    part = max(config["part"], next_power_of_2(triton.cdiv(columns, _MOST_PARTS)))
+    return part, triton.cdiv(columns, part)
+
+
+def rows_at_once(rows: int, row_bytes: int, config: Config) -> int:
+    """How many rows pass through both kernels of `split` together."""
+    if not config["cached"]:
+        return rows
+    return min(max(int(config["cached"]) // row_bytes // 16 * 16, 1), rows)

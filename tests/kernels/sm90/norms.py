@@ -1,0 +1,55 @@
+"""Launches of the norms to compile."""
+
+import torch
+
+from nearpeak.kernels.jit import norms, norms_backward
+
+BF16 = torch.bfloat16
+
+
+def backward(x, weight, statistics, *, centred, adds, last=False):
+    """The launches of a backward pass but for the last, which adds up partial sums, or the last alone."""
+    wants = [True, False, True, centred]
+    bias, sum_gradient = weight if centred else None, x if adds else None
+    launch = norms_backward.launch
+
+    def some(kernel, *args, **settings):
+        if (kernel is norms_backward.add_partials) == last:
+            launch(kernel, *args, **settings)
+
+    norms_backward.launch = some
+    try:
+        norms_backward.norm_backward(x, x, sum_gradient, statistics, weight, bias, 0.0, centred, wants)
+    finally:
+        norms_backward.launch = launch
+
+
+def launches():
+    rms = {"centred": False, "adds": False}
+    for columns, dtype, also in (
+        (128, BF16, None),
+        (1024, BF16, None),
+        (4096, BF16, {"centred": True, "adds": True}),
+        (4096, torch.float32, None),
+        (16384, BF16, {"centred": True, "adds": False}),
+        (65536, BF16, {"centred": True, "adds": True}),
+    ):
+        x, weight, statistics = (
+            torch.empty(64, columns, dtype=dtype),
+            torch.empty(columns, dtype=dtype),
+            torch.empty(2, 64),
+        )
+        name = f"{columns}, {str(dtype).removeprefix('torch.')}"
+        yield f"RMSNorm, {name}", lambda x=x, weight=weight: norms.rms_norm(x, weight, None, 1e-6, 0.0)
+        for kind in (rms, also):
+            if kind is not None:
+                yield (
+                    f"backward, {name}, {kind}",
+                    lambda x=x, weight=weight, statistics=statistics, kind=kind: backward(
+                        x, weight, statistics, **kind
+                    ),
+                )
+        if also is not None:
+            yield f"add, LayerNorm, {name}", lambda x=x, weight=weight: norms.add_layer_norm(x, x, weight, weight, 1e-5)
+    # a thread has one of the few numbers that are left
+    yield "narrow: the sum of partial sums", lambda: backward(x, weight, statistics, **rms, last=True)

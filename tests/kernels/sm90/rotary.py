@@ -1,0 +1,27 @@
+"""Launches of rotations to compile."""
+
+import torch
+
+from nearpeak.kernels.jit import rotary
+
+
+def launches():
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype)
+
+    for size in (64, 128):
+        q, k, table = empty(2, 256, 32, size), empty(2, 256, 8, size), empty(256, size // 2, dtype=torch.float32)
+        yield (
+            f"q and k of {size}",
+            lambda q=q, k=k, table=table: rotary.forward_pair(
+                q, k, table, table, None, False, False, False, q.shape[-1]
+            ),
+        )
+    yield "interleaved", lambda: rotary.forward(q, table, table, None, True, False, False, 128)
+    yield "part of a head", lambda: rotary.forward(q, table[:, :16], table[:, :16], None, False, True, False, 32)
+    angles, where = empty(2, 256, 128), torch.arange(256)
+    yield "heads first", lambda: rotary.forward(q.transpose(1, 2), angles, angles, None, False, False, True, 128)
+    yield "in place, by position", lambda: rotary.in_place([q, k], table, table, where, False, False, 128)
+    eighths, pairs = empty(2, 256, 16, 72), empty(256, 36, dtype=torch.float32)
+    yield "heads of 72", lambda: rotary.forward(eighths, pairs, pairs, None, True, False, False, 72)
+    yield "float32", lambda: rotary.forward(q.float(), table, table, None, False, False, False, 128)

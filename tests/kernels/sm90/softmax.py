@@ -1,0 +1,26 @@
+"""Launches of softmax and log-softmax to compile."""
+
+import torch
+
+from nearpeak.kernels.jit import softmax, softmax_backward
+
+SPLIT = {"variant": "split", "part": 16384, "steps": 2, "warps": 8, "stages": 1, "cached": 0}
+
+
+def launches():
+    dtype = torch.bfloat16
+    for columns in (1024, 4096, 16384, 65536):
+        x = torch.empty(256, columns, dtype=dtype)
+        yield f"forward, {columns}", lambda x=x: softmax.forward(x, None, 1.0, False, dtype)
+        yield f"backward, {columns}", lambda x=x: softmax_backward.backward(x, x, 1.0, False, dtype)
+    packed = {"variant": "tile", "rows": 1, "warps": 32, "packed": True}
+    x = torch.empty(256, 32768, dtype=dtype)
+    yield "backward, packed", lambda: softmax_backward.backward(x, x, 1.0, False, dtype, config=packed)
+    x = torch.empty(8, 262144, dtype=dtype)
+    yield "split, narrow stores by the first", lambda: softmax.forward(x, None, 1.0, False, dtype, config=SPLIT)
+    wide = torch.empty(256, 16384)
+    yield "forward, float32", lambda: softmax.forward(wide, None, 1.0, False, torch.float32)
+    scores = torch.empty(2, 4, 1000, 1000, dtype=dtype)
+    keep = torch.empty(2, 1, 1, 1000, dtype=torch.bool)
+    yield "causal with a mask, 1000", lambda: softmax.log_forward(scores, keep, 0.1, True, dtype)
+    yield "causal, backward, 1000", lambda: softmax_backward.log_backward(scores, scores, 0.1, True, dtype)

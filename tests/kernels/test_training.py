@@ -1,0 +1,98 @@
+"""A small model learns the same with the kernels as with plain torch, step by step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from nearpeak import kernels
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def train_curves() -> ModuleType:
+    path = ROOT / "benchmarks" / "train_curves.py"
+    found = importlib.util.spec_from_file_location("train_curves", path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules["train_curves"] = module  # dataclasses look for it there
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def size(train_curves):
+    """Odd numbers where a model may have them: 3 heads of 8, 29 tokens to choose from, sequences of 7."""
+    return replace(train_curves.SIZES["cpu"], width=24, heads=3, layers=1, vocabulary=29, tokens=7, batch=2, lr=1e-2)
+
+
+def test_losses_are_those_of_plain_torch(train_curves, size):
+    batches = train_curves.text(size, STEPS * size.batch).split(size.batch)
+    eager = list(train_curves.trained(train_curves.OPERATIONS["eager"], size, batches, DEVICE))
+    with kernels.using("require"):
+        fused = list(train_curves.trained(train_curves.OPERATIONS["nearpeak"], size, batches, DEVICE))
+    assert fused == pytest.approx(eager, abs=1e-3)
+    assert sum(eager[-5:]) < sum(eager[:5])  # it learns: nothing that stands still is compared
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
+def test_a_bfloat16_model_stays_near_too(train_curves, size):
+    size = replace(size, dtype="bfloat16")
+    batches = train_curves.text(size, 4 * size.batch).split(size.batch)
+    eager = list(train_curves.trained(train_curves.OPERATIONS["eager"], size, batches, DEVICE))
+    with kernels.using("require"):
+        fused = list(train_curves.trained(train_curves.OPERATIONS["nearpeak"], size, batches, DEVICE))
+    # a logit of about 1 is rounded by up to 2**-9, and a loss is the mean over 14 tokens
+    assert fused == pytest.approx(eager, abs=2**-5)
+
+
+def test_references_agree_to_rounding(train_curves, size):
+    batches = train_curves.text(size, STEPS * size.batch).split(size.batch)
+    eager = list(train_curves.trained(train_curves.OPERATIONS["eager"], size, batches, DEVICE))
+    with kernels.using("off"):
+        plain = list(train_curves.trained(train_curves.OPERATIONS["nearpeak"], size, batches, DEVICE))
+    assert plain == pytest.approx(eager, abs=1e-5)
+
+
+def test_a_wrong_gradient_is_not_within_noise(train_curves, size):
+    """The comparison sees a gradient that is 10 % too large in one operation."""
+    wrong = replace(
+        train_curves.OPERATIONS["eager"],
+        swiglu_packed=lambda x: train_curves.eager_swiglu(x + 0.1 * (x - x.detach())),
+    )
+    batches = train_curves.text(size, STEPS * size.batch).split(size.batch)
+    eager = list(train_curves.trained(train_curves.OPERATIONS["eager"], size, batches, DEVICE))
+    off = list(train_curves.trained(wrong, size, batches, DEVICE))
+    assert off != pytest.approx(eager, abs=1e-3)
+
+
+def test_the_verdict_is_by_the_nearest_orders(train_curves):
+    runs = {
+        "eager": [3.0, 2.0],
+        "nearpeak": [3.01, 2.01],
+        "eager, nudged": [3.0, 2.0],
+        "eager, order 1": [3.1, 2.1],
+        "eager, order 2": [3.5, 2.5],
+    }
+    assert train_curves.is_within_noise(train_curves.differences(runs))
+    assert not train_curves.is_within_noise(train_curves.differences({**runs, "nearpeak": [3.2, 2.2]}))
+    assert not train_curves.is_within_noise(train_curves.differences({**runs, "nearpeak": [3.0, float("nan")]}))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("train_curves_*.json")), ids=str)
+def test_the_verdict_of_a_saved_run_is_that_of_its_curves(train_curves, path):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    found = train_curves.differences(content["runs"])
+    assert found == content["differences"]
+    assert train_curves.is_within_noise(found) == content["within noise"]
+    assert content["within noise"]
