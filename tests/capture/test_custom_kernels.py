@@ -14,7 +14,6 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from torch.library import triton_op, wrap_triton  # noqa: E402
 
-
 with triton.knobs.runtime.scope():
     triton.knobs.runtime.interpret = False  # it is traced, and not run
 

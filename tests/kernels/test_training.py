@@ -32,8 +32,8 @@ def train_curves() -> ModuleType:
 
 @pytest.fixture
 def size(train_curves):
-    """Odd numbers where a model may have them: 3 heads of 8, 29 tokens to choose from, sequences of 7."""
-    return replace(train_curves.SIZES["cpu"], width=24, heads=3, layers=1, vocabulary=29, tokens=7, batch=2, lr=1e-2)
+    """Odd numbers where a model may have them: heads of 6, 29 tokens to choose from, sequences of 5."""
+    return replace(train_curves.SIZES["cpu"], width=12, heads=2, layers=1, vocabulary=29, tokens=5, batch=2, lr=1e-2)
 
 
 def test_losses_are_those_of_plain_torch(train_curves, size):
@@ -52,7 +52,7 @@ def test_a_bfloat16_model_stays_near_too(train_curves, size):
     eager = list(train_curves.trained(train_curves.OPERATIONS["eager"], size, batches, DEVICE))
     with kernels.using("require"):
         fused = list(train_curves.trained(train_curves.OPERATIONS["nearpeak"], size, batches, DEVICE))
-    # a logit of about 1 is rounded by up to 2**-9, and a loss is the mean over 14 tokens
+    # a logit of about 1 is rounded by up to 2**-9, and a loss is the mean over 10 tokens
     assert fused == pytest.approx(eager, abs=2**-5)
 
 
@@ -96,3 +96,19 @@ def test_the_verdict_of_a_saved_run_is_that_of_its_curves(train_curves, path):
     assert found == content["differences"]
     assert train_curves.is_within_noise(found) == content["within noise"]
     assert content["within noise"]
+
+
+def test_the_page_has_the_differences_of_the_saved_run():
+    path = ROOT / "benchmarks" / "results" / "train_curves_cpu.json"
+    own, _, *orders = json.loads(path.read_text(encoding="utf-8"))["differences"].values()
+    page = " ".join((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").split())
+    assert f"differ by {own['largest']:.2g} at most" in page
+    assert f"nearest orders by {min(one['mean'] for one in orders):.2g} in the mean" in page
+
+
+def test_the_page_has_all_operations():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for name in kernels.__all__:
+        assert f"`{name}`" in page or name == "Support", f"docs/kernels.md says nothing of {name}"
+        assert f".{name}\n" in reference, f"docs/reference.md says nothing of {name}"

@@ -63,7 +63,7 @@ class Watch:
         self._profiled_wall = 0.0
         self._profiled_step = 0
         self._profiled: dict[int, tuple[float, int]] = {}
-        """Of the profiled steps, by the profiler's numbers of them: their wall times, and how many steps came before."""
+        """Of profiled steps, by the profiler's numbers of them: their wall times, and how many steps came before."""
         self._traced: Trace | None = None
         self._profiler: Profiler | None = None
         self._live: LiveTrace | None = None

@@ -95,7 +95,7 @@ def standing_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 def _stood_for() -> tuple[int, int] | None:
     """The compute capability that fake tensors stand for; None where tensors have data, and kernels would run."""
-    if torch.compiler.is_compiling() or _stand_ins.capability is None:
+    if torch.compiler.is_compiling() or _stand_ins.capability is None:  # in this order: the compiler reads no more
         return None
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return _stand_ins.capability if fake else None
@@ -151,7 +151,7 @@ def too_old(device: torch.device, oldest: tuple[int, int]) -> str | None:
     """Why a kernel for GPUs of the compute capability `oldest` and later does not run on this device."""
     if torch.compiler.is_compiling():  # asked again when compiled code runs
         return None
-    found = _stood_for()
+    found = None if _stand_ins.capability is None else _stood_for()
     if found is None and device.type == "cuda":
         found = _capability(device.index or 0)
     if found is None or found >= oldest:

@@ -24,7 +24,8 @@ def exists(name):
 
 
 def test_the_names_of_all_formulas_exist_in_torch():
-    missing = sorted(name for name in registered() if not exists(name))
+    torch_s = (name for name in registered() if not name.startswith("nearpeak."))  # see test_own_kernels.py for ours
+    missing = sorted(name for name in torch_s if not exists(name))
     assert len(registered()) > 1200
     if torch.__version__.startswith(CHECKED):
         assert missing == []

@@ -59,7 +59,10 @@ def _is_bfloat16(handle: Any) -> bool:
 def _install(builder: Any) -> None:
     for name in ("binary_op", "unary_op", "ternary_op"):
         setattr(builder, name, _in_float32(getattr(builder, name)))
+    builder.create_masked_load = _masked(builder.create_masked_load, 1)
+    builder.create_masked_store = _masked(builder.create_masked_store, 2)
     interpreter._patch_lang_tensor = _counted_by_items(interpreter._patch_lang_tensor)
+    interpreter.InterpretedFunction.__call__ = _patched_once(interpreter._patch_lang)
     dot, cast = builder.create_dot, builder.cast_impl
     builder.create_dot = lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest)
     builder.cast_impl = lambda self, source, target: _cast(self, cast, source, target)
@@ -67,6 +70,32 @@ def _install(builder: Any) -> None:
     builder.create_fp_to_fp = lambda self, source, target, rounding: _cast(
         self, lambda self, source, target: rounded(self, source, target, rounding), source, target
     )
+
+
+def _patched_once(patch: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a function from a kernel, without patching the language again, which takes longer than the call.
+
+    The launch has patched what kernels see of it; what functions of Triton's own see stays patched after the first.
+    """
+    known = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in known:
+            patch(self.fn)
+            known.add(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    return call
+
+
+def _masked(operation: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Masks as bits: from Triton 3.9 on, one that was joined with a scalar comes as integers, which are refused."""
+
+    def call(self: Any, *args: Any) -> Any:
+        mask = interpreter.TensorHandle(args[place].data.astype(numpy.bool_), tl.int1)
+        return operation(self, *args[:place], mask, *args[place + 1 :])
+
+    return call
 
 
 def _counted_by_items(patch: Callable[..., None]) -> Callable[..., None]:

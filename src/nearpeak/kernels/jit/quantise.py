@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
+from nearpeak.kernels.jit.rows import common_width, multiple
 from nearpeak.kernels.operations.quantise import scales_shape
 
 LONGEST = 16384
@@ -58,7 +59,7 @@ def _inverse(scale):
 @triton.jit
 def pieces_kernel(
     x, values, scales, columns, stride, per_row, pieces,
-    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
     row = piece // per_row
@@ -66,11 +67,11 @@ def pieces_kernel(
     # what is left of the row in 32 bits, and nothing behind the last row
     left = tl.where(piece < pieces, tl.minimum(columns - begin, COLUMNS), 0).to(tl.int32)
     at = tl.arange(0, COLUMNS)[None, :]
-    inside = at < left[:, None]
-    given = tl.load(x + (row * stride + begin)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    inside = at < multiple(left, WIDTH)[:, None]
+    given = tl.load(x + multiple(row * stride + begin, WIDTH)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
     scale = _scale(tl.max(_finite(given), 1), LARGEST, POWER_OF_TWO)
     found = _values(given, _inverse(scale)[:, None], LARGEST, values.dtype.element_ty)
-    tl.store(values + (row * columns + begin)[:, None] + at, found, mask=inside)
+    tl.store(values + multiple(row * columns + begin, WIDTH)[:, None] + at, found, mask=inside)
     tl.store(scales + piece, scale, mask=piece < pieces)
 
 
@@ -153,19 +154,20 @@ def whole_kernel(
 @triton.jit
 def dequantise_kernel(
     values, scales, result, columns, stride, per_row, pieces, matrix, down, across, rows_of_scale, columns_of_scale,
-    COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
     row = piece // per_row
     begin = (piece % per_row) * COLUMNS
     left = tl.where(piece < pieces, tl.minimum(columns - begin, COLUMNS), 0).to(tl.int32)
     at = tl.arange(0, COLUMNS)[None, :]
-    inside = at < left[:, None]
+    inside = at < multiple(left, WIDTH)[:, None]
     of_row = (row // matrix) * down + (row % matrix) // rows_of_scale
     scale = tl.load(scales + of_row * across + begin // columns_of_scale, mask=piece < pieces, other=1.0)
-    given = tl.load(values + (row * stride + begin)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(values + multiple(row * stride + begin, WIDTH)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
     found = given * scale.to(tl.float32)[:, None]
-    tl.store(result + (row * columns + begin)[:, None] + at, found.to(result.dtype.element_ty), mask=inside)
+    place = multiple(row * columns + begin, WIDTH)[:, None] + at
+    tl.store(result + place, found.to(result.dtype.element_ty), mask=inside)
 
 
 def quantise(
@@ -210,7 +212,8 @@ def _pieces(
     pieces = len(lines) * per_row
     launch(
         pieces_kernel, (triton.cdiv(pieces, chosen["pieces"]), 1, 1), lines, values, scales, size, lines.stride(0),
-        per_row, pieces, *constants, columns, chosen["pieces"], warps=chosen["warps"],
+        per_row, pieces, *constants, columns, chosen["pieces"], common_width(size, lines.stride(0), columns),
+        warps=chosen["warps"],
     )  # fmt: skip
 
 
@@ -267,7 +270,8 @@ def dequantise(
     launch(
         dequantise_kernel, (triton.cdiv(pieces, together), 1, 1), lines, scales.contiguous(), result, size,
         lines.stride(0), per_row, pieces, matrix, triton.cdiv(matrix, rows or matrix),
-        triton.cdiv(size, columns or size), rows or matrix, columns or size, block, together, warps=chosen["warps"],
+        triton.cdiv(size, columns or size), rows or matrix, columns or size, block, together,
+        common_width(size, lines.stride(0), block), warps=chosen["warps"],
     )  # fmt: skip
     return result
 

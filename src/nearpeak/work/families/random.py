@@ -67,7 +67,7 @@ def dropout(op: Op) -> Cost:
     scaled = keep * sum(distinct(tensor) for tensor in inputs) if keep < 1 else 0.0
     return Cost(
         family="random",
-        reads=accesses(*(_kept(tensor, keep) for tensor in inputs)),
+        reads=accesses(*(kept_part(tensor, keep) for tensor in inputs)),
         writes=accesses(*outputs),
         vector_flops=arithmetic(inputs, (), scaled),
     )
@@ -83,13 +83,13 @@ def dropout_backward(op: Op) -> Cost:
     gradients = tuple(tensor for tensor in op.tensors("grad_output", "self") if tensor.shape)
     return Cost(
         family="random",
-        reads=accesses(*op.tensors("mask"), *(_kept(tensor, keep) for tensor in gradients)),
+        reads=accesses(*op.tensors("mask"), *(kept_part(tensor, keep) for tensor in gradients)),
         writes=accesses(*op.written),
         vector_flops=arithmetic(gradients, (), keep * sum(distinct(tensor) for tensor in gradients)),
     )
 
 
-def _kept(tensor: Tensor, keep: float) -> tuple[Tensor, float]:
+def kept_part(tensor: Tensor, keep: float) -> tuple[Tensor, float]:
     """What is read of a tensor of which a random share is kept: pieces of 32 bytes, the smallest that memory moves, of
     which any element is kept. That is nearly all for usual shares."""
     return tensor, tensor.bytes * (1 - (1 - keep) ** (SECTOR_BYTES / tensor.item_bytes))

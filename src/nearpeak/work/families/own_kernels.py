@@ -1,0 +1,224 @@
+"""The operators of `nearpeak.kernels` that go over their operands once: softmax, norms, activations, rotary positions,
+dropout, the step of AdamW, 8 bits and the permutation of tokens. The losses are in `own_kernels_losses`.
+
+Costs are those of the operators of torch that they stand for, less what lies between these. Each operand is read once,
+each result written once. What arguments hide (the keys after a query, halves of tables that hold each angle twice, a
+gradient that nobody wants) is not charged, nor what values may hide: keys behind a mask, tokens whose choices are
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from nearpeak.work.cost import Cost, Family, accesses, formula
+from nearpeak.work.families.attention_pairs import banded
+from nearpeak.work.families.indexing import least_bytes
+from nearpeak.work.families.movement import moved
+from nearpeak.work.families.pointwise import arithmetic, distinct, pointwise_flops, read, total
+from nearpeak.work.families.random import kept_part
+from nearpeak.work.op import Op
+from nearpeak.work.tensor import Tensor
+
+Part = Tensor | tuple[Tensor, float]
+"""A tensor, or so many bytes of it."""
+
+
+def _streamed(
+    family: Family, reads: Iterable[Part], writes: Iterable[Part], main: Tensor, operations_per_element: float
+) -> Cost:
+    return Cost(
+        family=family,
+        reads=accesses(*reads),
+        writes=accesses(*writes),
+        vector_flops=arithmetic((main,), (), operations_per_element * distinct(main)),
+    )
+
+
+@formula("nearpeak.softmax", "nearpeak.log_softmax")
+def softmax(op: Op) -> Cost:
+    """Reads the keys that are seen, and their mask; writes the result. Exponential, sum and scaling for each key.
+
+    Where there is a mask it may hide any key: no score is then certain to be read.
+    """
+    x, masks, share = op.tensor("x"), op.tensors("mask"), _seen(op, op.tensor("x"))
+    scores = share if not masks else 0.0
+    reads = [(x, scores * x.bytes), *((mask, share * mask.bytes) for mask in masks)]
+    return _streamed("normalisation", reads, op.written, x, 3 * scores)
+
+
+@formula("nearpeak.softmax_backward", "nearpeak.log_softmax_backward")
+def softmax_backward(op: Op) -> Cost:
+    """Reads the gradient and the result where keys are seen, writes the gradient: a sum, a product, a difference."""
+    gradient, result = op.tensor("gradient"), op.tensor("result")
+    share = _seen(op, result)
+    reads = [(tensor, share * tensor.bytes) for tensor in (gradient, result)]
+    return _streamed("normalisation", reads, op.written, gradient, 3 * share)
+
+
+def _seen(op: Op, scores: Tensor) -> float:
+    """The share of scores that causality leaves."""
+    if not op.arguments.get("causal") or not scores.elements:
+        return 1.0
+    queries, keys = scores.shape[-2:]
+    return banded(queries, keys, right=0, offset=keys - queries).count / (queries * keys)
+
+
+_NORMS = {
+    "nearpeak.rms_norm": 3,
+    "nearpeak.layer_norm": 5,
+    "nearpeak.add_rms_norm": 4,
+    "nearpeak.add_layer_norm": 6,
+}
+"""Operations per element: those of torch's norms, and the addition."""
+
+
+@formula(*_NORMS)
+def norm(op: Op) -> Cost:
+    """Reads the input, what is added to it and the parameters; writes the norm, the sum and the statistics."""
+    return _streamed("normalisation", read(op), op.written, op.tensor("x"), _NORMS[op.packet])
+
+
+@formula("nearpeak.norm_backward")
+def norm_backward(op: Op) -> Cost:
+    """Reads the gradient, and what the gradients that are wanted need; writes these.
+
+    The weight and the gradient of the sum are only for that of the input, and that of the bias alone needs no input.
+    Per element: a product and a sum, and an addition where there is a gradient of the sum.
+    """
+    for_x, for_residual, for_weight, for_bias = op.arguments["wants"]
+    if not (for_x or for_residual or for_weight or for_bias):
+        return Cost(family="normalisation")
+    gradient = op.tensor("gradient")
+    inputs: tuple[Tensor, ...] = ()
+    if for_x or for_residual or for_weight:
+        inputs += op.tensors("x", "statistics")
+    operations = 2 if inputs else 1
+    if for_x or for_residual:
+        inputs += op.tensors("weight", "sum_gradient")
+        operations += len(op.tensors("sum_gradient"))
+    return _streamed("normalisation", (gradient, *inputs), op.outputs, gradient, operations)
+
+
+_POINTWISE = {
+    "nearpeak.add": 1,
+    "nearpeak.activation": 1,
+    "nearpeak.activation_backward": 1,
+    "nearpeak.activation_backward_with_bias": 2,
+    "nearpeak.gated": 2,
+    "nearpeak.gated_packed": 2,
+    "nearpeak.gated_backward": 4,
+    "nearpeak.gated_packed_backward": 2,
+}
+"""Operations per element of the largest result. The gradients of a product of an activation and another factor take the
+activation, its derivative and two products; a packed result has two elements for each."""
+
+
+@formula(*_POINTWISE)
+def pointwise(op: Op) -> Cost:
+    """Reads all operands once, writes the results. A bias takes an addition more, its gradient a sum."""
+    inputs, outputs = read(op), op.written
+    operations = _POINTWISE[op.packet] + len(op.tensors("bias"))
+    one = pointwise_flops(op.packet, inputs, outputs)
+    return Cost(
+        family="pointwise",
+        reads=accesses(*inputs),
+        writes=accesses(*outputs),
+        vector_flops={dtype: operations * count for dtype, count in one.items()},
+    )
+
+
+@formula("nearpeak.rotary", "nearpeak.rotary_pair", "nearpeak.rotary_")
+def rotary(op: Op) -> Cost:
+    """Reads heads and angles, writes the heads; in place, only the part of each head that is rotated is touched.
+
+    Of a table of angles the rows of the tokens are read, each angle once; where tokens say which rows they have, they
+    may all have the same one. Per number that is rotated: two products and a sum.
+    """
+    heads = op.tensors("x", "q", "k", "tensors")
+    rotated = [replace(x, shape=(*x.shape[:-1], min(op.arguments["rotary_dim"], x.shape[-1]))) for x in heads]
+    in_place = bool(op.mutated)
+    return Cost(
+        family="pointwise",
+        reads=accesses(*(rotated if in_place else heads), *op.tensors("positions"), *_angles(op, heads)),
+        writes=accesses(*(rotated if in_place else op.outputs)),
+        vector_flops=total(arithmetic((x,), (), 3 * distinct(x)) for x in rotated),
+    )
+
+
+def _angles(op: Op, heads: tuple[Tensor, ...]) -> list[Part]:
+    if not any(x.elements for x in heads):
+        return []
+    tokens = 1 if op.tensors("positions") else heads[0].shape[-2 if op.arguments["heads_first"] else -3]
+    pairs = op.arguments["rotary_dim"] // 2
+    return [
+        (table, replace(table, shape=(*table.shape[:-2], tokens, pairs)).bytes) for table in op.tensors("cos", "sin")
+    ]
+
+
+@formula("nearpeak.dropout_add")
+def dropout_add(op: Op) -> Cost:
+    """Reads the residual, and x where it is kept; writes the sum. A product and an addition for each kept element."""
+    keep = 1.0 - float(op.arguments["p"])
+    x = op.tensor("x")
+    return _streamed("random", (kept_part(x, keep), op.tensor("residual")), op.outputs, x, 2 * keep)
+
+
+@formula("nearpeak.dropout_add_backward")
+def dropout_backward(op: Op) -> Cost:
+    """Reads the gradient where it is kept, writes that of x; a product for each kept element."""
+    keep = 1.0 - float(op.arguments["p"])
+    gradient = op.tensor("gradient")
+    return _streamed("random", (kept_part(gradient, keep),), op.outputs, gradient, keep)
+
+
+@formula("nearpeak.transpose_copy")
+def transpose_copy(op: Op) -> Cost:
+    """Reads x, writes the copy."""
+    return moved(op.tensors("x"), op.outputs)
+
+
+@formula("nearpeak.adamw_step")
+def adamw(op: Op) -> Cost:
+    """Reads gradients, both averages and parameters, these in float32 where they are kept so too; writes all but the
+    gradients. Operations are those of torch's fused step: 12 for each parameter, and 2 for its decay.
+    """
+    masters = op.tensors("master_params")
+    values = masters or op.tensors("params")
+    operations = 12 + (2 if op.arguments["weight_decay"] else 0)
+    return Cost(
+        family="optimizer",
+        reads=accesses(*values, *op.tensors("grads", "exp_avgs", "exp_avg_sqs")),
+        writes=accesses(*op.tensors("params", "exp_avgs", "exp_avg_sqs"), *masters),
+        vector_flops=total(arithmetic((value,), (), operations * distinct(value)) for value in values),
+    )
+
+
+_EIGHT_BITS = {"nearpeak.quantise": 2, "nearpeak.dequantise": 1}
+"""Operations per element: the largest of a block is found, and each multiplied by its scale."""
+
+
+@formula(*_EIGHT_BITS)
+def eight_bits(op: Op) -> Cost:
+    """Reads all operands once, writes the results. A tensor with one scale may stay in the cache meanwhile."""
+    return _streamed("quantisation", op.inputs, op.outputs, op.inputs[0], _EIGHT_BITS[op.packet])
+
+
+@formula("nearpeak.sort_tokens")
+def sort_tokens(op: Op) -> Cost:
+    """Reads the experts of the tokens, writes the counts and the rows."""
+    return Cost(family="sorting", reads=accesses(op.tensor("experts")), writes=accesses(*op.outputs))
+
+
+@formula("nearpeak.permute_rows", "nearpeak.unpermute_rows", "nearpeak.unpermute_rows_backward")
+def permute(op: Op) -> Cost:
+    """Reads the map, and writes the results, zeros for dropped choices included. Of tokens, rows and weights it reads
+    one: the others may be those of dropped choices, as where other devices have the experts.
+    """
+    places = op.tensor("row_map")
+    taken = op.tensors("x", "gradient", "rows") if places.elements else ()
+    weights = op.tensors("weights") if places.elements else ()
+    reads: list[Part] = [(tensor, least_bytes(tensor, (0,))) for tensor in taken]
+    reads += [(weight, weight.item_bytes) for weight in weights]
+    return Cost(family="indexing", reads=accesses(places, *reads), writes=accesses(*op.outputs))
