@@ -62,8 +62,9 @@ def _kernels(case: KernelCase) -> Iterator[tuple[str, bool, int, list[dict[str, 
         yield "norm_forward", False, columns, norms.candidates(columns)
         yield "norm_backward", True, columns, norms_backward.candidates(columns)
     elif case.operation == "swiglu":
-        yield "gated_forward", False, columns, gated.candidates(columns)
-        yield "gated_backward", True, columns, gated.candidates(columns)
+        # contiguous tensors are one row to these kernels
+        yield "gated_forward", False, elements, gated.candidates(elements)
+        yield "gated_backward", True, elements, gated.candidates(elements)
     elif case.operation == "dropout_add":
         yield "dropout_add", False, elements, dropout.candidates(elements)
     elif case.operation == "rotary":

@@ -27,10 +27,11 @@ def _turn(
     cos, sin = (table.unsqueeze(-3 if heads_first else -2) for table in (cos, sin))
     if reverse:
         sin = -sin
+    wide = x[..., :rotary_dim].to(torch.promote_types(x.dtype, cos.dtype))  # so that gradients are rounded once
     if interleaved:
-        one, other = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+        one, other = wide[..., ::2], wide[..., 1::2]
     else:
-        one, other = x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
+        one, other = wide.chunk(2, -1)
     turned = one * cos - other * sin, other * cos + one * sin
     both = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return torch.cat((both.to(x.dtype), x[..., rotary_dim:]), -1)
