@@ -32,6 +32,7 @@ PUBLIC = {
     "fake",
     "forget_cost",
     "inputs",
+    "kernels",
     "load",
     "machine",
     "profile",
@@ -73,7 +74,7 @@ def test_exported_names():
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_exported_name_resolves(name: str):
     value = getattr(nearpeak, name)
-    if name == "inputs":
+    if name in ("inputs", "kernels"):
         assert isinstance(value, ModuleType)
     else:
         assert callable(value)

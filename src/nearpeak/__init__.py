@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nearpeak import kernels
     from nearpeak.bound.estimate import Estimate
     from nearpeak.capture.estimate import estimate
     from nearpeak.capture.fake import fake
@@ -51,6 +52,7 @@ __all__ = [
     "fake",
     "forget_cost",
     "inputs",
+    "kernels",
     "load",
     "machine",
     "profile",
@@ -77,6 +79,7 @@ _HOME = {
     "fake": "nearpeak.capture.fake",
     "forget_cost": "nearpeak.work.declared",
     "inputs": "nearpeak.measure.inputs",
+    "kernels": "nearpeak.kernels",
     "load": "nearpeak.diagnose.load",
     "machine": "nearpeak.capture.machine",
     "profile": "nearpeak.diagnose.run",
@@ -90,7 +93,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'nearpeak' has no attribute {name!r}")
     module = import_module(home)
-    value = module if name == "inputs" else getattr(module, name)
+    value = module if name in ("inputs", "kernels") else getattr(module, name)
     globals()[name] = value
     return value
 
