@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIMES = 2.0
 """A kernel's error may be so many times that of the same mathematics in torch at the same precision."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_as_exact
+from kernel_checks import DEVICE, DTYPES, assert_as_exact
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -22,7 +22,6 @@ import triton.language as tl  # noqa: E402
 from nearpeak.kernels.jit import adamw as jit  # noqa: E402
 from nearpeak.kernels.jit import addresses  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(7,), (3, 5), (1027,), (0,), (), (2, 512)]
 F32, BF16, F16 = DTYPES
 MIXES = [

@@ -6,14 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_kernel_is_exact, layouts
+from kernel_checks import DEVICE, DTYPES, assert_kernel_is_exact, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

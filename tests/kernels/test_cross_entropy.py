@@ -6,14 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_as_exact, assert_kernel_is_exact, layouts
+from kernel_checks import DEVICE, DTYPES, assert_as_exact, assert_kernel_is_exact, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import UsageError
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS = {
     "plain": {},

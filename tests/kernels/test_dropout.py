@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_kernel_is_exact, layouts
+from kernel_checks import DEVICE, DTYPES, assert_kernel_is_exact, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -25,7 +25,6 @@ from nearpeak.kernels.jit import dropout as jit_dropout
 from nearpeak.kernels.jit.dropout import four_numbers
 from nearpeak.kernels.jit.launch import launch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = torch.bfloat16
 SEED = 1234567890123456789
 

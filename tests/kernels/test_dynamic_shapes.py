@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 from torch import Tensor
 
 from nearpeak import kernels
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random(*shape: int) -> Tensor:

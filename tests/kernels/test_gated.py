@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_as_exact, assert_kernel_is_exact, gradients, layouts
+from kernel_checks import DEVICE, DTYPES, assert_as_exact, assert_kernel_is_exact, gradients, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def both(function, **options):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_kernel_is_exact, layouts
+from kernel_checks import DEVICE, DTYPES, assert_kernel_is_exact, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -15,7 +15,6 @@ from nearpeak.errors import UsageError
 pytest.importorskip("triton")
 # a CPU without products in bfloat16 says so
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REDUCTIONS = ("mean", "sum", "none")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_as_exact, assert_kernel_is_exact, layouts
+from kernel_checks import DEVICE, DTYPES, assert_as_exact, assert_kernel_is_exact, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -21,7 +21,6 @@ from nearpeak.kernels.jit import norms_backward as jit_backward
 from nearpeak.kernels.jit.row_starts import rows_of
 from nearpeak.kernels.operations import norms as operations
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = torch.bfloat16
 LOOP = {"variant": "loop", "block": 64, "warps": 4, "stages": 1, "programs": 3}
 TILE = {"variant": "tile", "rows": 2, "warps": 4, "stages": 1, "programs": 1}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_kernel_is_exact, gradients, layouts
+from kernel_checks import DEVICE, DTYPES, assert_kernel_is_exact, gradients, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -15,8 +15,6 @@ from nearpeak.errors import KernelUnavailable, UsageError
 pytest.importorskip("triton")
 
 from nearpeak.kernels.jit import permutation as jit
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def chosen(tokens, k, number, *, dropped=True, dtype=torch.int64):

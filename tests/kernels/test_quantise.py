@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, layouts
+from kernel_checks import DEVICE, DTYPES, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 
 from nearpeak.kernels.jit import quantise as jit
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = ["tensor", "row", (1, 128), (128, 128), (1, 16), (32, 32)]
 

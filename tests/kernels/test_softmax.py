@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DTYPES, assert_as_exact, assert_kernel_is_exact, gradients, layouts
+from kernel_checks import DEVICE, DTYPES, assert_as_exact, assert_kernel_is_exact, gradients, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -23,7 +23,6 @@ from nearpeak.kernels.jit import softmax_backward as jit_backward
 from nearpeak.kernels.jit.softmax_configs import candidates, chosen, heuristic, parts_of, rows_at_once
 from nearpeak.kernels.jit.softmax_masks import masked_by
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = [(kernels.softmax, reference), (kernels.log_softmax, log_reference)]
 NAMES = ["softmax", "log_softmax"]
 VARIANTS = {

@@ -10,13 +10,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
+from kernel_checks import DEVICE
 
 from nearpeak import kernels
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 20
 
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import layouts
+from kernel_checks import DEVICE, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool,
     torch.float8_e4m3fn, torch.float8_e5m2,

@@ -80,7 +80,7 @@ class Schedule:
     _profiled: int = 0
     _profiled_since: float = 0.0
     _block_s: float | None = None
-    _is_ahead: bool = False
+    _ends_unseen: bool = False
 
     def step_ended(self, now: float, kind: StepKind | None = None, *, graphs: int = 0, usable: bool = True) -> Phase:
         """What the step that begins now is for.
@@ -145,8 +145,8 @@ class Schedule:
         self._block_s = now - self._begun
         self.host_ahead = now - self._last > AHEAD * median(self.walls)
         if self.host_ahead:
-            self._is_ahead = len(walls) != len(self.walls)
-            self.walls = self.walls if self._is_ahead else list(walls)
+            self._ends_unseen = len(walls) != len(self.walls)
+            self.walls = self.walls if self._ends_unseen else list(walls)
 
     @property
     def wall_s(self) -> float | None:
@@ -164,7 +164,7 @@ class Schedule:
     @property
     def usual_walls(self) -> list[float]:
         """The clean steps without outliers. Where nothing but a host that is ahead saw their ends, all of them."""
-        if self._is_ahead or not self.walls:
+        if self._ends_unseen or not self.walls:
             return self.walls
         typical = median(self.walls)
         return [wall for wall in self.walls if wall <= OUTLIER * typical]

@@ -7,7 +7,6 @@ a multiple of 16, and the constants: the variant that Triton chose for these is 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ if INTERPRETED:
 
 Grid = tuple[int, int, int]
 _compiled: dict[tuple[Any, ...], Any] = {}
+_constants: dict[int, tuple[bool, ...]] = {}
+"""Which arguments of a kernel are constants, by its id: a kernel's own hash is that of its source, behind a lock."""
 
 
 def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2) -> None:
@@ -39,18 +40,15 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2)
         with torch.cuda.device(device):
             launch(kernel, grid, *args, warps=warps, stages=stages)
         return
-    key = (kernel, device, warps, stages, *map(_decides, args, _constants(kernel)))
+    constants = _constants.get(id(kernel))
+    if constants is None:
+        constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
+    key = (id(kernel), device, warps, stages, *map(_decides, args, constants))
     found = _compiled.get(key)
     if found is None:
         _compiled[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
     else:
         found[grid](*args)
-
-
-@functools.cache
-def _constants(kernel: Any) -> tuple[bool, ...]:
-    """Which arguments of a kernel are constants."""
-    return tuple(parameter.is_constexpr for parameter in kernel.params)
 
 
 def _decides(argument: Any, constant: bool) -> Any:

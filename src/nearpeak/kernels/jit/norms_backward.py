@@ -23,7 +23,7 @@ from torch import Tensor
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
 from nearpeak.kernels.jit.norms import MOST_ROWS
-from nearpeak.kernels.jit.norms_waves import GROUP_BYTES, empty_partials, waves
+from nearpeak.kernels.jit.norms_waves import GROUP_BYTES, empty_partials, waves, write_gradient
 from nearpeak.kernels.jit.row_starts import Rows, row_start, rows_of
 from nearpeak.kernels.jit.rows import read_again
 
@@ -98,19 +98,10 @@ def backward_tile(
             if CENTRED:
                 result -= level
             result *= rstd
-            if sum_gradient is not None:
-                start = row_start(row, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS)
-                result += tl.load(
-                    sum_gradient + start[:, None] + column[None, :],
-                    mask=inside,
-                    other=0.0,
-                    eviction_policy="evict_first",
-                ).to(tl.float32)
-            written = (row * columns)[:, None] + column[None, :]
-            if dx is not None:
-                tl.store(dx + written, result.to(dx.dtype.element_ty), mask=inside)
-            if dresidual is not None:
-                tl.store(dresidual + written, result.to(dresidual.dtype.element_ty), mask=inside)
+            write_gradient(
+                result, sum_gradient, dx, dresidual, row, column, inside,
+                columns, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS,
+            )  # fmt: skip
     if WANTS_WEIGHT:
         at = partials + program.to(tl.int64) * columns + column
         tl.store(at, tl.sum(weight_sum, 0), mask=in_columns)

@@ -52,6 +52,24 @@ def _add_split(
 
 
 @triton.jit
+def write_gradient(
+    result, sum_gradient, dx, dresidual, row, column, inside,
+    columns, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Writes a gradient of rows, with that of their sum added where there was an addition."""
+    if sum_gradient is not None:
+        start = row_start(row, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS)
+        result += tl.load(
+            sum_gradient + start[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+    written = (row * columns)[:, None] + column[None, :]
+    if dx is not None:
+        tl.store(dx + written, result.to(dx.dtype.element_ty), mask=inside)
+    if dresidual is not None:
+        tl.store(dresidual + written, result.to(dresidual.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _write_chunk(
     gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials, sums,
     rows, columns, middle, inner,
@@ -101,19 +119,10 @@ def _write_chunk(
                 at = sums + ((rows + known) * SPLITS)[:, None] + split[None, :]
                 result -= (tl.sum(tl.load(at), 1) * share)[:, None]
             result *= rstd
-            if sum_gradient is not None:
-                start = row_start(row, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS)
-                result += tl.load(
-                    sum_gradient + start[:, None] + column[None, :],
-                    mask=inside,
-                    other=0.0,
-                    eviction_policy="evict_first",
-                ).to(tl.float32)
-            written = (row * columns)[:, None] + column[None, :]
-            if dx is not None:
-                tl.store(dx + written, result.to(dx.dtype.element_ty), mask=inside)
-            if dresidual is not None:
-                tl.store(dresidual + written, result.to(dresidual.dtype.element_ty), mask=inside)
+            write_gradient(
+                result, sum_gradient, dx, dresidual, row, column, inside,
+                columns, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS,
+            )  # fmt: skip
     # the groups before this one have left their sums here: launches follow one another
     later = in_columns & continued
     if WANTS_WEIGHT:

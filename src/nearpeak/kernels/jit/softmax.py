@@ -7,6 +7,7 @@ leaves the maximum and the sum of each part, a second one combines them and writ
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -189,36 +190,11 @@ def split_kernel(
         tl.store(partial + own * 2 * parts + parts + program % parts, total)
 
 
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype,
-    *,
-    config: dict[str, Any] | None = None,
-) -> Tensor:
-    """The softmax of the last dimension, contiguous; `x` is copied where its last stride is not 1."""
-    return _forward(x, mask, scale, causal, dtype, False, config)
-
-
-def log_forward(
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype,
-    *,
-    config: dict[str, Any] | None = None,
-) -> Tensor:
-    """The same for the logarithm of it."""
-    return _forward(x, mask, scale, causal, dtype, True, config)
-
-
 def _forward(
-    x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype, log: bool,
-    config: dict[str, Any] | None,
+    x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype, *, log: bool,
+    config: dict[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
+    """The softmax of the last dimension, contiguous; `x` is copied where its last stride is not 1."""
     result = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
         return result
@@ -256,3 +232,7 @@ def _forward(
                 *sizes, part, parts, triton.next_power_of_2(parts), *constants, last, config["stages"], warps=warps,
             )  # fmt: skip
     return result
+
+
+forward = functools.partial(_forward, log=False)
+log_forward = functools.partial(_forward, log=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -152,24 +153,11 @@ def split_kernel(
         tl.store(partial + own * parts + program % parts, total)
 
 
-def backward(
-    gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, *, config: dict[str, Any] | None = None
-) -> Tensor:
-    """The gradient of x, contiguous; what has a last stride other than 1 is copied."""
-    return _backward(gradient, y, scale, causal, dtype, False, config)
-
-
-def log_backward(
-    gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, *, config: dict[str, Any] | None = None
-) -> Tensor:
-    """The same for the logarithm."""
-    return _backward(gradient, y, scale, causal, dtype, True, config)
-
-
 def _backward(
-    gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, log: bool,
-    config: dict[str, Any] | None,
+    gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, *, log: bool,
+    config: dict[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
+    """The gradient of x, contiguous; what has a last stride other than 1 is copied."""
     result = torch.empty(y.shape, dtype=dtype, device=y.device)
     if not y.numel():
         return result
@@ -207,3 +195,7 @@ def _backward(
                 warps=warps,
             )  # fmt: skip
     return result
+
+
+backward = functools.partial(_backward, log=False)
+log_backward = functools.partial(_backward, log=True)
