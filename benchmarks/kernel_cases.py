@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels.py` measures: operations, their inputs at a size, and everything that a user could call.
+"""What `benchmarks/kernels.py` measures of operations on rows, and the class of all its cases.
 
 A case has the ways to do an operation, by name: "nearpeak", "eager" (torch as users write it), "compile" (the same
 through torch.compile) and, where it is installed and has the operation, "liger". All take the same inputs and return
@@ -7,9 +7,12 @@ the same results.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +22,9 @@ from torch.nn import functional
 from nearpeak import kernels
 
 SIZES = ((16384, 4096), (4096, 16384), (32768, 1024), (2048, 65536), (1024, 262144))
-HEAD = 128
+HEAD, MOST_HEADS = 128, 128
+BACKEND = "inductor"
+"""Of torch.compile; tests take one that needs no compiler."""
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 Way = Callable[..., Any]
 
@@ -36,84 +41,76 @@ class KernelCase:
     eager: Way
     nearpeak: Way
     liger: Way | None = None
+    others: Mapping[str, Way] = field(default_factory=dict)
+    """Further ways, by name."""
     forward_bytes: int
     """What the forward pass must read and write at the least."""
-    backward_bytes: int | None
+    backward_bytes: int | None = None
     """The same of the backward pass; None where there is none."""
     compiled: bool = True
+    checked: bool = True
+    """Whether results are compared with float64."""
+    note: str = ""
 
     def ways(self, only: str | None = None) -> dict[str, Way]:
         found = {"nearpeak": self.nearpeak, "eager": self.eager}
         if self.compiled:
-            found["compile"] = torch.compile(self.eager, dynamic=False)
-        if self.liger is not None and HAS_LIGER:
+            found["compile"] = torch.compile(self.eager, dynamic=False, fullgraph=True, backend=BACKEND)
+        if self.liger is not None:
             found["liger"] = self.liger
+        found.update(self.others)
         return found if only is None else {only: found[only]}
 
 
-def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype).requires_grad_(grad)
+def random_tensor(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype).requires_grad_(grad)
 
 
-def row_cases(sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[KernelCase]:
+def row_cases(sizes: Sequence[tuple[int, int]] = SIZES, device: str = "cuda") -> Iterator[KernelCase]:
     """The operations on rows in bfloat16."""
     for rows, columns in sizes:
         one = rows * columns * 2
-        tensors = _Maker(rows, columns)
+        tensors = _Maker(rows, columns, device)
+        yield tensors.case("softmax", _eager_softmax, kernels.softmax, (2 * one, 3 * one), tensors=1)
+        yield tensors.case("rms_norm", _eager_rms_norm, kernels.rms_norm, (2 * one, 3 * one), tensors=1, weights=1)
         yield tensors.case(
-            "softmax", 1, lambda x: torch.softmax(x, -1), kernels.softmax, _liger("softmax"), 2 * one, 3 * one
+            "layer_norm", _eager_layer_norm, kernels.layer_norm, (2 * one, 3 * one), tensors=1, weights=2
         )
         yield tensors.case(
-            *(
-                "rms_norm",
-                1,
-                lambda x, w: functional.rms_norm(x, w.shape, w, 1e-6),
-                lambda x, w: kernels.rms_norm(x, w),
-            ),
-            *(_liger("rms_norm"), 2 * one, 3 * one),
-            weights=1,
+            "add_rms_norm", _eager_add_rms_norm, kernels.add_rms_norm, (4 * one, 4 * one), tensors=2, weights=1
         )
+        yield tensors.case("swiglu", _eager_swiglu, kernels.swiglu, (3 * one, 5 * one), tensors=2)
         yield tensors.case(
-            *("layer_norm", 1, lambda x, w, b: functional.layer_norm(x, w.shape, w, b)),
-            *(lambda x, w, b: kernels.layer_norm(x, w, b), _liger("layer_norm"), 2 * one, 3 * one),
-            weights=2,
+            "dropout_add",
+            lambda x, residual: functional.dropout(x, 0.1) + residual,
+            lambda x, residual: kernels.dropout_add(x, residual, 0.1),
+            (3 * one, 2 * one),
+            tensors=2,
+            checked=False,  # each way draws another mask
         )
-        yield tensors.case(
-            *("add_rms_norm", 2, _add_rms_norm, lambda x, r, w: kernels.add_rms_norm(x, r, w)),
-            *(_liger("add_rms_norm"), 4 * one, 4 * one),
-            weights=1,
-        )
-        yield tensors.case(
-            *("swiglu", 2, lambda gate, up: functional.silu(gate) * up, kernels.swiglu, _liger("swiglu")),
-            *(3 * one, 5 * one),
-        )
-        yield tensors.case(
-            *("dropout_add", 2, lambda x, r: functional.dropout(x, 0.1) + r),
-            *(lambda x, r: kernels.dropout_add(x, r, 0.1), None, 3 * one, 2 * one),
-        )
-        yield _rotary(rows, columns)
+        yield _rotary(rows, columns, device)
 
 
 class _Maker:
     """Cases at one size."""
 
-    def __init__(self, rows: int, columns: int) -> None:
-        self.rows, self.columns = rows, columns
+    def __init__(self, rows: int, columns: int, device: str) -> None:
+        self.rows, self.columns, self.device = rows, columns, device
 
     def case(
         self,
         operation: str,
-        tensors: int,
         eager: Way,
         own: Way,
-        liger: Way | None,
-        forward_bytes: int,
-        backward_bytes: int,
+        least_bytes: tuple[int, int],
+        *,
+        tensors: int,
         weights: int = 0,
+        checked: bool = True,
     ) -> KernelCase:
         def inputs() -> list[Tensor]:
-            activations = [_random(self.rows, self.columns) for _ in range(tensors)]
-            return activations + [_random(self.columns) for _ in range(weights)]
+            activations = [random_tensor(self.rows, self.columns, device=self.device) for _ in range(tensors)]
+            return activations + [random_tensor(self.columns, device=self.device) for _ in range(weights)]
 
         return KernelCase(
             operation=operation,
@@ -122,43 +119,60 @@ class _Maker:
             inputs=inputs,
             eager=eager,
             nearpeak=own,
-            liger=liger,
-            forward_bytes=forward_bytes,
-            backward_bytes=backward_bytes,
+            liger=liger(operation),
+            forward_bytes=least_bytes[0],
+            backward_bytes=least_bytes[1],
+            checked=checked,
         )
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _eager_softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias)
+
+
+def _eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
+
+
+def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual
     return functional.rms_norm(total, weight.shape, weight, 1e-6), total
 
 
-def _rotary(rows: int, columns: int) -> KernelCase:
-    """Queries and keys of `rows` tokens, a quarter of as many heads for keys, as transformers rotates them."""
-    heads, keys = columns // HEAD * 4 // 5 or 1, max(columns // HEAD // 5, 1)
-    one = rows * (heads + keys) * HEAD * 2 + 2 * rows * HEAD * 2
+def _rotary(rows: int, columns: int, device: str) -> KernelCase:
+    """Queries of as many elements, and keys of a quarter of as many heads, as transformers rotates them."""
+    heads = min(max(columns // HEAD, 1), MOST_HEADS)
+    rows, keys = max(rows * columns // (heads * HEAD), 1), max(heads // 4, 1)
+    bytes_moved = 2 * (2 * rows * (heads + keys) * HEAD) + 2 * (2 * rows * HEAD)
 
     def inputs() -> list[Tensor]:
-        angles = torch.arange(rows, device="cuda")[:, None] / 10000 ** (torch.arange(0, HEAD, 2, device="cuda") / HEAD)
+        exponents = torch.arange(0, HEAD, 2, device=device) / HEAD
+        angles = torch.arange(rows, device=device)[:, None] / 10000**exponents
         angles = torch.cat([angles, angles], -1)[None]
-        queries = _random(1, rows, heads, HEAD).detach().transpose(1, 2).requires_grad_()
-        return [
-            queries,
-            _random(1, rows, keys, HEAD).detach().transpose(1, 2).requires_grad_(),
-            angles.cos().bfloat16(),
-            angles.sin().bfloat16(),
+        pair = [
+            random_tensor(1, rows, many, HEAD, device=device, grad=False).transpose(1, 2).requires_grad_()
+            for many in (heads, keys)
         ]
+        return [*pair, angles.cos().bfloat16(), angles.sin().bfloat16()]
 
     return KernelCase(
         operation="rotary",
         rows=rows,
-        columns=columns,
+        columns=heads * HEAD,
         inputs=inputs,
         eager=lambda q, k, cos, sin: (_rotated(q, cos, sin), _rotated(k, cos, sin)),
-        nearpeak=lambda q, k, cos, sin: kernels.rotary_pair(q, k, cos, sin),
-        liger=_liger("rotary"),
-        forward_bytes=2 * one,
-        backward_bytes=2 * one,
+        nearpeak=lambda q, k, cos, sin: kernels.rotary_pair(q, k, cos, sin, seq_dim=-2),
+        liger=liger("rotary"),
+        forward_bytes=bytes_moved,
+        backward_bytes=bytes_moved,
     )
 
 
@@ -167,21 +181,39 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-x[..., half:], x[..., :half]], -1) * sin[:, None]
 
 
-def _liger(operation: str) -> Way | None:
-    if not HAS_LIGER:
-        return None
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    from liger_kernel.ops.rope import LigerRopeFunction
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+LIGER = {
+    "softmax": "softmax:LigerSoftmaxFunction",
+    "rms_norm": "rms_norm:LigerRMSNormFunction",
+    "layer_norm": "layer_norm:LigerLayerNormFunction",
+    "add_rms_norm": "fused_add_rms_norm:LigerFusedAddRMSNormFunction",
+    "swiglu": "swiglu:LigerSiLUMulFunction",
+    "rotary": "rope:LigerRopeFunction",
+    "cross_entropy": "cross_entropy:LigerCrossEntropyFunction",
+    "linear_cross_entropy": "fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction",
+}
+"""The functions of Liger: modules of `liger_kernel.ops`, and classes in them."""
+LIGER_CALLS: dict[str, Callable[[Any], Way]] = {
+    "softmax": lambda liger: liger.apply,
+    "rms_norm": lambda liger: lambda x, w: liger.apply(x, w, 1e-6, 0.0, "llama", False),
+    "layer_norm": lambda liger: lambda x, w, b: liger.apply(x, w, b, 1e-5),
+    "add_rms_norm": lambda liger: lambda x, r, w: liger.apply(x, r, w, 1e-6, 0.0, "llama", False),
+    "swiglu": lambda liger: lambda gate, up: liger.apply(gate, up),
+    # where its inputs are: it is called on the same ones again and again
+    "rotary": lambda liger: lambda q, k, cos, sin: liger.apply(q, k, cos, sin),
+    "cross_entropy": lambda liger: lambda logits, target: liger.apply(logits, target, None)[0],
+    "linear_cross_entropy": lambda liger: lambda hidden, weight, target: liger.apply(hidden, weight, target)[0],
+}
 
-    return {
-        "softmax": LigerSoftmaxFunction.apply,
-        "rms_norm": lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False),
-        "layer_norm": lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5),
-        "add_rms_norm": lambda x, r, w: LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-6, 0.0, "llama", False),
-        "swiglu": LigerSiLUMulFunction.apply,
-        "rotary": lambda q, k, cos, sin: LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin),
-    }.get(operation)
+
+@cache
+def liger(operation: str) -> Way | None:
+    """How Liger does an operation; None where it does not, or is not installed."""
+    if not HAS_LIGER or operation not in LIGER:
+        return None
+    module, _, name = LIGER[operation].partition(":")
+    try:
+        found = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    except Exception as error:  # whatever it is, the others can be measured
+        print(f"Liger's {operation} cannot be imported: {error}", file=sys.stderr)
+        return None
+    return LIGER_CALLS[operation](found)

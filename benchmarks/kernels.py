@@ -1,71 +1,145 @@
 """The kernels of nearpeak beside everything that a user could call instead: on this GPU, in one run.
 
-    PYTHONPATH=src python benchmarks/kernels.py --json benchmarks/results/kernels.json
+    PYTHONPATH=src python benchmarks/kernels.py --json benchmarks/results/kernels_h200.json
     python benchmarks/kernels.py --show benchmarks/results/kernels_h200.json
 
-For each operation and size all ways are checked against torch in float64, and timed in turns: device time with cold
-caches. "Of copy" is the rate at which a way moves the bytes that the operation must move at the least, as a share of
-the rate of a copy, as the calibration of this machine has it.
+Sections, all or those of `--only`: "losses" (both passes, with memory), "copies" (float8, transposes, tokens, AdamW),
+"launch" (what a call takes on the host) and "rows" (operations on rows, each pass). First everything is compiled by
+several processes. Then all ways to do the same are timed in turns by one process: device time with cold caches, and on
+rows also the error against float64. "Of copy" is the rate at which a way moves the bytes that the operation must move
+at the least, as a share of the rate of a copy in the same run. Sections of the file that are not measured now stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
+import importlib.metadata
 import json
+import os
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("operation", "pass", "rows x columns", "us", "of copy", "best other", "us", "times faster")
+from kernel_jobs import DONE, Jobs, compiled_by, set_caches, set_compiler, work
+from kernel_tables import TABLES, shown
+
+SECTIONS = tuple(TABLES)
+COPY_BYTES = 2**30
+COMPILE_SECONDS = 150.0
+COMPILED_WAYS = ("nearpeak", "compile", "liger")
+Ways = dict[str, Callable[[], Any]]
 
 
-def forward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> dict[str, Callable[[], Any]]:
+class Setting:
+    """What is measured, where, and what is known of it before."""
+
+    def __init__(self, device: str = "cuda", jobs: Jobs | None = None, check: bool = True, **sizes: Any) -> None:
+        self.device, self.jobs, self.check, self.sizes = device, jobs, check, sizes
+        self.copy_rate = 1.0
+        self.operations: set[str] | None = None
+
+    def wants(self, operation: str) -> bool:
+        return self.operations is None or operation in self.operations or operation.split()[0] in self.operations
+
+    def cases(self, section: str) -> Iterator[Any]:
+        """The cases of "rows" and "copies", and what makes those of "losses"."""
+        from kernel_cases import row_cases
+        from kernel_copies import copy_cases
+        from kernel_losses import loss_cases
+
+        make: Any = {"rows": row_cases, "copies": copy_cases, "losses": loss_cases}[section]
+        given = {section: self.sizes[section]} if section in self.sizes else {}
+        return make(*given.values(), device=self.device)  # type: ignore[no-any-return]
+
+    def allowed(self, ways: Ways, job: str) -> tuple[Ways, dict[str, str]]:
+        """The ways that were compiled, and why the others were not."""
+        if self.jobs is None:
+            return ways, {}
+        failed = {}
+        whole = self.jobs.outcome(job, "all")
+        for name in COMPILED_WAYS:
+            outcome = whole or self.jobs.outcome(job, name)
+            if name not in ways or outcome == DONE or (outcome is None and name == "nearpeak"):
+                continue
+            if name == "nearpeak":
+                raise RuntimeError(outcome)
+            failed[name] = outcome or "was not compiled in time"
+        return {name: way for name, way in ways.items() if name not in failed}, failed
+
+
+def forward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> Ways:
     import torch
 
-    def bound(way: Any) -> Callable[[], Any]:
+    def bound(way: Any, given: Sequence[Any]) -> Callable[[], Any]:
         def call() -> Any:
             with torch.no_grad():
-                return way(*inputs)
+                return way(*given)
 
         return call
 
-    return {name: bound(way) for name, way in case.ways(only).items()}
+    return {name: bound(way, _given(name, inputs)) for name, way in case.ways(only).items()}
 
 
-def backward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> dict[str, Callable[[], Any]]:
+def backward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> Ways:
+    """A way that fails in its forward pass raises that error when it is called."""
     import torch
 
-    found = {}
-    wanted = [one for one in inputs if one.requires_grad]
-    for name, way in case.ways(only).items():
-        results = way(*inputs)
-        results = [one for one in (results if isinstance(results, tuple) else (results,)) if one.requires_grad]
-        upstream = [torch.randn_like(one) for one in results]
-        found[name] = lambda results=results, upstream=upstream: torch.autograd.grad(
-            results, wanted, upstream, retain_graph=True
-        )
+    def bound(way: Any, given: Sequence[Any]) -> Callable[[], Any]:
+        wanted = [one for one in given if one.requires_grad]
+        kept: list[Any] = []
+
+        def call() -> Any:
+            if not kept:
+                results = way(*given)
+                results = results if isinstance(results, tuple) else (results,)
+                results = [one for one in results if one.requires_grad]
+                kept.extend([results, [torch.randn_like(one) for one in results]])
+            return torch.autograd.grad(kept[0], wanted, kept[1], retain_graph=True)
+
+        return call
+
+    return {name: bound(way, _given(name, inputs)) for name, way in case.ways(only).items()}
+
+
+def _given(name: str, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Liger overwrites its inputs in some passes: it has its own."""
+    if name != "liger":
+        return inputs
+    return [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+
+
+PASSES: dict[str, Callable[..., Ways]] = {"forward": forward_ways, "backward": backward_ways}
+
+
+def least_bytes(case: Any, name: str) -> int | None:
+    found: int | None = case.forward_bytes if name == "forward" else case.backward_bytes
     return found
 
 
-def without_failures(ways: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def without_failures(ways: Ways, resets: Ways | None = None) -> tuple[Ways, dict[str, str]]:
     """The ways that run at all, and why the others do not: a peer may have a largest size."""
     running, failed = {}, {}
     for name, way in ways.items():
         try:
+            if resets and name in resets:
+                resets[name]()
             way()
             running[name] = way
         except Exception as error:
             if name == "nearpeak":
                 raise
-            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return running, failed
 
 
-def errors(case: Any) -> dict[str, float]:
+def errors(case: Any, without: Mapping[str, str]) -> dict[str, float]:
     """The largest error of the first result of each way against float64, relative to the largest value."""
     import torch
 
@@ -76,33 +150,32 @@ def errors(case: Any) -> dict[str, float]:
         exact = exact[0] if isinstance(exact, tuple) else exact
         found = {}
         for name, way in case.ways().items():
-            if name == "compile":
+            if name == "compile" or name in without:
                 continue
             try:
                 result = way(*[one.detach().clone() for one in inputs])
-            except Exception:
+            except Exception:  # said where it is timed
                 continue
             result = result[0] if isinstance(result, tuple) else result
             found[name] = float((result.double() - exact).abs().max() / exact.abs().max())
     return found
 
 
-def measured(case: Any, copy_rate: float, check: bool) -> list[dict[str, Any]]:
-    import torch
+def measured(case: Any, setting: Setting, section: str, number: int) -> list[dict[str, Any]]:
+    """The rows of a case, one for each pass."""
     from kernel_timing import in_turns
 
     rows = []
-    is_random = case.operation == "dropout_add"
-    found = errors(case) if check and not is_random else {}
     inputs = case.inputs()
-    for name, make, least in (
-        ("forward", forward_ways, case.forward_bytes),
-        ("backward", backward_ways, case.backward_bytes),
-    ):
+    for name, make in PASSES.items():
+        least = least_bytes(case, name)
         if least is None:
             continue
-        ways, failed = without_failures(make(case, inputs))
-        seconds = in_turns(ways)
+        ways, late = setting.allowed(make(case, inputs), f"{section}-{number}-{name}")
+        ways, failed = without_failures(ways)
+        waiting: list[str] = []
+        seconds = in_turns(ways, waiting=waiting)
+        checked = setting.check and case.checked and name == "forward"
         rows.append(
             {
                 "operation": case.operation,
@@ -111,68 +184,240 @@ def measured(case: Any, copy_rate: float, check: bool) -> list[dict[str, Any]]:
                 "columns": case.columns,
                 "bytes": least,
                 "seconds": seconds,
-                "of_copy": least / seconds["nearpeak"] / copy_rate,
-                "errors": found if name == "forward" else {},
-                "failed": failed,
+                "of_copy": least / seconds["nearpeak"] / setting.copy_rate,
+                "errors": errors(case, {**late, **failed}) if checked else {},
+                "waiting": waiting,
+                "failed": {**late, **failed},
+                "note": case.note,
             }
         )
-    del inputs
-    gc.collect()
-    torch.cuda.empty_cache()
+        del ways
     return rows
 
 
-def line(row: Mapping[str, Any]) -> str:
-    seconds = dict(row["seconds"])
-    own = seconds.pop("nearpeak")
-    best = min(seconds, key=lambda name: seconds[name]) if seconds else ""
-    beside = (best, f"{seconds[best] * 1e6:.0f}", f"{seconds[best] / own:.2f}") if best else ("", "", "")
-    size = f"{row['rows']} x {row['columns']}"
-    cells = (row["operation"], row["pass"], size, f"{own * 1e6:.0f}", f"{row['of_copy'] * 100:.0f}%", *beside)
-    return "| " + " | ".join(cells) + " |"
+def measured_loss(case: Any, setting: Setting, number: int) -> list[dict[str, Any]]:
+    from kernel_timing import extra_bytes, in_turns
+
+    ways, late = setting.allowed(case.ways, f"losses-{number}-both")
+    ways, failed = without_failures(ways, case.resets)
+    extra = {}
+    for name, way in ways.items():
+        found = extra_bytes(way, case.resets.get(name))
+        if found is not None and name != "three products":
+            extra[name] = max(found - case.given_bytes, 0)
+    waiting: list[str] = []
+    seconds = in_turns(ways, resets=case.resets, waiting=waiting)
+    products = seconds.get("three products")
+    row = {
+        "operation": case.operation,
+        "tokens": case.tokens,
+        "vocabulary": case.vocabulary,
+        "seconds": seconds,
+        "of_products": {} if products is None else {name: value / products for name, value in seconds.items()},
+        "extra_bytes": extra,
+        "bar_seconds": case.bar_seconds,
+        "waiting": waiting,
+        "failed": {**late, **failed},
+    }
+    return [row]
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = "| " + " | ".join(COLUMNS) + " |\n| --- | --- | --- | ---: | ---: | --- | ---: | ---: |"
-    return "\n".join([head, *map(line, rows)])
+def measured_launch(case: Any) -> dict[str, Any]:
+    import torch
+    from kernel_timing import host_in_turns
+
+    with torch.no_grad():
+        seconds = host_in_turns({"nearpeak": case.nearpeak, "eager": case.eager})
+    ratio = seconds["nearpeak"] / seconds["eager"]
+    return {"operation": case.operation, "torch_ops": case.torch_ops, "seconds": seconds, "ratio": ratio}
+
+
+def measured_copy(device: str, size: int = COPY_BYTES) -> float:
+    """The rate of a copy, in bytes that are read or written in a second."""
+    import torch
+    from kernel_timing import in_turns
+
+    source, target = (torch.randn(size // 2, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size / in_turns({"copy": lambda: target.copy_(source)})["copy"]
+
+
+def run_section(section: str, setting: Setting) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
+    """Of each case its name, and what measures it."""
+    if section == "launch":
+        from kernel_launches import launch_cases
+
+        for case in launch_cases(**setting.sizes.get("launch", {}), device=setting.device):
+            if setting.wants(case.operation):
+                yield case.operation, lambda case=case: [measured_launch(case)]  # type: ignore[misc]
+        return
+    for number, case in enumerate(setting.cases(section)):
+        if section == "losses":
+            name = ("cross_entropy", "linear_cross_entropy")[number]
+            if setting.wants(name):
+                yield name, lambda case=case, number=number: measured_loss(case(), setting, number)  # type: ignore[misc]
+        elif setting.wants(case.operation):
+            yield (
+                f"{case.operation} {case.rows} x {case.columns}",
+                lambda case=case, number=number: measured(case, setting, section, number),  # type: ignore[misc]
+            )
+
+
+def rehearsal() -> dict[str, Any]:
+    """Sizes at which all that is measured runs in seconds, also in Triton's interpreter: whether it runs at all."""
+    from kernel_copies import CopySizes
+    from kernel_losses import LossSizes
+
+    copies = CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=32, width=8, layers=2, vocabulary=16)
+    losses = LossSizes(tokens=6, hidden=16, vocabulary=96)
+    return {"rows": [(4, 256)], "copies": copies, "losses": losses, "launch": {"side": 16}}
+
+
+def compile_jobs(sections: Sequence[str], setting: Setting) -> Iterator[tuple[str, Callable[[], Ways]]]:
+    """All that has to be compiled: names as `measured` has them, and what makes their steps."""
+    for section in sections:
+        if section == "launch":
+            continue
+        for number, case in enumerate(setting.cases(section)):
+            if section == "losses":
+                yield f"losses-{number}-both", lambda case=case: _reset_first(case())  # type: ignore[misc]
+            elif setting.wants(case.operation):
+                for name, make in PASSES.items():
+                    if least_bytes(case, name) is not None:
+                        yield (
+                            f"{section}-{number}-{name}",
+                            lambda case=case, make=make: _compiled(make(case, case.inputs())),  # type: ignore[misc]
+                        )
+
+
+def _compiled(ways: Ways) -> Ways:
+    return {name: way for name, way in ways.items() if name in COMPILED_WAYS}
+
+
+def _reset_first(case: Any) -> Ways:
+    def bound(name: str, way: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> None:
+            case.resets.get(name, lambda: None)()
+            way()
+
+        return call
+
+    return {name: bound(name, way) for name, way in _compiled(case.ways).items()}
+
+
+def clean() -> None:
+    """Forgets what torch compiled for a case, as it keeps no more than 8 variants of a function, and frees memory."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure(sections: Sequence[str], setting: Setting, content: dict[str, Any], write: Callable[[], Any]) -> None:
+    """Measures into `content`, which is written after each case."""
+    start = time.perf_counter()
+    for section in sections:
+        content[section] = []
+        for name, rows in run_section(section, setting):
+            print(f"{time.perf_counter() - start:6.1f} s  {section}: {name}", file=sys.stderr, flush=True)
+            try:
+                content[section] += rows()
+            except Exception as error:
+                traceback.print_exc()
+                content["failed"][f"{section}: {name}"] = f"{type(error).__name__}: {str(error)[:300]}"
+            clean()
+            write()
+
+
+def new_content(copy_rate: float) -> dict[str, Any]:
+    import torch
+
+    versions = {"torch": str(torch.__version__)}
+    for name in ("triton", "liger_kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": versions,
+        "copy_bytes_per_second": copy_rate,
+        "failed": {},
+    }
+
+
+def started(file: Path | None, fresh: dict[str, Any], sections: Sequence[str]) -> dict[str, Any]:
+    """What the file has of other sections of the same machine, with a new head."""
+    if file is None or not file.exists():
+        return fresh
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if before.get("machine") != fresh["machine"]:
+        return fresh
+    return {**fresh, **{name: before[name] for name in SECTIONS if name in before and name not in sections}}
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--show", type=Path, help="print the tables of results that were written, and measure nothing")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
+    parser.add_argument("--operations", help="only these, with commas between")
+    parser.add_argument("--no-check", action="store_true", help="leave the comparison with float64 out")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 12), help="that compile; 0: none")
+    parser.add_argument("--compile-seconds", type=float, default=COMPILE_SECONDS, help="for compiling, at most")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    found = parser.parse_args(arguments)
+    found.sections = [name for name in SECTIONS if name in found.only.split(",")]
+    unknown = set(found.only.split(",")) - set(SECTIONS)
+    if unknown:
+        parser.error(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--show", type=Path, help="print the table of results that were written, and measure nothing")
-    parser.add_argument("--operations", help="only these, with commas between")
-    parser.add_argument("--no-check", action="store_true", help="leave the comparison with float64 out")
-    arguments = parser.parse_args()
+    arguments = parsed()
     if arguments.show:
-        print(table(json.loads(arguments.show.read_text(encoding="utf-8"))["rows"]))
+        only = arguments.sections if len(arguments.sections) < len(SECTIONS) else ()
+        print(shown(json.loads(arguments.show.read_text(encoding="utf-8")), only))
         return 0
+    set_caches()
+    set_compiler()
+    import torch
 
-    from kernel_cases import row_cases
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.rehearse and device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # nobody has imported Triton's kernels yet
+    setting = Setting(device, check=not arguments.no_check, **(rehearsal() if arguments.rehearse else {}))
+    setting.operations = set(arguments.operations.split(",")) if arguments.operations else None
+    from nearpeak import kernels
 
-    import nearpeak
+    with kernels.using("require"):  # a reference that runs in place of a kernel is an error
+        return run(arguments, setting)
 
-    machine = nearpeak.machine()
-    copy_rate = machine.achievable.ceilings["bandwidth.copy"].value
-    wanted = set(arguments.operations.split(",")) if arguments.operations else None
-    rows = []
-    for case in row_cases():
-        if wanted is not None and case.operation not in wanted:
-            continue
-        try:
-            fresh = measured(case, copy_rate, not arguments.no_check)
-        except Exception:
-            traceback.print_exc()
-            print(f"{case.operation} at {case.rows} x {case.columns} failed", file=sys.stderr)
-            continue
-        rows += fresh
-        for row in fresh:
-            print(line(row), flush=True)
-        if arguments.json:
-            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            content = {"date": date, "machine": machine.name, "copy_bytes_per_second": copy_rate, "rows": rows}
-            arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0
+
+def run(arguments: argparse.Namespace, setting: Setting) -> int:
+    if arguments.work:
+        work(Jobs(arguments.work), compile_jobs(arguments.sections, setting), clean)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
+        if arguments.processes and set(arguments.sections) != {"launch"}:
+            command = [sys.executable, __file__, "--only", ",".join(arguments.sections), "--work", folder]
+            command += ["--operations", arguments.operations] if arguments.operations else []
+            command += ["--rehearse"] if arguments.rehearse else []
+            took = compiled_by(command, arguments.processes, arguments.compile_seconds)
+            print(f"compiled in {took:.0f} s", file=sys.stderr, flush=True)
+            setting.jobs = Jobs(Path(folder))
+        setting.copy_rate = measured_copy(setting.device, 2**16 if arguments.rehearse else COPY_BYTES)
+        content = started(arguments.json, new_content(setting.copy_rate), arguments.sections)
+
+        def write() -> None:
+            if arguments.json:
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+        measure(arguments.sections, setting, content, write)
+    print(shown(content, arguments.sections))
+    return 1 if content["failed"] else 0
 
 
 if __name__ == "__main__":

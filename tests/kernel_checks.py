@@ -14,10 +14,18 @@ TIMES = 2.0
 """A kernel's error may be so many times that of the same mathematics in torch at the same precision."""
 _ROUNDINGS = 1.5
 """And so many units in the last place of its dtype at the largest value, where torch happens to be exact."""
+_ROUNDINGS_OF_EXP = 3.0
+"""The same in float32 where each element takes an exponential: that of a GPU is off by up to 2 units (ex2.approx, of
+which CUDA says so), and its argument and what follows are rounded too. It shows in tensors of few elements."""
 
 
-def assert_as_exact(actual: Tensor, exact: Tensor, same_precision: Tensor, what: str = "") -> None:
-    """Holds a result against float64, beside torch's own result at the precision of the result."""
+def assert_as_exact(
+    actual: Tensor, exact: Tensor, same_precision: Tensor, what: str = "", *, by_exp: bool = False
+) -> None:
+    """Holds a result against float64, beside torch's own result at the precision of the result.
+
+    `by_exp`: whether each element takes an exponential.
+    """
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     assert actual.dtype == same_precision.dtype, f"{what}: {actual.dtype}, not {same_precision.dtype}"
     if not exact.numel():
@@ -28,7 +36,8 @@ def assert_as_exact(actual: Tensor, exact: Tensor, same_precision: Tensor, what:
     allowed = (same_precision.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0).max()
     finite = exact[exact.isfinite()]
     last_place = torch.finfo(actual.dtype).eps * (finite.abs().max() if finite.numel() else 0.0)
-    assert error <= TIMES * allowed + _ROUNDINGS * last_place, (
+    roundings = _ROUNDINGS_OF_EXP if by_exp and actual.dtype == torch.float32 else _ROUNDINGS
+    assert error <= TIMES * allowed + roundings * last_place, (
         f"{what}: off by {error:.3g} at most, torch by {allowed:.3g}, one unit is {last_place:.3g}"
     )
 
@@ -43,8 +52,9 @@ def gradients(function: Callable[..., Any], inputs: Sequence[Tensor], upstream: 
 
 
 def assert_kernel_is_exact(
-    kernel: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], upstream: Tensor | None = None
-) -> None:
+    kernel: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], upstream: Tensor | None = None,
+    *, by_exp: bool = False,
+) -> None:  # fmt: skip
     """The result of a kernel and all its gradients, against the reference in float64 and at the same precision."""
     same = reference(*inputs)
     shape = (same[0] if isinstance(same, tuple) else same).shape
@@ -55,9 +65,9 @@ def assert_kernel_is_exact(
     actual, actual_gradients = gradients(kernel, inputs, upstream)
     exact, exact_gradients = gradients(reference, wide, upstream)
     low, low_gradients = gradients(reference, inputs, upstream)
-    assert_as_exact(actual, exact, low, "result")
+    assert_as_exact(actual, exact, low, "result", by_exp=by_exp)
     for index, parts in enumerate(zip(actual_gradients, exact_gradients, low_gradients, strict=True)):
-        assert_as_exact(*parts, f"gradient {index}")
+        assert_as_exact(*parts, f"gradient {index}", by_exp=by_exp)
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:

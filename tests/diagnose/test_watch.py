@@ -9,6 +9,7 @@ from nearpeak.capture.kineto.read import read_trace
 from nearpeak.capture.step_kind import StepKind
 from nearpeak.diagnose import watch
 from nearpeak.diagnose.schedule import PROFILED_STEPS
+from nearpeak.work.op import Trace
 
 TOOK = (100.0, 130.0, 110.0, 140.0, 120.0)
 """Of the kernel in the steps that are profiled, in microseconds."""
@@ -80,6 +81,16 @@ def test_a_step_of_another_kind_is_left_out_and_ends_it(watching):
     (profiler,) = Profiler.made
     assert watching.schedule.phase == "traced"
     assert (profiler.among, watching._recorded.step) == ([1, 2], 1)
+
+
+def test_a_trace_that_the_caller_takes_knows_how_many_steps_lie_between(watching):
+    until_profiled(watching)
+    watching.step_ends()
+    watching.step_ends()
+    watching.step_ends(StepKind(shape=(4096, 4096)))
+    watching.keep(Trace(ops=(), storages={}))
+    assert watching._recorded.step == 1
+    assert watching._traced.steps_since == 3  # the second one, the one of another kind, and the traced one
 
 
 def test_the_first_of_another_kind_begins_them_anew(watching):

@@ -37,8 +37,8 @@ def made(*shape, dtype=torch.float32, seed=0):
 def test_values_and_gradients(shape, dtype, name):
     x, bias = made(*shape, dtype=dtype), made(shape[-1], dtype=dtype, seed=1)
     with kernels.using("require"):
-        assert_kernel_is_exact(*ALL[name], [x, bias])
-        assert_kernel_is_exact(*ALL[name], [x])
+        assert_kernel_is_exact(*ALL[name], [x, bias], by_exp=name != "relu_squared")
+        assert_kernel_is_exact(*ALL[name], [x], by_exp=name != "relu_squared")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -72,7 +72,8 @@ def test_any_shape_and_layout(shape, columns, name, dtype, left, right):
     x = [one for _, one in layouts(x)][left % len(list(layouts(x)))]
     upstream = [one for _, one in layouts(upstream)][right % len(list(layouts(upstream)))]
     with kernels.using("require"):
-        assert_kernel_is_exact(*ALL[name], [x, made(columns, dtype=dtype, seed=1)], upstream)
+        inputs = [x, made(columns, dtype=dtype, seed=1)]
+        assert_kernel_is_exact(*ALL[name], inputs, upstream, by_exp=name != "relu_squared")
 
 
 def test_expanded_inputs_and_gradients():

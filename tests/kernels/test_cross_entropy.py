@@ -495,7 +495,7 @@ def test_a_hundred_launches_give_the_same_bits():
 @pytest.mark.gpu
 def test_in_place_takes_no_memory():
     logits, target = made((1024, 128256), torch.bfloat16)
-    x = logits.requires_grad_().view_as(logits)
+    x = logits.requires_grad_() * 1
     kernels.cross_entropy((logits[:2] * 1), target[:2], inplace=True).backward()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -511,7 +511,8 @@ def test_in_a_cuda_graph():
 
     def step():
         loss = kernels.cross_entropy(x, target)
-        return loss, *torch.autograd.grad(loss, x)
+        # a loss with its graph would keep the node of x, which belongs to the stream of its first use
+        return loss.detach(), *torch.autograd.grad(loss, x)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

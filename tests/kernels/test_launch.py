@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from types import SimpleNamespace
 
+from nearpeak.errors import KernelUnavailable
 from nearpeak.kernels.jit import launch as launching
 from nearpeak.kernels.jit.launch import _decides
 
@@ -45,9 +46,48 @@ class Recorder:
 
 def test_a_variant_is_asked_for_once(monkeypatch):
     monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     log, x = [], torch.empty(64)
     kernel = Recorder(log, constants=(False, False, True))
     for elements, block in ((32, 16), (48, 16), (32, 32), (33, 16), (64, 32)):
         launching.launch(kernel, (1, 1, 1), x, elements, block)
     assert log == ["asked", "remembered", "asked", "asked", "remembered"]
+
+
+def test_the_device_of_the_tensor_is_made_the_current_one(monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    current, log = [0], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: log.append(device), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+
+    class Tensor:
+        def __init__(self, index):
+            self.device = SimpleNamespace(index=index)
+
+    tensors = [Tensor(0), Tensor(1)]
+    kernel = Recorder(log, constants=(True,))
+    for _ in range(2):
+        for tensor in tensors:
+            launching.launch(kernel, (1, 1, 1), tensor)
+    assert log == ["asked", "asked", 0, "remembered", 1, "remembered"]
+    assert current == [0]
+
+
+def test_a_tensor_of_the_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    with pytest.raises(KernelUnavailable, match="on cpu"):
+        launching.launch(Recorder([]), (1, 1, 1), torch.empty(64))

@@ -232,11 +232,12 @@ def test_it_compiles_without_a_graph_break():
 
 
 def test_what_it_does_not_take_runs_the_reference():
-    x, experts = torch.randn(3, 4, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.int64)
+    x = torch.randn(3, 4, dtype=torch.float64, device=DEVICE)
+    experts = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
     assert "float64" in kernels.supports(kernels.permute_tokens, x, experts, number_of_experts=1).reason
     assert torch.equal(kernels.permute_tokens(x, experts, number_of_experts=1)[0], x)
     with kernels.using("require"), pytest.raises(KernelUnavailable, match="4094 experts"):
-        kernels.permute_tokens(x.float().to(DEVICE), experts.to(DEVICE), number_of_experts=5000)
+        kernels.permute_tokens(x.float(), experts, number_of_experts=5000)
 
 
 def test_calls_that_make_no_sense():

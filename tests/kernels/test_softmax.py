@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 
+import kernel_checks
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import DEVICE, DTYPES, assert_as_exact, assert_kernel_is_exact, gradients, layouts
+from kernel_checks import DEVICE, DTYPES, gradients, layouts
 from torch.library import opcheck
 
 from nearpeak import kernels
@@ -20,9 +21,12 @@ pytest.importorskip("triton")
 from nearpeak.kernels.jit import rows as jit_rows
 from nearpeak.kernels.jit import softmax as jit_softmax
 from nearpeak.kernels.jit import softmax_backward as jit_backward
-from nearpeak.kernels.jit.softmax_configs import candidates, chosen, heuristic, parts_of, rows_at_once
+from nearpeak.kernels.jit.meeting import MOST_PARTS
+from nearpeak.kernels.jit.softmax_configs import candidates, chosen, heuristic, long, parts_of
 from nearpeak.kernels.jit.softmax_masks import masked_by
 
+assert_as_exact = functools.partial(kernel_checks.assert_as_exact, by_exp=True)
+assert_kernel_is_exact = functools.partial(kernel_checks.assert_kernel_is_exact, by_exp=True)
 BOTH = [(kernels.softmax, reference), (kernels.log_softmax, log_reference)]
 NAMES = ["softmax", "log_softmax"]
 VARIANTS = {
@@ -30,8 +34,8 @@ VARIANTS = {
     "packed": {"variant": "tile", "rows": 1, "warps": 4, "packed": True},
     "loop": {"variant": "loop", "steps": 2, "warps": 1, "stages": 1, "programs": 0},
     "loop of few": {"variant": "loop", "steps": 1, "warps": 1, "stages": 2, "programs": 2},
-    "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1, "cached": 0},
-    "split by rows": {"variant": "split", "part": 512, "steps": 1, "warps": 1, "stages": 1, "cached": 1},
+    "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1},
+    "split into more": {"variant": "split", "part": 256, "steps": 1, "warps": 1, "stages": 1},
 }
 
 
@@ -332,18 +336,20 @@ def test_configurations():
         for backward in (False, True):
             found = candidates(columns, backward=backward)
             assert columns == 1 or 8 <= len(found) <= 40
-            assert heuristic(columns, backward=backward)["warps"] <= 32
+            assert (heuristic(columns, backward=backward) or long(1, columns, 2 * columns))["warps"] <= 32
     few = chosen("softmax", 8, 262144, x, masked=False, config=None)
     assert few["variant"] == "split"
-    assert parts_of(262144, few)[1] * 8 >= 132
-    assert chosen("softmax", 1000, 300_000, x, masked=False, config=None)["variant"] == "loop"
+    assert parts_of(262144, few)[1] * 8 >= 128
+    # the rows at work are not more than the cache has room for
+    assert long(1000, 65536, 2 * 65536)["variant"] == "loop"
+    assert parts_of(262144, long(1000, 262144, 2 * 262144))[1] == 4
+    assert parts_of(262144, long(1000, 262144, 4 * 262144))[1] == 8
     tile = VARIANTS["tile"]
     assert chosen("softmax", 9, 65536, x, masked=False, config=tile)["packed"]
-    assert chosen("softmax", 9, 65536, x, masked=True, config=tile)["variant"] == "loop"
-    assert chosen("softmax", 9, 65536, x.float(), masked=False, config=tile)["variant"] == "loop"
+    assert chosen("softmax", 9, 65536, x, masked=True, config=tile)["variant"] == "split"
+    assert chosen("softmax", 9, 65536, x.float(), masked=False, config=tile)["variant"] == "split"
     assert chosen("softmax_backward", 9, 32768, x, masked=False, config=tile)["packed"]
-    assert rows_at_once(1024, 2**19, {"cached": 24 * 2**20}) == 48
-    assert parts_of(2**30, few)[1] <= 4096
+    assert parts_of(2**30, few)[1] <= MOST_PARTS
 
 
 @pytest.mark.gpu

@@ -92,7 +92,9 @@ def test_the_verdict_is_by_the_nearest_orders(train_curves):
 def test_the_verdict_of_a_saved_run_is_that_of_its_curves(train_curves, path):
     content = json.loads(path.read_text(encoding="utf-8"))
     found = train_curves.differences(content["runs"])
-    assert found == content["differences"]
+    assert found.keys() == content["differences"].keys()
+    for pair, one in content["differences"].items():  # sums of Python 3.12 and later are rounded otherwise
+        assert found[pair] == pytest.approx(one, rel=1e-9, abs=1e-12), pair
     assert train_curves.is_within_noise(found) == content["within noise"]
     assert content["within noise"]
 

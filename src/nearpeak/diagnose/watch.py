@@ -134,7 +134,7 @@ class Watch:
 
     def keep(self, traced: Trace) -> None:
         """The trace of a step that the caller took."""
-        self._traced = traced
+        self._keep(traced)
         self.schedule.step_ended(time.perf_counter())
 
     def abandon(self) -> None:
@@ -309,8 +309,11 @@ class Watch:
             traced = self._live.stop()
             self._live = None
             if fits:
-                self._traced = dataclasses.replace(traced, steps_since=self.schedule.steps - self._profiled_step)
+                self._keep(traced)
         return fits
+
+    def _keep(self, traced: Trace) -> None:
+        self._traced = dataclasses.replace(traced, steps_since=self.schedule.steps - self._profiled_step)
 
     def _begin(self, phase: str) -> None:
         if phase in ("profiler start", "profiled"):

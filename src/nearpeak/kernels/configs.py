@@ -1,8 +1,9 @@
 """`tuned`: the configuration that was measured to be best for a kernel, from the tables of this package.
 
 A table is a JSON file per generation of GPUs, `tables/sm90.json`: by kernel, a list of entries by rising size, each
-with the size up to which it holds and what to launch with. It is written by `benchmarks/tune_kernels.py`. A GPU without
-one takes that of the generation before it; kernels have a heuristic for sizes beyond the last entry.
+with the sizes for which it holds ("above" one, and "up_to" another) and what to launch with. It is written by
+`benchmarks/tune_kernels.py`. A GPU without one takes that of the generation before it; kernels have a heuristic for
+sizes that no entry holds for.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def _tuned(kernel: str, size: int, index: int | None) -> dict[str, Any] | None:
         major, minor = torch.cuda.get_device_capability(index)
         generation = 10 * major + minor
     for entry in _table(generation).get(kernel, ()):
-        if size <= entry["up_to"]:
-            return {name: value for name, value in entry.items() if name != "up_to"}
+        if entry.get("above", 0) < size <= entry["up_to"]:
+            return {name: value for name, value in entry.items() if name not in ("above", "up_to")}
     return None
 
 

@@ -6,6 +6,7 @@ past the dispatcher, which takes longer than a launch, straight to the launcher.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -14,6 +15,15 @@ import torch
 
 _library = torch.library.Library("nearpeak", "FRAGMENT")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Asked(threading.local):
+    """How operators are called on this thread: by those who have looked at their arguments, or by torch."""
+
+    by_torch = False
+
+
+_asked = _Asked()
 
 
 class Operator:
@@ -54,13 +64,13 @@ class Operator:
         self._function: type[torch.autograd.Function] | None = None
         if backward is not None:
             assert setup_context is not None
-            torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+            torch.library.register_autograd(qualified, _unseen(backward), setup_context=setup_context, lib=_library)
             self._function = _function(self.name, self._launch, setup_context, backward)
         self._operator = getattr(torch.ops.nearpeak, self.name).default
 
     def __call__(self, *args: Any) -> Any:
         """Runs the kernel; its arguments have been looked at before."""
-        if torch.compiler.is_compiling() or _is_watched() or not _are_plain(args):
+        if torch.compiler.is_compiling() or _asked.by_torch or _is_watched() or not _are_plain(args):
             return self._operator(*args)
         if self._function is not None and torch.is_grad_enabled() and _needs_gradient(args):
             return self._function.apply(*args)
@@ -93,6 +103,25 @@ def _function(
         return backward(ctx, *gradients)
 
     return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(once)})
+
+
+def _unseen(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of an operator that torch called by its name, with tensors that nobody has looked at.
+
+    A reference may have run forward. So the operators of the backward pass look at their arguments too.
+    """
+
+    def call(ctx: Any, *gradients: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return backward(ctx, *gradients)
+        before = _asked.by_torch
+        _asked.by_torch = True
+        try:
+            return backward(ctx, *gradients)
+        finally:
+            _asked.by_torch = before
+
+    return call
 
 
 def _is_watched() -> bool:

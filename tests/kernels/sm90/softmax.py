@@ -4,8 +4,6 @@ import torch
 
 from nearpeak.kernels.jit import softmax, softmax_backward
 
-SPLIT = {"variant": "split", "part": 16384, "steps": 2, "warps": 8, "stages": 1, "cached": 0}
-
 
 def launches():
     dtype = torch.bfloat16
@@ -16,8 +14,9 @@ def launches():
     packed = {"variant": "tile", "rows": 1, "warps": 32, "packed": True}
     x = torch.empty(256, 32768, dtype=dtype)
     yield "backward, packed", lambda: softmax_backward.backward(x, x, 1.0, False, dtype, config=packed)
-    x = torch.empty(8, 262144, dtype=dtype)
-    yield "split, narrow stores by the first", lambda: softmax.forward(x, None, 1.0, False, dtype, config=SPLIT)
+    long = torch.empty(1024, 262144, dtype=dtype)
+    yield "forward, split", lambda: softmax.forward(long, None, 1.0, False, dtype)
+    yield "backward, split", lambda: softmax_backward.backward(long, long, 1.0, False, dtype)
     wide = torch.empty(256, 16384)
     yield "forward, float32", lambda: softmax.forward(wide, None, 1.0, False, torch.float32)
     scores = torch.empty(2, 4, 1000, 1000, dtype=dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nearpeak.kernels.jit.cross_entropy_row import capped, exp, finish_row, one_over, row_start, shares, slope
-from nearpeak.kernels.jit.rows import LOWEST
+from nearpeak.kernels.jit.cross_entropy_row import capped, finish_row, one_over, row_start, shares, slope
+from nearpeak.kernels.jit.rows import LOWEST, exponential
 
 
 @triton.jit
@@ -18,9 +18,9 @@ def absorb(
     if MASKED:
         values = tl.where(inside, values, float("-inf"))
     higher = tl.maximum(tops, tl.max(values, 0))
-    shrink = exp(tops - higher)
+    shrink = exponential(tops - higher)
     below = values - higher[None, :]
-    powers = exp(below)
+    powers = exponential(below)
     if ENTROPY:
         # the distances so far were from the top so far
         moved = tl.where(totals > 0.0, (tops - higher) * totals, 0.0)
@@ -51,7 +51,7 @@ def write_block(
         values = tl.load(source + at, eviction_policy="evict_first")
     values, bend = capped(values, cap, CAP)
     here = (wanted + lead >= first) & (wanted + lead < first + BLOCK)
-    powers = exp(values - top)
+    powers = exponential(values - top)
     result = slope(
         bend,
         powers,
@@ -144,7 +144,7 @@ def long_rows_kernel(
                 WEIGHTED, SMOOTH, ENTROPY, True,
             )  # fmt: skip
         top = tl.max(lane_tops, 0)
-        shrink = exp(lane_tops - top)
+        shrink = exponential(lane_tops - top)
         total = tl.sum(lane_totals * shrink, 0)
         smooth, spread_of = total, total
         if SMOOTH:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nearpeak.kernels.jit.cross_entropy_row import capped, exp, finish_row, one_over, row_start, shares, slope
-from nearpeak.kernels.jit.rows import LOWEST
+from nearpeak.kernels.jit.cross_entropy_row import capped, finish_row, one_over, row_start, shares, slope
+from nearpeak.kernels.jit.rows import LOWEST, exponential
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def whole_rows_kernel(
         values = tl.where(inside, values, float("-inf"))
     top = tl.maximum(tl.max(values, 1), LOWEST)
     below = values - top[:, None]
-    powers = exp(below)
+    powers = exponential(below)
     total = tl.sum(powers, 1)
     smooth, spread_of = total, total
     if SMOOTH:
@@ -139,7 +139,7 @@ def gradient_kernel(
     else:
         loaded = tl.load(source, mask=inside & valid[:, None], other=0.0, eviction_policy="evict_first")
     values, bend = capped(loaded, cap, CAP)
-    powers = exp(values - top[:, None])
+    powers = exponential(values - top[:, None])
     result = slope(
         bend,
         powers,

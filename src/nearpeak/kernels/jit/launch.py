@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 
+from nearpeak.errors import KernelUnavailable
 from nearpeak.kernels.policy import INTERPRETED
 
 if INTERPRETED:
@@ -36,10 +37,19 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2)
             kernel[grid](*args)
         return
     device = args[0].device.index
-    if device != torch.cuda.current_device():
+    if device == torch._C._cuda_getDevice():
+        _start(kernel, grid, args, device, warps, stages)
+    elif device is None:  # a tensor of the CPU; torch takes a device of None for the current one, and says nothing
+        raise KernelUnavailable(
+            f"A kernel cannot start with a tensor on {args[0].device.type}; it needs a CUDA device."
+        )
+    else:
         with torch.cuda.device(device):
-            launch(kernel, grid, *args, warps=warps, stages=stages)
-        return
+            _start(kernel, grid, args, device, warps, stages)
+
+
+def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], device: int, warps: int, stages: int) -> None:
+    """Starts a kernel on the current device, which is this one."""
     constants = _constants.get(id(kernel))
     if constants is None:
         constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
@@ -48,7 +58,8 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2)
     if found is None:
         _compiled[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
     else:
-        found[grid](*args)
+        # Triton would ask for the device again to find the stream
+        found[grid](*args, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
 def _decides(argument: Any, constant: bool) -> Any:

@@ -54,7 +54,7 @@ def forward_tile(
         values = rounded.to(tl.float32)
     share = 1.0 / columns
     if CENTRED:
-        mean = tl.sum(values, 1) * share
+        mean = tl.div_rn(tl.sum(values, 1), tl.cast(columns, tl.float32))  # exact where it can be, unlike "/" on a GPU
         values = tl.where(inside, values - mean[:, None], 0.0)
         tl.store(statistics + rows + row, mean, mask=in_rows)
     rstd = tl.math.rsqrt(tl.sum(values * values, 1) * share + tl.cast(eps, tl.float32))
@@ -105,13 +105,13 @@ def forward_loop(
                 values = rounded.to(tl.float32)
             if CENTRED:
                 difference = tl.where(inside, values - means, 0.0)
-                means += difference / tl.cast(block + 1, tl.float32)
+                means += difference * tl.div_rn(1.0, tl.cast(block + 1, tl.float32))
                 squares += difference * (values - means)
             else:
                 squares += values * values
         if CENTRED:
             counts = tl.maximum((columns - lane + BLOCK - 1) // BLOCK, 0).to(tl.float32)
-            mean = tl.sum(means * counts, 0) * share
+            mean = tl.div_rn(tl.sum(means * counts, 0), tl.cast(columns, tl.float32))
             difference = means - mean
             squares += counts * difference * difference
             tl.store(statistics + rows + row, mean)

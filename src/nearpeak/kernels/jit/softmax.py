@@ -1,8 +1,9 @@
 """The kernels of softmax and log-softmax, forward.
 
 A row that fits is held in registers (`tile`). A longer one is read twice by its program (`loop`), the second time
-backwards, as what was read last is nearest. A few long rows are shared by several programs each (`split`): one kernel
-leaves the maximum and the sum of each part, a second one combines them and writes.
+backwards, as what was read last is nearest. Rows are shared by several programs each (`split`) where there are few of
+them, or where those between their two readings would not fit into the cache: the programs tell each other the maximum
+and the sum of their parts before they write.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels.jit.launch import launch
-from nearpeak.kernels.jit.rows import LOWEST, as_rows, common_width, read_again
-from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of, rows_at_once
+from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, turn
+from nearpeak.kernels.jit.rows import LOWEST, as_rows, common_width, exponential, read_again
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of
 from nearpeak.kernels.jit.softmax_masks import BOOLEAN, NONE, locate, masked_by
 
 
@@ -31,9 +33,18 @@ def seen(row, columns, queries, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def scored(values, mask, step, column, loaded, end, scale, MASK: tl.constexpr):
+def unseen(PLAIN: tl.constexpr):
+    """What stands for what is not loaded: a score of its own, or what any number can be added to."""
+    return float("-inf") if PLAIN else 0.0
+
+
+@triton.jit
+def scored(values, mask, step, column, loaded, end, scale, MASK: tl.constexpr, PLAIN: tl.constexpr):
     """scale * x + mask in float32, -inf where a key is not seen."""
-    score = values.to(tl.float32) * scale
+    score = values.to(tl.float32)
+    if PLAIN:
+        return score
+    score *= scale
     visible = column < end
     if MASK == 1:
         visible = visible & tl.load(mask + column * step, mask=loaded, other=0)
@@ -47,14 +58,14 @@ def finished(score, top, total, LOG: tl.constexpr):
     """The result by the maximum and the sum of a row; a row without any key has a sum of 0."""
     if LOG:
         return score - top - tl.log(tl.where(total == 0, 1.0, total))
-    return tl.exp(score - top) * tl.where(total == 0, 0.0, 1.0 / total)
+    return exponential(score - top) * tl.where(total == 0, 0.0, 1.0 / total)
 
 
 @triton.jit
 def tile_kernel(
     x, mask, result, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step, inner_step, step,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    LOG: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
+    CAUSAL: tl.constexpr, LOG: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
@@ -67,15 +78,15 @@ def tile_kernel(
     if MASK:
         mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
     values = tl.load(
-        x + row * (stride // WIDTH * WIDTH) + column, mask=loaded, other=0.0, eviction_policy="evict_first"
+        x + row * (stride // WIDTH * WIDTH) + column, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_first"
     )
-    score = scored(values, mask, step, column, loaded, end, scale, MASK)
+    score = scored(values, mask, step, column, loaded, end, scale, MASK, PLAIN)
     top = tl.maximum(tl.max(score, 1, keep_dims=True), LOWEST)
     if PACKED:
-        score = scored(read_again(values, columns, top), mask, step, column, loaded, end, scale, MASK)
-    total = tl.sum(tl.exp(score - top), 1, keep_dims=True)
+        score = scored(read_again(values, columns, top), mask, step, column, loaded, end, scale, MASK, PLAIN)
+    total = tl.sum(exponential(score - top), 1, keep_dims=True)
     if PACKED:
-        score = scored(read_again(values, columns, total), mask, step, column, loaded, end, scale, MASK)
+        score = scored(read_again(values, columns, total), mask, step, column, loaded, end, scale, MASK, PLAIN)
     stored = column < columns
     if ROWS > 1:
         stored = stored & (row < rows)
@@ -86,7 +97,8 @@ def tile_kernel(
 @triton.jit
 def statistics(
     x, mask, step, begin, end, scale, column,
-    STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The maximum of the columns from `begin` to `end`, and the sum of the exponentials of what is below it.
 
@@ -98,19 +110,20 @@ def statistics(
     for start in tl.range(begin, end, STEPS * BLOCK, num_stages=STAGES):
         at = start // WIDTH * WIDTH + column
         loaded = at < reach
-        values = tl.load(x + at, mask=loaded, other=0.0, eviction_policy="evict_last")
-        score = scored(values, mask, step, at, loaded, end, scale, MASK)
+        values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_last")
+        score = scored(values, mask, step, at, loaded, end, scale, MASK, PLAIN)
         higher = tl.maximum(top, tl.max(score, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(score - higher[None, :]), 0)
+        total = total * exponential(top - higher) + tl.sum(exponential(score - higher[None, :]), 0)
         top = higher
     highest = tl.max(top, 0)
-    return highest, tl.sum(total * tl.exp(top - highest), 0)
+    return highest, tl.sum(total * exponential(top - highest), 0)
 
 
 @triton.jit
 def write(
     x, mask, step, result, begin, end, stop, scale, top, total, column,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, LOG: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr, LOG: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards."""
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
@@ -118,8 +131,8 @@ def write(
     for index in tl.range(0, chunks, num_stages=STAGES):
         at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
         loaded = at < reach
-        values = tl.load(x + at, mask=loaded, other=0.0, eviction_policy="evict_first")
-        score = scored(values, mask, step, at, loaded, end, scale, MASK)
+        values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_first")
+        score = scored(values, mask, step, at, loaded, end, scale, MASK, PLAIN)
         value = finished(score, top, total, LOG).to(result.dtype.element_ty)
         tl.store(result + at, value, mask=at < stop, eviction_policy="evict_first")
     for start in range(begin + chunks * CHUNK, stop, CHUNK):  # after the last key that is seen: nothing to read
@@ -131,8 +144,8 @@ def write(
 @triton.jit
 def loop_kernel(
     x, mask, result, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step, inner_step, step,
-    programs, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    LOG: tl.constexpr, STAGES: tl.constexpr,
+    programs, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
+    CAUSAL: tl.constexpr, LOG: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
@@ -144,50 +157,51 @@ def loop_kernel(
         masks = mask
         if MASK:
             masks += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
-        top, total = statistics(here, masks, step, 0, end, scale, column, STEPS, BLOCK, WIDTH, MASK, STAGES)
+        top, total = statistics(here, masks, step, 0, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES)
         there = result + row * columns
         write(
             here, masks, step, there, 0, end, columns, scale, top, total, column,
-            STEPS * BLOCK, WIDTH, MASK, LOG, STAGES,
+            STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def split_kernel(
-    x, mask, result, partial, scale, first, columns, queries, stride, outer, middle, outer_step, middle_step,
+    x, mask, result, partial, counters, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step,
     inner_step, step, part, parts, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, PLAIN: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr, PHASE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of one part of one row the maximum and the sum, or, for LAST, the result."""
+    """One part of one row."""
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
-    program = tl.program_id(0)
-    if LAST:
-        program = tl.num_programs(0) - 1 - program  # the parts that were read last are nearest
-    own = program // parts
-    row = own.to(tl.int64) + first
-    begin = program % parts * (part // WIDTH * WIDTH)
+    number = turn(counters, PHASE)
+    row = (number // parts).to(tl.int64)
+    begin = number % parts * (part // WIDTH * WIDTH)
     stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
     end = tl.minimum(seen(row, columns, queries, CAUSAL), stop)
     column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x += row * (stride // WIDTH * WIDTH)
     if MASK:
         mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
-    if LAST:
+    partial += row * 2 * parts
+    if PHASE != LAST:
+        top, total = statistics(x, mask, step, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES)
+        tl.store(partial + number % parts, top)
+        tl.store(partial + parts + number % parts, total)
+    if PHASE == ALL:
+        meet(counters, row, parts)
+    if PHASE != FIRST:
         each = tl.arange(0, PARTS)
         among = each < parts
-        tops = tl.load(partial + own * 2 * parts + each, mask=among, other=LOWEST)
-        totals = tl.load(partial + own * 2 * parts + parts + each, mask=among, other=0.0)
+        tops = tl.load(partial + each, mask=among, other=LOWEST, cache_modifier=".cg")
+        totals = tl.load(partial + parts + each, mask=among, other=0.0, cache_modifier=".cg")
         top = tl.max(tops, 0)
-        total = tl.sum(totals * tl.exp(tops - top), 0)
-        result += row * columns
+        total = tl.sum(totals * exponential(tops - top), 0)
         write(
-            x, mask, step, result, begin, end, stop, scale, top, total, column, STEPS * BLOCK, WIDTH, MASK, LOG, STAGES
-        )
-    else:
-        top, total = statistics(x, mask, step, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, STAGES)
-        tl.store(partial + own * 2 * parts + program % parts, top)
-        tl.store(partial + own * 2 * parts + parts + program % parts, total)
+            x, mask, step, result + row * columns, begin, end, stop, scale, top, total, column,
+            STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES,
+        )  # fmt: skip
 
 
 def _forward(
@@ -206,31 +220,31 @@ def _forward(
     width = common_width(columns, stride, *place[2:5])
     config = chosen("softmax", rows, columns, x, masked=kind != NONE, config=config)
     warps, variant = config["warps"], config["variant"]
-    sizes = (columns, queries, stride, *place)
+    plain = kind == NONE and not causal and scale == 1.0
+    sizes = (rows, columns, queries, stride, *place)
     if variant == "tile":
         height, block = config["rows"], triton.next_power_of_2(columns)
         launch(
-            tile_kernel, (triton.cdiv(rows, height), 1, 1), flat, masks, result, scale, rows, *sizes,
-            height, block, width, kind, causal, log, config["packed"], warps=warps,
+            tile_kernel, (triton.cdiv(rows, height), 1, 1), flat, masks, result, scale, *sizes,
+            height, block, width, kind, plain, causal, log, config["packed"], warps=warps,
         )  # fmt: skip
         return result
-    constants = (*chunk_of(config, x, bytewise=kind == BOOLEAN), width, kind, causal, log)
+    constants = (*chunk_of(config, x, bytewise=kind == BOOLEAN), width, kind, plain, causal, log)
     if variant == "loop":
         programs = min(config["programs"] or rows, rows)
         launch(
-            loop_kernel, (programs, 1, 1), flat, masks, result, scale, rows, *sizes,
+            loop_kernel, (programs, 1, 1), flat, masks, result, scale, *sizes,
             programs, *constants, config["stages"], warps=warps,
         )  # fmt: skip
         return result
     part, parts = parts_of(columns, config)
-    together = rows_at_once(rows, columns * x.element_size(), config)
-    partial = torch.empty((together, 2, parts), dtype=torch.float32, device=x.device)
-    for first in range(0, rows, together):  # so few rows at a time that the second kernel finds them in the cache
-        for last in (False, True):
-            launch(
-                split_kernel, (min(together, rows - first) * parts, 1, 1), flat, masks, result, partial, scale, first,
-                *sizes, part, parts, triton.next_power_of_2(parts), *constants, last, config["stages"], warps=warps,
-            )  # fmt: skip
+    partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)
+    counted = counters(rows, x.device)
+    for phase in PHASES:
+        launch(
+            split_kernel, (rows * parts, 1, 1), flat, masks, result, partial, counted, scale, *sizes,
+            part, parts, triton.next_power_of_2(parts), *constants, phase, config["stages"], warps=warps,
+        )  # fmt: skip
     return result
 
 

@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels.jit.launch import launch
-from nearpeak.kernels.jit.rows import as_rows, common_width, read_again
+from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, turn
+from nearpeak.kernels.jit.rows import as_rows, common_width, exponential, read_again
 from nearpeak.kernels.jit.softmax import seen
-from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of, rows_at_once
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def combined(gradient, y, total, scale, LOG: tl.constexpr):
     """The gradient of x by the sum over its row."""
     gradient, y = gradient.to(tl.float32), y.to(tl.float32)
     if LOG:
-        return tl.where(y == float("-inf"), 0.0, scale * (gradient - tl.exp(y) * total))
+        return tl.where(y == float("-inf"), 0.0, scale * (gradient - exponential(y) * total))
     return scale * y * (gradient - total)
 
 
@@ -125,32 +126,32 @@ def loop_kernel(
 
 @triton.jit
 def split_kernel(
-    gradient, y, result, partial, scale, first, columns, queries, gradient_stride, y_stride, part, parts,
+    gradient, y, result, partial, counters, scale, rows, columns, queries, gradient_stride, y_stride, part, parts,
     PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
-    LOG: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
+    LOG: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of one part of one row the sum, or, for LAST, the result."""
+    """One part of one row."""
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
-    program = tl.program_id(0)
-    if LAST:
-        program = tl.num_programs(0) - 1 - program
-    own = program // parts
-    row = own.to(tl.int64) + first
-    begin = program % parts * (part // WIDTH * WIDTH)
+    number = turn(counters, PHASE)
+    row = (number // parts).to(tl.int64)
+    begin = number % parts * (part // WIDTH * WIDTH)
     stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
     end = tl.minimum(seen(row, columns, queries, CAUSAL), stop)
     column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
-    if LAST:
+    partial += row * parts
+    if PHASE != LAST:
+        total = sum_of(gradient, y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES)
+        tl.store(partial + number % parts, total)
+    if PHASE == ALL:
+        meet(counters, row, parts)
+    if PHASE != FIRST:
         each = tl.arange(0, PARTS)
-        total = tl.sum(tl.load(partial + own * parts + each, mask=each < parts, other=0.0), 0)
+        total = tl.sum(tl.load(partial + each, mask=each < parts, other=0.0, cache_modifier=".cg"), 0)
         there = result + row * columns
         write(gradient, y, there, begin, end, stop, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES)
-    else:
-        total = sum_of(gradient, y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES)
-        tl.store(partial + own * parts + program % parts, total)
 
 
 def _backward(
@@ -168,11 +169,11 @@ def _backward(
     widest = max(upstream, values, key=Tensor.element_size)
     config = chosen("softmax_backward", rows, columns, widest, masked=False, config=config)
     warps, variant = config["warps"], config["variant"]
-    sizes = (columns, y.shape[-2] if causal else 1, *strides)
+    sizes = (rows, columns, y.shape[-2] if causal else 1, *strides)
     if variant == "tile":
         height = config["rows"]
         launch(
-            tile_kernel, (triton.cdiv(rows, height), 1, 1), upstream, values, result, scale, rows, *sizes,
+            tile_kernel, (triton.cdiv(rows, height), 1, 1), upstream, values, result, scale, *sizes,
             height, triton.next_power_of_2(columns), width, causal, log, config["packed"], warps=warps,
         )  # fmt: skip
         return result
@@ -180,20 +181,18 @@ def _backward(
     if variant == "loop":
         programs = min(config["programs"] or rows, rows)
         launch(
-            loop_kernel, (programs, 1, 1), upstream, values, result, scale, rows, *sizes, programs, *constants,
+            loop_kernel, (programs, 1, 1), upstream, values, result, scale, *sizes, programs, *constants,
             config["stages"], warps=warps,
         )  # fmt: skip
         return result
     part, parts = parts_of(columns, config)
-    together = rows_at_once(rows, columns * (upstream.element_size() + values.element_size()), config)
-    partial = torch.empty((together, parts), dtype=torch.float32, device=y.device)
-    for first in range(0, rows, together):
-        for last in (False, True):
-            launch(
-                split_kernel, (min(together, rows - first) * parts, 1, 1), upstream, values, result, partial, scale,
-                first, *sizes, part, parts, triton.next_power_of_2(parts), *constants, last, config["stages"],
-                warps=warps,
-            )  # fmt: skip
+    partial = torch.empty((rows, parts), dtype=torch.float32, device=y.device)
+    counted = counters(rows, y.device)
+    for phase in PHASES:
+        launch(
+            split_kernel, (rows * parts, 1, 1), upstream, values, result, partial, counted, scale, *sizes,
+            part, parts, triton.next_power_of_2(parts), *constants, phase, config["stages"], warps=warps,
+        )  # fmt: skip
     return result
 
 

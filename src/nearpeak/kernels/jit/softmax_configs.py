@@ -5,9 +5,8 @@
 {"variant": "loop", "steps": 4, "warps": 16, "stages": 1, "programs": 0}
     A program for each row, or so many programs that take turns. A chunk is `steps` loads of 16 bytes by each
     thread. With more than one stage, the next chunks are loaded to shared memory meanwhile.
-{"variant": "split", "part": 16384, "steps": 4, "warps": 8, "stages": 1, "cached": 0}
-    Parts of a row of so many columns, a program for each. Where `cached` is not 0, so many bytes of rows at a time
-    pass through both kernels, which are then found in the cache by the second.
+{"variant": "split", "part": 65536, "steps": 4, "warps": 16, "stages": 1}
+    Parts of a row of so many columns, a program for each, which reads its part twice.
 """
 
 from __future__ import annotations
@@ -19,30 +18,32 @@ from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import next_power_of_2
+from nearpeak.kernels.jit.meeting import MOST_PARTS
 
 Config = dict[str, Any]
 _MULTIPROCESSORS = 132
 """Of an H200. On others this decides on speed alone."""
-_CACHED = 24 * 2**20
-"""Bytes that stay in the cache of an H200, of 50 MiB, between two kernels."""
+_CACHED = 36 * 2**20
+"""Bytes that stay in the cache of an H200, of 50 MiB, between two readings."""
 _THREAD = 16
 """Bytes that a thread loads at once."""
-_MOST_PARTS = 4096
-# one program for each multiprocessor: fewer rows are between their two readings at a time
-_LOOP: Config = {"variant": "loop", "steps": 2, "warps": 32, "stages": 1, "programs": 0}
+_LEAST_PART = 16384
+_LOOP: Config = {"variant": "loop", "steps": 4, "warps": 16, "stages": 1, "programs": 0}
 
 
 def chosen(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, config: Config | None) -> Config:
     """The configuration given, measured or guessed, in that order, made to fit these rows."""
     backward = kernel.endswith("backward")
-    config = config or _few(rows, columns) or tuned(kernel, columns, x.device) or heuristic(columns, backward=backward)
+    shared = long(rows, columns, columns * x.element_size() * (2 if backward else 1))
+    if config is None and rows <= _MULTIPROCESSORS // 2 and columns > 65536:
+        return shared  # whatever was measured for many rows
+    config = config or tuned(kernel, columns, x.device) or heuristic(columns, backward=backward) or shared
     if config["variant"] != "tile":
-        return config if columns > 1 else heuristic(columns, backward=backward)
+        return config if columns > 1 else heuristic(columns, backward=backward) or shared
     narrow = x.element_size() == 2
     packs = narrow and not masked
-    longest = _longest(narrow, masked, backward)
-    if columns > longest:
-        return _LOOP
+    if columns > _longest(narrow, masked, backward):
+        return shared
     # what does not fit as float32 is packed, whatever was measured for other rows
     return {**config, "packed": packs and (config["packed"] or columns > _longest(False, masked, backward))}
 
@@ -54,10 +55,10 @@ def _longest(narrow: bool, masked: bool, backward: bool) -> int:
     return 65536 if narrow and not masked else 32768
 
 
-def heuristic(columns: int, *, backward: bool = False) -> Config:
-    """A good guess for rows of so many columns."""
+def heuristic(columns: int, *, backward: bool = False) -> Config | None:
+    """A good guess for rows of so many columns that fit into registers."""
     if columns > 32768:
-        return _LOOP
+        return None
     block = next_power_of_2(columns)
     held = 1024 if backward else 2048  # elements of short rows together
     rows = max(min(held // block, 256), 1)  # each row has an address
@@ -65,13 +66,13 @@ def heuristic(columns: int, *, backward: bool = False) -> Config:
     return {"variant": "tile", "rows": rows, "warps": warps, "packed": False}
 
 
-def _few(rows: int, columns: int) -> Config | None:
-    """For rows that are too few to occupy the GPU, and long enough to share."""
-    if rows > _MULTIPROCESSORS // 2 or columns <= 65536:
-        return None
-    parts = max(4 * _MULTIPROCESSORS // rows, 2)
-    part = max(next_power_of_2(triton.cdiv(columns, parts)), 8192)
-    return {"variant": "split", "part": part, "steps": 2, "warps": 8, "stages": 1, "cached": 0}
+def long(rows: int, columns: int, row_bytes: int) -> Config:
+    """For rows that do not fit: shared by so many programs that all are at work, and that the cache has room for rows
+    between their two readings."""
+    programs = 2 * _MULTIPROCESSORS  # at a time
+    parts = next_power_of_2(triton.cdiv(programs * max(row_bytes, _CACHED // rows), _CACHED))
+    part = max(next_power_of_2(triton.cdiv(columns, min(parts, MOST_PARTS))), _LEAST_PART)
+    return {**_LOOP, "variant": "split", "part": part} if part < columns else _LOOP
 
 
 def candidates(columns: int, *, backward: bool = False) -> list[Config]:
@@ -89,19 +90,12 @@ def candidates(columns: int, *, backward: bool = False) -> list[Config]:
                     if fits and (rows == 1 or rows * block <= 16384) and not (packed and thread < 32):
                         found.append({"variant": "tile", "rows": rows, "warps": warps, "packed": packed})
     if columns >= 16384:
-        for warps in (8, 16, 32):
-            for steps in (1, 2, 4):
-                for programs in (0, _MULTIPROCESSORS // 2, _MULTIPROCESSORS) if warps == 32 else (0,):
-                    found.append({"variant": "loop", "steps": steps, "warps": warps, "stages": 1, "programs": programs})
-        found += [
-            {"variant": "loop", "steps": 2, "warps": warps, "stages": stages, "programs": 0}
-            for warps in (8, 16)
-            for stages in (2, 3)
-        ]
-    if columns >= 65536:
-        for cached in (0, _CACHED, 4 * _CACHED // 3):
-            for part in (8192, 16384, 32768):
-                found.append({"variant": "split", "part": part, "steps": 2, "warps": 8, "stages": 1, "cached": cached})
+        loops = [(warps, steps, 1) for warps in (8, 16, 32) for steps in (1, 2, 4)] + [(16, 8, 1), (16, 4, 3)]
+        for warps, steps, stages in loops:
+            loop = {"steps": steps, "warps": warps, "stages": stages}
+            found.append({"variant": "loop", **loop, "programs": 0})
+            if steps == 4 and columns >= 65536:
+                found += [{"variant": "split", **loop, "part": part} for part in (16384, 32768, 65536, 131072)]
     return found
 
 
@@ -119,12 +113,5 @@ def chunk_of(config: Config, x: Tensor, *, bytewise: bool = False) -> tuple[int,
 
 def parts_of(columns: int, config: Config) -> tuple[int, int]:
     """How many columns a part of a row has, and how many parts there are."""
-    part = max(config["part"], next_power_of_2(triton.cdiv(columns, _MOST_PARTS)))
+    part = max(config["part"], next_power_of_2(triton.cdiv(columns, MOST_PARTS)))
     return part, triton.cdiv(columns, part)
-
-
-def rows_at_once(rows: int, row_bytes: int, config: Config) -> int:
-    """How many rows pass through both kernels of `split` together."""
-    if not config["cached"]:
-        return rows
-    return min(max(int(config["cached"]) // row_bytes // 16 * 16, 1), rows)

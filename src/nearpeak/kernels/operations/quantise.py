@@ -43,7 +43,8 @@ def _reference(x: Tensor, rows: int, columns: int, dtype: torch.dtype, power_of_
     size = blocks.abs()
     largest = torch.where(size.isfinite(), size, 0.0).amax((-3, -1), keepdim=True)
     limit = torch.finfo(dtype).max
-    scale = (largest / limit).clamp(min=_SMALLEST)
+    # by a tensor: on a GPU torch multiplies by the inverse of a number instead, which rounds twice
+    scale = (largest / torch.full_like(largest, limit)).clamp(min=_SMALLEST)
     if power_of_two:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     scale = torch.where(largest > 0, scale, 1.0)
@@ -188,10 +189,11 @@ def quantise(
 ) -> tuple[Tensor, Tensor]:
     """`x` in 8 bits, contiguous, and the float32 scales by which `dequantise` multiplies: (values, scales).
 
-    The scale of a block is its largest absolute value over the largest number of the dtype; 1 for a block of zeros, and
-    at least 2**-126. A value is `x * (1 / scale)`, in float32, rounded to the nearest. Infinities do not count for the
-    scale and become the largest number of the dtype; what is not a number stays so, and does not count either.
-    No derivatives. A tensor whose rows have holes is copied first.
+    The scale of a block is its largest absolute value over the largest number of the dtype, divided in float32 and
+    rounded once, the same on all devices; 1 for a block of zeros, and at least 2**-126. A value is `x * (1 / scale)`,
+    each step in float32, rounded to the nearest. Infinities do not count for the scale and become the largest number of
+    the dtype; what is not a number stays so, and does not count either. No derivatives. A tensor whose rows have holes
+    is copied first.
 
     Args:
         x: float32, bfloat16 or float16, of any shape.

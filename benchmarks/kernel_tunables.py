@@ -1,0 +1,261 @@
+"""What `benchmarks/tune_kernels.py` measures: every kernel that asks the table, at sizes that stand for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from kernel_cases import SIZES, KernelCase, random_tensor, row_cases
+from kernel_copies import CopySizes, copy_cases
+from kernels import backward_ways, forward_ways
+
+from nearpeak import kernels
+from nearpeak.kernels.jit import (
+    activations,
+    adamw,
+    cross_entropy,
+    dropout,
+    gated,
+    norms,
+    norms_backward,
+    permutation,
+    quantise,
+    rotary,
+    softmax_configs,
+    transpose,
+)
+
+MANY = 2**40
+"""Up to so many: no end."""
+FEW = 2**22
+"""Elements from which on a GPU is busy, and their number no longer matters."""
+Config = dict[str, Any]
+
+
+class Where(NamedTuple):
+    """The size at which an entry is measured, and for which it holds: above one, up to the other."""
+
+    size: int
+    above: int
+    up_to: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """One entry of the table: a kernel at a size, measured through an operation."""
+
+    kernel: str
+    operation: str
+    where: Where
+    candidates: list[Config]
+    make: Callable[[], Callable[[], Any]]
+    """Makes inputs, and what to call."""
+    least_bytes: int
+    checked: bool = True
+    """Whether all candidates give the same numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedSizes:
+    """At which kernels are tuned."""
+
+    rows: Sequence[tuple[int, int]] = SIZES
+    activations: Sequence[tuple[int, int]] = ((16384, 4096), (4096, 16384))
+    quantised_rows: Sequence[tuple[int, int]] = ((16384, 4096), (8192, 8192))
+    long_rows: tuple[int, int] = (2048, 65536)
+    losses: Sequence[tuple[int, int]] = ((8192, 32000), (2048, 128256))
+    copies: CopySizes = field(default_factory=CopySizes)
+
+
+def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[Tunable]:
+    sizes = sizes or TunedSizes()
+    yield from _rows(sizes, device)
+    yield from _activations(sizes, device)
+    yield from _copies(sizes, device)
+    for side_bytes, dtype in ((1, torch.int8), (4, torch.float32), (8, torch.float64)):
+        yield _transpose(sizes.copies.side, side_bytes, dtype, device)
+    yield from _quantised(sizes, device)
+    yield from _losses(sizes, device)
+
+
+def _near(size: int) -> Where:
+    """An entry that holds for sizes whose next power of 2 is that of this one."""
+    longest = 1 << (size - 1).bit_length()
+    return Where(size, longest // 2, longest)
+
+
+def _from(case: KernelCase, kernel: str, backward: bool, candidates: list[Config], where: Where) -> Tunable:
+    ways = backward_ways if backward else forward_ways
+    least = case.backward_bytes if backward else case.forward_bytes
+    assert least is not None
+    return Tunable(
+        kernel=kernel,
+        operation=case.operation.split()[0],
+        candidates=candidates,
+        make=lambda: ways(case, case.inputs(), only="nearpeak")["nearpeak"],
+        least_bytes=least,
+        checked=case.operation != "dropout_add",
+        where=where,
+    )
+
+
+def _rows(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for number, (rows, columns) in enumerate(sizes.rows):
+        cases = {case.operation: case for case in row_cases([(rows, columns)], device)}
+        near = _near(columns)
+        case = cases["softmax"]
+        yield _from(case, "softmax", False, softmax_configs.candidates(columns), near)
+        yield _from(case, "softmax_backward", True, softmax_configs.candidates(columns, backward=True), near)
+        case = cases["rms_norm"]  # the other norms have the same kernels
+        yield _from(case, "norm_forward", False, norms.candidates(columns), near)
+        yield _from(case, "norm_backward", True, norms_backward.candidates(columns), near)
+        if number:
+            continue
+        elements = rows * columns
+        # contiguous tensors are one row to these kernels
+        flat = Where(elements, FEW, MANY)
+        yield _from(cases["swiglu"], "gated_forward", False, gated.candidates(elements), flat)
+        yield _from(cases["swiglu"], "gated_backward", True, gated.candidates(elements), flat)
+        yield _from(cases["dropout_add"], "dropout_add", False, dropout.candidates(elements), flat)
+        heads = cases["rotary"].columns // 128
+        yield _from(cases["rotary"], "rotary", False, rotary.candidates(128, heads), _near(128))
+
+
+def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for rows, columns in sizes.activations:
+        one = 2 * rows * columns
+
+        def inputs(rows: int = rows, columns: int = columns, grad: bool = True) -> list[torch.Tensor]:
+            return [random_tensor(rows, columns, device=device), random_tensor(columns, device=device, grad=grad)]
+
+        with_bias, without = (
+            KernelCase(
+                operation="bias_gelu",
+                rows=rows,
+                columns=columns,
+                inputs=lambda inputs=inputs, grad=grad: inputs(grad=grad),  # type: ignore[misc]
+                eager=lambda x, bias: torch.nn.functional.gelu(x + bias),
+                nearpeak=lambda x, bias: kernels.bias_gelu(x, bias),
+                forward_bytes=2 * one,
+                backward_bytes=3 * one,
+            )
+            for grad in (True, False)
+        )
+        for case, kernel, backward in (
+            (with_bias, "activation_forward", False),
+            (without, "activation_backward", True),
+            (with_bias, "activation_backward_bias", True),
+        ):
+            yield _from(case, kernel, backward, activations.candidates(columns, kernel), _near(columns))
+
+
+def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    cases = {case.operation: case for case in copy_cases(sizes.copies, device)}
+    side, hidden = sizes.copies.side, sizes.copies.hidden
+    flat = Where(side * side, FEW, MANY)
+    for name, kernel, backward, found in (
+        ("permute_tokens", "permute_copy", False, permutation.candidates(hidden)),
+        ("unpermute_tokens", "unpermute_sum", False, permutation.candidates(hidden)),
+        ("unpermute_tokens", "unpermute_backward", True, permutation.backward_candidates(hidden)),
+    ):
+        yield _from(cases[name], kernel, backward, found, _near(hidden))
+    elements = cases["adamw bfloat16"].columns
+    step = cases["adamw bfloat16"]
+    yield _from(step, "adamw", False, adamw.candidates(elements), Where(elements, FEW, MANY))
+    found = transpose.candidates(side, 2)
+    yield _from(cases["transpose_copy"], "transpose_2", False, found, Where(side, 512, MANY))
+    found = quantise.candidates(128)
+    yield _from(cases["quantise 1x128"], "quantise_pieces", False, found, Where(128, 64, 128))
+    tiles = quantise.other_candidates("quantise_tiles")
+    yield _from(cases["quantise 128x128"], "quantise_tiles", False, tiles, _near(128 * 128))
+    whole = quantise.other_candidates("quantise_whole")
+    yield _from(cases["quantise tensor"], "quantise_whole", False, whole, flat)
+    back = quantise.other_candidates("dequantise")
+    yield _from(cases["dequantise 1x128"], "dequantise", False, back, flat)
+    yield _from(cases["dequantise 128x128"], "dequantise", False, back, _near(side))
+
+
+def _transpose(side: int, side_bytes: int, dtype: torch.dtype, device: str) -> Tunable:
+    def make() -> Callable[[], Any]:
+        # numbers of any dtype are moved as integers of their size
+        x = torch.randint(-128, 128, (side, side * side_bytes), dtype=torch.int8, device=device).view(dtype)
+        return lambda: kernels.transpose_copy(x)
+
+    return Tunable(
+        kernel=f"transpose_{side_bytes}",
+        operation="transpose_copy",
+        where=Where(side, 512, MANY),
+        candidates=transpose.candidates(side, side_bytes),
+        make=make,
+        least_bytes=2 * side * side * side_bytes,
+        checked=False,  # among random bits are some that are not a number
+    )
+
+
+def _quantised(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    def entry(rows: int, columns: int, kernel: str, candidates: list[Config], where: Where) -> Tunable:
+        def make() -> Callable[[], Any]:
+            x = random_tensor(rows, columns, device=device, grad=False)
+            return lambda: kernels.quantise(x, block="row")
+
+        return Tunable(
+            kernel=kernel,
+            operation="quantise",
+            candidates=candidates,
+            make=make,
+            least_bytes=3 * rows * columns,
+            where=where,
+        )
+
+    for rows, columns in sizes.quantised_rows:
+        near = _near(columns)
+        yield entry(rows, columns, "quantise_pieces", quantise.candidates(near.up_to), near)
+    rows, columns = sizes.long_rows
+    found = quantise.other_candidates("quantise_long_rows")
+    yield entry(rows, columns, "quantise_long_rows", found, Where(columns, quantise.LONGEST, MANY))
+
+
+def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for number, (rows, columns) in enumerate(sizes.losses):
+        is_last = number == len(sizes.losses) - 1
+        near = _near(columns)
+        if is_last:
+            near = near._replace(up_to=MANY)
+
+        def given(rows: int = rows, columns: int = columns) -> tuple[torch.Tensor, torch.Tensor]:
+            return random_tensor(rows, columns, device=device), torch.randint(columns, (rows,), device=device)
+
+        def mean(given: Callable[[], Any] = given) -> Callable[[], Any]:
+            logits, target = given()
+            return lambda: torch.autograd.grad(kernels.cross_entropy(logits, target), logits)
+
+        def by_rows(given: Callable[[], Any] = given) -> Callable[[], Any]:
+            logits, target = given()
+            losses = kernels.cross_entropy(logits, target, reduction="none")
+            upstream = torch.rand_like(losses)
+            return lambda: torch.autograd.grad(losses, logits, upstream, retain_graph=True)
+
+        yield Tunable(
+            kernel="cross_entropy",
+            operation="cross_entropy",
+            candidates=cross_entropy.candidates(columns),
+            make=mean,
+            least_bytes=4 * rows * columns,
+            where=near,
+        )
+        if is_last:
+            yield Tunable(
+                kernel="cross_entropy_gradient",
+                operation="cross_entropy",
+                where=Where(columns, cross_entropy.WHOLE, MANY),
+                candidates=[
+                    {"elements": elements, "warps": warps}
+                    for elements in (2048, 4096, 8192, 16384)
+                    for warps in (4, 8, 16)
+                    if 8 <= elements // (32 * warps) <= 64
+                ],
+                make=by_rows,
+                least_bytes=4 * rows * columns,
+            )
