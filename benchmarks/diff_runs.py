@@ -24,17 +24,35 @@ from nearpeak.diagnose.difference import difference
 
 SCRIPT = Path(__file__).with_name("diff_steps.py")
 KERNEL = "scaled_kernel"
+AHEAD = 2
+"""Processes that get ready while another one has its turn."""
 
 
-def profiled(folder: Path, name: str, slower: float, steps: int) -> nearpeak.Profile:
-    """The profile of a process of its own."""
-    saved = folder / f"{name}.json.gz"
-    command = [sys.executable, "-m", "nearpeak", "profile", "--no-keep", "--save", str(saved)]
-    command += [str(SCRIPT), "--steps", str(steps), "--slower", str(slower)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return nearpeak.load(saved)
+# imports first, and waits for its turn: nothing of it meets the run before
+STARTER = "import sys, torch, nearpeak.diagnose.watch; input(); from nearpeak.cli.main import main; sys.exit(main())"
+
+
+class Waiting:
+    """A process of its own that is ready to profile; while one has its turn, the next gets ready."""
+
+    def __init__(self, saved: Path, slower: float, steps: int) -> None:
+        self.saved = saved
+        self.command = ["profile", "--no-keep", "--save", str(saved), str(SCRIPT)]
+        self.command += ["--steps", str(steps), "--slower", str(slower)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", STARTER, *self.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def profile(self) -> nearpeak.Profile:
+        """Its turn."""
+        said, _ = self._process.communicate("\n")
+        if self._process.returncode:
+            raise RuntimeError(f"{' '.join(self.command)} failed:\n{said[-2000:]}")
+        return nearpeak.load(self.saved)
 
 
 def compared(kind: str, before: nearpeak.Profile, after: nearpeak.Profile) -> dict[str, Any]:
@@ -79,6 +97,7 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=0.03)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="keep the profiles here")
     parser.add_argument("--show", type=Path, help="print the table of an earlier run")
     arguments = parser.parse_args()
     if arguments.show:
@@ -87,19 +106,23 @@ def main() -> None:
     machine = nearpeak.machine()
     rows: list[dict[str, Any]] = []
     every = max(1, arguments.runs // max(1, arguments.slow_runs))
-    slow_left = arguments.slow_runs
+    plan: list[tuple[str, float]] = []
+    for number in range(arguments.runs):
+        plan.append((f"run{number}", 0.0))
+        if number % every == every - 1 and number // every < arguments.slow_runs:
+            plan.append((f"slow{number}", arguments.slower))
     with tempfile.TemporaryDirectory() as temporary:
-        folder, before = Path(temporary), None
-        for number in range(arguments.runs):
-            now = profiled(folder, f"run{number}", 0.0, arguments.steps)
+        folder, before = arguments.folder or Path(temporary), None
+        waiting = [Waiting(folder / f"{name}.json.gz", slower, arguments.steps) for name, slower in plan[:AHEAD]]
+        for number, (_, slower) in enumerate(plan):
+            now = waiting.pop(0).profile()
+            if number + AHEAD < len(plan):
+                name, slower_then = plan[number + AHEAD]
+                waiting.append(Waiting(folder / f"{name}.json.gz", slower_then, arguments.steps))
             if before is not None:
-                rows.append(compared("same", before, now))
-            if number % every == every - 1 and slow_left:
-                slow_left -= 1
-                slow = profiled(folder, f"slow{number}", arguments.slower, arguments.steps)
-                rows.append(compared("slower", now, slow))
-            before = now
-            print(f"{number + 1} of {arguments.runs}: {rows[-1:]}", file=sys.stderr)
+                rows.append(compared("slower" if slower else "same", before, now))
+            before = before if slower else now
+            print(f"{number + 1} of {len(plan)}: {rows[-1:]}", file=sys.stderr)
             if arguments.json:
                 result = {
                     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -22,7 +22,7 @@ from nearpeak.kernels.jit.row_starts import rows_of
 from nearpeak.kernels.operations import norms as operations
 
 BF16 = torch.bfloat16
-LOOP = {"variant": "loop", "block": 64, "warps": 4, "stages": 1, "programs": 3}
+SPLIT = {"variant": "split", "steps": 2, "warps": 1, "stages": 1, "part": 100}
 TILE = {"variant": "tile", "rows": 2, "warps": 4, "stages": 1, "programs": 1}
 WAVES = {"variant": "waves", "split": 128, "sum_block": 64, "rows": 4, "block": 64, "warps": 4, "stages": 1}
 
@@ -128,7 +128,7 @@ def test_rows_of_norm_one_and_mean_zero():
     torch.testing.assert_close(result.square().mean(-1), torch.ones(6, device=DEVICE), atol=1e-4, rtol=0.0)
     same = torch.full((3, 65), 7.0, device=DEVICE)
     assert not kernels.layer_norm(same).any()
-    assert not jit_norms.layer_norm(same, None, None, 1e-5, config={**LOOP, "block": 16})[0].any()
+    assert not jit_norms.layer_norm(same, None, None, 1e-5, config={**SPLIT, "part": 24})[0].any()
     assert not kernels.rms_norm(torch.zeros(3, 65, device=DEVICE)).any()
 
 
@@ -195,19 +195,22 @@ def test_more_strides_than_three_are_copied():
 
 
 @pytest.mark.parametrize("centred", [False, True], ids=["rms_norm", "layer_norm"])
-@pytest.mark.parametrize("columns", [300, 64])
+@pytest.mark.parametrize("columns", [1300, 300, 64])
 def test_long_rows(columns, centred):
-    """The loop of the forward pass and the waves of the backward pass, made small enough to be tested."""
+    """The parts of the forward pass and the waves of the backward pass, made small enough to be tested."""
     x, residual, gradient, sum_gradient = (randn(6, columns) + 3 for _ in range(4))
     weight, bias = randn(columns), randn(columns)
     arguments = weight, bias, 1e-5, 0.5, centred
-    result, total, kept = jit_norms._forward(x, residual, *arguments, LOOP)
+    result, total, kept = jit_norms._forward(x, residual, *arguments, SPLIT)
     assert torch.equal(total, x + residual)
     exact = operations.normalised(total.double(), weight, bias, 1e-5, 0.5, centred, torch.float64)
     low = operations.normalised(total, *arguments, torch.float32)
     assert_as_exact(result, exact, low)
     torch.testing.assert_close(kept, operations.statistics(total, 1e-5, centred))
-    assert torch.equal(jit_norms._forward(total, None, *arguments, LOOP)[0], result)
+    assert torch.equal(jit_norms._forward(total, None, *arguments, SPLIT)[0], result)
+    whole = jit_norms._forward(total, None, *arguments, {**SPLIT, "part": 2048})
+    assert_as_exact(whole[0], exact, low)
+    torch.testing.assert_close(whole[2], kept)
     row_bytes = 2 * 4 * columns
     given = gradient, total, sum_gradient, kept, weight, bias, 0.5, centred, [True] * 4
     expected = operations._backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
@@ -281,7 +284,7 @@ def rms_in_float64(x, weight, bias, offset):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("tile", {**TILE, "rows": 1}), ("loop", LOOP)],
+    [("tile", {**TILE, "rows": 1}), ("split", SPLIT)],
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_more_elements_than_32_bits_can_count(name, config):
@@ -294,7 +297,7 @@ def test_more_elements_than_32_bits_can_count(name, config):
     x.copy_(randn(3, columns))
     result, _, kept = jit_norms._forward(x, None, None, None, 1e-6, 0.0, False, config)
     assert torch.equal(result, kernels.rms_norm(x.contiguous()))
-    backward = {**WAVES, "group_bytes": 1} if name == "loop" else TILE
+    backward = {**WAVES, "group_bytes": 1} if name == "split" else TILE
     given = kept, None, None, 0.0, False, [True, False, False, False]
     actual = jit_backward.norm_backward(x, x, x, *given, config=backward)[0]
     near = x.contiguous()
@@ -378,7 +381,8 @@ def test_heuristics_are_among_what_can_be_launched(size):
     for module in (jit_norms, jit_backward):
         found = module.candidates(size)
         assert 4 <= len(found) <= 40
-        assert all(one.keys() == found[0].keys() for one in found if one["variant"] == found[0]["variant"])
+        first = found[0].keys() - {"part"}  # which need not be given
+        assert all(one.keys() - {"part"} == first for one in found if one["variant"] == found[0]["variant"])
         heuristic = module.heuristic(size)
         alike = next(one for one in found if one["variant"] == heuristic["variant"])
         assert heuristic.keys() == alike.keys()

@@ -21,8 +21,7 @@ pytest.importorskip("triton")
 from nearpeak.kernels.jit import rows as jit_rows
 from nearpeak.kernels.jit import softmax as jit_softmax
 from nearpeak.kernels.jit import softmax_backward as jit_backward
-from nearpeak.kernels.jit.meeting import MOST_PARTS
-from nearpeak.kernels.jit.softmax_configs import candidates, chosen, heuristic, long, parts_of
+from nearpeak.kernels.jit.softmax_configs import candidates, chosen, heuristic
 from nearpeak.kernels.jit.softmax_masks import masked_by
 
 assert_as_exact = functools.partial(kernel_checks.assert_as_exact, by_exp=True)
@@ -32,10 +31,9 @@ NAMES = ["softmax", "log_softmax"]
 VARIANTS = {
     "tile": {"variant": "tile", "rows": 4, "warps": 4, "packed": False},
     "packed": {"variant": "tile", "rows": 1, "warps": 4, "packed": True},
-    "loop": {"variant": "loop", "steps": 2, "warps": 1, "stages": 1, "programs": 0},
-    "loop of few": {"variant": "loop", "steps": 1, "warps": 1, "stages": 2, "programs": 2},
+    "whole": {"variant": "split", "part": 2**20, "steps": 2, "warps": 1, "stages": 1},
     "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1},
-    "split into more": {"variant": "split", "part": 256, "steps": 1, "warps": 1, "stages": 1},
+    "split into more": {"variant": "split", "part": 256, "steps": 1, "warps": 1, "stages": 2},
 }
 
 
@@ -128,7 +126,7 @@ def test_causal(kernel, plain, shape):
     )
 
 
-@pytest.mark.parametrize("variant", ["tile", "loop", "split"])
+@pytest.mark.parametrize("variant", ["tile", "whole", "split"])
 def test_what_is_not_seen_is_not_looked_at(variant):
     hidden = torch.ones(2, 700, dtype=torch.bool, device=DEVICE).triu(699)
     x, gradient = random(2, 700), random(2, 700)
@@ -237,7 +235,7 @@ def test_it_sums_to_one():
     torch.testing.assert_close(moved.sum(-1), torch.zeros(7, device=DEVICE), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("variant", ["tile", "loop", "split"])
+@pytest.mark.parametrize("variant", ["tile", "whole", "split"])
 def test_rows_farther_apart_than_32_bits_reach(variant):
     """Memory that is never touched costs nothing, and the interpreter's 32 bits overflow as a GPU's do."""
     step = 2**29 + 16
@@ -336,20 +334,12 @@ def test_configurations():
         for backward in (False, True):
             found = candidates(columns, backward=backward)
             assert columns == 1 or 8 <= len(found) <= 40
-            assert (heuristic(columns, backward=backward) or long(1, columns, 2 * columns))["warps"] <= 32
-    few = chosen("softmax", 8, 262144, x, masked=False, config=None)
-    assert few["variant"] == "split"
-    assert parts_of(262144, few)[1] * 8 >= 128
-    # the rows at work are not more than the cache has room for
-    assert long(1000, 65536, 2 * 65536)["variant"] == "loop"
-    assert parts_of(262144, long(1000, 262144, 2 * 262144))[1] == 4
-    assert parts_of(262144, long(1000, 262144, 4 * 262144))[1] == 8
+            assert heuristic(columns, backward=backward)["warps"] <= 32
     tile = VARIANTS["tile"]
     assert chosen("softmax", 9, 65536, x, masked=False, config=tile)["packed"]
     assert chosen("softmax", 9, 65536, x, masked=True, config=tile)["variant"] == "split"
     assert chosen("softmax", 9, 65536, x.float(), masked=False, config=tile)["variant"] == "split"
     assert chosen("softmax_backward", 9, 32768, x, masked=False, config=tile)["packed"]
-    assert parts_of(2**30, few)[1] <= MOST_PARTS
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ from nearpeak.diagnose.alignment import align_between, align_by
 from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.examined import Known
 from nearpeak.diagnose.findings import with_findings
+from nearpeak.diagnose.launched import at_their_launches
 from nearpeak.diagnose.memory import memory_of
 from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of, with_idle
 from nearpeak.diagnose.rates import rates_of
@@ -72,7 +73,7 @@ class Captured:
         traced = dataclasses.replace(
             traced, shapes_before=_shapes_before(self.recorded.trace.ops, traced.ops, to_traced)
         )
-        kernels = device_kernels(self.recorded, to_traced)
+        kernels = at_their_launches(device_kernels(self.recorded, to_traced), traced.ops)
         if not kernels:
             kernels = _cpu_kernels(self.recorded, to_traced, min(1.0, wall / self.profiled_wall))
         estimate = estimate_trace(traced, machine, ceilings=ceilings)

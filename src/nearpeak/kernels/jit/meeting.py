@@ -9,18 +9,45 @@ The interpreter runs programs one after another. There, the first half of the wo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearpeak.kernels.jit.launch import next_power_of_2
 from nearpeak.kernels.policy import INTERPRETED
 
 MOST_PARTS = 32
 """Of a row: of several such kernels at a time on different streams, each can have all parts of a row at work."""
-ALL, FIRST, LAST = (tl.constexpr(phase) for phase in range(3))
+_PROGRAMS = 264
+"""That an H200 runs at a time, of 16 warps each. On others these numbers decide on speed alone."""
+_CACHED = 36 * 2**20
+"""Bytes that stay in its cache, of 50 MiB, between two readings."""
+_LEAST_PART = 16384
+ALL, FIRST, LAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What a launch does: all with a meeting between the halves, or one half."""
 PHASES = (FIRST, LAST) if INTERPRETED else (ALL,)
+
+
+def split(rows: int, columns: int, row_bytes: int, part: int | None = None) -> tuple[int, int]:
+    """How many columns a part has, and how many parts a row: `part`, where that is given.
+
+    Otherwise so many that all processors are at work, and that the rows at work fit into the cache.
+    """
+    if part is None:
+        parts = next_power_of_2(triton.cdiv(_PROGRAMS * max(row_bytes, _CACHED // max(rows, 1)), _CACHED))
+        part = max(next_power_of_2(triton.cdiv(columns, parts)), _LEAST_PART)
+    part = max(part, next_power_of_2(triton.cdiv(columns, MOST_PARTS)))
+    return part, triton.cdiv(columns, part)
+
+
+def as_measured(config: dict[str, Any] | None, rows: int) -> dict[str, Any] | None:
+    """A configuration that was measured with many rows, for these: few need more parts."""
+    if config is None or rows >= _PROGRAMS // 4:
+        return config
+    return {name: value for name, value in config.items() if name != "part"}
 
 
 def counters(rows: int, device: torch.device) -> Tensor:

@@ -1,8 +1,9 @@
 """The forward kernels of `rms_norm`, `layer_norm` and both after an addition; CENTRED is a LayerNorm.
 
 - tile: a program has one or more whole rows in registers. Every byte is moved once.
-- loop: a program goes over a row twice, the second time from its end to its start, as the end was read last and is most
-  likely still in the L2 cache. For rows that do not fit into registers.
+- split: for rows that do not fit. A program goes over its part of a row twice, the second time from its end to its
+  start, as the end was read last and is most likely still in the L2 cache. A row has so many parts that the rows at
+  work fit into that cache together; their programs tell each other what they found before they write.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
+from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, as_measured, counters, meet, split, turn
 from nearpeak.kernels.jit.row_starts import row_start, rows_of
 
 LONGEST_TILE = 32768
@@ -71,73 +73,130 @@ def forward_tile(
 
 
 @triton.jit
-def forward_loop(
-    x, residual, weight, bias, result, total, statistics,
+def part_statistics(
+    x_row, residual_row, total_row, begin, stop,
+    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of the columns from `begin` to `stop` the mean, and the sum of squares, of differences from it if CENTRED.
+
+    Each column of a block has its own, so that threads meet once, after the loop.
+    """
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    squares = tl.zeros([BLOCK], tl.float32)
+    means = tl.zeros([BLOCK], tl.float32)
+    known = tl.zeros([BLOCK], tl.float32)
+    first = tl.arange(0, BLOCK) + begin
+    for start in tl.range(begin, stop, STEPS * BLOCK, num_stages=STAGES):
+        column = start + lane
+        inside = column < stop
+        values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if residual_row is not None:
+            values += tl.load(residual_row + column, mask=inside, other=0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
+            rounded = values.to(total_row.dtype.element_ty)
+            tl.store(total_row + column, rounded, mask=inside, eviction_policy="evict_last")
+            values = rounded.to(tl.float32)
+        if CENTRED:
+            # Welford's way, several at a time; the mean of equal numbers is exactly that number
+            count = tl.maximum((tl.minimum(start + STEPS * BLOCK, stop) - first + (BLOCK - 1)) // BLOCK, 0)
+            count = count.to(tl.float32)
+            difference = tl.where(inside, values - means[None, :], 0.0)
+            moved = tl.div_rn(tl.sum(difference, 0), tl.maximum(count, 1.0))
+            means += moved
+            rest = tl.where(inside, difference - moved[None, :], 0.0)
+            squares += tl.sum(rest * rest, 0) + known * moved * moved
+            known = count
+        else:
+            squares += tl.sum(values * values, 0)
+    if CENTRED:
+        count = (stop - begin).to(tl.float32)
+        mean = tl.div_rn(tl.sum(means * known, 0), tl.maximum(count, 1.0))
+        difference = means - mean
+        return mean, tl.sum(squares + known * difference * difference, 0)
+    return 0.0, tl.sum(squares, 0)
+
+
+@triton.jit
+def write_part(
+    x_row, weight, bias, result_row, begin, stop, mean, rstd, offset,
+    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Reads the columns from `begin` to `stop` again, from their end to their start, and writes them."""
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(stop - begin, STEPS * BLOCK)
+    for index in tl.range(0, blocks, num_stages=STAGES):
+        column = begin + (blocks - 1 - index) * (STEPS * BLOCK) + lane
+        inside = column < stop
+        values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if CENTRED:
+            values -= mean
+        values *= rstd
+        if weight is not None:
+            factor = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_last")
+            values *= factor.to(tl.float32) + tl.cast(offset, tl.float32)
+        if bias is not None:
+            values += tl.load(bias + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        tl.store(
+            result_row + column, values.to(result_row.dtype.element_ty), mask=inside, eviction_policy="evict_first"
+        )
+
+
+@triton.jit
+def forward_split(
+    x, residual, weight, bias, result, total, statistics, partial, counters,
     rows, columns, middle, inner,
     x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
-    eps, offset,
-    CENTRED: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    eps, offset, part, parts,
+    CENTRED: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(columns, BLOCK)
-    share = 1.0 / columns
-    for number in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.cast(number, tl.int64)
-        x_row = x + row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
-        written = row * columns
-        if residual is not None:
-            residual_row = residual + row_start(
-                row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS
-            )
-        # of each lane: the sum of squares; or the mean, and the sum of squared differences from it (Welford)
-        squares = tl.zeros([BLOCK], tl.float32)
-        means = tl.zeros([BLOCK], tl.float32)
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            column = block * BLOCK + lane
-            inside = column < columns
-            values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            if residual is not None:
-                values += tl.load(residual_row + column, mask=inside, other=0.0, eviction_policy="evict_first").to(
-                    tl.float32
-                )
-                rounded = values.to(total.dtype.element_ty)
-                tl.store(total + written + column, rounded, mask=inside, eviction_policy="evict_last")
-                values = rounded.to(tl.float32)
+    """One part of one row; a row of one part needs to wait for nobody."""
+    number = tl.program_id(0)
+    if PARTS > 1:
+        number = turn(counters, PHASE)
+    row = (number // parts).to(tl.int64)
+    own = number % parts
+    begin = own * part
+    stop = tl.minimum(begin + part, columns)
+    x_row = x + row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
+    residual_row = None
+    if residual is not None:
+        residual_row = residual + row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
+    total_row = total + row * columns
+    mean = 0.0
+    if PARTS == 1 or PHASE != LAST:
+        mean, squares = part_statistics(x_row, residual_row, total_row, begin, stop, CENTRED, STEPS, BLOCK, STAGES)
+    if PARTS > 1:
+        partial += row * 2 * parts
+        if PHASE != LAST:
             if CENTRED:
-                difference = tl.where(inside, values - means, 0.0)
-                means += difference * tl.div_rn(1.0, tl.cast(block + 1, tl.float32))
-                squares += difference * (values - means)
-            else:
-                squares += values * values
-        if CENTRED:
-            counts = tl.maximum((columns - lane + BLOCK - 1) // BLOCK, 0).to(tl.float32)
-            mean = tl.div_rn(tl.sum(means * counts, 0), tl.cast(columns, tl.float32))
-            difference = means - mean
-            squares += counts * difference * difference
-            tl.store(statistics + rows + row, mean)
-        rstd = tl.math.rsqrt(tl.sum(squares, 0) * share + tl.cast(eps, tl.float32))
-        tl.store(statistics + row, rstd)
+                tl.store(partial + own, mean)
+            tl.store(partial + parts + own, squares)
+        if PHASE == ALL:
+            meet(counters, row, parts)
+        if PHASE != FIRST:
+            each = tl.arange(0, PARTS)
+            among = each < parts
+            all_squares = tl.load(partial + parts + each, mask=among, other=0.0, cache_modifier=".cg")
+            if CENTRED:
+                counts = tl.where(among, tl.minimum(part, columns - each * part), 0).to(tl.float32)
+                means = tl.load(partial + each, mask=among, other=0.0, cache_modifier=".cg")
+                mean = tl.div_rn(tl.sum(means * counts, 0), columns.to(tl.float32))
+                all_squares += counts * (means - mean) * (means - mean)
+            squares = tl.sum(all_squares, 0)
+    if PARTS == 1 or PHASE != FIRST:
+        rstd = tl.math.rsqrt(squares / columns + tl.cast(eps, tl.float32))
+        if own == 0:
+            tl.store(statistics + row, rstd)
+            if CENTRED:
+                tl.store(statistics + rows + row, mean)
         if residual is not None:
-            x_row = total + written
+            x_row = total_row
             tl.debug_barrier()  # the sum may be read by other threads than those that wrote it
-        for index in tl.range(0, blocks, num_stages=STAGES):
-            column = (blocks - 1 - index) * BLOCK + lane
-            inside = column < columns
-            values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            if CENTRED:
-                values -= mean
-            values *= rstd
-            if weight is not None:
-                factor = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_last")
-                values *= factor.to(tl.float32) + tl.cast(offset, tl.float32)
-            if bias is not None:
-                values += tl.load(bias + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            tl.store(
-                result + written + column,
-                values.to(result.dtype.element_ty),
-                mask=inside,
-                eviction_policy="evict_first",
-            )
+        write_part(
+            x_row, weight, bias, result + row * columns, begin, stop, mean, rstd, offset, CENTRED, STEPS, BLOCK, STAGES
+        )
 
 
 def rms_norm(
@@ -192,19 +251,27 @@ def _forward(
         weight = weight.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    arguments = (
-        *found.tensors, weight, bias, result, total, statistics, rows, columns, found.middle, found.inner,
-        *found.strides[0], *found.strides[1], eps, offset, centred, found.levels,
-    )  # fmt: skip
-    config = config or tuned("norm_forward", size, x.device) or heuristic(size)
+    tensors = (*found.tensors, weight, bias, result, total, statistics)
+    sizes = (rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], eps, offset)
+    config = config or as_measured(tuned("norm_forward", size, x.device), rows) or heuristic(size)
     if config["variant"] == "tile":
         grid = (triton.cdiv(rows, config["rows"]), 1, 1)
         block = next_power_of_2(columns)
-        launch(forward_tile, grid, *arguments, config["rows"], block, warps=config["warps"])
-    else:
-        grid = (min(rows, config["programs"]), 1, 1)
-        block = min(config["block"], next_power_of_2(columns))
-        launch(forward_loop, grid, *arguments, block, config["stages"], warps=config["warps"])
+        launch(
+            forward_tile, grid, *tensors, *sizes, centred, found.levels, config["rows"], block, warps=config["warps"]
+        )
+        return result, total, statistics
+    part, parts = split(rows, columns, columns * total.element_size(), config.get("part"))
+    partial, counted = statistics, statistics
+    if parts > 1:
+        partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)
+        counted = counters(rows, x.device)
+    block = min(16 // x.element_size() * 32 * config["warps"], next_power_of_2(part))
+    for phase in PHASES if parts > 1 else PHASES[:1]:
+        launch(
+            forward_split, (rows * parts, 1, 1), *tensors, partial, counted, *sizes, part, parts, centred, found.levels,
+            next_power_of_2(parts), config["steps"], block, config["stages"], phase, warps=config["warps"],
+        )  # fmt: skip
     return result, total, statistics
 
 
@@ -216,9 +283,7 @@ def heuristic(size: int) -> dict[str, Any]:
         # 32 elements by thread, in 4 loads of 16 bytes
         rows = min(max(32 * 32 * warps // block, 1), MOST_ROWS)
         return {"variant": "tile", "rows": rows, "warps": warps}
-    # as many rows at once as the L2 cache has room for, twice over the 132 processors at most
-    programs = min(max(40 * 2**20 // (2 * size), 66), 264)
-    return {"variant": "loop", "block": 8192, "warps": 16, "stages": 1, "programs": programs}
+    return {"variant": "split", "steps": 4, "warps": 16, "stages": 1}
 
 
 def candidates(size: int) -> list[dict[str, Any]]:
@@ -233,11 +298,11 @@ def candidates(size: int) -> list[dict[str, Any]]:
                     config = {"variant": "tile", "rows": rows, "warps": warps}
                     found += [config] if config not in found else []
     if block > LONGEST_TILE // 2:
-        for programs in (66, 88, 132, 264):
-            for size, warps in ((4096, 8), (8192, 16), (8192, 32), (16384, 32)):
-                if programs * warps <= 132 * 64:
-                    found += [
-                        {"variant": "loop", "block": size, "warps": warps, "stages": stages, "programs": programs}
-                        for stages in (1, 3)
-                    ]
+        for warps, steps, stages in ((8, 4, 1), (16, 2, 1), (16, 4, 1), (16, 4, 3), (32, 1, 1), (32, 2, 1), (32, 4, 1)):
+            found.append({"variant": "split", "steps": steps, "warps": warps, "stages": stages})
+            found += [
+                {"variant": "split", "steps": steps, "warps": warps, "stages": stages, "part": part}
+                for part in (16384, 32768, 65536, 131072)
+                if part < size and stages == 1 and warps * steps >= 64
+            ]
     return found

@@ -1,9 +1,8 @@
 """The kernels of softmax and log-softmax, forward.
 
-A row that fits is held in registers (`tile`). A longer one is read twice by its program (`loop`), the second time
-backwards, as what was read last is nearest. Rows are shared by several programs each (`split`) where there are few of
-them, or where those between their two readings would not fit into the cache: the programs tell each other the maximum
-and the sum of their parts before they write.
+A row that fits is held in registers (`tile`). Of a longer one a program reads its part twice (`split`), the second time
+backwards, as what was read last is nearest. A row has several parts where there are few rows, or where those at work
+would not fit into the cache: their programs tell each other the maximum and the sum of their parts before they write.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels.jit.launch import launch
-from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, turn
+from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, split, turn
 from nearpeak.kernels.jit.rows import LOWEST, as_rows, common_width, exponential, read_again
-from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of
 from nearpeak.kernels.jit.softmax_masks import BOOLEAN, NONE, locate, masked_by
 
 
@@ -142,40 +141,18 @@ def write(
 
 
 @triton.jit
-def loop_kernel(
-    x, mask, result, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step, inner_step, step,
-    programs, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
-    CAUSAL: tl.constexpr, LOG: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    scale = tl.cast(scale, tl.float32)
-    columns = columns // WIDTH * WIDTH
-    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    for index in range(tl.program_id(0), rows, programs):
-        row = tl.cast(index, tl.int64)
-        end = seen(row, columns, queries, CAUSAL)
-        here = x + row * (stride // WIDTH * WIDTH)
-        masks = mask
-        if MASK:
-            masks += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
-        top, total = statistics(here, masks, step, 0, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES)
-        there = result + row * columns
-        write(
-            here, masks, step, there, 0, end, columns, scale, top, total, column,
-            STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES,
-        )  # fmt: skip
-
-
-@triton.jit
 def split_kernel(
     x, mask, result, partial, counters, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step,
     inner_step, step, part, parts, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     MASK: tl.constexpr, PLAIN: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr, PHASE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row."""
+    """One part of one row; a row of one part needs to wait for nobody."""
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
-    number = turn(counters, PHASE)
+    number = tl.program_id(0)
+    if PARTS > 1:
+        number = turn(counters, PHASE)
     row = (number // parts).to(tl.int64)
     begin = number % parts * (part // WIDTH * WIDTH)
     stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
@@ -184,20 +161,23 @@ def split_kernel(
     x += row * (stride // WIDTH * WIDTH)
     if MASK:
         mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
-    partial += row * 2 * parts
-    if PHASE != LAST:
+    if PARTS == 1 or PHASE != LAST:
         top, total = statistics(x, mask, step, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES)
-        tl.store(partial + number % parts, top)
-        tl.store(partial + parts + number % parts, total)
-    if PHASE == ALL:
-        meet(counters, row, parts)
-    if PHASE != FIRST:
-        each = tl.arange(0, PARTS)
-        among = each < parts
-        tops = tl.load(partial + each, mask=among, other=LOWEST, cache_modifier=".cg")
-        totals = tl.load(partial + parts + each, mask=among, other=0.0, cache_modifier=".cg")
-        top = tl.max(tops, 0)
-        total = tl.sum(totals * exponential(tops - top), 0)
+    if PARTS > 1:
+        partial += row * 2 * parts
+        if PHASE != LAST:
+            tl.store(partial + number % parts, top)
+            tl.store(partial + parts + number % parts, total)
+        if PHASE == ALL:
+            meet(counters, row, parts)
+        if PHASE != FIRST:
+            each = tl.arange(0, PARTS)
+            among = each < parts
+            tops = tl.load(partial + each, mask=among, other=LOWEST, cache_modifier=".cg")
+            totals = tl.load(partial + parts + each, mask=among, other=0.0, cache_modifier=".cg")
+            top = tl.max(tops, 0)
+            total = tl.sum(totals * exponential(tops - top), 0)
+    if PARTS == 1 or PHASE != FIRST:
         write(
             x, mask, step, result + row * columns, begin, end, stop, scale, top, total, column,
             STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES,
@@ -219,10 +199,10 @@ def _forward(
     stride = flat.stride(0)
     width = common_width(columns, stride, *place[2:5])
     config = chosen("softmax", rows, columns, x, masked=kind != NONE, config=config)
-    warps, variant = config["warps"], config["variant"]
+    warps = config["warps"]
     plain = kind == NONE and not causal and scale == 1.0
     sizes = (rows, columns, queries, stride, *place)
-    if variant == "tile":
+    if config["variant"] == "tile":
         height, block = config["rows"], triton.next_power_of_2(columns)
         launch(
             tile_kernel, (triton.cdiv(rows, height), 1, 1), flat, masks, result, scale, *sizes,
@@ -230,17 +210,12 @@ def _forward(
         )  # fmt: skip
         return result
     constants = (*chunk_of(config, x, bytewise=kind == BOOLEAN), width, kind, plain, causal, log)
-    if variant == "loop":
-        programs = min(config["programs"] or rows, rows)
-        launch(
-            loop_kernel, (programs, 1, 1), flat, masks, result, scale, *sizes,
-            programs, *constants, config["stages"], warps=warps,
-        )  # fmt: skip
-        return result
-    part, parts = parts_of(columns, config)
-    partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)
-    counted = counters(rows, x.device)
-    for phase in PHASES:
+    part, parts = split(rows, columns, columns * x.element_size(), config.get("part"))
+    partial, counted = flat, flat
+    if parts > 1:
+        partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)
+        counted = counters(rows, x.device)
+    for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
             split_kernel, (rows * parts, 1, 1), flat, masks, result, partial, counted, scale, *sizes,
             part, parts, triton.next_power_of_2(parts), *constants, phase, config["stages"], warps=warps,

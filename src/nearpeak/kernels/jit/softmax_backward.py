@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels.jit.launch import launch
-from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, turn
+from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, split, turn
 from nearpeak.kernels.jit.rows import as_rows, common_width, exponential, read_again
 from nearpeak.kernels.jit.softmax import seen
-from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, parts_of
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of
 
 
 @triton.jit
@@ -106,34 +106,17 @@ def write(
 
 
 @triton.jit
-def loop_kernel(
-    gradient, y, result, scale, rows, columns, queries, gradient_stride, y_stride, programs,
-    STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    scale = tl.cast(scale, tl.float32)
-    columns = columns // WIDTH * WIDTH
-    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    for index in range(tl.program_id(0), rows, programs):
-        row = tl.cast(index, tl.int64)
-        end = seen(row, columns, queries, CAUSAL)
-        upstream = gradient + row * (gradient_stride // WIDTH * WIDTH)
-        values = y + row * (y_stride // WIDTH * WIDTH)
-        total = sum_of(upstream, values, 0, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES)
-        there = result + row * columns
-        write(upstream, values, there, 0, end, columns, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES)
-
-
-@triton.jit
 def split_kernel(
     gradient, y, result, partial, counters, scale, rows, columns, queries, gradient_stride, y_stride, part, parts,
     PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
     LOG: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row."""
+    """One part of one row; a row of one part needs to wait for nobody."""
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
-    number = turn(counters, PHASE)
+    number = tl.program_id(0)
+    if PARTS > 1:
+        number = turn(counters, PHASE)
     row = (number // parts).to(tl.int64)
     begin = number % parts * (part // WIDTH * WIDTH)
     stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
@@ -141,15 +124,18 @@ def split_kernel(
     column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
-    partial += row * parts
-    if PHASE != LAST:
+    if PARTS == 1 or PHASE != LAST:
         total = sum_of(gradient, y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES)
-        tl.store(partial + number % parts, total)
-    if PHASE == ALL:
-        meet(counters, row, parts)
-    if PHASE != FIRST:
-        each = tl.arange(0, PARTS)
-        total = tl.sum(tl.load(partial + each, mask=each < parts, other=0.0, cache_modifier=".cg"), 0)
+    if PARTS > 1:
+        partial += row * parts
+        if PHASE != LAST:
+            tl.store(partial + number % parts, total)
+        if PHASE == ALL:
+            meet(counters, row, parts)
+        if PHASE != FIRST:
+            each = tl.arange(0, PARTS)
+            total = tl.sum(tl.load(partial + each, mask=each < parts, other=0.0, cache_modifier=".cg"), 0)
+    if PARTS == 1 or PHASE != FIRST:
         there = result + row * columns
         write(gradient, y, there, begin, end, stop, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES)
 
@@ -168,9 +154,9 @@ def _backward(
     width = common_width(columns, *strides)
     widest = max(upstream, values, key=Tensor.element_size)
     config = chosen("softmax_backward", rows, columns, widest, masked=False, config=config)
-    warps, variant = config["warps"], config["variant"]
+    warps = config["warps"]
     sizes = (rows, columns, y.shape[-2] if causal else 1, *strides)
-    if variant == "tile":
+    if config["variant"] == "tile":
         height = config["rows"]
         launch(
             tile_kernel, (triton.cdiv(rows, height), 1, 1), upstream, values, result, scale, *sizes,
@@ -178,17 +164,12 @@ def _backward(
         )  # fmt: skip
         return result
     constants = (*chunk_of(config, widest), width, causal, log)
-    if variant == "loop":
-        programs = min(config["programs"] or rows, rows)
-        launch(
-            loop_kernel, (programs, 1, 1), upstream, values, result, scale, *sizes, programs, *constants,
-            config["stages"], warps=warps,
-        )  # fmt: skip
-        return result
-    part, parts = parts_of(columns, config)
-    partial = torch.empty((rows, parts), dtype=torch.float32, device=y.device)
-    counted = counters(rows, y.device)
-    for phase in PHASES:
+    part, parts = split(rows, columns, columns * (upstream.element_size() + values.element_size()), config.get("part"))
+    partial, counted = values, values
+    if parts > 1:
+        partial = torch.empty((rows, parts), dtype=torch.float32, device=y.device)
+        counted = counters(rows, y.device)
+    for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
             split_kernel, (rows * parts, 1, 1), upstream, values, result, partial, counted, scale, *sizes,
             part, parts, triton.next_power_of_2(parts), *constants, phase, config["stages"], warps=warps,

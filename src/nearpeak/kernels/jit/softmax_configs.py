@@ -2,48 +2,38 @@
 
 {"variant": "tile", "rows": 4, "warps": 4, "packed": False}
     So many whole rows in the registers of a program. Packed: as the 16 bits that were read, and not as float32.
-{"variant": "loop", "steps": 4, "warps": 16, "stages": 1, "programs": 0}
-    A program for each row, or so many programs that take turns. A chunk is `steps` loads of 16 bytes by each
-    thread. With more than one stage, the next chunks are loaded to shared memory meanwhile.
-{"variant": "split", "part": 65536, "steps": 4, "warps": 16, "stages": 1}
-    Parts of a row of so many columns, a program for each, which reads its part twice.
+{"variant": "split", "steps": 4, "warps": 16, "stages": 1, "part": 65536}
+    Parts of a row, of so many columns or as `meeting.split` has it, a program for each, which reads its part twice. It
+    loads 16 bytes by each thread in so many steps at once. With more than one stage, the next are loaded to shared
+    memory meanwhile.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import next_power_of_2
-from nearpeak.kernels.jit.meeting import MOST_PARTS
+from nearpeak.kernels.jit.meeting import as_measured
 
 Config = dict[str, Any]
-_MULTIPROCESSORS = 132
-"""Of an H200. On others this decides on speed alone."""
-_CACHED = 36 * 2**20
-"""Bytes that stay in the cache of an H200, of 50 MiB, between two readings."""
 _THREAD = 16
 """Bytes that a thread loads at once."""
-_LEAST_PART = 16384
-_LOOP: Config = {"variant": "loop", "steps": 4, "warps": 16, "stages": 1, "programs": 0}
+_SPLIT: Config = {"variant": "split", "steps": 4, "warps": 16, "stages": 1}
 
 
 def chosen(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, config: Config | None) -> Config:
     """The configuration given, measured or guessed, in that order, made to fit these rows."""
     backward = kernel.endswith("backward")
-    shared = long(rows, columns, columns * x.element_size() * (2 if backward else 1))
-    if config is None and rows <= _MULTIPROCESSORS // 2 and columns > 65536:
-        return shared  # whatever was measured for many rows
-    config = config or tuned(kernel, columns, x.device) or heuristic(columns, backward=backward) or shared
+    config = config or as_measured(tuned(kernel, columns, x.device), rows) or heuristic(columns, backward=backward)
     if config["variant"] != "tile":
-        return config if columns > 1 else heuristic(columns, backward=backward) or shared
+        return config if columns > 1 else heuristic(columns, backward=backward)
     narrow = x.element_size() == 2
     packs = narrow and not masked
     if columns > _longest(narrow, masked, backward):
-        return shared
+        return _SPLIT
     # what does not fit as float32 is packed, whatever was measured for other rows
     return {**config, "packed": packs and (config["packed"] or columns > _longest(False, masked, backward))}
 
@@ -55,24 +45,15 @@ def _longest(narrow: bool, masked: bool, backward: bool) -> int:
     return 65536 if narrow and not masked else 32768
 
 
-def heuristic(columns: int, *, backward: bool = False) -> Config | None:
-    """A good guess for rows of so many columns that fit into registers."""
+def heuristic(columns: int, *, backward: bool = False) -> Config:
+    """A good guess for rows of so many columns."""
     if columns > 32768:
-        return None
+        return _SPLIT
     block = next_power_of_2(columns)
     held = 1024 if backward else 2048  # elements of short rows together
     rows = max(min(held // block, 256), 1)  # each row has an address
     warps = min(max(rows * block // (512 if backward else 1024), rows // 64, 1), 32)
     return {"variant": "tile", "rows": rows, "warps": warps, "packed": False}
-
-
-def long(rows: int, columns: int, row_bytes: int) -> Config:
-    """For rows that do not fit: shared by so many programs that all are at work, and that the cache has room for rows
-    between their two readings."""
-    programs = 2 * _MULTIPROCESSORS  # at a time
-    parts = next_power_of_2(triton.cdiv(programs * max(row_bytes, _CACHED // rows), _CACHED))
-    part = max(next_power_of_2(triton.cdiv(columns, min(parts, MOST_PARTS))), _LEAST_PART)
-    return {**_LOOP, "variant": "split", "part": part} if part < columns else _LOOP
 
 
 def candidates(columns: int, *, backward: bool = False) -> list[Config]:
@@ -92,15 +73,15 @@ def candidates(columns: int, *, backward: bool = False) -> list[Config]:
     if columns >= 16384:
         loops = [(warps, steps, 1) for warps in (8, 16, 32) for steps in (1, 2, 4)] + [(16, 8, 1), (16, 4, 3)]
         for warps, steps, stages in loops:
-            loop = {"steps": steps, "warps": warps, "stages": stages}
-            found.append({"variant": "loop", **loop, "programs": 0})
-            if steps == 4 and columns >= 65536:
-                found += [{"variant": "split", **loop, "part": part} for part in (16384, 32768, 65536, 131072)]
+            split = {"variant": "split", "steps": steps, "warps": warps, "stages": stages}
+            found.append(split)
+            if warps * steps == 64 and columns > 65536:
+                found += [{**split, "part": part} for part in (16384, 32768, 65536, 131072)]
     return found
 
 
 def chunk_of(config: Config, x: Tensor, *, bytewise: bool = False) -> tuple[int, int]:
-    """The steps, and the columns of each, that a program of `loop` and `split` loads at once, all of one row of `x`.
+    """The steps, and the columns of each, that a program of `split` loads at once, all of one row of `x`.
 
     With a boolean mask, `bytewise`, a thread reads 16 elements of it at once, and so of `x`: with fewer of them, the
     exchange between threads takes more registers than there are.
@@ -109,9 +90,3 @@ def chunk_of(config: Config, x: Tensor, *, bytewise: bool = False) -> tuple[int,
     if bytewise:
         steps, thread = max(steps * thread // _THREAD, 1), _THREAD
     return steps, thread * 32 * config["warps"]
-
-
-def parts_of(columns: int, config: Config) -> tuple[int, int]:
-    """How many columns a part of a row has, and how many parts there are."""
-    part = max(config["part"], next_power_of_2(triton.cdiv(columns, MOST_PARTS)))
-    return part, triton.cdiv(columns, part)

@@ -1,0 +1,160 @@
+"""Every kernel once, forward and backward, on small tensors of odd shapes: for compute-sanitizer.
+
+    export PYTHONPATH=src TRITON_CACHE_DIR=/tmp/sanitized
+    python benchmarks/sanitize_kernels.py                                    # compiles all kernels, and keeps them
+    compute-sanitizer --tool memcheck python benchmarks/sanitize_kernels.py
+    compute-sanitizer --tool racecheck python benchmarks/sanitize_kernels.py
+
+Each tensor has memory of its own from the driver, so that a read or write past its end is seen. Nothing is compared:
+that is what the tests do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # before torch is imported
+
+import torch
+from torch import Tensor
+
+from nearpeak import kernels
+
+DTYPE = torch.bfloat16
+SHORT = (5, 101)
+"""Rows that are held in registers. No row here begins at a multiple of 16 bytes, but for some of losses."""
+LONG, LONG_SOFTMAX = (3, 33_001), (70, 70_001)
+"""Rows that are read block by block."""
+SPLIT = (2, 140_001)
+"""Few rows that are long enough to be shared by several programs."""
+
+
+def backward(result: Any) -> None:
+    """Through all results that have a gradient, from above a tensor that is not one number expanded."""
+    results = [one for one in (result if isinstance(result, tuple) else (result,)) if one.requires_grad]
+    torch.autograd.backward(results, [torch.randn_like(one) for one in results])
+
+
+class Calls:
+    """The calls, by name; their tensors are made when they are called."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def random(self, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=dtype).requires_grad_()
+
+    def both(self, function: Callable[..., Any], *shapes: Sequence[int], **options: Any) -> Callable[[], None]:
+        """Both passes of a function of tensors of these shapes."""
+        return lambda: backward(function(*(self.random(*shape) for shape in shapes), **options))
+
+    def every(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "add", self.both(kernels.add, SHORT, SHORT)
+        for shape in (SHORT, LONG_SOFTMAX, SPLIT):
+            yield f"softmax {shape}", self.both(kernels.softmax, shape)
+            yield f"log_softmax {shape}", self.both(kernels.log_softmax, shape, scale=0.5)
+        yield "softmax, causal", self.both(kernels.softmax, (3, 17, 17), causal=True)
+        yield "softmax, mask", self.masked
+        for shape in (SHORT, LONG):
+            weight = shape[-1:]
+            yield f"rms_norm {shape}", self.both(kernels.rms_norm, shape, weight)
+            yield f"layer_norm {shape}", self.both(kernels.layer_norm, shape, weight, weight)
+            yield f"add_rms_norm {shape}", self.both(kernels.add_rms_norm, shape, shape, weight)
+            yield f"add_layer_norm {shape}", self.both(kernels.add_layer_norm, shape, shape, weight, weight)
+        for activation in (kernels.bias_gelu, kernels.bias_silu, kernels.bias_relu_squared):
+            yield activation.__name__, self.both(activation, SHORT, SHORT[-1:])
+            yield f"{activation.__name__}, no bias", self.both(activation, SHORT)
+        for gated in (kernels.swiglu, kernels.geglu):
+            yield gated.__name__, self.both(gated, SHORT, SHORT)
+        for packed in (kernels.swiglu_packed, kernels.geglu_packed):
+            for interleaved in (False, True):
+                yield f"{packed.__name__}, {interleaved}", self.both(packed, (5, 202), interleaved=interleaved)
+        yield "dropout_add", self.both(kernels.dropout_add, SHORT, SHORT, p=0.3)
+        yield "rotary", self.rotary
+        yield from self.losses()
+        yield from self.moves()
+
+    def masked(self) -> None:
+        mask = torch.rand(17, 17, device=self.device) < 0.5
+        backward(kernels.softmax(self.random(3, 17, 17), mask=mask))
+        backward(kernels.softmax(self.random(3, 17, 17), mask=self.random(17, 17).detach()))
+
+    def rotary(self) -> None:
+        angles = torch.rand(7, 18, device=self.device)
+        cos, sin = angles.cos(), angles.sin()
+        backward(kernels.rotary(self.random(2, 7, 3, 36), cos, sin))
+        backward(kernels.rotary_pair(self.random(2, 7, 3, 36), self.random(2, 7, 1, 36), cos, sin, interleaved=True))
+        backward(kernels.rotary(self.random(2, 7, 3, 40), cos, sin, rotary_dim=36))
+
+    def losses(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        for shape in ((5, 101), (3, 40_001), (5, 128), (3, 40_960)):
+            for reduction in ("mean", "none"):
+                yield f"cross_entropy {shape}, {reduction}", partial(self.loss, shape, reduction)
+        target = torch.randint(101, (7,), device=self.device)
+        for chunk in (None, 3):
+            options = {"target": target, "chunk_tokens": chunk}
+            yield (
+                f"linear_cross_entropy, {chunk}",
+                self.both(kernels.linear_cross_entropy, (7, 33), (101, 33), **options),
+            )
+
+    def loss(self, shape: tuple[int, int], reduction: Any) -> None:
+        target = torch.randint(shape[1], shape[:1], device=self.device)
+        target[0] = -100
+        backward(kernels.cross_entropy(self.random(*shape), target, reduction=reduction))
+        loss = kernels.cross_entropy(self.random(*shape) * 1, target, reduction=reduction, inplace=True)
+        torch.autograd.backward([loss], [torch.randn_like(loss)])  # other than 1: multiplies what is written
+
+    def moves(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float64):
+            for shape in ((2, 37, 53), (2, 38, 54)):
+                yield f"transpose_copy {dtype} {shape}", partial(self.transpose, shape, dtype)
+        for block in ("tensor", "row", (1, 32), (32, 32)):
+            yield f"quantise {block}", partial(self.quantise, block, (5, 101))
+        yield "quantise long rows", partial(self.quantise, "row", (2, 20_001))
+        yield "permute_tokens", self.permute
+        yield "adamw", partial(self.adamw, False)
+        yield "adamw, master weights", partial(self.adamw, True)
+
+    def transpose(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        kernels.transpose_copy(torch.ones(*shape, dtype=dtype, device=self.device))
+
+    def quantise(self, block: Any, shape: Sequence[int]) -> None:
+        values, scales = kernels.quantise(self.random(*shape).detach(), block=block)
+        kernels.dequantise(values, scales, block=block)
+
+    def permute(self) -> None:
+        experts = torch.randint(-1, 5, (11, 3), device=self.device)
+        rows, _, row_map = kernels.permute_tokens(self.random(11, 37), experts, number_of_experts=5)
+        backward(kernels.unpermute_tokens(rows, row_map, self.random(11, 3)))
+        backward(kernels.unpermute_tokens(self.random(33, 37), row_map))
+
+    def adamw(self, master_weights: bool) -> None:
+        params = [self.random(3, 37), self.random(5), self.random(7, dtype=torch.float32)]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        kernels.AdamW(params, lr=1e-3, master_weights=master_weights).step()
+
+
+def main() -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    calls = list(Calls(device).every())
+    with kernels.using("require"):
+        for name, call in calls:
+            print(f"{time.perf_counter() - start:6.1f} s  {name}", file=sys.stderr, flush=True)
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+    print(f"{len(calls)} calls in {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
