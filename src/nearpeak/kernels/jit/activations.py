@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
-from nearpeak.kernels.jit.rows import as_rows, common_width
+from nearpeak.kernels.jit.rows import as_rows, common_width, exponential
 
 PROGRAMS = 1056
 """Programs that sum columns: 8 for each of 132 multiprocessors, which all run at once."""
@@ -26,13 +26,13 @@ PROGRAMS = 1056
 def activate(x, NAME: tl.constexpr):
     """The activation of x, in float32."""
     if NAME == "silu":
-        value = x * tl.sigmoid(x)
+        value = x * sigmoid(x)
     elif NAME == "gelu":
         size = tl.minimum(tl.abs(x), 16.0)
         value = tl.where(x < 0.0, 0.0, x) - size * normal_tail(size)
     elif NAME == "gelu_tanh":
         # (1 + tanh u) / 2 is the sigmoid of 2 u, and loses nothing where the tanh is near to -1
-        value = x * tl.sigmoid(twice_the_angle(x))
+        value = x * sigmoid(twice_the_angle(x))
     else:
         tl.static_assert(NAME == "relu_squared")
         value = tl.where(x < 0.0, 0.0, x)  # so that what is not a number stays so
@@ -89,9 +89,14 @@ def twice_the_angle(x):
 
 
 @triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + exponential(-x))
+
+
+@triton.jit
 def sigmoid_and_slope(x):
     """The sigmoid and its derivative s (1 - s), without the loss of taking s from 1."""
-    small = tl.exp(-tl.abs(x))
+    small = exponential(-tl.abs(x))
     part = 1.0 / (1.0 + small)
     return tl.where(x < 0.0, small * part, part), small * part * part
 

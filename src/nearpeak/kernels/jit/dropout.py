@@ -38,12 +38,12 @@ def _read(x, at, elements):
 
 
 @triton.jit
-def _write(values, residual, result, at, elements, random, threshold, scale):
+def _write(values, added, result, at, elements, random, threshold, scale):
     # the comparison of unsigned numbers, by signed ones: their order is the same with the highest bit turned round
     kept = (random.to(tl.int32, bitcast=True) ^ _LOWEST) < threshold
     values = tl.where(kept, values * tl.cast(scale, tl.float32), 0.0)
-    if residual is not None:
-        values += _read(residual, at, elements)
+    if added is not None:
+        values += added
     tl.store(result + at, values.to(result.dtype.element_ty), mask=at < elements)
 
 
@@ -58,15 +58,21 @@ def dropout_kernel(x, residual, result, seed, elements, threshold, scale, CHUNKS
         values1 = _read(x, at + _QUARTER, elements)
         values2 = _read(x, at + 2 * _QUARTER, elements)
         values3 = _read(x, at + 3 * _QUARTER, elements)
+        added0, added1, added2, added3 = None, None, None, None
+        if residual is not None:  # all that is loaded comes first: no load passes a store
+            added0 = _read(residual, at, elements)
+            added1 = _read(residual, at + _QUARTER, elements)
+            added2 = _read(residual, at + 2 * _QUARTER, elements)
+            added3 = _read(residual, at + 3 * _QUARTER, elements)
         # 0, and of the layout of what was loaded: with it each thread makes the random numbers of its own elements,
         # which otherwise go through shared memory
         nothing = (values0.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
         counter = chunk * _QUARTER + tl.arange(0, _QUARTER)
         random0, random1, random2, random3 = four_numbers(key, counter, nothing)
-        _write(values0, residual, result, at, elements, random0, threshold, scale)
-        _write(values1, residual, result, at + _QUARTER, elements, random1, threshold, scale)
-        _write(values2, residual, result, at + 2 * _QUARTER, elements, random2, threshold, scale)
-        _write(values3, residual, result, at + 3 * _QUARTER, elements, random3, threshold, scale)
+        _write(values0, added0, result, at, elements, random0, threshold, scale)
+        _write(values1, added1, result, at + _QUARTER, elements, random1, threshold, scale)
+        _write(values2, added2, result, at + 2 * _QUARTER, elements, random2, threshold, scale)
+        _write(values3, added3, result, at + 3 * _QUARTER, elements, random3, threshold, scale)
 
 
 def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, p: float, *, config: dict[str, Any] | None = None) -> Tensor:
