@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
 
 def prompted(device):
     torch.manual_seed(0)
-    width, depth, batch, length = (2048, 4, 256, 256) if device == "cuda" else (256, 2, 32, 48)
+    width, depth, batch, length = (2048, 4, 256, 512) if device == "cuda" else (256, 2, 32, 48)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = Model(width, depth).to(device, dtype).eval()
     return model, torch.randint(VOCABULARY, (batch, length), device=device), width, dtype

@@ -52,6 +52,10 @@ class Examined:
         """The same ops with their times, `measured_s`, `bound_s` and `expected_s`."""
         return self.profile.ops
 
+    def own_kernel(self, call: str) -> str:
+        """How nearpeak's own kernel for it is called; empty where the machine runs none."""
+        return f"nearpeak.kernels.{call}" if self.machine.kind == "gpu" else ""
+
     @cached_property
     def trains(self) -> bool:
         """Whether the step has a backward pass or an optimizer; else it is inference."""

@@ -8,6 +8,8 @@ from gpu_steps import examined, found_in
 from planted import load, planted
 from torch.nn import functional
 
+import nearpeak
+
 ON_GPU = [
     *("attention_written_out", "attention_written_out_causal", "attention_softmax_spelled_out"),
     *("unfused_norm", "unfused_rms_norm", "unfused_rotary", "unfused_gated_activation", "unfused_swiglu"),
@@ -33,6 +35,23 @@ def test_on_a_gpu_it_is_found_at_its_line_and_saves_less_than_all(name):
     found = found_in(step)
     assert [(finding.rule, finding.source) for finding in found] == [(module.RULE, planted(name))]
     assert 0.03 < found[0].share < 0.98
+
+
+FIXES = {
+    "unfused_norm": "layer_norm",
+    "unfused_rms_norm": "rms_norm",
+    "unfused_rotary": "rotary_pair",
+    "unfused_swiglu": "swiglu",
+    "unfused_residual": "add_layer_norm",
+}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_on_a_gpu_the_kernel_that_does_it_is_named(name):
+    (finding,) = found_in(examined(lambda: load(name).waste("cuda")))
+    kernel = finding.fix.removeprefix("nearpeak.kernels.").partition("(")[0]
+    assert kernel in nearpeak.kernels.__all__
+    assert kernel == FIXES[name]
 
 
 @pytest.mark.parametrize("name", UNCOMPILED)

@@ -14,6 +14,7 @@ from nearpeak.work.op import Op
 _SHORT = ("bfloat16", "float16")
 _FAMILIES = ("movement", "pointwise", "creation", "indexing")
 """What may lie between the cast and the softmax: shifts by a token, softcaps, and what undoes them in backward."""
+_LOSS = "cross_entropy(logits, targets), or linear_cross_entropy(hidden, weight, targets), which has no logits at all"
 
 
 @rule("logits-upcast", needs=["storages"])
@@ -48,6 +49,7 @@ def logits_upcast(step: Examined) -> Iterator[Waste]:
             reasoning=f"The casts go away, and every other pass takes what it took times a good kernel's time in "
             f"{short} over that in float32.",
             remedy=_remedy(short),
+            fix=step.own_kernel(_LOSS),
         )
 
 
@@ -76,6 +78,7 @@ def _cast_after(step: Examined, softmax: int) -> Iterator[Waste]:
             f"twice as many of float32. {1 + len(back)} casts take {seconds(step.seconds((cast, *back)))}.",
             reasoning=f"The casts go away, and the loss's backward pass writes {logits.dtype}.",
             remedy=_remedy(logits.dtype),
+            fix=step.own_kernel(_LOSS),
         )
 
 

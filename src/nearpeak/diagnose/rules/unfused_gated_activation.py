@@ -52,6 +52,7 @@ def unfused_gated_activation(step: Examined) -> Iterator[Waste]:
             f"{quantity(bytes_of([*reads, *writes]), 'B')} would do.",
             reasoning=f"{passes} that reads gate and value and writes the result would take {seconds(remaining)}.",
             remedy=_remedy(step, activation),
+            fix=_fix(step, activation),
         )
 
 
@@ -75,6 +76,16 @@ def _product(step: Examined, index: int) -> int | None:
 
 def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
     return tensor.storage, tensor.offset, tensor.strides
+
+
+def _fix(step: Examined, activation: int) -> str:
+    op = step.ops[activation]
+    if op.packet == "aten.silu":
+        return step.own_kernel("swiglu(gate, up)")
+    if op.packet != "aten.gelu":
+        return ""
+    tanh = op.arguments.get("approximate", "none") == "tanh"
+    return step.own_kernel("geglu(gate, up, approximate='tanh')" if tanh else "geglu(gate, up)")
 
 
 def _remedy(step: Examined, activation: int) -> str:

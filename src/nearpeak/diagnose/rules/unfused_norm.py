@@ -66,6 +66,7 @@ def unfused_norm(step: Examined) -> Iterator[Waste]:
             f"{seconds(took)}, {passes}; as one op {quantity(bytes_of([*reads, *writes]), 'B')} would do.",
             reasoning=f"One kernel for each of {passes}, at the speed of torch's LayerNorm: {seconds(remaining)}.",
             remedy=_remedy(step, norm),
+            fix=step.own_kernel("layer_norm(x, weight, bias)" if norm.centred else "rms_norm(x, weight)"),
         )
 
 

@@ -49,6 +49,7 @@ def unfused_residual(step: Examined) -> Iterator[Waste]:
             reasoning=f"{quantity(spared, 'B')} need not be moved, at the speed of the ops that move them.",
             remedy="@torch.compile\ndef add_and_norm(x, residual, weight):\n    total = x + residual\n"
             f"    return torch.nn.functional.{name}(total, total.shape[-1:], weight), total",
+            fix=step.own_kernel(f"add_{name}(x, residual, weight)"),
         )
 
 

@@ -64,6 +64,7 @@ def unfused_rotary(step: Examined) -> Iterator[Waste]:
             remedy="@torch.compile\ndef rotate(x, cos, sin):\n    left, right = x.chunk(2, dim=-1)\n"
             "    return x * cos + torch.cat((-right, left), dim=-1) * sin\n# and rotate(query, cos, sin), "
             "rotate(key, cos, sin) at this line",
+            fix=step.own_kernel("rotary_pair(query, key, cos, sin)"),
         )
 
 
