@@ -69,6 +69,17 @@ class TunedSizes:
     copies: CopySizes = field(default_factory=CopySizes)
 
 
+REHEARSAL = TunedSizes(
+    rows=[(4, 256)],
+    activations=[(4, 256)],
+    quantised_rows=[(4, 128)],
+    long_rows=(2, 16_400),
+    losses=[(3, 4160)],
+    copies=CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=1024, width=8, layers=2, vocabulary=16),
+)
+"""Sizes at which every kernel runs in a moment, also in Triton's interpreter."""
+
+
 def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[Tunable]:
     sizes = sizes or TunedSizes()
     yield from _rows(sizes, device)

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from nearpeak import kernels
+from nearpeak.kernels.jit import addresses
 
 DTYPE = torch.bfloat16
 SHORT = (5, 101)
 """Rows that are held in registers. No row here begins at a multiple of 16 bytes, but for some of losses."""
-LONG, LONG_SOFTMAX = (3, 33_001), (70, 70_001)
+LONG, LONG_SOFTMAX = (3, 33_001), (3, 70_001)
 """Rows that are read block by block."""
 SPLIT = (2, 140_001)
 """Few rows that are long enough to be shared by several programs."""
@@ -121,6 +122,8 @@ class Calls:
         yield "permute_tokens", self.permute
         yield "adamw", partial(self.adamw, False)
         yield "adamw, master weights", partial(self.adamw, True)
+        table = torch.empty(20, dtype=torch.int64, device=self.device)
+        yield "adamw, while a graph is recorded", partial(addresses.write, table, range(20))
 
     def transpose(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         kernels.transpose_copy(torch.ones(*shape, dtype=dtype, device=self.device))

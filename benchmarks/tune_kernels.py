@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from kernel_tunables import Tunable
 
+SOURCE = Path(__file__).resolve().parent.parent / "src"
 ROUNDS = 4
 MOST = 16
 """Candidates of an entry that are measured, at most."""
@@ -210,14 +211,26 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all times here")
     parser.add_argument("--operations", help="only these, or kernels, with commas between")
     parser.add_argument("--most", type=int, default=MOST, help="candidates of an entry")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14), help="that compile; 0: none")
     parser.add_argument("--compile-seconds", type=float, default=COMPILE_SECONDS, help="for compiling, at most")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.rehearse and arguments.table and arguments.table.resolve().is_relative_to(SOURCE):
+        parser.error("--rehearse is not for the table of the package")
     set_caches()
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.rehearse and device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    from kernel_tunables import REHEARSAL
+
     from nearpeak import kernels
 
-    wanted = wanted_tunables(arguments.operations.split(",") if arguments.operations else None)
+    sizes = {"sizes": REHEARSAL} if arguments.rehearse else {}
+    operations = arguments.operations.split(",") if arguments.operations else None
+    wanted = wanted_tunables(operations, device=device, **sizes)
     with kernels.using("require"):
         if arguments.work:
             work(Jobs(arguments.work), compile_jobs(wanted, arguments.most), clean)
@@ -228,6 +241,7 @@ def main() -> int:
             if arguments.processes:
                 command = [sys.executable, __file__, "--most", str(arguments.most), "--work", folder]
                 command += ["--operations", arguments.operations] if arguments.operations else []
+                command += ["--rehearse"] if arguments.rehearse else []
                 took = compiled_by(command, arguments.processes, arguments.compile_seconds)
                 print(f"compiled in {took:.0f} s", flush=True)
             for row in tuned_rows(wanted, arguments.most, Jobs(Path(folder)) if arguments.processes else None):
