@@ -22,7 +22,7 @@ from nearpeak.kernels.jit.row_starts import rows_of
 from nearpeak.kernels.operations import norms as operations
 
 BF16 = torch.bfloat16
-SPLIT = {"variant": "split", "steps": 2, "warps": 1, "stages": 1, "part": 100}
+SPLIT = {"variant": "split", "steps": 2, "warps": 1, "stages": 1, "hints": True, "part": 100}
 TILE = {"variant": "tile", "rows": 2, "warps": 4, "stages": 1, "programs": 1}
 WAVES = {"variant": "waves", "split": 128, "sum_block": 64, "rows": 4, "block": 64, "warps": 4, "stages": 1}
 

@@ -31,9 +31,9 @@ NAMES = ["softmax", "log_softmax"]
 VARIANTS = {
     "tile": {"variant": "tile", "rows": 4, "warps": 4, "packed": False},
     "packed": {"variant": "tile", "rows": 1, "warps": 4, "packed": True},
-    "whole": {"variant": "split", "part": 2**20, "steps": 2, "warps": 1, "stages": 1},
-    "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1},
-    "split into more": {"variant": "split", "part": 256, "steps": 1, "warps": 1, "stages": 2},
+    "whole": {"variant": "split", "part": 2**20, "steps": 2, "warps": 1, "stages": 1, "hints": True},
+    "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1, "hints": True},
+    "split into more": {"variant": "split", "part": 256, "steps": 1, "warps": 1, "stages": 2, "hints": False},
 }
 
 

@@ -135,9 +135,9 @@ def gradient_kernel(
     # of one row, all but the first and last block need no mask
     unmasked = (ROWS == 1) & (tl.program_id(1) > 0) & ((tl.program_id(1) + 1) * BLOCK <= columns)
     if unmasked:
-        loaded = tl.load(source, eviction_policy="evict_first")
+        loaded = tl.load(source)
     else:
-        loaded = tl.load(source, mask=inside & valid[:, None], other=0.0, eviction_policy="evict_first")
+        loaded = tl.load(source, mask=inside & valid[:, None], other=0.0)
     values, bend = capped(loaded, cap, CAP)
     powers = exponential(values - top[:, None])
     result = slope(

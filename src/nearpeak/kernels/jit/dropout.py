@@ -34,7 +34,7 @@ def four_numbers(key, counter, nothing):
 
 @triton.jit
 def _read(x, at, elements):
-    return tl.load(x + at, mask=at < elements, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    return tl.load(x + at, mask=at < elements, other=0.0).to(tl.float32)
 
 
 @triton.jit

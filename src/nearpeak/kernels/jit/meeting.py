@@ -43,6 +43,20 @@ def split(rows: int, columns: int, row_bytes: int, part: int | None = None) -> t
     return part, triton.cdiv(columns, part)
 
 
+def split_candidates(columns: int) -> list[dict[str, Any]]:
+    """Configurations worth measuring for rows of so many columns that are split."""
+    loops = [(8, 4), (8, 8), (16, 4), (16, 8), (32, 2), (32, 4)]
+    found: list[dict[str, Any]] = [
+        {"variant": "split", "steps": steps, "warps": warps, "stages": 1, "hints": hints}
+        for warps, steps in loops
+        for hints in (True, False)
+    ]
+    found.append({"variant": "split", "steps": 4, "warps": 16, "stages": 3, "hints": True})
+    if columns > 32768:
+        found += [{**one, "part": part} for one in found[2:8:2] for part in (16384, 32768, 65536) if part < columns]
+    return found
+
+
 def as_measured(config: dict[str, Any] | None, rows: int) -> dict[str, Any] | None:
     """A configuration that was measured with many rows, for these: few need more parts."""
     if config is None or rows >= _PROGRAMS // 4:

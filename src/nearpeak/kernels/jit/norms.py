@@ -17,7 +17,18 @@ from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
-from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, as_measured, counters, meet, split, turn
+from nearpeak.kernels.jit.meeting import (
+    ALL,
+    FIRST,
+    LAST,
+    PHASES,
+    as_measured,
+    counters,
+    meet,
+    split,
+    split_candidates,
+    turn,
+)
 from nearpeak.kernels.jit.row_starts import row_start, rows_of
 
 LONGEST_TILE = 32768
@@ -41,15 +52,11 @@ def forward_tile(
     in_columns = column < columns
     inside = in_rows[:, None] & in_columns[None, :]
     start = row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
-    values = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first").to(
-        tl.float32
-    )
+    values = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     written = (row * columns)[:, None] + column[None, :]
     if residual is not None:
         start = row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
-        values += tl.load(
-            residual + start[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
+        values += tl.load(residual + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
         # normalised as it is written, and as a model computes it that adds and normalises apart
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + written, rounded, mask=inside)
@@ -63,64 +70,70 @@ def forward_tile(
     tl.store(statistics + row, rstd, mask=in_rows)
     values *= rstd[:, None]
     if weight is not None:
-        factor = tl.load(weight + column, mask=in_columns, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        factor = tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)
         values *= (factor + tl.cast(offset, tl.float32))[None, :]
     if bias is not None:
-        values += tl.load(bias + column, mask=in_columns, other=0.0, eviction_policy="evict_last").to(tl.float32)[
-            None, :
-        ]
+        values += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     tl.store(result + written, values.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def read_part(
+    x_row, residual_row, total_row, column, stop, HINTS: tl.constexpr,
+):  # fmt: skip
+    """Some columns in float32, 0 from `stop` on; with a residual their sum, which is written."""
+    inside = column < stop
+    # what is read again soon is to stay in the cache, the sum if there is one
+    again: tl.constexpr = "evict_last" if HINTS and residual_row is None else ""
+    values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy=again).to(tl.float32)
+    if residual_row is not None:
+        values += tl.load(residual_row + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total_row.dtype.element_ty)
+        tl.store(total_row + column, rounded, mask=inside, eviction_policy="evict_last" if HINTS else "")
+        values = rounded.to(tl.float32)
+    return values
 
 
 @triton.jit
 def part_statistics(
     x_row, residual_row, total_row, begin, stop,
-    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """Of the columns from `begin` to `stop` the mean, and the sum of squares, of differences from it if CENTRED.
 
-    Each column of a block has its own, so that threads meet once, after the loop.
+    The mean of what is read first, c, is taken off all others. That loses few digits: where c is the mean of a share f
+    of the numbers, its square distance from the mean of all is at most their variance divided by f.
     """
     lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    near = 0.0
+    start = begin
+    sums = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
-    means = tl.zeros([BLOCK], tl.float32)
-    known = tl.zeros([BLOCK], tl.float32)
-    first = tl.arange(0, BLOCK) + begin
-    for start in tl.range(begin, stop, STEPS * BLOCK, num_stages=STAGES):
-        column = start + lane
-        inside = column < stop
-        values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        if residual_row is not None:
-            values += tl.load(residual_row + column, mask=inside, other=0.0, eviction_policy="evict_first").to(
-                tl.float32
-            )
-            rounded = values.to(total_row.dtype.element_ty)
-            tl.store(total_row + column, rounded, mask=inside, eviction_policy="evict_last")
-            values = rounded.to(tl.float32)
-        if CENTRED:
-            # Welford's way, several at a time; the mean of equal numbers is exactly that number
-            count = tl.maximum((tl.minimum(start + STEPS * BLOCK, stop) - first + (BLOCK - 1)) // BLOCK, 0)
-            count = count.to(tl.float32)
-            difference = tl.where(inside, values - means[None, :], 0.0)
-            moved = tl.div_rn(tl.sum(difference, 0), tl.maximum(count, 1.0))
-            means += moved
-            rest = tl.where(inside, difference - moved[None, :], 0.0)
-            squares += tl.sum(rest * rest, 0) + known * moved * moved
-            known = count
-        else:
-            squares += tl.sum(values * values, 0)
     if CENTRED:
-        count = (stop - begin).to(tl.float32)
-        mean = tl.div_rn(tl.sum(means * known, 0), tl.maximum(count, 1.0))
-        difference = means - mean
-        return mean, tl.sum(squares + known * difference * difference, 0)
+        values = read_part(x_row, residual_row, total_row, begin + lane, stop, HINTS)
+        count = tl.minimum(stop - begin, STEPS * BLOCK).to(tl.float32)
+        near = tl.div_rn(tl.sum(tl.sum(values, 0), 0), tl.maximum(count, 1.0))
+        values = tl.where(begin + lane < stop, values - near, 0.0)
+        sums += tl.sum(values, 0)
+        squares += tl.sum(values * values, 0)
+        start = begin + STEPS * BLOCK
+    for first in tl.range(start, stop, STEPS * BLOCK, num_stages=STAGES):
+        values = read_part(x_row, residual_row, total_row, first + lane, stop, HINTS)
+        if CENTRED:
+            values = tl.where(first + lane < stop, values - near, 0.0)
+            sums += tl.sum(values, 0)
+        squares += tl.sum(values * values, 0)
+    if CENTRED:
+        total = tl.sum(sums, 0)
+        moved = tl.div_rn(total, tl.maximum(stop - begin, 1).to(tl.float32))
+        return near + moved, tl.maximum(tl.sum(squares, 0) - total * moved, 0.0)
     return 0.0, tl.sum(squares, 0)
 
 
 @triton.jit
 def write_part(
     x_row, weight, bias, result_row, begin, stop, mean, rstd, offset,
-    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """Reads the columns from `begin` to `stop` again, from their end to their start, and writes them."""
     lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -128,18 +141,18 @@ def write_part(
     for index in tl.range(0, blocks, num_stages=STAGES):
         column = begin + (blocks - 1 - index) * (STEPS * BLOCK) + lane
         inside = column < stop
-        values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        values = tl.load(
+            x_row + column, mask=inside, other=0.0, eviction_policy="evict_first" if HINTS else ""
+        ).to(tl.float32)  # fmt: skip
         if CENTRED:
             values -= mean
         values *= rstd
         if weight is not None:
-            factor = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_last")
+            factor = tl.load(weight + column, mask=inside, other=0.0)
             values *= factor.to(tl.float32) + tl.cast(offset, tl.float32)
         if bias is not None:
-            values += tl.load(bias + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        tl.store(
-            result_row + column, values.to(result_row.dtype.element_ty), mask=inside, eviction_policy="evict_first"
-        )
+            values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(result_row + column, values.to(result_row.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -149,7 +162,7 @@ def forward_split(
     x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
     eps, offset, part, parts,
     CENTRED: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, PHASE: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """One part of one row; a row of one part needs to wait for nobody."""
     number = tl.program_id(0)
@@ -166,7 +179,9 @@ def forward_split(
     total_row = total + row * columns
     mean = 0.0
     if PARTS == 1 or PHASE != LAST:
-        mean, squares = part_statistics(x_row, residual_row, total_row, begin, stop, CENTRED, STEPS, BLOCK, STAGES)
+        mean, squares = part_statistics(
+            x_row, residual_row, total_row, begin, stop, CENTRED, STEPS, BLOCK, STAGES, HINTS
+        )
     if PARTS > 1:
         partial += row * 2 * parts
         if PHASE != LAST:
@@ -195,8 +210,9 @@ def forward_split(
             x_row = total_row
             tl.debug_barrier()  # the sum may be read by other threads than those that wrote it
         write_part(
-            x_row, weight, bias, result + row * columns, begin, stop, mean, rstd, offset, CENTRED, STEPS, BLOCK, STAGES
-        )
+            x_row, weight, bias, result + row * columns, begin, stop, mean, rstd, offset,
+            CENTRED, STEPS, BLOCK, STAGES, HINTS,
+        )  # fmt: skip
 
 
 def rms_norm(
@@ -270,7 +286,8 @@ def _forward(
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
             forward_split, (rows * parts, 1, 1), *tensors, partial, counted, *sizes, part, parts, centred, found.levels,
-            next_power_of_2(parts), config["steps"], block, config["stages"], phase, warps=config["warps"],
+            next_power_of_2(parts), config["steps"], block, config["stages"], config["hints"], phase,
+            warps=config["warps"],
         )  # fmt: skip
     return result, total, statistics
 
@@ -283,7 +300,7 @@ def heuristic(size: int) -> dict[str, Any]:
         # 32 elements by thread, in 4 loads of 16 bytes
         rows = min(max(32 * 32 * warps // block, 1), MOST_ROWS)
         return {"variant": "tile", "rows": rows, "warps": warps}
-    return {"variant": "split", "steps": 4, "warps": 16, "stages": 1}
+    return {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True}
 
 
 def candidates(size: int) -> list[dict[str, Any]]:
@@ -298,11 +315,5 @@ def candidates(size: int) -> list[dict[str, Any]]:
                     config = {"variant": "tile", "rows": rows, "warps": warps}
                     found += [config] if config not in found else []
     if block > LONGEST_TILE // 2:
-        for warps, steps, stages in ((8, 4, 1), (16, 2, 1), (16, 4, 1), (16, 4, 3), (32, 1, 1), (32, 2, 1), (32, 4, 1)):
-            found.append({"variant": "split", "steps": steps, "warps": warps, "stages": stages})
-            found += [
-                {"variant": "split", "steps": steps, "warps": warps, "stages": stages, "part": part}
-                for part in (16384, 32768, 65536, 131072)
-                if part < size and stages == 1 and warps * steps >= 64
-            ]
+        found += split_candidates(size)
     return found

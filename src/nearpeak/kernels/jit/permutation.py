@@ -79,7 +79,7 @@ def copy_kernel(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (at < columns)[None, :]
-    given = tl.load(x + (token * stride)[:, None] + at[None, :], mask=inside, eviction_policy="evict_first")
+    given = tl.load(x + (token * stride)[:, None] + at[None, :], mask=inside)
     for choice in range(K):
         row = tl.load(row_map + token * K + choice, mask=token < tokens, other=0)
         target = tl.where(row < 0, ~row, row).to(tl.int64) * columns

@@ -76,9 +76,7 @@ def tile_kernel(
         loaded = loaded & (row < rows)
     if MASK:
         mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
-    values = tl.load(
-        x + row * (stride // WIDTH * WIDTH) + column, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_first"
-    )
+    values = tl.load(x + row * (stride // WIDTH * WIDTH) + column, mask=loaded, other=unseen(PLAIN))
     score = scored(values, mask, step, column, loaded, end, scale, MASK, PLAIN)
     top = tl.maximum(tl.max(score, 1, keep_dims=True), LOWEST)
     if PACKED:
@@ -97,7 +95,7 @@ def tile_kernel(
 def statistics(
     x, mask, step, begin, end, scale, column,
     STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """The maximum of the columns from `begin` to `end`, and the sum of the exponentials of what is below it.
 
@@ -109,7 +107,7 @@ def statistics(
     for start in tl.range(begin, end, STEPS * BLOCK, num_stages=STAGES):
         at = start // WIDTH * WIDTH + column
         loaded = at < reach
-        values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_last")
+        values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_last" if HINTS else "")
         score = scored(values, mask, step, at, loaded, end, scale, MASK, PLAIN)
         higher = tl.maximum(top, tl.max(score, 0))
         total = total * exponential(top - higher) + tl.sum(exponential(score - higher[None, :]), 0)
@@ -122,7 +120,7 @@ def statistics(
 def write(
     x, mask, step, result, begin, end, stop, scale, top, total, column,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr, LOG: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards."""
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
@@ -130,14 +128,14 @@ def write(
     for index in tl.range(0, chunks, num_stages=STAGES):
         at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
         loaded = at < reach
-        values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_first")
+        values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_first" if HINTS else "")
         score = scored(values, mask, step, at, loaded, end, scale, MASK, PLAIN)
         value = finished(score, top, total, LOG).to(result.dtype.element_ty)
-        tl.store(result + at, value, mask=at < stop, eviction_policy="evict_first")
+        tl.store(result + at, value, mask=at < stop)
     for start in range(begin + chunks * CHUNK, stop, CHUNK):  # after the last key that is seen: nothing to read
         at = start // WIDTH * WIDTH + column
         nothing = tl.full(column.shape, float("-inf") if LOG else 0.0, result.dtype.element_ty)
-        tl.store(result + at, nothing, mask=at < stop, eviction_policy="evict_first")
+        tl.store(result + at, nothing, mask=at < stop)
 
 
 @triton.jit
@@ -145,7 +143,7 @@ def split_kernel(
     x, mask, result, partial, counters, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step,
     inner_step, step, part, parts, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     MASK: tl.constexpr, PLAIN: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr, PHASE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """One part of one row; a row of one part needs to wait for nobody."""
     scale = tl.cast(scale, tl.float32)
@@ -162,7 +160,9 @@ def split_kernel(
     if MASK:
         mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
     if PARTS == 1 or PHASE != LAST:
-        top, total = statistics(x, mask, step, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES)
+        top, total = statistics(
+            x, mask, step, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES, HINTS
+        )
     if PARTS > 1:
         partial += row * 2 * parts
         if PHASE != LAST:
@@ -180,7 +180,7 @@ def split_kernel(
     if PARTS == 1 or PHASE != FIRST:
         write(
             x, mask, step, result + row * columns, begin, end, stop, scale, top, total, column,
-            STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES,
+            STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES, HINTS,
         )  # fmt: skip
 
 
@@ -218,7 +218,8 @@ def _forward(
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
             split_kernel, (rows * parts, 1, 1), flat, masks, result, partial, counted, scale, *sizes,
-            part, parts, triton.next_power_of_2(parts), *constants, phase, config["stages"], warps=warps,
+            part, parts, triton.next_power_of_2(parts), *constants, phase,
+            config["stages"], config["hints"], warps=warps,
         )  # fmt: skip
     return result
 

@@ -54,8 +54,8 @@ def tile_kernel(
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
     nothing = float("-inf") if LOG else 0.0
-    upstream = tl.load(gradient + column, mask=loaded, other=0.0, eviction_policy="evict_first")
-    values = tl.load(y + column, mask=loaded, other=nothing, eviction_policy="evict_first")
+    upstream = tl.load(gradient + column, mask=loaded, other=0.0)
+    values = tl.load(y + column, mask=loaded, other=nothing)
     if CAUSAL:  # some after the last key that is seen were loaded: their gradient may be anything
         upstream = tl.where(column < end, upstream, 0.0)
     total = tl.sum(contribution(upstream, values, LOG), 1, keep_dims=True)
@@ -68,7 +68,7 @@ def tile_kernel(
 @triton.jit
 def sum_of(
     gradient, y, begin, end, column, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """The sum over the columns from `begin` to `end`."""
     total = tl.zeros([BLOCK], tl.float32)
@@ -77,8 +77,8 @@ def sum_of(
     for start in tl.range(begin, end, STEPS * BLOCK, num_stages=STAGES):
         at = start // WIDTH * WIDTH + column
         loaded = at < reach
-        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_last")
-        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_last")
+        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_last" if HINTS else "")
+        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_last" if HINTS else "")
         total += tl.sum(contribution(tl.where(at < end, upstream, 0.0), values, LOG), 0)
     return tl.sum(total, 0)
 
@@ -86,7 +86,7 @@ def sum_of(
 @triton.jit
 def write(
     gradient, y, result, begin, end, stop, scale, total, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    LOG: tl.constexpr, STAGES: tl.constexpr,
+    LOG: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards."""
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
@@ -95,21 +95,21 @@ def write(
     for index in tl.range(0, chunks, num_stages=STAGES):
         at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
         loaded = at < reach
-        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_first")
-        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_first")
+        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_first" if HINTS else "")
+        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_first" if HINTS else "")
         value = combined(tl.where(at < end, upstream, 0.0), values, total, scale, LOG)
-        tl.store(result + at, value.to(result.dtype.element_ty), mask=at < stop, eviction_policy="evict_first")
+        tl.store(result + at, value.to(result.dtype.element_ty), mask=at < stop)
     for start in range(begin + chunks * CHUNK, stop, CHUNK):
         at = start // WIDTH * WIDTH + column
         zero = tl.zeros(column.shape, result.dtype.element_ty)
-        tl.store(result + at, zero, mask=at < stop, eviction_policy="evict_first")
+        tl.store(result + at, zero, mask=at < stop)
 
 
 @triton.jit
 def split_kernel(
     gradient, y, result, partial, counters, scale, rows, columns, queries, gradient_stride, y_stride, part, parts,
     PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
-    LOG: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
+    LOG: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """One part of one row; a row of one part needs to wait for nobody."""
     scale = tl.cast(scale, tl.float32)
@@ -125,7 +125,7 @@ def split_kernel(
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
     if PARTS == 1 or PHASE != LAST:
-        total = sum_of(gradient, y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES)
+        total = sum_of(gradient, y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES, HINTS)
     if PARTS > 1:
         partial += row * parts
         if PHASE != LAST:
@@ -137,7 +137,7 @@ def split_kernel(
             total = tl.sum(tl.load(partial + each, mask=each < parts, other=0.0, cache_modifier=".cg"), 0)
     if PARTS == 1 or PHASE != FIRST:
         there = result + row * columns
-        write(gradient, y, there, begin, end, stop, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES)
+        write(gradient, y, there, begin, end, stop, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES, HINTS)
 
 
 def _backward(
@@ -172,7 +172,8 @@ def _backward(
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
             split_kernel, (rows * parts, 1, 1), upstream, values, result, partial, counted, scale, *sizes,
-            part, parts, triton.next_power_of_2(parts), *constants, phase, config["stages"], warps=warps,
+            part, parts, triton.next_power_of_2(parts), *constants, phase,
+            config["stages"], config["hints"], warps=warps,
         )  # fmt: skip
     return result
 

@@ -2,10 +2,10 @@
 
 {"variant": "tile", "rows": 4, "warps": 4, "packed": False}
     So many whole rows in the registers of a program. Packed: as the 16 bits that were read, and not as float32.
-{"variant": "split", "steps": 4, "warps": 16, "stages": 1, "part": 65536}
+{"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "part": 65536}
     Parts of a row, of so many columns or as `meeting.split` has it, a program for each, which reads its part twice. It
     loads 16 bytes by each thread in so many steps at once. With more than one stage, the next are loaded to shared
-    memory meanwhile.
+    memory meanwhile. With hints, the cache is asked to keep what was read first until it is read again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import next_power_of_2
-from nearpeak.kernels.jit.meeting import as_measured
+from nearpeak.kernels.jit.meeting import as_measured, split_candidates
 
 Config = dict[str, Any]
 _THREAD = 16
 """Bytes that a thread loads at once."""
-_SPLIT: Config = {"variant": "split", "steps": 4, "warps": 16, "stages": 1}
+_SPLIT: Config = {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True}
 
 
 def chosen(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, config: Config | None) -> Config:
@@ -71,12 +71,7 @@ def candidates(columns: int, *, backward: bool = False) -> list[Config]:
                     if fits and (rows == 1 or rows * block <= 16384) and not (packed and thread < 32):
                         found.append({"variant": "tile", "rows": rows, "warps": warps, "packed": packed})
     if columns >= 16384:
-        loops = [(warps, steps, 1) for warps in (8, 16, 32) for steps in (1, 2, 4)] + [(16, 8, 1), (16, 4, 3)]
-        for warps, steps, stages in loops:
-            split = {"variant": "split", "steps": steps, "warps": warps, "stages": stages}
-            found.append(split)
-            if warps * steps == 64 and columns > 65536:
-                found += [{**split, "part": part} for part in (16384, 32768, 65536, 131072)]
+        found += split_candidates(columns)
     return found
 
 

@@ -53,7 +53,7 @@ def transpose_kernel(
     x += (batch // inner) * outer_stride + (batch % inner) * inner_stride
     x += first_row * row_stride + first_column * column_stride
     at = row.to(tl.int64)[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
-    values = tl.load(x + at, mask=is_row[:, None] & is_column[None, :], eviction_policy="evict_first")
+    values = tl.load(x + at, mask=is_row[:, None] & is_column[None, :])
     result += batch * rows * columns + first_column * rows + first_row
     at = column.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(result + at, tl.trans(values), mask=is_column[:, None] & is_row[None, :])
@@ -77,8 +77,8 @@ def transpose_pairs_kernel(
     x += (batch // inner) * outer_stride + (batch % inner) * inner_stride
     x += 2 * first_row * row_stride + first_column
     at = row.to(tl.int64)[:, None] * 2 * row_stride + column[None, :]
-    upper = tl.load(x + at, mask=inside, other=0, eviction_policy="evict_first")
-    lower = tl.load(x + row_stride + at, mask=inside, other=0, eviction_policy="evict_first")
+    upper = tl.load(x + at, mask=inside, other=0)
+    lower = tl.load(x + row_stride + at, mask=inside, other=0)
     left = (upper & 0xFF) | (lower << 8)
     right = ((upper >> 8) & 0xFF) | (lower & -256)
     inside = is_column[:, None] & is_row[None, :]
