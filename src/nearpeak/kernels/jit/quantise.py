@@ -17,9 +17,12 @@ from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
 from nearpeak.kernels.jit.rows import common_width, multiple
 from nearpeak.kernels.operations.quantise import scales_shape
+from nearpeak.kernels.policy import INTERPRETED
 
 LONGEST = 16384
 """Elements of a row that a program holds in registers; longer ones are read twice, the second time from the cache."""
+CLAMPS = tl.constexpr(INTERPRETED)
+"""A GPU converts what is beyond the largest number, as an infinity, to that; the interpreter does not."""
 _PARTS = 1024
 """Partial maxima of a whole tensor, at most: each program of the second launch reads them all."""
 
@@ -29,6 +32,15 @@ def _finite(x):
     """Absolute values, and 0 for what is not finite."""
     size = tl.abs(x)
     return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def _largest(x):
+    """The largest of each row that is finite, without a look at each element where all are."""
+    found = tl.max(tl.abs(x), 1)
+    if not (tl.max(found, 0) < float("inf")):
+        found = tl.max(_finite(x), 1)
+    return found
 
 
 @triton.jit
@@ -44,10 +56,10 @@ def _scale(largest, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _values(x, inverse, LARGEST: tl.constexpr, dtype: tl.constexpr):
-    # by comparisons, which leave what is not a number as it is
     y = x * inverse
-    y = tl.where(y > LARGEST, LARGEST, y)
-    y = tl.where(y < -LARGEST, -LARGEST, y)
+    if CLAMPS:  # by comparisons, which leave what is not a number as it is
+        y = tl.where(y > LARGEST, LARGEST, y)
+        y = tl.where(y < -LARGEST, -LARGEST, y)
     return y.to(dtype)
 
 
@@ -57,22 +69,52 @@ def _inverse(scale):
 
 
 @triton.jit
+def place(
+    columns, stride, per_row, pieces,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr, ONE_ROW: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of the pieces of a program: their numbers, where they are read and written, and how long they are.
+
+    ONE_ROW: all are of one row, so that a division of small numbers by each program is enough.
+    """
+    each = tl.arange(0, PIECES)
+    if ONE_ROW:
+        programs = (per_row + (PIECES - 1)) // PIECES
+        row = tl.program_id(0) // programs
+        first = (tl.program_id(0) % programs).to(tl.int64) * PIECES
+        own = first + each
+        piece = row.to(tl.int64) * per_row + own
+        exists = own < per_row
+        begin = first * COLUMNS
+        left = tl.minimum(tl.maximum(columns - begin, 0), PIECES * COLUMNS).to(tl.int32) - each * COLUMNS
+        reads = multiple(row.to(tl.int64) * stride + begin, WIDTH) + each * COLUMNS
+        writes = multiple(row.to(tl.int64) * columns + begin, WIDTH) + each * COLUMNS
+    else:
+        piece = tl.program_id(0).to(tl.int64) * PIECES + each
+        row = piece // per_row
+        own = piece % per_row
+        exists = piece < pieces
+        # what is left of the row in 32 bits, and nothing behind the last row
+        left = tl.where(exists, tl.minimum(columns - own * COLUMNS, COLUMNS), 0).to(tl.int32)
+        reads = multiple(row * stride + own * COLUMNS, WIDTH)
+        writes = multiple(row * columns + own * COLUMNS, WIDTH)
+    return piece, exists, row, own, reads, writes, left
+
+
+@triton.jit
 def pieces_kernel(
     x, values, scales, columns, stride, per_row, pieces,
-    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    ONE_ROW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
-    row = piece // per_row
-    begin = (piece % per_row) * COLUMNS
-    # what is left of the row in 32 bits, and nothing behind the last row
-    left = tl.where(piece < pieces, tl.minimum(columns - begin, COLUMNS), 0).to(tl.int32)
+    piece, exists, _, _, reads, writes, left = place(columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH)
     at = tl.arange(0, COLUMNS)[None, :]
     inside = at < multiple(left, WIDTH)[:, None]
-    given = tl.load(x + multiple(row * stride + begin, WIDTH)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(_finite(given), 1), LARGEST, POWER_OF_TWO)
+    given = tl.load(x + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(_largest(given), LARGEST, POWER_OF_TWO)
     found = _values(given, _inverse(scale)[:, None], LARGEST, values.dtype.element_ty)
-    tl.store(values + multiple(row * columns + begin, WIDTH)[:, None] + at, found, mask=inside)
-    tl.store(scales + piece, scale, mask=piece < pieces)
+    tl.store(values + writes[:, None] + at, found, mask=inside)
+    tl.store(scales + piece, scale, mask=exists)
 
 
 @triton.jit
@@ -90,7 +132,7 @@ def tiles_kernel(
     inside = (row < rows - first) & (at < columns - begin)
     top = matrix * rows + first
     given = tl.load(x + (top + row) * stride + (begin + at), mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(tl.max(_finite(given), 1), 0), LARGEST, POWER_OF_TWO)
+    scale = _scale(tl.max(_largest(given), 0), LARGEST, POWER_OF_TWO)
     found = _values(given, _inverse(scale), LARGEST, values.dtype.element_ty)
     tl.store(values + (top + row) * columns + (begin + at), found, mask=inside)
     tl.store(scales + program, scale)
@@ -153,21 +195,19 @@ def whole_kernel(
 
 @triton.jit
 def dequantise_kernel(
-    values, scales, result, columns, stride, per_row, pieces, matrix, down, across, rows_of_scale, columns_of_scale,
-    COLUMNS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+    values, scales, result, columns, stride, per_row, pieces, matrix, down, across, rows_of_scale,
+    BY_PIECE: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, ONE_ROW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    piece = tl.program_id(0).to(tl.int64) * PIECES + tl.arange(0, PIECES)
-    row = piece // per_row
-    begin = (piece % per_row) * COLUMNS
-    left = tl.where(piece < pieces, tl.minimum(columns - begin, COLUMNS), 0).to(tl.int32)
+    _, exists, row, own, reads, writes, left = place(columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH)
     at = tl.arange(0, COLUMNS)[None, :]
     inside = at < multiple(left, WIDTH)[:, None]
-    of_row = (row // matrix) * down + (row % matrix) // rows_of_scale
-    scale = tl.load(scales + of_row * across + begin // columns_of_scale, mask=piece < pieces, other=1.0)
-    given = tl.load(values + multiple(row * stride + begin, WIDTH)[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    of_scale = ((row // matrix) * down + (row % matrix) // rows_of_scale) * across
+    if BY_PIECE:  # else a row has one
+        of_scale += own
+    scale = tl.load(scales + of_scale + tl.zeros([PIECES], tl.int32), mask=exists, other=1.0)
+    given = tl.load(values + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
     found = given * scale.to(tl.float32)[:, None]
-    place = multiple(row * columns + begin, WIDTH)[:, None] + at
-    tl.store(result + place, found.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + writes[:, None] + at, found.to(result.dtype.element_ty), mask=inside)
 
 
 def quantise(
@@ -210,11 +250,17 @@ def _pieces(
     chosen = config or tuned("quantise_pieces", columns, lines.device) or heuristic(columns)
     per_row = triton.cdiv(size, columns)
     pieces = len(lines) * per_row
+    one_row, programs = _programs(len(lines), per_row, chosen["pieces"])
     launch(
-        pieces_kernel, (triton.cdiv(pieces, chosen["pieces"]), 1, 1), lines, values, scales, size, lines.stride(0),
-        per_row, pieces, *constants, columns, chosen["pieces"], common_width(size, lines.stride(0), columns),
-        warps=chosen["warps"],
+        pieces_kernel, (programs, 1, 1), lines, values, scales, size, lines.stride(0), per_row, pieces, *constants,
+        columns, chosen["pieces"], one_row, common_width(size, lines.stride(0), columns), warps=chosen["warps"],
     )  # fmt: skip
+
+
+def _programs(rows: int, per_row: int, together: int) -> tuple[bool, int]:
+    """Whether the pieces of a program are all of one row, where that leaves few of them empty; and the programs."""
+    one_row = rows == 1 or per_row % together == 0 or per_row > 8 * together
+    return one_row, rows * triton.cdiv(per_row, together) if one_row else triton.cdiv(rows * per_row, together)
 
 
 def _tiles(
@@ -267,11 +313,11 @@ def dequantise(
     per_row = triton.cdiv(size, block)
     pieces = count * per_row
     together = max(1, chosen["elements"] // block)
+    one_row, programs = _programs(count, per_row, together)
     launch(
-        dequantise_kernel, (triton.cdiv(pieces, together), 1, 1), lines, scales.contiguous(), result, size,
-        lines.stride(0), per_row, pieces, matrix, triton.cdiv(matrix, rows or matrix),
-        triton.cdiv(size, columns or size), rows or matrix, columns or size, block, together,
-        common_width(size, lines.stride(0), block), warps=chosen["warps"],
+        dequantise_kernel, (programs, 1, 1), lines, scales.contiguous(), result, size, lines.stride(0), per_row, pieces,
+        matrix, triton.cdiv(matrix, rows or matrix), triton.cdiv(size, columns or size), rows or matrix,
+        columns == block, block, together, one_row, common_width(size, lines.stride(0), block), warps=chosen["warps"],
     )  # fmt: skip
     return result
 
