@@ -89,6 +89,9 @@ def compile_jobs(
 
 
 def _steps(tunable: Tunable, candidates: dict[int, dict[str, Any]]) -> dict[str, Callable[[], Any]]:
+    from nearpeak.kernels import configs
+
+    configs._table(_generation()).clear()  # what another job left there
     using(tunable.kernel, None)
     way = tunable.make()
     return {str(number): _with(tunable.kernel, candidate, way) for number, candidate in candidates.items()}
