@@ -31,9 +31,18 @@ NAMES = ["softmax", "log_softmax"]
 VARIANTS = {
     "tile": {"variant": "tile", "rows": 4, "warps": 4, "packed": False},
     "packed": {"variant": "tile", "rows": 1, "warps": 4, "packed": True},
-    "whole": {"variant": "split", "part": 2**20, "steps": 2, "warps": 1, "stages": 1, "hints": True},
-    "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1, "hints": True},
-    "split into more": {"variant": "split", "part": 256, "steps": 1, "warps": 1, "stages": 2, "hints": False},
+    "whole": {"variant": "split", "part": 2**20, "steps": 2, "warps": 1, "stages": 1, "hints": True, "kept": False},
+    "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1, "hints": True, "kept": True},
+    "kept whole": {"variant": "split", "part": 2**20, "steps": 8, "warps": 1, "stages": 1, "hints": True, "kept": True},
+    "split into more": {
+        "variant": "split",
+        "part": 256,
+        "steps": 1,
+        "warps": 1,
+        "stages": 2,
+        "hints": False,
+        "kept": False,
+    },
 }
 
 

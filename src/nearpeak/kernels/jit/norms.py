@@ -29,7 +29,9 @@ from nearpeak.kernels.jit.meeting import (
     split_candidates,
     turn,
 )
+from nearpeak.kernels.jit.norms_configs import table_key
 from nearpeak.kernels.jit.row_starts import row_start, rows_of
+from nearpeak.kernels.jit.rows import read_again
 
 LONGEST_TILE = 32768
 """A row of more than so many times 16 bits does not fit into the registers of 32 warps."""
@@ -78,49 +80,43 @@ def forward_tile(
 
 
 @triton.jit
-def read_part(
-    x_row, residual_row, total_row, column, stop, HINTS: tl.constexpr,
-):  # fmt: skip
-    """Some columns in float32, 0 from `stop` on; with a residual their sum, which is written."""
+def read_part(x_row, residual_row, total_row, column, stop, HINTS: tl.constexpr):
+    """Some columns, 0 from `stop` on; with a residual the sum, which is written."""
     inside = column < stop
     # what is read again soon is to stay in the cache, the sum if there is one
     again: tl.constexpr = "evict_last" if HINTS and residual_row is None else ""
-    values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy=again).to(tl.float32)
+    values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy=again)
     if residual_row is not None:
-        values += tl.load(residual_row + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = values.to(total_row.dtype.element_ty)
-        tl.store(total_row + column, rounded, mask=inside, eviction_policy="evict_last" if HINTS else "")
-        values = rounded.to(tl.float32)
+        added = tl.load(residual_row + column, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(total_row.dtype.element_ty)
+        tl.store(total_row + column, values, mask=inside, eviction_policy="evict_last" if HINTS else "")
     return values
 
 
 @triton.jit
 def part_statistics(
-    x_row, residual_row, total_row, begin, stop,
+    x_row, residual_row, total_row, first, begin, stop,
     CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """Of the columns from `begin` to `stop` the mean, and the sum of squares, of differences from it if CENTRED.
 
-    The mean of what is read first, c, is taken off all others. That loses few digits: where c is the mean of a share f
-    of the numbers, its square distance from the mean of all is at most their variance divided by f.
+    The mean of what is read `first`, c, is taken off all others. That loses few digits: where c is the mean of a share
+    f of the numbers, its square distance from the mean of all is at most their variance divided by f.
     """
     lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     near = 0.0
-    start = begin
+    values = first.to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
-    squares = tl.zeros([BLOCK], tl.float32)
     if CENTRED:
-        values = read_part(x_row, residual_row, total_row, begin + lane, stop, HINTS)
         count = tl.minimum(stop - begin, STEPS * BLOCK).to(tl.float32)
         near = tl.div_rn(tl.sum(tl.sum(values, 0), 0), tl.maximum(count, 1.0))
         values = tl.where(begin + lane < stop, values - near, 0.0)
-        sums += tl.sum(values, 0)
-        squares += tl.sum(values * values, 0)
-        start = begin + STEPS * BLOCK
-    for first in tl.range(start, stop, STEPS * BLOCK, num_stages=STAGES):
-        values = read_part(x_row, residual_row, total_row, first + lane, stop, HINTS)
+        sums = tl.sum(values, 0)
+    squares = tl.sum(values * values, 0)
+    for start in tl.range(begin + STEPS * BLOCK, stop, STEPS * BLOCK, num_stages=STAGES):
+        values = read_part(x_row, residual_row, total_row, start + lane, stop, HINTS).to(tl.float32)
         if CENTRED:
-            values = tl.where(first + lane < stop, values - near, 0.0)
+            values = tl.where(start + lane < stop, values - near, 0.0)
             sums += tl.sum(values, 0)
         squares += tl.sum(values * values, 0)
     if CENTRED:
@@ -131,28 +127,43 @@ def part_statistics(
 
 
 @triton.jit
-def write_part(
-    x_row, weight, bias, result_row, begin, stop, mean, rstd, offset,
-    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
+def write_columns(
+    values, weight, bias, result_row, column, stop, mean, rstd, offset, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Reads the columns from `begin` to `stop` again, from their end to their start, and writes them."""
+    inside = column < stop
+    values = values.to(tl.float32)
+    if CENTRED:
+        values -= mean
+    values *= rstd
+    if weight is not None:
+        factor = tl.load(weight + column, mask=inside, other=0.0)
+        values *= factor.to(tl.float32) + tl.cast(offset, tl.float32)
+    if bias is not None:
+        values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result_row + column, values.to(result_row.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_part(
+    x_row, weight, bias, result_row, first, begin, stop, mean, rstd, offset,
+    CENTRED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
+    """Reads the columns from `begin` to `stop` again, from their end to their start, and writes them.
+
+    What was read `first` is at hand if it was KEPT.
+    """
     lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     blocks = tl.cdiv(stop - begin, STEPS * BLOCK)
-    for index in tl.range(0, blocks, num_stages=STAGES):
+    if KEPT:
+        values = read_again(first, stop, rstd)
+        write_columns(values, weight, bias, result_row, begin + lane, stop, mean, rstd, offset, CENTRED)
+    for index in tl.range(0, blocks - (1 if KEPT else 0), num_stages=STAGES):
         column = begin + (blocks - 1 - index) * (STEPS * BLOCK) + lane
-        inside = column < stop
         values = tl.load(
-            x_row + column, mask=inside, other=0.0, eviction_policy="evict_first" if HINTS else ""
-        ).to(tl.float32)  # fmt: skip
-        if CENTRED:
-            values -= mean
-        values *= rstd
-        if weight is not None:
-            factor = tl.load(weight + column, mask=inside, other=0.0)
-            values *= factor.to(tl.float32) + tl.cast(offset, tl.float32)
-        if bias is not None:
-            values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(result_row + column, values.to(result_row.dtype.element_ty), mask=inside)
+            x_row + column, mask=column < stop, other=0.0, eviction_policy="evict_first" if HINTS else ""
+        )  # fmt: skip
+        write_columns(values, weight, bias, result_row, column, stop, mean, rstd, offset, CENTRED)
 
 
 @triton.jit
@@ -162,7 +173,7 @@ def forward_split(
     x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
     eps, offset, part, parts,
     CENTRED: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, HINTS: tl.constexpr, PHASE: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """One part of one row; a row of one part needs to wait for nobody."""
     number = tl.program_id(0)
@@ -178,9 +189,11 @@ def forward_split(
         residual_row = residual + row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
     total_row = total + row * columns
     mean = 0.0
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    first = read_part(x_row, residual_row, total_row, begin + lane, stop, HINTS)
     if PARTS == 1 or PHASE != LAST:
         mean, squares = part_statistics(
-            x_row, residual_row, total_row, begin, stop, CENTRED, STEPS, BLOCK, STAGES, HINTS
+            x_row, residual_row, total_row, first, begin, stop, CENTRED, STEPS, BLOCK, STAGES, HINTS
         )
     if PARTS > 1:
         partial += row * 2 * parts
@@ -210,8 +223,8 @@ def forward_split(
             x_row = total_row
             tl.debug_barrier()  # the sum may be read by other threads than those that wrote it
         write_part(
-            x_row, weight, bias, result + row * columns, begin, stop, mean, rstd, offset,
-            CENTRED, STEPS, BLOCK, STAGES, HINTS,
+            x_row, weight, bias, result + row * columns, first, begin, stop, mean, rstd, offset,
+            CENTRED, STEPS, BLOCK, STAGES, HINTS, KEPT,
         )  # fmt: skip
 
 
@@ -269,7 +282,8 @@ def _forward(
         bias = bias.contiguous()
     tensors = (*found.tensors, weight, bias, result, total, statistics)
     sizes = (rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], eps, offset)
-    config = config or as_measured(tuned("norm_forward", size, x.device), rows) or heuristic(size)
+    key = table_key("norm_forward", centred, residual is not None)
+    config = config or as_measured(tuned(key, size, x.device), rows) or heuristic(size)
     if config["variant"] == "tile":
         grid = (triton.cdiv(rows, config["rows"]), 1, 1)
         block = next_power_of_2(columns)
@@ -286,7 +300,7 @@ def _forward(
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
             forward_split, (rows * parts, 1, 1), *tensors, partial, counted, *sizes, part, parts, centred, found.levels,
-            next_power_of_2(parts), config["steps"], block, config["stages"], config["hints"], phase,
+            next_power_of_2(parts), config["steps"], block, config["stages"], config["hints"], config["kept"], phase,
             warps=config["warps"],
         )  # fmt: skip
     return result, total, statistics
@@ -300,7 +314,7 @@ def heuristic(size: int) -> dict[str, Any]:
         # 32 elements by thread, in 4 loads of 16 bytes
         rows = min(max(32 * 32 * warps // block, 1), MOST_ROWS)
         return {"variant": "tile", "rows": rows, "warps": warps}
-    return {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True}
+    return {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "kept": False}
 
 
 def candidates(size: int) -> list[dict[str, Any]]:

@@ -53,10 +53,12 @@ def exponential(x):
 
 @triton.jit
 def read_again(values, size, after):
-    """The same values of 16 bits, which the compiler takes for others that are known only once `after`, a number, is.
+    """The same values; those of 16 bits the compiler takes for others, known only once `after`, a number, is.
 
     Without this it converts a row to float32 once, and keeps that in twice the registers until it is used again.
     `size` is never negative, which the compiler cannot know.
     """
-    never = ((after > 0) & (size < 0)).to(tl.int16)
-    return (values.to(tl.int16, bitcast=True) ^ never).to(values.dtype, bitcast=True)
+    if values.dtype.primitive_bitwidth == 16:
+        never = ((after > 0) & (size < 0)).to(tl.int16)
+        values = (values.to(tl.int16, bitcast=True) ^ never).to(values.dtype, bitcast=True)
+    return values

@@ -92,19 +92,29 @@ def tile_kernel(
 
 
 @triton.jit
+def first_chunk(x, begin, end, column, WIDTH: tl.constexpr, PLAIN: tl.constexpr, HINTS: tl.constexpr):
+    at = begin // WIDTH * WIDTH + column
+    loaded = at < (end + (WIDTH - 1)) // WIDTH * WIDTH
+    return tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_last" if HINTS else "")
+
+
+@triton.jit
 def statistics(
-    x, mask, step, begin, end, scale, column,
+    x, mask, step, first, begin, end, scale, column,
     STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
     STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
     """The maximum of the columns from `begin` to `end`, and the sum of the exponentials of what is below it.
 
-    Each column of a chunk has a maximum and a sum of its own, so that threads meet once, after the loop.
+    Each column of a chunk has a maximum and a sum of its own, so that threads meet once, after the loop. The `first`
+    chunk is at hand.
     """
-    top = tl.full([BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
-    for start in tl.range(begin, end, STEPS * BLOCK, num_stages=STAGES):
+    at = begin // WIDTH * WIDTH + column
+    score = scored(first, mask, step, at, at < reach, end, scale, MASK, PLAIN)
+    top = tl.maximum(tl.max(score, 0), LOWEST)
+    total = tl.sum(exponential(score - top[None, :]), 0)
+    for start in tl.range(begin + STEPS * BLOCK, end, STEPS * BLOCK, num_stages=STAGES):
         at = start // WIDTH * WIDTH + column
         loaded = at < reach
         values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_last" if HINTS else "")
@@ -118,14 +128,22 @@ def statistics(
 
 @triton.jit
 def write(
-    x, mask, step, result, begin, end, stop, scale, top, total, column,
+    x, mask, step, first, result, begin, end, stop, scale, top, total, column,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr, LOG: tl.constexpr,
-    STAGES: tl.constexpr, HINTS: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards."""
+    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards.
+
+    The `first` chunk is at hand if it was KEPT.
+    """
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
-    for index in tl.range(0, chunks, num_stages=STAGES):
+    if KEPT:
+        at = begin // WIDTH * WIDTH + column
+        score = scored(read_again(first, stop, total), mask, step, at, at < reach, end, scale, MASK, PLAIN)
+        tl.store(result + at, finished(score, top, total, LOG).to(result.dtype.element_ty), mask=at < stop)
+        chunks = tl.maximum(chunks, 1)
+    for index in tl.range(0, chunks - (1 if KEPT else 0), num_stages=STAGES):
         at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
         loaded = at < reach
         values = tl.load(x + at, mask=loaded, other=unseen(PLAIN), eviction_policy="evict_first" if HINTS else "")
@@ -143,7 +161,7 @@ def split_kernel(
     x, mask, result, partial, counters, scale, rows, columns, queries, stride, outer, middle, outer_step, middle_step,
     inner_step, step, part, parts, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     MASK: tl.constexpr, PLAIN: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr, PHASE: tl.constexpr,
-    STAGES: tl.constexpr, HINTS: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One part of one row; a row of one part needs to wait for nobody."""
     scale = tl.cast(scale, tl.float32)
@@ -159,9 +177,10 @@ def split_kernel(
     x += row * (stride // WIDTH * WIDTH)
     if MASK:
         mask += locate(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
+    first = first_chunk(x, begin, end, column, WIDTH, PLAIN, HINTS)
     if PARTS == 1 or PHASE != LAST:
         top, total = statistics(
-            x, mask, step, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES, HINTS
+            x, mask, step, first, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES, HINTS
         )
     if PARTS > 1:
         partial += row * 2 * parts
@@ -179,8 +198,8 @@ def split_kernel(
             total = tl.sum(totals * exponential(tops - top), 0)
     if PARTS == 1 or PHASE != FIRST:
         write(
-            x, mask, step, result + row * columns, begin, end, stop, scale, top, total, column,
-            STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES, HINTS,
+            x, mask, step, first, result + row * columns, begin, end, stop, scale, top, total, column,
+            STEPS * BLOCK, WIDTH, MASK, PLAIN, LOG, STAGES, HINTS, KEPT,
         )  # fmt: skip
 
 
@@ -219,7 +238,7 @@ def _forward(
         launch(
             split_kernel, (rows * parts, 1, 1), flat, masks, result, partial, counted, scale, *sizes,
             part, parts, triton.next_power_of_2(parts), *constants, phase,
-            config["stages"], config["hints"], warps=warps,
+            config["stages"], config["hints"], config["kept"], warps=warps,
         )  # fmt: skip
     return result
 

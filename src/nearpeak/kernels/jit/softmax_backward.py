@@ -66,37 +66,52 @@ def tile_kernel(
 
 
 @triton.jit
+def chunk(source, at, reach, other, policy: tl.constexpr):
+    return tl.load(source + at, mask=at < reach, other=other, eviction_policy=policy)
+
+
+@triton.jit
 def sum_of(
-    gradient, y, begin, end, column, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
+    gradient, y, first_gradient, first_y, begin, end, column,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
     STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the columns from `begin` to `end`."""
-    total = tl.zeros([BLOCK], tl.float32)
+    """The sum over the columns from `begin` to `end`; the first chunk is at hand."""
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
-    nothing = float("-inf") if LOG else 0.0
-    for start in tl.range(begin, end, STEPS * BLOCK, num_stages=STAGES):
+    at = begin // WIDTH * WIDTH + column
+    total = tl.sum(contribution(tl.where(at < end, first_gradient, 0.0), first_y, LOG), 0)
+    again: tl.constexpr = "evict_last" if HINTS else ""
+    for start in tl.range(begin + STEPS * BLOCK, end, STEPS * BLOCK, num_stages=STAGES):
         at = start // WIDTH * WIDTH + column
-        loaded = at < reach
-        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_last" if HINTS else "")
-        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_last" if HINTS else "")
+        upstream = chunk(gradient, at, reach, 0.0, again)
+        values = chunk(y, at, reach, float("-inf") if LOG else 0.0, again)
         total += tl.sum(contribution(tl.where(at < end, upstream, 0.0), values, LOG), 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def write(
-    gradient, y, result, begin, end, stop, scale, total, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    LOG: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
+    gradient, y, first_gradient, first_y, result, begin, end, stop, scale, total, column,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards."""
+    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards.
+
+    The first chunk is at hand if it was KEPT.
+    """
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
-    nothing = float("-inf") if LOG else 0.0
-    for index in tl.range(0, chunks, num_stages=STAGES):
+    if KEPT:
+        at = begin // WIDTH * WIDTH + column
+        upstream = tl.where(at < end, read_again(first_gradient, stop, total), 0.0)
+        value = combined(upstream, read_again(first_y, stop, total), total, scale, LOG)
+        tl.store(result + at, value.to(result.dtype.element_ty), mask=at < stop)
+        chunks = tl.maximum(chunks, 1)
+    last: tl.constexpr = "evict_first" if HINTS else ""
+    for index in tl.range(0, chunks - (1 if KEPT else 0), num_stages=STAGES):
         at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
-        loaded = at < reach
-        upstream = tl.load(gradient + at, mask=loaded, other=0.0, eviction_policy="evict_first" if HINTS else "")
-        values = tl.load(y + at, mask=loaded, other=nothing, eviction_policy="evict_first" if HINTS else "")
+        upstream = chunk(gradient, at, reach, 0.0, last)
+        values = chunk(y, at, reach, float("-inf") if LOG else 0.0, last)
         value = combined(tl.where(at < end, upstream, 0.0), values, total, scale, LOG)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=at < stop)
     for start in range(begin + chunks * CHUNK, stop, CHUNK):
@@ -110,6 +125,7 @@ def split_kernel(
     gradient, y, result, partial, counters, scale, rows, columns, queries, gradient_stride, y_stride, part, parts,
     PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
     LOG: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """One part of one row; a row of one part needs to wait for nobody."""
     scale = tl.cast(scale, tl.float32)
@@ -124,8 +140,14 @@ def split_kernel(
     column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
+    at = begin // WIDTH * WIDTH + column
+    reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
+    first_gradient = chunk(gradient, at, reach, 0.0, "evict_last" if HINTS else "")
+    first_y = chunk(y, at, reach, float("-inf") if LOG else 0.0, "evict_last" if HINTS else "")
     if PARTS == 1 or PHASE != LAST:
-        total = sum_of(gradient, y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES, HINTS)
+        total = sum_of(
+            gradient, y, first_gradient, first_y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES, HINTS
+        )
     if PARTS > 1:
         partial += row * parts
         if PHASE != LAST:
@@ -137,7 +159,10 @@ def split_kernel(
             total = tl.sum(tl.load(partial + each, mask=each < parts, other=0.0, cache_modifier=".cg"), 0)
     if PARTS == 1 or PHASE != FIRST:
         there = result + row * columns
-        write(gradient, y, there, begin, end, stop, scale, total, column, STEPS * BLOCK, WIDTH, LOG, STAGES, HINTS)
+        write(
+            gradient, y, first_gradient, first_y, there, begin, end, stop, scale, total, column,
+            STEPS * BLOCK, WIDTH, LOG, STAGES, HINTS, KEPT,
+        )  # fmt: skip
 
 
 def _backward(
@@ -173,7 +198,7 @@ def _backward(
         launch(
             split_kernel, (rows * parts, 1, 1), upstream, values, result, partial, counted, scale, *sizes,
             part, parts, triton.next_power_of_2(parts), *constants, phase,
-            config["stages"], config["hints"], warps=warps,
+            config["stages"], config["hints"], config["kept"], warps=warps,
         )  # fmt: skip
     return result
 

@@ -2,10 +2,11 @@
 
 {"variant": "tile", "rows": 4, "warps": 4, "packed": False}
     So many whole rows in the registers of a program. Packed: as the 16 bits that were read, and not as float32.
-{"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "part": 65536}
+{"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "kept": False, "part": 65536}
     Parts of a row, of so many columns or as `meeting.split` has it, a program for each, which reads its part twice. It
     loads 16 bytes by each thread in so many steps at once. With more than one stage, the next are loaded to shared
-    memory meanwhile. With hints, the cache is asked to keep what was read first until it is read again.
+    memory meanwhile. With hints, the cache is asked to keep what was read first until it is read again. What is loaded
+    first may be kept in registers instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nearpeak.kernels.jit.meeting import as_measured, split_candidates
 Config = dict[str, Any]
 _THREAD = 16
 """Bytes that a thread loads at once."""
-_SPLIT: Config = {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True}
+_SPLIT: Config = {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "kept": False}
 
 
 def chosen(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, config: Config | None) -> Config:
