@@ -19,13 +19,14 @@ from nearpeak.kernels.jit import (
     dropout,
     gated,
     norms,
-    norms_backward,
+    norms_configs,
     permutation,
     quantise,
     rotary,
     softmax_configs,
     transpose,
 )
+from nearpeak.kernels.jit.norms_configs import table_key
 
 MANY = 2**40
 """Up to so many: no end."""
@@ -119,9 +120,7 @@ def _rows(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         case = cases["softmax"]
         yield _from(case, "softmax", False, softmax_configs.candidates(columns), near)
         yield _from(case, "softmax_backward", True, softmax_configs.candidates(columns, backward=True), near)
-        case = cases["rms_norm"]  # the other norms have the same kernels
-        yield _from(case, "norm_forward", False, norms.candidates(columns), near)
-        yield _from(case, "norm_backward", True, norms_backward.candidates(columns), near)
+        yield from _norms([cases[name] for name in ("rms_norm", "layer_norm", "add_rms_norm")], device)
         if number:
             continue
         elements = rows * columns
@@ -132,6 +131,33 @@ def _rows(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         yield _from(cases["dropout_add"], "dropout_add", False, dropout.candidates(elements), flat)
         heads = cases["rotary"].columns // 128
         yield _from(cases["rotary"], "rotary", False, rotary.candidates(128, heads), _near(128))
+
+
+def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
+    """RMSNorm, LayerNorm, RMSNorm after an addition, and LayerNorm after one, which is measured for this alone."""
+    alone, centred, added = cases
+    rows, columns = alone.rows, alone.columns
+
+    def inputs() -> list[torch.Tensor]:
+        tensors = [random_tensor(rows, columns, device=device) for _ in range(2)]
+        return tensors + [random_tensor(columns, device=device) for _ in range(2)]
+
+    both = KernelCase(
+        operation="add_layer_norm",
+        rows=rows,
+        columns=columns,
+        inputs=inputs,
+        eager=kernels.add_layer_norm.reference,  # type: ignore[attr-defined]
+        nearpeak=kernels.add_layer_norm,
+        forward_bytes=added.forward_bytes,
+        backward_bytes=added.backward_bytes,
+    )
+    for case in (alone, centred, added, both):
+        is_centred, is_added = case in (centred, both), case in (added, both)
+        forward, backward = (table_key(name, is_centred, is_added) for name in ("norm_forward", "norm_backward"))
+        yield _from(case, forward, False, norms.candidates(columns), _near(columns))
+        found = norms_configs.candidates(columns, centred=is_centred, added=is_added)
+        yield _from(case, backward, True, found, _near(columns))
 
 
 def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:

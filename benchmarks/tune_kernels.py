@@ -230,7 +230,9 @@ def main() -> int:
     from kernel_tunables import REHEARSAL
 
     from nearpeak import kernels
+    from nearpeak.kernels.plans import Plans
 
+    Plans.enabled = False  # a call that is remembered would not look at another candidate
     sizes = {"sizes": REHEARSAL} if arguments.rehearse else {}
     operations = arguments.operations.split(",") if arguments.operations else None
     wanted = wanted_tunables(operations, device=device, **sizes)

@@ -31,23 +31,24 @@ TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = max((Path(nvidia.__file__).parent / "bin").glob("ptxas*"))  # the newest understands what all versions write
 
 
-def compiled(kernel, args, warps, stages):
+def compiled(kernel, args, warps, stages, registers=None):
     """The compiled kernel, in PTX."""
     backend = make_backend(TARGET)
     bound, specialisation, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args)
-    settings = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    settings = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
     _, signature, constants, attributes = kernel._pack_args(backend, dict(settings), bound, specialisation, options)
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options=settings)
 
 
-def described(kernel, args, warps, stages):
-    found = compiled(kernel, args, warps, stages)
+def described(kernel, args, warps, stages, registers=None):
+    found = compiled(kernel, args, warps, stages, registers)
     ptx = found.asm["ptx"]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         command = [str(PTXAS), "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    load = r"ld\.global[\w.:]*"
     return {
         "kernel": kernel.__name__,
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
@@ -55,11 +56,12 @@ def described(kernel, args, warps, stages):
         "shared_bytes": found.metadata.shared,
         "warps": warps,
         # 128 bits by a thread at once: what it takes to fill the memory's bandwidth
-        "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|ld\.global[\w.:]*\.v2\.b64", ptx)),
+        "wide_loads": len(re.findall(rf"{load}\.v4\.b32|{load}\.v2\.b64|cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4\.b32|st\.global[\w.:]*\.v2\.b64", ptx)),
         "loads": len(re.findall(r"ld\.global", ptx)),
         "stores": len(re.findall(r"st\.global", ptx)),
         "float64": len(re.findall(r"\.f64", ptx)),
+        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
     }
 
 
@@ -67,8 +69,8 @@ def main():
     results = []
     current = ""
 
-    def launch(kernel, grid, *args, warps=4, stages=2):
-        results.append({"name": current, **described(kernel, args, warps, stages)})
+    def launch(kernel, grid, *args, warps=4, stages=2, registers=None):
+        results.append({"name": current, **described(kernel, args, warps, stages, registers)})
 
     for found in pkgutil.iter_modules(jit.__path__):
         if found.name not in ("launch", "interpreter"):

@@ -36,12 +36,17 @@ class Recorder:
         self.log, self.name = log, name
         self.params = [SimpleNamespace(is_constexpr=constant) for constant in constants]
 
+    function = packed_metadata = None
+
     def __getitem__(self, grid):
         def call(*args, **settings):
             self.log.append(self.name)
             return Recorder(self.log, "remembered")
 
         return call
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        self.log.append("directly")
 
 
 def test_a_variant_is_asked_for_once(monkeypatch):
@@ -52,7 +57,7 @@ def test_a_variant_is_asked_for_once(monkeypatch):
     kernel = Recorder(log, constants=(False, False, True))
     for elements, block in ((32, 16), (48, 16), (32, 32), (33, 16), (64, 32)):
         launching.launch(kernel, (1, 1, 1), x, elements, block)
-    assert log == ["asked", "remembered", "asked", "asked", "remembered"]
+    assert log == ["asked", "directly", "asked", "asked", "directly"]
 
 
 def test_the_device_of_the_tensor_is_made_the_current_one(monkeypatch):
@@ -82,7 +87,7 @@ def test_the_device_of_the_tensor_is_made_the_current_one(monkeypatch):
     for _ in range(2):
         for tensor in tensors:
             launching.launch(kernel, (1, 1, 1), tensor)
-    assert log == ["asked", "asked", 0, "remembered", 1, "remembered"]
+    assert log == ["asked", "asked", 0, "directly", 1, "directly"]
     assert current == [0]
 
 
@@ -91,3 +96,23 @@ def test_a_tensor_of_the_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     with pytest.raises(KernelUnavailable, match="on cpu"):
         launching.launch(Recorder([]), (1, 1, 1), torch.empty(64))
+
+
+def test_who_hooks_into_launches_is_told_of_them(monkeypatch):
+    log = []
+    variant = launching.Variant(Recorder(log, "by Triton"))
+    variant.start((1, 1, 1), 0, ())
+    for hook in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(launching._runtime, hook)
+        chain.add(log.append)
+        variant.start((1, 1, 1), 0, ())
+        chain.remove(log.append)
+    variant.start((1, 1, 1), 0, ())
+    assert log == ["directly", "by Triton", "by Triton", "directly"]
+
+
+def test_a_version_of_triton_that_is_not_known_starts_its_kernels_itself(monkeypatch):
+    monkeypatch.setattr(launching, "_DIRECT", False)
+    log = []
+    launching.Variant(Recorder(log, "by Triton")).start((1, 1, 1), 0, ())
+    assert log == ["by Triton"]

@@ -18,13 +18,18 @@ pytest.importorskip("triton")
 
 from nearpeak.kernels.jit import norms as jit_norms
 from nearpeak.kernels.jit import norms_backward as jit_backward
+from nearpeak.kernels.jit import norms_configs as jit_configs
+from nearpeak.kernels.jit import norms_shared as jit_shared
 from nearpeak.kernels.jit.row_starts import rows_of
 from nearpeak.kernels.operations import norms as operations
 
 BF16 = torch.bfloat16
-SPLIT = {"variant": "split", "steps": 2, "warps": 1, "stages": 1, "hints": True, "part": 100}
+SPLIT = {"variant": "split", "steps": 2, "warps": 1, "stages": 1, "hints": True, "kept": False, "part": 100}
 TILE = {"variant": "tile", "rows": 2, "warps": 4, "stages": 1, "programs": 1}
-WAVES = {"variant": "waves", "split": 128, "sum_block": 64, "rows": 4, "block": 64, "warps": 4, "stages": 1}
+SHARED = {
+    "variant": "shared", "rows": 1, "block": 256, "warps": 4, "stages": 1, "programs": 1, "ahead": False, "hints": True,
+    "batch": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -195,9 +200,9 @@ def test_more_strides_than_three_are_copied():
 
 
 @pytest.mark.parametrize("centred", [False, True], ids=["rms_norm", "layer_norm"])
-@pytest.mark.parametrize("columns", [1300, 300, 64])
+@pytest.mark.parametrize("columns", [700, 300, 64])
 def test_long_rows(columns, centred):
-    """The parts of the forward pass and the waves of the backward pass, made small enough to be tested."""
+    """The parts of a row, forward and backward, made small enough to be tested."""
     x, residual, gradient, sum_gradient = (randn(6, columns) + 3 for _ in range(4))
     weight, bias = randn(columns), randn(columns)
     arguments = weight, bias, 1e-5, 0.5, centred
@@ -208,24 +213,59 @@ def test_long_rows(columns, centred):
     assert_as_exact(result, exact, low)
     torch.testing.assert_close(kept, operations.statistics(total, 1e-5, centred))
     assert torch.equal(jit_norms._forward(total, None, *arguments, SPLIT)[0], result)
-    whole = jit_norms._forward(total, None, *arguments, {**SPLIT, "part": 2048})
-    assert_as_exact(whole[0], exact, low)
-    torch.testing.assert_close(whole[2], kept)
-    row_bytes = 2 * 4 * columns
+    for config in ({**SPLIT, "part": 2048}, {**SPLIT, "part": 2048, "kept": True}, {**SPLIT, "kept": True}):
+        again = jit_norms._forward(total, None, *arguments, config)
+        assert_as_exact(again[0], exact, low)
+        torch.testing.assert_close(again[2], kept)
+        assert torch.equal(jit_norms._forward(x, residual, *arguments, config)[0], again[0])
     given = gradient, total, sum_gradient, kept, weight, bias, 0.5, centred, [True] * 4
     expected = operations._backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
-    for config in (
-        {**WAVES, "group_bytes": 2**40},
-        {**WAVES, "group_bytes": 4 * row_bytes},
-        {**WAVES, "group_bytes": 5 * row_bytes, "block": 256, "rows": 2},
-        TILE,
-    ):
+    for config in ({**SHARED, "rows": 2, "block": 512, "batch": 4}, {**SHARED, "block": 4096}, TILE):
         actual = jit_backward.norm_backward(*given, config=config)
         for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", [TILE, {**WAVES, "group_bytes": 2**12}], ids=lambda one: one["variant"])
+@pytest.mark.parametrize(("rows_of_tile", "ahead"), [(1, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("rows", "columns", "block"), [(1, 200, 64), (11, 100, 64), (11, 100, 128), (8, 256, 128)])
+def test_rows_are_shared_by_programs(rows, columns, block, rows_of_tile, ahead, monkeypatch):
+    """Several groups, batches and parts that do not divide what they are of, and one part, which waits for nobody."""
+    monkeypatch.setattr(jit_backward, "processors", lambda _: 4)
+    config = {**SHARED, "block": 2 * block, "batch": 3, "rows": rows_of_tile, "ahead": ahead}
+    x, sum_gradient = randn(rows, columns) + 1, randn(rows, columns)
+    weight, bias = randn(columns), randn(columns)
+    expanded, transposed = randn(columns).expand(rows, columns), randn(columns, rows).t()
+    plan = jit_shared.plan(rows, columns, 4, 4, config)
+    assert plan.parts == -(-columns // block)
+    assert (plan.groups > 1) == (rows > 1)
+    for centred in (False, True):
+        kept = operations.statistics(x, 1e-5, centred)
+        for inputs in (
+            (transposed, x, sum_gradient, kept, weight, bias, 0.5, centred, [True] * 4),
+            (expanded, x, None, kept, None, bias, 0.0, centred, [True, False, False, True]),
+        ):
+            exact = (one.double() if torch.is_tensor(one) else one for one in inputs)
+            expected = operations._backward_reference(*exact)
+            actual = jit_backward.norm_backward(*inputs, config=config)
+            for one, other in zip(actual, expected, strict=True):
+                torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
+
+
+def test_how_rows_are_shared():
+    config = {**jit_configs.heuristic(65536), "batch": None}
+    plan = jit_shared.plan(2048, 65536, 2, 132, config)
+    assert (plan.block, plan.parts, plan.groups, plan.batch, plan.registers) == (8192, 8, 32, 2, 64)
+    few = jit_shared.plan(5, 65536, 2, 132, config)
+    assert (few.groups, few.batch) == (5, 1)
+    wide = jit_shared.plan(1024, 524288, 2, 132, config)
+    assert (wide.block, wide.warps, wide.parts, wide.meets) == (16384, 32, 32, True)
+    assert not jit_shared.plan(8, 2**20, 2, 132, config).meets
+    # a part of a GPU: all programs of a group can run at the same time
+    assert not jit_shared.plan(2048, 262144, 2, 14, config).meets
+    assert jit_shared.plan(2048, 65536, 4, 132, config).block == 4096
+
+
+@pytest.mark.parametrize("config", [TILE, {**SHARED, "block": 64, "batch": 2}], ids=lambda one: one["variant"])
 def test_gradients_only_of_what_wants_them(config):
     x, gradient, weight, bias = randn(5, 96), randn(5, 96), randn(96), randn(96)
     kept = operations.statistics(x, 1e-5, True)
@@ -297,7 +337,7 @@ def test_more_elements_than_32_bits_can_count(name, config):
     x.copy_(randn(3, columns))
     result, _, kept = jit_norms._forward(x, None, None, None, 1e-6, 0.0, False, config)
     assert torch.equal(result, kernels.rms_norm(x.contiguous()))
-    backward = {**WAVES, "group_bytes": 1} if name == "split" else TILE
+    backward = {**SHARED, "block": 8} if name == "split" else TILE
     given = kept, None, None, 0.0, False, [True, False, False, False]
     actual = jit_backward.norm_backward(x, x, x, *given, config=backward)[0]
     near = x.contiguous()
@@ -378,14 +418,16 @@ def test_mistakes_are_named():
 
 @pytest.mark.parametrize("size", [1, 64, 4096, 16384, 32768, 65536, 262144])
 def test_heuristics_are_among_what_can_be_launched(size):
-    for module in (jit_norms, jit_backward):
-        found = module.candidates(size)
+    kinds = [{"centred": centred, "added": added} for centred in (False, True) for added in (False, True)]
+    for module, kind in ((jit_norms, {}), *((jit_configs, kind) for kind in kinds)):
+        found = module.candidates(size, **kind)
         assert 4 <= len(found) <= 40
-        first = found[0].keys() - {"part"}  # which need not be given
-        assert all(one.keys() - {"part"} == first for one in found if one["variant"] == found[0]["variant"])
-        heuristic = module.heuristic(size)
+        need_not = {"part", "batch"}  # be given
+        first = found[0].keys() - need_not
+        assert all(one.keys() - need_not == first for one in found if one["variant"] == found[0]["variant"])
+        heuristic = module.heuristic(size, **kind)
         alike = next(one for one in found if one["variant"] == heuristic["variant"])
-        assert heuristic.keys() == alike.keys()
+        assert heuristic.keys() == alike.keys() - need_not
 
 
 SIZES = [(32768 * 8, 128), (32768, 1024), (16384, 4096), (4096, 16384), (2048, 65536), (1024, 262144)]
@@ -421,11 +463,13 @@ def test_every_candidate_is_right(size):
         actual, statistics = jit_norms.layer_norm(x, weight, bias, 1e-5, config=config)
         torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=1e-5, msg=str(config))
         torch.testing.assert_close(statistics, kept, rtol=1e-4, atol=1e-5, msg=str(config))
-    given = gradient, x, None, kept, weight, bias, 0.0, True, [True, False, True, True]
-    expected = operations._backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
-    for config in jit_backward.candidates(size):
-        for one, other in zip(jit_backward.norm_backward(*given, config=config), expected, strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1.6e-2, atol=1e-2, msg=str(config))
+    for number, (centred, added) in enumerate(itertools.product((False, True), repeat=2)):
+        kept = operations.statistics(x, 1e-5, centred)
+        given = gradient, x, x if added else None, kept, weight, bias, 0.0, centred, [True, added, True, centred]
+        expected = operations._backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
+        for config in jit_configs.candidates(size, centred=centred, added=added)[number::4]:  # all of them take minutes
+            for one, other in zip(jit_backward.norm_backward(*given, config=config), expected, strict=True):
+                torch.testing.assert_close(one.double(), other, rtol=1.6e-2, atol=1e-2, msg=str(config))
 
 
 @pytest.mark.gpu

@@ -40,3 +40,15 @@ def _table(generation: int) -> dict[str, list[dict[str, Any]]]:
     known = [number for number in tables if number <= generation]
     found: dict[str, list[dict[str, Any]]] = json.loads(tables[max(known)].read_text()) if known else {}
     return found
+
+
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; those of an H200 for what is no GPU."""
+    return _processors(device.index if device.type == "cuda" else None)
+
+
+@functools.cache
+def _processors(index: int | None) -> int:
+    if index is None or not torch.cuda.is_available():
+        return 132
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

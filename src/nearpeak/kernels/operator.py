@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from nearpeak.kernels.plans import PLAIN, Plans, is_watched
+
 _library = torch.library.Library("nearpeak", "FRAGMENT")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Asked(threading.local):
@@ -57,6 +58,7 @@ class Operator:
         self._reference = reference
         self._why_not = why_not
         self._launcher: Callable[..., Any] | None = None
+        self._plans = Plans()
         _library.define(schema)
         _library.impl(self.name, self._run, "CompositeExplicitAutograd")
         qualified = f"nearpeak::{self.name}"
@@ -70,7 +72,7 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the kernel; its arguments have been looked at before."""
-        if torch.compiler.is_compiling() or _asked.by_torch or _is_watched() or not _are_plain(args):
+        if torch.compiler.is_compiling() or _asked.by_torch or is_watched() or not _are_plain(args):
             return self._operator(*args)
         if self._function is not None and torch.is_grad_enabled() and _needs_gradient(args):
             return self._function.apply(*args)
@@ -80,7 +82,7 @@ class Operator:
         if self._launcher is None:
             module, _, function = self._home.partition(":")
             self._launcher = getattr(import_module(f"nearpeak.kernels.jit.{module}"), function)
-        return self._launcher(*args)
+        return self._plans.call(self._launcher, args, {})
 
     def _run(self, *args: Any) -> Any:
         """What the dispatcher calls: for compiled code, and for whoever calls the operator by its name."""
@@ -124,19 +126,10 @@ def _unseen(backward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _is_watched() -> bool:
-    """Whether someone is to see the operator: a dispatch mode, a transform such as vmap, or a profiler."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-    )
-
-
 def _are_plain(args: Sequence[Any]) -> bool:
     for one in args:
         if isinstance(one, torch.Tensor):
-            if type(one) not in _PLAIN:
+            if type(one) not in PLAIN:
                 return False
         elif isinstance(one, list) and not _are_plain(one):
             return False

@@ -14,6 +14,7 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 import torch
 
 from nearpeak.errors import KernelUnavailable, UsageError, did_you_mean
+from nearpeak.kernels.plans import Plans
 
 Mode = Literal["auto", "require", "off"]
 _P = ParamSpec("_P")
@@ -102,18 +103,29 @@ def _stood_for() -> tuple[int, int] | None:
 
 
 def fused(
-    *, reference: Callable[_P, _R], why_not: Callable[_P, str | None]
+    *, reference: Callable[_P, _R], why_not: Callable[_P, str | None], remembered: bool = True
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a function that runs its own body where `why_not` has no reason against it, and `reference` elsewhere.
 
     A reference is plain torch: on a CPU, in float64 and for second derivatives everything works as torch does.
+
+    Args:
+        remembered: What the body does follows from the arguments alone, not from autocast for example, so that a call
+            like one before need not ask or decide anything.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        plans = Plans()
+
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if _mode == "off":
                 return reference(*args, **kwargs)
+            if remembered:
+                return plans.call(decided, args, kwargs)  # type: ignore[no-any-return]
+            return decided(*args, **kwargs)
+
+        def decided(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             reason = why_not(*args, **kwargs)
             if reason is None:
                 return function(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nearpeak.kernels.jit import norms, norms_backward
+from nearpeak.kernels.jit import norms, norms_backward, norms_shared
 
 BF16 = torch.bfloat16
 
@@ -17,22 +17,24 @@ def backward(x, weight, statistics, *, centred, adds, last=False):
         if (kernel is norms_backward.add_partials) == last:
             launch(kernel, *args, **settings)
 
-    norms_backward.launch = some
+    norms_backward.launch = norms_shared.launch = some
     try:
         norms_backward.norm_backward(x, x, sum_gradient, statistics, weight, bias, 0.0, centred, wants)
     finally:
-        norms_backward.launch = launch
+        norms_backward.launch = norms_shared.launch = launch
 
 
 def launches():
-    rms = {"centred": False, "adds": False}
+    kinds = [{"centred": centred, "adds": adds} for centred in (False, True) for adds in (False, True)]
+    rms, added, centred, both = kinds
     for columns, dtype, also in (
-        (128, BF16, None),
-        (1024, BF16, None),
-        (4096, BF16, {"centred": True, "adds": True}),
-        (4096, torch.float32, None),
-        (16384, BF16, {"centred": True, "adds": False}),
-        (65536, BF16, {"centred": True, "adds": True}),
+        (128, BF16, []),
+        (1024, BF16, []),
+        (4096, BF16, [added, centred, both]),
+        (4096, torch.float32, []),
+        (16384, BF16, [added, centred, both]),
+        (65536, BF16, [added, centred, both]),
+        (262144, BF16, [added, centred, both]),
     ):
         x, weight, statistics = (
             torch.empty(64, columns, dtype=dtype),
@@ -40,16 +42,17 @@ def launches():
             torch.empty(2, 64),
         )
         name = f"{columns}, {str(dtype).removeprefix('torch.')}"
-        yield f"RMSNorm, {name}", lambda x=x, weight=weight: norms.rms_norm(x, weight, None, 1e-6, 0.0)
-        for kind in (rms, also):
-            if kind is not None:
+        if columns < 262144:
+            yield f"RMSNorm, {name}", lambda x=x, weight=weight: norms.rms_norm(x, weight, None, 1e-6, 0.0)
+            if also:
                 yield (
-                    f"backward, {name}, {kind}",
-                    lambda x=x, weight=weight, statistics=statistics, kind=kind: backward(
-                        x, weight, statistics, **kind
-                    ),
+                    f"add, LayerNorm, {name}",
+                    lambda x=x, weight=weight: norms.add_layer_norm(x, x, weight, weight, 1e-5),
                 )
-        if also is not None:
-            yield f"add, LayerNorm, {name}", lambda x=x, weight=weight: norms.add_layer_norm(x, x, weight, weight, 1e-5)
+        for kind in (rms, *also):
+            yield (
+                f"backward, {name}, {kind}",
+                lambda x=x, weight=weight, statistics=statistics, kind=kind: backward(x, weight, statistics, **kind),
+            )
     # a thread has one of the few numbers that are left
     yield "narrow: the sum of partial sums", lambda: backward(x, weight, statistics, **rms, last=True)

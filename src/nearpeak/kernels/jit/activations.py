@@ -115,7 +115,7 @@ def forward_kernel(
     inside = (row < rows - first_row) & (column < columns - first_column)
     offset = row.to(tl.int64)
     x += first_row * x_stride + first_column
-    value = tl.load(x + offset * x_stride + column, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    value = tl.load(x + offset * x_stride + column, mask=inside).to(tl.float32)
     if HAS_BIAS:
         value += tl.load(bias + first_column + column, mask=column < columns - first_column).to(tl.float32)
     result += first_row * columns + first_column
@@ -145,10 +145,8 @@ def backward_kernel(
     for step in range(steps):
         first_row = (chunk * steps + step) * ROWS
         inside = (row < rows - first_row) & is_column
-        upstream = tl.load(
-            gradient + first_row * gradient_stride, mask=inside, other=0.0, eviction_policy="evict_first"
-        )
-        value = tl.load(x + first_row * x_stride, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        upstream = tl.load(gradient + first_row * gradient_stride, mask=inside, other=0.0)
+        value = tl.load(x + first_row * x_stride, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             value += added
         _, slope = value_and_derivative(value, NAME)

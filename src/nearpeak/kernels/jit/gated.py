@@ -32,15 +32,15 @@ def load_pair(
         column = tl.arange(0, 2 * BLOCK)[None, :]
         inside = (row < rows - first_row) & (column < 2 * (columns - first_column))
         gate += first_row * gate_stride + 2 * first_column + row.to(tl.int64) * gate_stride
-        both = tl.load(gate + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        both = tl.load(gate + column, mask=inside, other=0.0)
         one, other = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
     else:
         column = tl.arange(0, BLOCK)[None, :]
         inside = (row < rows - first_row) & (column < columns - first_column)
         gate += first_row * gate_stride + first_column + row.to(tl.int64) * gate_stride
         up += first_row * up_stride + first_column + row.to(tl.int64) * up_stride
-        one = tl.load(gate + column, mask=inside, other=0.0, eviction_policy="evict_first")
-        other = tl.load(up + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        one = tl.load(gate + column, mask=inside, other=0.0)
+        other = tl.load(up + column, mask=inside, other=0.0)
     return one.to(tl.float32), other.to(tl.float32)
 
 
@@ -76,7 +76,7 @@ def backward_kernel(
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (row < rows - first_row) & (column < columns - first_column)
     gradient += first_row * gradient_stride + first_column + row.to(tl.int64) * gradient_stride
-    upstream = tl.load(gradient + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    upstream = tl.load(gradient + column, mask=inside, other=0.0).to(tl.float32)
     one, other = load_pair(
         gate, up, first_row, first_column, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, BLOCK
     )

@@ -3,16 +3,19 @@
 Triton looks at every argument of every launch to find out which of its compiled variants is wanted, and takes longer
 for that than torch for a whole op. What decides is the dtype and the alignment of a pointer, whether an integer is 1 or
 a multiple of 16, and the constants: the variant that Triton chose for these is remembered and started directly.
+A call that is recorded, see `plans`, has even these decided.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 
 from nearpeak.errors import KernelUnavailable
+from nearpeak.kernels.plans import recording
 from nearpeak.kernels.policy import INTERPRETED
 
 if INTERPRETED:
@@ -23,13 +26,43 @@ if INTERPRETED:
     repair()
 
 Grid = tuple[int, int, int]
-_compiled: dict[tuple[Any, ...], Any] = {}
+_DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
+"""Of these versions it is known how they start what they compiled."""
+_runtime: Any = triton.knobs.runtime if _DIRECT else None
+_variants: dict[tuple[Any, ...], Variant] = {}
 _constants: dict[int, tuple[bool, ...]] = {}
 """Which arguments of a kernel are constants, by its id: a kernel's own hash is that of its source, behind a lock."""
 
 
-def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2) -> None:
-    """Starts a kernel on the device of its first argument, a tensor. Constants come in their places among `args`."""
+class Variant:
+    """A kernel as Triton compiled it for arguments of some kind, and for one device."""
+
+    __slots__ = ("_compiled", "_function", "_metadata", "_run")
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self._run: Any = None
+        if _DIRECT:
+            self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def start(self, grid: Grid, stream: int, args: Sequence[Any]) -> None:
+        """Starts it on the current device. Tensors among `args` may be pointers."""
+        try:
+            hooked = self._run is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls
+        except AttributeError:  # something else was put in the place of the hooks
+            hooked = True
+        if hooked:
+            self._compiled[grid](*args, stream=stream)
+        else:  # nobody, as Triton's own profiler, is to be told; Triton would go and see at each launch
+            x, y, z = grid
+            self._run(x, y, z, stream, self._function, self._metadata, None, None, None, *args)
+
+
+def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, registers: int | None = None) -> None:
+    """Starts a kernel on the device of its first argument, a tensor. Constants come in their places among `args`.
+
+    A thread has no more than `registers`, so that as many programs as wanted run at a time on a processor.
+    """
     if 0 in grid:
         return
     if INTERPRETED:
@@ -38,28 +71,33 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2)
         return
     device = args[0].device.index
     if device == torch._C._cuda_getDevice():
-        _start(kernel, grid, args, device, warps, stages)
+        _start(kernel, grid, args, device, warps, stages, registers)
     elif device is None:  # a tensor of the CPU; torch takes a device of None for the current one, and says nothing
         raise KernelUnavailable(
             f"A kernel cannot start with a tensor on {args[0].device.type}; it needs a CUDA device."
         )
     else:
         with torch.cuda.device(device):
-            _start(kernel, grid, args, device, warps, stages)
+            _start(kernel, grid, args, device, warps, stages, registers)
 
 
-def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], device: int, warps: int, stages: int) -> None:
+def _start(
+    kernel: Any, grid: Grid, args: tuple[Any, ...], device: int, warps: int, stages: int, registers: int | None
+) -> None:
     """Starts a kernel on the current device, which is this one."""
     constants = _constants.get(id(kernel))
     if constants is None:
         constants = _constants[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
-    key = (id(kernel), device, warps, stages, *map(_decides, args, constants))
-    found = _compiled.get(key)
+    key = (id(kernel), device, warps, stages, registers, *map(_decides, args, constants))
+    found = _variants.get(key)
     if found is None:
-        _compiled[key] = kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+        settings = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
+        found = _variants[key] = Variant(kernel[grid](*args, **settings))
     else:
-        # Triton would ask for the device again to find the stream
-        found[grid](*args, stream=torch._C._cuda_getCurrentRawStream(device))
+        found.start(grid, torch._C._cuda_getCurrentRawStream(device), args)
+    recorder = recording()
+    if recorder is not None:
+        recorder.launched(found.start, grid, args)
 
 
 def _decides(argument: Any, constant: bool) -> Any:

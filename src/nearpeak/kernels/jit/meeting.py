@@ -2,7 +2,8 @@
 
 A part is known by a ticket, which programs draw as they begin: those of one row begin one after another, whatever the
 order of their numbers, and all that wait for a part have begun no earlier than it. Only the programs of one row wait
-for each other, so that a launch ends wherever so many can run at the same time; there are `MOST_PARTS` at most.
+for each other, so that a launch ends wherever so many can run at the same time: a row has at most `MOST_PARTS`, and no
+more than the GPU has multiprocessors.
 
 The interpreter runs programs one after another. There, the first half of the work is one launch and the second another.
 """
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearpeak.kernels.configs import processors
 from nearpeak.kernels.jit.launch import next_power_of_2
 from nearpeak.kernels.policy import INTERPRETED
 
@@ -31,7 +33,9 @@ ALL, FIRST, LAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PHASES = (FIRST, LAST) if INTERPRETED else (ALL,)
 
 
-def split(rows: int, columns: int, row_bytes: int, part: int | None = None) -> tuple[int, int]:
+def split(
+    rows: int, columns: int, row_bytes: int, device: torch.device, part: int | None = None
+) -> tuple[int, int]:  # fmt: skip
     """How many columns a part has, and how many parts a row: `part`, where that is given.
 
     Otherwise so many that all processors are at work, and that the rows at work fit into the cache.
@@ -39,21 +43,22 @@ def split(rows: int, columns: int, row_bytes: int, part: int | None = None) -> t
     if part is None:
         parts = next_power_of_2(triton.cdiv(_PROGRAMS * max(row_bytes, _CACHED // max(rows, 1)), _CACHED))
         part = max(next_power_of_2(triton.cdiv(columns, parts)), _LEAST_PART)
-    part = max(part, next_power_of_2(triton.cdiv(columns, MOST_PARTS)))
+    part = max(part, next_power_of_2(triton.cdiv(columns, min(MOST_PARTS, processors(device)))))
     return part, triton.cdiv(columns, part)
 
 
 def split_candidates(columns: int) -> list[dict[str, Any]]:
     """Configurations worth measuring for rows of so many columns that are split."""
-    loops = [(8, 4), (8, 8), (16, 4), (16, 8), (32, 2), (32, 4)]
-    found: list[dict[str, Any]] = [
-        {"variant": "split", "steps": steps, "warps": warps, "stages": 1, "hints": hints}
-        for warps, steps in loops
-        for hints in (True, False)
+    split: dict[str, Any] = {"variant": "split", "stages": 1, "hints": True, "kept": False}
+    loops = [{**split, "warps": warps, "steps": steps} for warps, steps in ((8, 4), (8, 8), (16, 4), (16, 8), (32, 4))]
+    found = [*loops, {**split, "warps": 16, "steps": 4, "stages": 3}]
+    found += [{**one, "hints": False} for one in loops]
+    found += [
+        {**split, "warps": warps, "steps": steps, "kept": True} for warps, steps in ((16, 4), (16, 8), (32, 2), (32, 4))
     ]
-    found.append({"variant": "split", "steps": 4, "warps": 16, "stages": 3, "hints": True})
     if columns > 32768:
-        found += [{**one, "part": part} for one in found[2:8:2] for part in (16384, 32768, 65536) if part < columns]
+        found += [{**one, "part": part} for one in loops[1:4] for part in (16384, 32768, 65536) if part < columns]
+        found += [{**split, "warps": 16, "steps": 4, "kept": True, "part": 32768}]
     return found
 
 
@@ -80,10 +85,23 @@ def turn(counters, PHASE: tl.constexpr):
 
 
 @triton.jit
-def meet(counters, row, parts):
-    """Waits for the other parts of a row. What they stored before is seen by loads from the L2 cache after this."""
+def arrive(counters, row):
+    """Tells that a part of a row is known, with all that this program stored before."""
     tl.debug_barrier()
     tl.atomic_add(counters + 1 + row, 1, sem="release")
-    while tl.atomic_add(counters + 1 + row, 0, sem="acquire") < parts:
+
+
+@triton.jit
+def wait(counters, row, parts):
+    """Waits for all parts of a row. What was stored before they arrived is seen by loads from the L2 cache."""
+    while tl.atomic_add(counters + 1 + row, 0, sem="relaxed") < parts:
         pass
+    tl.atomic_add(counters + 1 + row, 0, sem="acquire")  # once: each empties the L1 cache
     tl.debug_barrier()
+
+
+@triton.jit
+def meet(counters, row, parts):
+    """Waits for the other parts of a row. What they stored before is seen by loads from the L2 cache after this."""
+    arrive(counters, row)
+    wait(counters, row, parts)

@@ -291,7 +291,7 @@ def _forward(
             forward_tile, grid, *tensors, *sizes, centred, found.levels, config["rows"], block, warps=config["warps"]
         )
         return result, total, statistics
-    part, parts = split(rows, columns, columns * total.element_size(), config.get("part"))
+    part, parts = split(rows, columns, columns * total.element_size(), x.device, config.get("part"))
     partial, counted = statistics, statistics
     if parts > 1:
         partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)

@@ -229,7 +229,7 @@ def _forward(
         )  # fmt: skip
         return result
     constants = (*chunk_of(config, x, bytewise=kind == BOOLEAN), width, kind, plain, causal, log)
-    part, parts = split(rows, columns, columns * x.element_size(), config.get("part"))
+    part, parts = split(rows, columns, columns * x.element_size(), x.device, config.get("part"))
     partial, counted = flat, flat
     if parts > 1:
         partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)

@@ -189,7 +189,8 @@ def _backward(
         )  # fmt: skip
         return result
     constants = (*chunk_of(config, widest), width, causal, log)
-    part, parts = split(rows, columns, columns * (upstream.element_size() + values.element_size()), config.get("part"))
+    row_bytes = columns * (upstream.element_size() + values.element_size())
+    part, parts = split(rows, columns, row_bytes, y.device, config.get("part"))
     partial, counted = values, values
     if parts > 1:
         partial = torch.empty((rows, parts), dtype=torch.float32, device=y.device)

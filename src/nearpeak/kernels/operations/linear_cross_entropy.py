@@ -67,7 +67,7 @@ def _why_not(
     return cannot_run(hidden, weight, bias, target, class_weight)
 
 
-@fused(reference=reference, why_not=_why_not)
+@fused(reference=reference, why_not=_why_not, remembered=False)
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, reduction: Reduction = "mean",
     ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
