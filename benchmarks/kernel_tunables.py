@@ -15,7 +15,9 @@ from nearpeak import kernels
 from nearpeak.kernels.jit import (
     activations,
     adamw,
+    cache_append,
     cross_entropy,
+    decode,
     dropout,
     gated,
     norms,
@@ -68,6 +70,8 @@ class TunedSizes:
     long_rows: tuple[int, int] = (2048, 65536)
     losses: Sequence[tuple[int, int]] = ((8192, 32000), (2048, 128256))
     copies: CopySizes = field(default_factory=CopySizes)
+    cache: tuple[int, int, int, int] = (32, 8, 8192, 128)
+    """Sequences, heads of keys, capacity, numbers of a head."""
 
 
 REHEARSAL = TunedSizes(
@@ -77,6 +81,7 @@ REHEARSAL = TunedSizes(
     long_rows=(2, 16_400),
     losses=[(3, 4160)],
     copies=CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=1024, width=8, layers=2, vocabulary=16),
+    cache=(1, 1, 128, 64),
 )
 """Sizes at which every kernel runs in a moment, also in Triton's interpreter."""
 
@@ -90,6 +95,7 @@ def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[
         yield _transpose(sizes.copies.side, side_bytes, dtype, device)
     yield from _quantised(sizes, device)
     yield from _losses(sizes, device)
+    yield from _caches(sizes, device)
 
 
 def _near(size: int) -> Where:
@@ -296,3 +302,44 @@ def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
                 make=by_rows,
                 least_bytes=4 * rows * columns,
             )
+
+
+def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    batch, key_heads, capacity, dim = sizes.cache
+    row, near = 2 * dim, _near(2 * dim)
+
+    def attend(heads: int, page_size: int | None) -> Callable[[], Any]:
+        cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device, page_size)
+        for tensor in (cache.keys, cache.values):
+            tensor.normal_()
+        if cache.pages is not None:
+            cache.pages.copy_(torch.randperm(cache.pages.numel(), device=device).view(cache.pages.shape))
+        cache.lengths.fill_(capacity)
+        query = random_tensor(batch, heads, 1, dim, device=device, grad=False)
+        return lambda: cache.attend(query)
+
+    def write() -> Callable[[], Any]:
+        cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device)
+        key, query = (random_tensor(batch, heads, 1, dim, device=device, grad=False) for heads in (key_heads, 32))
+        angles = random_tensor(capacity, dim // 2, device=device, grad=False)
+        options = {"cosines": angles, "sines": angles, "query": query}
+        return lambda: kernels.append(cache.keys, cache.values, key, key, cache.lengths, **options)
+
+    for alone, page_size in ((False, None), (False, 16), (True, None), (True, 16)):
+        heads = key_heads if alone else 4 * key_heads
+        yield Tunable(
+            kernel=("decode_row" if alone else "decode") + ("" if page_size is None else "_paged"),
+            operation="decode_attention",
+            where=near,
+            candidates=decode.candidates(row, alone, page_size is not None),
+            make=lambda heads=heads, page_size=page_size: attend(heads, page_size),  # type: ignore[misc]
+            least_bytes=2 * batch * key_heads * capacity * row,
+        )
+    yield Tunable(
+        kernel="cache_append",
+        operation="append",
+        where=_near(dim),
+        candidates=cache_append.candidates(dim, key_heads),
+        make=write,
+        least_bytes=2 * batch * (2 * key_heads + 32) * row,
+    )

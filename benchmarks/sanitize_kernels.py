@@ -77,7 +77,15 @@ class Calls:
             for interleaved in (False, True):
                 yield f"{packed.__name__}, {interleaved}", self.both(packed, (5, 202), interleaved=interleaved)
         yield "dropout_add", self.both(kernels.dropout_add, SHORT, SHORT, p=0.3)
+        for options in ({"causal": True}, {"window": (9, 5), "softcap": 5.0}, {"dropout": 0.3}):
+            shapes = [(1, 4, 37, 36), (1, 2, 70, 36), (1, 2, 70, 20)]
+            yield f"attention {options}", self.both(kernels.attention, *shapes, return_lse=True, **options)
+        yield "attention, bias and sinks", self.biased
+        yield "attention_packed", self.packed
         yield "rotary", self.rotary
+        for page_size in (None, 3):
+            for dtype in (DTYPE, torch.float8_e4m3fn):
+                yield f"cache {page_size} {dtype}", partial(self.cache, page_size, dtype)
         yield from self.losses()
         yield from self.moves()
 
@@ -86,12 +94,37 @@ class Calls:
         backward(kernels.softmax(self.random(3, 17, 17), mask=mask))
         backward(kernels.softmax(self.random(3, 17, 17), mask=self.random(17, 17).detach()))
 
+    def biased(self) -> None:
+        tensors = [self.random(1, 2, 37, 36) for _ in "qkv"]
+        for shape in ((37, 37), (2, 1, 37), (37, 1)):
+            backward(kernels.attention(*tensors, bias=self.random(*shape), sinks=self.random(2)))
+
+    def packed(self) -> None:
+        starts = torch.tensor([0, 5, 5, 37], dtype=torch.int32, device=self.device)
+        tensors = [self.random(37, 2, 36) for _ in "qkv"]
+        backward(kernels.attention_packed(*tensors, starts, starts, 32, 32, causal=True))
+
     def rotary(self) -> None:
         angles = torch.rand(7, 18, device=self.device)
         cos, sin = angles.cos(), angles.sin()
         backward(kernels.rotary(self.random(2, 7, 3, 36), cos, sin))
         backward(kernels.rotary_pair(self.random(2, 7, 3, 36), self.random(2, 7, 1, 36), cos, sin, interleaved=True))
         backward(kernels.rotary(self.random(2, 7, 3, 40), cos, sin, rotary_dim=36))
+
+    @torch.no_grad()
+    def cache(self, page_size: int | None, dtype: torch.dtype) -> None:
+        """Written to the last token, and read by one head and by several, in one part and in two."""
+        angles = torch.rand(600, 18, device=self.device)
+        options = {"cosines": angles.cos(), "sines": angles.sin()}
+        cache = kernels.KVCache.create(1, 521, 1, 36, dtype, self.device, page_size)
+        for tensor, number in ((cache.keys, 0.5), (cache.values, 0.5), (cache.lengths, 520)):
+            tensor.fill_(number)
+        query = cache.append(*(self.random(1, 1, 1, 36) for _ in "kv"), query=self.random(1, 3, 1, 36), **options)
+        assert query is not None
+        cache.attend(query, sinks=self.random(3), softcap=9.0)
+        cache.attend(query[:, :1])
+        cache.truncate([5])
+        cache.attend(self.random(1, 3, 2, 36), window=3)
 
     def losses(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         for shape in ((5, 101), (3, 40_001), (5, 128), (3, 40_960)):

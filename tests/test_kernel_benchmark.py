@@ -271,7 +271,7 @@ def test_a_whole_run_measures_a_bounded_number_of_candidates():
     counts = [len(tune_kernels.spread(one.candidates, tune_kernels.MOST)) for one in wanted]
     assert max(counts) <= tune_kernels.MOST
     assert min(counts) > 1
-    assert sum(counts) <= 1150  # 2 s each by 14 processes, and then 0.1 s each
+    assert sum(counts) <= 1250  # 2 s each by 14 processes, and then 0.1 s each
     for one in wanted:
         assert one.where.above < one.where.size <= one.where.up_to
 

@@ -90,7 +90,23 @@ def experts():
     summed(kernels.unpermute_tokens(rows, row_map, made(16, 2)))
 
 
-CASES = (softmaxes, norms, pointwise, rotary, losses, optimizer, quantisation, experts)
+def caches():
+    keys, values, new, lengths = made(2, 2, 8, 32), made(2, 2, 8, 16), 2, ints(2, dtype=torch.int32)
+    query, key, value = made(2, 4, new, 32), made(2, 2, new, 32), made(2, 2, new, 16)
+    with torch.no_grad():
+        kernels.append(keys, values, key, value, lengths)
+        tables = {"cosines": made(8, 16), "sines": made(8, 16)}
+        kernels.append(keys, values, key, value, lengths, query=query, **tables)
+        kernels.decode_attention(query, keys, values, lengths)
+
+
+def attentions():
+    query, key, value, starts = made(2, 4, 8, 32), made(2, 2, 8, 32), made(2, 2, 8, 16), ints(3, dtype=torch.int32)
+    summed(kernels.attention(query, key, value, causal=True, sinks=made(4)))
+    summed(kernels.attention_packed(made(8, 4, 32), made(8, 2, 32), made(8, 2, 16), starts, starts, 4, 4))
+
+
+CASES = (attentions, caches, softmaxes, norms, pointwise, rotary, losses, optimizer, quantisation, experts)
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +265,36 @@ def test_a_step_of_adamw_by_the_bytes_of_a_parameter(master, read, written):
 def test_a_number_of_16_bits_is_quantised_for_3_bytes():
     cost = cost_on_fakes("quantise", lambda: kernels.quantise(made(64, 256), block=(1, 128)))
     assert cost.work.bytes == 64 * 256 * 3 + 4 * 64 * 2
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_of_a_cache_the_new_tokens_are_certain(paged):
+    def run():
+        cache, lengths = made(*(64, 16, 2, 128) if paged else (4, 2, 1024, 128)), ints(4, dtype=torch.int32)
+        pages = {"pages": ints(4, 16, dtype=torch.int32)} if paged else {}
+        with torch.no_grad():
+            kernels.decode_attention(made(4, 8, 2, 128), cache, made(*cache.shape), lengths, **pages)
+
+    cost = cost_on_fakes("decode_attention", run)
+    pairs, result = 4 * 8 * 3, 4 * 8 * 2 * 128
+    assert cost.flops == {"bfloat16": 4 * 128 * pairs}
+    assert cost.vector_flops == {"float32": pairs}
+    assert cost.work.bytes_read == 2 * result + 4 * 4 + 2 * 2 * (1 if paged else 4) * 2 * 2 * 128
+    assert cost.work.bytes_written == 2 * result + 4 * 4 * 8 * 2
+
+
+def test_what_is_appended_is_read_and_written_once_and_rotated():
+    def run():
+        caches, tables = [made(4, 2, 64, 32) for _ in "kv"], [made(64, 16, dtype=torch.float32) for _ in "cs"]
+        new, lengths = [made(4, 2, 3, 32) for _ in "kv"], ints(4, dtype=torch.int32)
+        with torch.no_grad():
+            kernels.append(*caches, *new, lengths, cosines=tables[0], sines=tables[1], query=made(4, 8, 3, 32))
+
+    cost = cost_on_fakes("append_with_query_", run)
+    moved = 2 * 4 * (2 + 2 + 8) * 3 * 32
+    assert cost.work.bytes_read == moved + 4 * 4 + 2 * 3 * 16 * 4
+    assert cost.work.bytes_written == moved
+    assert cost.vector_flops == {"float32": 3 * 4 * (2 + 8) * 3 * 32}
 
 
 def test_of_tokens_one_is_certain_and_rows_are_written_in_full():

@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from nearpeak.kernels.operations.activations import bias_gelu, bias_relu_squared, bias_silu
     from nearpeak.kernels.operations.adamw import adamw_step
     from nearpeak.kernels.operations.add import add
+    from nearpeak.kernels.operations.attention import (
+        Attention,
+        attention,
+        attention_packed,
+        scaled_dot_product_attention,
+    )
+    from nearpeak.kernels.operations.cache_append import append
     from nearpeak.kernels.operations.cross_entropy import CrossEntropyLoss, cross_entropy
+    from nearpeak.kernels.operations.decode import decode_attention
     from nearpeak.kernels.operations.dropout import DropoutAdd, dropout_add
     from nearpeak.kernels.operations.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
+    from nearpeak.kernels.operations.kv_cache import KVCache
     from nearpeak.kernels.operations.linear_cross_entropy import linear_cross_entropy
     from nearpeak.kernels.operations.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
     from nearpeak.kernels.operations.optimizer import AdamW
@@ -33,9 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdamW",
+    "Attention",
     "CrossEntropyLoss",
     "DropoutAdd",
     "GeGLU",
+    "KVCache",
     "LayerNorm",
     "RMSNorm",
     "Support",
@@ -44,10 +55,14 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "append",
+    "attention",
+    "attention_packed",
     "bias_gelu",
     "bias_relu_squared",
     "bias_silu",
     "cross_entropy",
+    "decode_attention",
     "dequantise",
     "dropout_add",
     "geglu",
@@ -60,6 +75,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_pair",
+    "scaled_dot_product_attention",
     "softmax",
     "supports",
     "swiglu",
@@ -71,9 +87,11 @@ __all__ = [
 
 _HOME = {
     "AdamW": "operations.optimizer",
+    "Attention": "operations.attention",
     "CrossEntropyLoss": "operations.cross_entropy",
     "DropoutAdd": "operations.dropout",
     "GeGLU": "operations.gated",
+    "KVCache": "operations.kv_cache",
     "LayerNorm": "operations.norms",
     "RMSNorm": "operations.norms",
     "Support": "policy",
@@ -82,10 +100,14 @@ _HOME = {
     "add": "operations.add",
     "add_layer_norm": "operations.residual",
     "add_rms_norm": "operations.residual",
+    "append": "operations.cache_append",
+    "attention": "operations.attention",
+    "attention_packed": "operations.attention",
     "bias_gelu": "operations.activations",
     "bias_relu_squared": "operations.activations",
     "bias_silu": "operations.activations",
     "cross_entropy": "operations.cross_entropy",
+    "decode_attention": "operations.decode",
     "dequantise": "operations.quantise",
     "dropout_add": "operations.dropout",
     "geglu": "operations.gated",
@@ -98,6 +120,7 @@ _HOME = {
     "rms_norm": "operations.norms",
     "rotary": "operations.rotary",
     "rotary_pair": "operations.rotary",
+    "scaled_dot_product_attention": "operations.attention",
     "softmax": "operations.softmax",
     "supports": "policy",
     "swiglu": "operations.gated",

@@ -39,10 +39,17 @@ def kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     return (random_numbers(seed, shape.numel()) < threshold(p)).view(shape)
 
 
-def _philox(seed: Tensor, counter: Tensor) -> Tensor:
+def kept_pairs(seed: Tensor, number: Tensor, query_at: Tensor, key_at: Tensor, p: float) -> Tensor:
+    """The mask of weights of attention, by the number of the head in the batch and the places of query and key."""
+    counter = (query_at << 32) + key_at
+    return _philox(seed.reshape(()), *torch.broadcast_tensors(counter, number))[0] < threshold(p)
+
+
+def _philox(seed: Tensor, counter: Tensor, third: Tensor | None = None) -> Tensor:
     key0, key1 = seed & _LOW, (seed >> 32) & _LOW
     c0, c1 = counter & _LOW, (counter >> 32) & _LOW
-    c2 = c3 = torch.zeros_like(counter)
+    c3 = torch.zeros_like(counter)
+    c2 = c3 if third is None else third & _LOW
     for _ in range(ROUNDS):
         # products of 64 bits wrap into negative numbers, and their bits are right
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57

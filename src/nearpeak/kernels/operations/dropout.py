@@ -44,7 +44,7 @@ def reference(
     _check(x, residual, p)
     if not training or p == 0.0:
         return x + residual
-    return _operator_reference(x, residual, _seed(seed, x.device), p)
+    return _operator_reference(x, residual, seed_of(seed, x.device), p)
 
 
 def _why_not(
@@ -54,7 +54,7 @@ def _why_not(
     return cannot_run(x, residual, seed if isinstance(seed, Tensor) else None)
 
 
-def _seed(seed: Tensor | int | None, device: torch.device) -> Tensor:
+def seed_of(seed: Tensor | int | None, device: torch.device) -> Tensor:
     """On the device, and made there: nothing is copied, so that a CUDA graph can have it."""
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
@@ -125,7 +125,7 @@ def dropout_add(
     """
     if not training or p == 0.0:
         return x + residual
-    return _dropout_add(x, residual, _seed(seed, x.device), p)  # type: ignore[no-any-return]
+    return _dropout_add(x, residual, seed_of(seed, x.device), p)  # type: ignore[no-any-return]
 
 
 class DropoutAdd(torch.nn.Dropout):

@@ -1,0 +1,131 @@
+"""The backward pass of attention: what a query's gradients by weights are in the mean, and then each gradient.
+
+Weights are computed again from the logarithms of sums. The gradients of keys and values have a kernel, and that of
+queries another: each is summed up in registers, in the same order each time, and written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearpeak.kernels.configs import tuned
+from nearpeak.kernels.jit.attention_bias import bias_backward
+from nearpeak.kernels.jit.attention_configs import keys_heuristic, queries_heuristic
+from nearpeak.kernels.jit.attention_keys import attention_keys_kernel
+from nearpeak.kernels.jit.attention_launch import Problem, addressable
+from nearpeak.kernels.jit.attention_queries import attention_queries_kernel
+from nearpeak.kernels.jit.attention_scores import LOG2_E, tile
+from nearpeak.kernels.jit.launch import launch
+
+_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "blocks"])
+def attention_means_kernel(
+    gradient, result, lse, lse_gradient, sums, means, gradient_batch_stride, gradient_head_stride, gradient_stride,
+    result_batch_stride, result_head_stride, result_stride, heads, queries, blocks,
+    VALUE_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The mean of the gradients by weights, which is the sum of gradient * result, less the gradient of the lse.
+
+    And the logarithm of the sum to the base 2, infinity for a query that sees nothing, so that its weights are 0.
+    """
+    program = tl.program_id(0)
+    first = program % blocks * ROWS
+    number = (program // blocks).to(tl.int64)
+    batch, head = number // heads, number % heads
+    gradient += batch * gradient_batch_stride + head * gradient_head_stride
+    result += batch * result_batch_stride + head * result_head_stride
+    above = tile(gradient, first, gradient_stride, queries, ROWS, VALUE_DIM, BLOCK_VALUE_DIM, True)
+    here = tile(result, first, result_stride, queries, ROWS, VALUE_DIM, BLOCK_VALUE_DIM, True)
+    mean = tl.sum(above.to(tl.float32) * here.to(tl.float32), 1)
+    at = first + tl.arange(0, ROWS)
+    row = number * queries
+    if lse_gradient is not None:
+        mean -= tl.load(lse_gradient + row + at, mask=at < queries, other=0.0)
+    tl.store(means + row + at, mean, mask=at < queries)
+    logarithm = tl.load(lse + row + at, mask=at < queries, other=0.0)
+    logarithm = tl.where(logarithm == float("-inf"), float("inf"), logarithm * LOG2_E)
+    tl.store(sums + row + at, logarithm, mask=at < queries)
+
+
+def _statistics(
+    problem: Problem, gradient: Tensor, lse: Tensor, lse_gradient: Tensor | None, result: Tensor
+) -> tuple[Tensor, Tensor]:
+    sums, means = torch.empty_like(lse), torch.empty_like(lse)
+    blocks = triton.cdiv(problem.queries, _ROWS)
+    launch(
+        attention_means_kernel, (blocks * problem.heads * problem.batches, 1, 1), gradient, result,
+        lse, None if lse_gradient is None else lse_gradient.contiguous(), sums, means, *gradient.stride()[:3],
+        *result.stride()[:3], problem.heads, problem.queries, blocks, problem.value_dim, problem.block_value_dim, _ROWS,
+    )  # fmt: skip
+    return sums, means
+
+
+def backward(
+    gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
+    seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, longest_query: int, longest_key: int,
+    left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
+    for_query: bool, for_keys: bool, for_bias: bool, for_sinks: bool,
+    *, config: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key, value, bias and sinks; empty tensors for those that nobody wants."""
+    problem = Problem(
+        query, key, value, bias, slopes, seed, query_starts, key_starts, longest_query, longest_key, left, right,
+        bottom_right, scale, softcap, dropout,
+    )  # fmt: skip
+    gradient, lse = addressable(gradient), lse.contiguous()
+    sums, means = _statistics(problem, gradient, lse, lse_gradient, addressable(result))
+    inputs = (problem.query, problem.key, problem.value, gradient, sums, means)
+    of_all = (
+        problem.bias,
+        problem.slopes,
+        *problem.of_both(),
+        *problem.strides(),
+        *_gradient_strides(problem, gradient),
+    )
+    by_query = by_key = by_value = by_bias = by_sinks = query.new_empty(0)
+    if for_keys:
+        by_key = problem.by_token(problem.batches, problem.keys, problem.key_heads, problem.dim)
+        by_value = problem.by_token(problem.batches, problem.keys, problem.key_heads, problem.value_dim)
+        chosen = config or tuned(problem.name("attention_keys"), problem.widest, query.device)
+        chosen = chosen or keys_heuristic(problem.widest, problem.itemsize)
+        blocks = triton.cdiv(problem.most_keys, chosen["keys"])
+        launch(
+            attention_keys_kernel, (blocks * problem.key_heads * problem.sequences, 1, 1), *inputs, by_key, by_value,
+            *of_all, *problem.numbers(blocks), *problem.constants(), chosen["queries"], chosen["keys"],
+            warps=chosen["warps"], stages=chosen["stages"],
+        )  # fmt: skip
+    if for_query:
+        by_query = problem.by_token(problem.batches, problem.queries, problem.heads, problem.dim)
+        chosen = config or tuned(problem.name("attention_queries"), problem.widest, query.device)
+        chosen = chosen or queries_heuristic(problem.widest, problem.itemsize)
+        blocks = triton.cdiv(problem.most_queries, chosen["queries"])
+        launch(
+            attention_queries_kernel, (blocks * problem.heads * problem.sequences, 1, 1), *inputs, by_query,
+            *of_all, *problem.numbers(blocks), *problem.constants(), chosen["queries"], chosen["keys"],
+            warps=chosen["warps"], stages=chosen["stages"],
+        )  # fmt: skip
+    if for_bias and bias is not None:
+        by_bias = bias_backward(problem, gradient, sums, means, bias)
+    if for_sinks and sinks is not None:
+        by_sinks = sinks_backward(sinks, lse, means)
+    return by_query, by_key, by_value, by_bias, by_sinks
+
+
+def _gradient_strides(problem: Problem, gradient: Tensor) -> tuple[int, ...]:
+    batch, head, token = gradient.stride()[:3]
+    return (0 if problem.packed else batch, head, token)
+
+
+def sinks_backward(sinks: Tensor, lse: Tensor, means: Tensor) -> Tensor:
+    """The gradient of sinks: the weight of each times what its gradient is short of the mean, which is all of it."""
+    logarithms = sinks.to(lse.dtype)[:, None] - lse
+    weights = torch.where(lse == float("-inf"), 0.0, logarithms.exp())
+    return -(weights * means).sum((0, 2)).to(sinks.dtype)

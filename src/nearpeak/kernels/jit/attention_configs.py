@@ -1,0 +1,60 @@
+"""What to launch the kernels of attention with: what serves where nobody measured, and what is worth measuring.
+
+A block of queries and one of keys, warps, and how many blocks are loaded ahead. On Hopper a configuration may be chosen
+only if its results are the same in every run: Triton 3.6 has matrix products of eight warps that are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FULL = 4
+"""Bytes of a float32, whose products take no tensor cores, and whose tiles take twice the memory."""
+
+
+def forward_heuristic(widest: int, itemsize: int, plain: bool) -> dict[str, Any]:
+    """For heads of this size, rounded up to a power of 2; scores that are not plain take registers of their own.
+
+    All of these take less than the 99 KB of shared memory that the GPUs with the least have.
+    """
+    if itemsize == _FULL:
+        return {"queries": 32, "keys": 16, "warps": 4, "stages": 1}
+    if widest <= 64:
+        return {"queries": 128 if plain else 64, "keys": 64, "warps": 4, "stages": 3 if plain else 2}
+    if widest <= 128:
+        return {"queries": 64, "keys": 64 if plain else 32, "warps": 4, "stages": 2}
+    return {"queries": 64, "keys": 32, "warps": 4, "stages": 1}
+
+
+def keys_heuristic(widest: int, itemsize: int) -> dict[str, Any]:
+    """For the gradients of keys and values."""
+    if itemsize == _FULL:
+        return {"queries": 16, "keys": 32, "warps": 4, "stages": 1}
+    if widest <= 64:
+        return {"queries": 64, "keys": 64, "warps": 4, "stages": 2}
+    if widest <= 128:
+        return {"queries": 16, "keys": 64, "warps": 4, "stages": 2}
+    return {"queries": 16, "keys": 64, "warps": 8, "stages": 2}
+
+
+def queries_heuristic(widest: int, itemsize: int) -> dict[str, Any]:
+    """For the gradient of queries."""
+    if itemsize == _FULL:
+        return {"queries": 32, "keys": 16, "warps": 4, "stages": 1}
+    if widest <= 64:
+        return {"queries": 64, "keys": 64, "warps": 4, "stages": 3}
+    if widest <= 128:
+        return {"queries": 64, "keys": 32, "warps": 4, "stages": 3}
+    return {"queries": 64, "keys": 16, "warps": 4, "stages": 1}
+
+
+def candidates(widest: int) -> list[dict[str, Any]]:
+    """Configurations worth measuring, for any of the three kernels and 16 bits."""
+    found = [
+        {"queries": queries, "keys": keys, "warps": warps, "stages": stages}
+        for queries, keys in ((64, 64), (128, 64), (64, 128), (128, 128), (128, 32), (64, 32), (32, 64), (32, 128))
+        for warps in (4, 8)
+        for stages in (2, 3)
+        if (queries + keys) * widest <= 256 * 128 and not (warps == 8 and queries * keys < 64 * 64)
+    ]
+    return found if widest < 256 else [one for one in found if one["stages"] == 2] + [{**found[0], "stages": 1}]
