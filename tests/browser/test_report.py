@@ -154,6 +154,7 @@ def test_a_click_on_a_circle_goes_to_its_row(opened):
 
 def test_circles_with_a_bound_lie_below_the_roof_of_the_memory(opened):
     page = opened(CONTENT)
+    page.wait_for_selector("line.roof.memory", state="attached")
     above = page.evaluate(
         """() => {
             const roof = document.querySelector('line.roof.memory');
