@@ -19,8 +19,9 @@ from nearpeak.kernels.jit.attention_configs import keys_heuristic, queries_heuri
 from nearpeak.kernels.jit.attention_keys import attention_keys_kernel
 from nearpeak.kernels.jit.attention_launch import Problem, addressable
 from nearpeak.kernels.jit.attention_queries import attention_queries_kernel
-from nearpeak.kernels.jit.attention_scores import LOG2_E, tile
+from nearpeak.kernels.jit.attention_scores import tile
 from nearpeak.kernels.jit.launch import launch
+from nearpeak.kernels.jit.rows import LOG2_E
 
 _ROWS = 64
 

@@ -17,8 +17,8 @@ from nearpeak.kernels.jit.attention_configs import forward_heuristic
 from nearpeak.kernels.jit.attention_launch import Problem
 from nearpeak.kernels.jit.attention_scores import (
     LN_2,
-    LOG2_E,
     block_count,
+    block_of_queries,
     block_start,
     diagonal_of,
     factor_of,
@@ -33,7 +33,7 @@ from nearpeak.kernels.jit.attention_scores import (
     write_tile,
 )
 from nearpeak.kernels.jit.launch import launch
-from nearpeak.kernels.jit.rows import LOWEST
+from nearpeak.kernels.jit.rows import LOG2_E, LOWEST
 
 
 @triton.jit
@@ -85,12 +85,7 @@ def attention_forward_kernel(
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The result and the logarithm of the sum of exponentials of one block of queries of one head."""
-    program = tl.program_id(0)
-    block = program % blocks
-    if RIGHT and not LEFT:
-        block = blocks - 1 - block  # the last queries see the most keys, and begin first
-    head = (program // blocks % heads).to(tl.int64)
-    batch = (program // blocks // heads).to(tl.int64)
+    block, head, batch = block_of_queries(blocks, heads, LEFT, RIGHT)
     number = batch * heads + head
     query_begin, query_count = span(query_starts, batch, queries)
     key_begin, key_count = span(key_starts, batch, keys)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from nearpeak.kernels.jit.attention_scores import (
     block_count,
+    block_of_queries,
     block_start,
     diagonal_of,
     factor_of,
@@ -99,12 +100,7 @@ def attention_queries_kernel(
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one block of queries of one head."""
-    program = tl.program_id(0)
-    block = program % blocks
-    if RIGHT and not LEFT:
-        block = blocks - 1 - block  # the last queries see the most keys, and begin first
-    head = (program // blocks % heads).to(tl.int64)
-    batch = (program // blocks // heads).to(tl.int64)
+    block, head, batch = block_of_queries(blocks, heads, LEFT, RIGHT)
     number = batch * heads + head
     query_begin, query_count = span(query_starts, batch, queries)
     key_begin, key_count = span(key_starts, batch, keys)

@@ -9,12 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nearpeak.kernels.jit.rows import LOG2_E
 from nearpeak.kernels.philox import ROUNDS
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 _ROUNDS = tl.constexpr(ROUNDS)
 _LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def block_of_queries(blocks, heads, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """The block of queries, the head and the batch of this program."""
+    program = tl.program_id(0)
+    block = program % blocks
+    if RIGHT and not LEFT:
+        block = blocks - 1 - block  # the last queries see the most keys, and begin first
+    return block, (program // blocks % heads).to(tl.int64), (program // blocks // heads).to(tl.int64)
 
 
 @triton.jit

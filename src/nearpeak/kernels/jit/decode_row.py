@@ -11,9 +11,7 @@ import triton
 import triton.language as tl
 
 from nearpeak.kernels.jit.cross_entropy_row import tanh
-from nearpeak.kernels.jit.rows import LOWEST, multiple
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from nearpeak.kernels.jit.rows import LOG2_E, LOWEST, multiple
 
 
 @triton.jit
