@@ -32,7 +32,8 @@ def train_curves() -> ModuleType:
 @pytest.fixture
 def size(train_curves):
     """Odd numbers where a model may have them: heads of 6, 29 tokens to choose from, sequences of 5."""
-    return replace(train_curves.SIZES["cpu"], width=12, heads=2, layers=1, vocabulary=29, tokens=5, batch=2, lr=1e-2)
+    small = {"width": 12, "heads": 2, "layers": 1, "vocabulary": 29, "tokens": 5, "batch": 2, "lr": 1e-2, "warm_up": 1}
+    return replace(train_curves.SIZES["cpu"], **small)
 
 
 def test_losses_are_those_of_plain_torch(train_curves, size):
@@ -99,8 +100,9 @@ def test_the_verdict_of_a_saved_run_is_that_of_its_curves(train_curves, path):
     assert content["within noise"]
 
 
-def test_the_page_has_the_differences_of_the_saved_run():
-    path = ROOT / "benchmarks" / "results" / "train_curves_cpu.json"
+@pytest.mark.parametrize("machine", ["cpu", "h200"])
+def test_the_page_has_the_differences_of_a_saved_run(machine):
+    path = ROOT / "benchmarks" / "results" / f"train_curves_{machine}.json"
     own, _, *orders = json.loads(path.read_text(encoding="utf-8"))["differences"].values()
     page = " ".join((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").split())
     assert f"differ by {own['largest']:.2g} at most" in page
