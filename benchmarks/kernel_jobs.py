@@ -92,6 +92,22 @@ def work(jobs: Jobs, todo: Iterable[tuple[str, Callable[[], Steps]]], clean: Cal
         clean()
 
 
+def without_failures(ways: Steps, resets: Steps | None = None) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The ways that run at all, and why the others do not: a peer may have a largest size."""
+    running, failed = {}, {}
+    for name, way in ways.items():
+        try:
+            if resets and name in resets:
+                resets[name]()
+            way()
+            running[name] = way
+        except Exception as error:
+            if name == "nearpeak":
+                raise
+            failed[name] = _text(error)
+    return running, failed
+
+
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 

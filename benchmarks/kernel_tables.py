@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kernel_attention_tables import attention_short, attention_table, decoding_table, memory_table
+from markdown_table import table
+
 Row = Mapping[str, Any]
 COPY_BAR, TRANSPOSE_BAR, PRODUCTS_BAR, MEMORY_BAR, LAUNCH_BAR = 0.9, 5.0, 1.25, 2**30, 1.5
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> str:
-    """The first so many columns are texts, and the others numbers."""
-    marks = ["---"] * texts + ["---:"] * (len(head) - texts)
-    lines = [head, marks, *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def microseconds(seconds: float | None) -> str:
@@ -93,7 +89,15 @@ def launches_table(rows: Sequence[Row]) -> str:
     return table(head, body, 1)
 
 
-TABLES = {"losses": losses_table, "copies": copies_table, "launch": launches_table, "rows": rows_table}
+TABLES = {
+    "losses": losses_table,
+    "copies": copies_table,
+    "launch": launches_table,
+    "attention": attention_table,
+    "decoding": decoding_table,
+    "attention_memory": memory_table,
+    "rows": rows_table,
+}
 
 
 def head_line(content: Row) -> str:
@@ -109,8 +113,8 @@ def shown(content: Row, only: Sequence[str] = ()) -> str:
     lines = [f"- {text}" for text in short_of_bars(content)]
     parts.append("Short of a bar:\n" + "\n".join(lines) if lines else "No bar is missed.")
     failed = [f"- {name}: {why}" for name, why in content["failed"].items()]
-    for row in (*content.get("rows", ()), *content.get("copies", ()), *content.get("losses", ())):
-        size = row.get("columns", row.get("vocabulary"))
+    for row in (row for name in TABLES if name != "launch" for row in content.get(name, ())):
+        size = row.get("columns", row.get("vocabulary", row.get("tokens")))
         failed += [
             f"- {row['operation']} {row.get('pass', '')} {size}, {way}: {why}" for way, why in row["failed"].items()
         ]
@@ -151,4 +155,4 @@ def short_of_bars(content: Row) -> list[str]:
     for row in content.get("launch", ()):
         if row["ratio"] > LAUNCH_BAR:
             found.append(f"a call of {row['operation']}: {row['ratio']:.2f} times that of torch")
-    return found
+    return found + attention_short(content)

@@ -4,10 +4,11 @@
     python benchmarks/kernels.py --show benchmarks/results/kernels_h200.json
 
 Sections, all or those of `--only`: "losses" (both passes, with memory), "copies" (float8, transposes, tokens, AdamW),
-"launch" (what a call takes on the host) and "rows" (operations on rows, each pass). First everything is compiled by
-several processes. Then all ways to do the same are timed in turns by one process: device time with cold caches, and on
-rows also the error against float64. "Of copy" is the rate at which a way moves the bytes that the operation must move
-at the least, as a share of the rate of a copy in the same run. Sections of the file that are not measured now stay.
+"launch" (what a call takes on the host), "rows" (operations on rows, each pass), "attention" (each pass), "decoding"
+(with caches of all kinds) and "attention_memory" (very many tokens). First everything is compiled by several processes.
+Then all ways to do the same are timed in turns by one process: device time with cold caches, and mostly the error
+against float64. "Of copy" is the rate at which a way moves the bytes that the operation must move at the least, as a
+share of the rate of a copy in the same run. Sections of the file that are not measured now stay.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import datetime
 import gc
+import importlib
 import importlib.metadata
 import json
 import os
@@ -24,17 +26,20 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernel_jobs import DONE, Jobs, compiled_by, set_caches, set_compiler, work
+from kernel_jobs import DONE, Jobs, compiled_by, set_caches, set_compiler, without_failures, work
 from kernel_tables import TABLES, shown
 
 SECTIONS = tuple(TABLES)
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 COPY_BYTES = 2**30
 COMPILE_SECONDS = 150.0
-COMPILED_WAYS = ("nearpeak", "compile", "liger")
+COMPILED_WAYS = ("nearpeak", "compile", "liger", "portable", "flex")
+OF_THEIR_OWN = ("attention", "decoding", "attention_memory")
+"""Sections whose cases say what has to be compiled, `steps`, and measure themselves, `rows`."""
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -50,12 +55,16 @@ class Setting:
         return self.operations is None or operation in self.operations or operation.split()[0] in self.operations
 
     def cases(self, section: str) -> Iterator[Any]:
-        """The cases of "rows" and "copies", and what makes those of "losses"."""
-        from kernel_cases import row_cases
-        from kernel_copies import copy_cases
-        from kernel_losses import loss_cases
-
-        make: Any = {"rows": row_cases, "copies": copy_cases, "losses": loss_cases}[section]
+        """The cases of a section; of "losses" what makes them."""
+        module, name = {
+            "rows": ("kernel_cases", "row_cases"),
+            "copies": ("kernel_copies", "copy_cases"),
+            "losses": ("kernel_losses", "loss_cases"),
+            "attention": ("kernel_attention", "attention_cases"),
+            "decoding": ("kernel_decoding", "decoding_cases"),
+            "attention_memory": ("kernel_attention_memory", "memory_cases"),
+        }[section]
+        make: Any = getattr(importlib.import_module(module), name)
         given = {section: self.sizes[section]} if section in self.sizes else {}
         return make(*given.values(), device=self.device)  # type: ignore[no-any-return]
 
@@ -122,22 +131,6 @@ PASSES: dict[str, Callable[..., Ways]] = {"forward": forward_ways, "backward": b
 def least_bytes(case: Any, name: str) -> int | None:
     found: int | None = case.forward_bytes if name == "forward" else case.backward_bytes
     return found
-
-
-def without_failures(ways: Ways, resets: Ways | None = None) -> tuple[Ways, dict[str, str]]:
-    """The ways that run at all, and why the others do not: a peer may have a largest size."""
-    running, failed = {}, {}
-    for name, way in ways.items():
-        try:
-            if resets and name in resets:
-                resets[name]()
-            way()
-            running[name] = way
-        except Exception as error:
-            if name == "nearpeak":
-                raise
-            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return running, failed
 
 
 def errors(case: Any, without: Mapping[str, str]) -> dict[str, float]:
@@ -258,6 +251,9 @@ def run_section(section: str, setting: Setting) -> Iterator[tuple[str, Callable[
             name = LOSSES[number]
             if setting.wants(name):
                 yield name, lambda case=case, number=number: measured_loss(case(), setting, number)  # type: ignore[misc]
+        elif section in OF_THEIR_OWN:
+            if setting.wants(case.operation):
+                yield case.name, partial(case.rows, setting, f"{section}-{number}")
         elif setting.wants(case.operation):
             yield (
                 f"{case.operation} {case.rows} x {case.columns}",
@@ -267,12 +263,23 @@ def run_section(section: str, setting: Setting) -> Iterator[tuple[str, Callable[
 
 def rehearsal() -> dict[str, Any]:
     """Sizes at which all that is measured runs in seconds, also in Triton's interpreter: whether it runs at all."""
+    from kernel_attention import AttentionSizes
+    from kernel_attention_memory import MemorySizes
     from kernel_copies import CopySizes
+    from kernel_decoding import DecodingSizes
     from kernel_losses import LossSizes
 
     copies = CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=32, width=8, layers=2, vocabulary=16)
     losses = LossSizes(tokens=6, hidden=16, vocabulary=96)
-    return {"rows": [(4, 256)], "copies": copies, "losses": losses, "launch": {"side": 16}}
+    return {
+        "rows": [(4, 256)],
+        "copies": copies,
+        "losses": losses,
+        "launch": {"side": 16},
+        "attention": AttentionSizes(together=48, tokens=(24,), heads={16: 1}, repeats=2),
+        "decoding": DecodingSizes(sequences=((1, 33), (2, 5)), heads=4, key_heads=2, dim=16),
+        "attention_memory": MemorySizes(dim=16, beside_others=32, alone=64),
+    }
 
 
 def compile_jobs(sections: Sequence[str], setting: Setting) -> Iterator[tuple[str, Callable[[], Ways]]]:
@@ -285,6 +292,9 @@ def compile_jobs(sections: Sequence[str], setting: Setting) -> Iterator[tuple[st
                 if not setting.wants(LOSSES[number]):
                     continue
                 yield f"losses-{number}-both", lambda case=case: _reset_first(case())  # type: ignore[misc]
+            elif section in OF_THEIR_OWN:
+                if setting.wants(case.operation):
+                    yield f"{section}-{number}", case.steps
             elif setting.wants(case.operation):
                 for name, make in PASSES.items():
                     if least_bytes(case, name) is not None:

@@ -77,17 +77,36 @@ class Calls:
             for interleaved in (False, True):
                 yield f"{packed.__name__}, {interleaved}", self.both(packed, (5, 202), interleaved=interleaved)
         yield "dropout_add", self.both(kernels.dropout_add, SHORT, SHORT, p=0.3)
-        for options in ({"causal": True}, {"window": (9, 5), "softcap": 5.0}, {"dropout": 0.3}):
-            shapes = [(1, 4, 37, 36), (1, 2, 70, 36), (1, 2, 70, 20)]
-            yield f"attention {options}", self.both(kernels.attention, *shapes, return_lse=True, **options)
-        yield "attention, bias and sinks", self.biased
-        yield "attention_packed", self.packed
+        yield from self.attentions()
         yield "rotary", self.rotary
-        for page_size in (None, 3):
+        for page_size in (None, 1, 3, 16):
             for dtype in (DTYPE, torch.float8_e4m3fn):
                 yield f"cache {page_size} {dtype}", partial(self.cache, page_size, dtype)
         yield from self.losses()
         yield from self.moves()
+
+    def attentions(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        for options in ({"causal": True}, {"window": (9, 5), "softcap": 5.0}, {"dropout": 0.3}):
+            shapes = [(1, 4, 37, 36), (1, 2, 70, 36), (1, 2, 70, 20)]
+            yield f"attention {options}", self.both(kernels.attention, *shapes, return_lse=True, **options)
+        # sizes for which a GPU may have kernels of its own, and lengths that no block divides
+        for dim in (64, 128, 256):
+            for causal in (False, True):
+                batch = 2 if dim < 256 else 1
+                shapes = [(batch, 2, 197, dim), (batch, 1, 331, dim), (batch, 1, 331, dim)]
+                yield f"attention {dim}, causal {causal}", self.both(kernels.attention, *shapes, causal=causal)
+        yield "attention, bias and sinks", self.biased
+        yield (
+            "attention, nothing seen",
+            self.both(kernels.attention, *[(1, 1, 70, 64), *[(1, 1, 37, 64)] * 2], causal=True),
+        )
+        yield "attention_packed", self.packed
+        yield "scaled_dot_product_attention", self.by_torchs_name
+
+    def by_torchs_name(self) -> None:
+        mask = torch.rand(37, 70, device=self.device) < 0.5
+        tensors = [self.random(1, 2, tokens, 64) for tokens in (37, 70, 70)]
+        backward(kernels.scaled_dot_product_attention(*tensors, attn_mask=mask))
 
     def masked(self) -> None:
         mask = torch.rand(17, 17, device=self.device) < 0.5
@@ -103,6 +122,12 @@ class Calls:
         starts = torch.tensor([0, 5, 5, 37], dtype=torch.int32, device=self.device)
         tensors = [self.random(37, 2, 36) for _ in "qkv"]
         backward(kernels.attention_packed(*tensors, starts, starts, 32, 32, causal=True))
+        # tokens after the last sequence, and sequences of which one has no keys
+        starts = torch.tensor([0, 100, 131, 290], dtype=torch.int32, device=self.device)
+        key_starts = torch.tensor([0, 129, 129, 301], dtype=torch.int32, device=self.device)
+        tensors = [self.random(293, 2, 128), self.random(301, 1, 128), self.random(301, 1, 128)]
+        options = {"window": (60, 3), "sinks": self.random(2), "slopes": torch.rand(2, device=self.device)}
+        backward(kernels.attention_packed(*tensors, starts, key_starts, 159, 172, **options))
 
     def rotary(self) -> None:
         angles = torch.rand(7, 18, device=self.device)

@@ -8,6 +8,8 @@ torch: some see the same batches in other orders, and one begins with weights of
 number, as another rounding would. On a GPU all kernels must run; on a CPU nearpeak runs its references, and the curves
 are to agree but for rounding. Exit code 1 where the difference is more than that between orders.
 
+Attention is nearpeak's too, or with `--attention torch` torch's in both ways.
+
 The learning rate rises over the first steps. Without that the loss leaps on a GPU at some step near the thirtieth,
 in every run by another amount, and the largest difference shows nothing else.
 
@@ -24,7 +26,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +63,12 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """All that a model does beside matrix products, attention and the embedding."""
+    """All that a model does beside matrix products and the embedding."""
 
     rms_norm: Callable[[Tensor, Tensor], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     rotary_pair: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu_packed: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor, Tensor], Tensor]
     optimizer: Callable[[Iterable[Tensor], float], torch.optim.Optimizer]
@@ -86,6 +89,10 @@ def eager_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((one * cos - other * sin, other * cos + one * sin), -1).to(x.dtype)
 
 
+def eager_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 def eager_swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     return functional.silu(gate) * up
@@ -100,6 +107,7 @@ OPERATIONS = {
         rms_norm=eager_rms_norm,
         add_rms_norm=eager_add_rms_norm,
         rotary_pair=lambda q, k, cos, sin: (eager_rotary(q, cos, sin), eager_rotary(k, cos, sin)),
+        attention=eager_attention,
         swiglu_packed=eager_swiglu,
         loss=eager_loss,
         # torch's others round each of their steps to the dtype of the parameters, and differ from it in bfloat16
@@ -109,6 +117,7 @@ OPERATIONS = {
         rms_norm=lambda x, weight: kernels.rms_norm(x, weight, eps=EPS),
         add_rms_norm=lambda x, residual, weight: kernels.add_rms_norm(x, residual, weight, eps=EPS),
         rotary_pair=lambda q, k, cos, sin: kernels.rotary_pair(q, k, cos, sin),
+        attention=lambda q, k, v: kernels.attention(q, k, v, causal=True),
         swiglu_packed=lambda x: kernels.swiglu_packed(x),
         loss=lambda hidden, weight, target: kernels.linear_cross_entropy(hidden, weight, target),
         optimizer=lambda parameters, lr: kernels.AdamW(parameters, lr),
@@ -131,7 +140,7 @@ class Layer(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         q, k = self.operations.rotary_pair(q, k, cos, sin)
         q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-        result = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result = self.operations.attention(q, k, v)
         return self.out(result.transpose(1, 2).flatten(-2))
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -209,7 +218,22 @@ def trained(
         yield loss.item()
 
 
-def curves(size: Size, steps: int, device: str, orders: int) -> dict[str, list[float]]:
+def operations_of(way: str, attention: str = NEARPEAK) -> Operations:
+    """Those of a way; with "torch" for attention, that of both is torch's."""
+    found = OPERATIONS[NEARPEAK if way == NEARPEAK else EAGER]
+    return found if attention == NEARPEAK else replace(found, attention=eager_attention)
+
+
+def why_not_attention(size: Size, device: str) -> str:
+    """Why the kernels of attention do not run at this size; empty where they do, and where references run anyway."""
+    if device == "cpu":
+        return ""
+    shape = (size.batch, size.heads, size.tokens, size.width // size.heads)
+    given = torch.empty(shape, device=device, dtype=getattr(torch, size.dtype))
+    return kernels.supports(kernels.attention, given, given, given, causal=True).reason
+
+
+def curves(size: Size, steps: int, device: str, orders: int, attention: str = NEARPEAK) -> dict[str, list[float]]:
     """The losses of all runs, by name."""
     batches = text(size, steps * size.batch).split(size.batch)
     runs: dict[str, tuple[str, Sequence[Tensor]]] = {name: (name, batches) for name in (EAGER, NEARPEAK, NUDGED)}
@@ -219,7 +243,7 @@ def curves(size: Size, steps: int, device: str, orders: int) -> dict[str, list[f
     found: dict[str, list[float]] = {}
     for name, (way, seen) in runs.items():
         found[name] = []
-        operations = OPERATIONS[NEARPEAK if way == NEARPEAK else EAGER]
+        operations = operations_of(way, attention)
         with kernels.using("require" if way == NEARPEAK and device == "cuda" else "auto"):
             for loss in trained(operations, size, seen, device, nudged=way == NUDGED):
                 found[name].append(round(loss, 8))
@@ -264,7 +288,8 @@ def shown(content: Mapping[str, Any]) -> str:
     lines = [
         f"{content['machine']}, torch {content['torch']}, {content['date']}; nearpeak ran {content['nearpeak ran']}",
         f"{size['layers']} layers of {size['width']}, {size['heads']} heads, vocabulary {size['vocabulary']},"
-        f" {size['batch']} x {size['tokens']} tokens, {size['dtype']}, {content['steps']} steps",
+        f" {size['batch']} x {size['tokens']} tokens, {size['dtype']}, {content['steps']} steps;"
+        f" attention of nearpeak's run: {content.get('attention', 'torch')}",
         "",
         "| run | first loss | last tenth |",
         "| --- | ---: | ---: |",
@@ -285,6 +310,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--device", choices=sorted(SIZES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--orders", type=int, default=3, help="other orders of the batches that eager sees")
+    parser.add_argument("--attention", choices=(NEARPEAK, "torch"), default=NEARPEAK, help="of nearpeak's run")
     parser.add_argument("--json", type=Path, help="write the losses here")
     parser.add_argument("--show", type=Path, help="print what was written, and train nothing")
     arguments = parser.parse_args()
@@ -298,7 +324,12 @@ def main() -> int:
     size = SIZES[device]
     if device == "cpu":
         torch.set_num_threads(1)  # for tensors so small more of them wait for each other
-    runs = curves(size, arguments.steps, device, arguments.orders)
+    attention = arguments.attention
+    reason = why_not_attention(size, device) if attention == NEARPEAK else ""
+    if reason:
+        print(f"attention is torch's in all runs: {reason}", file=sys.stderr)
+        attention = "torch"
+    runs = curves(size, arguments.steps, device, arguments.orders, attention)
     ran = kernels.supports(kernels.rms_norm, torch.ones(1, 8, device=device))
     found = differences(runs)
     content = {
@@ -306,6 +337,7 @@ def main() -> int:
         "machine": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
         "torch": torch.__version__,
         "nearpeak ran": "kernels" if ran else "references",
+        "attention": attention,
         "size": asdict(size),
         "steps": arguments.steps,
         "within noise": is_within_noise(found),

@@ -17,6 +17,7 @@ import torch
 
 from nearpeak.kernels import configs, jit, using
 from nearpeak.render.scene import Polygon
+from nearpeak.render.svg import svg
 
 pytest.importorskip("triton")
 
@@ -76,6 +77,10 @@ def test_nothing_fails(results):
     assert not results["failed"]
     for row in (*results["rows"], *results["copies"], *results["losses"]):
         assert not [way for way in row["failed"] if way != "liger"], row
+    for section in benchmark.OF_THEIR_OWN:
+        assert results[section]
+        for row in results[section]:
+            assert not [way for way in row["failed"] if DEVICE == "cuda" or way not in ("cudnn", "flex")], row
 
 
 def test_every_operation_has_its_ways(results):
@@ -90,6 +95,10 @@ def test_every_operation_has_its_ways(results):
     assert losses["cross_entropy"] >= {"nearpeak", "eager", "compile"}
     assert losses["linear_cross_entropy"] >= {"nearpeak", "eager", "three products"}
     assert [row["operation"] for row in results["launch"]] == ["add", "softmax", "rms_norm", "layer_norm", "swiglu"]
+    cells = [(row["pass"], row["causal"]) for row in results["attention"]]
+    assert cells == [(name, causal) for causal in (False, True) for name in ("forward", "backward")]
+    assert all({"nearpeak", "portable", "flash"} <= set(row["seconds"]) for row in results["attention"])
+    assert all(len(row["seconds"]) == 9 for row in results["decoding"])
 
 
 def test_all_ways_compute_the_same(results):
@@ -97,6 +106,10 @@ def test_all_ways_compute_the_same(results):
     for row in (*results["rows"], *results["copies"]):
         for way, error in row["errors"].items():
             assert error < 0.02, (row["operation"], way)
+    for section in benchmark.OF_THEIR_OWN:
+        for row in results[section]:
+            for way, error in row["errors"].items():
+                assert error < (0.1 if way.startswith("float8") else 0.02), (section, way)
 
 
 def test_liger_is_called_as_it_wants_to_be():
@@ -411,6 +424,11 @@ def test_the_plots_are_those_of_the_results(name):
     assert file.exists() == (content is not None)
     if content is not None:
         assert page.plot(content, name) == file.read_text(encoding="utf-8")
+
+
+def test_the_plots_of_attention_are_those_of_the_results():
+    for file, picture in page.attention_plots(measured_results() or {}).items():
+        assert svg(picture) == (page.IMAGES / f"{file}.svg").read_text(encoding="utf-8")
 
 
 def test_a_page_of_results(results):

@@ -64,6 +64,18 @@ def test_references_agree_to_rounding(train_curves, size):
     assert plain == pytest.approx(eager, abs=1e-5)
 
 
+def test_attention_is_nearpeaks_where_nobody_asks_for_torchs(train_curves, size):
+    plain = train_curves.eager_attention
+    assert train_curves.operations_of("nearpeak").attention is not plain
+    assert train_curves.operations_of("nearpeak", "torch").attention is plain
+    assert train_curves.operations_of("nearpeak", "torch").loss is train_curves.operations_of("nearpeak").loss
+    assert train_curves.operations_of("eager, nudged").attention is plain
+    assert train_curves.why_not_attention(size, DEVICE) == ""
+    if DEVICE == "cuda":
+        wide = replace(size, width=1024)
+        assert "heads of 1 to 256 dimensions" in train_curves.why_not_attention(wide, DEVICE)
+
+
 def test_a_wrong_gradient_is_not_within_noise(train_curves, size):
     """The comparison sees a gradient that is 10 % too large in one operation."""
     wrong = replace(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nearpeak.kernels.operations.softmax import log_softmax, softmax
     from nearpeak.kernels.operations.transpose import transpose_copy
     from nearpeak.kernels.policy import Support, supports, using
+    from nearpeak.kernels.transformers_attention import register_transformers
 
 __all__ = [
     "AdamW",
@@ -72,6 +73,7 @@ __all__ = [
     "log_softmax",
     "permute_tokens",
     "quantise",
+    "register_transformers",
     "rms_norm",
     "rotary",
     "rotary_pair",
@@ -117,6 +119,7 @@ _HOME = {
     "log_softmax": "operations.softmax",
     "permute_tokens": "operations.permutation",
     "quantise": "operations.quantise",
+    "register_transformers": "transformers_attention",
     "rms_norm": "operations.norms",
     "rotary": "operations.rotary",
     "rotary_pair": "operations.rotary",
