@@ -1,0 +1,253 @@
+"""The experts of one MoE layer split two ways: memory, compute and communication time by degree.
+
+Tensor parallel (TP): every GPU has a slice of every expert and sees all tokens; the slices get narrow. Expert parallel
+(EP): every GPU has whole experts and sees the tokens that are routed to them; some GPUs get more than others. Both read
+the same bytes of weights per GPU. They differ in activations (TP does not divide those of the hidden size), in padding
+(TP pads columns), in balance (EP) and in communication: an all-reduce of all tokens, or two all-to-alls of the routed
+ones.
+
+>>> from nearpeak.plan.cluster import Cluster
+>>> layer = MoeLayer(experts=256, active=8, hidden=4096, intermediate=1536)
+>>> tensor, expert = degrees(layer, 8192, Cluster.of("h100-sxm x 64"), at=(8,))
+>>> tensor.weight_bytes == expert.weight_bytes, expert.seconds < tensor.seconds
+(True, True)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nearpeak.errors import UsageError
+from nearpeak.plan.cluster import Cluster
+from nearpeak.plan.collectives import collective_seconds
+from nearpeak.plan.provenance import Provenance, weakest
+from nearpeak.units import DTYPE_BYTES
+
+TILE_ROWS = 64
+"""Rows of one tile of a grouped matrix product: fewer tokens per expert are padded to it."""
+TILE_COLUMNS = 64
+DEGREES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeLayer:
+    """The routed experts of one layer."""
+
+    experts: int
+    active: int
+    """Experts per token."""
+    hidden: int
+    intermediate: int
+    """Of one expert."""
+    gated: bool = True
+    """Three matrices per expert (SwiGLU), else two."""
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "active", "hidden", "intermediate"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name}={value!r} must be a whole number of at least 1. Nearest: {name}=1.")
+        if self.active > self.experts:
+            raise UsageError(f"active={self.active} is above experts={self.experts}. Nearest: active={self.experts}.")
+
+    @property
+    def inward(self) -> int:
+        """Matrices from the hidden to the intermediate size."""
+        return 2 if self.gated else 1
+
+    def hit(self, tokens: int) -> float:
+        """Experts that get a token at all, on average, when all are equally likely."""
+        return self.experts * (1 - (1 - self.active / self.experts) ** tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeDegree:
+    """One way to split, at one degree; all figures are for the busiest GPU."""
+
+    split: Literal["tensor", "expert"]
+    degree: int
+    tokens: int
+    experts_per_gpu: float
+    experts_hit_per_gpu: float
+    tokens_per_expert: float
+    """Of an expert that is hit."""
+    imbalance: float
+    """Tokens of the busiest GPU against the mean."""
+    weight_bytes: float
+    activation_bytes: float
+    flops: float
+    padded_flops: float
+    """With the padding of tiles: what the matrix units really do."""
+    memory_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    communication: str
+    """Which collectives, by which algorithm."""
+    provenance: Provenance
+
+    @property
+    def seconds(self) -> float:
+        """Memory and compute overlap, communication follows."""
+        return max(self.memory_seconds, self.compute_seconds) + self.communication_seconds
+
+    @property
+    def limiter(self) -> Literal["memory", "compute", "communication"]:
+        """The largest of the three."""
+        parts = (self.memory_seconds, self.compute_seconds, self.communication_seconds)
+        names: tuple[Literal["memory", "compute", "communication"], ...] = ("memory", "compute", "communication")
+        return names[parts.index(max(parts))]
+
+
+def degrees(
+    layer: MoeLayer,
+    tokens: int,
+    cluster: Cluster,
+    *,
+    at: Sequence[int] = DEGREES,
+    dtype: str = "bfloat16",
+    skew: float = 1.0,
+) -> tuple[MoeDegree, ...]:
+    """Both ways to split at each degree in turn: tensor, expert, tensor, expert, ...
+
+    `tokens` are those of the whole group. `skew` is how much more the busiest expert-parallel GPU gets for reasons
+    other than chance (1: routing is balanced, as training with a balancing loss is).
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise UsageError(f"tokens={tokens!r} must be a whole number of at least 1. Nearest: tokens=1.")
+    if not (math.isfinite(skew) and skew >= 1):
+        raise UsageError(f"skew={skew!r} must be at least 1. Nearest: skew=1.")
+    found = []
+    for degree in at:
+        _check(layer, degree, cluster)
+        found.append(_tensor(layer, tokens, cluster, degree, dtype))
+        found.append(_expert(layer, tokens, cluster, degree, dtype, skew))
+    return tuple(found)
+
+
+def crossover(found: Sequence[MoeDegree]) -> int | None:
+    """The smallest degree from which on expert parallel is the faster of the two; None where it never is."""
+    pairs = {item.degree: [other for other in found if other.degree == item.degree] for item in found}
+    first = None
+    for degree in sorted(pairs, reverse=True):
+        times = {item.split: item.seconds for item in pairs[degree]}
+        if len(times) < 2 or times["expert"] >= times["tensor"]:
+            break
+        first = degree
+    return first
+
+
+def _tensor(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: str) -> MoeDegree:
+    hit = layer.hit(tokens)
+    routed = tokens * layer.active
+    width = layer.intermediate / degree
+    size = DTYPE_BYTES[dtype]
+    reduce = collective_seconds("all_reduce", tokens * layer.hidden * max(size, 2), degree, cluster)
+    return _degree(
+        layer,
+        cluster,
+        dtype,
+        split="tensor",
+        degree=degree,
+        tokens=tokens,
+        here=routed,
+        width=width,
+        hit=hit,
+        present=layer.experts,
+        imbalance=1.0,
+        communication_seconds=reduce.seconds,
+        communication=f"all-reduce, {reduce.algorithm}",
+        provenance=reduce.provenance,
+    )
+
+
+def _expert(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: str, skew: float) -> MoeDegree:
+    routed = tokens * layer.active / degree
+    # the largest of `degree` Poisson counts lies about sqrt(2 ln(degree)) standard deviations above their mean
+    imbalance = min(float(degree), skew * (1 + math.sqrt(2 * math.log(degree) / routed)))
+    size = DTYPE_BYTES[dtype]
+    # a token goes once to each GPU that has one of its experts, its own among them
+    reached = degree * (1 - (1 - 1 / degree) ** layer.active)
+    rows = tokens / degree * reached * imbalance
+    dispatch = collective_seconds("all_to_all", rows * layer.hidden * size, degree, cluster)
+    combine = collective_seconds("all_to_all", rows * layer.hidden * max(size, 2), degree, cluster)
+    return _degree(
+        layer,
+        cluster,
+        dtype,
+        split="expert",
+        degree=degree,
+        tokens=tokens,
+        here=routed * imbalance,
+        width=float(layer.intermediate),
+        hit=layer.hit(tokens) / degree,
+        present=layer.experts / degree,
+        imbalance=imbalance,
+        communication_seconds=dispatch.seconds + combine.seconds,
+        communication=f"2 all-to-alls, {dispatch.algorithm}",
+        provenance=weakest(dispatch.provenance, combine.provenance),
+    )
+
+
+def _degree(
+    layer: MoeLayer,
+    cluster: Cluster,
+    dtype: str,
+    *,
+    split: Literal["tensor", "expert"],
+    degree: int,
+    tokens: int,
+    here: float,
+    width: float,
+    hit: float,
+    present: float,
+    imbalance: float,
+    communication_seconds: float,
+    communication: str,
+    provenance: Provenance,
+) -> MoeDegree:
+    ceilings = cluster.machine.achievable or cluster.machine.theoretical
+    assert ceilings is not None, "every GPU of the catalogue has ceilings"
+    size = DTYPE_BYTES[dtype]
+    matrices = layer.inward + 1
+    weights = hit * matrices * layer.hidden * width * size
+    # hidden side: gathered in, product out, read to combine; inner side: products out and in, activation out and in
+    activations = here * (3 * layer.hidden + 2 * matrices * width) * max(size, 1)
+    per_expert = here / hit
+    flops = 2.0 * here * matrices * layer.hidden * width
+    rows = max(float(TILE_ROWS), per_expert + TILE_ROWS / 2)  # counts vary: the last tile is half full on average
+    columns = math.ceil(width / TILE_COLUMNS) * TILE_COLUMNS
+    padded = 2.0 * hit * rows * matrices * layer.hidden * columns
+    peak = ceilings.peak(dtype)
+    assumed = Provenance(kind="assumed", text="matrix products at the peak but for the padding of tiles")
+    return MoeDegree(
+        split=split,
+        degree=degree,
+        tokens=tokens,
+        experts_per_gpu=present,
+        experts_hit_per_gpu=hit,
+        tokens_per_expert=per_expert,
+        imbalance=imbalance,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        flops=flops,
+        padded_flops=padded,
+        memory_seconds=(weights + activations) / ceilings.bandwidth,
+        compute_seconds=padded / peak,
+        communication_seconds=communication_seconds,
+        communication=communication,
+        provenance=weakest(provenance, assumed),
+    )
+
+
+def _check(layer: MoeLayer, degree: int, cluster: Cluster) -> None:
+    if isinstance(degree, bool) or not isinstance(degree, int) or not 1 < degree <= cluster.gpus:
+        nearest = min(max(2, int(degree)), cluster.gpus)
+        raise UsageError(f"degree={degree!r} is not between 2 and the {cluster.gpus} GPUs. Nearest: degree={nearest}.")
+    for name, value in (("experts", layer.experts), ("intermediate", layer.intermediate)):
+        if value % degree:
+            legal = [other for other in range(1, value + 1) if value % other == 0]
+            nearest = min(legal, key=lambda other: abs(other - degree))
+            raise UsageError(f"degree={degree} does not divide {name}={value}. Nearest: degree={nearest}.")

@@ -1,0 +1,35 @@
+"""Where a figure of the planner comes from, and which of several is the weakest.
+
+>>> fitted = Provenance(kind="fitted", text="240 rows of h100_sxm, h200_sxm")
+>>> assumed = Provenance(kind="assumed", text="no rows between nodes")
+>>> weakest(fitted, assumed).kind
+'assumed'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["measured", "fitted", "datasheet", "transferred", "assumed"]
+KINDS: tuple[str, ...] = get_args(Kind)
+"""From the strongest to the weakest: measured on this very machine; fitted on published rows of this GPU; from the
+vendor's datasheet; fitted on another GPU, size or scale; assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """One of `KINDS`, and a sentence that says on what."""
+
+    kind: Kind
+    text: str
+
+    @property
+    def rank(self) -> int:
+        """0 for the strongest."""
+        return KINDS.index(self.kind)
+
+
+def weakest(*provenances: Provenance) -> Provenance:
+    """The weakest of them, the first where several are as weak."""
+    return max(provenances, key=lambda item: item.rank)
