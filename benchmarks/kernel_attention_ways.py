@@ -76,20 +76,19 @@ class _Portable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         from nearpeak.kernels.jit import attention_forward
+        from nearpeak.kernels.jit.attention_launch import Problem
 
-        given = arguments(query, key, value, causal=causal)
-        result, lse = attention_forward.forward(*given)
-        ctx.save_for_backward(query, key, value, result, lse)
-        ctx.given = given[3:]
+        ctx.problem = Problem(*arguments(query, key, value, causal=causal))
+        result, lse = attention_forward.forward(ctx.problem)
+        ctx.save_for_backward(result, lse)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         from nearpeak.kernels.jit import attention_backward
 
-        query, key, value, result, lse = ctx.saved_tensors
-        wanted = (True, True, False, False)
+        result, lse = ctx.saved_tensors
         by_query, by_key, by_value, _, _ = attention_backward.backward(
-            gradients[0], None, result, lse, query, key, value, *ctx.given, *wanted
+            ctx.problem, gradients[0], None, result, lse, True, True, False, False
         )
         return by_query, by_key, by_value, None

@@ -18,7 +18,7 @@ from nearpeak.kernels.operations.attention_reference import plain
 pytest.importorskip("triton")
 
 from nearpeak.kernels.jit import attention_backward, attention_configs, attention_forward
-from nearpeak.kernels.jit.attention_launch import addressable
+from nearpeak.kernels.jit.attention_launch import Problem, addressable
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -235,7 +235,9 @@ def test_what_is_dropped_does_not_depend_on_blocks_or_share_between_heads():
         0.0,
     )
     masks = [
-        attention_forward.forward(*args, 0.4, config={"queries": queries, "keys": keys, "warps": 4, "stages": 1})[0]
+        attention_forward.forward(
+            Problem(*args, 0.4), config={"queries": queries, "keys": keys, "warps": 4, "stages": 1}
+        )[0]
         != 0
         for queries, keys in ((16, 64), (64, 16))
     ]
@@ -377,13 +379,14 @@ def test_any_combination(call):
 
 def test_any_configuration_gives_the_same():
     query, key, value = made(heads=1, queries=70, keys=70, dim=16, dtype=FP16)
-    args = (query, key, value, *[None] * 6, 0, 0, -1, 0, True, 0.25, 0.0, 0.0)
-    result, lse = attention_forward.forward(*args)
-    gradients = attention_backward.backward(result, None, result, lse, *args, True, True, False, False)
+    problem = Problem(query, key, value, *[None] * 6, 0, 0, -1, 0, True, 0.25, 0.0, 0.0)
+    result, lse = attention_forward.forward(problem)
+    given = (problem, result, None, result, lse, True, True, False, False)
+    gradients = attention_backward.backward(*given)
     for config in attention_configs.candidates(64)[::9]:
-        again, sums = attention_forward.forward(*args, config=config)
+        again, sums = attention_forward.forward(problem, config=config)
         torch.testing.assert_close((again, sums), (result, lse), atol=2e-3, rtol=2e-3)
-        found = attention_backward.backward(result, None, result, lse, *args, True, True, False, False, config=config)
+        found = attention_backward.backward(*given, config=config)
         torch.testing.assert_close(found, gradients, atol=1e-2, rtol=1e-2)
 
 

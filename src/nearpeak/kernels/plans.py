@@ -59,6 +59,11 @@ def is_watched() -> bool:
     return bool(_modes() > own or _transforms() is not None or _profiled())
 
 
+def is_descriptor(argument: Any) -> bool:
+    """Whether an argument of a kernel describes how to copy tiles of a tensor, and so has its address in it."""
+    return isinstance(getattr(argument, "base", None), Tensor)
+
+
 class Launch(NamedTuple):
     """A kernel to be started."""
 
@@ -212,6 +217,9 @@ class Recording(TorchDispatchMode):
 
     def launched(self, start: Start, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         """A kernel was started."""
+        if any(map(is_descriptor, args)):  # to be made anew for each call
+            self._again = False
+            return
         arguments = list(args)
         pointers = []
         for place, one in enumerate(args):
@@ -224,6 +232,13 @@ class Recording(TorchDispatchMode):
                 if one.numel():  # nothing is nowhere
                     pointers.append((place, source, one.data_ptr() - self._roots[source].data_ptr()))
         self._launches.append(Launch(start=start, grid=grid, arguments=arguments, pointers=pointers))
+
+    def found(self, tensor: Tensor, find: Callable[[], Tensor]) -> None:
+        """A tensor is used that is kept from other calls, and that calls like this one find by `find`."""
+        self._kept.append(tensor)
+        self._sources[id(tensor)] = len(self._roots)
+        self._roots.append(tensor)
+        self._allocations.append(find)
 
     def plan(self, result: Any) -> Plan | None:
         """How to do the same again, which gave this result; None where more was done than can be told from here."""

@@ -26,15 +26,16 @@ from nearpeak.kernels.jit.rows import LOG2_E
 _ROWS = 64
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "blocks"])
+@triton.jit(do_not_specialize=["heads", "queries", "padded", "blocks"])
 def attention_means_kernel(
     gradient, result, lse, lse_gradient, sums, means, gradient_batch_stride, gradient_head_stride, gradient_stride,
-    result_batch_stride, result_head_stride, result_stride, heads, queries, blocks,
+    result_batch_stride, result_head_stride, result_stride, heads, queries, padded, blocks,
     VALUE_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The mean of the gradients by weights, which is the sum of gradient * result, less the gradient of the lse.
 
-    And the logarithm of the sum to the base 2, infinity for a query that sees nothing, so that its weights are 0.
+    And the logarithm of the sum to the base 2, infinity for a query that sees nothing, so that its weights are 0, and
+    for those up to a padded number that do not exist.
     """
     program = tl.program_id(0)
     first = program % blocks * ROWS
@@ -46,43 +47,36 @@ def attention_means_kernel(
     here = tile(result, first, result_stride, queries, ROWS, VALUE_DIM, BLOCK_VALUE_DIM, True)
     mean = tl.sum(above.to(tl.float32) * here.to(tl.float32), 1)
     at = first + tl.arange(0, ROWS)
-    row = number * queries
     if lse_gradient is not None:
-        mean -= tl.load(lse_gradient + row + at, mask=at < queries, other=0.0)
-    tl.store(means + row + at, mean, mask=at < queries)
-    logarithm = tl.load(lse + row + at, mask=at < queries, other=0.0)
+        mean -= tl.load(lse_gradient + number * queries + at, mask=at < queries, other=0.0)
+    tl.store(means + number * padded + at, mean, mask=at < padded)
+    logarithm = tl.load(lse + number * queries + at, mask=at < queries, other=float("-inf"))
     logarithm = tl.where(logarithm == float("-inf"), float("inf"), logarithm * LOG2_E)
-    tl.store(sums + row + at, logarithm, mask=at < queries)
+    tl.store(sums + number * padded + at, logarithm, mask=at < padded)
 
 
-def _statistics(
-    problem: Problem, gradient: Tensor, lse: Tensor, lse_gradient: Tensor | None, result: Tensor
+def statistics(
+    problem: Problem, gradient: Tensor, lse: Tensor, lse_gradient: Tensor | None, result: Tensor, padded: int
 ) -> tuple[Tensor, Tensor]:
-    sums, means = torch.empty_like(lse), torch.empty_like(lse)
-    blocks = triton.cdiv(problem.queries, _ROWS)
+    """Logarithms of sums, to the base 2, and means, of so many queries, each [batch, heads, queries]."""
+    sums, means = (torch.empty((*lse.shape[:2], padded), dtype=torch.float32, device=lse.device) for _ in range(2))
+    blocks = triton.cdiv(padded, _ROWS)
     launch(
         attention_means_kernel, (blocks * problem.heads * problem.batches, 1, 1), gradient, result,
         lse, None if lse_gradient is None else lse_gradient.contiguous(), sums, means, *gradient.stride()[:3],
-        *result.stride()[:3], problem.heads, problem.queries, blocks, problem.value_dim, problem.block_value_dim, _ROWS,
+        *result.stride()[:3], problem.heads, problem.queries, padded, blocks, problem.value_dim,
+        problem.block_value_dim, _ROWS,
     )  # fmt: skip
     return sums, means
 
 
 def backward(
-    gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor,
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, longest_query: int, longest_key: int,
-    left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
-    for_query: bool, for_keys: bool, for_bias: bool, for_sinks: bool,
-    *, config: dict[str, Any] | None = None,
+    problem: Problem, gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor,
+    for_query: bool, for_keys: bool, for_bias: bool, for_sinks: bool, *, config: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, value, bias and sinks; empty tensors for those that nobody wants."""
-    problem = Problem(
-        query, key, value, bias, slopes, seed, query_starts, key_starts, longest_query, longest_key, left, right,
-        bottom_right, scale, softcap, dropout,
-    )  # fmt: skip
     gradient, lse = addressable(gradient), lse.contiguous()
-    sums, means = _statistics(problem, gradient, lse, lse_gradient, addressable(result))
+    sums, means = statistics(problem, gradient, lse, lse_gradient, addressable(result), problem.queries)
     inputs = (problem.query, problem.key, problem.value, gradient, sums, means)
     of_all = (
         problem.bias,
@@ -91,11 +85,12 @@ def backward(
         *problem.strides(),
         *_gradient_strides(problem, gradient),
     )
-    by_query = by_key = by_value = by_bias = by_sinks = query.new_empty(0)
+    device = gradient.device
+    by_query = by_key = by_value = by_bias = by_sinks = gradient.new_empty(0)
     if for_keys:
         by_key = problem.by_token(problem.batches, problem.keys, problem.key_heads, problem.dim)
         by_value = problem.by_token(problem.batches, problem.keys, problem.key_heads, problem.value_dim)
-        chosen = config or tuned(problem.name("attention_keys"), problem.widest, query.device)
+        chosen = config or tuned(problem.name("attention_keys"), problem.widest, device)
         chosen = chosen or keys_heuristic(problem.widest, problem.itemsize)
         blocks = triton.cdiv(problem.most_keys, chosen["keys"])
         launch(
@@ -105,7 +100,7 @@ def backward(
         )  # fmt: skip
     if for_query:
         by_query = problem.by_token(problem.batches, problem.queries, problem.heads, problem.dim)
-        chosen = config or tuned(problem.name("attention_queries"), problem.widest, query.device)
+        chosen = config or tuned(problem.name("attention_queries"), problem.widest, device)
         chosen = chosen or queries_heuristic(problem.widest, problem.itemsize)
         blocks = triton.cdiv(problem.most_queries, chosen["queries"])
         launch(
@@ -113,10 +108,10 @@ def backward(
             *of_all, *problem.numbers(blocks), *problem.constants(), chosen["queries"], chosen["keys"],
             warps=chosen["warps"], stages=chosen["stages"],
         )  # fmt: skip
-    if for_bias and bias is not None:
-        by_bias = bias_backward(problem, gradient, sums, means, bias)
-    if for_sinks and sinks is not None:
-        by_sinks = sinks_backward(sinks, lse, means)
+    if for_bias and problem.given_bias is not None:
+        by_bias = bias_backward(problem, gradient, sums, means, problem.given_bias)
+    if for_sinks and problem.sinks is not None:
+        by_sinks = sinks_backward(problem.sinks, lse, means)
     return by_query, by_key, by_value, by_bias, by_sinks
 
 

@@ -141,30 +141,21 @@ def attention_forward_kernel(
     tl.store(lse + at, logarithm, mask=at < query_count)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, longest_query: int, longest_key: int,
-    left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
-    *, config: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(problem: Problem, *, config: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
     """The result, tokens before heads in memory, and the logarithms of sums of exponentials, in float32."""
-    problem = Problem(
-        query, key, value, bias, slopes, seed, query_starts, key_starts, longest_query, longest_key, left, right,
-        bottom_right, scale, softcap, dropout,
-    )  # fmt: skip
     result = problem.by_token(problem.batches, problem.queries, problem.heads, problem.value_dim)
     lse = problem.by_head(float("-inf"))
     name = problem.name("attention_forward")
     config = (
         config
-        or tuned(name, problem.widest, query.device)
+        or tuned(name, problem.widest, problem.query.device)
         or forward_heuristic(problem.widest, problem.itemsize, problem.is_plain)
     )
     blocks = triton.cdiv(problem.most_queries, config["queries"])
     launch(
         attention_forward_kernel, (blocks * problem.heads * problem.sequences, 1, 1),
         problem.query, problem.key, problem.value, result, lse, problem.bias, problem.slopes,
-        None if sinks is None else sinks.contiguous(), *problem.of_both(), *problem.strides(), *problem.numbers(blocks),
+        problem.sinks, *problem.of_both(), *problem.strides(), *problem.numbers(blocks),
         *problem.constants(), config["queries"], config["keys"],
         warps=config["warps"], stages=config["stages"],
     )  # fmt: skip

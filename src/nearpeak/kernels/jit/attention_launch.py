@@ -24,12 +24,16 @@ def addressable(x: Tensor) -> Tensor:
 
 
 class Problem:
-    """Sizes, strides and options. Tensors are [batch, heads, tokens, dim]; with starts, of one batch."""
+    """Sizes, strides and options, from the arguments of the operator.
+
+    Tensors are [batch, heads, tokens, dim]; with starts, of one batch.
+    """
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None,
-        seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, longest_query: int,
-        longest_key: int, left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
+        sinks: Tensor | None, seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None,
+        longest_query: int, longest_key: int, left: int, right: int, bottom_right: bool, scale: float, softcap: float,
+        dropout: float,
     ) -> None:  # fmt: skip
         self.query, self.key, self.value = addressable(query), addressable(key), addressable(value)
         self.batches, self.heads, self.queries, self.dim = query.shape
@@ -40,8 +44,10 @@ class Problem:
         self.sequences = self.batches if query_starts is None else query_starts.numel() - 1
         self.most_queries = longest_query if self.packed else self.queries
         self.most_keys = longest_key if self.packed else self.keys
+        self.given_bias = bias
         self.bias = None if bias is None else bias.expand(self.batches, self.heads, self.queries, self.keys)
         self.slopes = None if slopes is None else slopes.contiguous()
+        self.sinks = None if sinks is None else sinks.contiguous()
         self.seed = seed
         self.left, self.right, self.bottom_right = left, right, bottom_right
         self.scale, self.softcap, self.dropout = scale, softcap, dropout

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from nearpeak.errors import KernelUnavailable
-from nearpeak.kernels.plans import recording
+from nearpeak.kernels.plans import is_descriptor, recording
 from nearpeak.kernels.policy import INTERPRETED
 
 if INTERPRETED:
@@ -112,6 +112,8 @@ def _decides(argument: Any, constant: bool) -> Any:
         return argument % 16 == 0, -(2**31) <= argument < 2**31
     if type(argument) is float:
         return float  # any value: a learning rate that changes with every step asks for no other variant
+    if is_descriptor(argument):
+        return argument.base.dtype, *argument.block_shape, argument.layout
     return argument
 
 

@@ -89,14 +89,14 @@ def _gradients(ctx: Any, gradient: Tensor | None, lse_gradient: Tensor | None) -
 _backward = Operator(
     f"attention_backward(Tensor gradient, Tensor? lse_gradient, Tensor result, Tensor lse, {_TENSORS}, {_OPTIONS},"
     " bool for_query, bool for_keys, bool for_bias, bool for_sinks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch="attention_backward:backward",
+    launch="attention:backward",
     reference=plain_backward,
     fake=_fake_backward,
     why_not=_refuses_backward,
 )
 attend = Operator(
     f"attention({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
-    launch="attention_forward:forward",
+    launch="attention:forward",
     reference=_operator_reference,
     fake=_fake,
     why_not=refuses,

@@ -1,0 +1,172 @@
+"""What the kernels of attention for Hopper take, and how they are launched.
+
+They are for plain attention, full or causal, of 16 bits and heads of 64 or 128 dimensions: what models mostly run. The
+rest is for the portable kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearpeak.kernels.configs import processors
+from nearpeak.kernels.jit import gluon
+from nearpeak.kernels.jit.attention_backward import statistics
+from nearpeak.kernels.jit.attention_launch import Problem, addressable
+from nearpeak.kernels.jit.launch import launch
+
+_DIMS = (64, 128)
+_KEYS = 128
+"""Keys of a block."""
+_PAIR = 128
+"""Queries of a pair of blocks of the backward pass, and keys of one of its programs."""
+_ROWS = 64
+_SUMS = 2
+"""Sums of each gradient of queries, so that two programs can add to it at a time."""
+_SUM_ROWS = 32
+_ALIGNED_BYTES = 16
+_SOON = 8192
+"""Tokens up to which programs of causal attention go from tile to tile: in longer sequences tiles differ so much that
+the GPU had better give them out one by one."""
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "padded", "blocks", "diagonal"])
+def attention_sums_kernel(
+    sums, by_query, batch_stride, head_stride, stride, scale, heads, queries, padded, blocks, diagonal, size,
+    DIM: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr, PAIR: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of queries, of all sums to which something was added."""
+    program = tl.program_id(0)
+    first = program % (padded // ROWS) * ROWS
+    number = (program // (padded // ROWS)).to(tl.int64)
+    row = first + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, DIM)[None, :]
+    parts = blocks
+    if CAUSAL:
+        parts = tl.minimum((first // PAIR * PAIR + PAIR - 1 + diagonal) // PAIR + 1, blocks)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    at = (number * padded + row) * DIM + column
+    for part in tl.static_range(SUMS):
+        total += tl.load(sums + part * size + at, mask=(row < queries) & (part < parts), other=0.0)
+    batch, head = number // heads, number % heads
+    place = batch * batch_stride + head * head_stride + row.to(tl.int64) * stride + column
+    found = total * tl.cast(scale, tl.float32)
+    tl.store(by_query + place, found.to(by_query.dtype.element_ty), mask=row < queries)
+
+
+def takes(problem: Problem) -> bool:
+    """Whether these kernels are for a problem, on its device."""
+    return (
+        gluon.runs_on(problem.query.device)
+        and problem.query.dtype in (torch.bfloat16, torch.float16)
+        and problem.dim == problem.value_dim
+        and problem.dim in _DIMS
+        and problem.is_plain
+        and not problem.packed
+        and problem.sinks is None
+        and problem.dropout == 0.0
+        and problem.left < 0
+        and problem.right in (-1, 0)
+        and 0 not in (problem.batches, problem.queries, problem.keys)
+        and problem.batches * problem.heads * (problem.queries + _PAIR) * _SUMS < 2**31
+        and all(map(_is_copyable, (problem.query, problem.key, problem.value)))
+    )
+
+
+def _is_copyable(x: Tensor) -> bool:
+    """Whether tiles of [batch, heads, tokens, dim] can be copied by one instruction."""
+    by_stride = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % _ALIGNED_BYTES == 0
+        and all(
+            stride > 0 and stride * x.element_size() % _ALIGNED_BYTES == 0 for size, stride in by_stride if size > 1
+        )
+    )
+
+
+def _described(x: Tensor, rows: int) -> Any:
+    """Tiles of so many tokens of a head."""
+    block = [1, 1, rows, x.shape[-1]]
+    if 1 in x.shape[:-1]:  # the stride of one element says nothing, and must be a multiple of 16 bytes all the same
+        strides = [x.stride(-1) * x.shape[-1] if n == 1 else s for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
+        x = torch.as_strided(x, x.shape, (*strides, 1))
+    return gluon.descriptor(x, block)
+
+
+def _diagonal(problem: Problem) -> int:
+    """Query i is beside key i + diagonal."""
+    return problem.keys - problem.queries if problem.bottom_right else 0
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The result, tokens before heads in memory, and the logarithms of sums of exponentials, in float32."""
+    from nearpeak.kernels.jit.attention_hopper import attention_hopper_kernel
+
+    result = problem.by_token(problem.batches, problem.queries, problem.heads, problem.dim)
+    lse = problem.by_head(float("-inf"))
+    causal = problem.right == 0
+    consumers = 3 if problem.dim == 64 and not causal else 2
+    blocks = triton.cdiv(problem.queries, consumers * _ROWS)
+    heads = problem.batches * problem.heads
+    tiles = blocks * heads
+    persistent = not causal or problem.queries <= _SOON
+    programs = min(processors(problem.query.device), tiles) if persistent else tiles
+    launch(
+        attention_hopper_kernel, (programs, 1, 1), lse, _described(problem.query, _ROWS),
+        _described(problem.key, _KEYS), _described(problem.value, _KEYS), _described(result, _ROWS),
+        problem.scale * math.log2(math.e),
+        problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, 1, _diagonal(problem),
+        _KEYS, problem.dim, consumers, 2 if problem.dim == 128 else 3, causal, causal and persistent,
+        warps=4, registers=168 if consumers == 2 else 128,
+    )  # fmt: skip
+    return result, lse
+
+
+def backward(
+    problem: Problem, gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor, for_query: bool,
+    for_keys: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value, which are made together; empty tensors for what nobody wants."""
+    from nearpeak.kernels.jit.attention_hopper_backward import attention_hopper_backward_kernel
+
+    if not _is_copyable(gradient):
+        gradient = gradient.contiguous()
+    heads = problem.batches * problem.heads
+    pairs, blocks = triton.cdiv(problem.queries, _PAIR), triton.cdiv(problem.keys, _PAIR)
+    padded = pairs * _PAIR
+    logarithms, means = statistics(problem, gradient, lse.contiguous(), lse_gradient, addressable(result), padded)
+    by_key, by_value = (
+        problem.by_token(problem.batches, problem.keys, problem.key_heads, problem.dim) for _ in range(2)
+    )
+    tiles = (_described(x, _ROWS) for x in (problem.query, problem.key, problem.value, gradient))
+    device = gradient.device
+    sums = torch.empty((_SUMS * heads * padded, problem.dim), dtype=torch.float32, device=device)
+    turns = torch.zeros(heads * pairs * _SUMS, dtype=torch.int32, device=device)
+    causal = problem.right == 0
+    diagonal = _diagonal(problem)
+    launch(
+        attention_hopper_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1), by_key, by_value,
+        logarithms, means, turns, *tiles,
+        gluon.descriptor(sums, [_ROWS, problem.dim // 2]), *by_key.stride()[:3], problem.scale,
+        problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal, heads * padded,
+        problem.dim, causal, blocks <= processors(device), _SUMS,
+        warps=4, registers=168,
+    )  # fmt: skip
+    nothing = gradient.new_empty(0)
+    if not for_keys:
+        by_key = by_value = nothing
+    if not for_query:
+        return nothing, by_key, by_value, nothing, nothing
+    by_query = problem.by_token(problem.batches, problem.queries, problem.heads, problem.dim)
+    launch(
+        attention_sums_kernel, (pairs * (_PAIR // _SUM_ROWS) * heads, 1, 1), sums, by_query, *by_query.stride()[:3],
+        problem.scale, problem.heads, problem.queries, padded, blocks, diagonal, heads * padded * problem.dim,
+        problem.dim, causal, _SUMS, _PAIR, _SUM_ROWS,
+    )  # fmt: skip
+    return by_query, by_key, by_value, nothing, nothing
