@@ -94,6 +94,16 @@ def test_a_search_gives_the_plan_of_its_winner():
     assert found.plan.memory.fits
 
 
+def test_a_search_says_what_would_change_its_winner():
+    found = search_plan(model("llama-3-70b"), Cluster.of("h100-sxm x 64"), sequence=8192)
+    by_name = {condition.what: condition for condition in found.conditions}
+    assert by_name["memory x 1.5"].tokens_per_second >= found.plan.time.tokens_per_second
+    assert by_name["network / 2"].tokens_per_second <= by_name["network x 2"].tokens_per_second
+    assert any(condition.changed for condition in found.conditions)
+    inside = search_plan(model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
+    assert not any("network" in condition.what for condition in inside.conditions)
+
+
 def test_a_search_that_finds_nothing_has_no_plan():
     assert search_plan(model("llama-3.1-405b"), Cluster.of("h100-sxm x 8"), sequence=8192).plan is None
 
@@ -101,3 +111,12 @@ def test_a_search_that_finds_nothing_has_no_plan():
 def test_plans_are_plain_data():
     plan = training_plan(job(sharding="zero3"), Cluster.of("h100-sxm x 8"))
     assert json.loads(json.dumps(to_json(plan)))["time"]["tokens"] == 8 * 8192
+
+
+def test_the_public_names_of_the_package():
+    from nearpeak import plan
+
+    assert set(plan.__all__) == set(plan._HOME)
+    assert all(callable(getattr(plan, name)) for name in plan.__all__)
+    with pytest.raises(AttributeError, match=r"'nearpeak\.plan' has no attribute 'pla'"):
+        _ = plan.pla

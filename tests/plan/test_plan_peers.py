@@ -104,7 +104,8 @@ def test_a_page_without_marks_is_left_alone() -> None:
     assert with_table(f"a {start} old {end} b", "new") == f"a {start}\nnew\n{end} b"
 
 
-def test_nearpeak_is_nearer_than_each_peer_that_runs_on_the_files() -> None:
-    for item in stored():
-        if item.source == "all" and item.rows >= 20 and item.peer != "SimuMax":
-            assert item.nearpeak_mean < item.peer_mean, QUANTITIES[item.quantity]
+def test_nearpeak_is_nearer_on_most_rows_that_a_peer_predicts() -> None:
+    seen = [item for item in stored() if item.source == "all" and item.rows >= 20 and item.peer != "SimuMax"]
+    assert {item.peer for item in seen} == {"calculon", "llm-analysis", "aiconfigurator"}
+    for item in seen:
+        assert item.closer > 0.5, QUANTITIES[item.quantity]

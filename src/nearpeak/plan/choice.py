@@ -9,16 +9,35 @@ True
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from nearpeak.plan.answers import TrainingPlan, training_plan
 from nearpeak.plan.cluster import Cluster
 from nearpeak.plan.job import PRECISIONS, Job, Precision, Software
+from nearpeak.plan.layout import Layout
 from nearpeak.plan.models import Model
 from nearpeak.plan.search import Found, search
 
 TOKENS = 2**22
 """Of one training step where no batch is given."""
+
+
+QUICK = 1.0
+"""Seconds of a search that is run again under other conditions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """The winner of the same search if one thing were different."""
+
+    what: str
+    layout: Layout | None
+    """None where nothing fits."""
+    tokens_per_second: float
+    """Of the winner under this condition."""
+    changed: bool
+    """Whether another layout wins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +51,8 @@ class SearchPlan:
     found: Found
     plan: TrainingPlan | None
     """None where nothing fits."""
+    conditions: tuple[Condition, ...] = ()
+    """What would change the winner; none where the search takes long."""
 
 
 def search_plan(
@@ -51,7 +72,48 @@ def search_plan(
     if found.best is not None:
         job = Job(model=model, layout=found.best.layout, sequence=sequence, precision=precision, software=software)
         plan = training_plan(job, cluster, price=price)
-    return SearchPlan(model=model, cluster=cluster, sequence=sequence, global_batch=batch, found=found, plan=plan)
+    conditions: tuple[Condition, ...] = ()
+    if found.best is not None and found.took < QUICK:
+        best = found.best.layout
+
+        def again(what: str, there: Cluster, length: int, sequences: int) -> Condition:
+            other = search(
+                model, there, global_batch=sequences, sequence=length, precision=precision, software=software
+            ).best
+            if other is None:
+                return Condition(what=what, layout=None, tokens_per_second=0.0, changed=True)
+            same = replace(other.layout, global_batch=best.global_batch, recompute=best.recompute) == best
+            return Condition(
+                what=what,
+                layout=other.layout,
+                tokens_per_second=sequences * length / other.seconds,
+                changed=not same or other.layout.recompute != best.recompute,
+            )
+
+        conditions = tuple(again(*one) for one in _others(cluster, sequence, batch))
+    return SearchPlan(
+        model=model,
+        cluster=cluster,
+        sequence=sequence,
+        global_batch=batch,
+        found=found,
+        plan=plan,
+        conditions=conditions,
+    )
+
+
+def _others(cluster: Cluster, sequence: int, batch: int) -> Iterator[tuple[str, Cluster, int, int]]:
+    """Conditions that a layout depends on, each with the cluster, the sequence and the batch."""
+    machine = cluster.machine
+    if machine.memory_bytes is not None:
+        larger = replace(machine, memory_bytes=int(1.5 * machine.memory_bytes))
+        yield "memory x 1.5", replace(cluster, machine=larger), sequence, batch
+    if cluster.domains > 1:
+        for factor, words in ((2.0, "x 2"), (0.5, "/ 2")):
+            network = factor * cluster.network_bandwidth
+            yield f"network {words}", replace(cluster, network_bandwidth=network), sequence, batch
+    yield "sequence x 4", cluster, 4 * sequence, max(1, batch // 4)
+    yield "batch / 4", cluster, sequence, max(1, batch // 4)
 
 
 def usual_batch(gpus: int, sequence: int) -> int:
