@@ -23,9 +23,11 @@ import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from nearpeak.kernels import jit
+from nearpeak.kernels.jit.gluon import runs_on
 
 TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = max((Path(nvidia.__file__).parent / "bin").glob("ptxas*"))  # the newest understands what all versions write
@@ -37,7 +39,8 @@ def compiled(kernel, args, warps, stages, registers=None):
     bound, specialisation, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args)
     settings = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
     _, signature, constants, attributes = kernel._pack_args(backend, dict(settings), bound, specialisation, options)
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options=settings)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(source(kernel, signature, constants, attributes), target=TARGET, options=settings)
 
 
 def described(kernel, args, warps, stages, registers=None):
@@ -73,6 +76,8 @@ def main():
         results.append({"name": current, **described(kernel, args, warps, stages, registers)})
 
     for found in pkgutil.iter_modules(jit.__path__):
+        if found.name.startswith("parts_") and not runs_on(torch.device("cpu")):
+            continue
         if found.name not in ("launch", "interpreter"):
             module = importlib.import_module(f"nearpeak.kernels.jit.{found.name}")
             if hasattr(module, "launch"):

@@ -4,6 +4,7 @@
 - split: for rows that do not fit. A program goes over its part of a row twice, the second time from its end to its
   start, as the end was read last and is most likely still in the L2 cache. A row has so many parts that the rows at
   work fit into that cache together; their programs tell each other what they found before they write.
+- parts: the same on Hopper, from shared memory: every byte is moved once. See `parts`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
+from nearpeak.kernels.jit.gluon import runs_on
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
 from nearpeak.kernels.jit.meeting import (
     ALL,
@@ -30,6 +32,7 @@ from nearpeak.kernels.jit.meeting import (
     turn,
 )
 from nearpeak.kernels.jit.norms_configs import table_key
+from nearpeak.kernels.jit.parts import forward_candidates
 from nearpeak.kernels.jit.row_starts import row_start, rows_of
 from nearpeak.kernels.jit.rows import read_again
 
@@ -284,6 +287,14 @@ def _forward(
     sizes = (rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], eps, offset)
     key = table_key("norm_forward", centred, residual is not None)
     config = config or as_measured(tuned(key, size, x.device), rows) or heuristic(size)
+    if config["variant"] == "parts":
+        if runs_on(x.device):
+            from nearpeak.kernels.jit import parts_norms
+
+            written = (result, total, statistics)
+            if parts_norms.forward(found, weight, bias, *written, rows, columns, eps, offset, centred, config):
+                return written
+        config = heuristic(size)
     if config["variant"] == "tile":
         grid = (triton.cdiv(rows, config["rows"]), 1, 1)
         block = next_power_of_2(columns)
@@ -329,5 +340,5 @@ def candidates(size: int) -> list[dict[str, Any]]:
                     config = {"variant": "tile", "rows": rows, "warps": warps}
                     found += [config] if config not in found else []
     if block > LONGEST_TILE // 2:
-        found += split_candidates(size)
+        found += split_candidates(size) + forward_candidates(size, weights=True)
     return found

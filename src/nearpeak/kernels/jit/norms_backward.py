@@ -5,6 +5,7 @@ the same in every run.
 
 - tile: a fixed number of programs, each with whole rows in registers, goes over all rows. Every byte is moved once.
 - shared: for rows that do not fit, in `norms_shared`. A row has several programs, which read it twice.
+- parts: the same on Hopper, from shared memory: every byte is moved once. See `parts`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels.configs import processors, tuned
+from nearpeak.kernels.jit.gluon import runs_on
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
 from nearpeak.kernels.jit.norms_configs import heuristic, registers, table_key
 from nearpeak.kernels.jit.norms_gradient import (
@@ -158,10 +160,19 @@ def norm_backward(
     added = sum_gradient is not None
     config = config or tuned(table_key("norm_backward", centred, added), size, x.device)
     config = config or heuristic(size, centred=centred, added=added)
-    run = _tile if config["variant"] == "tile" else shared
     tensors = (statistics, weight, dx if wants[0] else None, dresidual if wants[1] else None)
     rows, at_hand = gradient.numel() // columns, processors(x.device)
-    partials, parts = run(found, tensors, rows, columns, offset or None, centred, wants, at_hand, config)
+    left = None
+    if config["variant"] == "parts":
+        if runs_on(x.device):
+            from nearpeak.kernels.jit import parts_norms_backward
+
+            left = parts_norms_backward.backward(found, *tensors, rows, columns, offset or None, centred, wants, config)
+        config = heuristic(size, centred=centred, added=added)
+    if left is None:
+        run = _tile if config["variant"] == "tile" else shared
+        left = run(found, tensors, rows, columns, offset or None, centred, wants, at_hand, config)
+    partials, parts = left
     if wants[2] or wants[3]:
         # all is read at once: programs are few, and have little to do
         height = min(next_power_of_2(parts), 1024)

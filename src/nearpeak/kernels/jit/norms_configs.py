@@ -9,6 +9,7 @@ from typing import Any
 
 from nearpeak.kernels.jit.launch import next_power_of_2
 from nearpeak.kernels.jit.meeting import MOST_PARTS
+from nearpeak.kernels.jit.parts import backward_candidates
 
 LONGEST_TILE = 16384
 MOST_ROWS = 128
@@ -68,7 +69,7 @@ def candidates(size: int, *, centred: bool = False, added: bool = False) -> list
         for hints in ((True, False) if ahead and batch > 1 and stages == 1 else (width < block,))
         if _fits(width, width, warps, programs, stages, centred, added)
     ]  # fmt: skip
-    return found
+    return found + backward_candidates(size, sums=True)
 
 
 def _shapes(block: int, centred: bool) -> list[tuple[int, int, int]]:

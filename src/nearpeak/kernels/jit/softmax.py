@@ -3,6 +3,7 @@
 A row that fits is held in registers (`tile`). Of a longer one a program reads its part twice (`split`), the second time
 backwards, as what was read last is nearest. A row has several parts where there are few rows, or where those at work
 would not fit into the cache: their programs tell each other the maximum and the sum of their parts before they write.
+On Hopper they may have these in shared memory instead, where nothing is read twice (`parts`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from nearpeak.kernels.jit.launch import launch
 from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, split, turn
 from nearpeak.kernels.jit.rows import LOWEST, as_rows, common_width, exponential, read_again
-from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, heuristic
 from nearpeak.kernels.jit.softmax_masks import BOOLEAN, NONE, locate, masked_by
 
 
@@ -221,6 +222,13 @@ def _forward(
     warps = config["warps"]
     plain = kind == NONE and not causal and scale == 1.0
     sizes = (rows, columns, queries, stride, *place)
+    if config["variant"] == "parts":  # `chosen` knows that it can run
+        from nearpeak.kernels.jit import parts_softmax
+
+        if kind == NONE and not causal and parts_softmax.forward(flat, result, scale, config, log=log):
+            return result
+        config = chosen("softmax", rows, columns, x, masked=kind != NONE, config=heuristic(columns))
+        warps = config["warps"]
     if config["variant"] == "tile":
         height, block = config["rows"], triton.next_power_of_2(columns)
         launch(

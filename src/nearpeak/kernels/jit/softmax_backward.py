@@ -14,7 +14,7 @@ from nearpeak.kernels.jit.launch import launch
 from nearpeak.kernels.jit.meeting import ALL, FIRST, LAST, PHASES, counters, meet, split, turn
 from nearpeak.kernels.jit.rows import as_rows, common_width, exponential, read_again
 from nearpeak.kernels.jit.softmax import seen
-from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of
+from nearpeak.kernels.jit.softmax_configs import chosen, chunk_of, heuristic
 
 
 @triton.jit
@@ -181,6 +181,14 @@ def _backward(
     config = chosen("softmax_backward", rows, columns, widest, masked=False, config=config)
     warps = config["warps"]
     sizes = (rows, columns, y.shape[-2] if causal else 1, *strides)
+    if config["variant"] == "parts":  # `chosen` knows that it can run
+        from nearpeak.kernels.jit import parts_softmax
+
+        if not causal and parts_softmax.backward(upstream, values, result, scale, config, log=log):
+            return result
+        guess = heuristic(columns, backward=True)
+        config = chosen("softmax_backward", rows, columns, widest, masked=False, config=guess)
+        warps = config["warps"]
     if config["variant"] == "tile":
         height = config["rows"]
         launch(

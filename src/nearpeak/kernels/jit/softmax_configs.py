@@ -7,6 +7,8 @@
     loads 16 bytes by each thread in so many steps at once. With more than one stage, the next are loaded to shared
     memory meanwhile. With hints, the cache is asked to keep what was read first until it is read again. What is loaded
     first may be kept in registers instead.
+{"variant": "parts", "width": 32768, "warps": 16, "ring": 3, "programs": 1, "where": "global", "kept": False}
+    Parts of rows in shared memory, on Hopper: see `parts`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from nearpeak.kernels.configs import tuned
+from nearpeak.kernels.jit.gluon import runs_on
 from nearpeak.kernels.jit.launch import next_power_of_2
 from nearpeak.kernels.jit.meeting import as_measured, split_candidates
+from nearpeak.kernels.jit.parts import backward_candidates, forward_candidates
 
 Config = dict[str, Any]
 _THREAD = 16
@@ -29,6 +33,8 @@ def chosen(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, con
     """The configuration given, measured or guessed, in that order, made to fit these rows."""
     backward = kernel.endswith("backward")
     config = config or as_measured(tuned(kernel, columns, x.device), rows) or heuristic(columns, backward=backward)
+    if config["variant"] == "parts" and not runs_on(x.device):
+        return heuristic(columns, backward=backward)
     if config["variant"] != "tile":
         return config if columns > 1 else heuristic(columns, backward=backward)
     narrow = x.element_size() == 2
@@ -73,6 +79,7 @@ def candidates(columns: int, *, backward: bool = False) -> list[Config]:
                         found.append({"variant": "tile", "rows": rows, "warps": warps, "packed": packed})
     if columns >= 16384:
         found += split_candidates(columns)
+        found += backward_candidates(columns) if backward else forward_candidates(columns, weights=False)
     return found
 
 

@@ -1,0 +1,191 @@
+"""How long rows are shared on Hopper: parts of rows in shared memory, whose programs meet one row late.
+
+A row that does not fit into the registers of a program would be read twice, or its programs would wait for each other
+before each row is written. Here a program keeps its part of several rows in shared memory, as a ring: some rows are on
+their way, of the next it finds the sums and tells the others, and of the one before, whose sums are known since long,
+it writes the result. So loads are always in flight, every byte is moved once, and hardly ever does a program wait.
+
+There are as many programs as run at a time. Those of one group have the parts of a row, and go through rows together.
+Which group and part a program has is a ticket that it draws as it begins: at most one group of a launch is not
+complete, and those of complete groups wait for each other alone, end, and make room. What a program adds up depends on
+its ticket and not on where it runs, so that results are the same in every run.
+
+The kernels are in Gluon, in the modules `parts_*`, and are imported where they are launched: `plan` is None for GPUs,
+versions of Triton and tensors that they are not for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nearpeak.kernels.configs import processors
+from nearpeak.kernels.jit.gluon import runs_on
+from nearpeak.kernels.jit.launch import next_power_of_2
+from nearpeak.kernels.jit.meeting import MOST_PARTS
+
+FULL, ENDED, SHIFTED = range(3)
+"""Rows that fill all parts; that end within one, at 16 bytes; that are dense, but begin and end anywhere."""
+WHERE = ("global", "shared", "registers")
+"""Where a part of the weight and the bias stays between two rows; in global memory, that is in a cache."""
+SLOTS = 4
+"""Of rows whose sums are told at a time: nobody tells of a row before all have read of the one four before it."""
+SHORTEST = 16384
+"""Rows of so many times 16 bits, for which these kernels are worth a try."""
+_SHARED_BYTES = 228 * 2**10
+"""Of a multiprocessor, of which each program takes `_RESERVED_BYTES` more than it asks for."""
+_RESERVED_BYTES = 1024
+_SCRATCH_BYTES = 512
+"""For sums over the threads of a program."""
+_FEWEST_TURNS = 3
+"""Rows of each group, so that the ring is worth filling."""
+_WORDS_BEFORE = 16
+"""The first counts tickets, on a cache line of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How rows are shared."""
+
+    mode: int
+    vector: int
+    """Elements of 16 bytes."""
+    part: int
+    """Columns of a part."""
+    chunks: int
+    chunk: int
+    """A part has so many chunks, of so many columns; not all of the last may be its own."""
+    parts: int
+    groups: int
+    ring: int
+    """Rows in shared memory."""
+    where: int
+    warps: int
+    registers: int | None
+
+    @property
+    def form(self) -> tuple[int, int, int, int]:
+        """The last constants of each kernel."""
+        return self.mode, self.vector, self.chunks, self.chunk
+
+    @property
+    def padded(self) -> int:
+        return next_power_of_2(self.parts)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.parts * self.groups, 1, 1
+
+    def words(self, unused: Tensor) -> Tensor:
+        """What programs tell each other by, all 0; a row of one part has nobody to tell, and takes any tensor."""
+        if self.parts == 1:
+            return unused
+        size = _WORDS_BEFORE + self.groups * SLOTS * 2 * self.padded
+        return torch.zeros(size, dtype=torch.int64, device=unused.device)
+
+
+def plan(
+    rows: int,
+    columns: int,
+    config: dict[str, Any],
+    copied: Sequence[tuple[Tensor, int]],
+    written: Sequence[Tensor],
+    held: Sequence[Tensor] = (),
+    *,
+    shifts: bool = True,
+) -> Plan | None:
+    """How to share rows; None where these kernels are not for such rows, or cannot run.
+
+    `copied` are the tensors that go through shared memory, with their strides, `written` new ones, dense, and `held`
+    the weight and the bias. SHIFTED rows are for those that have no sums over rows.
+    """
+    tensors = [*(one for one, _ in copied), *written]
+    if not runs_on(tensors[0].device):
+        return None
+    sizes = [one.element_size() for one in tensors]
+    vector = 16 // min(sizes)
+    aligned = all(_address(one) % 16 == 0 for one in tensors)
+    even = columns % vector == 0 and all(stride % vector == 0 for _, stride in copied)
+    # the last row is read to the end of its last 16 bytes, which must not be after that of the tensor
+    dense = len(set(sizes)) == 1 and all(stride == columns for _, stride in copied) and rows * columns % vector == 0
+    if not aligned or not (even or (dense and shifts)):
+        return None
+    # what a shift moves to the end
+    width = columns if even else columns + vector - 1
+    warps, programs, ring = config["warps"], config["programs"], config["ring"]
+    chunk = 32 * warps * vector
+    by_column = sum(one.element_size() for one, _ in copied)
+    most = max(config["width"] * 2 // by_column // chunk, 1) * chunk
+    # all as wide, as memory is what takes time; and none ends before its last chunk, so that others need no masks
+    for parts in range(triton.cdiv(width, most), MOST_PARTS + 1):
+        part = triton.cdiv(width, parts * vector) * vector
+        chunks = triton.cdiv(part, chunk)
+        if columns - (parts - 1) * part >= (chunks - 1) * chunk:
+            break
+    else:
+        return None
+    at_hand = processors(tensors[0].device)
+    groups = programs * at_hand // parts
+    room = _SHARED_BYTES // programs - _RESERVED_BYTES - _SCRATCH_BYTES - chunks * chunk * by_column * ring
+    where = WHERE.index(config["where"]) if even and all(_address(one) % 16 == 0 for one in held) else 0
+    if WHERE[where] == "shared" and chunks * chunk * sum(one.element_size() for one in held) > room:
+        where = 0
+    if parts > at_hand or room < 0 or rows < _FEWEST_TURNS * groups:
+        return None
+    return Plan(
+        mode=SHIFTED if not even else FULL if columns == parts * chunks * chunk else ENDED,
+        vector=vector,
+        part=part,
+        chunks=chunks,
+        chunk=chunk,
+        parts=parts,
+        groups=groups,
+        ring=ring,
+        where=where,
+        warps=warps,
+        registers=65536 // (32 * warps * programs) // 8 * 8 if programs > 1 else None,
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def forward_candidates(size: int, *, weights: bool) -> list[dict[str, Any]]:
+    """Configurations worth measuring for rows of so many times 16 bits, with a weight or without."""
+    if not _offered() or size < SHORTEST:
+        return []
+    found = [_config(32768, 16), _config(32768, 8), _config(32768, 32), _config(16384, 8, programs=2)]
+    if weights:
+        return [*found, _config(16384, 16, ring=4, where="shared")]
+    return [*found, _config(32768, 16, kept=True)]
+
+
+def backward_candidates(size: int, *, sums: bool = False) -> list[dict[str, Any]]:
+    """The same for gradients, with sums over rows or without."""
+    if not _offered() or size < SHORTEST:
+        return []
+    found = [_config(32768, 16), _config(16384, 8, programs=2)]
+    if sums:
+        return found + [one | {"where": "shared"} for one in found]
+    return [*found, _config(32768, 8), _config(32768, 32)]
+
+
+def _config(
+    width: int, warps: int, *, ring: int = 3, programs: int = 1, where: str = "global", kept: bool = False
+) -> dict[str, Any]:
+    """Of all tensors, a program copies parts of a row of at most `width` times 16 bits; `programs` are by processor."""
+    return {
+        "variant": "parts", "width": width, "warps": warps, "ring": ring, "programs": programs, "where": where,
+        "kept": kept,
+    }  # fmt: skip
+
+
+def _offered() -> bool:
+    """Whether a tuner is to try them."""
+    return torch.cuda.is_available() and runs_on(torch.device("cuda", torch.cuda.current_device()))

@@ -1,0 +1,255 @@
+"""What kernels over parts of rows share, in Gluon: shared memory, what programs tell each other, and results.
+
+FORM is (mode, vector, chunks, chunk, layout): see `parts`. A part is at hand in chunks, of as many 16 bytes as the
+program has threads. All reads have the layout of the copies, so that a thread reads only what it copied itself.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from nearpeak.kernels.jit import parts
+
+FULL, ENDED, SHIFTED = gl.constexpr(parts.FULL), gl.constexpr(parts.ENDED), gl.constexpr(parts.SHIFTED)
+GLOBAL = gl.constexpr(parts.WHERE.index("global"))
+SHARED = gl.constexpr(parts.WHERE.index("shared"))
+REGISTERS = gl.constexpr(parts.WHERE.index("registers"))
+SLOTS = gl.constexpr(parts.SLOTS)
+WORDS_BEFORE = gl.constexpr(parts._WORDS_BEFORE)
+
+
+@gluon.jit
+def as_float32(values):
+    """The same numbers; of two of bfloat16 in a register the second is one instruction from this, and not two."""
+    if values.dtype == gl.bfloat16:
+        return (values.to(gl.uint16, bitcast=True).to(gl.uint32) << 16).to(gl.float32, bitcast=True)
+    return values.to(gl.float32)
+
+
+@gluon.jit
+def room(dtype: gl.constexpr, RING: gl.constexpr, FORM: gl.constexpr):
+    """Shared memory for parts of so many rows.
+
+    Each chunk has an allocation of its own: between two copies to the same, the compiler would have all threads meet.
+    """
+    found = ()
+    for _ in gl.static_range(FORM[2]):
+        found += (gl.allocate_shared_memory(dtype, [RING, FORM[3]], gl.SwizzledSharedLayout(1, 1, 1, [0])),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def bounds(own, part, FORM: gl.constexpr):
+    """From where to where a part goes, in columns; the last may go further than the row."""
+    VECTOR: gl.constexpr = FORM[1]
+    if FORM[0] == FULL:
+        begin = own * (FORM[2] * FORM[3])
+        return begin, begin + FORM[2] * FORM[3]
+    begin = own * (part // VECTOR * VECTOR)
+    return begin, begin + part // VECTOR * VECTOR
+
+
+@gluon.jit
+def place(row, columns, stride, FORM: gl.constexpr):
+    """Where a row starts in what is read and in what is written, and by how much that is too early.
+
+    A SHIFTED row is read from the 16 bytes on in which it starts; all tensors are dense and start alike.
+    """
+    row = row.to(gl.int64)
+    VECTOR: gl.constexpr = FORM[1]
+    if FORM[0] == SHIFTED:
+        start = row * columns
+        even = start // VECTOR * VECTOR
+        return even, even, (start - even).to(gl.int32)
+    return row * (stride // VECTOR * VECTOR), row * (columns // VECTOR * VECTOR), 0
+
+
+@gluon.constexpr_function
+def is_edge(c, FORM):
+    """Whether some columns of this chunk may not belong to the row, or not to the part."""
+    return (FORM[0] != parts.FULL and c == FORM[2] - 1) or (FORM[0] == parts.SHIFTED and c == 0)
+
+
+@gluon.jit
+def copy_part(pointer, ring, slot, begin, stop, FORM: gl.constexpr):
+    """Starts to copy a part of a row; what is after its end is 0."""
+    VECTOR: gl.constexpr = FORM[1]
+    lane = gl.arange(0, FORM[3], layout=FORM[4])
+    for c in gl.static_range(FORM[2]):
+        first = begin + c * FORM[3]
+        source = pointer + first + lane
+        if is_edge(c, FORM):
+            within = lane // VECTOR * VECTOR < stop - first
+            async_copy.async_copy_global_to_shared(ring[c].index(slot), source, mask=within)
+        else:
+            async_copy.async_copy_global_to_shared(ring[c].index(slot), source)
+
+
+@gluon.jit
+def copy_row(tensor, ring, row, turn, begin, end, columns, stride, RING: gl.constexpr, FORM: gl.constexpr):
+    """Starts to copy the part of a row that the program takes in this turn."""
+    start, _written, shift = place(row, columns, stride, FORM)
+    copy_part(tensor + start, ring, turn % RING, begin, gl.minimum(end, shift + columns), FORM)
+
+
+@gluon.jit
+def load_float32(memory, FORM: gl.constexpr):
+    """A chunk from shared memory in float32; of bfloat16 two numbers come as one, and cost an instruction each."""
+    if memory.dtype == gl.bfloat16:
+        HALF: gl.constexpr = gl.BlockedLayout([FORM[1] // 2], [32], [gl.num_warps()], [0])
+        pairs = memory._reinterpret(gl.uint32, [FORM[3] // 2], gl.SwizzledSharedLayout(1, 1, 1, [0])).load(HALF)
+        low = (pairs << 16).to(gl.float32, bitcast=True)
+        high = (pairs & 0xFFFF0000).to(gl.float32, bitcast=True)
+        return gl.convert_layout(gl.reshape(gl.join(low, high), [FORM[3]]), FORM[4], assert_trivial=True)
+    return memory.load(FORM[4]).to(gl.float32)
+
+
+@gluon.jit
+def chunk_of(ring, slot, c: gl.constexpr, FORM: gl.constexpr):
+    return load_float32(ring[c].index(slot), FORM)
+
+
+@gluon.jit
+def another(slot, stop):
+    """The same slot, which the compiler takes for another: otherwise it keeps all that it reads of it in registers.
+
+    `stop` is never negative, which the compiler cannot know.
+    """
+    return slot + gl.where(stop < 0, 1, 0)
+
+
+@gluon.jit
+def inside(c: gl.constexpr, begin, shift, stop, FORM: gl.constexpr):
+    """Which columns of a chunk at the edge belong to the part of a row from `shift` to `stop`."""
+    VECTOR: gl.constexpr = FORM[1]
+    first = begin + c * FORM[3]
+    lane = gl.arange(0, FORM[3], layout=FORM[4])
+    if FORM[0] == SHIFTED:
+        return (lane < stop - first) & (lane >= shift - first)
+    return lane // VECTOR * VECTOR < stop - first
+
+
+@gluon.jit
+def cleaned(values, other: gl.constexpr, c: gl.constexpr, begin, shift, stop, FORM: gl.constexpr):
+    """A chunk with another number in the place of what does not belong to the row."""
+    if is_edge(c, FORM):
+        values = gl.where(inside(c, begin, shift, stop, FORM), values, other)
+    return values
+
+
+@gluon.jit
+def folded(values, FORM: gl.constexpr):
+    """Sums over what a thread has of a chunk, side by side: one register, and not one for each element of a load."""
+    by_thread: gl.constexpr = gl.BlockedLayout([1, FORM[1]], [32, 1], [gl.num_warps(), 1], [1, 0])
+    values = gl.reshape(values, [FORM[3] // FORM[1], FORM[1]])
+    return gl.sum(gl.convert_layout(values, by_thread, assert_trivial=True), 1)
+
+
+@gluon.jit
+def unfolded(sums, FORM: gl.constexpr):
+    """The number of a thread for each of its elements of a chunk."""
+    by_thread: gl.constexpr = gl.BlockedLayout([1, FORM[1]], [32, 1], [gl.num_warps(), 1], [1, 0])
+    wide = sums[:, None] + gl.zeros([FORM[3] // FORM[1], FORM[1]], gl.float32, by_thread)
+    return gl.convert_layout(gl.reshape(wide, [FORM[3]]), FORM[4], assert_trivial=True)
+
+
+@gluon.jit
+def write(pointer, values, c: gl.constexpr, begin, shift, stop, FORM: gl.constexpr):
+    """Stores a chunk, 16 bytes at once but for those in which a SHIFTED row begins and ends."""
+    VECTOR: gl.constexpr = FORM[1]
+    values = values.to(pointer.dtype.element_ty)
+    first = begin + c * FORM[3]
+    lane = gl.arange(0, FORM[3], layout=FORM[4])
+    there = pointer + first + lane
+    if is_edge(c, FORM):
+        vector = lane // VECTOR * VECTOR
+        if FORM[0] == SHIFTED:
+            whole = (vector + VECTOR <= stop - first) & (vector >= shift - first)
+            gl.store(there, values, mask=whole)
+            gl.store(there, values, mask=inside(c, begin, shift, stop, FORM) & (whole == 0))
+        else:
+            gl.store(there, values, mask=vector < stop - first)
+    else:
+        gl.store(there, values)
+
+
+@gluon.jit
+def hold(pointer, begin, stop, FORM: gl.constexpr):
+    """A part of the weight or the bias in shared memory."""
+    held = room(pointer.dtype.element_ty, 1, FORM)
+    copy_part(pointer, held, 0, begin, stop, FORM)
+    return held
+
+
+@gluon.jit
+def read_parameter(pointer, held, c: gl.constexpr, begin, shift, stop, WHERE: gl.constexpr, FORM: gl.constexpr):
+    """A chunk of the weight or the bias."""
+    if WHERE == SHARED:
+        return held[c].index(0).load(FORM[4])
+    source = pointer + (begin + c * FORM[3] - shift) + gl.arange(0, FORM[3], layout=FORM[4])
+    if is_edge(c, FORM):
+        return gl.load(source, mask=inside(c, begin, shift, stop, FORM), other=0.0)
+    return gl.load(source)
+
+
+@gluon.jit
+def read_parameters(
+    before, pointer, held, begin, FROM: gl.constexpr, TO: gl.constexpr, shift, stop,
+    WHERE: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
+    """Some chunks of the weight or the bias, after those that were read `before`."""
+    if pointer is not None:
+        for c in gl.static_range(FROM, min(TO, FORM[2])):
+            before += (read_parameter(pointer, held, c, begin, shift, stop, WHERE, FORM),)
+    return before
+
+
+@gluon.jit
+def ticket(words, PARTS: gl.constexpr):
+    """Which of all parts this program has."""
+    if PARTS == 1:
+        return gl.program_id(0)
+    return gl.atomic_add(words, 1, sem="relaxed").to(gl.int32)
+
+
+@gluon.jit
+def words_of(words, group, turn, PARTS: gl.constexpr):
+    """Where the programs of a group tell of a row: two words of each part, in a slot for every so many rows."""
+    return words + WORDS_BEFORE + (group * SLOTS + (turn + SLOTS) % SLOTS) * (2 * PARTS)
+
+
+@gluon.jit
+def tell(word, value, tag):
+    """A number and its tag in one word: a tag that is seen comes with its number, and no fence is needed for that.
+
+    A fence would wait for all that the program has stored, and it always has results on their way.
+    """
+    bits = value.to(gl.uint32, bitcast=True).to(gl.uint64)
+    gl.atomic_xchg(word, ((tag.to(gl.uint64) << 32) | bits).to(gl.int64, bitcast=True), sem="relaxed")
+
+
+@gluon.jit
+def look(words, PARTS: gl.constexpr):
+    """The words of all parts as they are now; every warp has all of them, and none waits for another."""
+    each = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.load(words + each, volatile=True)
+
+
+@gluon.jit
+def oldest(found, parts, tag, PARTS: gl.constexpr):
+    each = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.min(gl.where(each < parts, (found >> 32).to(gl.int32), tag), 0)
+
+
+@gluon.jit
+def told(words, found, parts, tag, PARTS: gl.constexpr):
+    """The numbers of all parts once they are there, 0 for those that do not exist.
+
+    What was `found` before is most often all: the words are looked at early, so that nobody waits for their way.
+    """
+    while oldest(found, parts, tag, PARTS) < tag:
+        found = look(words, PARTS)
+    each = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.where(each < parts, found.to(gl.uint32).to(gl.float32, bitcast=True), 0.0)
