@@ -35,6 +35,7 @@ PUBLIC = {
     "kernels",
     "load",
     "machine",
+    "plan",
     "profile",
     "rule",
     "sweep",
@@ -74,7 +75,7 @@ def test_exported_names():
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_exported_name_resolves(name: str):
     value = getattr(nearpeak, name)
-    if name in ("inputs", "kernels"):
+    if name in ("inputs", "kernels", "plan"):
         assert isinstance(value, ModuleType)
     else:
         assert callable(value)

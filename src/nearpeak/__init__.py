@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nearpeak import kernels
+    from nearpeak import kernels, plan
     from nearpeak.bound.estimate import Estimate
     from nearpeak.capture.estimate import estimate
     from nearpeak.capture.fake import fake
@@ -55,6 +55,7 @@ __all__ = [
     "kernels",
     "load",
     "machine",
+    "plan",
     "profile",
     "rule",
     "sweep",
@@ -82,6 +83,7 @@ _HOME = {
     "kernels": "nearpeak.kernels",
     "load": "nearpeak.diagnose.load",
     "machine": "nearpeak.capture.machine",
+    "plan": "nearpeak.plan",
     "profile": "nearpeak.diagnose.run",
     "rule": "nearpeak.diagnose.findings",
     "sweep": "nearpeak.measure.sweep",
@@ -93,7 +95,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'nearpeak' has no attribute {name!r}")
     module = import_module(home)
-    value = module if name in ("inputs", "kernels") else getattr(module, name)
+    value = module if name in ("inputs", "kernels", "plan") else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -100,6 +100,7 @@ def test_a_search_says_what_would_change_its_winner():
     assert by_name["memory x 1.5"].tokens_per_second >= found.plan.time.tokens_per_second
     assert by_name["network / 2"].tokens_per_second <= by_name["network x 2"].tokens_per_second
     assert any(condition.changed for condition in found.conditions)
+    assert found.roomy is not None and found.roomy.memory < found.found.best.memory
     inside = search_plan(model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
     assert not any("network" in condition.what for condition in inside.conditions)
 

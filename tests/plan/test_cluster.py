@@ -97,6 +97,12 @@ def test_every_machine_of_the_catalogue_builds() -> None:
         assert Cluster.of(machine.id).gpus >= 1
 
 
+def test_gpus_of_whose_links_nothing_is_known_are_one() -> None:
+    assert Cluster.of("mi300a").gpus == 1
+    with pytest.raises(UsageError, match=r"no bandwidth of the links.*gpus=1"):
+        Cluster.of("mi300a x 4")
+
+
 def test_catalogue_refuses_two_defaults_and_missing_fields() -> None:
     entry = '[sources.s]\ntitle = "t"\nurl = "u"\n[system.a]\nmachine = "h100-sxm"\nsource = "s"\n'
     with pytest.raises(ValueError, match="gpus_per_node"):

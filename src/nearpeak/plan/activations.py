@@ -38,11 +38,13 @@ class Kept:
     spread: int
     """Ranks that share what lies between blocks."""
     etp: int
+    nodes: bool
+    """Whether the exchange of experts is hidden behind another microbatch."""
     recompute: tuple[str, ...]
 
 
-def layer_bytes(job: Job, *, whole: bool = False) -> tuple[Mapping[str, float], float]:
-    """Bytes per token of all layers, by module and in all; a recomputed layer leaves its input alone.
+def layer_bytes(job: Job, mixers: str, feeds: str, *, whole: bool = False) -> tuple[Mapping[str, float], float]:
+    """Bytes per token of some layers, by module and in all; a recomputed layer leaves its input alone.
 
     `whole`: as if nothing were recomputed, which is what stands while a layer is computed again.
     """
@@ -50,23 +52,38 @@ def layer_bytes(job: Job, *, whole: bool = False) -> tuple[Mapping[str, float], 
     spread = layout.tp if layout.sequence_parallel else 1
     recompute = () if whole else layout.recompute
     sequence = job.sequence if job.software == "unfused" else 0
-    return _layer_bytes(job.model, job.precision, job.software, sequence, layout.tp, spread, layout.etp, recompute)
+    return _layer_bytes(
+        job.model,
+        mixers,
+        feeds,
+        job.precision,
+        job.software,
+        sequence,
+        layout.tp,
+        spread,
+        layout.etp,
+        layout.overlap_experts,
+        recompute,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _layer_bytes(
     model: Model,
+    mixers: str,
+    feeds: str,
     precision: Precision,
     software: str,
     sequence: int,
     tp: int,
     spread: int,
     etp: int,
+    nodes: bool,
     recompute: tuple[str, ...],
 ) -> tuple[Mapping[str, float], float]:
     total: dict[str, float] = {}
     if "layer" in recompute:
-        total["inputs of layers"] = model.layers * 2.0 * model.hidden / spread
+        total["inputs of layers"] = len(mixers) * 2.0 * model.hidden / spread
         return total, sum(total.values())
     kept = Kept(
         model=model,
@@ -77,9 +94,10 @@ def _layer_bytes(
         tp=tp,
         spread=spread,
         etp=etp,
+        nodes=nodes,
         recompute=recompute,
     )
-    for function, letters in ((mixer_bytes, model.mixers), (feed_bytes, model.feeds)):
+    for function, letters in ((mixer_bytes, mixers), (feed_bytes, feeds)):
         for kind in sorted(set(letters) - {"-"}):
             for name, value in function(kept, kind).items():
                 total[name] = total.get(name, 0.0) + letters.count(kind) * value
@@ -127,6 +145,8 @@ def feed_bytes(kept: Kept, kind: str) -> Mapping[str, float]:
         parts["combined"] = routed * 2.0 * width
         parts["experts"] = routed * model.expert_intermediate * inner / kept.etp
     parts["shared experts"] = model.shared_intermediate * inner / kept.tp
+    if kept.nodes:  # attention, dispatch, experts and combine run by themselves, and their outputs stay
+        parts["schedule"] = 4 * 2.0 * model.hidden / kept.spread
     if model.latent:
         parts["latents"] = 2.0 * (saved + 2.0) * model.latent / kept.spread
     return parts

@@ -16,8 +16,9 @@ from nearpeak.plan.answers import TrainingPlan, training_plan
 from nearpeak.plan.cluster import Cluster
 from nearpeak.plan.job import PRECISIONS, Job, Precision, Software
 from nearpeak.plan.layout import Layout
+from nearpeak.plan.memory import memory_by_stage
 from nearpeak.plan.models import Model
-from nearpeak.plan.search import Found, search
+from nearpeak.plan.search import Candidate, Found, search
 
 TOKENS = 2**22
 """Of one training step where no batch is given."""
@@ -51,6 +52,8 @@ class SearchPlan:
     found: Found
     plan: TrainingPlan | None
     """None where nothing fits."""
+    roomy: Candidate | None = None
+    """The fastest that leaves room for fragmentation as it was seen in published runs; None where none does."""
     conditions: tuple[Condition, ...] = ()
     """What would change the winner; none where the search takes long."""
 
@@ -72,6 +75,11 @@ def search_plan(
     if found.best is not None:
         job = Job(model=model, layout=found.best.layout, sequence=sequence, precision=precision, software=software)
         plan = training_plan(job, cluster, price=price)
+
+    def has_room(item: Candidate) -> bool:
+        job = Job(model=model, layout=item.layout, sequence=sequence, precision=precision, software=software)
+        return max(stage.safe for stage in memory_by_stage(job)) <= (cluster.machine.memory_bytes or 0)
+
     conditions: tuple[Condition, ...] = ()
     if found.best is not None and found.took < QUICK:
         best = found.best.layout
@@ -98,6 +106,7 @@ def search_plan(
         global_batch=batch,
         found=found,
         plan=plan,
+        roomy=next((item for item in found.front if has_room(item)), None),
         conditions=conditions,
     )
 

@@ -96,6 +96,10 @@ class Cluster:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UsageError(f"{name}={value!r} must be a number of at least 0. Nearest: {name}=0.")
+        if min(self.gpus, self.domain_size) > 1 and not self.link_bandwidth:
+            raise UsageError(
+                f"The catalogue has no bandwidth of the links between GPUs of {self.machine.name}. Nearest: gpus=1."
+            )
         if self.domains > 1 and not self.network_bandwidth:
             raise UsageError(
                 f"gpus={self.gpus} needs a network, and network_bandwidth is 0. "
@@ -131,7 +135,9 @@ class Cluster:
         system, found = find_system(text, machine)
         machine = machine or found
         per_node = system.gpus_per_node if gpus_per_node is None else gpus_per_node
-        count = gpus if gpus is not None else counted if counted is not None else per_node
+        link_bandwidth = system.link_bandwidth(machine)
+        usual = per_node if link_bandwidth else 1  # GPUs of whose links nothing is known count one by one
+        count = gpus if gpus is not None else counted if counted is not None else usual
         if per_node == system.gpus_per_node:
             domain = system.domain_size if domain_size is None else domain_size
         else:
@@ -150,7 +156,7 @@ class Cluster:
             domain_size=domain,
             fabric=system.fabric,
             link_name=system.link_name(machine),
-            link_bandwidth=system.link_bandwidth(machine),
+            link_bandwidth=link_bandwidth,
             network_name=link.name,
             network_bandwidth=link.bandwidth if link.per == "gpu" else link.bandwidth * ports / per_node,
             adapters_per_node=adapters,

@@ -41,6 +41,8 @@ class Layout:
     pp: int = 1
     virtual: int = 1
     """Pieces of the model per pipeline stage (interleaving)."""
+    split: tuple[int, ...] = ()
+    """Layers of each pipeline stage, where they are not spread evenly."""
     schedule: Schedule = "1f1b"
     ep: int = 1
     etp: int = 1
@@ -77,6 +79,11 @@ class Layout:
             _divides("ep x etp x pp", self.ep * self.etp * self.pp, "gpus", self.gpus)
         if self.virtual > 1 and self.pp == 1:
             raise UsageError(f"virtual={self.virtual} needs a pipeline, and pp=1. Nearest: virtual=1.")
+        if self.split and (len(self.split) != self.pp or self.virtual > 1 or min(self.split) < 0):
+            raise UsageError(
+                f"split={self.split} must give the layers of each of the pp={self.pp} stages, and virtual be 1. "
+                "Nearest: split=()."
+            )
         _divides("dp x microbatch", self.dp * self.microbatch, "global_batch", self.global_batch)
         if self.virtual > 1 and self.microbatches % self.pp:
             near = max(1, round(self.microbatches / self.pp)) * self.pp * self.dp * self.microbatch
@@ -134,6 +141,12 @@ class Layout:
             raise UsageError(
                 f"{field}={getattr(self, field)}: pp x virtual = {self.pp * self.virtual} is more than the "
                 f"{model.layers} layers of {model.name}. Nearest: {field}={max(1, limit)}."
+            )
+        if self.split and sum(self.split) != model.layers:
+            last = max(0, self.split[-1] + model.layers - sum(self.split))
+            raise UsageError(
+                f"split={self.split} has {sum(self.split)} layers and {model.name} has {model.layers}. "
+                f"Nearest: split={(*self.split[:-1], last)}."
             )
         if self.ep > 1 or self.etp > 1:
             if not model.is_moe:

@@ -185,6 +185,7 @@ def _layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) -> Layo
         kind = "zero1"
         part = re.search(r"ZeRO-1\D+(\d+)", sharding)  # sharded inside groups of so many ranks
         group = int(part.group(1)) if part and dp % int(part.group(1)) == 0 else 0
+    split = balanced(model, pp) if "nanotron" in framework and pp > 1 else ()
     extras = row.get("extras", "")
     modules = tuple(
         module for part in row.get("recompute", "").split("+") for module in RECOMPUTE.get(part.strip(), ())
@@ -202,7 +203,8 @@ def _layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) -> Layo
         sequence_parallel=not old or "selective" in row.get("recompute", ""),
         cp=cp,
         pp=pp,
-        virtual=virtual,
+        virtual=1 if split else virtual,
+        split=split,
         ep=ep,
         etp=whole(row, "etp", tp if model.is_moe and ep * tp <= gpus // pp and framework == "NeMo" else 1)
         if model.is_moe
@@ -218,6 +220,22 @@ def _layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) -> Layo
     )
 
 
+def balanced(model: Model, pp: int) -> tuple[int, ...]:
+    """Layers of each stage as nanotron spreads them: by weights of products, where the output layer counts.
+
+    A stage takes layers until it has passed its share, so that the first ones have more, and the last one few.
+    """
+    layer = 4 * model.heads * model.head_dim * model.hidden + 3 * model.intermediate * model.hidden
+    total = model.layers * layer + model.hidden * model.vocabulary
+    found = [0] * pp
+    stage = 0
+    for index in range(model.layers):
+        found[stage] += 1
+        if (index + 1) * layer * pp > total * (stage + 1):
+            stage += 1
+    return tuple(found)
+
+
 def _precision(row: Mapping[str, str]) -> Precision:
     text, sharding = row.get("precision", "").lower(), row.get("sharding", "")
     if "fp4" in text:
@@ -225,7 +243,8 @@ def _precision(row: Mapping[str, str]) -> Precision:
     if "mx" in text or "see notes" in text:
         return PRECISIONS["mxfp8"]
     wide = "nanotron" in row.get("framework", "") or "/DEFAULT" in sharding
-    low = "Megatron-Bridge (2026)" in row.get("framework", "")  # assumed: its recipes keep the moments in 16 bits
+    # assumed: its recipes keep the moments in 16 bits; those for fine-tuning say that they do not
+    low = "Megatron-Bridge (2026)" in row.get("framework", "") and "sft" not in row["model"]
     if "fp8" in text:
         return PRECISIONS["fp8-low-moments" if low else "fp8-fp32-grads" if wide else "fp8"]
     if low:

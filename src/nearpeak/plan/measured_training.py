@@ -69,7 +69,8 @@ def _measured(row: Mapping[str, str]) -> Measured:
     cluster = _cluster(row)
     job = job_of(row, cluster.machine.memory_bytes or 80e9)
     peak = None if "OUTCOME: OOM" in row.get("notes", "") else number(row, "peak_mem_gib")  # a step that did not end
-    unit = 2.0**30 if "GiB" in row.get("mem_kind", "") else 1e9
+    # nanotron prints bytes / 1024^3 as GB
+    unit = 2.0**30 if "GiB" in row.get("mem_kind", "") or "nanotron" in row.get("framework", "") else 1e9
     return Measured(
         id=row["id"],
         group=row.get("group") or row["source"],

@@ -23,7 +23,7 @@ CONTEXT = 0.6e9
 """CUDA context and libraries: outside of what torch allocates."""
 COMMUNICATORS = 0.9e9
 """Buffers of NCCL's communicators, outside of torch too; on more than one GPU."""
-WORKSPACE = 1.5e9
+WORKSPACE = 0.5e9
 """cuBLAS and attention workspaces, small tensors, alignment."""
 SLACK = 0.04
 """What torch's allocator holds beyond what is allocated, of the activations and temporaries."""
@@ -102,29 +102,34 @@ def peak(job: Job) -> float:
     """`total` of the fuller one of the first stage, which holds the most microbatches, and the last; for a search."""
     layout = job.layout
     first = _total(job, stage_of(job.model, layout, 0))
-    return first if layout.pp == 1 else max(first, _total(job, stage_of(job.model, layout, layout.pp - 1)))
+    if layout.pp == 1:
+        return first
+    first = max(first, _total(job, stage_of(job.model, layout, layout.pp - 1)))
+    if layout.pp > 2 and "D" in job.model.feeds and "E" in job.model.feeds:
+        first = max(first, _total(job, stage_of(job.model, layout, 1)))  # where the first layers have no experts
+    return first
 
 
 def _total(job: Job, stage: Stage) -> float:
     states = sum(_states(job, stage))
-    rest = stage.in_flight * job.microbatch_tokens * stage.share * layer_bytes(job)[1]
-    rest += _recomputed(job) + _logits(job, stage) + _communication(job, stage) + WORKSPACE
+    rest = stage.in_flight * job.microbatch_tokens * layer_bytes(job, stage.mixers, stage.feeds)[1]
+    rest += _recomputed(job, stage) + _logits(job, stage) + _communication(job, stage) + _workspace(job, stage)
     return states + (1 + SLACK) * rest + _context(job)
 
 
 def _stage(job: Job, stage: Stage) -> StageMemory:
     parameters, gradients, optimizer = _states(job, stage)
-    held = stage.in_flight * job.microbatch_tokens * stage.share
+    held = stage.in_flight * job.microbatch_tokens
     return StageMemory(
         stage=stage.index,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations={name: held * value for name, value in layer_bytes(job)[0].items()},
+        activations={name: held * value for name, value in layer_bytes(job, stage.mixers, stage.feeds)[0].items()},
         logits=_logits(job, stage),
         communication=_communication(job, stage),
-        recomputed=_recomputed(job),
-        workspace=WORKSPACE,
+        recomputed=_recomputed(job, stage),
+        workspace=_workspace(job, stage),
         context=_context(job),
     )
 
@@ -146,11 +151,24 @@ def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
     return parameters, gradients, optimizer
 
 
-def _recomputed(job: Job) -> float:
+def _recomputed(job: Job, stage: Stage) -> float:
     """The one layer that is computed again at a time."""
-    if "layer" not in job.layout.recompute:
+    if "layer" not in job.layout.recompute or not stage.layers:
         return 0.0
-    return job.microbatch_tokens * layer_bytes(job, whole=True)[1] / job.model.layers
+    return job.microbatch_tokens * layer_bytes(job, stage.mixers, stage.feeds, whole=True)[1] / stage.layers
+
+
+def _workspace(job: Job, stage: Stage) -> float:
+    """Workspaces, and gradients of weights before they are added to those of the step.
+
+    Fused software adds them inside the product, and keeps an empty tensor of each shape of weight for autograd's sake.
+    """
+    if job.trainable < 0.5:
+        return WORKSPACE
+    weights = stage.output_weights if job.precision.gradients > 2 or job.software == "fused" else 0.0
+    if job.software == "fused" and job.layout.sharding not in ("zero3", "hsdp"):
+        weights += stage.shapes
+    return WORKSPACE + 2.0 * weights
 
 
 def _logits(job: Job, stage: Stage) -> float:

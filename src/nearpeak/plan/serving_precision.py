@@ -120,8 +120,8 @@ def precision_on(machine: Machine, model: Model, chosen: Precision) -> Precision
     for dtype in (chosen.compute, chosen.rest_compute):
         if matrix and dtype not in matrix:
             valid = [name for name, item in _PRECISIONS.items() if item.compute in matrix]
-            raise UsageError(
-                f"precision={chosen.name!r}: {machine.name} has no {dtype} products. Nearest: "
-                f"{'int8' if 'int8' in valid else valid[0]}; it can run {', '.join(valid)}."
-            )
+            nearest = f" It has {', '.join(matrix)}."
+            if valid:
+                nearest = f" Nearest: {'int8' if 'int8' in valid else valid[0]}; it can run {', '.join(valid)}."
+            raise UsageError(f"precision={chosen.name!r}: {machine.name} has no {dtype} products.{nearest}")
     return chosen

@@ -15,9 +15,9 @@ class Stage:
     """One pipeline stage."""
 
     index: int
-    layers: int
-    share: float
-    """Of all layers; every kind of layer counts with this share."""
+    mixers: str
+    """Letters of its layers, as in `Model`."""
+    feeds: str
     has_embedding: bool
     has_output: bool
     in_flight: float
@@ -28,57 +28,97 @@ class Stage:
     """Weights of routed experts of one rank, after expert parallelism."""
     unsharded_layer: float
     """Weights of the largest layer with its experts, after tensor and expert parallelism."""
+    shapes: float
+    """Weights of one matrix of each shape that its layers have, after tensor parallelism."""
+    output_weights: float
+    """Of the output layer, tied or not, after tensor parallelism; 0 but on the last stage."""
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.mixers)
 
 
 def stages(model: Model, layout: Layout) -> list[Stage]:
-    """All stages; layers are spread evenly, and the fullest stage has the rest of the division."""
+    """All stages."""
     return [stage(model, layout, index) for index in range(layout.pp)]
 
 
 def stage(model: Model, layout: Layout, index: int) -> Stage:
     """The stage `index`."""
-    return _stage(model, layout.tp, layout.ep * layout.etp, layout.pp, index, in_flight(layout, index))
+    held = in_flight(layout, index)
+    return _stage(
+        model, layout.tp, layout.ep * layout.etp, layout.pp, layout.virtual, layout.split, layout.etp, index, held
+    )
 
 
 @lru_cache(maxsize=8192)
-def _stage(model: Model, tp: int, spread: int, pp: int, index: int, held: float) -> Stage:
+def _stage(
+    model: Model,
+    tp: int,
+    spread: int,
+    pp: int,
+    virtual: int,
+    split: tuple[int, ...],
+    etp: int,
+    index: int,
+    held: float,
+) -> Stage:
     counts = count(model)
-    layers = _layers(model.layers, pp, index)
-    share = layers / model.layers
-    mixers = {kind: share * model.mixers.count(kind) for kind in "AWCM" if kind in model.mixers}
-    feeds = {kind: share * model.feeds.count(kind) for kind in "DE" if kind in model.feeds}
+    places = layers_of(model.layers, pp, virtual, split, index)
+    mixers = "".join(model.mixers[place] for place in places)
+    feeds = "".join(model.feeds[place] for place in places)
     first, last = index == 0, index == pp - 1
-    attention = sum(mixers.get(kind, 0.0) for kind in "AWC")
-    blocks = attention + mixers.get("M", 0.0) + sum(feeds.values())
+    scans = mixers.count("M")
+    attention = len(mixers) - scans - mixers.count("-")
+    experts = feeds.count("E")
+    blocks = attention + scans + len(feeds) - feeds.count("-")
     dense = (
         attention * counts.attention
-        + mixers.get("M", 0.0) * counts.state_space
-        + feeds.get("D", 0.0) * counts.dense
-        + feeds.get("E", 0.0) * counts.expert_shared
+        + scans * counts.state_space
+        + feeds.count("D") * counts.dense
+        + experts * counts.expert_shared
     ) / tp + blocks * counts.norm
     if first:
         dense += counts.embedding / tp
     if last:
         tied_copy = counts.embedding if model.tied and pp > 1 else 0
         dense += (counts.output + tied_copy) / tp + counts.final_norm
-    one_layer = model.experts * counts.expert / spread if model.is_moe else 0.0
+    one_layer = model.experts * counts.expert / spread if experts else 0.0
+    mixer = max(counts.attention if attention else 0, counts.state_space if scans else 0)
+    feed = counts.dense if "D" in feeds else 0
+    shapes = (counts.attention if attention else 0) + (counts.state_space if scans else 0) + feed
+    shapes += counts.expert_shared if experts else 0
     return Stage(
         index=index,
-        layers=layers,
-        share=share,
+        mixers=mixers,
+        feeds=feeds,
         has_embedding=first,
         has_output=last,
         in_flight=held,
         dense_weights=dense,
-        expert_weights=feeds.get("E", 0.0) * one_layer,
-        unsharded_layer=(max(counts.attention, counts.state_space) + counts.dense) / tp + one_layer,
+        expert_weights=experts * one_layer,
+        unsharded_layer=mixer / tp + max(feed / tp, counts.expert_shared / tp + one_layer if experts else 0.0),
+        shapes=shapes / tp + (counts.expert / etp if experts else 0.0),
+        output_weights=model.vocabulary * model.hidden / tp if last else 0.0,
     )
 
 
-def _layers(layers: int, pp: int, index: int) -> int:
-    """Layers of a stage: the last one has the output layer besides, so it is the first to have fewer."""
-    whole, rest = divmod(layers, pp)
-    return whole + (1 if index < rest else 0)
+def layers_of(layers: int, pp: int, virtual: int, split: tuple[int, ...], index: int) -> list[int]:
+    """Which layers stage `index` has: as `split` says, else equal pieces in turn, of which the last are smaller.
+
+    >>> layers_of(8, 2, 2, (), 0), layers_of(8, 2, 1, (5, 3), 1), layers_of(7, 2, 1, (), 1)
+    ([0, 1, 4, 5], [5, 6, 7], [4, 5, 6])
+    """
+    if split:
+        start = sum(split[:index])
+        return list(range(start, start + split[index]))
+    whole, rest = divmod(layers, pp * virtual)
+    found: list[int] = []
+    for piece in range(index, pp * virtual, pp):
+        start = piece * whole + min(piece, rest)
+        found += range(start, start + whole + (1 if piece < rest else 0))
+    return found
 
 
 def in_flight(layout: Layout, index: int) -> float:

@@ -36,6 +36,7 @@ SCRIPTS = (
     "timeline_paint.js",
     "timeline.js",
     "findings.js",
+    "theme.js",
     "main.js",
 )
 """In the order in which they are joined."""
@@ -78,7 +79,7 @@ def _page(profile: Profile, machine: Machine | None, found: Sequence[Finding]) -
 def policy() -> str:
     """The content security policy: this script, this style, and nothing from anywhere."""
     return (
-        f"default-src 'none'; script-src '{_hash(script())}'; style-src '{_hash(style())}'; "
+        f"default-src 'none'; script-src '{hashed(script())}'; style-src '{hashed(style())}'; "
         "base-uri 'none'; form-action 'none'"
     )
 
@@ -101,5 +102,6 @@ def asset(name: str) -> str:
     return resources.files("nearpeak.render.html").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _hash(content: str) -> str:
+def hashed(content: str) -> str:
+    """A script or a style as a content security policy names it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

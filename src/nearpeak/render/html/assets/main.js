@@ -1,22 +1,5 @@
 // Starts the page: reads the data, builds each part, and joins them.
 
-const THEMES = ["auto", "light", "dark"];
-
-function themeButton(changed) {
-  const control = byId("theme");
-  control.hidden = false;
-  const set = (theme) => {
-    document.documentElement.dataset.theme = theme;
-    control.textContent = `Theme: ${theme}`;
-    changed();
-  };
-  control.addEventListener("click", () =>
-    set(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]),
-  );
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
-  set("auto");
-}
-
 function main() {
   const model = readModel(JSON.parse(byId("data").textContent));
   document.documentElement.classList.add("ready");

@@ -1,0 +1,101 @@
+// Memory of a training job: the arithmetic of nearpeak.plan.memory, for what the sliders change.
+
+const GB = 1e9;
+
+function memoryStage(model, choice, index) {
+  const kept = model.kept[choice.recompute][choice.tp];
+  const { pp, tp, ep } = choice;
+  const layers = Math.floor(model.layers / pp) + (index < model.layers % pp ? 1 : 0);
+  const share = layers / model.layers;
+  const [first, last] = [index === 0, index === pp - 1];
+  let dense = share * (model.split / tp + model.norms);
+  if (first) dense += model.embedding / tp;
+  if (last) dense += (model.output + (pp > 1 ? model.tied_copy : 0)) / tp + model.final_norm;
+  const experts = (share * model.experts) / (ep * model.etp);
+  const dp = choice.gpus / (tp * pp * model.cp);
+  const ranks = choice.sharding === "none" ? 1 : dp * model.cp;
+  const expertRanks = choice.sharding === "none" ? 1 : Math.max(1, Math.min(choice.gpus / (ep * model.etp * pp), ranks));
+  const mine = dense / ranks + experts / expertRanks;
+  const whole = dense + experts;
+  const tokens = (choice.microbatch * choice.sequence) / model.cp;
+  const held = Math.min(pp - index, choice.microbatches);
+  const parts = {
+    parameters: (choice.sharding === "zero3" ? mine : whole) * model.bytes.parameters,
+    gradients: (choice.sharding === "none" || choice.sharding === "zero1" ? whole : mine) * model.bytes.gradients * model.trainable,
+    optimizer: mine * model.bytes.optimizer * model.trainable,
+    activations: held * tokens * share * kept.held + tokens * kept.again,
+    logits: last ? model.logits * tokens / tp : 0,
+  };
+  let wires = 0;
+  if (tp > 1) wires += model.gathered * tokens;
+  if (ep > 1) wires += (model.dispatched * tokens) / (model.sequence_parallel ? tp : 1);
+  if (choice.sharding === "zero3" && ranks > 1) wires += 6 * (model.layer_split / tp + model.layer_experts / (ep * model.etp));
+  else if (dp * model.cp > 1) wires += model.buckets;
+  const states = parts.parameters + parts.gradients + parts.optimizer;
+  const allocated = states + parts.activations + parts.logits + wires + model.workspace;
+  const slack = model.slack * (allocated - states);
+  parts["buffers, context, slack"] = wires + model.workspace + slack + model.context[choice.gpus > 1 ? 1 : 0];
+  return parts;
+}
+
+function total(parts) {
+  return Object.values(parts).reduce((sum, value) => sum + value, 0);
+}
+
+// The fuller one of the first and the last stage.
+function memoryPeak(model, choice) {
+  const stages = [...new Set([0, choice.pp - 1])].map((index) => memoryStage(model, choice, index));
+  return stages.reduce((fullest, stage) => (total(stage) > total(fullest) ? stage : fullest));
+}
+
+// Why a choice cannot be, or null.
+function memoryProblem(model, choice) {
+  const ranks = choice.tp * choice.pp * model.cp;
+  if (choice.gpus % ranks) return `tp x cp x pp = ${ranks} does not divide ${choice.gpus} GPUs`;
+  if (choice.ep > 1 && choice.gpus % (choice.ep * model.etp * choice.pp)) {
+    return `ep x etp x pp = ${choice.ep * model.etp * choice.pp} does not divide ${choice.gpus} GPUs`;
+  }
+  if (choice.sequence % (model.cp * (model.sequence_parallel ? choice.tp : 1))) {
+    return `tp x cp cut a sequence of ${choice.sequence} tokens unevenly`;
+  }
+  return null;
+}
+
+function memoryControls(model) {
+  const start = model.start;
+  const controls = [
+    picker("gpus", "GPUs", model.choices.gpus, start.gpus),
+    picker("tp", "Tensor parallel", model.choices.tp, start.tp),
+    picker("pp", "Pipeline stages", model.choices.pp, start.pp),
+  ];
+  if (model.choices.ep.length > 1) controls.push(picker("ep", "Expert parallel", model.choices.ep, start.ep));
+  controls.push(
+    picker("microbatch", "Microbatch, sequences", model.choices.microbatch, start.microbatch),
+    picker("microbatches", "Microbatches per step", model.choices.microbatches, start.microbatches),
+    picker("sequence", "Tokens of a sequence", model.choices.sequence, start.sequence),
+    chooser("sharding", "Sharding", ["none", "zero1", "zero2", "zero3"], start.sharding),
+    chooser("recompute", "Recompute", Object.keys(model.kept), start.recompute),
+  );
+  return controls;
+}
+
+function memoryAnswer(model, picked) {
+  const choice = { ep: 1, ...picked }; // a model without experts has no slider for them
+  const problem = memoryProblem(model, choice);
+  if (problem) return [make("p", { class: "verdict-line bad", text: `Not legal: ${problem}.` })];
+  const parts = memoryPeak(model, choice);
+  const needed = total(parts);
+  const capacity = model.capacity;
+  const fits = capacity === null ? "" : needed <= capacity ? "good" : "bad";
+  const verdict =
+    capacity === null
+      ? `${fixed(needed / GB, 1)} GB on the fullest GPU`
+      : `${fixed(needed / GB, 1)} GB on the fullest GPU: ${needed <= capacity ? "fits" : "does not fit"} ${fixed(capacity / GB, 1)} GB`;
+  say(verdict);
+  return [
+    make("p", { class: `verdict-line ${fits}`, id: "verdict", text: verdict }),
+    stackBar(Object.entries(parts), capacity),
+    make("div", { class: "legend" }, ...Object.entries(parts).map(([name, value], number) =>
+      make("span", { class: `key c-${number}`, text: `${name} ${fixed(value / GB, 1)} GB` }))),
+  ];
+}

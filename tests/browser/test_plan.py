@@ -1,0 +1,83 @@
+"""Pages of the planner in a real browser: no error, no request, no scrolling sideways, and sliders that compute."""
+
+import pytest
+
+from nearpeak.plan.answers import memory_plan
+from nearpeak.plan.catalogue import model
+from nearpeak.plan.choice import search_plan
+from nearpeak.plan.cluster import Cluster
+from nearpeak.plan.job import Job, precision_named
+from nearpeak.plan.layout import Layout
+from nearpeak.plan.serving_answers import Load, serving_plan
+from nearpeak.render import plan_memory, plan_search, plan_serving
+from nearpeak.render.html.plan import page
+from nearpeak.render.plan_sliders import decode_sliders, memory_sliders
+
+SEVEN = memory_plan(
+    Job(
+        model=model("llama-2-7b"),
+        layout=Layout(gpus=1, global_batch=1, sharding="none"),
+        sequence=4096,
+        precision=precision_named("bf16"),
+    ),
+    Cluster.of("h100-sxm x 1"),
+)
+FOUND = search_plan(model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
+SERVED = serving_plan(model("llama-3-8b"), Cluster.of("h100-sxm x 2"), Load(prompt=1024, output=256, concurrency=32))
+PAGES = {
+    "memory": page(plan_memory.document(SEVEN), memory_sliders(SEVEN)),
+    "search": page(plan_search.document(FOUND, 5), memory_sliders(FOUND.plan.memory)),
+    "serve": page(plan_serving.document(SERVED), decode_sliders(SERVED)),
+}
+
+
+def slide(tab, name, value):
+    tab.locator(f"#slider-{name}").fill(str(value))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_load_and_do_not_scroll_sideways(opened, name, width, scheme):
+    tab = opened(PAGES[name], width=width, color_scheme=scheme)
+    tab.wait_for_selector("html.ready")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.locator("#verdict").is_visible()
+    assert "NaN" not in tab.locator("main").inner_text()
+
+
+def test_sliders_start_at_the_plan_and_compute_again(opened):
+    tab = opened(PAGES["memory"])
+    planned = f"{SEVEN.fullest.total / 1e9:.1f} GB on the fullest GPU: does not fit"
+    assert tab.locator("#verdict").inner_text().startswith(planned)
+    slide(tab, "gpus", 3)
+    tab.locator("#slider-sharding").select_option("zero3")
+    assert "fits 85.9 GB" in tab.locator("#verdict").inner_text()
+    slide(tab, "tp", 4)
+    slide(tab, "pp", 1)
+    assert tab.locator("#answer").inner_text().startswith("Not legal: tp x cp x pp = 32 does not divide 8 GPUs")
+
+
+def test_decoding_goes_over_to_compute_as_the_batch_grows(opened):
+    tab = opened(PAGES["serve"])
+    slide(tab, "context", 0)
+    slide(tab, "batch", 0)
+    assert "limited by memory" in tab.locator("#verdict").inner_text()
+    tab.locator("#slider-batch").press("End")
+    assert "limited by compute" in tab.locator("#verdict").inner_text()
+
+
+def test_the_theme_is_a_button_and_pictures_follow_it(opened):
+    tab = opened(PAGES["memory"], color_scheme="light")
+    colour = "getComputedStyle(document.querySelector('.picture .np-f-page')).fill"
+    light = tab.evaluate(colour)
+    tab.locator("#theme").click()
+    tab.locator("#theme").click()
+    assert tab.locator("#theme").inner_text() == "Theme: dark"
+    assert tab.evaluate(colour) != light
+
+
+def test_without_javascript_the_tables_are_there(opened):
+    tab = opened(PAGES["memory"], java_script_enabled=False)
+    assert tab.locator("table").first.is_visible()
+    assert not tab.locator("#what-if").is_visible()
