@@ -17,6 +17,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 EIGHT_BITS = torch.float8_e4m3fn
+FIVE_BITS = torch.float8_e5m2
 TILE = {"block": 16, "warps": 4, "stages": 2, "programs": 2}
 
 
@@ -71,16 +72,17 @@ def assert_attends(query, keys, values, lengths, kernel=None, **options):
     ("heads", "key_heads", "new"), [(2, 2, 1), (4, 2, 1), (8, 1, 1), (2, 1, 3), (3, 1, 16), (8, 1, 9)]
 )
 def test_groups_tokens_and_lengths(heads, key_heads, new, dtype):
-    lengths = ints(50, 0, 1, 17, 49)
-    keys, values = made(5, key_heads, 50, 24, dtype=dtype), made(5, key_heads, 50, 40, dtype=dtype, seed=1)
-    result, lse = assert_attends(made(5, heads, new, 24, dtype=dtype, seed=2), keys, values, lengths)
+    lengths = ints(50, 0, 1, 17)
+    keys, values = made(4, key_heads, 50, 24, dtype=dtype), made(4, key_heads, 50, 40, dtype=dtype, seed=1)
+    result, lse = assert_attends(made(4, heads, new, 24, dtype=dtype, seed=2), keys, values, lengths)
     assert not result[1].any()
     assert (lse[1] == -math.inf).all()
 
 
-@pytest.mark.parametrize(("page", "splits"), [(None, 1), (None, 2), (None, 7), (1, 1), (3, 7), (16, 2)])
+@pytest.mark.parametrize(("page", "splits"), [(None, 1), (None, 7), (1, 2), (3, 7), (16, 2)])
 def test_in_parts_and_pages(page, splits):
     from nearpeak.kernels.jit import decode
+    from nearpeak.kernels.jit.tickets import tickets
 
     def kernel(query, keys, values, lengths, return_lse, pages=None, sinks=None):
         options = (0.0, sinks, 1.0, None, 1.0, None)
@@ -88,13 +90,14 @@ def test_in_parts_and_pages(page, splits):
             query, keys, values, lengths, pages, 8**-0.5, -1, *options, config={**TILE, "splits": splits}
         )
 
-    lengths, pages = ints(70, 33), None
+    lengths, pages = ints(70, 17), None
     keys, values = made(2, 2, 70, 8), made(2, 2, 70, 8, seed=1)
     if page is not None:
         (keys, pages), (values, _) = paged(keys, page), paged(values, page)
     for heads, new in ((2, 1), (4, 2)):
         sinks = made(heads, seed=3)
         assert_attends(made(2, heads, new, 8, seed=2), keys, values, lengths, kernel, pages=pages, sinks=sinks)
+    assert not tickets(1024, torch.device(DEVICE)).any()  # for those that come next
 
 
 def test_any_number_of_parts_gives_about_the_same():
@@ -122,7 +125,7 @@ def test_any_number_of_parts_gives_about_the_same():
     st.booleans(),
     st.data(),
 )
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_options(group_and_new, key_heads, capacity, dim, dtype, page, window, softcap, has_sinks, data):
     group, new = group_and_new
     lengths = ints(*(data.draw(st.integers(0, capacity)) for _ in range(2)))
@@ -165,21 +168,90 @@ def test_rows_of_several_tiles():
     assert_attends(made(2, 12, 11, 8, seed=2), keys, values, ints(20, 12))
 
 
-@pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("page", [None, 3])
-def test_eight_bits(heads, page):
+@pytest.mark.parametrize(("page", "dtype"), [(None, torch.float32), (16, torch.bfloat16)], ids=str)
+def test_many_new_tokens(page, dtype):
+    """More than the kernel of this operation takes: by another, over the same cache."""
+    lengths, options = ints(40, 5), {"window": 9, "softcap": 20.0, "sinks": made(2, seed=3)}
+    keys, values = (made(2, 1, 40, 16, dtype=dtype, seed=seed) for seed in (1, 2))
+    for cache in (keys, values):
+        cache[1, :, 5:] = math.nan
+    if page is not None:
+        (keys, options["pages"]), (values, _) = paged(keys, page), paged(values, page)
+    query = made(2, 2, 17, 16, dtype=dtype)
+    assert_attends(query, keys, values, lengths, **options)
+    eights = [cache.nan_to_num().to(EIGHT_BITS) for cache in (keys, values)]
+    scales = {"key_scale": made(1).abs() + 0.5, "value_scale": 0.3, "pages": options.get("pages")}
+    with kernels.using("require"):
+        actual = kernels.decode_attention(query, *eights, lengths, **scales)
+    expected = kernels.decode_attention.reference(query, *eights, lengths, **scales)
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.02)
+
+
+def test_many_new_tokens_of_caches_of_all_kinds():
+    query, lengths = made(2, 2, 17, 8), ints(20, 19)
+    tokens_first = [made(2, 33, 2, 8, seed=seed).transpose(1, 2) for seed in (1, 2)]
+    expanded = [made(1, 2, 33, 8, seed=seed).expand(2, -1, -1, -1) for seed in (5, 6)]
+    unlike = [tokens_first[0], made(2, 2, 33, 8, seed=4)]
+    for keys, values in (tokens_first, expanded, unlike):
+        assert_attends(query, keys, values, lengths)
+
+
+@pytest.mark.parametrize(("heads", "page", "kind"), [(2, 3, EIGHT_BITS), (4, None, EIGHT_BITS), (4, 8, FIVE_BITS)])
+def test_eight_bits(heads, page, kind):
     scales = torch.tensor([0.5, 0.25], device=DEVICE)
-    keys, values = (made(2, 2, 40, 16, seed=seed, dtype=EIGHT_BITS) for seed in (1, 2))
+    keys, values = (made(2, 2, 40, 16, seed=seed, dtype=kind) for seed in (1, 2))
     pages = None
     if page is not None:
         bits, pages = paged(keys.view(torch.int8).float().nan_to_num(), page)
-        keys = bits.nan_to_num().to(torch.int8).view(EIGHT_BITS)
-        values = paged(values.view(torch.int8).float(), page)[0].nan_to_num().to(torch.int8).view(EIGHT_BITS)
-    for dtype in DTYPES:
-        query = made(2, heads, 1, 16, dtype=dtype)
-        assert_attends(query, keys, values, ints(40, 11), pages=pages, key_scale=0.3, value_scale=2.0)
-        assert_attends(query, keys, values, ints(40, 11), pages=pages, key_scale=scales, value_scale=scales)
-    assert_attends(query, keys, values, ints(40, 11), pages=pages, key_scale=scales[0], value_scale=scales[1])
+        keys = bits.nan_to_num().to(torch.int8).view(kind)
+        values = paged(values.view(torch.int8).float(), page)[0].nan_to_num().to(torch.int8).view(kind)
+    for dtype, key_scale, value_scale in zip(DTYPES, (0.3, scales, scales[0]), (scales, 2.0, scales[1]), strict=True):
+        options = {"pages": pages, "key_scale": key_scale, "value_scale": value_scale}
+        assert_attends(made(2, heads, 1, 16, dtype=dtype), keys, values, ints(40, 11), **options)
+
+
+def test_eight_bits_that_do_not_come_in_pairs():
+    odd = [made(2, 2, 20, 17, seed=seed, dtype=EIGHT_BITS)[..., 1:] for seed in (1, 2)]
+    apart = [made(2, 2, 20, 32, seed=seed, dtype=EIGHT_BITS)[..., ::2] for seed in (1, 2)]
+    for keys, values in (odd, apart):
+        assert_attends(made(2, 4, 1, 16, dtype=torch.bfloat16), keys, values, ints(20, 7))
+    assert_attends(made(2, 4, 1, 16, dtype=torch.float16), odd[0], odd[1][..., 1:], ints(20, 7))
+
+
+@pytest.mark.parametrize("kind", [EIGHT_BITS, FIVE_BITS])
+def test_all_numbers_of_eight_bits(kind):
+    """As values of one key, with a weight of 1; also infinities, and what is no number."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(kind).view(1, 1, 1, 256)
+    keys = torch.zeros(1, 1, 1, 16, device=DEVICE).to(kind)
+    with kernels.using("require"):
+        result = kernels.decode_attention(made(1, 2, 1, 16, dtype=torch.bfloat16), keys, numbers, ints(1))
+    expected = numbers.to(torch.bfloat16).expand(-1, 2, -1, -1)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_eight_bits_and_queries_of_any_size():
+    keys, values = (made(1, 1, 20, 16, seed=seed, dtype=EIGHT_BITS) for seed in (1, 2))
+    query, results = made(1, 2, 1, 16, dtype=torch.bfloat16), []
+    for power in (0, 90, -90):
+        with kernels.using("require"):
+            scale = 0.25 * 2.0**-power
+            results.append(kernels.decode_attention(query * 2.0**power, keys, values, ints(20), scale=scale))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("kind", [EIGHT_BITS, torch.float16])
+def test_many_small_weights_count(kind):
+    """Of each 2**-27, which float16 does not have, and together 2**-15."""
+    from nearpeak.kernels.jit import decode
+
+    keys, values = torch.zeros(1, 1, 4097, 16, device=DEVICE), torch.zeros(1, 1, 4097, 16, device=DEVICE)
+    keys[:, :, 0], values[:, :, 1:] = 1.0, 1.0
+    query = torch.ones(1, 2, 1, 16, dtype=torch.float16, device=DEVICE)
+    scale, rest = 27.0 * math.log(2.0) / 16, (-1, 0.0, None, 1.0, None, 1.0, None)
+    config = {**TILE, "block": 128, "splits": 3}
+    result, _ = decode.forward(query, keys.to(kind), values.to(kind), ints(4097), None, scale, *rest, config=config)
+    torch.testing.assert_close(result, torch.full_like(result, 2.0**-15), rtol=0.01, atol=0)
 
 
 def test_mixed_dtypes():
@@ -197,6 +269,9 @@ def test_offsets_of_64_bits():
     cache.view(torch.uint8).copy_(made(1, 1, 6, 16, dtype=EIGHT_BITS).view(torch.uint8))
     for heads in (1, 2):
         assert_attends(made(1, heads, 1, 16), cache, cache, ints(6))
+    in_pages, table = cache.view(6, 1, 1, 16), ints(0, 1, 2, 3, 4, 5)[None, :]
+    for query in (made(1, 1, 1, 16), made(1, 2, 1, 16, dtype=torch.bfloat16)):
+        assert_attends(query, in_pages, in_pages, ints(6), pages=table)
     new = made(1, 1, 1, 16, seed=3)
     with kernels.using("require"):
         kernels.append(cache, cache, new, new, ints(5))
@@ -340,11 +415,13 @@ def test_operators():
     pages = ints(0, 1, 2, 3).view(2, 2)
     scales = made(2).abs() + 1
     in_pages = made(4, 5, 2, 8)
-    opcheck(decode, (query, in_pages, in_pages + 1, lengths, pages, 0.3, 4, 9.0, made(4), 2.0, scales, 1.0, scales))
+    some = {"test_utils": ("test_schema", "test_faketensor")}  # the rest takes long, and does not depend on arguments
+    paged_arguments = (lengths, pages, 0.3, 4, 9.0, made(4), 2.0, scales, 1.0, scales)
+    opcheck(decode, (query, in_pages, in_pages + 1, *paged_arguments), **some)
     key, (cosines, sines) = made(2, 2, 2, 8), angles(20, 4)
     rest = (False, 8, 1.0, None, 1.0, scales)
     opcheck(
-        torch.ops.nearpeak.append_.default, (keys, keys + 1, key, key + 1, lengths, None, None, None, *rest)
+        torch.ops.nearpeak.append_.default, (keys, keys + 1, key, key + 1, lengths, None, None, None, *rest), **some
     )  # fmt: skip
     opcheck(
         torch.ops.nearpeak.append_with_query_.default,
@@ -387,7 +464,7 @@ def test_the_reference_has_gradients_and_the_kernel_says_that_it_has_none():
 def test_what_kernels_do_not_take():
     query, cache, lengths = made(1, 2, 17, 4), made(1, 2, 20, 4), ints(20)
     for given_query, keys, values, reason in (
-        (query, cache, cache, "up to 16 new tokens"),
+        (query, cache[:, :, :0], cache[:, :, :0], "nothing to attend to"),
         (query[:, :, :1], cache, cache.half(), "one dtype"),
         (made(1, 2, 1, 300), made(1, 2, 3, 300), cache[:, :, :3], "1 to 256"),
         (query[:, :, :1].double(), cache, cache, "float64"),
@@ -458,10 +535,17 @@ def test_candidates_are_for_blocks_that_fit():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "new", "page"), [(8, 1, None), (32, 1, None), (32, 1, 16), (32, 1, 1), (64, 8, 256)])
-def test_exact_at_full_size_and_always_the_same(heads, new, page):
+@pytest.mark.parametrize(
+    ("heads", "new", "page", "kind"),
+    [
+        (8, 1, None, torch.bfloat16), (32, 1, None, torch.bfloat16), (32, 1, 16, torch.bfloat16),
+        (32, 1, 1, torch.bfloat16), (64, 8, 256, torch.bfloat16), (8, 1, None, EIGHT_BITS), (32, 1, None, EIGHT_BITS),
+        (32, 1, 16, EIGHT_BITS), (32, 1, 1, FIVE_BITS), (64, 8, 256, FIVE_BITS),
+    ],
+)  # fmt: skip
+def test_exact_at_full_size_and_always_the_same(heads, new, page, kind):
     lengths = ints(8192, 8001, 1, 4097)
-    keys, values = (made(4, 8, 8192, 128, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    keys, values = (made(4, 8, 8192, 128, dtype=kind, seed=seed) for seed in (1, 2))
     query, options = made(4, heads, new, 128, dtype=torch.bfloat16), {}
     if page is not None:
         (keys, options["pages"]), (values, _) = paged(keys, page), paged(values, page)
@@ -496,6 +580,36 @@ def test_a_graph_for_all_lengths():
         graph.replay()
         assert torch.equal(actual, step(caches[1]))
     assert caches[0].lengths.tolist() == [300] * 4
+
+
+@pytest.mark.gpu
+def test_streams_and_graphs_at_the_same_time():
+    """Programs of one launch count each other, and nobody else's."""
+    cases = [
+        (made(1, 32, 1, 128, dtype=torch.bfloat16, seed=seed), ints(length))
+        for seed, length in enumerate((30000, 8000))
+    ]
+    keys, values = (made(1, 8, 32768, 128, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
+    expected = [kernels.decode_attention(query, keys, values, lengths) for query, lengths in cases]
+    graphs, held = [torch.cuda.CUDAGraph() for _ in cases], []
+    for graph, (query, lengths) in zip(graphs, cases, strict=True):
+        with torch.cuda.graph(graph):
+            held.append(kernels.decode_attention(query, keys, values, lengths))
+    streams, found = [torch.cuda.Stream() for _ in range(4)], []
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if number < 2:
+                    graphs[number].replay()
+                    found.append((number, held[number].clone()))
+                else:
+                    found.append(
+                        (number - 2, kernels.decode_attention(cases[number - 2][0], keys, values, cases[number - 2][1]))
+                    )
+    torch.cuda.synchronize()
+    for number, one in found:
+        assert torch.equal(one, expected[number])
 
 
 @pytest.mark.gpu

@@ -21,10 +21,14 @@ def launches():
     group = empty(4, 32, 1, 128)
     yield f"4 heads to a head of keys, {few}", call(group, cache, cache)
     yield f"8 heads, 8 tokens, {few}", call(empty(4, 64, 8, 128), cache, cache)
-    paged, table = empty(512, 16, 8, 128), torch.zeros(4, 128, dtype=torch.int32)
-    yield f"pages, {few}", call(group, paged, paged, table)
+    paged, table = empty(512, 16, 8, 128), torch.zeros(4, 512, dtype=torch.int32)
+    yield f"pages of 16, {few}", call(group, paged, paged, table)
+    single, longer = empty(8192, 1, 8, 128), torch.zeros(4, 8192, dtype=torch.int32)
+    yield f"pages of 1, {few}", call(group, single, single, longer)
     eight = empty(4, 8, 8192, 128, dtype=torch.float8_e4m3fn)
     yield f"8 bits, {few}", call(group, eight, eight)
+    paged_eight = paged.to(torch.float8_e5m2)
+    yield f"8 bits in pages of 16, {few}", call(group, paged_eight, paged_eight, table)
     yield f"float32, {few}", call(group.float(), cache.float(), cache.float())
 
     lengths, angles, scales = torch.zeros(4, dtype=torch.int32), empty(8192, 64, dtype=torch.float32), (1.0, None) * 2

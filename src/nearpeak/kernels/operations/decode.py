@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nearpeak.errors import UsageError
+from nearpeak.kernels.operations.decode_many import attend_many, why_not_many
 from nearpeak.kernels.operations.quantise import FLOAT8
 from nearpeak.kernels.operator import Operator
 from nearpeak.kernels.policy import FLOATS, cannot_run, fused, too_old
@@ -194,7 +195,10 @@ def _why_not(
     arguments = _settled(
         query, key_cache, value_cache, lengths, pages, scale, window, softcap, sinks, key_scale, value_scale
     )
-    return _operator_why_not(*arguments)
+    if query.shape[2] <= MOST_NEW:
+        return _operator_why_not(*arguments)
+    others = (query, sinks, arguments[10], arguments[12])
+    return why_not_cache(key_cache, value_cache, lengths, pages, *others) or why_not_many(query, key_cache)
 
 
 def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -223,13 +227,15 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The attention of the last tokens of each sequence to all of its tokens, whose keys and values are in a cache.
 
-    Rows that see no key are 0. Computed in float32; weights of values are rounded to the dtype of the query first, as
-    matrix units want it, where a query has 16 bits and there is more than one for a head of keys. Nothing is copied,
-    whatever the strides. The lengths are not read by the host, so that one CUDA graph serves all of them.
+    Rows that see no key are 0. Computed in float32; where a query has 16 bits, weights of values are rounded to 16 bits
+    first, as matrix units want it: to float16 where the cache has 8 bits, and otherwise to the dtype of the query, if
+    more than one query sees a head of keys. Nothing is copied, whatever the strides. The lengths are not read by the
+    host, so that one CUDA graph serves all of them.
 
     Args:
-        query: [batch, heads, new, dim], the last `new` tokens of each sequence, 1 to 16; more run plain torch. They see
-            each other as in a causal mask.
+        query: [batch, heads, new, dim], the last `new` tokens of each sequence, which see each other as in a causal
+            mask. More than 16 are for `attention_packed`, before which pages are gathered up to the capacity, and a
+            cache of another dtype than the query's is cast. Their result has tokens before heads in memory.
         key_cache, value_cache: [batch, key_heads, capacity, dim], or with `pages` [pages, page_size, key_heads, dim].
             heads is a multiple of key_heads, and values may be of another size than keys, both up to 256. float32,
             bfloat16 or float16, or float8 with scales.
@@ -243,7 +249,12 @@ def decode_attention(
         key_scale, value_scale: What keys and values are to be multiplied by: a number, or [key_heads].
         return_lse: Also returns the logarithms of the sums of exponentials, [batch, heads, new] in float32.
     """
-    result, lse = _decode_attention(
-        *_settled(query, key_cache, value_cache, lengths, pages, scale, window, softcap, sinks, key_scale, value_scale)
+    arguments = _settled(
+        query, key_cache, value_cache, lengths, pages, scale, window, softcap, sinks, key_scale, value_scale
     )
+    if query.shape[2] <= MOST_NEW:
+        result, lse = _decode_attention(*arguments)
+    else:
+        keys, values = in_order(key_cache, pages), in_order(value_cache, pages)
+        result, lse = attend_many(query, keys, values, lengths, *arguments[5:])
     return (result, lse) if return_lse else result
