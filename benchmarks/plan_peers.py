@@ -1,6 +1,6 @@
 """The planner beside calculon, SimuMax, llm-analysis and aiconfigurator, on the rows that each of them can predict.
 
-    python benchmarks/plan_peers.py [--json FILE]
+    python benchmarks/plan_peers.py
 
 `measurements/peer_predictions.json` has what the peers answered, their versions and their settings. nearpeak is run
 here on the same rows, each by constants that were fitted without the row's source. Writes `results/plan_peers.json` and
@@ -9,7 +9,6 @@ the table in `docs/plan.md`, and prints that table and the same by source.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ PEERS = HERE / "measurements" / "peer_predictions.json"
 RESULTS = HERE / "results" / "plan_peers.json"
 PAGE = HERE.parent / "docs" / "plan.md"
 MARKS = ("<!-- peers -->", "<!-- end of peers -->")
-"""Of the page: the table stands between them."""
+"""Of the page: `section` stands between them."""
 QUANTITIES = {
     "step": "training step",
     "memory": "peak memory",
@@ -182,11 +181,7 @@ def compared(peers: dict[str, Any], rows: Rows) -> list[Comparison]:
             ours = rows[quantity]
             published = {row for row in answers if row.startswith(OWN_ROWS)}
             asked = published or measured[quantity]
-            shares = {
-                "peer_rows": len(answers),
-                "nearpeak_rows": len(asked & ours.keys()),
-                "of": len(asked),
-            }
+            shares = {"peer_rows": len(answers), "nearpeak_rows": len(asked & ours.keys()), "of": len(asked)}
             both = {row: (ours[row], answer) for row, answer in answers.items() if row in ours}
             for source in ("all", *dict.fromkeys(mine.source for mine, _ in both.values())):
                 some = [pair for pair in both.values() if source in ("all", pair[0].source)]
@@ -260,34 +255,42 @@ def _figures(item: Comparison) -> tuple[str, ...]:
     return (*(f"{100 * share:.1f} %" for share in shares), f"{100 * item.closer:.0f} %")
 
 
-def with_table(page: str, text: str) -> str:
-    """The page with this table between the marks; as it is where it has none."""
+def section(comparisons: Iterable[Comparison], orders: Iterable[Order]) -> str:
+    """What stands between the marks of the page."""
+    lines = [
+        f"Of {item.pairs} pairs of serving layouts whose throughput per GPU differs by more than {100 * CLOSE:.0f} %,\n"
+        f"{item.peer} puts {item.peer_right} in the right order, and nearpeak {item.nearpeak_right}."
+        for item in orders
+    ]
+    return "\n\n".join((tables(comparisons)[0], *lines))
+
+
+def with_section(page: str, text: str) -> str:
+    """The page with this text between the marks; as it is where it has none."""
     before, mark, rest = page.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
-    return f"{before}{mark}\n{text}\n{end}{after}" if end else page
+    return f"{before}{mark}\n\n{text}\n\n{end}{after}" if end else page
 
 
 def main() -> None:
     """Writes the results and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULTS)
-    options = parser.parse_args()
     peers = json.loads(PEERS.read_text(encoding="utf-8"))
     rows = planner_rows(peers)
     comparisons = compared(peers, rows)
     used = {name: set(answers) for name, answers in peers["predictions"].items()}
     kept = {name: {row: asdict(one) for row, one in found.items() if row in used[name]} for name, found in rows.items()}
+    orders = ordered(peers, rows)
     document = {
         "comparisons": [asdict(item) for item in comparisons],
-        "order": [asdict(item) for item in ordered(peers, rows)],
+        "order": [asdict(item) for item in orders],
         "nearpeak": kept,
     }
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    whole, split = tables(comparisons)
-    print(whole, split, *ordered(peers, rows), sep="\n\n")
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text = section(comparisons, orders)
+    print(text, tables(comparisons)[1], sep="\n\n")
     page = PAGE.read_text(encoding="utf-8")
-    if page != with_table(page, whole):
-        PAGE.write_text(with_table(page, whole), encoding="utf-8")
+    if page != with_section(page, text):
+        PAGE.write_text(with_section(page, text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def test_presets_of_recomputation_are_modules() -> None:
         ({"sharding": "hsdp", "shard_group": 48}, ["shard_group", "dp"]),
         ({"sharding": "zero3", "shard_group": 8}, ["shard_group=8", "hsdp"]),
         ({"shard_group": 48}, ["shard_group", "dp"]),
+        ({"pp": 2, "split": (10, 11, 11)}, ["split", "pp=2", "split=()"]),
     ],
 )
 def test_an_illegal_layout_names_the_field_and_the_nearest_value(fields: dict[str, Any], words: list[str]) -> None:
@@ -56,6 +57,7 @@ def test_an_illegal_layout_names_the_field_and_the_nearest_value(fields: dict[st
         ("qwen3-30b-a3b", {"ep": 64, "etp": 1}, 4096, []),
         ("mixtral-8x7b", {"ep": 16}, 4096, ["ep=16", "8 experts", "ep=8"]),
         ("llama-3-8b", {"pp": 64}, 4096, ["pp=64", "32 layers", "pp=32"]),
+        ("llama-3-8b", {"pp": 2, "split": (20, 13)}, 4096, ["33 layers", "has 32", "split=(20, 12)"]),
         ("llama-3-8b", {"pp": 8, "virtual": 8}, 4096, ["virtual=8", "virtual=4"]),
         ("llama-3-8b", {"cp": 8}, 1000, ["cp=8", "sequence=1000", "sequence=992"]),
         ("llama-3-8b", {"tp": 8}, 1001, ["tp=8", "sequence=1000"]),

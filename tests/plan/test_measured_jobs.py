@@ -88,3 +88,21 @@ def test_a_gpu_that_is_not_known_is_skipped_with_the_reason(tmp_path: Path) -> N
         writer.writerow(ROW | {"gpu": "X9000"})
     found, skipped = read_training(path)
     assert not found and "X9000" in skipped[0].reason
+
+
+def test_nanotron_balances_stages_with_the_output_layer_and_prints_gib(tmp_path: Path) -> None:
+    row = {"framework": "nanotron v0.5", "model": "llama-like-80.0b", "params_b": "80.0", "gbs_seqs": "256"}
+    run = read(tmp_path, **row, gpus="256", tp="4", pp="16", sharding="ZeRO-1", peak_mem_gib="64.21", mem_kind="GB")
+    split = run.job.layout.split
+    assert split[0] == 6 and split[-1] == 3 and sum(split) == 80
+    assert run.memory == 64.21 * 2**30
+
+
+def test_weights_that_cannot_fit_are_sharded(tmp_path: Path) -> None:
+    assert read(tmp_path, model="llama3-70b", gpu="GB300", gbs_seqs="256", mbs_seqs="2").job.layout.sharding == "zero3"
+
+
+def test_fine_tuning_keeps_moments_in_32_bits(tmp_path: Path) -> None:
+    row = {"framework": "Megatron-Bridge (2026)", "precision": "fp8 current scaling", "model": "llama3-70b"}
+    assert read(tmp_path, **row, tp="8").job.precision.moments == 4
+    assert read(tmp_path, **row | {"model": "llama3-70b+sft"}, tp="8").job.precision.moments == 8

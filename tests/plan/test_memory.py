@@ -11,8 +11,10 @@ from nearpeak.errors import UsageError
 from nearpeak.plan.catalogue import model
 from nearpeak.plan.job import Job, precision_named
 from nearpeak.plan.layout import Layout
-from nearpeak.plan.memory import memory, memory_by_stage, peak
+from nearpeak.plan.memory import WORKSPACE, memory, memory_by_stage, peak
 from nearpeak.plan.parameters import count
+from nearpeak.plan.stages import layers_of
+from nearpeak.plan.stages import stages as pipeline
 
 
 def job(name: str = "llama-3-8b", precision: str = "bf16", sequence: int = 4096, **layout: Any) -> Job:
@@ -89,6 +91,49 @@ def test_recomputed_expert_activations_are_what_a_published_pair_of_runs_differs
     assert none.activations["experts"] - some.activations["experts"] == pytest.approx(66.297e9 - 62.103e9, rel=0.01)
 
 
+def test_stages_have_their_own_layers() -> None:
+    # the first three layers of DeepSeek-V3 have no experts
+    first, second, *_ = memory_by_stage(job("deepseek-v3", gpus=64, pp=4, ep=16))
+    assert first.activations["experts"] / second.activations["experts"] == pytest.approx(4 * 13 / (3 * 15))
+    counts = count(model("deepseek-v3"))
+    layer = counts.experts_of(model("deepseek-v3")) / 58 / 16
+    stages = pipeline(model("deepseek-v3"), Layout(gpus=64, pp=4, ep=16, global_batch=64))
+    assert [round(stage.expert_weights / layer) for stage in stages] == [16 - 3, 15, 15, 15]
+    assert "".join(stage.feeds for stage in stages) == model("deepseek-v3").feeds
+
+
+def test_interleaved_stages_take_pieces_in_turn() -> None:
+    assert [layers_of(8, 2, 2, (), index) for index in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    # 126 layers in 128 pieces: the last two stages have one fewer
+    assert [len(layers_of(126, 16, 8, (), index)) for index in range(16)] == [8] * 14 + [7] * 2
+
+
+def test_a_split_is_followed() -> None:
+    even, uneven = memory_by_stage(job(pp=2)), memory_by_stage(job(pp=2, split=(20, 12)))
+    assert uneven[0].activation == pytest.approx(even[0].activation * 20 / 16)
+    assert uneven[1].activation == pytest.approx(even[1].activation * 12 / 16)
+
+
+def test_fused_gradients_leave_a_tensor_of_each_shape() -> None:
+    counts = count(model("llama-3.1-405b"))
+    found = memory(job("llama-3.1-405b", tp=8, gpus=64, global_batch=8))
+    weights = (counts.attention + counts.dense + counts.output) / 8
+    assert found.workspace == pytest.approx(WORKSPACE + 2 * weights)
+    assert memory(replace(job(), trainable=0.01)).workspace == WORKSPACE
+
+
+def test_distributed_data_parallel_copies_gradients_into_its_buckets() -> None:
+    eager = replace(job(sharding="none"), software="eager")
+    alone = replace(job(sharding="none", gpus=1), software="eager")
+    weights = model("llama-3-8b").parameters
+    assert memory(eager).communication - memory(alone).communication == 2 * weights
+
+
+def test_hiding_the_exchange_of_experts_keeps_outputs_of_parts() -> None:
+    plain, hidden = (memory(job("qwen3-30b-a3b", ep=8, overlap_experts=on)) for on in (False, True))
+    assert hidden.activation - plain.activation == 48 * 4 * 2 * 2048 * 4096
+
+
 def test_offload_takes_states_off_the_gpu() -> None:
     assert memory(job(offload="optimizer")).optimizer == 0
     assert memory(job(offload="optimizer+gradients")).gradients == 0
@@ -100,6 +145,12 @@ def test_allocated_is_at_most_reserved_and_reserved_at_most_what_the_gpu_needs()
     assert 0 < found.states < found.allocated < found.reserved < found.total < found.safe
     parts = found.states + found.activation + found.logits + found.communication + found.recomputed + found.workspace
     assert found.allocated == pytest.approx(parts)
+
+
+def test_the_quick_peak_sees_a_second_stage_that_is_fuller() -> None:
+    asked = job("deepseek-v3", gpus=64, pp=16, ep=4, recompute=("layer",))
+    assert peak(asked) == pytest.approx(memory(asked).total)
+    assert memory(asked).stage == 1
 
 
 @pytest.mark.parametrize("fields", [{}, {"pp": 4}, {"tp": 2, "recompute": ("layer",)}, {"sharding": "zero3"}])

@@ -58,6 +58,22 @@ def test_utilisation_follows_from_model_flops() -> None:
     assert found.tokens_per_second_per_gpu == pytest.approx(256 * 8192 / found.seconds / 64)
 
 
+def test_gradients_of_microbatches_are_added_up() -> None:
+    # 6 bytes a weight and microbatch more in 32 bits: 8 read and written, less the 2 of the product; 2 bytes in 16 bits
+    narrow, wide = (timed(precision=name, sharding="none") for name in ("bf16-master", "bf16-fp32-grads"))
+    weights = model("llama-3-8b").parameters - 128256 * 4096  # the embedding has no product
+    more = 4 * (4 - 2) / 2 * weights / (load_efficiency().values.memory * 3.35e12)
+    assert wide.parts["products"] - narrow.parts["products"] == pytest.approx(more * 4, rel=0.01)
+    alone = {"gpus": 64, "global_batch": 64, "sharding": "none"}
+    assert timed(**alone).parts["products"] == timed(**alone, precision="bf16-fp32-grads").parts["products"]
+
+
+def test_the_fullest_stage_of_a_split_sets_the_pace() -> None:
+    even, uneven = timed(pp=4), timed(pp=4, split=(14, 6, 6, 6))
+    assert uneven.parts["products"] > 1.2 * even.parts["products"]
+    assert timed(pp=4, split=(8, 8, 8, 8)).seconds == even.seconds
+
+
 def test_eight_bits_are_faster_and_not_twice() -> None:
     assert 1.1 < timed().seconds / timed(precision="fp8").seconds < 2
 

@@ -30,16 +30,15 @@ def test_step_times_of_sources_that_were_left_out(validation: TrainingValidation
     assert validation.overall("dense").absolute < 0.08
     assert validation.overall("moe").absolute < 0.18
     dense = {group.name: group.absolute for group in validation.by_source if group.name.endswith("dense")}
-    # DeepSpeed's ZeRO-3 of 2021 took several times what its collectives explain: six of the twelve rows of this source
-    early = "arXiv 2104.04473 Table 2 via cli99/llm-analysis figure, dense"
-    assert dense.pop(early) < 0.17
-    assert max(dense.values()) < 0.15
+    assert max(dense.values()) < 0.13
 
 
 def test_peaks_of_memory(validation: TrainingValidation) -> None:
     errors = [row.error for row in validation.memory]
     assert len(errors) == 39
     assert sum(map(abs, errors)) / len(errors) < 0.07
+    assert min(errors) > -0.075
+    assert sum(error < -0.04 for error in errors) <= 2
 
 
 def test_a_safe_amount_of_memory_covers_published_peaks(validation: TrainingValidation) -> None:
@@ -50,7 +49,7 @@ def test_a_safe_amount_of_memory_covers_published_peaks(validation: TrainingVali
         for row in validation.memory
         if row.run.memory is not None and memory_by_stage(row.run.job)[0].safe < 0.97 * row.run.memory
     ]
-    assert short == ["mbridge-ab-015"]
+    assert short == []
 
 
 def test_groups_and_worst_rows_cover_all_rows(validation: TrainingValidation) -> None:

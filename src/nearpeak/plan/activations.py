@@ -16,9 +16,14 @@ from nearpeak.plan.models import Model
 
 EAGER_BLOCK = 6.5
 """Bytes per hidden channel that eager code keeps around a mixer or a feed beyond fused kernels: rotated queries and
-keys, the float32 input of the norm. Fitted on the peaks of 26 runs of nanotron, as the next two are."""
-EAGER_ACTIVATION = 3.0
-"""Bytes per intermediate channel: the activated half of a gated feed, and alignment."""
+keys, the float32 input of the norm. Fitted with the next three by `benchmarks/fit_memory.py` on published peaks; what
+is too low weighs four times what is too high."""
+EAGER_ACTIVATION = 2.0
+"""Bytes per intermediate channel: the activated half of a gated feed."""
+EAGER_RUNNING = 60.0
+"""Bytes per token and hidden channel that the layer that runs makes besides: gathered sequences, gradients."""
+EAGER_LOGITS = 7.4
+"""Bytes per logit in eager code."""
 LOGITS = 6.5
 """Bytes per logit: 16 bits as they come, the float32 copy that the loss works on, and a part of their gradient."""
 SCAN_CHUNK = 128

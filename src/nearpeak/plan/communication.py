@@ -33,9 +33,10 @@ BUCKET, BUCKET_PER_RANK = 40e6, 1e6
 """Weights whose gradients are reduced at once: Megatron's least bucket, and what it gives each data-parallel rank."""
 DEDUPLICATED = 2025.6
 """From when on tokens cross the network once for each node (DeepEP, HybridEP in Megatron)."""
-FETCH = 3e-3
-"""Seconds beyond the collective that ZeRO-3 of 2021 took to fetch or reduce one matrix: hooks in Python, copies, and no
-prefetching. Assumed; later software gathers a layer at once."""
+FETCH, FETCH_RANK = 3e-3, 5e-6
+"""Seconds beyond the collective, and for each rank, that ZeRO-3 of 2021 took to fetch or reduce one matrix: hooks in
+Python, no prefetching, and a tensor of its own for the piece of every rank. Assumed; later software gathers a layer at
+once."""
 TENSORS = 7
 """Matrices of one layer: as many collectives, where software has no buckets."""
 
@@ -185,8 +186,8 @@ def data_seconds(job: Job, wires: Wires, stage: Stage) -> DataTraffic:
         result.gather_each += times * gather
         result.scatter_each += wires.pieces(count, "reduce_scatter", gradients, inside, stride)
         if job.software == "unfused":
-            result.gather_each += times * count * FETCH
-            result.scatter_each += count * FETCH
+            result.gather_each += times * count * (FETCH + FETCH_RANK * ranks)
+            result.scatter_each += count * (FETCH + FETCH_RANK * ranks)
         if inside < ranks:
             result.reduce += wires.pieces(count, "all_reduce", gradients / inside, ranks // inside, stride * inside)
     return result

@@ -59,6 +59,11 @@ class Rates:
         self.backward = 2.0 if job.trainable > 0.5 else 1.0
         """Products backward to one forward; adapters leave the weights alone, and their gradients out."""
         self.input_bytes = min(2.0, job.precision.saved)
+        # gradients of a microbatch are added to those of the step: read and written, but for the write that a product
+        # has anyway; in eager code by a kernel of its own. What is gathered layer by layer is reduced instead.
+        summed = 2.0 * job.precision.gradients + (2.0 if self.eager else -self.input_bytes)
+        gathered = job.layout.sharding in ("zero3", "hsdp") or job.trainable <= 0.5
+        self.summed = 0.0 if gathered or job.layout.microbatches == 1 else summed
         self.traffic = efficiency.traffic_eager if self.eager else efficiency.traffic_fused
         scaling = job.precision.scaling
         self.quantise = 0.0 if scaling == "none" else float(getattr(efficiency, f"quantise_{scaling}"))
@@ -73,7 +78,7 @@ def product(seconds: Seconds, rates: Rates, rows: float, inputs: float, outputs:
     weights = groups * inputs * outputs
     traffic = rows * inputs * size + weights * size + 2.0 * rows * outputs
     forward = flops / rate + traffic / rates.bandwidth
-    seconds.products += (1.0 + rates.backward) * forward
+    seconds.products += (1.0 + rates.backward) * forward + rates.summed * weights / rates.bandwidth
     seconds.forward += forward
     if rates.quantise and not wide:
         casts = rates.quantise * rows * (2.0 + 2 * size) * inputs / rates.bandwidth

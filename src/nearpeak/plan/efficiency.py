@@ -35,7 +35,8 @@ class Efficiency:
     products_ultra: float = 1.2
     """Blackwell Ultra against Blackwell: more power."""
     maturity: float = 1.08
-    """Growth of Blackwell's utilisation with each year of its software, from 2026 on and back."""
+    """Growth of what Blackwell reaches in 8 and 4 bits with each year of its software, from 2026 on and back. Products
+    in 16 bits have not changed."""
     float8_hopper: float = 0.9
     """Utilisation of 8-bit products against 16-bit ones."""
     float8_blackwell: float = 0.9
@@ -155,7 +156,7 @@ def product_rate(machine: Machine, dtype: str, year: float, efficiency: Efficien
     share: float = getattr(efficiency, f"products_{kind}") * power_share(machine)
     if is_ultra(machine):
         share *= efficiency.products_ultra
-    if kind == "blackwell":
+    if kind == "blackwell" and dtype in ("float8", "float4"):
         share *= efficiency.maturity ** (min(year, 2026.7) - 2026.0)
     if dtype == "float8":
         share *= efficiency.float8_blackwell if kind == "blackwell" else efficiency.float8_hopper

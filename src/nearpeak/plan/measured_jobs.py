@@ -52,6 +52,10 @@ def job_of(row: Mapping[str, str], capacity: float) -> Job:
         dropless="tokendrop" not in row.get("extras", "").split(";")[0],
         trainable=0.005 if "lora" in row["model"] else 1.0,
     )
+    if job.layout.sharding == "zero1" and job.layout.pp == 1 and job.layout.dp > 1:
+        least = job.with_layout(replace(job.layout, recompute=("layer",)))
+        if memory(least).allocated > capacity:  # the recipe shards weights too, and the table does not say so
+            job = job.with_layout(replace(job.layout, sharding="zero3", shard_group=0))
     unsaid = row.get("recompute", "").startswith("not stated") and not job.layout.recompute
     if unsaid and not row["gpu"].startswith("GB"):  # where Grace can hold activations
         job = _that_fits(job, capacity)

@@ -50,7 +50,8 @@ class Planner:
 
     def rates(self, job: Job) -> Rates:
         """What the machine reaches for this job."""
-        key = (job.precision.name, job.software, job.year, job.trainable)
+        alone = job.layout.sharding in ("zero3", "hsdp") or job.layout.microbatches == 1
+        key = (job.precision.name, job.software, job.year, job.trainable, alone)
         found = self._rates.get(key)
         if found is None:
             found = self._rates[key] = Rates(self.cluster.machine, job, self.efficiency)
@@ -62,6 +63,7 @@ class Planner:
         key = (
             job.model, job.sequence, job.precision.name, job.software, job.year, job.trainable, layout.tp,
             layout.sequence_parallel, layout.cp, layout.microbatch, layout.ep, layout.etp,
+            layout.sharding in ("zero3", "hsdp") or layout.microbatches == 1,
         )  # fmt: skip
         found = self._layers.get(key)
         if found is None:
@@ -108,8 +110,11 @@ class Planner:
             )
         layers, feeds, output = self.layers(job)
         stages, pieces = layout.pp, layout.microbatches
-        per_stage = math.ceil(model.layers / stages)
-        last = model.layers - per_stage * (stages - 1)
+        if layout.split:
+            per_stage, last = max(layout.split), layout.split[-1]
+        else:
+            per_stage = math.ceil(model.layers / stages)
+            last = model.layers - per_stage * (stages - 1)
         # one layer's share of everything; the slowest stage sets the pace
         share = per_stage / model.layers
         last_share = max(last, 0) / model.layers

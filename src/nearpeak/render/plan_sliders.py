@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nearpeak.errors import UsageError
 from nearpeak.plan import memory as arithmetic
-from nearpeak.plan.activations import LOGITS
+from nearpeak.plan.activations import EAGER_LOGITS, EAGER_RUNNING, LOGITS, layer_bytes
 from nearpeak.plan.answers import MemoryPlan
 from nearpeak.plan.job import Job
 from nearpeak.plan.parameters import count
@@ -34,20 +34,11 @@ class Sliders:
 def memory_sliders(plan: MemoryPlan) -> Sliders | None:
     """Memory against degrees, microbatch, sequence, sharding and recomputation; None where something is offloaded."""
     job, layout, model = plan.job, plan.job.layout, plan.job.model
-    if layout.offload != "none" or layout.sharding == "hsdp" or layout.virtual > 1:
-        job = replace(
-            job, layout=replace(layout, offload="none", sharding=_simple(layout.sharding), shard_group=0, virtual=1)
-        )
+    if layout.offload != "none" or layout.sharding == "hsdp" or layout.virtual > 1 or layout.split:
+        plain = replace(layout, offload="none", sharding=_simple(layout.sharding), shard_group=0, virtual=1, split=())
+        job = replace(job, layout=plain)
         layout = job.layout
     numbers = count(model)
-    attention = model.attention_layers
-    blocks = attention + model.mixers.count("M") + sum(model.feeds.count(kind) for kind in "DE")
-    split = (
-        attention * numbers.attention
-        + model.mixers.count("M") * numbers.state_space
-        + model.feeds.count("D") * numbers.dense
-        + model.feeds.count("E") * numbers.expert_shared
-    )
     degrees = [tp for tp in _powers(64) if _legal_tp(job, tp)]
     kept = {
         name: {str(tp): values for tp in degrees if (values := _kept(job, tp, modules)) is not None}
@@ -57,19 +48,24 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
     if started is None:
         started = "as planned"
         kept[started] = {str(tp): values for tp in degrees if (values := _kept(job, tp, layout.recompute)) is not None}
-    experts = model.feeds.count("E") * model.experts * numbers.expert
-    precision = job.precision
+    precision, eager = job.precision, job.software == "eager"
+    trained = job.trainable >= 0.5
     data = {
-        "layers": model.layers,
-        "split": split,
-        "norms": blocks * numbers.norm,
+        "mixers": model.mixers,
+        "feeds": model.feeds,
+        "weights": {
+            **dict.fromkeys("AWC", numbers.attention),
+            "M": numbers.state_space,
+            "D": numbers.dense,
+            "E": numbers.expert_shared,
+        },
+        "norm": numbers.norm,
         "embedding": numbers.embedding,
         "output": numbers.output,
         "tied_copy": numbers.embedding if model.tied else 0,
         "final_norm": numbers.final_norm,
-        "experts": experts,
-        "layer_split": max(numbers.attention, numbers.state_space) + numbers.dense,
-        "layer_experts": model.experts * numbers.expert if model.is_moe else 0,
+        "expert": numbers.expert,
+        "experts": model.experts,
         "bytes": {
             "parameters": precision.parameters,
             "gradients": precision.gradients,
@@ -79,11 +75,17 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
         "cp": layout.cp,
         "etp": layout.etp,
         "sequence_parallel": layout.sequence_parallel,
-        "logits": 0.0 if model.image_tokens else LOGITS * model.vocabulary,
+        "logits": 0.0 if model.image_tokens else (EAGER_LOGITS if eager else LOGITS) * model.vocabulary,
         "gathered": 2.0 * model.hidden,
         "dispatched": 2.0 * model.active_experts * (model.latent or model.hidden),
         "buckets": 0.2e9,
+        "copied_buckets": eager,
         "workspace": arithmetic.WORKSPACE,
+        "placeholders": trained and job.software == "fused",
+        "output_placeholder": model.vocabulary * model.hidden
+        if trained and (precision.gradients > 2 or job.software == "fused")
+        else 0,
+        "running": EAGER_RUNNING * model.hidden if trained and eager else 0.0,
         "slack": arithmetic.SLACK,
         "context": [arithmetic.CONTEXT, arithmetic.CONTEXT + arithmetic.COMMUNICATORS],
         "kept": kept,
@@ -114,8 +116,8 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
     return Sliders(
         kind="memory",
         title="What if",
-        note="The sliders compute memory again, in this page: states, activations, logits and buffers of the fuller "
-        "one of the first and last pipeline stage, for a plain 1F1B schedule without offload. The tables below, and "
+        note="The sliders compute memory again, in this page: states, activations, logits and buffers of the "
+        "fullest pipeline stage, for a plain 1F1B schedule without offload. The tables below, and "
         "times, stay as planned.",
         data=data,
     )
@@ -195,6 +197,7 @@ def _job(job: Job, tp: int, recompute: tuple[str, ...]) -> Job | None:
             tp=tp,
             pp=1,
             virtual=1,
+            split=(),
             sharding="none",
             shard_group=0,
             recompute=recompute,
@@ -205,11 +208,15 @@ def _job(job: Job, tp: int, recompute: tuple[str, ...]) -> Job | None:
         return None
 
 
-def _kept(job: Job, tp: int, recompute: tuple[str, ...]) -> dict[str, float] | None:
-    """Bytes of a token over all layers, and those that are computed again at once."""
+def _kept(job: Job, tp: int, recompute: tuple[str, ...]) -> dict[str, Any] | None:
+    """Bytes of a token in one mixer and one feed of each kind, and those that are computed again at once."""
     alone = _job(job, tp, recompute)
     if alone is None:
         return None
-    found = arithmetic.memory_by_stage(alone)[0]
-    tokens = alone.microbatch_tokens
-    return {"held": found.activation / tokens, "again": found.recomputed / tokens}
+    mixers, feeds = ("".join(sorted(set(letters) - {"-"})) for letters in (job.model.mixers, job.model.feeds))
+
+    def of(whole: bool) -> dict[str, float]:
+        found = {letter: layer_bytes(alone, letter, "-", whole=whole)[1] for letter in mixers}
+        return found | {letter: layer_bytes(alone, "", letter, whole=whole)[1] for letter in feeds}
+
+    return {"held": of(False), "again": of(True) if "layer" in recompute else None}

@@ -73,6 +73,9 @@ def test_a_page_needs_nothing_from_elsewhere():
         (job("gemma-2-9b", sharding="none", gpus=1, global_batch=1), {"microbatch": 4}),
         (job("mixtral-8x7b", ep=8), {"ep": 4, "tp": 2, "sharding": "zero3"}),
         (job("deepseek-v3", ep=32, pp=2, precision="mxfp8"), {"pp": 4, "tp": 2, "ep": 16}),
+        (job("deepseek-v3", ep=4, pp=16, recompute=("layer",)), {}),
+        (job("nemotron-3-nano", ep=8), {"pp": 2, "sharding": "zero3"}),
+        (job("llama-3-8b", software="eager", sharding="none"), {"pp": 2}),
         (job("llama-3-8b", tp=2, cp=2, software="eager", precision="bf16-fp32-grads"), {"tp": 1}),
     ],
 )
@@ -104,8 +107,7 @@ def test_the_sliders_give_what_python_gives(planned, choice):
             recompute=recompute,
         ),
     )
-    stages = memory_by_stage(other)
-    fullest = max(stages[0], stages[-1], key=lambda stage: stage.total)
+    fullest = max(memory_by_stage(other), key=lambda stage: stage.total)
     assert found[0] is None
     parts = found[1]
     assert parts["parameters"] == pytest.approx(fullest.parameters)

@@ -2,16 +2,41 @@
 
 const GB = 1e9;
 
+// How many layers of each kind a stage has.
+function kindsOf(model, pp, index) {
+  const layers = model.mixers.length;
+  const [whole, rest] = [Math.floor(layers / pp), layers % pp];
+  const start = index * whole + Math.min(index, rest);
+  const end = start + whole + (index < rest ? 1 : 0);
+  const found = {};
+  for (const letter of model.mixers.slice(start, end) + model.feeds.slice(start, end)) {
+    if (letter !== "-") found[letter] = (found[letter] ?? 0) + 1;
+  }
+  return [Object.entries(found), end - start];
+}
+
+// Weights of the largest layer, and of one matrix of each shape.
+function layerWeights(model, choice, kinds) {
+  const has = (letter) => kinds.some(([kind]) => kind === letter);
+  const of = (letter) => (has(letter) ? model.weights[letter] : 0);
+  const attention = Math.max(of("A"), of("W"), of("C"));
+  const experts = has("E") ? (model.experts * model.expert) / (choice.ep * model.etp) : 0;
+  const largest = Math.max(attention, of("M")) / choice.tp + Math.max(of("D") / choice.tp, of("E") / choice.tp + experts);
+  const shapes = (attention + of("M") + of("D") + of("E")) / choice.tp + (has("E") ? model.expert / model.etp : 0);
+  return [largest, shapes, experts];
+}
+
 function memoryStage(model, choice, index) {
   const kept = model.kept[choice.recompute][choice.tp];
   const { pp, tp, ep } = choice;
-  const layers = Math.floor(model.layers / pp) + (index < model.layers % pp ? 1 : 0);
-  const share = layers / model.layers;
+  const [kinds, layers] = kindsOf(model, pp, index);
+  const [largest, shapes, expertLayer] = layerWeights(model, choice, kinds);
+  const summed = (values) => kinds.reduce((sum, [kind, number]) => sum + number * values[kind], 0);
   const [first, last] = [index === 0, index === pp - 1];
-  let dense = share * (model.split / tp + model.norms);
+  let dense = summed(model.weights) / tp + kinds.reduce((sum, [, number]) => sum + number, 0) * model.norm;
   if (first) dense += model.embedding / tp;
   if (last) dense += (model.output + (pp > 1 ? model.tied_copy : 0)) / tp + model.final_norm;
-  const experts = (share * model.experts) / (ep * model.etp);
+  const experts = (kinds.find(([kind]) => kind === "E")?.[1] ?? 0) * expertLayer;
   const dp = choice.gpus / (tp * pp * model.cp);
   const ranks = choice.sharding === "none" ? 1 : dp * model.cp;
   const expertRanks = choice.sharding === "none" ? 1 : Math.max(1, Math.min(choice.gpus / (ep * model.etp * pp), ranks));
@@ -23,18 +48,22 @@ function memoryStage(model, choice, index) {
     parameters: (choice.sharding === "zero3" ? mine : whole) * model.bytes.parameters,
     gradients: (choice.sharding === "none" || choice.sharding === "zero1" ? whole : mine) * model.bytes.gradients * model.trainable,
     optimizer: mine * model.bytes.optimizer * model.trainable,
-    activations: held * tokens * share * kept.held + tokens * kept.again,
+    activations: held * tokens * summed(kept.held) + (kept.again ? (tokens * summed(kept.again)) / layers : 0),
     logits: last ? model.logits * tokens / tp : 0,
   };
   let wires = 0;
   if (tp > 1) wires += model.gathered * tokens;
   if (ep > 1) wires += (model.dispatched * tokens) / (model.sequence_parallel ? tp : 1);
-  if (choice.sharding === "zero3" && ranks > 1) wires += 6 * (model.layer_split / tp + model.layer_experts / (ep * model.etp));
+  if (choice.sharding === "zero3" && ranks > 1) wires += 6 * largest;
+  else if (choice.sharding === "none" && model.copied_buckets && dp * model.cp > 1) wires += model.bytes.parameters * whole * model.trainable;
   else if (dp * model.cp > 1) wires += model.buckets;
+  let workspace = model.workspace + model.running * tokens;
+  if (last) workspace += (2 * model.output_placeholder) / tp;
+  if (model.placeholders && choice.sharding !== "zero3") workspace += 2 * shapes;
   const states = parts.parameters + parts.gradients + parts.optimizer;
-  const allocated = states + parts.activations + parts.logits + wires + model.workspace;
+  const allocated = states + parts.activations + parts.logits + wires + workspace;
   const slack = model.slack * (allocated - states);
-  parts["buffers, context, slack"] = wires + model.workspace + slack + model.context[choice.gpus > 1 ? 1 : 0];
+  parts["buffers, context, slack"] = wires + workspace + slack + model.context[choice.gpus > 1 ? 1 : 0];
   return parts;
 }
 
@@ -42,9 +71,9 @@ function total(parts) {
   return Object.values(parts).reduce((sum, value) => sum + value, 0);
 }
 
-// The fuller one of the first and the last stage.
+// The fullest one of the first, the last, and the second stage, where the first layers may have no experts.
 function memoryPeak(model, choice) {
-  const stages = [...new Set([0, choice.pp - 1])].map((index) => memoryStage(model, choice, index));
+  const stages = [...new Set([0, Math.min(1, choice.pp - 1), choice.pp - 1])].map((index) => memoryStage(model, choice, index));
   return stages.reduce((fullest, stage) => (total(stage) > total(fullest) ? stage : fullest));
 }
 
