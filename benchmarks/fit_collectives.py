@@ -1,4 +1,4 @@
-"""Fits the constants of collectives on measured rows and writes src/nearpeak/plan/collectives.json.
+"""Fits the constants of collectives on measured rows and writes src/nearpeak/plan/network/collectives.json.
 
     python benchmarks/fit_collectives.py [benchmarks/measurements/measured_collectives.csv]
 
@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 
 from nearpeak.files import replace_file
-from nearpeak.plan.collective_constants import LinkConstants, NetworkConstants, ProtocolConstants
-from nearpeak.plan.collective_traffic import Traffic, protocol_seconds, shared_bandwidth, traffic_inside
-from nearpeak.plan.collectives import generation, link_kind
-from nearpeak.plan.measured_collectives import MeasuredCollective, cluster_of, read_collectives
-from nearpeak.plan.nccl_choice import Situation, choose
+from nearpeak.plan.network.collectives import generation, link_kind
+from nearpeak.plan.network.constants import LinkConstants, NetworkConstants, ProtocolConstants
+from nearpeak.plan.network.nccl_choice import Situation, choose
+from nearpeak.plan.network.traffic import Traffic, protocol_seconds, shared_bandwidth, traffic_inside
+from nearpeak.plan.validation.measured_collectives import MeasuredCollective, cluster_of, read_collectives
 from nearpeak.records import to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "benchmarks/measurements/measured_collectives.csv"
-OUT = ROOT / "src/nearpeak/plan/collectives.json"
+OUT = ROOT / "src/nearpeak/plan/network/collectives.json"
 KNEE = 0.05
 
 FREE: dict[str, tuple[str, ...]] = {

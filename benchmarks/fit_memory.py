@@ -17,7 +17,7 @@ from pathlib import Path
 from plan_peers import own_row
 
 from nearpeak.plan import activations, memory
-from nearpeak.plan.measured_training import Measured, read_training
+from nearpeak.plan.validation.measured_training import Measured, read_training
 
 DATA = Path(__file__).parent / "measurements"
 NAMES = ("EAGER_BLOCK", "EAGER_ACTIVATION", "EAGER_RUNNING", "EAGER_LOGITS")

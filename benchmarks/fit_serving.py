@@ -1,4 +1,4 @@
-"""Fits the constants of serving on measured runs and writes src/nearpeak/plan/serving.json.
+"""Fits the constants of serving on measured runs and writes src/nearpeak/plan/serving/serving.json.
 
     python benchmarks/fit_serving.py [--no-leave-out] [benchmarks/measurements/measured_inference.csv]
 
@@ -25,15 +25,15 @@ import numpy as np
 from nearpeak.errors import UsageError
 from nearpeak.files import replace_file
 from nearpeak.machines import catalogue
-from nearpeak.plan.measured_inference import MeasuredInference, read_inference
-from nearpeak.plan.serving_constants import EngineConstants, GenerationConstants, ServingConstants, generation
-from nearpeak.plan.serving_rates import norm
-from nearpeak.plan.validate_inference import predict_quantities
+from nearpeak.plan.serving.constants import EngineConstants, GenerationConstants, ServingConstants, generation
+from nearpeak.plan.serving.rates import norm
+from nearpeak.plan.validation.inference import predict_quantities
+from nearpeak.plan.validation.measured_inference import MeasuredInference, read_inference
 from nearpeak.records import to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "benchmarks/measurements/measured_inference.csv"
-OUT = ROOT / "src/nearpeak/plan/serving.json"
+OUT = ROOT / "src/nearpeak/plan/serving/serving.json"
 KNEE = 0.10
 WEIGHTS = {"decode": 2.0, "tpot": 1.0, "ttft": 0.4, "throughput": 0.5}
 PRODUCT_WEIGHT = 6.0

@@ -4,7 +4,7 @@
 
 Needs numpy. Residuals are logarithms of predicted to measured step time. Every constant has a prior (its default in
 `plan/efficiency.py`) that holds it where no run says anything, so that few rows cannot move it far. `--write` puts the
-result with its provenance into `src/nearpeak/plan/training_constants.json`.
+result with its provenance into `src/nearpeak/plan/training/training_constants.json`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from nearpeak.plan.collectives import CollectiveTimes
-from nearpeak.plan.efficiency import Efficiency
-from nearpeak.plan.measured_training import Measured, read_training
-from nearpeak.plan.training import Planner
+from nearpeak.plan.network.collectives import CollectiveTimes
+from nearpeak.plan.training.efficiency import Efficiency
+from nearpeak.plan.training.time import Planner
+from nearpeak.plan.validation.measured_training import Measured, read_training
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
-TARGET = ROOT / "src" / "nearpeak" / "plan" / "training_constants.json"
+TARGET = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_constants.json"
 LEFT_OUT = TARGET.with_name("training_left_out.json")
 FIXED = {"memory", "expert_products"}
 NAMES = [field.name for field in dataclasses.fields(Efficiency) if field.name not in FIXED]

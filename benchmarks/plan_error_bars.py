@@ -11,12 +11,12 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from nearpeak.plan.error_bars import group_of
-from nearpeak.plan.validate_training import validate_training
+from nearpeak.plan.training.error_bars import group_of
+from nearpeak.plan.validation.training import validate_training
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
-FILE = ROOT / "src" / "nearpeak" / "plan" / "training_error_bars.json"
+FILE = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_error_bars.json"
 
 
 def groups() -> dict[str, dict[str, float]]:

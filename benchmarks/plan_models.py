@@ -17,10 +17,10 @@ import torch
 import transformers
 
 import nearpeak
-from nearpeak.plan.catalogue import entries
-from nearpeak.plan.config import from_config
-from nearpeak.plan.flops import forward_flops
-from nearpeak.plan.models import Model
+from nearpeak.plan.models.catalogue import entries
+from nearpeak.plan.models.config import from_config
+from nearpeak.plan.models.flops import forward_flops
+from nearpeak.plan.models.model import Model
 
 # under fake tensors transformers cannot see that no sequences are packed, and builds masks in place of the causal flag
 transformers.masking_utils.find_packed_sequence_indices = lambda *_: None

@@ -19,15 +19,15 @@ from typing import Any
 
 from markdown_table import table
 
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.job import Job, precision_named
-from nearpeak.plan.layout import Layout
-from nearpeak.plan.measured_inference import read_inference
-from nearpeak.plan.memory import memory_by_stage
-from nearpeak.plan.training import Planner
-from nearpeak.plan.validate_inference import predict_inference
-from nearpeak.plan.validate_training import CLOSE, validate_training
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.memory import memory_by_stage
+from nearpeak.plan.training.time import Planner
+from nearpeak.plan.validation.inference import predict_inference
+from nearpeak.plan.validation.measured_inference import read_inference
+from nearpeak.plan.validation.training import CLOSE, validate_training
 
 HERE = Path(__file__).parent
 PEERS = HERE / "measurements" / "peer_predictions.json"

@@ -2,16 +2,18 @@
 
 import pytest
 
-from nearpeak.plan.answers import memory_plan
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.choice import search_plan
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.job import Job, precision_named
-from nearpeak.plan.layout import Layout
-from nearpeak.plan.serving_answers import Load, serving_plan
-from nearpeak.render import plan_memory, plan_search, plan_serving
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.serving.answers import Load, serving_plan
+from nearpeak.plan.training.answers import memory_plan
+from nearpeak.plan.training.choice import search_plan
+from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.layout import Layout
 from nearpeak.render.html.plan import page
-from nearpeak.render.plan_sliders import decode_sliders, memory_sliders
+from nearpeak.render.plan import memory as plan_memory
+from nearpeak.render.plan import search as plan_search
+from nearpeak.render.plan import serving as plan_serving
+from nearpeak.render.plan.sliders import decode_sliders, memory_sliders
 
 SEVEN = memory_plan(
     Job(

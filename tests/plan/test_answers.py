@@ -3,15 +3,15 @@ import json
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.answers import memory_plan, training_plan
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.choice import search_plan
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.fitting import cheapest_changes
-from nearpeak.plan.job import Job, precision_named
-from nearpeak.plan.layout import Layout
-from nearpeak.plan.memory import memory
-from nearpeak.plan.training import Planner
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.training.answers import memory_plan, training_plan
+from nearpeak.plan.training.choice import search_plan
+from nearpeak.plan.training.fitting import cheapest_changes
+from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.memory import memory
+from nearpeak.plan.training.time import Planner
 from nearpeak.records import to_json
 
 

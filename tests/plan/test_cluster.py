@@ -2,8 +2,8 @@ import pytest
 
 from nearpeak.errors import UsageError
 from nearpeak.machines import catalogue
-from nearpeak.plan.cluster import Cluster, Group, parse_cluster
-from nearpeak.plan.systems import parse, systems
+from nearpeak.plan.network.cluster import Cluster, Group, parse_cluster
+from nearpeak.plan.network.systems import parse, systems
 
 
 def test_machine_gets_its_usual_system() -> None:

@@ -1,9 +1,9 @@
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.collective_steps import SWITCH, Piece, algorithms, collective_steps
-from nearpeak.plan.collective_traffic import ring_wire
-from nearpeak.plan.collectives import OPS
+from nearpeak.plan.network.collectives import OPS
+from nearpeak.plan.network.steps import SWITCH, Piece, algorithms, collective_steps
+from nearpeak.plan.network.traffic import ring_wire
 
 CASES = [(op, algorithm, ranks) for op in OPS for algorithm in algorithms(op) for ranks in (2, 3, 4, 7, 8)]
 CASES = [case for case in CASES if case[0] != "send_recv" or case[2] == 2]

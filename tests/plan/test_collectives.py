@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.collective_constants import NOT_NVLINK, constants_for, load_constants
-from nearpeak.plan.collectives import OPS, CollectiveTimes, collective_seconds
-from nearpeak.plan.measured_collectives import read_collectives
-from nearpeak.plan.nccl_choice import Situation, choose
-from nearpeak.plan.validate_collectives import (
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.network.collectives import OPS, CollectiveTimes, collective_seconds
+from nearpeak.plan.network.constants import NOT_NVLINK, constants_for, load_constants
+from nearpeak.plan.network.nccl_choice import Situation, choose
+from nearpeak.plan.validation.collectives import (
     GROUPINGS,
     predict_collectives,
     summarise,
@@ -19,6 +18,7 @@ from nearpeak.plan.validate_collectives import (
     validate_collectives,
     worst_rows,
 )
+from nearpeak.plan.validation.measured_collectives import read_collectives
 
 ROWS = Path(__file__).parents[2] / "benchmarks/measurements/measured_collectives.csv"
 H100 = Cluster.of("h100-sxm x 8")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nearpeak.machines import catalogue
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.error_bars import training_error
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.training.error_bars import training_error
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 def test_the_file_is_that_of_a_validation():
     from plan_error_bars import groups
 
-    kept = json.loads(resources.files("nearpeak.plan").joinpath("training_error_bars.json").read_text())["groups"]
+    kept = json.loads(resources.files("nearpeak.plan.training").joinpath("training_error_bars.json").read_text())[
+        "groups"
+    ]
     fresh = groups()
     assert kept.keys() == fresh.keys(), "run `python benchmarks/plan_error_bars.py`"
     for name, entry in fresh.items():

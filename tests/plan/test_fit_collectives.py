@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from nearpeak.plan.collective_constants import load_constants
-from nearpeak.plan.measured_collectives import read_collectives
+from nearpeak.plan.network.constants import load_constants
+from nearpeak.plan.validation.measured_collectives import read_collectives
 from nearpeak.records import to_json
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/fit_collectives.py"

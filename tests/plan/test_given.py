@@ -3,8 +3,8 @@ import json
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.given import NUMBERS, find_model, from_numbers, named_size
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.models.given import NUMBERS, find_model, from_numbers, named_size
 
 
 def test_a_name_a_path_and_a_dict_are_the_same_model(tmp_path):

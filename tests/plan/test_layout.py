@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.layout import Layout, nearest_divisor
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.training.layout import Layout, nearest_divisor
 
 
 def test_two_meshes_share_the_same_gpus() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nearpeak.plan.measured_training import Measured, read_training
+from nearpeak.plan.validation.measured_training import Measured, read_training
 
 ROW = {
     "id": "a-1",

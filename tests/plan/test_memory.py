@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.job import Job, precision_named
-from nearpeak.plan.layout import Layout
-from nearpeak.plan.memory import WORKSPACE, memory, memory_by_stage, peak
-from nearpeak.plan.parameters import count
-from nearpeak.plan.stages import layers_of
-from nearpeak.plan.stages import stages as pipeline
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.models.parameters import count
+from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.memory import WORKSPACE, memory, memory_by_stage, peak
+from nearpeak.plan.training.stages import layers_of
+from nearpeak.plan.training.stages import stages as pipeline
 
 
 def job(name: str = "llama-3-8b", precision: str = "bf16", sequence: int = 4096, **layout: Any) -> Job:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import entries, model, names
-from nearpeak.plan.config import from_config
-from nearpeak.plan.flops import forward_flops, keys_seen, kv_bytes_per_token
-from nearpeak.plan.parameters import count
+from nearpeak.plan.models.catalogue import entries, model, names
+from nearpeak.plan.models.config import from_config
+from nearpeak.plan.models.flops import forward_flops, keys_seen, kv_bytes_per_token
+from nearpeak.plan.models.parameters import count
 
 TINY = {
     "model_type": "llama",

@@ -1,8 +1,8 @@
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.cluster import Cluster
 from nearpeak.plan.moe_degrees import DEGREES, MoeLayer, crossover, degrees
+from nearpeak.plan.network.cluster import Cluster
 
 LAYER = MoeLayer(experts=256, active=8, hidden=4096, intermediate=1536)
 H100 = Cluster.of("h100-sxm x 64")

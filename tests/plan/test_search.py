@@ -8,13 +8,13 @@ import time
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.job import Job
-from nearpeak.plan.layout import Layout
-from nearpeak.plan.memory import memory
-from nearpeak.plan.search import layouts, search
-from nearpeak.plan.training import training_time
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.training.job import Job
+from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.memory import memory
+from nearpeak.plan.training.search import layouts, search
+from nearpeak.plan.training.time import training_time
 
 
 def test_every_layout_is_legal_and_met_once() -> None:

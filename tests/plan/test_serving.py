@@ -7,24 +7,24 @@ from dataclasses import replace
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.deployment import Deployment
-from nearpeak.plan.kv_cache import cache_room, require_room
-from nearpeak.plan.parameters import count
-from nearpeak.plan.serving import most_throughput, serve, serve_many
-from nearpeak.plan.serving_constants import (
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.models.parameters import count
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.serving.constants import (
     EngineConstants,
     GenerationConstants,
     ServingConstants,
     load_serving_constants,
 )
-from nearpeak.plan.serving_experts import busiest, exchange, experts_hit
-from nearpeak.plan.serving_layout import ServingLayout
-from nearpeak.plan.serving_limits import critical_batch, phases
-from nearpeak.plan.serving_modes import expected_tokens, serve_disaggregated, speculate
-from nearpeak.plan.serving_precision import precision
-from nearpeak.plan.serving_step import step_time
+from nearpeak.plan.serving.deployment import Deployment
+from nearpeak.plan.serving.experts import busiest, exchange, experts_hit
+from nearpeak.plan.serving.kv_cache import cache_room, require_room
+from nearpeak.plan.serving.layout import ServingLayout
+from nearpeak.plan.serving.limits import critical_batch, phases
+from nearpeak.plan.serving.modes import expected_tokens, serve_disaggregated, speculate
+from nearpeak.plan.serving.precision import precision
+from nearpeak.plan.serving.serve import most_throughput, serve, serve_many
+from nearpeak.plan.serving.step import step_time
 
 FREE = EngineConstants(
     layer=0.0,

@@ -3,10 +3,10 @@ import json
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.serving_answers import Load, serving_plan, whole_layouts
-from nearpeak.plan.serving_layout import ServingLayout
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.serving.answers import Load, serving_plan, whole_layouts
+from nearpeak.plan.serving.layout import ServingLayout
 from nearpeak.records import to_json
 
 LOAD = Load(prompt=1024, output=256, concurrency=32)

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.expert_choice import expert_cuts, fastest_cut
-from nearpeak.plan.serving_search import front, search_serving, serving_layouts
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.serving.expert_choice import expert_cuts, fastest_cut
+from nearpeak.plan.serving.search import front, search_serving, serving_layouts
 
 EIGHT = Cluster.of("h200-sxm x 8")
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.measured_inference import MeasuredInference, SkippedInference, read_inference
-from nearpeak.plan.measured_names import catalogue_gpu, catalogue_model
-from nearpeak.plan.validate_inference import (
+from nearpeak.plan.validation.inference import (
     InferenceErrors,
     PredictedInference,
     predict_inference,
     summarise_inference,
     worst_inference,
 )
-from nearpeak.plan.validate_serving_pairs import serving_pairs, share_right
+from nearpeak.plan.validation.measured_inference import MeasuredInference, SkippedInference, read_inference
+from nearpeak.plan.validation.measured_names import catalogue_gpu, catalogue_model
+from nearpeak.plan.validation.serving_pairs import serving_pairs, share_right
 
 FILE = Path(__file__).parents[2] / "benchmarks/measurements/measured_inference.csv"
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.communication import hidden_behind
-from nearpeak.plan.efficiency import Efficiency, load_efficiency, product_rate
-from nearpeak.plan.flops import forward_flops
-from nearpeak.plan.job import Job, precision_named
-from nearpeak.plan.layout import Layout
-from nearpeak.plan.step_time import PARTS, TrainingTime
-from nearpeak.plan.training import Planner, training_time
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.models.flops import forward_flops
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.training.communication import hidden_behind
+from nearpeak.plan.training.efficiency import Efficiency, load_efficiency, product_rate
+from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.step_time import PARTS, TrainingTime
+from nearpeak.plan.training.time import Planner, training_time
 
 
 def job(name: str = "llama-3-8b", precision: str = "bf16-master", sequence: int = 8192, **layout: Any) -> Job:

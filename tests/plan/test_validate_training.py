@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.measured_training import read_training
-from nearpeak.plan.validate_training import TrainingValidation, validate_pairs, validate_training
+from nearpeak.plan.validation.measured_training import read_training
+from nearpeak.plan.validation.training import TrainingValidation, validate_pairs, validate_training
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "measurements"
 RUNS = DATA / "measured_training.csv"
@@ -42,7 +42,7 @@ def test_peaks_of_memory(validation: TrainingValidation) -> None:
 
 
 def test_a_safe_amount_of_memory_covers_published_peaks(validation: TrainingValidation) -> None:
-    from nearpeak.plan.memory import memory_by_stage
+    from nearpeak.plan.training.memory import memory_by_stage
 
     short = [
         row.run.id

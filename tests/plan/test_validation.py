@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.compared import Compared, errors, grouped, scale
-from nearpeak.plan.validation import kind_of_file, validate
+from nearpeak.plan.training.compared import Compared, errors, grouped, scale
+from nearpeak.plan.validation.answers import kind_of_file, validate
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "measurements"
 KINDS = {

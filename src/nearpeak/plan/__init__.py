@@ -15,17 +15,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nearpeak.plan.answers import memory_plan, training_plan
-    from nearpeak.plan.choice import search_plan
-    from nearpeak.plan.cluster import Cluster
-    from nearpeak.plan.collectives import collective_seconds
-    from nearpeak.plan.given import find_model
-    from nearpeak.plan.job import Job, precision_named
-    from nearpeak.plan.layout import Layout
-    from nearpeak.plan.models import Model
-    from nearpeak.plan.serving_answers import Load, serving_plan
-    from nearpeak.plan.serving_layout import ServingLayout
-    from nearpeak.plan.validation import validate
+    from nearpeak.plan.models.given import find_model
+    from nearpeak.plan.models.model import Model
+    from nearpeak.plan.network.cluster import Cluster
+    from nearpeak.plan.network.collectives import collective_seconds
+    from nearpeak.plan.serving.answers import Load, serving_plan
+    from nearpeak.plan.serving.layout import ServingLayout
+    from nearpeak.plan.training.answers import memory_plan, training_plan
+    from nearpeak.plan.training.choice import search_plan
+    from nearpeak.plan.training.job import Job, precision_named
+    from nearpeak.plan.training.layout import Layout
+    from nearpeak.plan.validation.answers import validate
 
 __all__ = [
     "Cluster",
@@ -45,20 +45,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "Cluster": "cluster",
-    "Job": "job",
-    "Layout": "layout",
-    "Load": "serving_answers",
-    "Model": "models",
-    "ServingLayout": "serving_layout",
-    "collective_seconds": "collectives",
-    "find_model": "given",
-    "memory_plan": "answers",
-    "precision_named": "job",
-    "search_plan": "choice",
-    "serving_plan": "serving_answers",
-    "training_plan": "answers",
-    "validate": "validation",
+    "Cluster": "network.cluster",
+    "Job": "training.job",
+    "Layout": "training.layout",
+    "Load": "serving.answers",
+    "Model": "models.model",
+    "ServingLayout": "serving.layout",
+    "collective_seconds": "network.collectives",
+    "find_model": "models.given",
+    "memory_plan": "training.answers",
+    "precision_named": "training.job",
+    "search_plan": "training.choice",
+    "serving_plan": "serving.answers",
+    "training_plan": "training.answers",
+    "validate": "validation.answers",
 }
 
 

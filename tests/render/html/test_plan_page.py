@@ -7,19 +7,19 @@ import re
 import pytest
 from javascript import run
 
-from nearpeak.plan.answers import memory_plan
-from nearpeak.plan.catalogue import model
-from nearpeak.plan.cluster import Cluster
-from nearpeak.plan.job import Job, precision_named
-from nearpeak.plan.layout import Layout
-from nearpeak.plan.memory import memory_by_stage
-from nearpeak.plan.serving_answers import Load, serving_plan
-from nearpeak.plan.serving_layout import ServingLayout
+from nearpeak.plan.models.catalogue import model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.serving.answers import Load, serving_plan
+from nearpeak.plan.serving.layout import ServingLayout
+from nearpeak.plan.training.answers import memory_plan
+from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.memory import memory_by_stage
 from nearpeak.records import to_json
 from nearpeak.render.html.plan import page
-from nearpeak.render.plan_document import Document, Paragraph, Table
-from nearpeak.render.plan_memory import document
-from nearpeak.render.plan_sliders import decode_sliders, memory_sliders
+from nearpeak.render.plan.document import Document, Paragraph, Table
+from nearpeak.render.plan.memory import document
+from nearpeak.render.plan.sliders import decode_sliders, memory_sliders
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 

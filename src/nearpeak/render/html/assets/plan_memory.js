@@ -1,4 +1,4 @@
-// Memory of a training job: the arithmetic of nearpeak.plan.memory, for what the sliders change.
+// Memory of a training job: the arithmetic of nearpeak.plan.training.memory, for what the sliders change.
 
 const GB = 1e9;
 

@@ -1,0 +1,1 @@
+"""Models: their shape, weights and FLOPs, from a catalogue or a config."""

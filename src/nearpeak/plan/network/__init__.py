@@ -1,0 +1,1 @@
+"""Clusters, and what collectives take on them."""

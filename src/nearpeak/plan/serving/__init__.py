@@ -1,0 +1,1 @@
+"""Serving: prefill, decode, the KV cache, and latency against load."""

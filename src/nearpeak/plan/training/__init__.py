@@ -1,0 +1,1 @@
+"""Training: layouts, memory, the time of a step, and the search for the best."""

@@ -1,0 +1,181 @@
+"""`Efficiency`: the few constants that training time needs beyond datasheets, fitted on published runs.
+
+`benchmarks/fit_training.py` writes `training_constants.json` from the measurements, with what each constant was fitted
+on. A constant of an architecture that no run covers is taken from the nearest one, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+
+from nearpeak.errors import UsageError
+from nearpeak.machines import catalogue
+from nearpeak.machines.model import Machine
+from nearpeak.plan.provenance import Provenance
+
+FLASH_2 = 2024.0
+"""From when on training software has the second generation of fused attention."""
+POWER = 1.0
+"""Exponent of a limit on power in the rate of matrix products. Assumed."""
+STATIC_EXPERTS = 2026.4
+"""From when on expert layers run without asking the host (Megatron Core with CUDA graphs over dropless experts)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of a datasheet's figure, multiples of least traffic, and seconds."""
+
+    products_ampere: float = 0.75
+    """Share of the 16-bit peak that large matrix products reach, power and clock included; by architecture."""
+    products_hopper: float = 0.72
+    products_blackwell: float = 0.62
+    products_ultra: float = 1.2
+    """Blackwell Ultra against Blackwell: more power."""
+    maturity: float = 1.08
+    """Growth of what Blackwell reaches in 8 and 4 bits with each year of its software, from 2026 on and back. Products
+    in 16 bits have not changed."""
+    float8_hopper: float = 0.9
+    """Utilisation of 8-bit products against 16-bit ones."""
+    float8_blackwell: float = 0.9
+    float4_blackwell: float = 0.75
+    attention_ampere: float = 0.6
+    """Share of the 16-bit peak that fused attention reaches."""
+    attention_hopper: float = 0.45
+    attention_blackwell: float = 0.5
+    attention_first: float = 0.6
+    """The first fused kernels (FlashAttention 1, until 2023) against later ones."""
+    memory: float = 0.85
+    """Share of the memory bandwidth that kernels reach. Not fitted: what copies and norms measure."""
+    traffic_fused: float = 1.0
+    """Traffic of norms, activations, rotations and residuals, as a multiple of the least, in fused software."""
+    traffic_eager: float = 2.0
+    state_space: float = 6.0
+    """Traffic of the convolution and scan of a state-space layer, as a multiple of the least."""
+    quantise_tensor: float = 1.0
+    """Traffic of casts to 8 bits with a scale per tensor, as a multiple of reading 16 and writing 8 bits twice."""
+    quantise_block: float = 1.5
+    quantise_fine: float = 2.0
+    launch_fused: float = 120e-6
+    """Host seconds that the launches of one layer take, forward and backward, where kernels are fused."""
+    launch_eager: float = 400e-6
+    step: float = 0.02
+    """Seconds of a step that nothing above explains: the loader, logging, the start of the optimizer."""
+    tensor_exposed: float = 0.4
+    """Share of tensor-parallel communication that is not hidden, where products are cut up to hide it."""
+    context_exposed: float = 0.3
+    pipeline_exposed: float = 0.5
+    data_hidden: float = 0.6
+    """Share of the time of backward passes (forward, for gathered weights) behind which data-parallel traffic hides."""
+    sharded_hidden: float = 0.8
+    """The same for weights that are gathered layer by layer (ZeRO-3, FSDP)."""
+    network: float = 0.7
+    """Share of the collective's modelled rate that large groups across nodes reach in training."""
+    expert_exposed: float = 0.7
+    """Share of the experts' all-to-all that is not hidden, where another microbatch's products hide it."""
+    expert_traffic: float = 1.5
+    """Traffic of routing, permuting and combining tokens, as a multiple of reading and writing them once."""
+    expert_sync: float = 2e-3
+    """Seconds of one expert layer, forward and backward, in which the host learns how many tokens went where."""
+    expert_each: float = 200e-6
+    """Seconds that each expert on a rank adds to that: launches of its own products and casts."""
+    expert_graph: float = 0.5
+    """Share of the two that is left where shapes do not depend on routing: dropped tokens, software since mid 2026."""
+    expert_fused: float = 0.5
+    """Share of an expert layer's casts and traffic that is left with the fused kernels since mid 2026."""
+    expert_network: float = 1.0
+    """Share of the modelled rate that the experts' all-to-all reaches across nodes."""
+    expert_products: float = 0.95
+    """Utilisation of grouped products against single ones. Not fitted: the rest of an expert layer hides it."""
+    straggle: float = 0.01
+    """Growth of a step with each doubling of nodes: the slowest GPU, contention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The constants and where they come from."""
+
+    values: Efficiency
+    provenance: dict[str, Provenance]
+    error: float
+    """Mean absolute error of step times of sources that were left out of the fit."""
+
+    def of(self, *names: str) -> tuple[Provenance, ...]:
+        """Where these constants come from."""
+        unknown = Provenance(kind="assumed", text="no measurement")
+        return tuple(self.provenance.get(name, unknown) for name in names)
+
+
+@cache
+def load_efficiency() -> Fitted:
+    """The constants that are part of the package."""
+    text = resources.files("nearpeak.plan.training").joinpath("training_constants.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    known = {field.name for field in fields(Efficiency)}
+    values = {name: float(entry["value"]) for name, entry in data["constants"].items() if name in known}
+    provenance = {
+        name: Provenance(kind=entry["kind"], text=entry["source"]) for name, entry in data["constants"].items()
+    }
+    return Fitted(values=Efficiency(**values), provenance=provenance, error=float(data["error"]))
+
+
+def generation(machine: Machine) -> str:
+    """The name that constants go by: "blackwell" for an architecture that none was fitted on and that is newer."""
+    known = {"ampere": "ampere", "ada": "ampere", "turing": "ampere", "volta": "ampere", "hopper": "hopper"}
+    return known.get(machine.architecture, "blackwell" if machine.architecture.startswith("blackwell") else "hopper")
+
+
+def is_ultra(machine: Machine) -> bool:
+    """Whether this is Blackwell Ultra."""
+    return machine.id.startswith(("b300", "gb300"))
+
+
+def power_share(machine: Machine) -> float:
+    """What a limit on power leaves of the matrix rate: 1 where the machine has that of its datasheet, or more.
+
+    Assumed: large products run at the limit of power, and what they reach goes with it.
+    """
+    if machine.power_watts is None:
+        return 1.0
+    usual = next((known.power_watts for known in catalogue.machines() if known.id == machine.id), None)
+    return 1.0 if not usual else min(1.0, machine.power_watts / usual) ** POWER
+
+
+def product_rate(machine: Machine, dtype: str, year: float, efficiency: Efficiency) -> float:
+    """FLOP/s that large matrix products in `dtype` reach with software of `year`."""
+    if machine.theoretical is None:
+        raise UsageError(f"{machine.name} has no datasheet figures to plan with.")
+    peaks, kind = machine.theoretical.matrix, generation(machine)
+    if dtype not in peaks:
+        nearest = next((name for name in ("float8", "bfloat16", "float16") if name in peaks), "float32")
+        raise UsageError(
+            f"{machine.name} has no matrix engine for {dtype}. Nearest: {nearest}. It has {', '.join(peaks)}."
+        )
+    share: float = getattr(efficiency, f"products_{kind}") * power_share(machine)
+    if is_ultra(machine):
+        share *= efficiency.products_ultra
+    if kind == "blackwell" and dtype in ("float8", "float4"):
+        share *= efficiency.maturity ** (min(year, 2026.7) - 2026.0)
+    if dtype == "float8":
+        share *= efficiency.float8_blackwell if kind == "blackwell" else efficiency.float8_hopper
+    elif dtype == "float4":
+        # the peak of Blackwell Ultra in 4 bits is half as high again, and products in training do not follow it
+        share *= efficiency.float4_blackwell
+        return share * min(peaks[dtype], 2 * peaks["float8"])
+    return share * peaks[dtype]
+
+
+def attention_rate(machine: Machine, year: float, efficiency: Efficiency) -> float:
+    """FLOP/s of fused attention in 16 bits."""
+    assert machine.theoretical is not None
+    peaks = machine.theoretical.matrix
+    share: float = getattr(efficiency, f"attention_{generation(machine)}") * power_share(machine)
+    if is_ultra(machine):
+        share *= efficiency.products_ultra
+    return (
+        share
+        * (efficiency.attention_first if year < FLASH_2 else 1.0)
+        * peaks.get("bfloat16", peaks.get("float16", 0.0))
+    )

@@ -1,0 +1,204 @@
+"""`Layout`: how a training run is spread over GPUs, and whether that is legal.
+
+Two meshes share the same GPUs: attention and dense feeds use TP x CP x DP, experts use ETP x EP x EDP, each times the
+pipeline. So a run needs a multiple of PP x TP x CP GPUs and of PP x EP x ETP, never of their product.
+
+>>> layout = Layout(gpus=64, tp=4, pp=4, virtual=5, global_batch=128)
+>>> layout.dp, layout.microbatches
+(4, 32)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.plan.models.model import Model
+
+Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
+Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
+Offload = Literal["none", "optimizer", "optimizer+gradients", "all"]
+RECOMPUTE_MODULES = ("attention", "mla_up", "norm", "feed", "feed_activation", "experts", "layer")
+"""What can be computed again in the backward pass; "layer" is everything but the layer's input."""
+_VALID = {"schedule": get_args(Schedule), "sharding": get_args(Sharding), "offload": get_args(Offload)}
+_PRESETS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("layer",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism, batch, sharding, recomputation, offload and overlap of a training run."""
+
+    gpus: int
+    global_batch: int
+    """Sequences of one step, over all GPUs."""
+    microbatch: int = 1
+    """Sequences that one data-parallel rank runs at once."""
+    tp: int = 1
+    sequence_parallel: bool = True
+    """Norms and residuals are split along the sequence among the tensor-parallel ranks; nothing where tp is 1."""
+    cp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    """Pieces of the model per pipeline stage (interleaving)."""
+    split: tuple[int, ...] = ()
+    """Layers of each pipeline stage, where they are not spread evenly."""
+    schedule: Schedule = "1f1b"
+    ep: int = 1
+    etp: int = 1
+    """Tensor parallelism inside an expert."""
+    sharding: Sharding = "zero1"
+    shard_group: int = 0
+    """How many data-parallel ranks share one copy of what is sharded (zero1, zero2, hsdp); 0: all."""
+    recompute: tuple[str, ...] = ()
+    """Any of `RECOMPUTE_MODULES`, or one of "none", "selective", "full"."""
+    offload: Offload = "none"
+    overlap_gradients: bool = True
+    """Gradients are reduced, and parameters gathered, while others are still computed."""
+    overlap_tensor: bool = False
+    """Tensor-parallel communication is hidden behind pieces of its own products."""
+    overlap_experts: bool = False
+    """The experts' all-to-all is hidden behind another microbatch's products."""
+    overlap_pipeline: bool = True
+    scatter_pipeline: bool = True
+    """Each tensor-parallel rank sends its share of an activation to the next stage, not all of it."""
+
+    def __post_init__(self) -> None:
+        for field in ("gpus", "global_batch", "microbatch", "tp", "cp", "pp", "virtual", "ep", "etp"):
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"{field}={value!r} must be a whole number of at least 1. Nearest: {field}=1.")
+        for field, valid in _VALID.items():
+            value = getattr(self, field)
+            if value not in valid:
+                raise UsageError(f"{field}={value!r} is not known. {did_you_mean(str(value), valid)}")
+        if self.recompute:
+            object.__setattr__(self, "recompute", _modules(self.recompute))
+        _divides("tp x cp x pp", self.tp * self.cp * self.pp, "gpus", self.gpus)
+        if self.ep * self.etp > 1:
+            _divides("ep x etp x pp", self.ep * self.etp * self.pp, "gpus", self.gpus)
+        if self.virtual > 1 and self.pp == 1:
+            raise UsageError(f"virtual={self.virtual} needs a pipeline, and pp=1. Nearest: virtual=1.")
+        if self.split and (len(self.split) != self.pp or self.virtual > 1 or min(self.split) < 0):
+            raise UsageError(
+                f"split={self.split} must give the layers of each of the pp={self.pp} stages, and virtual be 1. "
+                "Nearest: split=()."
+            )
+        _divides("dp x microbatch", self.dp * self.microbatch, "global_batch", self.global_batch)
+        if self.virtual > 1 and self.microbatches % self.pp:
+            near = max(1, round(self.microbatches / self.pp)) * self.pp * self.dp * self.microbatch
+            raise UsageError(
+                f"global_batch={self.global_batch} gives {self.microbatches} microbatches, and interleaving over "
+                f"pp={self.pp} needs a multiple of {self.pp}. Nearest: global_batch={near}."
+            )
+        if self.sharding in ("zero1", "zero2", "hsdp"):
+            _divides("shard_group", self.shard_group or self.dp, "dp", self.dp)
+        elif self.shard_group not in (0, self.dp):
+            raise UsageError(
+                f"shard_group={self.shard_group} is for zero1, zero2 and hsdp; with sharding={self.sharding!r} the "
+                f"group is all of dp={self.dp}. Nearest: shard_group=0."
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks of attention and dense feeds."""
+        return self.gpus // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel ranks of the experts."""
+        return self.gpus // (self.ep * self.etp * self.pp)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of one step on each data-parallel rank (gradient accumulation)."""
+        return self.global_batch // (self.dp * self.microbatch)
+
+    @property
+    def state_ranks(self) -> int:
+        """Ranks that hold copies of the same dense weights: the sharded optimizer is spread over all of them."""
+        return self.dp * self.cp
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks among which sharded states are spread."""
+        return 1 if self.sharding == "none" else (self.shard_group or self.dp) * self.cp
+
+    def recomputes(self, module: str) -> bool:
+        """Whether this module's forward pass is run again in the backward pass."""
+        return module in self.recompute or "layer" in self.recompute
+
+    def check(self, model: Model, sequence: int) -> None:
+        """UsageError where this layout cannot run this model: names the field and the nearest legal value."""
+        if model.heads:
+            _splits("tp", self.tp, f"the {model.heads} heads of {model.name}", model.heads)
+        if "M" in model.mixers:
+            _splits("tp", self.tp, f"the {model.ssm_heads} state-space heads of {model.name}", model.ssm_heads)
+        if "D" in model.feeds:
+            _splits("tp", self.tp, f"the intermediate width {model.intermediate}", model.intermediate)
+        if self.pp * self.virtual > model.layers:
+            field, limit = ("virtual", model.layers // self.pp) if self.pp <= model.layers else ("pp", model.layers)
+            raise UsageError(
+                f"{field}={getattr(self, field)}: pp x virtual = {self.pp * self.virtual} is more than the "
+                f"{model.layers} layers of {model.name}. Nearest: {field}={max(1, limit)}."
+            )
+        if self.split and sum(self.split) != model.layers:
+            last = max(0, self.split[-1] + model.layers - sum(self.split))
+            raise UsageError(
+                f"split={self.split} has {sum(self.split)} layers and {model.name} has {model.layers}. "
+                f"Nearest: split={(*self.split[:-1], last)}."
+            )
+        if self.ep > 1 or self.etp > 1:
+            if not model.is_moe:
+                field = "ep" if self.ep > 1 else "etp"
+                raise UsageError(f"{field}={getattr(self, field)}: {model.name} has no experts. Nearest: {field}=1.")
+            _splits("ep", self.ep, f"the {model.experts} experts", model.experts)
+            _splits("etp", self.etp, f"the experts' width {model.expert_intermediate}", model.expert_intermediate)
+        pieces = self.cp * (self.tp if self.sequence_parallel else 1)
+        if sequence % (2 * self.cp if self.cp > 1 else 1):
+            near = round(sequence / (2 * self.cp)) * 2 * self.cp
+            raise UsageError(
+                f"cp={self.cp} cuts a sequence into {2 * self.cp} equal pieces; sequence={sequence} is no multiple of "
+                f"that. Nearest: sequence={max(near, 2 * self.cp)}."
+            )
+        if sequence % pieces:
+            near = max(1, round(sequence / pieces)) * pieces
+            raise UsageError(
+                f"tp={self.tp} with sequence_parallel and cp={self.cp} cut a sequence into {pieces}; "
+                f"sequence={sequence} is no multiple of that. Nearest: sequence={near}."
+            )
+
+
+def _modules(recompute: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Modules by name, presets written out."""
+    given = (recompute,) if isinstance(recompute, str) else tuple(recompute)
+    modules = tuple(part for item in given for part in _PRESETS.get(item, (item,)))
+    for module in modules:
+        if module not in RECOMPUTE_MODULES:
+            raise UsageError(
+                f"recompute={module!r} is not known. {did_you_mean(module, (*RECOMPUTE_MODULES, *_PRESETS))}"
+            )
+    return modules
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def nearest_divisor(value: int, number: int) -> int:
+    """The divisor of `number` that is nearest to `value`; the smaller one of two."""
+    return min(_divisors(number), key=lambda n: (abs(n - value), n))
+
+
+def _splits(field: str, value: int, what: str, number: int) -> None:
+    if number % value:
+        raise UsageError(f"{field}={value} does not divide {what}. Nearest: {field}={nearest_divisor(value, number)}.")
+
+
+def _divides(name: str, product: int, field: str, value: int) -> None:
+    if value % product == 0:
+        return
+    if product > value:
+        raise UsageError(f"{name} = {product} is larger than {field}={value}. Nearest: {field}={product}.")
+    near = max(1, round(value / product)) * product
+    raise UsageError(f"{field}={value} is no multiple of {name} = {product}. Nearest: {field}={near}.")

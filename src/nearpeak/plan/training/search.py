@@ -1,0 +1,228 @@
+"""`search`: every legal layout of a training job on a cluster, the fastest that fits, and why it wins.
+
+>>> from nearpeak.plan.models.catalogue import model
+>>> from nearpeak.plan.network.cluster import Cluster
+>>> found = search(model("llama-3-8b"), Cluster.of("h100-sxm x 8"), global_batch=64, sequence=8192)
+>>> found.best is not None and found.fitting <= found.legal
+True
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nearpeak.errors import UsageError
+from nearpeak.plan.models.model import Model
+from nearpeak.plan.network.cluster import Cluster
+from nearpeak.plan.training.efficiency import Efficiency
+from nearpeak.plan.training.job import PRECISIONS, Job, Precision, Software
+from nearpeak.plan.training.layout import Layout, Sharding
+from nearpeak.plan.training.memory import peak
+from nearpeak.plan.training.step_time import TrainingTime
+from nearpeak.plan.training.time import Planner
+
+RECOMPUTES: tuple[tuple[str, ...], ...] = ((), ("norm", "feed_activation"), ("layer",))
+MICROBATCHES = (1, 2, 4, 8)
+LARGEST_CP = 16
+FIELDS = ("tp", "cp", "pp", "virtual", "ep", "microbatch", "sharding", "recompute")
+"""What the reasons compare, one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One layout that fits, with what it takes."""
+
+    layout: Layout
+    seconds: float
+    memory: float
+    """Bytes that the fullest rank needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """The best layout that differs in one respect, and what it loses there."""
+
+    field: str
+    value: object
+    """What the winner has."""
+    other: Candidate | None
+    """The best with another value; None where none of those fits."""
+    slower: float | None
+    """How much longer its step takes, as a share."""
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The outcome of a search."""
+
+    best: Candidate | None
+    time: TrainingTime | None
+    front: tuple[Candidate, ...]
+    """Layouts that nothing beats in both time and memory, fastest first."""
+    reasons: tuple[Reason, ...]
+    legal: int
+    fitting: int
+    smallest: float
+    """Bytes of the layout that needs the least: what a GPU must have at least."""
+    took: float
+    """Seconds of the search."""
+
+
+def layouts(model: Model, cluster: Cluster, global_batch: int, sequence: int) -> Iterator[Layout]:
+    """Every legal layout of all GPUs of the cluster, with tensor parallelism inside a link domain."""
+    gpus = cluster.gpus
+    for tp in _degrees(min(cluster.domain, 64), model.heads or model.ssm_heads, gpus):
+        if ("D" in model.feeds and model.intermediate % tp) or ("M" in model.mixers and model.ssm_heads % tp):
+            continue
+        for cp in _degrees(LARGEST_CP, sequence // 2 if sequence > 1 else 1, gpus // tp):
+            if sequence % (cp * tp) or (cp > 1 and sequence % (2 * cp)):
+                continue
+            for pp in _divisors(gpus // (tp * cp), model.layers):
+                dp = gpus // (tp * cp * pp)
+                for ep in _expert_degrees(model, gpus // pp):
+                    yield from _batched(model, cluster, global_batch, tp, cp, pp, dp, ep)
+
+
+def _batched(
+    model: Model, cluster: Cluster, global_batch: int, tp: int, cp: int, pp: int, dp: int, ep: int
+) -> Iterator[Layout]:
+    gpus, domain = cluster.gpus, max(1, cluster.domain // tp)
+    for microbatch in MICROBATCHES:
+        if global_batch % (dp * microbatch):
+            continue
+        pieces = global_batch // (dp * microbatch)
+        for virtual in _virtual(model.layers, pp, pieces):
+            for sharding, group in _shardings(dp, cp, pp, domain):
+                for recompute in RECOMPUTES:
+                    yield Layout(
+                        gpus=gpus,
+                        global_batch=global_batch,
+                        microbatch=microbatch,
+                        tp=tp,
+                        cp=cp,
+                        pp=pp,
+                        virtual=virtual,
+                        schedule="interleaved" if virtual > 1 else "1f1b",
+                        ep=ep,
+                        sharding=sharding,
+                        shard_group=group,
+                        recompute=recompute,
+                        overlap_tensor=tp > 1,
+                    )
+
+
+def _degrees(limit: int, divides: int, gpus: int) -> list[int]:
+    """Powers of two that divide both, up to a limit."""
+    found, degree = [], 1
+    while degree <= limit and gpus % degree == 0 and (not divides or divides % degree == 0):
+        found.append(degree)
+        degree *= 2
+    return found
+
+
+def _divisors(gpus: int, layers: int) -> list[int]:
+    """Pipelines: degrees that divide the GPUs, and leave layers for the last stage when the others are full."""
+    return [pp for pp in range(1, min(gpus, layers) + 1) if gpus % pp == 0 and -(-layers // pp) * (pp - 1) < layers]
+
+
+def _expert_degrees(model: Model, gpus: int) -> list[int]:
+    if not model.is_moe:
+        return [1]
+    return [ep for ep in range(1, model.experts + 1) if model.experts % ep == 0 and gpus % ep == 0]
+
+
+def _virtual(layers: int, pp: int, pieces: int) -> list[int]:
+    """No interleaving; and where the microbatches allow it, into two, and as many pieces as come out even, to 8."""
+    if pp == 1 or pieces % pp:
+        return [1]
+    per_stage = layers // pp
+    # some recipes count the embedding and the loss as layers
+    even = [n for n in range(2, 9) if n <= per_stage and (layers % (pp * n) == 0 or (layers + 2) % (pp * n) == 0)]
+    return [1, *even]
+
+
+def _shardings(dp: int, cp: int, pp: int, domain: int) -> list[tuple[Sharding, int]]:
+    """Kinds of sharding, with the size of a group; weights are not gathered microbatch by microbatch in a pipeline."""
+    if dp * cp == 1:
+        return [("none", 0)]
+    if pp > 1:
+        return [("zero1", 0)]
+    groups = [size for size in (domain, 8 * domain) if size < dp and dp % size == 0]
+    return [("zero1", 0), ("zero3", 0), *(("hsdp", size) for size in groups)]
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    sequence: int,
+    precision: Precision = PRECISIONS["bf16-master"],
+    software: Software = "fused",
+    efficiency: Efficiency | None = None,
+) -> Found:
+    """The fastest layout that fits, the front of time against memory, and the reasons."""
+    start = time.perf_counter()
+    capacity = cluster.machine.memory_bytes
+    if capacity is None:
+        raise UsageError(f"{cluster.machine.name} has no memory size in the catalogue to plan with.")
+    planner = Planner(cluster, efficiency)
+    candidates: list[Candidate] = []
+    legal, smallest = 0, float("inf")
+    for layout in layouts(model, cluster, global_batch, sequence):
+        legal += 1
+        job = Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
+        needed = peak(job)
+        smallest = min(smallest, needed)
+        if needed <= capacity:
+            candidates.append(Candidate(layout=layout, seconds=planner.seconds(job), memory=needed))
+    if not legal:
+        raise UsageError(
+            f"global_batch={global_batch} cannot be spread over gpus={cluster.gpus} in any legal way. "
+            f"Nearest: global_batch={max(1, round(global_batch / cluster.gpus)) * cluster.gpus}."
+        )
+    candidates.sort(key=lambda candidate: (candidate.seconds, candidate.memory))
+    best = candidates[0] if candidates else None
+
+    def job_of(layout: Layout) -> Job:
+        return Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
+
+    return Found(
+        best=best,
+        time=planner.time(job_of(best.layout)) if best else None,
+        front=tuple(_front(candidates)),
+        reasons=tuple(_reasons(best, candidates, planner, job_of)) if best else (),
+        legal=legal,
+        fitting=len(candidates),
+        smallest=smallest,
+        took=time.perf_counter() - start,
+    )
+
+
+def _front(candidates: list[Candidate]) -> Iterator[Candidate]:
+    least = float("inf")
+    for candidate in candidates:
+        if candidate.memory < least:
+            least = candidate.memory
+            yield candidate
+
+
+def _reasons(
+    best: Candidate, candidates: list[Candidate], planner: Planner, job_of: Callable[[Layout], Job]
+) -> Iterator[Reason]:
+    winner = planner.time(job_of(best.layout))
+    for field in FIELDS:
+        value = getattr(best.layout, field)
+        other = next((item for item in candidates if getattr(item.layout, field) != value), None)
+        if other is None:
+            yield Reason(field=field, value=value, other=None, slower=None, because="nothing else fits or is legal")
+            continue
+        theirs = planner.time(job_of(other.layout))
+        growth = {name: theirs.parts[name] - winner.parts[name] for name in winner.parts}
+        worst = max(growth, key=lambda name: growth[name])
+        because = f"{worst} takes {growth[worst] / winner.seconds:.1%} of a step more"
+        slower = other.seconds / best.seconds - 1
+        yield Reason(field=field, value=value, other=other, slower=slower, because=because)

@@ -1,0 +1,1 @@
+"""Published measurements, and how far the planner is from them."""

@@ -1,0 +1,1 @@
+"""Answers of the planner: text, tables, pictures and pages."""
