@@ -10,8 +10,9 @@ The functions are imported on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nearpeak.lazy import names
 
 if TYPE_CHECKING:
     from nearpeak.kernels.operations.activations import bias_gelu, bias_relu_squared, bias_silu
@@ -133,15 +134,4 @@ _HOME = {
     "using": "policy",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'nearpeak.kernels' has no attribute {name!r}")
-    value = getattr(import_module(f"nearpeak.kernels.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = names(__name__, globals(), _HOME)

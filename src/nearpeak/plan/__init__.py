@@ -11,8 +11,9 @@ True
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nearpeak.lazy import names
 
 if TYPE_CHECKING:
     from nearpeak.plan.models.given import find_model
@@ -61,15 +62,4 @@ _HOME = {
     "validate": "validation.answers",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'nearpeak.plan' has no attribute {name!r}")
-    value = getattr(import_module(f"nearpeak.plan.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = names(__name__, globals(), _HOME)
