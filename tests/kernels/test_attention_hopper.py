@@ -186,7 +186,7 @@ def test_results_and_gradients(case, causal, alignment):
     expected = weights @ wide[2].repeat_interleave(group, 1)
     torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
     for one, right in zip(gradients, torch.autograd.grad(expected, wide, gradient.double()), strict=True):
-        assert (one.double() - right).abs().max() < 0.01 * right.abs().max()
+        assert (one.double() - right).abs().max() < 0.01 * right.abs().max() + 1e-5  # one key: no gradient
 
 
 @pytest.mark.gpu
