@@ -15,6 +15,7 @@ from nearpeak import kernels
 from nearpeak.kernels.jit import (
     activations,
     adamw,
+    attention_hopper_launch,
     cache_append,
     cross_entropy,
     decode,
@@ -72,6 +73,9 @@ class TunedSizes:
     copies: CopySizes = field(default_factory=CopySizes)
     cache: tuple[int, int, int, int] = (32, 8, 8192, 128)
     """Sequences, heads of keys, capacity, numbers of a head."""
+    attention: Sequence[int] = (2048, 4096, 8192, 16384)
+    """Tokens of a sequence, of as many sequences as have the most of these tokens together."""
+    attention_heads: int = 16
 
 
 REHEARSAL = TunedSizes(
@@ -82,6 +86,8 @@ REHEARSAL = TunedSizes(
     losses=[(3, 4160)],
     copies=CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=1024, width=8, layers=2, vocabulary=16),
     cache=(1, 1, 128, 64),
+    attention=(32, 64),
+    attention_heads=1,
 )
 """Sizes at which every kernel runs in a moment, also in Triton's interpreter."""
 
@@ -96,6 +102,7 @@ def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[
     yield from _quantised(sizes, device)
     yield from _losses(sizes, device)
     yield from _caches(sizes, device)
+    yield from _attention(sizes, device)
 
 
 def _near(size: int) -> Where:
@@ -343,3 +350,27 @@ def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         make=write,
         least_bytes=2 * batch * (2 * key_heads + 32) * row,
     )
+
+
+def _attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    most = max(sizes.attention)
+    for dim, heads in ((128, sizes.attention_heads), (64, 2 * sizes.attention_heads)):
+        for causal in (False, True):
+            for tokens in sizes.attention:
+
+                def make(tokens: int = tokens, dim: int = dim, heads: int = heads, causal: bool = causal) -> Any:
+                    shape = most // tokens, heads, tokens, dim
+                    given = [random_tensor(*shape, device=device, grad=False) for _ in range(3)]
+                    return lambda: kernels.attention(*given, causal=causal)
+
+                where = _near(tokens)
+                if tokens == most:
+                    where = where._replace(up_to=MANY)
+                yield Tunable(
+                    kernel=attention_hopper_launch.kernel_name(dim, causal),
+                    operation="attention",
+                    where=where,
+                    candidates=attention_hopper_launch.candidates(dim, causal),
+                    make=make,
+                    least_bytes=8 * most * heads * dim,
+                )

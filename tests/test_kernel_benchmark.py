@@ -257,6 +257,7 @@ def test_a_cuda_way_is_timed_by_events(monkeypatch):
 def asked_for() -> set[str]:
     """The names of all kernels that look into the table."""
     table_key = importlib.import_module("nearpeak.kernels.jit.norms_configs").table_key
+    kernel_name = importlib.import_module("nearpeak.kernels.jit.attention_hopper_launch").kernel_name
     found = set()
     for module in JIT.values():
         for node in ast.walk(ast.parse(Path(importlib.import_module(module).__file__ or "").read_text())):
@@ -266,6 +267,8 @@ def asked_for() -> set[str]:
                     found.add(str(first.value))
                 elif isinstance(first, ast.JoinedStr):
                     found |= {f"transpose_{size}" for size in (1, 2, 4, 8)}
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "kernel_name":
+                found |= {kernel_name(dim, causal) for dim in (64, 128) for causal in (False, True)}
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "table_key":
                 name = getattr(node.args[0], "value", "")
                 found |= {table_key(name, centred, added) for centred in (False, True) for added in (False, True)}
@@ -287,7 +290,7 @@ def test_a_whole_run_measures_a_bounded_number_of_candidates():
     counts = [len(tune_kernels.spread(one.candidates, tune_kernels.MOST)) for one in wanted]
     assert max(counts) <= tune_kernels.MOST
     assert min(counts) > 1
-    assert sum(counts) <= 1250  # 2 s each by 14 processes, and then 0.1 s each
+    assert sum(counts) <= 1400  # 2 s each by 14 processes, and then 0.1 s each
     for one in wanted:
         assert one.where.above < one.where.size <= one.where.up_to
 

@@ -69,12 +69,11 @@ def test_a_device_without_these_kernels(monkeypatch):
 class Program:
     """What one program of the backward pass adds, in its order."""
 
-    def __init__(self, turns, block, pairs, blocks, diagonal, causal, rotated, sums):
-        first, count = turns.pairs_of.fn(block, pairs, blocks, diagonal, causal, rotated)
-        order = [(first + step) % pairs for step in range(count)]
-        self.left = [
-            (pair, *turns.turn_of.fn(block, pair, pairs, blocks, diagonal, causal, rotated, sums)) for pair in order
-        ]
+    def __init__(self, turns, head, block, sizes, causal, rotated, sums):
+        pairs = sizes[4]
+        first, count, down = turns.pairs_of.fn(head, block, sizes, causal, rotated)
+        order = [turns.pair_at.fn(step, first, count, down, pairs) for step in range(count)]
+        self.left = [(pair, *turns.turn_of.fn(block, pair, down, sizes, causal, rotated, sums)) for pair in order]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -88,8 +87,9 @@ def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, key
     monkeypatch.setattr(turns, "PAIR", 1)  # what is counted here are pairs
     heads, sums = 3, 2
     rotated = keys <= processors
+    sizes = (queries, keys, heads, 1, queries, keys, keys - queries, 0, processors)
     waiting = [
-        (head, Program(turns, block, queries, keys, keys - queries, causal, rotated, sums))
+        (head, Program(turns, head, block, sizes, causal, rotated, sums))
         for head in range(heads)
         for block in range(keys)
     ]
@@ -119,15 +119,19 @@ def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, key
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_sums_are_added_up_where_there_are_any(causal):
-    """What nobody has written is not read: a query that sees one block of keys has one sum."""
-    batches, heads, queries, dim, keys = 2, 3, 300, 64, 300
-    pairs, blocks = 3, 3
+@pytest.mark.parametrize("hidden", [0, 130])
+def test_sums_are_added_up_where_there_are_any(causal, hidden):
+    """What nobody has written is not read: a query that sees one block of keys has one sum, and one of none has 0."""
+    batches, heads, queries, dim, keys = 2, 3, 300 + hidden, 64, 300
+    pairs, blocks = (queries + 127) // 128, 3
     sums = torch.randn(2, batches * heads, pairs * 128, dim, device=DEVICE)
     expected = sums.clone()
     if causal:
-        sums[1, :, :128] = float("nan")
-        expected[1, :, :128] = 0.0
+        for number in range(2):
+            # of the last query of a pair
+            unseen = 128 * sum(128 * (pair + 1) - hidden <= 128 * number for pair in range(pairs))
+            sums[number, :, :unseen] = float("nan")
+            expected[number, :, :unseen] = 0.0
     found = torch.empty(batches, heads, queries, dim, dtype=BF16, device=DEVICE)
     kernel = attention_hopper_launch.attention_sums_kernel
     launch.launch(

@@ -64,13 +64,13 @@ def place_of(tile, blocks, together, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def key_blocks(block, keys, diagonal, QUERIES: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys a block of queries sees, at least one, and how many of these every query sees whole."""
+def key_blocks(first, keys, diagonal, QUERIES: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many blocks of keys the queries from the first on see, at least one, and how many all of them see whole."""
     seen = gl.cdiv(keys, KEYS)
     whole = keys // KEYS
     if CAUSAL:
-        seen = gl.minimum(seen, gl.cdiv(gl.maximum((block + 1) * QUERIES + diagonal, 0), KEYS))
-        whole = gl.minimum(whole, gl.maximum(block * QUERIES + diagonal + 1, 0) // KEYS)
+        seen = gl.minimum(seen, gl.cdiv(gl.maximum(first + QUERIES + diagonal, 0), KEYS))
+        whole = gl.minimum(whole, gl.maximum(first + diagonal + 1, 0) // KEYS)
     seen = gl.maximum(seen, 1)
     return seen, gl.minimum(whole, seen)
 
@@ -89,7 +89,7 @@ def _load(
         block, number = place_of(tile_of(turn, SNAKE), blocks, together, CAUSAL)
         batch = number // heads
         head = number % heads
-        seen, _whole = key_blocks(block, keys, diagonal, QUERIES, KEYS, CAUSAL)
+        seen, _whole = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, CAUSAL)
         mbarrier.wait(query_free, (turn & 1) ^ 1)
         mbarrier.expect(query_full, CONSUMERS * query.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
@@ -116,12 +116,12 @@ def _weights(
 ):  # fmt: skip
     """Weights over the highest score so far, that score, the sum so far, and what earlier results shrink by."""
     if MASKED:
-        key_at = column + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-        seen = (key_at < keys)[None, :]
+        key_at = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+        query_at = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        end = gl.full([ROWS], 0, gl.int32, layout=gl.SliceLayout(1, LAYOUT)) + (keys - column)
         if CAUSAL:
-            query_at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-            seen = seen & (key_at[None, :] <= (query_at + diagonal)[:, None])
-        scores = gl.where(seen, scores, -float("inf"))
+            end = gl.minimum(end, query_at + (first + diagonal + 1 - column))
+        scores = gl.where(key_at[None, :] < end[:, None], scores, -float("inf"))
     higher = gl.maximum(top, gl.max(scores, 1) * factor)
     base = higher
     if MASKED:  # a query that has seen nothing yet
@@ -129,6 +129,23 @@ def _weights(
     weights = gl.exp2(scores * factor - base[:, None])
     less = gl.exp2(top - base)
     return weights, higher, total * less + gl.sum(weights, 1), less
+
+
+@gluon.jit
+def _packed(weights, KEYS: gl.constexpr, dtype: gl.constexpr):
+    """Weights in 16 bits, two in a register: a loop would carry one in each, and take them apart and together again."""
+    even, odd = weights.reshape([ROWS, KEYS // 2, 2]).split()
+    asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _unpacked(packed, KEYS: gl.constexpr, DIM: gl.constexpr, dtype: gl.constexpr):
+    """The left side of a product with values."""
+    asm: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    even, odd = gl.inline_asm_elementwise(asm, "=h,=h,r", [packed], (gl.int16, gl.int16), is_pure=True, pack=1)
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(DIM), k_width=2)
+    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, KEYS]).to(dtype, bitcast=True), layout)
 
 
 @gluon.jit
@@ -158,7 +175,8 @@ def _step(
     mbarrier.wait(key_full.index(slot), (count // STAGES) & 1)
     scores = _scores(query_ring, key_ring, slot, CONSUMER, KEYS, DIM, layout)
     mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
-    added = warpgroup_mma(weights, value_ring.index(before).reshape([KEYS, DIM]), sums, is_async=True)
+    left = _unpacked(weights, KEYS, DIM, value_ring.dtype)
+    added = warpgroup_mma(left, value_ring.index(before).reshape([KEYS, DIM]), sums, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     mbarrier.arrive(key_free.index(slot), count=1)
     mbarrier.arrive(query_free, count=1, pred=last)
@@ -168,7 +186,29 @@ def _step(
     sums = warpgroup_mma_wait(num_outstanding=0, deps=(added,))
     mbarrier.arrive(value_free.index(before), count=1)
     sums = sums * gl.convert_layout(less, gl.SliceLayout(1, sum_layout))[:, None]
-    return gl.convert_layout(found.to(weights.dtype), weights.type.layout), sums, top, total
+    return _packed(found, KEYS, value_ring.dtype), sums, top, total
+
+
+@gluon.jit
+def _passed(
+    count, tile, sizes, barriers, CONSUMER: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The number of the first block of a tile of which this warpgroup sees something: earlier ones are for others."""
+    _queries, keys, _heads, _group, blocks, _tiles, together, diagonal = sizes
+    _query_full, _query_free, key_full, key_free, value_full, value_free = barriers
+    block, _number = place_of(tile, blocks, together, True)
+    seen, _whole = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, True)
+    own, _whole = key_blocks(block * QUERIES + CONSUMER * ROWS, keys, diagonal, ROWS, KEYS, True)
+    for _ in range(seen - own):
+        slot = count % STAGES
+        phase = (count // STAGES) & 1
+        mbarrier.wait(key_full.index(slot), phase)
+        mbarrier.arrive(key_free.index(slot), count=1)
+        mbarrier.wait(value_full.index(slot), phase)
+        mbarrier.arrive(value_free.index(slot), count=1)
+        count += 1
+    return count
 
 
 @gluon.jit
@@ -182,16 +222,17 @@ def _consume(
     query_full, query_free, key_full, key_free, value_full, value_free = barriers
     layout: gl.constexpr = product_layout(KEYS)
     sum_layout: gl.constexpr = product_layout(DIM)
-    weight_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_layout, k_width=2)
     turns = turns_of(tiles, SNAKE)
     mbarrier.wait(query_full, 0)
-    mbarrier.wait(key_full.index(0), 0)
-    upcoming = _scores(query_ring, key_ring, 0, CONSUMER, KEYS, DIM, layout)
     count = 0
+    if CAUSAL:
+        count = _passed(count, tile_of(0, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES)
+    mbarrier.wait(key_full.index(count % STAGES), (count // STAGES) & 1)
+    upcoming = _scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)
     for turn in range(turns):
         block, number = place_of(tile_of(turn, SNAKE), blocks, together, CAUSAL)
-        seen, whole = key_blocks(block, keys, diagonal, QUERIES, KEYS, CAUSAL)
         first = block * QUERIES + CONSUMER * ROWS
+        seen, whole = key_blocks(first, keys, diagonal, ROWS, KEYS, CAUSAL)
         top = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
         sums = gl.zeros([ROWS, DIM], gl.float32, layout=sum_layout)
@@ -207,7 +248,7 @@ def _consume(
             found, top, total, _less = _weights(
                 scores, top, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, False
             )
-        weights = gl.convert_layout(found.to(result.dtype), weight_layout)
+        weights = _packed(found, KEYS, result.dtype)
         count += 1
         for step in range(1, seen - whole):
             weights, sums, top, total = _step(
@@ -223,9 +264,12 @@ def _consume(
             count += 1
         last = (count - 1) % STAGES
         mbarrier.wait(value_full.index(last), ((count - 1) // STAGES) & 1)
-        added = warpgroup_mma(weights, value_ring.index(last).reshape([KEYS, DIM]), sums, is_async=True)
+        left = _unpacked(weights, KEYS, DIM, result.dtype)
+        added = warpgroup_mma(left, value_ring.index(last).reshape([KEYS, DIM]), sums, is_async=True)
         # the first scores of the next tile; after the last one they are of no use, and nobody waits for their keys
         more = turn + 1 < turns
+        if CAUSAL and more:
+            count = _passed(count, tile_of(turn + 1, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES)
         mbarrier.wait(query_full, (turn + 1) & 1, pred=more)
         mbarrier.wait(key_full.index(count % STAGES), (count // STAGES) & 1, pred=more)
         upcoming = _scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)

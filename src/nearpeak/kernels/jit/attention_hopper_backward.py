@@ -21,19 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nearpeak.kernels.jit.attention_hopper import ROWS, product_layout
-from nearpeak.kernels.jit.attention_hopper_turns import PAIR, add_in_turn, pairs_of
+from nearpeak.kernels.jit.attention_hopper_turns import PAIR, add_in_turn, pair_at, pairs_of
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def _load(
-    query, key, value, gradient, tiles, barriers, sizes,
+    query, key, value, gradient, lse, mean, tiles, barriers, sizes,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """Copies the keys and values of this program, and queries and gradients, block by block."""
-    key_tiles, value_tiles, query_ring, gradient_ring, _ds_tiles, _dq_tiles = tiles
-    _queries, _keys, heads, group, pairs, blocks, diagonal, _rows = sizes
+    """Copies the keys and values of this program, and queries, gradients and what is known of rows, block by block."""
+    key_tiles, value_tiles, query_ring, gradient_ring, known, _ds_tiles, _dq_tiles = tiles
+    _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors = sizes
     keys_full, full, free, _ds_full, _ds_free, _dq_full, _dq_free = barriers
     program = gl.program_id(0)
     key_heads = heads // group
@@ -45,19 +45,24 @@ def _load(
         place = [batch, head, block * PAIR + half * ROWS, 0]
         tma.async_copy_global_to_shared(key, place, keys_full, key_tiles.index(half))
         tma.async_copy_global_to_shared(value, place, keys_full, value_tiles.index(half))
-    first, count = pairs_of(block, pairs, blocks, diagonal, CAUSAL, ROTATED)
+    first, count, down = pairs_of(program // blocks, block, sizes, CAUSAL, ROTATED)
+    lanes = gl.arange(0, ROWS, layout=gl.BlockedLayout([2], [32], [1], [0]))
     done = 0
     for member in range(group):
         for step in range(2 * count):
-            pair = first + step // 2
-            if pair >= pairs:
-                pair -= pairs
+            pair = pair_at(step // 2, first, count, down, pairs)
             slot = done % STAGES
             mbarrier.wait(free.index(slot), ((done // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(slot), query.block_type.nbytes + gradient.block_type.nbytes)
             place = [batch, head * group + member, pair * PAIR + (step % 2) * ROWS, 0]
             tma.async_copy_global_to_shared(query, place, full.index(slot), query_ring.index(slot))
             tma.async_copy_global_to_shared(gradient, place, full.index(slot), gradient_ring.index(slot))
+            row = (program // blocks * group + member).to(gl.int64) * (pairs * PAIR) + pair * PAIR + (step % 2) * ROWS
+            logarithms = gl.load(lse + row + lanes)
+            means = gl.load(mean + row + lanes)
+            known.index(2 * slot).store(logarithms)
+            known.index(2 * slot + 1).store(means)
+            mbarrier.arrive(full.index(slot), count=1)
             done += 1
 
 
@@ -77,154 +82,172 @@ def _query_products(
 
 
 @gluon.jit
-def _hand_over(HALF: gl.constexpr, CONSUMER: gl.constexpr, found, dq_tiles, barriers):
+def _hand_over(HALF: gl.constexpr, CONSUMER: gl.constexpr, found, dq_tiles, barriers, turn):
     """Gives a gradient of queries to the warp that writes it."""
     _keys_full, _full, _free, _ds_full, ds_free, dq_full, dq_free = barriers
     mbarrier.arrive(ds_free.index(HALF), count=1)
-    mbarrier.wait(dq_free, 1 - HALF)
-    dq_tiles.index(CONSUMER).store(found)
+    mbarrier.wait(dq_free.index(HALF), (turn & 1) ^ 1)
+    dq_tiles.index(2 * HALF + CONSUMER).store(found)
     fence_async_shared()
-    mbarrier.arrive(dq_full, count=1)
+    mbarrier.arrive(dq_full.index(HALF), count=1)
+
+
+@gluon.jit
+def _products(left, right, CONSUMER: gl.constexpr, half, DIM: gl.constexpr):
+    """Products of 64 keys, or values, with 64 queries, or gradients, which are on their way."""
+    rows = left.index(CONSUMER).reshape([ROWS, DIM])
+    columns = right.index(half).reshape([ROWS, DIM]).permute((1, 0))
+    none = gl.zeros([ROWS, ROWS], gl.float32, layout=product_layout(64))
+    return warpgroup_mma(rows, columns, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _upcoming(tiles, CONSUMER: gl.constexpr, half, DIM: gl.constexpr):
+    """Scores of the next 64 queries, on their way; where registers are left, the gradients of their weights too."""
+    key_tiles, value_tiles, query_ring, gradient_ring, _known, _ds_tiles, _dq_tiles = tiles
+    found = (_products(key_tiles, query_ring, CONSUMER, half, DIM),)
+    if DIM == 64:
+        found += (_products(value_tiles, gradient_ring, CONSUMER, half, DIM),)
+    return found
 
 
 @gluon.jit
 def _half(
-    HALF: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr, by_key, by_value, tiles, barriers,
-    lse, mean, row, turn, factor, first, keys, diagonal, dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    HALF: gl.constexpr, CONSUMER: gl.constexpr, upcoming, by_key, by_value, tiles, barriers,
+    row, turn, more, masked, factor, first, keys, diagonal,
+    dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Adds what 64 queries give to the gradients of keys and values, and hands over that of the 64 before."""
-    key_tiles, value_tiles, query_ring, gradient_ring, ds_tiles, dq_tiles = tiles
+    """Adds what 64 queries give to the gradients of keys and values, and hands over that of the 64 before.
+
+    Their scores are on their way as it begins, and those of the next 64 as it ends: tensor cores work meanwhile.
+    """
+    key_tiles, value_tiles, query_ring, gradient_ring, known, ds_tiles, dq_tiles = tiles
     _keys_full, full, free, ds_full, ds_free, _dq_full, _dq_free = barriers
     layout: gl.constexpr = product_layout(64)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(DIM), k_width=2)
+    by_column: gl.constexpr = gl.SliceLayout(0, layout)
     # 0, which the compiler does not know: it would keep every address in shared memory in a register
     zero = turn >> 30
     query = query_ring.index(HALF + zero).reshape([ROWS, DIM])
     gradient = gradient_ring.index(HALF + zero).reshape([ROWS, DIM])
-    key = key_tiles.index(CONSUMER + zero).reshape([ROWS, DIM])
-    value = value_tiles.index(CONSUMER + zero).reshape([ROWS, DIM])
-    columns = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    logarithms = gl.load(lse + HALF * ROWS + columns.to(gl.int64))
-    none = gl.zeros([ROWS, ROWS], gl.float32, layout=layout)
-    mbarrier.wait(full.index(HALF), turn & 1)
-    scores = warpgroup_mma(key, query.permute((1, 0)), none, use_acc=False, is_async=True)
-    by_weights = warpgroup_mma(value, gradient.permute((1, 0)), none, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-    weights = gl.exp2(scores * factor - logarithms[None, :])
-    if MASKED:
+    if DIM == 64:
+        if HALF == 0:
+            scores, by_weights = warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
+        else:
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=(upcoming[0],))
+            by_weights = upcoming[1]
+    elif HALF == 0:
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
+        by_weights = _products(value_tiles, gradient_ring, CONSUMER, HALF + zero, DIM)
+    else:
+        by_weights = _products(value_tiles, gradient_ring, CONSUMER, HALF + zero, DIM)
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=upcoming)
+    weights = gl.exp2(scores * factor - known.index(2 * HALF + zero).load(by_column)[None, :])
+    if masked:
         key_at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         seen = (key_at < keys)[:, None]
         if CAUSAL:
-            last = row + HALF * ROWS + diagonal + columns
+            last = row + HALF * ROWS + diagonal + gl.arange(0, ROWS, layout=by_column)
             seen = seen & (key_at[:, None] <= last[None, :])
         weights = gl.where(seen, weights, 0.0)
-    means = gl.load(mean + HALF * ROWS + columns.to(gl.int64))
     by_value = warpgroup_mma(gl.convert_layout(weights.to(dtype), left), gradient, by_value, is_async=True)
-    by_weights = warpgroup_mma_wait(num_outstanding=1, deps=(by_weights,))
+    if HALF == 1 or DIM > 64:
+        by_weights = warpgroup_mma_wait(num_outstanding=1, deps=(by_weights,))
+    means = known.index(2 * HALF + 1 + zero).load(by_column)
     by_scores = (weights * (by_weights - means[None, :])).to(dtype)
     mbarrier.wait(ds_free.index(HALF), (turn & 1) ^ 1)
     ds_tiles.index(2 * HALF + CONSUMER).store(by_scores)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(HALF), count=1)
     by_key = warpgroup_mma(gl.convert_layout(by_scores, left), query, by_key, is_async=True)
+    if DIM > 64:
+        by_value = warpgroup_mma_wait(num_outstanding=1, deps=(by_value,))
     if HALF == 1:
         found = _query_products(0, CONSUMER, ds_tiles, key_tiles, barriers, turn, zero, DIM)
-        by_value, by_key, found = warpgroup_mma_wait(num_outstanding=0, deps=(by_value, by_key, found))
-        mbarrier.arrive(free.index(HALF), count=1)
-        _hand_over(0, CONSUMER, found, dq_tiles, barriers)
+        mbarrier.wait(full.index(0), (turn + 1) & 1, pred=more)
     else:
-        if turn > 0:
-            found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turn - 1, zero, DIM)
-            found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-            _hand_over(1, CONSUMER, found, dq_tiles, barriers)
-        by_value, by_key = warpgroup_mma_wait(num_outstanding=0, deps=(by_value, by_key))
-        mbarrier.arrive(free.index(HALF), count=1)
-    return by_key, by_value
-
-
-@gluon.jit
-def _pairs(
-    begin, end, MASKED: gl.constexpr, CONSUMER: gl.constexpr, by_key, by_value, tiles, barriers,
-    lse, mean, head, first, turn, factor, sizes, dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Both halves of some of the pairs of blocks of one head."""
-    _queries, keys, _heads, _group, pairs, blocks, diagonal, _rows = sizes
-    first_key = gl.program_id(0) % blocks * PAIR + CONSUMER * ROWS
-    for step in range(begin, end):
-        pair = first + step
-        if pair >= pairs:
-            pair -= pairs
-        row = pair * PAIR
-        base = head.to(gl.int64) * (pairs * PAIR) + row
-        for half in gl.static_range(2):
-            by_key, by_value = _half(
-                half, MASKED, CONSUMER, by_key, by_value, tiles, barriers, lse + base,
-                mean + base, row, turn, factor, first_key, keys, diagonal, dtype, DIM, CAUSAL,
-            )  # fmt: skip
-        turn += 1
-    return by_key, by_value, turn
+        found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turn - 1, zero, DIM)
+        mbarrier.wait(full.index(1), turn & 1)
+    upcoming = _upcoming(tiles, CONSUMER, 1 - HALF + zero, DIM)
+    on_their_way: gl.constexpr = 1 if DIM > 64 else 2
+    by_value, by_key, found = warpgroup_mma_wait(num_outstanding=on_their_way, deps=(by_value, by_key, found))
+    mbarrier.arrive(free.index(HALF), count=1)
+    if HALF == 1:
+        _hand_over(0, CONSUMER, found, dq_tiles, barriers, turn)
+    elif turn > 0:
+        _hand_over(1, CONSUMER, found, dq_tiles, barriers, turn - 1)
+    return upcoming, by_key, by_value
 
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, by_keys, by_values, lse, mean, tiles, barriers, scale, sizes, strides,
+    CONSUMER: gl.constexpr, by_keys, by_values, tiles, barriers, scale, sizes,
     dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 keys and their values, and half of the dimensions of that of queries."""
-    key_tiles, _value_tiles, _query_ring, _gradient_ring, ds_tiles, dq_tiles = tiles
-    _queries, keys, heads, group, pairs, blocks, diagonal, _rows = sizes
-    batch_stride, head_stride, stride = strides
-    keys_full = barriers[0]
+    key_tiles, value_tiles, _query_ring, _gradient_ring, _known, ds_tiles, dq_tiles = tiles
+    _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
+    keys_full, full, _free, _ds_full, _ds_free, _dq_full, _dq_free = barriers
     program = gl.program_id(0)
     block = program % blocks
-    first, count = pairs_of(block, pairs, blocks, diagonal, CAUSAL, ROTATED)
+    first, count, down = pairs_of(program // blocks, block, sizes, CAUSAL, ROTATED)
     factor = scale * LOG2_E
     by_key = gl.zeros([ROWS, DIM], gl.float32, layout=product_layout(DIM))
     by_value = gl.zeros([ROWS, DIM], gl.float32, layout=product_layout(DIM))
-    # pairs in which something is hidden are the first, those at the diagonal; all of them where keys end
+    # pairs in which something is hidden are those at the diagonal; all of them where keys end
     masked = 0
     if CAUSAL:
         beyond = gl.cdiv(gl.maximum(block * PAIR + PAIR - 1 - diagonal, 0), PAIR)
         masked = gl.minimum(gl.maximum(beyond - first, 0), count)
     if (block + 1) * PAIR > keys:
         masked = count
+    hidden = gl.where(down != 0, count - masked, 0)
     mbarrier.wait(keys_full, 0)
-    turn = 0
-    for member in range(group):
-        head = program // blocks * group + member
-        by_key, by_value, turn = _pairs(
-            0, masked, True, CONSUMER, by_key, by_value, tiles, barriers, lse, mean, head, first,
-            turn, factor, sizes, dtype, DIM, CAUSAL,
-        )  # fmt: skip
-        by_key, by_value, turn = _pairs(
-            masked, count, False, CONSUMER, by_key, by_value, tiles, barriers, lse, mean, head, first,
-            turn, factor, sizes, dtype, DIM, CAUSAL,
-        )  # fmt: skip
-    if turn > 0:
-        found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turn - 1, 0, DIM)
+    turns = group * count
+    mbarrier.wait(full.index(0), 0, pred=turns > 0)
+    upcoming = _upcoming(tiles, CONSUMER, 0, DIM)
+    first_key = block * PAIR + CONSUMER * ROWS
+    step = 0
+    for turn in range(turns):
+        pair = pair_at(step, first, count, down, pairs)
+        for half in gl.static_range(2):
+            upcoming, by_key, by_value = _half(
+                half, CONSUMER, upcoming, by_key, by_value, tiles, barriers, pair * PAIR, turn, turn + 1 < turns,
+                (step >= hidden) & (step < hidden + masked), factor, first_key, keys, diagonal, dtype, DIM, CAUSAL,
+            )  # fmt: skip
+        step += 1
+        if step == count:  # the next head of those that have these keys
+            step = 0
+    warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
+    if turns > 0:
+        found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turns - 1, 0, DIM)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-        _hand_over(1, CONSUMER, found, dq_tiles, barriers)
+        _hand_over(1, CONSUMER, found, dq_tiles, barriers, turns - 1)
 
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
-    token = block * PAIR + CONSUMER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
+    # through the tile of values, which nobody else reads
     key_heads = heads // group
-    batch = program // blocks // key_heads
-    head = program // blocks % key_heads
-    base = batch.to(gl.int64) * batch_stride + head.to(gl.int64) * head_stride
-    place = base + token.to(gl.int64)[:, None] * stride + column[None, :]
-    there = (token < keys)[:, None]
-    gl.store(by_keys + place, gl.convert_layout((by_key * scale).to(dtype), wide), mask=there)
-    gl.store(by_values + place, gl.convert_layout(by_value.to(dtype), wide), mask=there)
+    place = [program // blocks // key_heads, program // blocks % key_heads, first_key, 0]
+    tile = value_tiles.index(CONSUMER)
+    tile.reshape([ROWS, DIM]).store(by_value.to(dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(by_values, place, tile)
+    tma.store_wait(0)
+    gl.thread_barrier()  # one thread waits, and all write
+    tile.reshape([ROWS, DIM]).store((by_key * scale).to(dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(by_keys, place, tile)
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows"])
+@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors"])
 def attention_hopper_backward_kernel(
-    by_keys, by_values, lse, mean, turns, query, key, value, gradient, sums, batch_stride, head_stride, stride, scale,
-    queries, keys, heads, group, pairs, blocks, diagonal, rows,
+    lse, mean, turns, by_keys, by_values, query, key, value, gradient, sums, scale,
+    queries, keys, heads, group, pairs, blocks, diagonal, rows, processors,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Query, key, value, gradient and sums are descriptors; logarithms, to the base 2, and means have whole pairs."""
+    """Tensors are descriptors, but for turns, and logarithms, to the base 2, and means, which have whole pairs."""
     dtype: gl.constexpr = query.dtype
     STAGES: gl.constexpr = 2  # a slot for each half of a pair
     key_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DIM], key.layout)
@@ -232,38 +255,38 @@ def attention_hopper_backward_kernel(
     query_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], query.layout)
     gradient_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], gradient.layout)
     ds_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, ROWS, DIM // 2], sums.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS, DIM // 2], sums.layout)
+    known = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    dq_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    dq_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dq_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
-    mbarrier.init(dq_full, count=2)
-    mbarrier.init(dq_free, count=1)
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=2)
         mbarrier.init(free.index(slot), count=2)
+        mbarrier.init(dq_full.index(slot), count=2)
+        mbarrier.init(dq_free.index(slot), count=1)
         mbarrier.init(ds_full.index(slot), count=2)
         mbarrier.init(ds_free.index(slot), count=2)
     fence_async_shared()
     barriers = (keys_full, full, free, ds_full, ds_free, dq_full, dq_free)
-    tiles = (key_tiles, value_tiles, query_ring, gradient_ring, ds_tiles, dq_tiles)
-    sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows)
-    strides = (batch_stride, head_stride, stride)
+    tiles = (key_tiles, value_tiles, query_ring, gradient_ring, known, ds_tiles, dq_tiles)
+    sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (0, by_keys, by_values, lse, mean, tiles, barriers, scale, sizes, strides, dtype, DIM, CAUSAL, ROTATED),
+                (0, by_keys, by_values, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
             ),
             (
                 _consume,
-                (1, by_keys, by_values, lse, mean, tiles, barriers, scale, sizes, strides, dtype, DIM, CAUSAL, ROTATED),
+                (1, by_keys, by_values, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
             ),
-            (_load, (query, key, value, gradient, tiles, barriers, sizes, STAGES, CAUSAL, ROTATED)),
+            (_load, (query, key, value, gradient, lse, mean, tiles, barriers, sizes, STAGES, CAUSAL, ROTATED)),
             (add_in_turn, (sums, turns, dq_tiles, barriers, sizes, DIM, CAUSAL, ROTATED, SUMS)),
         ],
         [4, 1, 1],

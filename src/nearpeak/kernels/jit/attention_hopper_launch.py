@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearpeak.kernels.configs import processors
+from nearpeak.kernels.configs import processors, tuned
 from nearpeak.kernels.jit import gluon
 from nearpeak.kernels.jit.attention_backward import statistics
 from nearpeak.kernels.jit.attention_launch import Problem, addressable
@@ -48,7 +48,7 @@ def attention_sums_kernel(
     column = tl.arange(0, DIM)[None, :]
     parts = blocks
     if CAUSAL:
-        parts = tl.minimum((first // PAIR * PAIR + PAIR - 1 + diagonal) // PAIR + 1, blocks)
+        parts = tl.minimum(tl.cdiv(tl.maximum(first // PAIR * PAIR + PAIR + diagonal, 0), PAIR), blocks)
     total = tl.zeros([ROWS, DIM], tl.float32)
     at = (number * padded + row) * DIM + column
     for part in tl.static_range(SUMS):
@@ -104,6 +104,27 @@ def _diagonal(problem: Problem) -> int:
     return problem.keys - problem.queries if problem.bottom_right else 0
 
 
+def kernel_name(dim: int, causal: bool) -> str:
+    """What the forward kernel is called in tables, where its size is the number of queries."""
+    return f"attention_hopper_{dim}" + ("_causal" if causal else "")
+
+
+def heuristic(dim: int, causal: bool, queries: int) -> dict[str, Any]:
+    """How the work is shared where nobody measured."""
+    return candidates(dim, causal)[0 if not causal or queries <= _SOON else -1]
+
+
+def candidates(dim: int, causal: bool) -> list[dict[str, Any]]:
+    """Ways to share the work: warpgroups that compute, whether programs go from tile to tile, and heads at a time."""
+    consumers = (2,) if dim == 128 else (2, 3) if causal else (3, 2)
+    orders = [(True, 1), (True, 4), (True, 16), (False, 1), (False, 8)] if causal else [(True, 1), (True, 4)]
+    return [
+        {"consumers": number, "persistent": persistent, "together": together}
+        for number in consumers
+        for persistent, together in orders
+    ]
+
+
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """The result, tokens before heads in memory, and the logarithms of sums of exponentials, in float32."""
     from nearpeak.kernels.jit.attention_hopper import attention_hopper_kernel
@@ -111,17 +132,20 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     result = problem.by_token(problem.batches, problem.queries, problem.heads, problem.dim)
     lse = problem.by_head(float("-inf"))
     causal = problem.right == 0
-    consumers = 3 if problem.dim == 64 and not causal else 2
+    device = problem.query.device
+    config = tuned(kernel_name(problem.dim, causal), problem.queries, device)
+    config = config or heuristic(problem.dim, causal, problem.queries)
+    consumers, persistent = config["consumers"], config["persistent"]
     blocks = triton.cdiv(problem.queries, consumers * _ROWS)
     heads = problem.batches * problem.heads
     tiles = blocks * heads
-    persistent = not causal or problem.queries <= _SOON
-    programs = min(processors(problem.query.device), tiles) if persistent else tiles
+    programs = min(processors(device), tiles) if persistent else tiles
     launch(
         attention_hopper_kernel, (programs, 1, 1), lse, _described(problem.query, _ROWS),
         _described(problem.key, _KEYS), _described(problem.value, _KEYS), _described(result, _ROWS),
         problem.scale * math.log2(math.e),
-        problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, 1, _diagonal(problem),
+        problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, math.gcd(config["together"], heads),
+        _diagonal(problem),
         _KEYS, problem.dim, consumers, 2 if problem.dim == 128 else 3, causal, causal and persistent,
         warps=4, registers=168 if consumers == 2 else 128,
     )  # fmt: skip
@@ -151,11 +175,11 @@ def backward(
     causal = problem.right == 0
     diagonal = _diagonal(problem)
     launch(
-        attention_hopper_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1), by_key, by_value,
-        logarithms, means, turns, *tiles,
-        gluon.descriptor(sums, [_ROWS, problem.dim // 2]), *by_key.stride()[:3], problem.scale,
+        attention_hopper_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1),
+        logarithms, means, turns, _described(by_key, _ROWS), _described(by_value, _ROWS), *tiles,
+        gluon.descriptor(sums, [_ROWS, problem.dim // 2]), problem.scale,
         problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal, heads * padded,
-        problem.dim, causal, blocks <= processors(device), _SUMS,
+        processors(device), problem.dim, causal, blocks <= processors(device), _SUMS,
         warps=4, registers=168,
     )  # fmt: skip
     nothing = gradient.new_empty(0)

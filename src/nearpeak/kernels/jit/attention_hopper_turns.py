@@ -1,10 +1,16 @@
 """Which queries a program of the backward pass has when, and how it adds its parts of their gradient, each in its turn.
 
 So that sums are the same in every run, parts are added in a fixed order: for each pair of blocks of queries there is a
-counter of the parts that are there. Programs of one head begin at different queries and are then never at the same
-ones, and their turn comes when the program before them has passed. Where a head has more programs than run at a time,
-they begin at the same queries, and the order is that of their numbers: a program then waits only for those that have
-begun before it. There may be several sums of each pair, which are added up at the end, so that a turn comes sooner.
+counter of the parts that are there. There may be several sums of each pair, which are added up at the end, so that a
+turn comes sooner. Which queries a program has first, and the order of turns, are such that programs of one head are
+hardly ever at the same queries, and that the turn of each comes when the program before it has passed:
+
+- Where all see all queries, programs begin at different ones, and go round.
+- Causal attention gives the first keys the most queries. Programs that begin together start at their diagonal, and go
+  to later queries. As they end, one after the other, those of the next head begin, the ones with the most queries
+  first: these go from the last queries to their diagonal. They end together, and so on.
+- Where a head has more programs than run at a time, a program may wait only for those that have begun before it: the
+  order is that of their numbers.
 """
 
 from __future__ import annotations
@@ -37,25 +43,37 @@ def _wait_until_written():
 
 
 @gluon.jit
-def pairs_of(block, pairs, blocks, diagonal, CAUSAL: gl.constexpr, ROTATED: gl.constexpr):
-    """The first pair of blocks of queries that a block of keys is seen by, and how many there are from there on."""
+def pairs_of(head, block, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr):
+    """The first pair of blocks of queries that see a block of keys, how many do, and whether the last come first."""
+    _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, processors = sizes
     first = 0
     count = pairs
+    down = 0
     if CAUSAL:
         first = gl.minimum(gl.maximum(block * PAIR - diagonal, 0) // PAIR, pairs)
         count = pairs - first
+        down = (head * blocks // processors) % 2 if ROTATED else 1
     elif ROTATED:
         first = block * pairs // blocks
-    return first, count
+    return first, count, down
 
 
 @gluon.jit
-def turn_of(block, pair, pairs, blocks, diagonal, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr):
+def pair_at(step, first, count, down, pairs):
+    """The pair of blocks of queries that a program has in a step."""
+    pair = first + (step if down == 0 else count - 1 - step)
+    return pair - pairs if pair >= pairs else pair
+
+
+@gluon.jit
+def turn_of(block, pair, down, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr):
     """To which sum of a pair the part of a block of keys is added, and how many parts are added before it."""
+    _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, _processors = sizes
     before = block
     if ROTATED:
         if CAUSAL:
-            before = gl.minimum((pair * PAIR + PAIR - 1 + diagonal) // PAIR, blocks - 1) - block
+            if down == 0:
+                before = gl.minimum((pair * PAIR + PAIR - 1 + diagonal) // PAIR, blocks - 1) - block
         else:
             before = (((pair + 1) * blocks - 1) // pairs - block + blocks) % blocks
     return before % SUMS, before // SUMS
@@ -67,33 +85,34 @@ def add_in_turn(
     SUMS: gl.constexpr,
 ):  # fmt: skip
     """Has parts of the queries' gradient added, each pair of blocks in its turn; the first of a sum is written."""
-    _queries, _keys, _heads, group, pairs, blocks, diagonal, rows = sizes
+    _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors = sizes
     _keys_full, _full, _free, _ds_full, _ds_free, dq_full, dq_free = barriers
     program = gl.program_id(0)
     block = program % blocks
-    first, count = pairs_of(block, pairs, blocks, diagonal, CAUSAL, ROTATED)
+    head = program // blocks
+    first, count, down = pairs_of(head, block, sizes, CAUSAL, ROTATED)
+    done = 0
     for member in range(group):
         for step in range(count):
-            pair = first + step
-            if pair >= pairs:
-                pair -= pairs
-            place = (program // blocks * group + member) * pairs + pair
-            number, before = turn_of(block, pair, pairs, blocks, diagonal, CAUSAL, ROTATED, SUMS)
+            pair = pair_at(step, first, count, down, pairs)
+            place = (head * group + member) * pairs + pair
+            number, before = turn_of(block, pair, down, sizes, CAUSAL, ROTATED, SUMS)
             turn = turns + place * SUMS + number
             for half in gl.static_range(2):
                 row = number * rows + place * PAIR + half * ROWS
-                mbarrier.wait(dq_full, half)
+                mbarrier.wait(dq_full.index(half), done & 1)
                 if half == 0:
                     there = gl.atomic_add(turn, 0, sem="relaxed")
                     while there < before:
                         there = gl.atomic_add(turn, 0, sem="relaxed")
                 if before == 0:
-                    tma.async_copy_shared_to_global(sums, [row, 0], dq_tiles.index(0))
-                    tma.async_copy_shared_to_global(sums, [row, DIM // 2], dq_tiles.index(1))
+                    tma.async_copy_shared_to_global(sums, [row, 0], dq_tiles.index(2 * half))
+                    tma.async_copy_shared_to_global(sums, [row, DIM // 2], dq_tiles.index(2 * half + 1))
                 else:
-                    async_add_shared_to_global(sums, [row, 0], dq_tiles.index(0))
-                    async_add_shared_to_global(sums, [row, DIM // 2], dq_tiles.index(1))
+                    async_add_shared_to_global(sums, [row, 0], dq_tiles.index(2 * half))
+                    async_add_shared_to_global(sums, [row, DIM // 2], dq_tiles.index(2 * half + 1))
                 tma.store_wait(0)
-                mbarrier.arrive(dq_free, count=1)
+                mbarrier.arrive(dq_free.index(half), count=1)
             _wait_until_written()
             gl.atomic_add(turn, 1, sem="release")
+            done += 1
