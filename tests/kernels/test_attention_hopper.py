@@ -83,7 +83,9 @@ def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, key
     """All parts are added, each sum by its order, however few programs run at a time; the first begin first."""
     from nearpeak.kernels.jit import attention_hopper_turns as turns
 
-    monkeypatch.setattr(turns, "gl", SimpleNamespace(minimum=min, maximum=max))
+    monkeypatch.setattr(
+        turns, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, one, other: one if is_so else other)
+    )
     monkeypatch.setattr(turns, "PAIR", 1)  # what is counted here are pairs
     heads, sums = 3, 2
     rotated = keys <= processors

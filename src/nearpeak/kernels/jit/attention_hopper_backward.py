@@ -82,32 +82,30 @@ def _query_products(
 
 
 @gluon.jit
-def _hand_over(HALF: gl.constexpr, CONSUMER: gl.constexpr, found, dq_tiles, barriers, turn):
-    """Gives a gradient of queries to the warp that writes it."""
-    _keys_full, _full, _free, _ds_full, ds_free, dq_full, dq_free = barriers
+def _store_part(HALF: gl.constexpr, CONSUMER: gl.constexpr, found, dq_tiles, barriers, turn):
+    """Stores a gradient of queries for the warp that adds it, which hears of it later."""
+    _keys_full, _full, _free, _ds_full, ds_free, _dq_full, dq_free = barriers
     mbarrier.arrive(ds_free.index(HALF), count=1)
     mbarrier.wait(dq_free.index(HALF), (turn & 1) ^ 1)
     dq_tiles.index(2 * HALF + CONSUMER).store(found)
-    fence_async_shared()
-    mbarrier.arrive(dq_full.index(HALF), count=1)
 
 
 @gluon.jit
-def _products(left, right, CONSUMER: gl.constexpr, half, DIM: gl.constexpr):
+def _products(left, right, consumer, half, DIM: gl.constexpr):
     """Products of 64 keys, or values, with 64 queries, or gradients, which are on their way."""
-    rows = left.index(CONSUMER).reshape([ROWS, DIM])
+    rows = left.index(consumer).reshape([ROWS, DIM])
     columns = right.index(half).reshape([ROWS, DIM]).permute((1, 0))
     none = gl.zeros([ROWS, ROWS], gl.float32, layout=product_layout(64))
     return warpgroup_mma(rows, columns, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _upcoming(tiles, CONSUMER: gl.constexpr, half, DIM: gl.constexpr):
+def _upcoming(tiles, consumer, half, DIM: gl.constexpr):
     """Scores of the next 64 queries, on their way; where registers are left, the gradients of their weights too."""
     key_tiles, value_tiles, query_ring, gradient_ring, _known, _ds_tiles, _dq_tiles = tiles
-    found = (_products(key_tiles, query_ring, CONSUMER, half, DIM),)
+    found = (_products(key_tiles, query_ring, consumer, half, DIM),)
     if DIM == 64:
-        found += (_products(value_tiles, gradient_ring, CONSUMER, half, DIM),)
+        found += (_products(value_tiles, gradient_ring, consumer, half, DIM),)
     return found
 
 
@@ -117,17 +115,20 @@ def _half(
     row, turn, more, masked, factor, first, keys, diagonal,
     dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Adds what 64 queries give to the gradients of keys and values, and hands over that of the 64 before.
+    """Adds what 64 queries give to the gradients of keys and values, and stores that of the 64 before.
 
-    Their scores are on their way as it begins, and those of the next 64 as it ends: tensor cores work meanwhile.
+    Their scores are on their way as it begins, and those of the next 64 as it ends: tensor cores work meanwhile. What
+    is stored is seen by others after a fence, which takes long after a store: one is for both that are made here, long
+    after that of the gradient of queries.
     """
     key_tiles, value_tiles, query_ring, gradient_ring, known, ds_tiles, dq_tiles = tiles
-    _keys_full, full, free, ds_full, ds_free, _dq_full, _dq_free = barriers
+    _keys_full, full, free, ds_full, ds_free, dq_full, _dq_free = barriers
     layout: gl.constexpr = product_layout(64)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(DIM), k_width=2)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
-    # 0, which the compiler does not know: it would keep every address in shared memory in a register
-    zero = turn >> 30
+    # 0, which the compiler does not know, and each time another: it would keep all addresses in shared memory
+    zero = (2 * turn + HALF) >> 30
+    zero_too = (2 * turn + HALF + 4) >> 30
     query = query_ring.index(HALF + zero).reshape([ROWS, DIM])
     gradient = gradient_ring.index(HALF + zero).reshape([ROWS, DIM])
     if DIM == 64:
@@ -138,18 +139,19 @@ def _half(
             by_weights = upcoming[1]
     elif HALF == 0:
         scores = warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
-        by_weights = _products(value_tiles, gradient_ring, CONSUMER, HALF + zero, DIM)
+        by_weights = _products(value_tiles, gradient_ring, CONSUMER + zero, HALF + zero, DIM)
     else:
-        by_weights = _products(value_tiles, gradient_ring, CONSUMER, HALF + zero, DIM)
+        by_weights = _products(value_tiles, gradient_ring, CONSUMER + zero, HALF + zero, DIM)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=upcoming)
     weights = gl.exp2(scores * factor - known.index(2 * HALF + zero).load(by_column)[None, :])
     if masked:
-        key_at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        seen = (key_at < keys)[:, None]
+        key_at = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         if CAUSAL:
-            last = row + HALF * ROWS + diagonal + gl.arange(0, ROWS, layout=by_column)
-            seen = seen & (key_at[:, None] <= last[None, :])
-        weights = gl.where(seen, weights, 0.0)
+            last = gl.arange(0, ROWS, layout=by_column) + (row + HALF * ROWS + diagonal - first)
+            last = gl.minimum(last, keys - first - 1)
+            weights = gl.where(key_at[:, None] <= last[None, :], weights, 0.0)
+        else:
+            weights = gl.where((key_at < keys - first)[:, None], weights, 0.0)
     by_value = warpgroup_mma(gl.convert_layout(weights.to(dtype), left), gradient, by_value, is_async=True)
     if HALF == 1 or DIM > 64:
         by_weights = warpgroup_mma_wait(num_outstanding=1, deps=(by_weights,))
@@ -159,6 +161,7 @@ def _half(
     ds_tiles.index(2 * HALF + CONSUMER).store(by_scores)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(HALF), count=1)
+    mbarrier.arrive(dq_full.index(HALF), count=1, pred=turn > 0)  # of the turn before
     by_key = warpgroup_mma(gl.convert_layout(by_scores, left), query, by_key, is_async=True)
     if DIM > 64:
         by_value = warpgroup_mma_wait(num_outstanding=1, deps=(by_value,))
@@ -168,14 +171,14 @@ def _half(
     else:
         found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turn - 1, zero, DIM)
         mbarrier.wait(full.index(1), turn & 1)
-    upcoming = _upcoming(tiles, CONSUMER, 1 - HALF + zero, DIM)
+    upcoming = _upcoming(tiles, CONSUMER + zero_too, 1 - HALF + zero_too, DIM)
     on_their_way: gl.constexpr = 1 if DIM > 64 else 2
     by_value, by_key, found = warpgroup_mma_wait(num_outstanding=on_their_way, deps=(by_value, by_key, found))
     mbarrier.arrive(free.index(HALF), count=1)
     if HALF == 1:
-        _hand_over(0, CONSUMER, found, dq_tiles, barriers, turn)
+        _store_part(0, CONSUMER, found, dq_tiles, barriers, turn)
     elif turn > 0:
-        _hand_over(1, CONSUMER, found, dq_tiles, barriers, turn - 1)
+        _store_part(1, CONSUMER, found, dq_tiles, barriers, turn - 1)
     return upcoming, by_key, by_value
 
 
@@ -187,7 +190,7 @@ def _consume(
     """The gradients of 64 keys and their values, and half of the dimensions of that of queries."""
     key_tiles, value_tiles, _query_ring, _gradient_ring, _known, ds_tiles, dq_tiles = tiles
     _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
-    keys_full, full, _free, _ds_full, _ds_free, _dq_full, _dq_free = barriers
+    keys_full, full, _free, _ds_full, _ds_free, dq_full, _dq_free = barriers
     program = gl.program_id(0)
     block = program % blocks
     first, count, down = pairs_of(program // blocks, block, sizes, CAUSAL, ROTATED)
@@ -220,9 +223,13 @@ def _consume(
             step = 0
     warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
     if turns > 0:
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(0), count=1)
         found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turns - 1, 0, DIM)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-        _hand_over(1, CONSUMER, found, dq_tiles, barriers, turns - 1)
+        _store_part(1, CONSUMER, found, dq_tiles, barriers, turns - 1)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(1), count=1)
 
     # through the tile of values, which nobody else reads
     key_heads = heads // group

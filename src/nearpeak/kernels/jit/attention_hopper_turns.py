@@ -6,9 +6,9 @@ turn comes sooner. Which queries a program has first, and the order of turns, ar
 hardly ever at the same queries, and that the turn of each comes when the program before it has passed:
 
 - Where all see all queries, programs begin at different ones, and go round.
-- Causal attention gives the first keys the most queries. Programs that begin together start at their diagonal, and go
-  to later queries. As they end, one after the other, those of the next head begin, the ones with the most queries
-  first: these go from the last queries to their diagonal. They end together, and so on.
+- In causal attention, programs that begin together start at their diagonal, and go to later queries. If all processors
+  have programs of one head, these end one after the other, and those of the next head begin, the ones with the most
+  queries first: they go from the last queries to their diagonal. They end together, and so on.
 - Where a head has more programs than run at a time, a program may wait only for those that have begun before it: the
   order is that of their numbers.
 """
@@ -52,7 +52,9 @@ def pairs_of(head, block, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr):
     if CAUSAL:
         first = gl.minimum(gl.maximum(block * PAIR - diagonal, 0) // PAIR, pairs)
         count = pairs - first
-        down = (head * blocks // processors) % 2 if ROTATED else 1
+        down = 1
+        if ROTATED:
+            down = gl.where(2 * blocks > processors, head % 2, 0)
     elif ROTATED:
         first = block * pairs // blocks
     return first, count, down
