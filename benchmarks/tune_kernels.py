@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/tune_kernels.py --table src/nearpeak/kernels/tables/sm90.json
 
 Kernels of different candidates are compiled by several processes first; what is not compiled in time is left out. Then
-all candidates for one size are measured in turns. One that does not reproduce the result of the default is left out and
-named. Entries of the table for operations or sizes that are not measured now stay as they are.
+all candidates for one size are measured in turns. One that does not reproduce the result of the default, or its own, is
+left out and named. Entries of the table for operations or sizes that are not measured now stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from kernel_jobs import DONE, Jobs, compiled_by, set_caches, work
 
 if TYPE_CHECKING:
     import torch
-    from kernel_tunables import Tunable
+    from kernel_tunable import Tunable
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 ROUNDS = 4
@@ -36,16 +37,43 @@ COMPILE_SECONDS = 170.0
 MARGIN = 0.005
 """A candidate must be faster than the default by this share."""
 SAME = 2e-2
+REPEATS = 3
+"""How often a candidate must give the same to the last bit: some products of many warps do not."""
 
 
-def wanted_tunables(operations: Sequence[str] | None, **given: Any) -> list[Tunable]:
-    """Those of these operations, and of kernels by name."""
+def wanted_tunables(
+    operations: Sequence[str] | None, at: Sequence[int] | None = None, variant: str | None = None, **given: Any
+) -> list[Tunable]:
+    """Those of these operations, and of kernels by name, and of these sizes.
+
+    With a variant, only candidates of it, and what the table has now.
+    """
     from kernel_tunables import tunables
 
-    found = list(tunables(**given))
-    if operations is None:
+    found = [
+        one
+        for one in tunables(**given)
+        if (operations is None or one.operation in operations or one.kernel in operations)
+        and (at is None or one.where.size in at)
+    ]
+    if variant is None:
         return found
-    return [one for one in found if one.operation in operations or one.kernel in operations]
+    return [
+        replace(one, candidates=some + _present(one))
+        for one in found
+        if (some := [candidate for candidate in one.candidates if candidate.get("variant") == variant])
+    ]
+
+
+def _present(tunable: Tunable) -> list[dict[str, Any]]:
+    """What the table has for an entry."""
+    import torch
+
+    from nearpeak.kernels.configs import tuned
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    found = tuned(tunable.kernel, tunable.where.size, device)
+    return [] if found is None else [found]
 
 
 def spread(candidates: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -128,6 +156,9 @@ def measured(tunable: Tunable, candidates: Sequence[dict[str, Any]]) -> dict[str
             if tunable.checked and not all(map(_alike, found, right)):
                 failed.append({"candidate": candidate, "why": "another result than the default"})
                 continue
+            if tunable.checked and right and not all(_repeats(found, one) for _ in range(REPEATS)):
+                failed.append({"candidate": candidate, "why": "another result in each run"})
+                continue
         except Exception as error:
             failed.append({"candidate": candidate, "why": str(error)[:200]})
             continue
@@ -160,6 +191,12 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     if result is None:
         return []
     return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _repeats(found: Sequence[torch.Tensor], way: Callable[[], Any]) -> bool:
+    import torch
+
+    return all(map(torch.equal, found, _tensors(way())))
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -213,6 +250,8 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="the table to renew")
     parser.add_argument("--json", type=Path, help="write all times here")
     parser.add_argument("--operations", help="only these, or kernels, with commas between")
+    parser.add_argument("--sizes", help="only these, with commas between")
+    parser.add_argument("--variant", help="only candidates of this variant, beside what the table has")
     parser.add_argument("--most", type=int, default=MOST, help="candidates of an entry")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14), help="that compile; 0: none")
@@ -235,7 +274,8 @@ def main() -> int:
     Plans.enabled = False  # a call that is remembered would not look at another candidate
     sizes = {"sizes": REHEARSAL} if arguments.rehearse else {}
     operations = arguments.operations.split(",") if arguments.operations else None
-    wanted = wanted_tunables(operations, device=device, **sizes)
+    at = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else None
+    wanted = wanted_tunables(operations, at, arguments.variant, device=device, **sizes)
     with kernels.using("require"):
         if arguments.work:
             work(Jobs(arguments.work), compile_jobs(wanted, arguments.most), clean)
@@ -246,6 +286,8 @@ def main() -> int:
             if arguments.processes:
                 command = [sys.executable, __file__, "--most", str(arguments.most), "--work", folder]
                 command += ["--operations", arguments.operations] if arguments.operations else []
+                command += ["--sizes", arguments.sizes] if arguments.sizes else []
+                command += ["--variant", arguments.variant] if arguments.variant else []
                 command += ["--rehearse"] if arguments.rehearse else []
                 took = compiled_by(command, arguments.processes, arguments.compile_seconds)
                 print(f"compiled in {took:.0f} s", flush=True)

@@ -34,7 +34,7 @@ def _load(
     """Copies the keys and values of this program, and queries, gradients and what is known of rows, block by block."""
     key_tiles, value_tiles, query_ring, gradient_ring, known, _ds_tiles, _dq_tiles = tiles
     _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors = sizes
-    keys_full, full, free, _ds_full, _ds_free, _dq_full, _dq_free = barriers
+    keys_full, full, free, _ds_full, _dq_free = barriers
     program = gl.program_id(0)
     key_heads = heads // group
     block = program % blocks
@@ -71,7 +71,7 @@ def _query_products(
     HALF: gl.constexpr, CONSUMER: gl.constexpr, ds_tiles, key_tiles, barriers, turn, zero, DIM: gl.constexpr
 ):
     """This warpgroup's half of the dimensions of the gradient of 64 queries, on its way."""
-    _keys_full, _full, _free, ds_full, _ds_free, _dq_full, _dq_free = barriers
+    _keys_full, _full, _free, ds_full, _dq_free = barriers
     mbarrier.wait(ds_full.index(HALF), turn & 1)
     found = gl.zeros([ROWS, DIM // 2], gl.float32, layout=product_layout(DIM // 2))
     for part in gl.static_range(2):
@@ -84,9 +84,8 @@ def _query_products(
 @gluon.jit
 def _store_part(HALF: gl.constexpr, CONSUMER: gl.constexpr, found, dq_tiles, barriers, turn):
     """Stores a gradient of queries for the warp that adds it, which hears of it later."""
-    _keys_full, _full, _free, _ds_full, ds_free, _dq_full, dq_free = barriers
-    mbarrier.arrive(ds_free.index(HALF), count=1)
-    mbarrier.wait(dq_free.index(HALF), (turn & 1) ^ 1)
+    _keys_full, _full, _free, _ds_full, dq_free = barriers
+    mbarrier.wait(dq_free.index(HALF), turn & 1)
     dq_tiles.index(2 * HALF + CONSUMER).store(found)
 
 
@@ -105,7 +104,7 @@ def _upcoming(tiles, consumer, half, DIM: gl.constexpr):
     key_tiles, value_tiles, query_ring, gradient_ring, _known, _ds_tiles, _dq_tiles = tiles
     found = (_products(key_tiles, query_ring, consumer, half, DIM),)
     if DIM == 64:
-        found += (_products(value_tiles, gradient_ring, consumer, half, DIM),)
+        found += (_products(value_tiles, gradient_ring, consumer, half, DIM),)  # type: ignore[assignment]
     return found
 
 
@@ -122,7 +121,7 @@ def _half(
     after that of the gradient of queries.
     """
     key_tiles, value_tiles, query_ring, gradient_ring, known, ds_tiles, dq_tiles = tiles
-    _keys_full, full, free, ds_full, ds_free, dq_full, _dq_free = barriers
+    _keys_full, full, free, ds_full, _dq_free = barriers
     layout: gl.constexpr = product_layout(64)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout(DIM), k_width=2)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
@@ -157,11 +156,15 @@ def _half(
         by_weights = warpgroup_mma_wait(num_outstanding=1, deps=(by_weights,))
     means = known.index(2 * HALF + 1 + zero).load(by_column)
     by_scores = (weights * (by_weights - means[None, :])).to(dtype)
-    mbarrier.wait(ds_free.index(HALF), (turn & 1) ^ 1)
+    # until both warpgroups have multiplied what was there: then they were also done with the half before this one
+    if HALF == 0:
+        mbarrier.wait(free.index(1), (turn & 1) ^ 1)
+    else:
+        mbarrier.wait(free.index(0), turn & 1)
     ds_tiles.index(2 * HALF + CONSUMER).store(by_scores)
     fence_async_shared()
+    # this is also how the gradient of queries of this half of the turn before is known to be there
     mbarrier.arrive(ds_full.index(HALF), count=1)
-    mbarrier.arrive(dq_full.index(HALF), count=1, pred=turn > 0)  # of the turn before
     by_key = warpgroup_mma(gl.convert_layout(by_scores, left), query, by_key, is_async=True)
     if DIM > 64:
         by_value = warpgroup_mma_wait(num_outstanding=1, deps=(by_value,))
@@ -190,7 +193,7 @@ def _consume(
     """The gradients of 64 keys and their values, and half of the dimensions of that of queries."""
     key_tiles, value_tiles, _query_ring, _gradient_ring, _known, ds_tiles, dq_tiles = tiles
     _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
-    keys_full, full, _free, _ds_full, _ds_free, dq_full, _dq_free = barriers
+    keys_full, full, _free, ds_full, _dq_free = barriers
     program = gl.program_id(0)
     block = program % blocks
     first, count, down = pairs_of(program // blocks, block, sizes, CAUSAL, ROTATED)
@@ -224,12 +227,12 @@ def _consume(
     warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
     if turns > 0:
         fence_async_shared()
-        mbarrier.arrive(dq_full.index(0), count=1)
+        mbarrier.arrive(ds_full.index(0), count=1)
         found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turns - 1, 0, DIM)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
         _store_part(1, CONSUMER, found, dq_tiles, barriers, turns - 1)
         fence_async_shared()
-        mbarrier.arrive(dq_full.index(1), count=1)
+        mbarrier.arrive(ds_full.index(1), count=1)
 
     # through the tile of values, which nobody else reads
     key_heads = heads // group
@@ -268,19 +271,15 @@ def attention_hopper_backward_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dq_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)
         mbarrier.init(free.index(slot), count=2)
-        mbarrier.init(dq_full.index(slot), count=2)
         mbarrier.init(dq_free.index(slot), count=1)
         mbarrier.init(ds_full.index(slot), count=2)
-        mbarrier.init(ds_free.index(slot), count=2)
     fence_async_shared()
-    barriers = (keys_full, full, free, ds_full, ds_free, dq_full, dq_free)
+    barriers = (keys_full, full, free, ds_full, dq_free)
     tiles = (key_tiles, value_tiles, query_ring, gradient_ring, known, ds_tiles, dq_tiles)
     sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors)
     gl.warp_specialize(

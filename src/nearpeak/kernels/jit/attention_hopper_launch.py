@@ -26,10 +26,12 @@ _KEYS = 128
 _PAIR = 128
 """Queries of a pair of blocks of the backward pass, and keys of one of its programs."""
 _ROWS = 64
-_SUMS = 2
-"""Sums of each gradient of queries, so that two programs can add to it at a time."""
+_MOST_SUMS = 2
+"""Sums of each gradient of queries."""
 _SUM_ROWS = 32
 _ALIGNED_BYTES = 16
+_SHORT = 4096
+"""Queries up to which one sum is enough."""
 _SOON = 8192
 """Tokens up to which programs of causal attention go from tile to tile: in longer sequences tiles differ so much that
 the GPU had better give them out one by one."""
@@ -41,7 +43,7 @@ def attention_sums_kernel(
     DIM: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr, PAIR: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of queries, of all sums to which something was added."""
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last were added to last, and are in the cache
     first = program % (padded // ROWS) * ROWS
     number = (program // (padded // ROWS)).to(tl.int64)
     row = first + tl.arange(0, ROWS)[:, None]
@@ -73,7 +75,7 @@ def takes(problem: Problem) -> bool:
         and problem.left < 0
         and problem.right in (-1, 0)
         and 0 not in (problem.batches, problem.queries, problem.keys)
-        and problem.batches * problem.heads * (problem.queries + _PAIR) * _SUMS < 2**31
+        and problem.batches * problem.heads * (problem.queries + _PAIR) * _MOST_SUMS < 2**31
         and all(map(_is_copyable, (problem.query, problem.key, problem.value)))
     )
 
@@ -152,6 +154,15 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     return result, lse
 
 
+def sums_of(dim: int, queries: int) -> int:
+    """How many sums a gradient of queries has: with two, two programs can add to it at a time.
+
+    Heads of 64 dimensions have so little to compute that programs of long sequences wait for each other. For others it
+    is not worth the memory that is written and read once more.
+    """
+    return _MOST_SUMS if dim == 64 and queries > _SHORT else 1
+
+
 def backward(
     problem: Problem, gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor, for_query: bool,
     for_keys: bool,
@@ -170,8 +181,9 @@ def backward(
     )
     tiles = (_described(x, _ROWS) for x in (problem.query, problem.key, problem.value, gradient))
     device = gradient.device
-    sums = torch.empty((_SUMS * heads * padded, problem.dim), dtype=torch.float32, device=device)
-    turns = torch.zeros(heads * pairs * _SUMS, dtype=torch.int32, device=device)
+    number = sums_of(problem.dim, problem.queries)
+    sums = torch.empty((number * heads * padded, problem.dim), dtype=torch.float32, device=device)
+    turns = torch.zeros(heads * pairs * number, dtype=torch.int32, device=device)
     causal = problem.right == 0
     diagonal = _diagonal(problem)
     launch(
@@ -179,7 +191,7 @@ def backward(
         logarithms, means, turns, _described(by_key, _ROWS), _described(by_value, _ROWS), *tiles,
         gluon.descriptor(sums, [_ROWS, problem.dim // 2]), problem.scale,
         problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal, heads * padded,
-        processors(device), problem.dim, causal, blocks <= processors(device), _SUMS,
+        processors(device), problem.dim, causal, blocks <= processors(device), number,
         warps=4, registers=168,
     )  # fmt: skip
     nothing = gradient.new_empty(0)
@@ -191,6 +203,6 @@ def backward(
     launch(
         attention_sums_kernel, (pairs * (_PAIR // _SUM_ROWS) * heads, 1, 1), sums, by_query, *by_query.stride()[:3],
         problem.scale, problem.heads, problem.queries, padded, blocks, diagonal, heads * padded * problem.dim,
-        problem.dim, causal, _SUMS, _PAIR, _SUM_ROWS,
+        problem.dim, causal, number, _PAIR, _SUM_ROWS,
     )  # fmt: skip
     return by_query, by_key, by_value, nothing, nothing

@@ -88,11 +88,16 @@ def add_in_turn(
 ):  # fmt: skip
     """Has parts of the queries' gradient added, each pair of blocks in its turn; the first of a sum is written."""
     _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors = sizes
-    _keys_full, _full, _free, _ds_full, _ds_free, dq_full, dq_free = barriers
+    _keys_full, _full, _free, ds_full, dq_free = barriers
     program = gl.program_id(0)
     block = program % blocks
     head = program // blocks
     first, count, down = pairs_of(head, block, sizes, CAUSAL, ROTATED)
+    # a part is there when the gradients of scores of the turn after are: those of the first turn tell of nothing
+    # and nothing is stored before they were seen, so that this warp is never a whole turn of barriers late
+    for half in gl.static_range(2):
+        mbarrier.wait(ds_full.index(half), 0, pred=group * count > 0)
+        mbarrier.arrive(dq_free.index(half), count=1, pred=group * count > 0)
     done = 0
     for member in range(group):
         for step in range(count):
@@ -102,7 +107,7 @@ def add_in_turn(
             turn = turns + place * SUMS + number
             for half in gl.static_range(2):
                 row = number * rows + place * PAIR + half * ROWS
-                mbarrier.wait(dq_full.index(half), done & 1)
+                mbarrier.wait(ds_full.index(half), (done + 1) & 1)
                 if half == 0:
                     there = gl.atomic_add(turn, 0, sem="relaxed")
                     while there < before:

@@ -142,13 +142,17 @@ def _splits(programs: int, places: int, most: int) -> int:
 
 
 def heuristic(dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool) -> dict[str, Any]:
-    """What to launch with where nobody measured: blocks of 16 KiB of keys and as much of values, of which a processor
-    has up to six, some in use and the others on their way. One query sees a head of keys `alone`, or `many` do."""
+    """What to launch with where nobody measured: blocks of up to 32 KiB of keys and as much of values, of which a
+    processor has three to six, some in use and the others on their way. One query sees a head of keys `alone`, or
+    `many` do."""
     width = max(16, next_power_of_2(max(dim, value_dim)))
+    whole = element_bytes > 1 and not alone and not many
     # sums of a query alone are as many as a block of values has numbers, in registers
-    block = max(16, min(128, 16384 // (width * element_bytes), 8192 // width if alone else 128))
+    block = max(16, min(128, (32768 if whole else 16384) // (width * element_bytes), 8192 // width if alone else 128))
     stages, programs = 4, 2
-    if many:  # and their sums take memory too
+    if whole:  # one program, so that there are few parts to put together
+        stages, programs = 3, 1
+    elif many:  # and their sums take memory too
         stages = 3
     elif element_bytes == 1 and not alone:  # more instructions by byte, and so more warps to hide how long these take
         stages, programs = 3, 3
@@ -160,7 +164,7 @@ def candidates(size: int, alone: bool = False, paged: bool = False) -> list[dict
     found: list[dict[str, Any]] = []
     for block in (16, 32, 64, 128):
         for warps in (2, 4, 8):
-            for stages, programs in ((3, 2), (3, 3), (4, 2), (4, 3), (5, 2), (6, 1), (3, 4)):
+            for stages, programs in ((3, 1), (3, 2), (3, 3), (4, 1), (4, 2), (4, 3), (6, 1), (3, 4)):
                 moving = 2 * block * size * (stages - 1) * programs
                 fits = 96 * 1024 <= moving <= 200 * 1024 and 8192 <= block * size <= 32768
                 if fits and (warps == 4 or moving >= 160 * 1024) and (alone or warps <= 4):
