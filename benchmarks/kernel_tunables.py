@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from kernel_cases import SIZES, KernelCase, random_tensor, row_cases
-from kernel_copies import CopySizes, copy_cases
-from kernels import backward_ways, forward_ways
+from kernel_cases import KernelCase, random_tensor, row_cases
+from kernel_copies import copy_cases
+from kernel_measured import backward_ways, forward_ways
+from kernel_tunable import FEW, MANY, Config, Tunable, TunedSizes, Where, near_of
+from kernel_tunables_products import product_tunables
 
 from nearpeak import kernels
 from nearpeak.kernels.jit import (
@@ -31,64 +32,7 @@ from nearpeak.kernels.jit import (
 )
 from nearpeak.kernels.jit.norms_configs import table_key
 
-MANY = 2**40
-"""Up to so many: no end."""
-FEW = 2**22
-"""Elements from which on a GPU is busy, and their number no longer matters."""
-Config = dict[str, Any]
-
-
-class Where(NamedTuple):
-    """The size at which an entry is measured, and for which it holds: above one, up to the other."""
-
-    size: int
-    above: int
-    up_to: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tunable:
-    """One entry of the table: a kernel at a size, measured through an operation."""
-
-    kernel: str
-    operation: str
-    where: Where
-    candidates: list[Config]
-    make: Callable[[], Callable[[], Any]]
-    """Makes inputs, and what to call."""
-    least_bytes: int
-    checked: bool = True
-    """Whether all candidates give the same numbers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunedSizes:
-    """At which kernels are tuned."""
-
-    rows: Sequence[tuple[int, int]] = SIZES
-    activations: Sequence[tuple[int, int]] = ((16384, 4096), (4096, 16384))
-    quantised_rows: Sequence[tuple[int, int]] = ((16384, 4096), (8192, 8192))
-    long_rows: tuple[int, int] = (2048, 65536)
-    losses: Sequence[tuple[int, int]] = ((8192, 32000), (2048, 128256))
-    copies: CopySizes = field(default_factory=CopySizes)
-    cache: tuple[int, int, int, int] = (32, 8, 8192, 128)
-    """Sequences, heads of keys, capacity, numbers of a head."""
-    attention: Sequence[int] = (2048, 4096, 8192, 16384)
-    """Tokens of a sequence, of as many sequences as have the most of these tokens together."""
-    attention_heads: int = 16
-
-
-REHEARSAL = TunedSizes(
-    rows=[(4, 256)],
-    activations=[(4, 256)],
-    quantised_rows=[(4, 128)],
-    long_rows=(2, 16_400),
-    losses=[(3, 4160)],
-    copies=CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=1024, width=8, layers=2, vocabulary=16),
-    cache=(1, 1, 128, 64),
-    attention=(32, 64),
-    attention_heads=1,
-)
+REHEARSAL = TunedSizes.tiny()
 """Sizes at which every kernel runs in a moment, also in Triton's interpreter."""
 
 
@@ -103,12 +47,7 @@ def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[
     yield from _losses(sizes, device)
     yield from _caches(sizes, device)
     yield from _attention(sizes, device)
-
-
-def _near(size: int) -> Where:
-    """An entry that holds for sizes whose next power of 2 is that of this one."""
-    longest = 1 << (size - 1).bit_length()
-    return Where(size, longest // 2, longest)
+    yield from product_tunables(sizes, device)
 
 
 def _from(case: KernelCase, kernel: str, backward: bool, candidates: list[Config], where: Where) -> Tunable:
@@ -129,7 +68,7 @@ def _from(case: KernelCase, kernel: str, backward: bool, candidates: list[Config
 def _rows(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     for number, (rows, columns) in enumerate(sizes.rows):
         cases = {case.operation: case for case in row_cases([(rows, columns)], device)}
-        near = _near(columns)
+        near = near_of(columns)
         case = cases["softmax"]
         yield _from(case, "softmax", False, softmax_configs.candidates(columns), near)
         yield _from(case, "softmax_backward", True, softmax_configs.candidates(columns, backward=True), near)
@@ -143,7 +82,7 @@ def _rows(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         yield _from(cases["swiglu"], "gated_backward", True, gated.candidates(elements), flat)
         yield _from(cases["dropout_add"], "dropout_add", False, dropout.candidates(elements), flat)
         heads = cases["rotary"].columns // 128
-        yield _from(cases["rotary"], "rotary", False, rotary.candidates(128, heads), _near(128))
+        yield _from(cases["rotary"], "rotary", False, rotary.candidates(128, heads), near_of(128))
 
 
 def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
@@ -168,9 +107,9 @@ def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
     for case in (alone, centred, added, both):
         is_centred, is_added = case in (centred, both), case in (added, both)
         forward, backward = (table_key(name, is_centred, is_added) for name in ("norm_forward", "norm_backward"))
-        yield _from(case, forward, False, norms.candidates(columns), _near(columns))
+        yield _from(case, forward, False, norms.candidates(columns), near_of(columns))
         found = norms_configs.candidates(columns, centred=is_centred, added=is_added)
-        yield _from(case, backward, True, found, _near(columns))
+        yield _from(case, backward, True, found, near_of(columns))
 
 
 def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
@@ -198,7 +137,7 @@ def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
             (without, "activation_backward", True),
             (with_bias, "activation_backward_bias", True),
         ):
-            yield _from(case, kernel, backward, activations.candidates(columns, kernel), _near(columns))
+            yield _from(case, kernel, backward, activations.candidates(columns, kernel), near_of(columns))
 
 
 def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
@@ -210,7 +149,7 @@ def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         ("unpermute_tokens", "unpermute_sum", False, permutation.candidates(hidden)),
         ("unpermute_tokens", "unpermute_backward", True, permutation.backward_candidates(hidden)),
     ):
-        yield _from(cases[name], kernel, backward, found, _near(hidden))
+        yield _from(cases[name], kernel, backward, found, near_of(hidden))
     elements = cases["adamw bfloat16"].columns
     step = cases["adamw bfloat16"]
     yield _from(step, "adamw", False, adamw.candidates(elements), Where(elements, FEW, MANY))
@@ -219,12 +158,12 @@ def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     found = quantise.candidates(128)
     yield _from(cases["quantise 1x128"], "quantise_pieces", False, found, Where(128, 64, 128))
     tiles = quantise.other_candidates("quantise_tiles")
-    yield _from(cases["quantise 128x128"], "quantise_tiles", False, tiles, _near(128 * 128))
+    yield _from(cases["quantise 128x128"], "quantise_tiles", False, tiles, near_of(128 * 128))
     whole = quantise.other_candidates("quantise_whole")
     yield _from(cases["quantise tensor"], "quantise_whole", False, whole, flat)
     back = quantise.other_candidates("dequantise")
     yield _from(cases["dequantise 1x128"], "dequantise", False, back, flat)
-    yield _from(cases["dequantise 128x128"], "dequantise", False, back, _near(side))
+    yield _from(cases["dequantise 128x128"], "dequantise", False, back, near_of(side))
 
 
 def _transpose(side: int, side_bytes: int, dtype: torch.dtype, device: str) -> Tunable:
@@ -260,7 +199,7 @@ def _quantised(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         )
 
     for rows, columns in sizes.quantised_rows:
-        near = _near(columns)
+        near = near_of(columns)
         yield entry(rows, columns, "quantise_pieces", quantise.candidates(near.up_to), near)
     rows, columns = sizes.long_rows
     found = quantise.other_candidates("quantise_long_rows")
@@ -270,7 +209,7 @@ def _quantised(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
 def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     for number, (rows, columns) in enumerate(sizes.losses):
         is_last = number == len(sizes.losses) - 1
-        near = _near(columns)
+        near = near_of(columns)
         if is_last:
             near = near._replace(up_to=MANY)
 
@@ -313,7 +252,7 @@ def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
 
 def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     batch, key_heads, capacity, dim = sizes.cache
-    row, near = 2 * dim, _near(2 * dim)
+    row, near = 2 * dim, near_of(2 * dim)
 
     def attend(heads: int, page_size: int | None) -> Callable[[], Any]:
         cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device, page_size)
@@ -345,7 +284,7 @@ def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     yield Tunable(
         kernel="cache_append",
         operation="append",
-        where=_near(dim),
+        where=near_of(dim),
         candidates=cache_append.candidates(dim, key_heads),
         make=write,
         least_bytes=2 * batch * (2 * key_heads + 32) * row,
@@ -363,7 +302,7 @@ def _attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
                     given = [random_tensor(*shape, device=device, grad=False) for _ in range(3)]
                     return lambda: kernels.attention(*given, causal=causal)
 
-                where = _near(tokens)
+                where = near_of(tokens)
                 if tokens == most:
                     where = where._replace(up_to=MANY)
                 yield Tunable(

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from nearpeak import kernels
-from nearpeak.kernels.jit import addresses
+from nearpeak.kernels.jit import addresses, grouped_product, grouped_product_launch
+from nearpeak.kernels.ladder import lines, naive, persistent, tensor_cores, tiles
 
 DTYPE = torch.bfloat16
 SHORT = (5, 101)
@@ -51,9 +52,11 @@ class Calls:
     def random(self, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=dtype).requires_grad_()
 
-    def both(self, function: Callable[..., Any], *shapes: Sequence[int], **options: Any) -> Callable[[], None]:
+    def both(
+        self, function: Callable[..., Any], *shapes: Sequence[int], dtype: torch.dtype = DTYPE, **options: Any
+    ) -> Callable[[], None]:
         """Both passes of a function of tensors of these shapes."""
-        return lambda: backward(function(*(self.random(*shape) for shape in shapes), **options))
+        return lambda: backward(function(*(self.random(*shape, dtype=dtype) for shape in shapes), **options))
 
     def every(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "add", self.both(kernels.add, SHORT, SHORT)
@@ -83,6 +86,9 @@ class Calls:
             for dtype in (DTYPE, torch.float8_e4m3fn):
                 yield f"cache {page_size} {dtype}", partial(self.cache, page_size, dtype)
         yield from self.losses()
+        yield from self.products()
+        yield from self.experts()
+        yield from self.ladder()
         yield from self.moves()
 
     def attentions(self) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -102,6 +108,11 @@ class Calls:
         )
         yield "attention_packed", self.packed
         yield "scaled_dot_product_attention", self.by_torchs_name
+        for causal in (False, True):  # of several segments, and of heads that share keys
+            shapes = [(1, 4, 301, 36), (1, 2, 301, 36), (1, 2, 301, 20)]
+            yield f"linear_attention, causal {causal}", self.both(kernels.linear_attention, *shapes, causal=causal)
+        shapes = [(1, 2, 301, 64)] * 3
+        yield "linear_attention, float32", self.both(kernels.linear_attention, *shapes, dtype=torch.float32)
 
     def by_torchs_name(self) -> None:
         mask = torch.rand(37, 70, device=self.device) < 0.5
@@ -169,6 +180,104 @@ class Calls:
         backward(kernels.cross_entropy(self.random(*shape), target, reduction=reduction))
         loss = kernels.cross_entropy(self.random(*shape) * 1, target, reduction=reduction, inplace=True)
         torch.autograd.backward([loss], [torch.randn_like(loss)])  # other than 1: multiplies what is written
+
+    def products(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "product", self.both(kernels.product, (5, 101), (37, 101))
+        sizes = [(5, 18, 101)]
+        if self.device == "cuda":
+            # rows at multiples of 16 bytes, and more tiles than a quarter of the processors: Hopper has a kernel
+            sizes.append((641, 712, 200))
+        for rows, columns, depth in sizes:
+            for options in ({"activation": "gelu"}, {"activation": "silu", "gated": True, "recompute": True}):
+                yield f"product {rows}, {options}", partial(self.product, rows, columns, depth, options)
+            for block in ("tensor", "row", "blocks"):
+                for fast in (False, True):
+                    name = f"product {rows} of 8 bits, {block}, {fast}"
+                    yield name, partial(self.product_of_eight, rows, 24 if rows == 5 else 768, block, fast)
+
+    def product(self, rows: int, columns: int, depth: int, options: dict[str, Any]) -> None:
+        lines = 2 * columns if "gated" in options else columns
+        x, weight, bias = self.random(rows, depth), self.random(lines, depth), self.random(lines)
+        backward(kernels.product(x, weight, bias=bias, residual=self.random(rows, columns), **options))
+        backward(kernels.product(x, weight, bias=bias, **{**options, "recompute": False}))
+        by_columns = self.random(depth, columns).t()
+        backward(kernels.product(x, by_columns, out_dtype=torch.float32))
+
+    @torch.no_grad()
+    def product_of_eight(self, rows: int, columns: int, block: str, fast: bool) -> None:
+        blocks: tuple[Any, Any] = ((1, 128), (128, 128)) if block == "blocks" else (block, block)
+        x, scale_x = kernels.quantise(self.random(rows, 208), block=blocks[0])
+        options = {"scale_x": scale_x, "fast_accumulate": fast}
+        for gate in ({}, {"activation": "silu", "gated": True}):
+            lines = 2 * columns if gate else columns
+            weight, scale_weight = kernels.quantise(self.random(lines, 208), block=blocks[1])
+            kernels.product(x, weight, bias=self.random(lines), scale_weight=scale_weight, **options, **gate)
+
+    def experts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        for experts in (5, 8):
+            yield f"route, {experts}", partial(self.route, experts)
+        # tiles of 16, 64 and 128 rows; the last are for kernels of Hopper where columns are multiples of 16 bytes
+        for counts in ((3, 0, 2), (30, 0, 40, 9), (301, 0, 139, 64)):
+            for columns, depth in ((37, 53), (136, 72)):
+                yield f"grouped_product {counts} {columns}", partial(self.grouped, counts, columns, depth)
+            for block in (False, True):
+                yield f"grouped_product {counts} of 8 bits, {block}", partial(self.grouped_of_eight, counts, block)
+        yield "grouped_product, all tiles of Hopper", self.tiles_of_hopper
+        yield "mixture_of_experts", self.layer_of_experts
+
+    def route(self, experts: int) -> None:
+        for options in ({"renormalise": True}, {"scores": "sigmoid", "bias": torch.rand(experts, device=self.device)}):
+            weights, _ = kernels.route(self.random(7, experts), 3, **options)
+            backward(weights)
+
+    def counts(self, counts: Sequence[int]) -> Tensor:
+        return torch.tensor(counts, dtype=torch.int32, device=self.device)
+
+    def grouped(self, counts: Sequence[int], columns: int, depth: int) -> None:
+        rows = self.random(sum(counts) + 3, depth)  # of which the last are nobody's
+        weight = self.random(len(counts), columns, depth)
+        backward(kernels.grouped_product(rows, weight, self.counts(counts)))
+        by_columns = self.random(len(counts), depth, columns).mT
+        backward(kernels.grouped_product(rows, by_columns, self.counts(counts)))
+        both = self.random(len(counts), 2 * columns, depth)
+        backward(kernels.grouped_product(rows, both, self.counts(counts), activation="silu"))
+
+    @torch.no_grad()
+    def grouped_of_eight(self, counts: Sequence[int], blocks: bool) -> None:
+        experts, columns, depth = len(counts), 256, 272
+        rows, weight = (self.random(*shape) for shape in ((sum(counts), depth), (experts, columns, depth)))
+        rows, row_scales = kernels.quantise(rows, block=(1, 128) if blocks else "row")
+        weight, scales = kernels.quantise(weight, block=(128, 128) if blocks else "tensor")
+        options = {"row_scales": row_scales, "weight_scales": scales if blocks else scales.expand(experts)}
+        for activation in (None, "silu"):
+            kernels.grouped_product(rows, weight, self.counts(counts), activation=activation, **options)
+
+    @torch.no_grad()
+    def tiles_of_hopper(self) -> None:
+        """Those that no table may have chosen; elsewhere, the portable kernel."""
+        counts = (301, 0, 139, 64)
+        number, height = sum(counts), grouped_product_launch.HEIGHT
+        rows, weight = self.random(number, 72), self.random(len(counts), 272, 72)
+        groups = kernels.row_groups(self.counts(counts), rows=number)
+        for config in grouped_product_launch.CONFIGS:
+            grouped_product.product(rows, weight, groups, height, False, config=config)
+            grouped_product.gated(rows, weight, groups, height, "silu", True, config=config)
+        for config in grouped_product_launch.GRADIENT_CONFIGS:
+            grouped_product.weight_gradient(self.random(number, 136), rows, groups, len(counts), config=config)
+
+    def layer_of_experts(self) -> None:
+        layer = kernels.MoE(37, 19, 5, 2, bias=True, device=self.device, dtype=DTYPE)
+        backward(layer(self.random(11, 37)))
+
+    def ladder(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        sizes = {tensor_cores.RUNG: (37, 264, 72)}
+        if self.device == "cpu" or torch.cuda.get_device_capability() >= (9, 0):
+            sizes[persistent.RUNG] = (37, 264, 72)
+        if self.device == "cuda":
+            sizes |= dict.fromkeys((naive.RUNG, lines.RUNG, tiles.RUNG), (256, 256, 64))  # these have no edges
+        for rung, (m, n, k) in sizes.items():
+            a, b = self.random(m, k).detach(), self.random(k, n).detach()
+            yield f"ladder, {rung.name}", partial(rung.multiply, a, b)
 
     def moves(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         for dtype in (torch.int8, torch.bfloat16, torch.float32, torch.float64):

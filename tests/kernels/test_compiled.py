@@ -21,13 +21,20 @@ NARROW = "narrow"
 """In the name of a launch whose tensors are such that nothing is loaded by 128 bits."""
 SMALL = "small result"
 """In the name of a launch whose threads have less than 128 bits of the result each."""
-BY_ROW = {"attention_means_kernel"}
+BY_ROW = {"attention_means_kernel", "linear_attention_means_kernel"}
 """Kernels that write a number or two of each row, which no thread has several of."""
-COPIED = {"attention_hopper_kernel", "attention_hopper_backward_kernel"}
+COPIED = {
+    "attention_hopper_kernel", "attention_hopper_backward_kernel", "ladder_persistent_kernel", "grouped_hopper_kernel",
+    "grouped_eight_hopper_kernel", "grouped_gradient_hopper_kernel", "grouped_wide_hopper_kernel",
+    "product_hopper_kernel",
+}  # fmt: skip
 """Kernels that have whole tiles copied, and load next to nothing themselves."""
-CROWDED = {"attention_hopper_kernel": 16, "attention_hopper_backward_kernel": 1200}
+CROWDED = {"attention_hopper_kernel": 16, "attention_hopper_backward_kernel": 1200, "linear_attention_kernel": 440}
 """Kernels whose sums fill the registers, and how many bytes of the rest may go to memory, there and back."""
-PRODUCTS = {"attention_forward_kernel", "attention_keys_kernel", "attention_queries_kernel", *COPIED}
+PRODUCTS = {
+    "attention_forward_kernel", "attention_keys_kernel", "attention_queries_kernel", "ladder_tensor_cores_kernel",
+    *COPIED,
+}  # fmt: skip
 """Kernels of matrix products, which take the tensor cores of this generation."""
 
 

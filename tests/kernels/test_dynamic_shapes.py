@@ -34,13 +34,28 @@ OPERATIONS = {
     "layer_norm": (kernels.layer_norm, lambda n: (random(n, 8), random(8), random(8))),
     "add_rms_norm": (kernels.add_rms_norm, lambda n: (random(n, 8), random(n, 8), random(8))),
     "dropout_add": (lambda x, y: kernels.dropout_add(x, y, 0.0), lambda n: (random(n, 8), random(n, 8))),
+    "product": (lambda x, w: kernels.product(x, w, activation="gelu"), lambda n: (random(n, 8), random(6, 8))),
+    "product_gated": (
+        lambda x, w: kernels.product(x, w, activation="silu", gated=True),
+        lambda n: (random(n, 8), random(6, 8)),
+    ),
+    "attention": (
+        lambda *given: kernels.attention(*given, causal=True),
+        lambda n: (random(1, 4, n, 16), random(1, 2, n, 16), random(1, 2, n, 16)),
+    ),
     "bias_gelu": (kernels.bias_gelu, lambda n: (random(n, 8), random(8))),
     "swiglu": (kernels.swiglu, lambda n: (random(n, 8), random(n, 8))),
     "swiglu_packed": (kernels.swiglu_packed, lambda n: (random(n, 8),)),
     "rotary": (lambda x, cos, sin: kernels.rotary(x, cos, sin), lambda n: (random(2, n, 3, 4), *angles(n))),
     "transpose_copy": (kernels.transpose_copy, lambda n: (random(n, 6),)),
     "cross_entropy": (kernels.cross_entropy, lambda n: (random(n, 9), targets(n))),
+    "linear_attention": (kernels.linear_attention, lambda n: [random(1, 2, n, 16) for _ in range(3)]),
     "linear_cross_entropy": (kernels.linear_cross_entropy, lambda n: (random(n, 4), random(9, 4), targets(n))),
+    "route": (lambda x: kernels.route(x, 2, renormalise=True), lambda n: (random(n, 4),)),
+    "mixture_of_experts": (
+        lambda x, experts, *others: kernels.mixture_of_experts(x, others[0], experts, *others[1:]),
+        lambda n: (random(n, 8), targets(n)[:, None], random(n, 1), random(3, 12, 8), random(3, 8, 6)),
+    ),
     "permute_tokens": (
         lambda x, experts: kernels.permute_tokens(x, experts, number_of_experts=3),
         lambda n: (random(n, 8), targets(n)[:, None]),

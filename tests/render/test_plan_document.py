@@ -1,7 +1,7 @@
 import csv
 import io
 
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table, csv_text, markdown, text
+from nearpeak.render.document import Document, Paragraph, Picture, Table, csv_text, markdown, text
 from nearpeak.render.style import Style
 
 MADE = Document(

@@ -88,6 +88,18 @@ def experts():
     x = made(16, 64)
     rows, _, row_map = kernels.permute_tokens(x, ints(16, 2), number_of_experts=4)
     summed(kernels.unpermute_tokens(rows, row_map, made(16, 2)))
+    summed(kernels.MoE(64, 32, 4, 2, device="cuda", dtype=torch.bfloat16)(x))
+    eight, weight = (made(*shape).to(torch.float8_e4m3fn) for shape in ((32, 64), (4, 64, 64)))
+    scales = {"row_scales": made(32, dtype=torch.float32), "weight_scales": made(4, dtype=torch.float32)}
+    kernels.grouped_product(eight.detach(), weight.detach(), ints(4), **scales)
+
+
+def products():
+    x, weight, bias, residual = made(8, 64), made(32, 64), made(32), made(8, 16)
+    summed(kernels.product(x, weight, bias=bias, activation="silu", gated=True, residual=residual))
+    summed(kernels.product(x, weight, activation="gelu", recompute=True))
+    eight, other = (one.detach().to(torch.float8_e4m3fn) for one in (x, weight))
+    kernels.product(eight, other, scale_x=made(8, dtype=torch.float32, grad=False))
 
 
 def caches():
@@ -104,9 +116,10 @@ def attentions():
     query, key, value, starts = made(2, 4, 8, 32), made(2, 2, 8, 32), made(2, 2, 8, 16), ints(3, dtype=torch.int32)
     summed(kernels.attention(query, key, value, causal=True, sinks=made(4)))
     summed(kernels.attention_packed(made(8, 4, 32), made(8, 2, 32), made(8, 2, 16), starts, starts, 4, 4))
+    summed(kernels.linear_attention(query, key, value))
 
 
-CASES = (attentions, caches, softmaxes, norms, pointwise, rotary, losses, optimizer, quantisation, experts)
+CASES = (attentions, caches, softmaxes, norms, pointwise, rotary, losses, optimizer, quantisation, experts, products)
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +314,100 @@ def test_of_tokens_one_is_certain_and_rows_are_written_in_full():
     cost = cost_on_fakes("permute_rows", lambda: kernels.permute_tokens(made(16, 64), ints(16, 2), number_of_experts=4))
     assert cost.work.bytes_read == 4 * 16 * 2 + 2 * 64
     assert cost.work.bytes_written == 2 * 32 * 64
+
+
+def test_each_row_meets_one_matrix_of_which_one_is_certain():
+    rows, experts, columns, depth = 96, 8, 32, 64
+
+    def run():
+        given = made(rows, depth), made(experts, columns, depth)
+        kernels.grouped_product(*given, ints(experts, dtype=torch.int32)).sum().backward()
+
+    with nearpeak.fake():
+        found = trace(run, target=target_of(find(H200)))
+    forward, by_rows = (cost_of(op) for op in found.ops if op.name == "nearpeak.grouped_product.default")
+    (by_weight,) = (cost_of(op) for op in found.ops if op.name == "nearpeak.grouped_weight_gradient.default")
+    for cost in (forward, by_rows, by_weight):
+        assert cost.flops == {"bfloat16": 2 * rows * columns * depth}
+    assert forward.work.bytes_read == 2 * (rows * depth + columns * depth)
+    assert forward.work.bytes_written == 2 * rows * columns
+    assert by_weight.work.bytes_written == 2 * experts * columns * depth
+
+
+def test_a_product_writes_what_it_keeps_and_its_gradients_are_two_products():
+    rows, columns, depth = 96, 32, 64
+
+    def run():
+        given = made(rows, depth), made(columns, depth)
+        kernels.product(*given, bias=made(columns), activation="silu", gated=True).sum().backward()
+
+    with nearpeak.fake():
+        found = trace(run, target=target_of(find(H200)))
+    forward, backward = (
+        cost_of(op) for name in ("product", "product_backward") for op in found.ops if op.packet == f"nearpeak.{name}"
+    )
+    assert forward.flops == {"bfloat16": 2 * rows * columns * depth}
+    assert forward.vector_flops == {"float32": rows * columns + 4 * rows * columns // 2}
+    assert forward.work.bytes_read == 2 * (rows * depth + columns * depth + columns)
+    assert forward.work.bytes_written == 2 * rows * (columns + columns // 2)
+    assert backward.flops == {"bfloat16": 4 * rows * columns * depth}
+    assert backward.work.bytes_written == 2 * (rows * depth + columns * depth + columns)
+
+
+def linear_attention_costs(tokens, wanted="qkv", causal=True):
+    """Those of both passes, for 4 heads of queries of 32 numbers, and 2 of keys with values of 16."""
+    shapes = {"q": (2, 4, tokens, 32), "k": (2, 2, tokens, 32), "v": (2, 2, tokens, 16)}
+
+    def run():
+        given = [made(*shape, grad=name in wanted) for name, shape in shapes.items()]
+        result = kernels.linear_attention(*given, causal=causal)
+        result.backward(torch.empty_like(result))
+
+    with nearpeak.fake():
+        found = trace(run, target=target_of(find(H200)))
+    return [cost_of(op) for op in found.ops if op.packet.startswith("nearpeak.linear_attention")]
+
+
+def test_linear_attention_costs_a_state_for_each_token_and_short_sequences_pairs():
+    tokens = 1024
+    queries, keys = 2 * 4 * tokens, 2 * 2 * tokens
+    forward, backward = linear_attention_costs(tokens)
+    assert forward.flops == {"bfloat16": 2 * 32 * 16 * (queries + keys)}
+    assert forward.vector_flops == {"float32": 32 * (queries + keys) + 16 * queries}
+    assert forward.work.bytes_read == 2 * (32 * queries + (32 + 16) * keys)
+    assert forward.work.bytes_written == 2 * 16 * queries + 4 * queries
+    assert backward.flops == {"bfloat16": 2 * 32 * 16 * (2 * queries + 3 * keys)}
+    assert backward.work.bytes_read == 2 * ((32 + 16 + 16) * queries + (32 + 16) * keys) + 4 * queries
+    assert backward.work.bytes_written == 2 * (32 * queries + (32 + 16) * keys)
+    few = 6
+    pairs = 2 * 4 * few * (few + 1) // 2
+    forward, backward = linear_attention_costs(few)
+    assert forward.flops == {"bfloat16": 2 * (32 + 16) * pairs}
+    assert backward.flops == {"bfloat16": 2 * (16 + 3 * 32 + 16) * pairs}
+    assert forward.family == "attention"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "by_query", "by_key", "reads_values"),
+    [("q", 1, 1, True), ("k", 1, 1, True), ("v", 1, 1, False), ("kv", 1, 2, True), ("qv", 2, 2, True)],
+)
+def test_linear_attention_does_what_the_wanted_gradients_need(wanted, by_query, by_key, reads_values):
+    tokens = 1024
+    queries, keys = 2 * 4 * tokens, 2 * 2 * tokens
+    _, backward = linear_attention_costs(tokens, wanted, causal=False)
+    assert backward.flops == {"bfloat16": 2 * 32 * 16 * (by_query * queries + by_key * keys)}
+    read = 2 * ((32 + 16) * queries + 32 * keys) + 4 * queries
+    assert backward.work.bytes_read == read + (2 * 16 * (queries + keys) if reads_values else 0)
+
+
+def test_gated_experts_write_what_they_keep():
+    def run():
+        kernels.grouped_product(made(96, 64), made(8, 32, 64), ints(8), activation="silu")
+
+    cost = cost_on_fakes("grouped_gated", run)
+    assert cost.flops == {"bfloat16": 2 * 96 * 64 * 32}
+    assert cost.vector_flops == {"float32": 3 * 96 * 16}
+    assert cost.work.bytes_written == 2 * 96 * (16 + 32)
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -28,15 +28,20 @@ if TYPE_CHECKING:
     from nearpeak.kernels.operations.cross_entropy import CrossEntropyLoss, cross_entropy
     from nearpeak.kernels.operations.decode import decode_attention
     from nearpeak.kernels.operations.dropout import DropoutAdd, dropout_add
+    from nearpeak.kernels.operations.experts import MoE, mixture_of_experts
     from nearpeak.kernels.operations.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
+    from nearpeak.kernels.operations.grouped_product import grouped_product, row_groups
     from nearpeak.kernels.operations.kv_cache import KVCache
+    from nearpeak.kernels.operations.linear_attention import LinearAttention, linear_attention
     from nearpeak.kernels.operations.linear_cross_entropy import linear_cross_entropy
     from nearpeak.kernels.operations.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
     from nearpeak.kernels.operations.optimizer import AdamW
     from nearpeak.kernels.operations.permutation import permute_tokens, unpermute_tokens
+    from nearpeak.kernels.operations.product import Linear, product
     from nearpeak.kernels.operations.quantise import dequantise, quantise
     from nearpeak.kernels.operations.residual import add_layer_norm, add_rms_norm
     from nearpeak.kernels.operations.rotary import rotary, rotary_pair
+    from nearpeak.kernels.operations.routing import route
     from nearpeak.kernels.operations.softmax import log_softmax, softmax
     from nearpeak.kernels.operations.transpose import transpose_copy
     from nearpeak.kernels.policy import Support, supports, using
@@ -50,6 +55,9 @@ __all__ = [
     "GeGLU",
     "KVCache",
     "LayerNorm",
+    "Linear",
+    "LinearAttention",
+    "MoE",
     "RMSNorm",
     "Support",
     "SwiGLU",
@@ -69,15 +77,21 @@ __all__ = [
     "dropout_add",
     "geglu",
     "geglu_packed",
+    "grouped_product",
     "layer_norm",
+    "linear_attention",
     "linear_cross_entropy",
     "log_softmax",
+    "mixture_of_experts",
     "permute_tokens",
+    "product",
     "quantise",
     "register_transformers",
     "rms_norm",
     "rotary",
     "rotary_pair",
+    "route",
+    "row_groups",
     "scaled_dot_product_attention",
     "softmax",
     "supports",
@@ -96,6 +110,9 @@ _HOME = {
     "GeGLU": "operations.gated",
     "KVCache": "operations.kv_cache",
     "LayerNorm": "operations.norms",
+    "Linear": "operations.product",
+    "LinearAttention": "operations.linear_attention",
+    "MoE": "operations.experts",
     "RMSNorm": "operations.norms",
     "Support": "policy",
     "SwiGLU": "operations.gated",
@@ -115,15 +132,21 @@ _HOME = {
     "dropout_add": "operations.dropout",
     "geglu": "operations.gated",
     "geglu_packed": "operations.gated",
+    "grouped_product": "operations.grouped_product",
     "layer_norm": "operations.norms",
+    "linear_attention": "operations.linear_attention",
     "linear_cross_entropy": "operations.linear_cross_entropy",
     "log_softmax": "operations.softmax",
+    "mixture_of_experts": "operations.experts",
     "permute_tokens": "operations.permutation",
+    "product": "operations.product",
     "quantise": "operations.quantise",
     "register_transformers": "transformers_attention",
     "rms_norm": "operations.norms",
     "rotary": "operations.rotary",
     "rotary_pair": "operations.rotary",
+    "route": "operations.routing",
+    "row_groups": "operations.grouped_product",
     "scaled_dot_product_attention": "operations.attention",
     "softmax": "operations.softmax",
     "supports": "policy",

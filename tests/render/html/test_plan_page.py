@@ -16,8 +16,8 @@ from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import memory_by_stage
 from nearpeak.records import to_json
+from nearpeak.render.document import Document, Paragraph, Table
 from nearpeak.render.html.plan import page
-from nearpeak.render.plan.document import Document, Paragraph, Table
 from nearpeak.render.plan.memory import document
 from nearpeak.render.plan.sliders import decode_sliders, memory_sliders
 

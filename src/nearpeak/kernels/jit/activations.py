@@ -34,9 +34,10 @@ def activate(x, NAME: tl.constexpr):
         # (1 + tanh u) / 2 is the sigmoid of 2 u, and loses nothing where the tanh is near to -1
         value = x * sigmoid(twice_the_angle(x))
     else:
-        tl.static_assert(NAME == "relu_squared")
+        tl.static_assert(NAME == "relu_squared" or NAME == "relu")
         value = tl.where(x < 0.0, 0.0, x)  # so that what is not a number stays so
-        value *= value
+        if NAME == "relu_squared":
+            value *= value
     return value
 
 
@@ -55,6 +56,9 @@ def value_and_derivative(x, NAME: tl.constexpr):
     elif NAME == "gelu_tanh":
         part, slope = sigmoid_and_slope(twice_the_angle(x))
         derivative = part + x * slope * (1.5957691216057308 + 0.21406444881780076 * x * x)
+    elif NAME == "relu":
+        part = tl.where(x < 0.0, 0.0, 1.0)
+        derivative = tl.where(x <= 0.0, 0.0, 1.0)
     else:
         tl.static_assert(NAME == "relu_squared")
         part = tl.where(x < 0.0, 0.0, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from nearpeak.kernels.policy import INTERPRETED
 
 _TRITON = (3, 6)
 """The version whose Gluon the kernels of this package were written with; it changes with each."""
+_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}
+"""What Triton calls other than torch does."""
 
 
 def runs_on(device: torch.device) -> bool:
@@ -34,13 +37,19 @@ def _is_hopper(index: int | None) -> bool:
 
 def descriptor(x: Tensor, block: list[int]) -> Any:
     """What a block of a tensor is copied by, to where the tensor cores find it."""
+    return described(x, x.shape, x.stride(), block)
+
+
+def described(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: list[int]) -> Any:
+    """The same of a tensor as if it had another shape and strides, which may be more than a tensor can have."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(x, block, _layout(x.dtype, tuple(block)))
+    return TensorDescriptor(x, list(shape), list(strides), block, _layout(x.dtype, tuple(block)))
 
 
 @functools.cache
 def _layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
+    name = str(dtype).removeprefix("torch.")
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, _NAMES.get(name, name)))

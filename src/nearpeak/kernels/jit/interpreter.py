@@ -91,9 +91,11 @@ def _patched_once(patch: Callable[..., Any]) -> Callable[..., Any]:
 def _masked(operation: Callable[..., Any], place: int) -> Callable[..., Any]:
     """Masks as bits: from Triton 3.9 on, one that was joined with a scalar comes as integers, which are refused."""
 
-    def call(self: Any, *args: Any) -> Any:
-        mask = interpreter.TensorHandle(args[place].data.astype(numpy.bool_), tl.int1)
-        return operation(self, *args[:place], mask, *args[place + 1 :])
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[place]  # of a copy by a descriptor it is an array
+        bits = (given if isinstance(given, numpy.ndarray) else given.data).astype(numpy.bool_)
+        mask = interpreter.TensorHandle(bits, tl.int1)
+        return operation(self, *args[:place], mask, *args[place + 1 :], **kwargs)
 
     return call
 

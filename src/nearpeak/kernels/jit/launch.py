@@ -113,7 +113,7 @@ def _decides(argument: Any, constant: bool) -> Any:
     if type(argument) is float:
         return float  # any value: a learning rate that changes with every step asks for no other variant
     if is_descriptor(argument):
-        return argument.base.dtype, *argument.block_shape, argument.layout
+        return argument.base.dtype, *argument.block_shape, getattr(argument, "layout", None)  # Gluon's have one
     return argument
 
 

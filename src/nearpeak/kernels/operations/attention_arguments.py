@@ -61,16 +61,15 @@ def _shapes(*tensors: Tensor) -> str:
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, form: str) -> None:
-    shapes = _shapes(query, key, value)
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise UsageError(f"attention takes query, key and value of {form}, and {shapes}.")
+        raise UsageError(f"attention takes query, key and value of {form}, and {_shapes(query, key, value)}.")
     if not all(one.is_floating_point() for one in (query, key, value)):
         raise UsageError(f"attention is of floats, and these are {query.dtype}, {key.dtype} and {value.dtype}.")
     batches, heads, _, dim = query.shape
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batches or key.shape[3] != dim:
         raise UsageError(
             f"query, key and value of {form} have one batch, queries the dim of keys, and values the heads and tokens"
-            f" of keys; {shapes}."
+            f" of keys; {_shapes(query, key, value)}."
         )
     if not key.shape[1] or heads % key.shape[1]:
         raise UsageError(f"The {heads} heads of queries must be a multiple of the {key.shape[1]} heads of keys.")

@@ -97,7 +97,7 @@ def _setup_context_packed(ctx: Any, inputs: tuple[Tensor, str, bool], output: Te
 
 
 def _backward_packed(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return _gated_packed_backward(gradient, *ctx.saved_tensors, ctx.activation, ctx.interleaved), None, None
+    return packed_backward(gradient, *ctx.saved_tensors, ctx.activation, ctx.interleaved), None, None
 
 
 _gated_backward = Operator(
@@ -107,7 +107,7 @@ _gated_backward = Operator(
     fake=lambda gradient, gate, up, activation: (_empty(gate), _empty(up)),
     why_not=_why_not_backward,
 )
-_gated_packed_backward = Operator(
+packed_backward = Operator(
     "gated_packed_backward(Tensor gradient, Tensor x, str activation, bool interleaved) -> Tensor",
     launch="gated:backward_packed",
     reference=_reference_backward_packed,

@@ -12,9 +12,9 @@ import re
 from functools import cache
 
 from nearpeak.records import to_json
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.html.markup import Markup, element, joined, visible
 from nearpeak.render.html.page import asset, hashed
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan.sliders import Sliders
 from nearpeak.render.scene import PALETTE
 from nearpeak.render.theme import COLOURS, FAINT, INK, PAGE

@@ -11,7 +11,7 @@ from nearpeak.plan.models.model import FEEDS, MIXERS, Model
 from nearpeak.plan.models.parameters import count
 from nearpeak.plan.network.cluster import Cluster
 from nearpeak.plan.network.systems import System
-from nearpeak.render.plan.document import Document, Paragraph, Table
+from nearpeak.render.document import Document, Paragraph, Table
 from nearpeak.units import quantity
 
 SEQUENCE = 4096

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nearpeak.plan.network.cluster import Cluster
 from nearpeak.plan.network.collectives import Collective
 from nearpeak.plan.provenance import weakest
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan.training import weakest_sentence
 from nearpeak.render.plot import Series, line_plot
 from nearpeak.units import quantity, seconds

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from nearpeak.plan.training.answers import MemoryPlan
 from nearpeak.plan.training.job import Precision
 from nearpeak.plan.training.memory import StageMemory
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
+from nearpeak.render.bars import Bar, stacked_bars
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan.layout import described
-from nearpeak.render.plan.pictures import Bar, stacked_bars
 from nearpeak.render.svg import svg
 from nearpeak.units import quantity, seconds
 

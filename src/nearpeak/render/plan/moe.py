@@ -9,8 +9,8 @@ from nearpeak.plan.moe_degrees import MoeDegree, crossover
 from nearpeak.plan.network.cluster import Cluster
 from nearpeak.plan.provenance import weakest
 from nearpeak.render.axis import Axis, trimmed
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.html.markup import visible
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan.training import weakest_sentence
 from nearpeak.render.scene import Line, Polygon, Scene, Shape, Text
 from nearpeak.render.svg import svg

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from nearpeak.errors import UsageError
+from nearpeak.render.document import Document, csv_text, markdown, text
 from nearpeak.render.html.plan import page
-from nearpeak.render.plan.document import Document, csv_text, markdown, text
 from nearpeak.render.plan.sliders import Sliders
 
 Format = Literal["html", "svg", "markdown", "csv", "json", "text"]

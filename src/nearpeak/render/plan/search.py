@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nearpeak.plan.training.choice import SearchPlan
 from nearpeak.plan.training.search import Candidate, Reason
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan import training as plan_training
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan.layout import degrees, recompute, sharding
 from nearpeak.render.plan.memory import gigabytes
 from nearpeak.render.plot import Series, line_plot

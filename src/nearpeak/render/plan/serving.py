@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nearpeak.plan.serving.answers import ServingPlan
 from nearpeak.plan.serving.limits import Phase
 from nearpeak.plan.serving.step import StepTime
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan.memory import gigabytes
 from nearpeak.render.plan.training import weakest_sentence
 from nearpeak.render.plot import Series, line_plot

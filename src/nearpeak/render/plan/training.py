@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from nearpeak.plan.provenance import Provenance
 from nearpeak.plan.training.answers import TrainingPlan
 from nearpeak.plan.training.time import TrainingTime
+from nearpeak.render.bars import Bar, stacked_bars
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan import memory as plan_memory
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plan.layout import described
-from nearpeak.render.plan.pictures import Bar, stacked_bars
 from nearpeak.render.svg import svg
 from nearpeak.units import percent, quantity, seconds
 

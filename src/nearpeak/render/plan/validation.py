@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nearpeak.plan.training.compared import Compared, ErrorGroup, Validation
-from nearpeak.render.plan.document import Document, Paragraph, Picture, Table
+from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.plot import Series, line_plot
 from nearpeak.units import percent, quantity, significant
 

@@ -1,4 +1,4 @@
-"""Pictures of the planner: stacked bars against a limit."""
+"""Stacked bars against a limit, as a picture."""
 
 from __future__ import annotations
 

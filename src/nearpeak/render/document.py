@@ -1,4 +1,4 @@
-"""`Document`: an answer of the planner as paragraphs, tables and pictures, and its forms as text, Markdown and CSV."""
+"""`Document`: an answer as paragraphs, tables and pictures, and its forms as text, Markdown and CSV."""
 
 from __future__ import annotations
 

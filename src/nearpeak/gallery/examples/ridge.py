@@ -1,0 +1,62 @@
+"""Compute-bound or memory-bound: one product, from a vector to a square matrix.
+
+A product of an M x K and a K x N matrix does 2 M K N operations on M K + K N + M N numbers. With M = K fixed, N decides
+how often each number of the large matrix is used: with N = 1 it is read for one multiplication, and memory limits;
+with large N the matrix units do. The intensity at which the two meet is the machine's ridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from nearpeak.gallery.here import Here
+from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
+from nearpeak.render.plot import Series
+
+
+def example(here: Here) -> Iterator[Part]:
+    """N from 1 to the size of the square."""
+    side = here.pick(gpu=8192, cpu=1024)
+    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    name = str(dtype).removeprefix("torch.")
+    a = torch.randn(side, side, dtype=dtype, device=here.tensors)
+    rows: list[tuple[int, float, Row]] = []
+    columns = 1
+    while columns <= side:
+        b = torch.randn(side, columns, dtype=dtype, device=here.tensors)
+        flops = 2 * side * side * columns
+        moved = (side * side + 2 * side * columns) * dtype.itemsize
+        rows.append((columns, flops / moved, here.row(f"N = {columns}", torch.mm, a, b)))
+        columns *= 4 if columns < side // 4 else 2
+    ridge = here.machine.ridge(name)
+    yield from prose(
+        f"The ridge of {here.machine.name} in {name} is at {ridge:.0f} FLOP per byte. Left of it the rate grows with"
+        " the intensity, and time hardly changes with N; right of it the rate stays, and time grows with N."
+    )
+    yield compared(f"M = K = {side}, {name}", [row for _, _, row in rows])
+
+    def rates(seconds: list[float | None]) -> tuple[tuple[float, float], ...]:
+        found = zip(rows, seconds, strict=True)
+        return tuple((intensity, 2 * side * side * n / time) for (n, intensity, _), time in found if time)
+
+    ceilings = here.machine.achievable or here.machine.theoretical
+    assert ceilings is not None
+    ends = (rows[0][1] / 2, ridge, max(4 * ridge, 2 * rows[-1][1]))
+    roof = tuple((at, min(ceilings.peak(name), at * ceilings.bandwidth)) for at in ends)
+    series = [
+        Series(name="roof", points=roof, markers=False, dashed=True),
+        Series(name="predicted", points=rates([row.predicted for _, _, row in rows])),
+    ]
+    if here.measures:
+        series.append(Series(name="measured", points=rates([row.measured for _, _, row in rows])))
+    yield Plot(
+        title="Under the roof",
+        series=tuple(series),
+        x_label="FLOP per byte",
+        y_label="FLOP/s",
+        y_unit="FLOP/s",
+        log_x=True,
+        log_y=True,
+    )

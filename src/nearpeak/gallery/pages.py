@@ -1,0 +1,203 @@
+"""An example as it was run, as text for a terminal, Markdown for the site, and one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from nearpeak.gallery.parts import Bars, Code, Compared, Drawing, Part, Plot, Prose, Result, Row, Unit
+from nearpeak.render import document as documents
+from nearpeak.render import markdown as md
+from nearpeak.render.bars import stacked_bars
+from nearpeak.render.document import Document, Paragraph, Picture, Table
+from nearpeak.render.plot import line_plot
+from nearpeak.render.style import PLAIN, Style
+from nearpeak.render.svg import svg
+from nearpeak.render.text_plot import text_plot
+from nearpeak.units import percent, quantity, significant
+from nearpeak.units import seconds as duration
+
+
+def shown(unit: Unit) -> Callable[[float | None], str]:
+    """How values of a unit are written."""
+    if unit == "s":
+        return duration
+    if unit == "%":
+        return percent
+    if unit == "":
+        return lambda value: "-" if value is None else significant(value)
+    if unit == "x":
+        return lambda value: "-" if value is None else f"{significant(value)}x"
+    return lambda value: quantity(value, unit)
+
+
+def facts(result: Result) -> tuple[str, ...]:
+    """Where, when and with what it was run."""
+    what = "measured on" if result.measured else "predicted for"
+    versions = ", ".join(f"{name} {number}" for name, number in result.versions)
+    return (f"{what} {result.machine}, {result.date}; {versions}",)
+
+
+def verdict(result: Result) -> str:
+    """How many predictions held; nothing where nothing was measured beside one."""
+    judged = [row for row in result.rows if row.holds is not None]
+    if not judged:
+        return ""
+    held = len(judged) - len(result.missed)
+    if held == len(judged):
+        return f"All {held} predictions are within their bands." if held > 1 else "The prediction is within its band."
+    return f"{held} of {len(judged)} predictions are within their bands."
+
+
+def document(result: Result) -> Document:
+    """All but plots and bars as they are in a terminal."""
+    return Document(
+        title=f"{result.number}. {result.title}",
+        facts=facts(result),
+        parts=tuple(_parts(result)),
+    )
+
+
+def _parts(result: Result) -> Iterator[Paragraph | Table | Picture]:
+    yield Paragraph(text=result.lesson)
+    for part in result.parts:
+        yield from _part(part)
+    if result.skipped:
+        yield Paragraph(text=f"Not run here: {result.skipped}", kind="small")
+    said = verdict(result)
+    if said:
+        yield Paragraph(text=said, kind="bad" if result.missed else "good")
+
+
+def _part(part: Part) -> Iterator[Paragraph | Table | Picture]:
+    if isinstance(part, Prose):
+        yield Paragraph(text=part.text)
+    elif isinstance(part, Compared):
+        yield compared_table(part)
+    elif isinstance(part, Table):
+        yield part
+    elif isinstance(part, (Plot, Bars, Drawing)):
+        yield Picture(title=part.title, svg=picture(part))
+
+
+def compared_table(part: Compared) -> Table:
+    """Predictions beside measurements."""
+    write = shown(part.unit)
+    rows = [(row.what, write(row.predicted), write(row.measured), _ratio(row), _band(row)) for row in part.rows]
+    headers = ("", "predicted", "measured", "measured / predicted", "band")
+    if all(row.measured is None for row in part.rows):
+        return Table(title=part.title, headers=headers[:2], rows=tuple(row[:2] for row in rows), note=part.note)
+    return Table(title=part.title, headers=headers, rows=tuple(rows), note=part.note)
+
+
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return "-"
+    return f"{row.ratio:.2f}" + ("" if row.holds is not False else " !")
+
+
+def _band(row: Row) -> str:
+    return "-" if row.low is None or row.high is None else f"{row.low:g} - {row.high:g}"
+
+
+def picture(part: Plot | Bars | Drawing) -> str:
+    """As an SVG file."""
+    if isinstance(part, Drawing):
+        return part.svg
+    if isinstance(part, Bars):
+        scene = stacked_bars(
+            part.bars,
+            title=part.title,
+            subtitle=part.subtitle,
+            shown=shown(part.unit),
+            limit=part.limit,
+            limit_name=part.limit_name,
+        )
+        return svg(scene)
+    return line_plot(
+        part.series,
+        title=part.title,
+        x_label=part.x_label,
+        y_label=part.y_label,
+        log_x=part.log_x,
+        log_y=part.log_y,
+        x_format=shown(part.x_unit),
+        y_format=shown(part.y_unit),
+    )
+
+
+def text(result: Result, style: Style = PLAIN) -> str:
+    """For a terminal, at most 80 columns: plots are drawn with characters, bars beside their figures."""
+    whole = document(result)
+    pieces = [documents.text(Document(title=whole.title, facts=whole.facts, parts=()), style)]
+    pieces.append(_said(Paragraph(text=result.lesson), style))
+    for part in result.parts:
+        if isinstance(part, Plot):
+            drawn = text_plot(
+                part.series,
+                log_x=part.log_x,
+                log_y=part.log_y,
+                x_format=shown(part.x_unit),
+                y_format=shown(part.y_unit),
+            )
+            pieces.append(f"{part.title}: {part.y_label} by {part.x_label}\n\n{drawn}")
+        elif isinstance(part, Bars):
+            pieces += [_said(one, style) for one in _bars_table(part)]
+        elif isinstance(part, Drawing):
+            pieces.append(_said(Paragraph(text=f"[{part.described}]", kind="small"), style))
+        elif isinstance(part, Code):
+            pieces.append("\n".join(f"    {line}".rstrip() for line in part.text.rstrip().split("\n")))
+        else:
+            pieces += [_said(one, style) for one in _part(part)]
+    ending = [
+        part for part in whole.parts[-2:] if isinstance(part, Paragraph) and part.kind in ("good", "bad", "small")
+    ]
+    pieces += [_said(one, style) for one in ending]
+    return "\n\n".join(piece for piece in pieces if piece)
+
+
+def _said(part: Paragraph | Table | Picture, style: Style) -> str:
+    return "\n\n".join(documents._parts(Document(title="", parts=(part,)), style))
+
+
+def _bars_table(part: Bars) -> Iterator[Table]:
+    write = shown(part.unit)
+    names = [name for name, _ in part.bars[0].pieces]
+    rows = []
+    for bar in part.bars:
+        pieces = dict(bar.pieces)
+        rows.append((bar.name, *(write(pieces.get(name)) for name in names), write(bar.total)))
+    headers = ("", *names, "together")
+    bars = tuple(bar.total for bar in part.bars)
+    if len(names) == 1:
+        rows, headers = [row[:2] for row in rows], headers[:2]
+    yield Table(title=part.title, headers=headers, rows=tuple(rows), bars=bars)
+
+
+def markdown(result: Result, pictures: Callable[[str, str], str]) -> str:
+    """For the site, without its title. `pictures` is given a name and an SVG file, and gives the address of it."""
+    pieces = [f"_{md.text(fact)}_" for fact in facts(result)]
+    number = 0
+    for part in result.parts:
+        if isinstance(part, Code):
+            pieces.append(md.block(part.text, part.language))
+            continue
+        for one in _part(part):
+            if isinstance(one, Picture):
+                number += 1
+                where = pictures(f"{result.name}-{number}", one.svg)
+                described = part.described if isinstance(part, Drawing) else one.title
+                pieces.append(f"![{md.text(described)}]({where})")
+            elif isinstance(one, Table):
+                head = f"**{md.text(one.title)}**\n\n" if one.title else ""
+                rows = [[md.text(cell) for cell in row] for row in one.rows]
+                pieces.append(head + md.table([md.text(name) for name in one.headers], rows, one.sides))
+                if one.note:
+                    pieces.append(md.text(one.note, 4000))
+            else:
+                pieces.append(md.text(one.text, 4000))
+    if result.skipped:
+        pieces.append(md.text(f"Not run here: {result.skipped}", 4000))
+    said = verdict(result)
+    if said:
+        pieces.append(f"**{said}**")
+    return "\n\n".join(pieces) + "\n"

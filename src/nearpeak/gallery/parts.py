@@ -1,0 +1,143 @@
+"""What an example shows: prose, tables, plots, bars and drawings, and predictions beside measurements.
+
+All are data, so that a result is saved as JSON, and every page is a rendering of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nearpeak.render.bars import Bar
+from nearpeak.render.document import Table
+from nearpeak.render.plot import Series
+
+Unit = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "FLOP/B", "%", "x", ""]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prose:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A prediction beside its measurement. Measured / predicted is to be between `low` and `high`."""
+
+    what: str
+    predicted: float | None
+    measured: float | None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured / predicted; None where one of them is missing."""
+        if not self.predicted or self.measured is None:
+            return None
+        return self.measured / self.predicted
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the measurement is within the band; None where there is no band, or nothing was measured."""
+        if self.ratio is None or self.low is None or self.high is None:
+            return None
+        return self.low <= self.ratio <= self.high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Predictions beside measurements, all of one unit."""
+
+    title: str
+    rows: tuple[Row, ...]
+    unit: Unit = "s"
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Lines and points on two axes."""
+
+    title: str
+    series: tuple[Series, ...]
+    x_label: str
+    y_label: str
+    x_unit: Unit = ""
+    y_unit: Unit = "s"
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Stacked bars, against a limit where there is one."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    subtitle: str = ""
+    unit: Unit = "s"
+    limit: float | None = None
+    limit_name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """An SVG picture of our own making, such as `render.svg.svg(scene)` or a roofline, with what it shows in words."""
+
+    title: str
+    described: str
+    svg: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """Source text, or what a command printed."""
+
+    text: str
+    language: str = "python"
+
+
+Part = Prose | Table | Compared | Plot | Bars | Drawing | Code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One example as it was run."""
+
+    name: str
+    number: int
+    title: str
+    lesson: str
+    machine: str
+    """Its name as the reader knows it, such as "NVIDIA H200"."""
+    measured: bool
+    date: str
+    versions: tuple[tuple[str, str], ...]
+    seconds: float
+    parts: tuple[Part, ...]
+    skipped: str = ""
+    """Why there is nothing, where this machine cannot run it."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All predictions beside measurements."""
+        return tuple(row for part in self.parts if isinstance(part, Compared) for row in part.rows)
+
+    @property
+    def missed(self) -> tuple[Row, ...]:
+        """Those outside of their bands."""
+        return tuple(row for row in self.rows if row.holds is False)
+
+
+def prose(*paragraphs: str) -> Iterable[Prose]:
+    """Paragraphs; line ends within one are spaces."""
+    return [Prose(text=" ".join(one.split())) for one in paragraphs]
+
+
+def compared(title: str, rows: Sequence[Row], *, unit: Unit = "s", note: str = "") -> Compared:
+    """Rows under a title."""
+    return Compared(title=title, rows=tuple(rows), unit=unit, note=note)

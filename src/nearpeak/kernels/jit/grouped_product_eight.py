@@ -1,0 +1,168 @@
+"""Rows by the matrices of their experts on Hopper, in numbers of 8 bits with scales, in Gluon.
+
+As `grouped_product_hopper`, with tiles of 128 columns. Tensor cores add up products of 8 bits with 14 bits or so. So
+the sum of each 128 of the depth is taken from them, multiplied by its scales where there are any for it, and added in
+float32; while one warpgroup does that, the other one multiplies.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nearpeak.kernels.jit.activations import activate
+from nearpeak.kernels.jit.drawn_tiles import slots_for_tiles, told_tile
+from nearpeak.kernels.jit.grouped_product_hopper import ROWS, halves, load_tiles, write_tile
+
+BLOCK = gl.constexpr(128)
+"""Of the depth, and of columns, what shares a scale."""
+
+
+@gluon.constexpr_function
+def eight_layout(columns):
+    """Where a warpgroup has the elements of a product of 64 rows in 8 bits."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+
+
+@gluon.jit
+def _scales(
+    row_scales, weight_scales, expert, row_at, end, column_at, step, columns, down, across,
+    GATED: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """The scales of rows, and of columns, of one block of the depth."""
+    by_row = gl.load(row_scales + row_at.to(gl.int64) * across + step, mask=row_at < end, other=0.0)
+    own = weight_scales + expert.to(gl.int64) * down * across + step
+    if GATED:  # a half of the tile is within one block of columns
+        first = gl.load(own + column_at // BLOCK * across)
+        second = gl.load(own + (columns + column_at) // BLOCK * across)
+    else:
+        first = gl.load(own + column_at // BLOCK * across)
+        second = first
+    return by_row, first, second
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr, result, row_scales, weight_scales, result_tiles, rings, barriers, slots, columns, depth,
+    down, NAME: gl.constexpr, BLOCKS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The products of 64 rows of each tile."""
+    row_ring, weight_ring, written = rings
+    full, free = barriers
+    GATED: gl.constexpr = NAME != ""
+    CHUNK: gl.constexpr = WIDTH // 2 if GATED else WIDTH
+    layout: gl.constexpr = eight_layout(WIDTH)
+    count = 0
+    copies = 0
+    turn = 0
+    across = gl.cdiv(depth, DEPTH)
+    expert, row, end, place = told_tile(slots, turn)
+    while place >= 0:
+        steps = gl.where(expert < 0, 0, across)
+        own = row + CONSUMER * ROWS
+        column = place * CHUNK
+        if own < end:
+            row_at = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            half = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)) < WIDTH // 2
+            total = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
+            some = gl.maximum(expert, 0)
+            if BLOCKS:
+                by_row, one_scale, other_scale = _scales(
+                    row_scales, weight_scales, some, row_at, end, column, 0, columns, down, across, GATED, WIDTH
+                )
+            for step in range(steps):
+                slot = count % STAGES
+                mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+                given = row_ring.index(2 * slot + CONSUMER)
+                matrix = weight_ring.index(slot).reshape([WIDTH, DEPTH]).permute((1, 0))
+                none = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
+                added = warpgroup_mma(given, matrix, none, use_acc=False, is_async=True)
+                if BLOCKS:  # on their way while tensor cores work
+                    next_row, next_one, next_other = _scales(
+                        row_scales, weight_scales, some, row_at, end, column, gl.minimum(step + 1, steps - 1), columns,
+                        down, across, GATED, WIDTH,
+                    )  # fmt: skip
+                part = warpgroup_mma_wait(num_outstanding=0, deps=(added,))
+                mbarrier.arrive(free.index(slot), count=1)
+                if BLOCKS:
+                    if GATED:
+                        by_column = gl.where(half, one_scale, other_scale)
+                        total += part * by_row[:, None] * by_column[None, :]
+                    else:
+                        total += part * (by_row * one_scale)[:, None]
+                    by_row = next_row
+                    one_scale = next_one
+                    other_scale = next_other
+                else:
+                    total += part
+                count += 1
+            if not BLOCKS:
+                scale = gl.load(row_scales + row_at, mask=row_at < end, other=0.0) * gl.load(weight_scales + some)
+                total = total * scale[:, None]
+            if GATED:
+                one, other = halves(total)
+                total = activate(one, NAME) * other
+            copies = write_tile(
+                total, written, copies, result_tiles, result, own, end, column, columns, columns, 0, CONSUMER, 1
+            )
+        else:
+            for _step in range(steps):
+                slot = count % STAGES
+                mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+                mbarrier.arrive(free.index(slot), count=1)
+                count += 1
+        turn += 1
+        expert, row, end, place = told_tile(slots, turn)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["experts", "columns", "depth", "entries", "column_tiles", "down"])
+def grouped_eight_hopper_kernel(
+    counter, groups, result, row_scales, weight_scales, rows, weight, result_tiles, experts, columns, depth, entries,
+    column_tiles, down, NAME: gl.constexpr, BLOCKS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """`down` is how many blocks the columns of a matrix have; `rows`, `weight`, `result_tiles` are descriptors."""
+    dtype: gl.constexpr = rows.dtype
+    GATED: gl.constexpr = NAME != ""
+    CHUNK: gl.constexpr = WIDTH // 2 if GATED else WIDTH
+    row_ring = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, DEPTH], rows.layout)
+    if GATED:
+        weight_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, CHUNK, DEPTH], weight.layout)
+    else:
+        weight_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, DEPTH], weight.layout)
+    written = gl.allocate_shared_memory(result_tiles.dtype, [2, ROWS, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=2)
+    slots = slots_for_tiles(2)
+    fence_async_shared()
+    rings = (row_ring, weight_ring, written)
+    barriers = (full, free)
+    sizes = (experts, columns, depth, entries, column_tiles)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                0, result, row_scales, weight_scales, result_tiles, rings, barriers, slots, columns, depth, down, NAME,
+                BLOCKS, WIDTH, DEPTH, STAGES,
+            )),
+            (_consume, (
+                1, result, row_scales, weight_scales, result_tiles, rings, barriers, slots, columns, depth, down, NAME,
+                BLOCKS, WIDTH, DEPTH, STAGES,
+            )),
+            (load_tiles, (
+                counter, groups, rows, weight, rings, barriers, slots, sizes, GATED, True, WIDTH, DEPTH, STAGES
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""Launches of `grouped_product` to compile, of the sizes of a layer of 128 experts."""
+
+import torch
+
+from nearpeak.kernels.jit import grouped_product, grouped_product_launch
+from nearpeak.kernels.operations.grouped_product import groups_size
+
+BF16 = torch.bfloat16
+
+
+def launches():
+    experts, tokens, wide, inner = 8, 2048, 512, 256
+    groups = torch.empty(groups_size(experts, tokens, 128), dtype=torch.int32)
+    rows, up = torch.empty(tokens, wide, dtype=BF16), torch.empty(experts, 2 * inner, wide, dtype=BF16)
+    if grouped_product_launch.takes(rows, up, 128, False, False):  # else another version of Triton
+        yield "plain, Hopper", lambda: grouped_product.product(rows, up, groups, 128, False)
+        yield "transposed, Hopper", lambda: grouped_product.product(rows, up.mT.contiguous(), groups, 128, True)
+        yield "gated and kept, Hopper", lambda: grouped_product.gated(rows, up, groups, 128, "silu", True)
+        tall = grouped_product_launch.CONFIGS[-1]
+        yield "plain, tall", lambda: grouped_product.product(rows, up, groups, 128, False, config=tall)
+        yield "gated and kept, tall", lambda: grouped_product.gated(rows, up, groups, 128, "silu", True, config=tall)
+        eight = rows.to(torch.float8_e4m3fn), up.to(torch.float8_e4m3fn)
+        whole = torch.empty(tokens), torch.empty(experts)
+        blocks = torch.empty(tokens, wide // 128), torch.empty(experts, 2 * inner // 128, wide // 128)
+        for name, scales in (("", whole), ("silu", blocks)):
+            given = (*eight, *scales, groups, 128, name, BF16)
+            yield f"8 bits {name}, Hopper", lambda given=given: grouped_product.eight(*given)
+        gradient = torch.empty(tokens, 2 * inner, dtype=BF16)
+        yield "gradient of matrices, Hopper", lambda: grouped_product.weight_gradient(gradient, rows, groups, experts)
+    portable = grouped_product.heuristic(128, 2, False)
+    yield "plain", lambda: grouped_product.product(rows, up, groups, 128, False, config=portable)
+    two = grouped_product.heuristic(128, 2, True)
+    yield "gated and kept", lambda: grouped_product.gated(rows, up, groups, 128, "silu", True, config=two)
+    few = torch.empty(groups_size(experts, 64, 16), dtype=torch.int32)
+    yield "a few rows", lambda: grouped_product.product(rows[:64], up, few, 16, False)
+    yield "float32", lambda: grouped_product.product(rows.float(), up.float(), groups, 128, False)
+    config = grouped_product.gradient_heuristic(2)
+    yield (
+        "gradient of matrices",
+        lambda: grouped_product.weight_gradient(rows, rows, groups, experts, config=config),
+    )
+    yield "groups, narrow", lambda: grouped_product.group(torch.empty(experts, dtype=torch.int32), tokens, 128)

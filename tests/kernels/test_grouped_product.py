@@ -1,0 +1,353 @@
+"""`grouped_product`: results and gradients, whatever rows experts have; and the lists of tiles behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import DEVICE, DTYPES, assert_as_exact, assert_kernel_is_exact, gradients, layouts
+from torch.library import opcheck
+
+from nearpeak import kernels
+from nearpeak.errors import KernelUnavailable, UsageError
+
+pytest.importorskip("triton")
+
+from nearpeak.kernels.jit import grouped_product as jit
+from nearpeak.kernels.jit import grouped_product_launch
+from nearpeak.kernels.operations import grouped_product as operations
+from nearpeak.kernels.operations import grouped_product_operators as operators
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
+
+BF16 = torch.bfloat16
+EIGHT = torch.float8_e4m3fn
+SPREADS = [[5, 0, 9, 2], [0, 0, 0], [40, 1, 0, 0, 3], [7], [0, 0, 90, 0]]
+
+
+def counts_of(counts, dtype=torch.int32):
+    return torch.tensor(counts, dtype=dtype, device=DEVICE)
+
+
+def made(counts, columns, depth, dtype=torch.float32, behind=0):
+    rows = torch.randn(sum(counts) + behind, depth, device=DEVICE).to(dtype)
+    weight = (torch.randn(len(counts), columns, depth, device=DEVICE) * depth**-0.5).to(dtype)
+    return rows, weight
+
+
+@pytest.mark.parametrize("height", [16, 32, 128])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_the_list_of_tiles(height, dtype):
+    for counts, rows in [([5, 0, 40, 2], 50), ([0], 3), ([0, 0], 0), ([700, 33, 0], 733), ([9, 9], 12), ([-3, 4], 9)]:
+        given = counts_of(counts, dtype)
+        found = operators.group(given, rows, height)
+        expected = operators.plain_groups(given, rows, height)
+        experts = len(counts)
+        assert len(found) == len(expected)
+        lists = [(experts + 1, operations.entries_at(experts))]
+        if height == 128:
+            lists += [(experts + 2, operations.tall_entries_at(experts, rows, height))]
+        for total, at in lists:
+            used = at + 8 * int(expected[total])
+            assert used <= len(found)
+            assert found[total] == expected[total]
+            assert torch.equal(found[: experts + 2], expected[: experts + 2])
+            assert torch.equal(found[at:used], expected[at:used])
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("counts", [[700, 0, 33, 128, 5], [256, 257, 320, 321, 64], [2700, 1], [0]], ids=str)
+def test_every_row_and_column_is_in_one_tile(counts, tall):
+    columns, height = 3, 256 if tall else 128
+    rows, experts, seen = sum(counts) + 20, len(counts), set()
+    groups = operators.plain_groups(torch.tensor(counts), rows, 128).tolist()
+    at = operations.tall_entries_at(experts, rows, 128) if tall else operations.entries_at(experts)
+    owner = [expert for expert, count in enumerate(counts) for _ in range(count)] + [-1] * 20
+    for tile in range(groups[experts + 1 + tall] * columns):
+        expert, leader, together, first, end = groups[at + tile // columns * 8 :][:5]
+        place = tile - leader * columns
+        row = first + place % together * height
+        number = min(end - row, height)
+        if tall and end - row <= height + 64:
+            number = end - row
+        for one in range(row, row + number):
+            assert owner[one] == expert
+            assert (one, place // together) not in seen
+            seen.add((one, place // together))
+    assert len(seen) == rows * columns
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("counts", SPREADS[:3], ids=str)
+def test_results_and_gradients(counts, activation, dtype):
+    torch.manual_seed(0)
+    rows, weight = made(counts, 24, 40, dtype, behind=3)
+    given = counts_of(counts)
+    with kernels.using("require"):
+        assert_kernel_is_exact(
+            lambda rows, weight: kernels.grouped_product(rows, weight, given, activation=activation),
+            lambda rows, weight: kernels.grouped_product.reference(rows, weight, given, activation=activation),
+            [rows, weight],
+            by_exp=activation is not None,
+        )
+
+
+@settings(max_examples=15)
+@given(
+    counts=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    behind=st.integers(0, 5),
+    columns=st.integers(1, 20),
+    depth=st.integers(1, 40),
+    activation=st.sampled_from([None, "silu"]),
+    layout=st.integers(0, 4),
+)
+def test_any_shape_and_layout(counts, behind, columns, depth, activation, layout):
+    rows, weight = made(counts, 2 * columns, depth, behind=behind)
+    given = counts_of(counts)
+    width = columns if activation else 2 * columns
+    ways = [list(layouts(one)) for one in (rows, weight, torch.randn(len(rows), width, device=DEVICE))]
+    x, matrix, upstream = (way[layout % len(way)][1] for way in ways)
+
+    def call(rows, weight):
+        return kernels.grouped_product(rows, weight, given, activation=activation)
+
+    with kernels.using("require"):
+        actual = gradients(call, [x, matrix], upstream)
+    with kernels.using("off"):
+        expected = gradients(call, [rows, weight], upstream)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+    assert not actual[0][len(rows) - behind :].any()
+
+
+@pytest.mark.parametrize("upstream", ["expanded", "one"])
+def test_gradients_that_are_expanded(upstream):
+    counts = counts_of([3, 4])
+    rows, weight = made([3, 4], 6, 8)
+    given = torch.randn(1, 6, device=DEVICE).expand(7, 6) if upstream == "expanded" else torch.ones(1, 1, device=DEVICE)
+    given = given.expand(7, 6)
+    with kernels.using("require"):
+        actual = gradients(lambda *xs: kernels.grouped_product(*xs, counts), [rows, weight], given)
+    expected = gradients(lambda *xs: kernels.grouped_product.reference(*xs, counts), [rows, weight], given)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_experts_without_rows_have_gradients_of_zeros():
+    rows, weight = made([0, 4, 0], 8, 8)
+    weight.requires_grad_()
+    with kernels.using("require"):
+        kernels.grouped_product(rows, weight, counts_of([0, 4, 0])).sum().backward()
+    assert not weight.grad[0].any()
+    assert not weight.grad[2].any()
+    assert weight.grad[1].any()
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(0, 8, 8), (5, 0, 8), (5, 8, 0)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_nothing(rows, columns, depth, activation):
+    x = torch.ones(rows, depth, device=DEVICE, requires_grad=True)
+    weight = torch.ones(2, columns, depth, device=DEVICE, requires_grad=True)
+    with kernels.using("require"):
+        result = kernels.grouped_product(x, weight, counts_of([rows, 0]), activation=activation)
+        result.sum().backward()
+    assert result.shape == (rows, columns // (2 if activation else 1))
+    assert not result.any()
+    assert not x.grad.any()
+    assert not weight.grad.any()
+
+
+def test_rows_of_nobody_do_not_matter():
+    rows, weight = made([4, 3], 8, 8, behind=2)
+    rows[7:] = float("nan")
+    rows.requires_grad_()
+    weight.requires_grad_()
+    with kernels.using("require"):
+        result = kernels.grouped_product(rows, weight, counts_of([4, 3]), activation="silu")
+        result.sum().backward()
+    assert not result[7:].any()
+    assert not rows.grad[7:].any()
+    assert weight.grad.isfinite().all()
+
+
+def test_rows_of_one_expert_do_not_touch_those_of_another():
+    rows, weight = made([4, 3], 8, 8)
+    weight[1] = float("inf")
+    rows[5] = float("nan")
+    weight.requires_grad_()
+    with kernels.using("require"):
+        result = kernels.grouped_product(rows, weight, counts_of([4, 3]))
+        result[:4].sum().backward()
+    assert result[:4].isfinite().all()
+    assert weight.grad[0].isfinite().all()
+
+
+def test_groups_for_several_products():
+    counts = counts_of([5, 0, 9])
+    rows, weight = made([5, 0, 9], 8, 16)
+    with kernels.using("require"):
+        groups = kernels.row_groups(counts, rows=14)
+        assert torch.equal(
+            kernels.grouped_product(rows, weight, counts, groups=groups), kernels.grouped_product(rows, weight, counts)
+        )
+        with pytest.raises(UsageError, match="13 rows and 3 experts"):
+            kernels.grouped_product(rows[:13], weight, counts, groups=groups[:-8])
+
+
+@pytest.mark.parametrize("mean", [1, 4, 12, 60])
+def test_tiles_of_all_heights(mean):
+    torch.manual_seed(0)
+    counts = torch.randint(0, 2 * mean + 1, (6,)).tolist()
+    rows, weight = made(counts, 40, 24)
+    with kernels.using("require"):
+        actual = kernels.grouped_product(rows, weight, counts_of(counts))
+    torch.testing.assert_close(actual, kernels.grouped_product.reference(rows, weight, counts_of(counts)))
+    assert {operations.height_of(6 * rows, 6) for rows in (1, 9, 20, 60, 200)} == {16, 32, 64, 128}
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(48, 64), (150, 300)])
+def test_eight_bits(columns, depth, blocks, activation):
+    torch.manual_seed(0)
+    counts = [5, 0, 20, 3]
+    rows, weight = made(counts, 2 * columns, depth, behind=2)
+    if blocks:
+        rows, row_scales = kernels.quantise(rows, block=(1, 128))
+        weight, weight_scales = kernels.quantise(weight, block=(128, 128))
+    else:
+        rows, row_scales = kernels.quantise(rows, block="row")
+        weight_scales = weight.abs().amax((1, 2)) / 448
+        weight = (weight / weight_scales[:, None, None]).to(EIGHT)
+    given = (rows, weight, counts_of(counts))
+    options = {"activation": activation, "row_scales": row_scales, "weight_scales": weight_scales}
+    with kernels.using("require"):
+        actual = kernels.grouped_product(*given, **options, dtype=torch.float32)
+        assert kernels.grouped_product(*given, **options).dtype == BF16
+    low = kernels.grouped_product.reference(*given, **options, dtype=torch.float32)
+    wide = [
+        operators.widened_rows(rows, row_scales).double(),
+        operators.widened_matrices(weight, weight_scales).double(),
+    ]
+    exact = kernels.grouped_product.reference(*wide, counts_of(counts), activation=activation)
+    assert_as_exact(actual, exact, low, by_exp=True)
+
+
+def test_rows_beyond_32_bits():
+    stride = 2**31 + 16
+    far = torch.empty(stride + 24, dtype=BF16, device=DEVICE).as_strided((2, 24), (stride, 1))
+    near, weight = made([1, 1], 16, 24, BF16)
+    far.copy_(near)
+    upstream = torch.randn(2, 16, device=DEVICE)
+    with kernels.using("require"):
+        actual, wanted = (
+            gradients(lambda *xs: kernels.grouped_product(*xs, counts_of([1, 1])), [x, weight], upstream)
+            for x in (far, near)
+        )
+    assert torch.equal(actual[0], wanted[0])
+    assert all(map(torch.equal, actual[1], wanted[1]))
+
+
+def test_matrices_beyond_32_bits():
+    stride = 2**31 + 16
+    memory = torch.empty(stride + 16 * 24, dtype=BF16, device=DEVICE)
+    far = memory.as_strided((2, 16, 24), (stride, 24, 1))
+    rows, near = made([2, 3], 16, 24, BF16)
+    far.copy_(near)
+    with kernels.using("require"):
+        actual, wanted = (kernels.grouped_product(rows, weight, counts_of([2, 3])) for weight in (far, near))
+    assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_gradients_of_the_reference(activation):
+    counts = torch.tensor([2, 0, 1])
+    rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *xs: kernels.grouped_product(*xs, counts, activation=activation), (rows, weight)
+    )
+    with kernels.using("off"):
+        assert torch.autograd.gradgradcheck(
+            lambda *xs: kernels.grouped_product(*xs, counts, activation=activation), (rows, weight)
+        )
+
+
+def test_the_operators_are_of_torch():
+    counts = counts_of([3, 0, 2])
+    rows, weight = made([3, 0, 2], 8, 12)
+    height = operations.height_of(5, 3)
+    groups = kernels.row_groups(counts, rows=5)
+    named = torch.ops.nearpeak
+    opcheck(named.group_rows.default, (counts, 5, height), test_utils=("test_schema", "test_faketensor"))
+    leaves = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+    opcheck(named.grouped_product.default, (*leaves, groups, height, False))
+    opcheck(named.grouped_product.default, (leaves[0], leaves[1].detach().mT.contiguous(), groups, height, True))
+    opcheck(named.grouped_gated.default, (*leaves, groups, height, "silu", True))
+    opcheck(named.grouped_weight_gradient.default, (torch.randn(5, 8, device=DEVICE), rows, groups, 3))
+    scales = torch.ones(5, device=DEVICE), torch.ones(3, device=DEVICE)
+    eight = (rows.to(EIGHT), weight.to(EIGHT), *scales, groups, height, "", BF16)
+    opcheck(named.grouped_eight.default, eight, test_utils=("test_faketensor",))  # others multiply 8 bits in torch
+
+
+def test_it_compiles_without_a_graph_break():
+    counts = counts_of([3, 0, 2])
+    rows, weight = made([3, 0, 2], 8, 12)
+    rows.requires_grad_()
+    weight.requires_grad_()
+
+    def layer(rows, weight):
+        return kernels.grouped_product(rows * 2, weight, counts, activation="silu").sin().sum()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    actual = torch.autograd.grad(compiled(rows, weight), (rows, weight))
+    torch.testing.assert_close(actual, torch.autograd.grad(layer(rows, weight), (rows, weight)))
+
+
+def test_what_it_does_not_take():
+    rows, weight = made([2, 1], 8, 12)
+    counts = counts_of([2, 1])
+    assert "float64" in kernels.supports(kernels.grouped_product, rows.double(), weight.double(), counts).reason
+    with kernels.using("require"), pytest.raises(KernelUnavailable, match="one dtype"):
+        kernels.grouped_product(rows.to(BF16), weight, counts)
+    with pytest.raises(UsageError, match=r"\(3, 12\) and \(2, 8, 11\)"):
+        kernels.grouped_product(rows, weight[..., :11], counts)
+    with pytest.raises(UsageError, match="2 experts"):
+        kernels.grouped_product(rows, weight, counts[:1])
+    with pytest.raises(UsageError, match="silu"):
+        kernels.grouped_product(rows, weight, counts, activation="silo")
+    with pytest.raises(UsageError, match="not 7"):
+        kernels.grouped_product(rows, weight[:, :7], counts, activation="silu")
+    with pytest.raises(UsageError, match="one of them"):
+        kernels.grouped_product(rows, weight, counts, row_scales=rows[:, 0])
+    with pytest.raises(UsageError, match="have the shapes"):
+        kernels.grouped_product(rows, weight, counts, row_scales=rows[:, 0], weight_scales=rows[:, 0])
+    with pytest.raises(UsageError, match="float8_e4m3fn"):
+        kernels.grouped_product(rows, weight, counts, row_scales=rows[:, 0], weight_scales=weight[:, 0, 0])
+    with pytest.raises(UsageError, match="count per expert"):
+        kernels.row_groups(counts.float(), rows=3)
+
+
+def test_candidates_compute_the_same():
+    torch.manual_seed(0)
+    counts = counts_of([30, 0, 9])
+    rows, weight = made([30, 0, 9], 100, 90, BF16)
+    groups = operators.group(counts, 39, 64)
+    expected = jit.product(rows, weight, groups, 64, False)
+    assert len(jit.candidates(128)) >= 10
+    for config in jit.candidates(64):
+        torch.testing.assert_close(jit.product(rows, weight, groups, 64, False, config=config), expected)
+    assert all(config in jit.candidates(64) for config in jit.candidates(64, two=True))
+
+
+def test_a_configuration_of_hopper_says_nothing_to_the_portable_kernel():
+    torch.manual_seed(0)
+    counts = counts_of([30, 0, 9])
+    rows, weight = made([30, 0, 9], 101, 90, BF16)  # 101 columns: no kernel for Hopper takes them
+    groups = operators.group(counts, 39, 128)
+    expected = jit.product(rows, weight, groups, 128, False)
+    gradient = jit.weight_gradient(expected, rows, groups, 3)
+    for config in grouped_product_launch.CONFIGS:
+        assert torch.equal(jit.product(rows, weight, groups, 128, False, config=config), expected)
+    for config in grouped_product_launch.GRADIENT_CONFIGS:
+        assert torch.equal(jit.weight_gradient(expected, rows, groups, 3, config=config), gradient)

@@ -1,0 +1,299 @@
+"""`grouped_product` by the kernels for Hopper: what they take, their logic on a CPU, and results on a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from emulated_hopper import emulated
+from kernel_checks import DEVICE
+
+pytest.importorskip("triton.experimental.gluon")
+
+from nearpeak import kernels
+from nearpeak.kernels.jit import gluon
+from nearpeak.kernels.jit import grouped_product as jit
+from nearpeak.kernels.jit import grouped_product_launch as launcher
+from nearpeak.kernels.jit.tickets import tickets
+from nearpeak.kernels.operations import grouped_product_operators as operators
+
+BF16 = torch.bfloat16
+EIGHT = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(gluon, "runs_on", lambda device: True)
+
+
+def test_what_they_take(on_hopper):
+    rows, weight = torch.empty(512, 64, dtype=BF16), torch.empty(4, 48, 64, dtype=BF16)
+    assert launcher.takes(rows, weight, 128, False, False)
+    assert launcher.takes(rows, weight, 128, False, True)
+    assert launcher.takes(rows.half(), weight.half(), 128, False, False)
+    assert launcher.takes(rows[:, :48], weight, 128, True, False)
+    assert launcher.takes(rows, weight.mT.contiguous().mT, 128, False, False)  # by columns
+    assert not launcher.takes(rows, weight.mT.contiguous().mT, 128, False, True)
+    assert not launcher.takes(rows, weight, 64, False, False)
+    assert not launcher.takes(rows.float(), weight.float(), 128, False, False)
+    assert not launcher.takes(rows, weight[:, :44], 128, False, False)  # results that begin at no multiple of 16 bytes
+    assert not launcher.takes(rows[:, 1:], weight[..., 1:], 128, False, False)
+    assert not launcher.takes(rows[:, :0], weight[..., :0], 128, False, False)
+    assert not launcher.takes(rows, weight[:1].expand(4, -1, -1), 128, False, False)
+
+
+def test_what_the_others_take(on_hopper):
+    rows, weight = torch.empty(512, 64).to(EIGHT), torch.empty(4, 128, 64).to(EIGHT)
+    assert launcher.takes_eight(rows, weight, 128, BF16, "")
+    assert launcher.takes_eight(rows, weight, 128, BF16, "silu")
+    assert not launcher.takes_eight(rows, weight, 128, torch.float32, "")
+    assert not launcher.takes_eight(rows, weight[:, :96], 128, BF16, "silu")  # halves of tiles across two blocks
+    assert not launcher.takes_eight(rows, weight, 32, BF16, "")
+    gradient, rows = torch.empty(512, 40, dtype=BF16), torch.empty(512, 64, dtype=BF16)
+    assert launcher.takes_gradient(gradient, rows)
+    assert not launcher.takes_gradient(gradient.float(), rows.float())
+    assert not launcher.takes_gradient(gradient[:, :1].expand(-1, 40), rows)
+    assert not launcher.takes_gradient(gradient[:0], rows[:0])
+
+
+def test_an_address_comes_back_to_the_rows_of_an_expert():
+    """The hardware adds up the dimensions of a description of rows without an end, modulo 2**64."""
+    for bytes_each, stride, begin, number, row in ((2, 4096, 0, 5, 3), (2, 72, 10**6, 300, 299), (1, 2**20, 77, 1, 0)):
+        strides = (2**34 - stride, stride, stride, 1)
+        place = (2**30, begin + number, 2**30 - number + row, 8)
+        offset = sum(one * other for one, other in zip(place, strides, strict=True)) * bytes_each % 2**64
+        assert offset == ((begin + row) * stride + 8) * bytes_each
+        assert place[2] < 2**30  # inside; the first row behind the last is not
+        assert place[2] + number - row == 2**30
+
+
+@pytest.fixture
+def emulate(on_hopper, monkeypatch):
+    """Runs a launcher's kernel on this CPU, by some programs, whose warps go on in the order of a seed."""
+    from nearpeak.kernels.jit import drawn_tiles
+    from nearpeak.kernels.jit import grouped_product_eight as eight
+    from nearpeak.kernels.jit import grouped_product_gradient as gradient
+    from nearpeak.kernels.jit import grouped_product_hopper as plain
+    from nearpeak.kernels.jit import grouped_product_wide as wide
+
+    if DEVICE != "cpu":
+        pytest.skip("tensors are on a GPU")
+
+    def run(call, programs=3, **order):
+        names = ("product_layout", "written_layout", "eight_layout", "lanes_layout")
+        instead = {"activate": lambda x, name: torch.nn.functional.silu(x), **dict.fromkeys(names, lambda _: None)}
+        monkeypatch.setattr(launcher, "processors", lambda device: programs)
+        with emulated((drawn_tiles, plain, wide, eight, gradient), monkeypatch, **order, **instead) as launch:
+            monkeypatch.setattr(launcher, "launch", launch)
+            call()
+        assert not tickets(1, torch.device("cpu")).any()  # as the next launch needs it
+
+    return run
+
+
+def nothing(*shape):
+    return torch.full(shape, float("nan")).to(BF16)
+
+
+def gated_of(exact):
+    one, other = exact.chunk(2, 1)
+    return torch.nn.functional.silu(one) * other
+
+
+def check_products(emulate, counts, config, columns=144, depth=72, **order):
+    """Plain ones, transposed ones, and those with an activation whose factors are kept."""
+    rows, weight, given = made(counts, columns, depth)
+    groups = operators.plain_groups(given, len(rows), 128)
+    exact = operators._plain_product(rows.double().nan_to_num(), weight.double(), groups, 128, False)
+    found, across, gated, kept = (nothing(len(rows), n) for n in (columns, columns, columns // 2, columns))
+    emulate(lambda: launcher.product(rows, weight, groups, found, None, False, "", config), **order)
+    assert_close(found, exact)
+    emulate(lambda: launcher.product(rows, weight.mT.contiguous(), groups, across, None, True, "", config), **order)
+    assert_close(across, exact)
+    emulate(lambda: launcher.product(rows, weight, groups, gated, kept, False, "silu", config), **order)
+    assert_close(gated, gated_of(exact))
+    assert_close(kept, exact)
+
+
+EMULATED = [[300, 0, 1, 129, 64, 65, 270], [321, 40]]
+
+
+@pytest.mark.parametrize("config", launcher.CONFIGS, ids=str)
+@pytest.mark.parametrize("counts", EMULATED, ids=str)
+def test_the_logic(emulate, counts, config):
+    check_products(emulate, counts, config)
+
+
+@pytest.mark.parametrize("slowest", [None, 0, 1, 2])
+@pytest.mark.parametrize("programs", [1, 7, 100])
+def test_however_fast_warps_are_and_however_many_programs(emulate, programs, slowest):
+    """Many programs find no tile, and tiles of few steps are drawn before the last one is told."""
+    counts = [130, 0, 20]
+    rows, weight, given = made(counts, 264, 40 if programs == 7 else 264)
+    groups = operators.plain_groups(given, len(rows), 128)
+    exact = operators._plain_product(rows.double().nan_to_num(), weight.double(), groups, 128, False)
+    for number, config in enumerate(launcher.CONFIGS):
+        found = nothing(len(rows), 264)
+        given = (rows, weight, groups, found, None, False, "", config)
+        emulate(partial(launcher.product, *given), programs, seed=number, slowest=slowest)
+        assert_close(found, exact)
+
+
+@pytest.mark.parametrize("config", launcher.GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("counts", EMULATED, ids=str)
+def test_the_logic_of_gradients(emulate, counts, config):
+    rows, _, given = made(counts, 144, 72)
+    groups = operators.plain_groups(given, len(rows), 128)
+    gradient = torch.randn(len(rows), 144).to(BF16)
+    exact = operators._plain_weight_gradient(gradient.double(), rows.double().nan_to_num(), groups, len(counts))
+    for seed in range(3):
+        found = nothing(len(counts), 144, 72)
+        call = partial(launcher.weight_gradient, gradient, rows, groups, found, config)
+        emulate(call, programs=(3, 1, 20)[seed], seed=seed, slowest=(None, 2, 0)[seed])
+        assert_close(found, exact)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("counts", EMULATED, ids=str)
+def test_the_logic_of_eight_bits(emulate, counts, blocks):
+    rows, weight, row_scales, weight_scales, groups, exact = of_eight_bits(counts, 256, 272, blocks)
+    found, gated = nothing(len(rows), 256), nothing(len(rows), 128)
+    emulate(lambda: launcher.eight(rows, weight, row_scales, weight_scales, groups, found, ""))
+    assert_close(found, exact)
+    emulate(lambda: launcher.eight(rows, weight, row_scales, weight_scales, groups, gated, "silu"), seed=1)
+    assert_close(gated, gated_of(exact))
+
+
+def of_eight_bits(counts, columns, depth, blocks):
+    """Rows and matrices with their scales, groups, and the exact product."""
+    rows, weight, given = made(counts, columns, depth, torch.float32, behind=0)
+    if blocks:
+        rows, row_scales = kernels.quantise(rows, block=(1, 128))
+        weight, weight_scales = kernels.quantise(weight, block=(128, 128))
+    else:
+        rows, row_scales = kernels.quantise(rows, block="row")
+        weight_scales = weight.abs().amax((1, 2)) / 448
+        weight = (weight / weight_scales[:, None, None]).to(EIGHT)
+    groups = operators.group(given, len(rows), 128)
+    wide = operators.widened_rows(rows, row_scales).double(), operators.widened_matrices(weight, weight_scales).double()
+    return rows, weight, row_scales, weight_scales, groups, operators._plain_product(*wide, groups, 128, False)
+
+
+def on_this_gpu() -> bool:
+    return torch.cuda.is_available() and gluon.runs_on(torch.device("cuda", 0))
+
+
+hopper = pytest.mark.skipif(not on_this_gpu(), reason="these kernels are for Hopper")
+SPREADS = {
+    "even": [256] * 16,
+    "odd": [300, 0, 1, 129, 64, 65, 128, 700, 0, 31, 270, 320, 321],
+    "one": [0, 0, 2000, 0],
+    "one expert": [999],
+}
+
+
+def made(counts, columns, depth, dtype=BF16, behind=70):
+    torch.manual_seed(0)
+    rows = torch.randn(sum(counts) + behind, depth, device=DEVICE).to(dtype)
+    rows[sum(counts) :] = float("nan")  # what belongs to nobody is not looked at
+    weight = (torch.randn(len(counts), columns, depth, device=DEVICE) * depth**-0.5).to(dtype)
+    return rows, weight, torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+
+
+def assert_close(actual, exact):
+    assert not actual.isnan().any()
+    assert (actual.double() - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("columns", "depth", "dtype"), [(512, 1024, BF16), (320, 200, torch.float16), (16, 8, BF16)])
+@pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
+@pytest.mark.parametrize("config", launcher.CONFIGS, ids=str)
+def test_results(config, counts, columns, depth, dtype):
+    rows, weight, given = made(counts, columns, depth, dtype)
+    height = 128
+    groups = operators.group(given, len(rows), height)
+    assert launcher.takes(rows, weight, height, False, False)
+    with torch.no_grad():
+        wide = [torch.nan_to_num(rows.double()), weight.double()]
+        exact = operators._plain_product(*wide, groups, height, False)
+        assert_close(jit.product(rows, weight, groups, height, False, config=config), exact)
+        by_columns = weight.mT.contiguous()
+        assert_close(jit.product(rows, by_columns, groups, height, True, config=config), exact)
+        result, kept = jit.gated(rows, weight, groups, height, "silu", True, config=config)
+        half = columns // 2
+        assert_close(kept, exact)
+        assert_close(result, torch.nn.functional.silu(exact[:, :half]) * exact[:, half:])
+        assert torch.equal(jit.gated(rows, weight, groups, height, "silu", False, config=config)[0], result)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("columns", "depth"), [(512, 1024), (320, 200), (16, 8)])
+@pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
+@pytest.mark.parametrize("config", launcher.GRADIENT_CONFIGS, ids=str)
+def test_gradients_of_matrices(config, counts, columns, depth):
+    rows, _, given = made(counts, columns, depth)
+    groups = operators.group(given, len(rows), 128)
+    gradient = torch.randn(len(rows), columns, device=DEVICE).to(BF16)
+    wide = gradient.double(), torch.nan_to_num(rows.double())
+    exact = operators._plain_weight_gradient(*wide, groups, len(counts))
+    assert_close(jit.weight_gradient(gradient, rows, groups, len(counts), config=config), exact)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
+def test_eight_bits(counts, blocks):
+    rows, weight, row_scales, weight_scales, groups, exact = of_eight_bits(counts, 512, 1024, blocks)
+    assert launcher.takes_eight(rows, weight, 128, BF16, "silu")
+    assert_close(jit.eight(rows, weight, row_scales, weight_scales, groups, 128, "", BF16), exact)
+    found = jit.eight(rows, weight, row_scales, weight_scales, groups, 128, "silu", BF16)
+    assert_close(found, gated_of(exact))
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_hundred_times_the_same_and_in_a_graph():
+    counts = torch.distributions.Beta(1.0, 5.0).sample((64,)).mul(2000).int().tolist()
+    rows, weight, given = made(counts, 1024, 2048, behind=0)
+    rows.requires_grad_()
+    weight.requires_grad_()
+    upstream = torch.randn(len(rows), 512, device=DEVICE, dtype=BF16)
+
+    def both():
+        result = kernels.grouped_product(rows, weight, given, activation="silu")
+        return result.detach(), *torch.autograd.grad(result, (rows, weight), upstream)
+
+    first = both()
+    for _ in range(100):
+        assert all(map(torch.equal, first, both()))
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = kernels.grouped_product(rows, weight, given, activation="silu")
+        given.copy_(given.flip(0))
+        for _ in range(10):
+            recorded.zero_()
+            graph.replay()
+            assert torch.equal(recorded, kernels.grouped_product(rows, weight, given, activation="silu"))
+    assert not tickets(1, rows.device).any()
+
+
+@pytest.mark.gpu
+@hopper
+def test_two_streams_at_the_same_time():
+    rows, weight, given = made([300, 0, 1, 129, 700, 31] * 4, 512, 1024, behind=0)
+    expected = kernels.grouped_product(rows, weight, given)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(kernels.grouped_product(rows, weight, given))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, expected) for one in found)
