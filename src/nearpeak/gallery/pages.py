@@ -120,9 +120,16 @@ def picture(part: Plot | Bars | Drawing) -> str:
         y_label=part.y_label,
         log_x=part.log_x,
         log_y=part.log_y,
-        x_format=shown(part.x_unit),
-        y_format=shown(part.y_unit),
+        x_format=_ticks(part.x_unit),
+        y_format=_ticks(part.y_unit),
     )
+
+
+def _ticks(unit: Unit) -> Callable[[float], str]:
+    """As on an axis: a long unit is in the name of the axis alone."""
+    if unit in ("B/s", "FLOP", "FLOP/s", "FLOP/B"):
+        return lambda value: quantity(value, "").rstrip()
+    return shown(unit)
 
 
 def text(result: Result, style: Style = PLAIN) -> str:

@@ -39,7 +39,7 @@ def text_plot(
     if not finite:
         return "nothing to show"
     up = Axis.around([y for _, y in finite], log=log_y, start=rows - 1, end=0, limits=None)
-    labels = {}
+    labels: dict[int, str] = {}
     for value in up.ticks():
         labels.setdefault(round(up.place(value)[0]), trimmed(y_format(value)))
     left = max(map(len, labels.values()), default=0) + 2

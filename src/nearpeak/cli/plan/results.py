@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nearpeak.cli.output import show, style_of, write_file
 
 if TYPE_CHECKING:
-    from nearpeak.render.plan.document import Document
+    from nearpeak.render.document import Document
     from nearpeak.render.plan.sliders import Sliders
 
 
@@ -23,7 +23,7 @@ def deliver(
 ) -> None:
     """Prints the answer, or writes it where -o says; `sliders` are made for a page alone."""
     from nearpeak.records import to_json
-    from nearpeak.render.plan.document import text
+    from nearpeak.render.document import text
     from nearpeak.render.plan.report import content, format_of
 
     forms = {path: format_of(path, document) for path in arguments.output}

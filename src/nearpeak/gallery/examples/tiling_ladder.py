@@ -1,0 +1,175 @@
+"""The tiling ladder: naive, lines, tiles, tensor cores.
+
+A matrix product does 2 n^3 operations on 3 n^2 numbers, so it need not wait for memory; a naive one does, as it loads
+two numbers for each multiplication. What makes each rung of the ladder faster than the one below is the tile of results
+that share what is loaded: with r rows and c columns each number of the matrices is loaded n / c or n / r times. From
+the tile follow the bytes that are asked for, and the intensity; the time follows, until arithmetic is the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nearpeak.gallery.here import Here
+from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
+from nearpeak.kernels.ladder import lines, naive, persistent, tensor_cores, tiles, vendor
+from nearpeak.render.document import Table
+from nearpeak.render.plot import Series
+from nearpeak.units import quantity, seconds, significant
+
+LINE = 128
+"""Bytes that the L1 cache of a multiprocessor gives in a clock: NVIDIA H100 and A100 architecture whitepapers."""
+THREADS = (0.9, 5.0)
+"""The floor of a rung of plain threads leaves out their instructions for addresses, and waiting for loads."""
+TRITON = (0.9, 2.5)
+"""The floor of the first rung on tensor cores leaves out waiting for copies, which are not far enough ahead."""
+SIDE = 64
+"""Of a block of results on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One rung: how it multiplies, what it asks for, and what it takes at least."""
+
+    name: str
+    multiply: Callable[[Tensor, Tensor], object]
+    asked: float | None
+    """Bytes; None where the tile is not known before it runs."""
+    floor: float | None
+    """Seconds; None where the prediction is that of `torch.mm`."""
+    band: tuple[float, float] | None = None
+
+
+def on_gpu(here: Here, size: int) -> Iterator[Step]:
+    """The rungs of `nearpeak.kernels.ladder`."""
+    ceilings = here.machine.achievable or here.machine.theoretical
+    assert ceilings is not None
+    flops = 2.0 * size**3
+    clock, processors = here.machine.clock_boost_hz, here.machine.processors
+    for rung in (naive.RUNG, lines.RUNG, tiles.RUNG, tensor_cores.RUNG, persistent.RUNG, vendor.RUNG):
+        asked = None if rung is vendor.RUNG else rung.bytes_read(size, size, size)
+        by_threads = rung in (naive.RUNG, lines.RUNG, tiles.RUNG)
+        floor: float | None = flops / ceilings.peak("bfloat16")
+        if by_threads:
+            floor = flops / ceilings.vector["float32"]
+            if clock and processors and asked:
+                floor = max(floor, asked / (LINE * processors * clock))
+        elif rung in (persistent.RUNG, vendor.RUNG):
+            floor = None
+        band = THREADS if by_threads else TRITON if rung is tensor_cores.RUNG else None
+        if rung is persistent.RUNG and here.measures and torch.cuda.get_device_capability()[0] < 9:
+            continue  # it copies by TMA, which came with Hopper
+        yield Step(name=rung.title, multiply=rung.multiply, asked=asked, floor=floor, band=band)
+
+
+def numbers(a: Tensor, b: Tensor) -> Tensor:
+    """A scalar product for each number of the result."""
+    columns = b.T.contiguous().unbind()
+    return torch.stack([torch.dot(row, column) for row in a.unbind() for column in columns]).view(len(a), -1)
+
+
+def rows(a: Tensor, b: Tensor) -> Tensor:
+    """A vector by the matrix for each row."""
+    return torch.stack([torch.mv(b.T, row) for row in a.unbind()])
+
+
+def blocks(a: Tensor, b: Tensor) -> Tensor:
+    """A product for each block of results."""
+    return torch.cat([torch.cat([part @ piece for piece in b.split(SIDE, 1)], 1) for part in a.split(SIDE)])
+
+
+def on_cpu(here: Here, size: int) -> Iterator[Step]:
+    """The same with calls of torch, each for a tile of results.
+
+    A call has a fixed cost, and so has putting what it gives into its place.
+    """
+    ceilings = here.machine.achievable
+    assert ceilings is not None
+    near, call = ceilings.cache_bandwidth or ceilings.bandwidth, ceilings.launch.host_call or 0.0
+    tiled: list[tuple[str, Callable[[Tensor, Tensor], Tensor], int, int]] = [
+        ("a call for each number", numbers, 1, 1),
+        ("a call for each row", rows, 1, size),
+        (f"a call for {SIDE} x {SIDE}", blocks, SIDE, SIDE),
+        ("one call", torch.mm, size, size),
+    ]
+    for name, multiply, high, wide in tiled:
+        calls = size * size // (high * wide)
+        asked = calls * (high + wide) * size * 4.0
+        work = max(2.0 * size**3 / ceilings.peak("float32"), asked / near)
+        yield Step(name=name, multiply=multiply, asked=asked, floor=(2 * calls - 1) * call + work)
+
+
+def example(here: Here) -> Iterator[Part]:
+    """Tiles, intensities, times."""
+    size = here.pick(gpu=4096, cpu=192)
+    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    a, b = (torch.randn(size, size, dtype=dtype, device=here.tensors) for _ in range(2))
+    flops = 2.0 * size**3
+    steps = list((on_gpu if here.gpu else on_cpu)(here, size))
+    whole = here.predict(torch.mm, a, b)
+    yield from prose(
+        f"All rungs multiply matrices of {size} x {size}: {quantity(flops, 'FLOP')}, and"
+        f" {quantity(3 * size * size * dtype.itemsize, 'B')} if each number crossed memory once. A tile of r x c"
+        " results loads r + c numbers for r c multiplications, so that the intensity grows with the side of the tile."
+    )
+    yield Table(
+        title="What is asked for, and how often it is used",
+        headers=("", "asked for", "FLOP per byte"),
+        rows=tuple(
+            (
+                step.name,
+                quantity(step.asked, "B"),
+                significant(flops / step.asked) if step.asked else "-",
+            )
+            for step in steps
+        ),
+        note="From the caches, mostly; which tile the vendor's product has is known after it has run."
+        if here.gpu
+        else "",
+    )
+    found: list[tuple[Step, Row]] = []
+    for step in steps:
+        predicted = whole if step.floor is None else step.floor
+        # Few blocks: the lowest rungs take long enough for one to be a good measurement.
+        row = here.row(step.name, step.multiply, a, b, predicted=predicted, band=step.band, min_blocks=6)
+        found.append((step, row))
+    yield compared("Time", [row for _, row in found], note=_note(here))
+
+    ways = ("predicted", "measured") if here.measures else ("predicted",)
+    series = []
+    for how in ways:
+        points = [(step.name, flops / step.asked, getattr(row, how)) for step, row in found if step.asked]
+        rates = tuple((intensity, flops / time) for _, intensity, time in points if time)
+        labels = tuple(f"{name}, {how}" for name, _, time in points if time)
+        series.append(Series(name=how, points=rates, labels=labels, line=False))
+    yield Plot(
+        title="Rate by intensity",
+        series=tuple(series),
+        x_label="FLOP per byte asked for",
+        y_label="FLOP/s",
+        y_unit="FLOP/s",
+        log_x=True,
+        log_y=True,
+    )
+    times = [row.measured or row.predicted or 0.0 for _, row in found]
+    yield from prose(
+        f"From the lowest rung to the highest the time falls from {seconds(times[0])} to {seconds(times[-1])},"
+        f" {significant(times[0] / times[-1])} times, as {ways[-1]} here; the operations are the same."
+    )
+
+
+def _note(here: Here) -> str:
+    if here.gpu:
+        return (
+            "Predicted for plain threads, and for the first rung on tensor cores, is a floor: the longer of the"
+            f" operations at the peak of their units and the bytes at {LINE} a clock from the L1 cache of each"
+            " multiprocessor. The last two are predicted as what a good product is expected to take."
+        )
+    return (
+        "Predicted: a fixed cost for each call and for putting its tile into its place, and the longer of the"
+        " operations at the peak and the bytes at the bandwidth of the cache."
+    )
