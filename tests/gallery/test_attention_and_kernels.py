@@ -17,7 +17,7 @@ import nearpeak
 from nearpeak.gallery import pages, running
 from nearpeak.gallery.examples import asymptotics, flash_attention, kv_cache, skewed_experts, tiling_ladder
 from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Code, Compared, Plot, Result
+from nearpeak.gallery.parts import Bars, Compared, Listing, Plot, Result
 from nearpeak.render.document import Table
 
 NAMES = (
@@ -121,11 +121,11 @@ def test_first_kernels_bytes(predicting: Callable[[str], Result], only: Callable
     assert found["softmax, nearpeak"] < found["softmax, torch"] < found["softmax, written out, torch"]
 
 
-def test_shown_kernels(tmp_path: Path, predicting: Callable[[str], Result], only: Callable[..., list[Code]]) -> None:
+def test_shown_kernels(tmp_path: Path, predicting: Callable[[str], Result], only: Callable[..., list[Listing]]) -> None:
     """The sources that are shown are run, in Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")
     script = tmp_path / "shown.py"
-    sources = [part.text for part in only(predicting("first_kernels"), Code)]
+    sources = [part.text for part in only(predicting("first_kernels"), Listing)]
     script.write_text("\n\n\n".join(["import torch, triton", "import triton.language as tl", *sources]))
     shown = runpy.run_path(str(script))
     x, y = torch.randn(2, 3, 3001, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -83,9 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(names: Sequence[str]) -> str:
     from nearpeak.gallery import NAMES, running
+    from nearpeak.render.profile_card import shortened
     from nearpeak.render.table import table
 
-    rows = [[f"{NAMES.index(name) + 1}", name, running.described(name)[0]] for name in names]
+    room = 80 - len("19") - max(map(len, names)) - 4
+    rows = [[f"{NAMES.index(name) + 1}", name, shortened(running.described(name)[0], room)] for name in names]
     return table(["", "name", "title"], rows, "rll")
 
 
@@ -114,6 +116,10 @@ def _write(results: Sequence[Result], output: str) -> None:
     from nearpeak.render.html.plan import page
 
     if not Path(output).suffix:
+        try:
+            Path(output).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"Cannot make the folder {output}: {error.strerror or error}.") from None
         for result in results:
             write_file(str(Path(output) / f"{result.name}.html"), page(pages.document(result)))
         return

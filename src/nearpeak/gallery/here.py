@@ -23,6 +23,8 @@ CPU_BAND = (0.5, 2.0)
 """The same on a CPU, which others use too."""
 ELSEWHERE = "h100-sxm"
 """Whose clusters are planned where there is no GPU."""
+FLOOR = (0.9, None)
+"""The same where what is predicted is the least that a call can take."""
 SECONDS = 0.4
 """For each measurement, at most."""
 
@@ -108,7 +110,7 @@ class Here:
         what: str,
         fn: Callable[..., Any],
         *args: Any,
-        band: tuple[float, float] | None = None,
+        band: tuple[float, float | None] | None = None,
         predicted: float | None = None,
         **options: Any,
     ) -> Row:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from nearpeak.gallery.parts import Bars, Code, Compared, Drawing, Part, Plot, Prose, Result, Row, Unit
+from nearpeak.gallery.parts import Bars, Compared, Drawing, Part, Plot, Prose, Result, Row, Unit
 from nearpeak.render import document as documents
 from nearpeak.render import markdown as md
 from nearpeak.render.bars import stacked_bars
-from nearpeak.render.document import Document, Paragraph, Picture, Table
+from nearpeak.render.document import Document, Listing, Paragraph, Picture, Table
 from nearpeak.render.plot import line_plot
 from nearpeak.render.style import PLAIN, Style
 from nearpeak.render.svg import svg
 from nearpeak.render.text_plot import text_plot
 from nearpeak.units import percent, quantity, significant
 from nearpeak.units import seconds as duration
+
+Shown = Paragraph | Table | Picture | Listing
 
 
 def shown(unit: Unit) -> Callable[[float | None], str]:
@@ -54,10 +56,11 @@ def document(result: Result) -> Document:
         title=f"{result.number}. {result.title}",
         facts=facts(result),
         parts=tuple(_parts(result)),
+        is_story=True,
     )
 
 
-def _parts(result: Result) -> Iterator[Paragraph | Table | Picture]:
+def _parts(result: Result) -> Iterator[Shown]:
     yield Paragraph(text=result.lesson)
     for part in result.parts:
         yield from _part(part)
@@ -68,12 +71,12 @@ def _parts(result: Result) -> Iterator[Paragraph | Table | Picture]:
         yield Paragraph(text=said, kind="bad" if result.missed else "good")
 
 
-def _part(part: Part) -> Iterator[Paragraph | Table | Picture]:
+def _part(part: Part) -> Iterator[Shown]:
     if isinstance(part, Prose):
         yield Paragraph(text=part.text)
     elif isinstance(part, Compared):
         yield compared_table(part)
-    elif isinstance(part, Table):
+    elif isinstance(part, (Table, Listing)):
         yield part
     elif isinstance(part, (Plot, Bars, Drawing)):
         yield Picture(title=part.title, svg=picture(part))
@@ -96,7 +99,9 @@ def _ratio(row: Row) -> str:
 
 
 def _band(row: Row) -> str:
-    return "-" if row.low is None or row.high is None else f"{row.low:g} - {row.high:g}"
+    if row.low is None:
+        return "-"
+    return f"from {row.low:g} on" if row.high is None else f"{row.low:g} - {row.high:g}"
 
 
 def picture(part: Plot | Bars | Drawing) -> str:
@@ -151,8 +156,6 @@ def text(result: Result, style: Style = PLAIN) -> str:
             pieces += [_said(one, style) for one in _bars_table(part)]
         elif isinstance(part, Drawing):
             pieces.append(_said(Paragraph(text=f"[{part.described}]", kind="small"), style))
-        elif isinstance(part, Code):
-            pieces.append("\n".join(f"    {line}".rstrip() for line in part.text.rstrip().split("\n")))
         else:
             pieces += [_said(one, style) for one in _part(part)]
     ending = [
@@ -162,7 +165,7 @@ def text(result: Result, style: Style = PLAIN) -> str:
     return "\n\n".join(piece for piece in pieces if piece)
 
 
-def _said(part: Paragraph | Table | Picture, style: Style) -> str:
+def _said(part: Shown, style: Style) -> str:
     return "\n\n".join(documents._parts(Document(title="", parts=(part,)), style))
 
 
@@ -185,9 +188,6 @@ def markdown(result: Result, pictures: Callable[[str, str], str]) -> str:
     pieces = [f"_{md.text(fact)}_" for fact in facts(result)]
     number = 0
     for part in result.parts:
-        if isinstance(part, Code):
-            pieces.append(md.block(part.text, part.language))
-            continue
         for one in _part(part):
             if isinstance(one, Picture):
                 number += 1
@@ -200,6 +200,8 @@ def markdown(result: Result, pictures: Callable[[str, str], str]) -> str:
                 pieces.append(head + md.table([md.text(name) for name in one.headers], rows, one.sides))
                 if one.note:
                     pieces.append(md.text(one.note, 4000))
+            elif isinstance(one, Listing):
+                pieces.append(md.block(one.text, one.language))
             else:
                 pieces.append(md.text(one.text, 4000))
     if result.skipped:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nearpeak.render.bars import Bar
-from nearpeak.render.document import Table
+from nearpeak.render.document import Listing, Table
 from nearpeak.render.plot import Series
 
 Unit = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "FLOP/B", "%", "x", ""]
@@ -25,7 +25,10 @@ class Prose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A prediction beside its measurement. Measured / predicted is to be between `low` and `high`."""
+    """A prediction beside its measurement. Measured / predicted is to be between `low` and `high`.
+
+    A floor, which a measurement is not to be below of, has no `high`.
+    """
 
     what: str
     predicted: float | None
@@ -43,9 +46,9 @@ class Row:
     @property
     def holds(self) -> bool | None:
         """Whether the measurement is within the band; None where there is no band, or nothing was measured."""
-        if self.ratio is None or self.low is None or self.high is None:
+        if self.ratio is None or self.low is None:
             return None
-        return self.low <= self.ratio <= self.high
+        return self.low <= self.ratio and (self.high is None or self.ratio <= self.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +96,7 @@ class Drawing:
     svg: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Code:
-    """Source text, or what a command printed."""
-
-    text: str
-    language: str = "python"
-
-
-Part = Prose | Table | Compared | Plot | Bars | Drawing | Code
+Part = Prose | Table | Compared | Plot | Bars | Drawing | Listing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

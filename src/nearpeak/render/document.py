@@ -63,12 +63,22 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Source text, or what a command printed, line by line."""
+
+    text: str
+    language: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """A title, a line of facts, and parts in order."""
 
     title: str
     facts: tuple[str, ...] = ()
-    parts: tuple[Paragraph | Table | Picture, ...]
+    parts: tuple[Paragraph | Table | Picture | Listing, ...]
+    is_story: bool = False
+    """Whether it is read from top to bottom: then a page has no parts beside each other."""
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -94,8 +104,15 @@ def _parts(document: Document, style: Style) -> Iterator[str]:
             lines = _wrapped(plain(part.text))
             colour = {"good": "green", "bad": "red", "small": "dim"}.get(part.kind)
             yield "\n".join(style.paint(line, colour) for line in lines.split("\n")) if colour else lines  # type: ignore[arg-type]
+        elif isinstance(part, Listing):
+            yield "\n".join(_listed(line) for line in part.text.rstrip().split("\n"))
         elif isinstance(part, Table) and part.rows:
             yield _table(part, style)
+
+
+def _listed(line: str) -> str:
+    """A line of a listing, with its own indentation."""
+    return f"    {' ' * (len(line) - len(line.lstrip()))}{plain(line.lstrip())}".rstrip()
 
 
 def _table(part: Table, style: Style) -> str:
@@ -156,6 +173,8 @@ def markdown(document: Document) -> str:
         if isinstance(part, Paragraph):
             said = md.text(part.text, 4000)
             parts.append(f"**{said}**" if part.kind in ("good", "bad") else said)
+        elif isinstance(part, Listing):
+            parts.append(md.block(part.text, part.language))
         elif isinstance(part, Table) and part.rows:
             if part.title:
                 parts.append(f"## {md.text(part.title)}")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nearpeak import kernels
 from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Code, Part, compared, prose
-from nearpeak.render.document import Table
+from nearpeak.gallery.parts import Part, compared, prose
+from nearpeak.render.document import Listing, Table
 from nearpeak.units import quantity, significant
 
 ADD = """
@@ -83,9 +83,9 @@ def example(here: Here) -> Iterator[Part]:
         "A Triton kernel is a program that runs many times at once, each with a number of its own, on a block of"
         " numbers at a time. This one adds vectors, and the kernel of `nearpeak.kernels.add` has no more lines:"
     )
-    yield Code(text=ADD.strip())
+    yield Listing(text=ADD.strip())
     yield from prose("A softmax of rows that fit on the chip, with a program for each row:")
-    yield Code(text=SOFTMAX.strip())
+    yield Listing(text=SOFTMAX.strip())
     yield from prose(
         "`nearpeak.kernels.softmax` is this with what users ask for: rows of any length, several short ones for one"
         " program, scale, masks, causality, and a backward pass."

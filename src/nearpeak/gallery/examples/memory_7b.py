@@ -75,11 +75,11 @@ def _ways_out(model: plan.Model, cluster: plan.Cluster) -> Iterator[Part]:
     capacity = cluster.machine.memory_bytes or 80e9
     ways = {
         "1 GPU": _memory(model, gpus=1, sharding="none"),
-        "checkpointing": _memory(model, gpus=1, sharding="none", recompute="full"),
+        "1 GPU, checkpoint": _memory(model, gpus=1, sharding="none", recompute="full"),
         "8 GPUs, ZeRO 1": _memory(model, gpus=8, sharding="zero1"),
         "8 GPUs, ZeRO 2": _memory(model, gpus=8, sharding="zero2"),
         "8 GPUs, ZeRO 3": _memory(model, gpus=8, sharding="zero3"),
-        "and checkpointing": _memory(model, gpus=8, sharding="zero3", recompute="full"),
+        "ZeRO 3, checkpoint": _memory(model, gpus=8, sharding="zero3", recompute="full"),
     }
     bars = [
         Bar(
@@ -103,7 +103,7 @@ def _ways_out(model: plan.Model, cluster: plan.Cluster) -> Iterator[Part]:
         limit_name=f"{cluster.machine.name}: {quantity(capacity, 'B')}",
     )
     fit = [name for name, one in ways.items() if one.total <= capacity]
-    whole, sharded, least = ways["1 GPU"], ways["8 GPUs, ZeRO 3"], ways["and checkpointing"]
+    whole, sharded, least = ways["1 GPU"], ways["8 GPUs, ZeRO 3"], ways["ZeRO 3, checkpoint"]
     yield from prose(
         "ZeRO spreads what all ranks hold alike: 1 the optimizer, 2 the gradients too, 3 the weights as well. The"
         f" states of {quantity(whole.states, 'B')} become {quantity(sharded.states, 'B')} on each of 8 GPUs. It does"

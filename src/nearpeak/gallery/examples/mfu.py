@@ -146,6 +146,8 @@ def example(here: Here) -> Iterator[Part]:
     assert found is not None
     peak = found.peak(str(dtype))
     yield _table(model, sequence, tokens, peak, rows, layers)
+    if here.machine.theoretical is None:
+        yield from prose("A CPU has no datasheet's peak; the one here is what nearpeak measured on it.")
     yield from prose(*_read(here, rows, conventions(model, sequence), layers, tokens, peak))
     yield from _published()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearpeak.gallery.here import Here
+from nearpeak.gallery.here import FLOOR, Here
 from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
 from nearpeak.kernels.ladder import lines, naive, persistent, tensor_cores, tiles, vendor
 from nearpeak.render.document import Table
@@ -23,10 +23,6 @@ from nearpeak.units import quantity, seconds, significant
 
 LINE = 128
 """Bytes that the L1 cache of a multiprocessor gives in a clock: NVIDIA H100 and A100 architecture whitepapers."""
-THREADS = (0.9, 5.0)
-"""The floor of a rung of plain threads leaves out their instructions for addresses, and waiting for loads."""
-TRITON = (0.9, 2.5)
-"""The floor of the first rung on tensor cores leaves out waiting for copies, which are not far enough ahead."""
 SIDE = 64
 """Of a block of results on a CPU."""
 
@@ -41,7 +37,7 @@ class Step:
     """Bytes; None where the tile is not known before it runs."""
     floor: float | None
     """Seconds; None where the prediction is that of `torch.mm`."""
-    band: tuple[float, float] | None = None
+    band: tuple[float, float | None] | None = None
 
 
 def on_gpu(here: Here, size: int) -> Iterator[Step]:
@@ -60,7 +56,7 @@ def on_gpu(here: Here, size: int) -> Iterator[Step]:
                 floor = max(floor, asked / (LINE * processors * clock))
         elif rung in (persistent.RUNG, vendor.RUNG):
             floor = None
-        band = THREADS if by_threads else TRITON if rung is tensor_cores.RUNG else None
+        band = None if floor is None else FLOOR
         if rung is persistent.RUNG and here.measures and torch.cuda.get_device_capability()[0] < 9:
             continue  # it copies by TMA, which came with Hopper
         yield Step(name=rung.title, multiply=rung.multiply, asked=asked, floor=floor, band=band)

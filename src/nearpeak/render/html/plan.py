@@ -12,8 +12,8 @@ import re
 from functools import cache
 
 from nearpeak.records import to_json
-from nearpeak.render.document import Document, Paragraph, Picture, Table
-from nearpeak.render.html.markup import Markup, element, joined, visible
+from nearpeak.render.document import Document, Listing, Paragraph, Picture, Table
+from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
 from nearpeak.render.html.page import asset, hashed
 from nearpeak.render.plan.sliders import Sliders
 from nearpeak.render.scene import PALETTE
@@ -90,6 +90,8 @@ def _sections(document: Document) -> list[Markup]:
     for part in document.parts:
         if isinstance(part, Paragraph):
             cards[-1].append(element("p", visible(part.text, LONGEST), class_=f"said {part.kind}"))
+        elif isinstance(part, Listing):
+            cards[-1].append(element("pre", visible_lines(part.text), class_="scroll", tabindex="0"))
         elif isinstance(part, Table) and part.rows:
             cards.append([_table(part)])
             wide.append(_characters(part) > NARROW)
@@ -99,7 +101,7 @@ def _sections(document: Document) -> list[Markup]:
     made = []
     for content, is_wide in zip(cards, wide, strict=True):
         if content:
-            made.append(element("section", *content, class_="card wide" if is_wide else "card"))
+            made.append(element("section", *content, class_="card wide" if is_wide or document.is_story else "card"))
     return made
 
 

@@ -1,7 +1,7 @@
 import csv
 import io
 
-from nearpeak.render.document import Document, Paragraph, Picture, Table, csv_text, markdown, text
+from nearpeak.render.document import Document, Listing, Paragraph, Picture, Table, csv_text, markdown, text
 from nearpeak.render.style import Style
 
 MADE = Document(
@@ -67,3 +67,10 @@ def test_markdown_is_escaped():
     hostile = Document(title="<b>|@someone", parts=(Table(headers=("a",), rows=(("x|y",),), align="l"),))
     shown = markdown(hostile)
     assert "<b>" not in shown and "x|y" not in shown and "@someone" not in shown
+
+
+def test_listings_keep_their_lines():
+    listing = Listing(text="def add(x, y):\n    return x + y\x1b[31m\n", language="python")
+    document = Document(title="A script", parts=(listing,), is_story=True)
+    assert text(document).endswith("\n\n    def add(x, y):\n        return x + y\\x1b[31m")
+    assert "```python\ndef add(x, y):\n    return x + y" in markdown(document)
