@@ -33,6 +33,7 @@ from markdown_table import table
 CALLS = 1000
 TIMES, ROUNDINGS = 2.0, 1.5
 COMPILE_SECONDS = 90.0
+TENSORS = ("result", "lse", "query", "key", "value", "bias", "sinks")
 
 
 def passes(
@@ -94,7 +95,7 @@ def compared(call: Drawn, device: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def judged(call: Drawn, found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def judged(call: Any, found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """What is kept of a call: by tensor its error by torch's, and whether all are within the rule."""
     within = all(one["error"] <= TIMES * one["torch"] + one["more"] for one in found.values())
     strictly = all(one["error"] <= TIMES * one["torch"] for one in found.values())
@@ -106,9 +107,9 @@ def judged(call: Drawn, found: Mapping[str, Mapping[str, float]]) -> dict[str, A
     return {"within": within, "strictly": strictly, "ratios": ratios, "used": used, "call": call, "found": found}
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = TENSORS) -> dict[str, Any]:
     by_tensor = {}
-    for name in ("result", "lse", "query", "key", "value", "bias", "sinks"):
+    for name in names:
         mine = [row for row in rows if name in row["ratios"]]
         if not mine:
             continue

@@ -46,20 +46,26 @@ class Axis:
 
 def panels(title: str, described: str, ways: Mapping[str, str], axis: Axis, shown: Sequence[Panel]) -> Scene:
     """A picture of panels one below the other; ways have the numbers of their colours."""
-    height = TOP + len(shown) * (PANEL + GAP) + 6
-    shapes: list[Shape] = [Text(x=WIDTH / 2, y=26, text=title, size=15, anchor="middle", bold=True)]
-    shapes += _legend(ways)
+    legend = _legend(ways)
+    top = TOP + max(one.y for one in legend if isinstance(one, Text)) - 52
+    height = int(top) + len(shown) * (PANEL + GAP) + 6
+    shapes: list[Shape] = [Text(x=WIDTH / 2, y=26, text=title, size=15, anchor="middle", bold=True), *legend]
     for number, panel in enumerate(shown):
-        shapes += _panel(panel, axis, ways, TOP + number * (PANEL + GAP))
+        shapes += _panel(panel, axis, ways, top + number * (PANEL + GAP))
     return Scene(width=WIDTH, height=height, described=described, shapes=tuple(shapes))
 
 
-def _legend(ways: Mapping[str, str]) -> Iterator[Shape]:
-    left = float(LEFT)
+def _legend(ways: Mapping[str, str]) -> list[Shape]:
+    """Boxes with names, in as many lines as they need."""
+    found: list[Shape] = []
+    left, top = float(LEFT), 42.0
     for way, colour in ways.items():
-        yield _box(left, 42.0, 12.0, 12.0, colour)
-        yield Text(x=left + 18, y=52, text=way)
-        left += 40 + text_width(way, 12)
+        wide = 40 + text_width(way, 12)
+        if left > LEFT and left + wide > WIDTH:
+            left, top = float(LEFT), top + 18
+        found += [_box(left, top, 12.0, 12.0, colour), Text(x=left + 18, y=top + 10, text=way)]
+        left += wide
+    return found
 
 
 def _panel(panel: Panel, axis: Axis, ways: Mapping[str, str], top: float) -> Iterator[Shape]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_attention_tables import attention_short, attention_table, decoding_table, memory_table
+from kernel_product_tables import flops_table, linear_table, products_short
 from markdown_table import table
 
 Row = Mapping[str, Any]
@@ -96,6 +97,9 @@ TABLES = {
     "attention": attention_table,
     "decoding": decoding_table,
     "attention_memory": memory_table,
+    "products": flops_table,
+    "experts": flops_table,
+    "linear_attention": linear_table,
     "rows": rows_table,
 }
 
@@ -114,7 +118,7 @@ def shown(content: Row, only: Sequence[str] = ()) -> str:
     parts.append("Short of a bar:\n" + "\n".join(lines) if lines else "No bar is missed.")
     failed = [f"- {name}: {why}" for name, why in content["failed"].items()]
     for row in (row for name in TABLES if name != "launch" for row in content.get(name, ())):
-        size = row.get("columns", row.get("vocabulary", row.get("tokens")))
+        size = next(row[name] for name in ("size", "columns", "vocabulary", "tokens") if name in row)
         failed += [
             f"- {row['operation']} {row.get('pass', '')} {size}, {way}: {why}" for way, why in row["failed"].items()
         ]
@@ -155,4 +159,4 @@ def short_of_bars(content: Row) -> list[str]:
     for row in content.get("launch", ()):
         if row["ratio"] > LAUNCH_BAR:
             found.append(f"a call of {row['operation']}: {row['ratio']:.2f} times that of torch")
-    return found + attention_short(content)
+    return found + attention_short(content) + products_short(content)

@@ -5,10 +5,12 @@
 
 Sections, all or those of `--only`: "losses" (both passes, with memory), "copies" (float8, transposes, tokens, AdamW),
 "launch" (what a call takes on the host), "rows" (operations on rows, each pass), "attention" (each pass), "decoding"
-(with caches of all kinds) and "attention_memory" (very many tokens). First everything is compiled by several processes.
-Then all ways to do the same are timed in turns by one process: device time with cold caches, and mostly the error
-against float64. "Of copy" is the rate at which a way moves the bytes that the operation must move at the least, as a
-share of the rate of a copy in the same run. Sections of the file that are not measured now stay.
+(with caches of all kinds), "attention_memory" (very many tokens), "products" (of matrices, with what follows them),
+"experts" (grouped products and layers of experts) and "linear_attention" (beside attention, by tokens). First
+everything is compiled by several processes. Then all ways to do the same are timed in turns by one process: device time
+with cold caches, and mostly the error against float64. "Of copy" is the rate at which a way moves the bytes that the
+operation must move at the least, as a share of the rate of a copy in the same run. Sections of the file that are not
+measured now stay.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import argparse
 import contextlib
 import datetime
 import gc
-import importlib
 import importlib.metadata
 import json
 import os
@@ -25,216 +26,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernel_jobs import DONE, Jobs, compiled_by, set_caches, set_compiler, without_failures, work
+from kernel_jobs import Jobs, compiled_by, set_caches, set_compiler, work
+from kernel_measured import COPY_BYTES, PASSES, least_bytes, measured, measured_copy, measured_launch, measured_loss
+from kernel_setting import COMPILED_WAYS, OF_THEIR_OWN, Setting, Ways, rehearsal
 from kernel_tables import TABLES, shown
 
 SECTIONS = tuple(TABLES)
 LOSSES = ("cross_entropy", "linear_cross_entropy")
-COPY_BYTES = 2**30
 COMPILE_SECONDS = 150.0
-COMPILED_WAYS = ("nearpeak", "compile", "liger", "portable", "flex")
-OF_THEIR_OWN = ("attention", "decoding", "attention_memory")
-"""Sections whose cases say what has to be compiled, `steps`, and measure themselves, `rows`."""
-Ways = dict[str, Callable[[], Any]]
-
-
-class Setting:
-    """What is measured, where, and what is known of it before."""
-
-    def __init__(self, device: str = "cuda", jobs: Jobs | None = None, check: bool = True, **sizes: Any) -> None:
-        self.device, self.jobs, self.check, self.sizes = device, jobs, check, sizes
-        self.copy_rate = 1.0
-        self.operations: set[str] | None = None
-
-    def wants(self, operation: str) -> bool:
-        return self.operations is None or operation in self.operations or operation.split()[0] in self.operations
-
-    def cases(self, section: str) -> Iterator[Any]:
-        """The cases of a section; of "losses" what makes them."""
-        module, name = {
-            "rows": ("kernel_cases", "row_cases"),
-            "copies": ("kernel_copies", "copy_cases"),
-            "losses": ("kernel_losses", "loss_cases"),
-            "attention": ("kernel_attention", "attention_cases"),
-            "decoding": ("kernel_decoding", "decoding_cases"),
-            "attention_memory": ("kernel_attention_memory", "memory_cases"),
-        }[section]
-        make: Any = getattr(importlib.import_module(module), name)
-        given = {section: self.sizes[section]} if section in self.sizes else {}
-        return make(*given.values(), device=self.device)  # type: ignore[no-any-return]
-
-    def allowed(self, ways: Ways, job: str) -> tuple[Ways, dict[str, str]]:
-        """The ways that were compiled, and why the others were not."""
-        if self.jobs is None:
-            return ways, {}
-        failed = {}
-        whole = self.jobs.outcome(job, "all")
-        for name in COMPILED_WAYS:
-            outcome = whole or self.jobs.outcome(job, name)
-            if name not in ways or outcome == DONE or (outcome is None and name == "nearpeak"):
-                continue
-            if name == "nearpeak":
-                raise RuntimeError(outcome)
-            failed[name] = outcome or "was not compiled in time"
-        return {name: way for name, way in ways.items() if name not in failed}, failed
-
-
-def forward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> Ways:
-    import torch
-
-    def bound(way: Any, given: Sequence[Any]) -> Callable[[], Any]:
-        def call() -> Any:
-            with torch.no_grad():
-                return way(*given)
-
-        return call
-
-    return {name: bound(way, _given(name, inputs)) for name, way in case.ways(only).items()}
-
-
-def backward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> Ways:
-    """A way that fails in its forward pass raises that error when it is called."""
-    import torch
-
-    def bound(way: Any, given: Sequence[Any]) -> Callable[[], Any]:
-        wanted = [one for one in given if one.requires_grad]
-        kept: list[Any] = []
-
-        def call() -> Any:
-            if not kept:
-                results = way(*given)
-                results = results if isinstance(results, tuple) else (results,)
-                results = [one for one in results if one.requires_grad]
-                kept.extend([results, [torch.randn_like(one) for one in results]])
-            return torch.autograd.grad(kept[0], wanted, kept[1], retain_graph=True)
-
-        return call
-
-    return {name: bound(way, _given(name, inputs)) for name, way in case.ways(only).items()}
-
-
-def _given(name: str, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Liger overwrites its inputs in some passes: it has its own."""
-    if name != "liger":
-        return inputs
-    return [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
-
-
-PASSES: dict[str, Callable[..., Ways]] = {"forward": forward_ways, "backward": backward_ways}
-
-
-def least_bytes(case: Any, name: str) -> int | None:
-    found: int | None = case.forward_bytes if name == "forward" else case.backward_bytes
-    return found
-
-
-def errors(case: Any, without: Mapping[str, str]) -> dict[str, float]:
-    """The largest error of the first result of each way against float64, relative to the largest value."""
-    import torch
-
-    inputs = case.inputs()
-    wide = [one.detach().double() if one.is_floating_point() else one for one in inputs]
-    with torch.no_grad():
-        exact = case.eager(*wide)
-        exact = exact[0] if isinstance(exact, tuple) else exact
-        found = {}
-        for name, way in case.ways().items():
-            if name == "compile" or name in without:
-                continue
-            try:
-                result = way(*[one.detach().clone() for one in inputs])
-            except Exception:  # said where it is timed
-                continue
-            result = result[0] if isinstance(result, tuple) else result
-            found[name] = float((result.double() - exact).abs().max() / exact.abs().max())
-    return found
-
-
-def measured(case: Any, setting: Setting, section: str, number: int) -> list[dict[str, Any]]:
-    """The rows of a case, one for each pass."""
-    from kernel_timing import in_turns
-
-    rows = []
-    inputs = case.inputs()
-    for name, make in PASSES.items():
-        least = least_bytes(case, name)
-        if least is None:
-            continue
-        ways, late = setting.allowed(make(case, inputs), f"{section}-{number}-{name}")
-        ways, failed = without_failures(ways)
-        waiting: list[str] = []
-        seconds = in_turns(ways, waiting=waiting)
-        checked = setting.check and case.checked and name == "forward"
-        rows.append(
-            {
-                "operation": case.operation,
-                "pass": name,
-                "rows": case.rows,
-                "columns": case.columns,
-                "bytes": least,
-                "seconds": seconds,
-                "of_copy": least / seconds["nearpeak"] / setting.copy_rate,
-                "errors": errors(case, {**late, **failed}) if checked else {},
-                "waiting": waiting,
-                "failed": {**late, **failed},
-                "note": case.note,
-            }
-        )
-        del ways
-    return rows
-
-
-def measured_loss(case: Any, setting: Setting, number: int) -> list[dict[str, Any]]:
-    import kernel_timing
-    from kernel_timing import extra_bytes, in_turns
-
-    ways, late = setting.allowed(case.ways, f"losses-{number}-both")
-    ways, failed = without_failures(ways, case.resets)
-    extra = {}
-    for name, way in ways.items():
-        found = extra_bytes(way, case.resets.get(name))
-        if found is not None and name != "three products":
-            extra[name] = max(found - case.given_bytes, 0)
-    waiting: list[str] = []
-    # a block is one call of these: twice as many blocks
-    seconds = in_turns(ways, 2 * kernel_timing.ROUNDS, resets=case.resets, waiting=waiting)
-    products = seconds.get("three products")
-    row = {
-        "operation": case.operation,
-        "tokens": case.tokens,
-        "vocabulary": case.vocabulary,
-        "seconds": seconds,
-        "of_products": {} if products is None else {name: value / products for name, value in seconds.items()},
-        "extra_bytes": extra,
-        "bar_seconds": case.bar_seconds,
-        "waiting": waiting,
-        "failed": {**late, **failed},
-    }
-    return [row]
-
-
-def measured_launch(case: Any) -> dict[str, Any]:
-    import torch
-    from kernel_timing import host_in_turns
-
-    with torch.no_grad():
-        seconds = host_in_turns({"nearpeak": case.nearpeak, "eager": case.eager})
-    ratio = seconds["nearpeak"] / seconds["eager"]
-    return {"operation": case.operation, "torch_ops": case.torch_ops, "seconds": seconds, "ratio": ratio}
-
-
-def measured_copy(device: str, size: int = COPY_BYTES) -> float:
-    """The rate of a copy, in bytes that are read or written in a second."""
-    import torch
-    from kernel_timing import in_turns
-
-    source, target = (torch.randn(size // 2, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size / in_turns({"copy": lambda: target.copy_(source)})["copy"]
 
 
 def run_section(section: str, setting: Setting) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
@@ -261,27 +65,6 @@ def run_section(section: str, setting: Setting) -> Iterator[tuple[str, Callable[
             )
 
 
-def rehearsal() -> dict[str, Any]:
-    """Sizes at which all that is measured runs in seconds, also in Triton's interpreter: whether it runs at all."""
-    from kernel_attention import AttentionSizes
-    from kernel_attention_memory import MemorySizes
-    from kernel_copies import CopySizes
-    from kernel_decoding import DecodingSizes
-    from kernel_losses import LossSizes
-
-    copies = CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=32, width=8, layers=2, vocabulary=16)
-    losses = LossSizes(tokens=6, hidden=16, vocabulary=96)
-    return {
-        "rows": [(4, 256)],
-        "copies": copies,
-        "losses": losses,
-        "launch": {"side": 16},
-        "attention": AttentionSizes(together=48, tokens=(24,), heads={16: 1}, repeats=2),
-        "decoding": DecodingSizes(sequences=((1, 33), (2, 5)), heads=4, key_heads=2, dim=16),
-        "attention_memory": MemorySizes(dim=16, beside_others=32, alone=64),
-    }
-
-
 def compile_jobs(sections: Sequence[str], setting: Setting) -> Iterator[tuple[str, Callable[[], Ways]]]:
     """All that has to be compiled: names as `measured` has them, and what makes their steps."""
     for section in sections:
@@ -295,6 +78,8 @@ def compile_jobs(sections: Sequence[str], setting: Setting) -> Iterator[tuple[st
             elif section in OF_THEIR_OWN:
                 if setting.wants(case.operation):
                     yield f"{section}-{number}", case.steps
+                    for name, steps in getattr(case, "jobs_apart", dict)().items():
+                        yield f"{section}-{name}", steps
             elif setting.wants(case.operation):
                 for name, make in PASSES.items():
                     if least_bytes(case, name) is not None:

@@ -2,8 +2,8 @@
 
     python benchmarks/kernels_page.py benchmarks/results/kernels_h200.json
 
-writes docs/images/kernels_forward.svg, kernels_backward.svg and those of attention, and replaces what stands between
-the marks of the page. A test holds the page to the data.
+writes docs/images/kernels_forward.svg, kernels_backward.svg and those of attention, products, experts and linear
+attention, and replaces what stands between the marks of the page. A test holds the page to the data.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from kernel_attention_page import attention_parts, attention_plots
 from kernel_plots import Axis, Bar, Group, Panel, panels
+from kernel_product_page import product_parts, product_plots
 from kernel_tables import copies_table, head_line, launches_table, losses_table, rows_table
 
 from nearpeak.render.scene import Scene
@@ -86,6 +87,7 @@ def part(content: Row | None) -> str:
             " element; of AdamW, 7 numbers for each parameter.",
             copies_table(content["copies"]),
             *attention_parts(content),
+            *product_parts(content),
             "**Calls** of operations on 256 x 256 without gradients, on the host.",
             launches_table(content["launch"]),
         ]
@@ -104,7 +106,7 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     for name in PASSES:
         (IMAGES / f"kernels_{name}.svg").write_text(plot(content, name), encoding="utf-8")
-    for file, picture in attention_plots(content).items():
+    for file, picture in (attention_plots(content) | product_plots(content)).items():
         (IMAGES / f"{file}.svg").write_text(svg(picture), encoding="utf-8")
     PAGE.write_text(page_with_results(PAGE.read_text(encoding="utf-8"), content), encoding="utf-8")
 
