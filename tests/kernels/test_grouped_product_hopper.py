@@ -81,8 +81,8 @@ def emulate(on_hopper, monkeypatch):
         pytest.skip("tensors are on a GPU")
 
     def run(call, programs=3, **order):
-        names = ("product_layout", "written_layout", "eight_layout", "lanes_layout")
-        instead = {"activate": lambda x, name: torch.nn.functional.silu(x), **dict.fromkeys(names, lambda _: None)}
+        names = ("product_layout", "written_layout", "lanes_layout")
+        instead = {"activate": lambda x, name: torch.nn.functional.silu(x), **dict.fromkeys(names, lambda *_: None)}
         monkeypatch.setattr(launcher, "processors", lambda device: programs)
         with emulated((drawn_tiles, plain, wide, eight, gradient), monkeypatch, **order, **instead) as launch:
             monkeypatch.setattr(launcher, "launch", launch)

@@ -22,15 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nearpeak.kernels.jit.hopper_layouts import product_layout
+
 ROWS = gl.constexpr(64)
 """Queries of a warpgroup, as many as its products have rows."""
 LN_2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.constexpr_function
-def product_layout(columns):
-    """Where a warpgroup has the elements of a product of 64 rows and so many columns."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit

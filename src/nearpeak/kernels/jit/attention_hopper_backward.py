@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nearpeak.kernels.jit.attention_hopper import ROWS, product_layout
+from nearpeak.kernels.jit.attention_hopper import ROWS
 from nearpeak.kernels.jit.attention_hopper_turns import PAIR, add_in_turn, pair_at, pairs_of
+from nearpeak.kernels.jit.hopper_layouts import product_layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 

@@ -20,15 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nearpeak.kernels.jit.activations import activate
 from nearpeak.kernels.jit.drawn_tiles import slots_for_tiles, told_tile
 from nearpeak.kernels.jit.grouped_product_hopper import ROWS, halves, load_tiles, write_tile
+from nearpeak.kernels.jit.hopper_layouts import product_layout
 
 BLOCK = gl.constexpr(128)
 """Of the depth, and of columns, what shares a scale."""
-
-
-@gluon.constexpr_function
-def eight_layout(columns):
-    """Where a warpgroup has the elements of a product of 64 rows in 8 bits."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
 
 
 @gluon.jit
@@ -58,7 +53,7 @@ def _consume(
     full, free = barriers
     GATED: gl.constexpr = NAME != ""
     CHUNK: gl.constexpr = WIDTH // 2 if GATED else WIDTH
-    layout: gl.constexpr = eight_layout(WIDTH)
+    layout: gl.constexpr = product_layout(WIDTH, 8)
     count = 0
     copies = 0
     turn = 0

@@ -31,7 +31,8 @@ from nearpeak.kernels.jit.drawn_tiles import (
     tell_tile,
     told_tile,
 )
-from nearpeak.kernels.jit.grouped_product_hopper import HEIGHT, ROWS, halves, product_layout
+from nearpeak.kernels.jit.grouped_product_hopper import HEIGHT, ROWS, halves
+from nearpeak.kernels.jit.hopper_layouts import product_layout
 
 MOST = gl.constexpr(2**30)
 """Rows that there seem to be."""

@@ -33,17 +33,12 @@ from nearpeak.kernels.jit.drawn_tiles import (
     tell_tile,
     told_tile,
 )
+from nearpeak.kernels.jit.hopper_layouts import product_layout
 
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup, as many as its products have."""
 HEIGHT = gl.constexpr(128)
 ENTRY = gl.constexpr(8)
-
-
-@gluon.constexpr_function
-def product_layout(columns):
-    """Where a warpgroup has the elements of a product of 64 rows and so many columns."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function

@@ -31,7 +31,8 @@ from nearpeak.kernels.jit.drawn_tiles import (
     tell_tile,
     told_tile,
 )
-from nearpeak.kernels.jit.grouped_product_hopper import ENTRY, ROWS, halves, product_layout
+from nearpeak.kernels.jit.grouped_product_hopper import ENTRY, ROWS, halves
+from nearpeak.kernels.jit.hopper_layouts import product_layout
 
 TALL = gl.constexpr(256)
 """Rows of a tile."""

@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from nearpeak.kernels.jit.activations import activate
-from nearpeak.kernels.jit.product_hopper_sums import halves, load_factors, place_of, product_layout, promoted_sums, sums
+from nearpeak.kernels.jit.hopper_layouts import product_layout
+from nearpeak.kernels.jit.product_hopper_sums import halves, load_factors, place_of, promoted_sums, sums
 
 
 @gluon.jit

@@ -6,7 +6,6 @@ memory, the other one multiples of 16 bytes apart. The rest is for the portable 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -94,20 +93,7 @@ def _described(x: Tensor, lines: int, width: int) -> Any:
     apart = x.stride(0) if x.shape[0] > 1 else -(-x.shape[1] // _ALIGNED_BYTES) * _ALIGNED_BYTES
     if x.stride() != (apart, 1):
         x = torch.as_strided(x, x.shape, (apart, 1))
-    return _descriptor(x, block)
-
-
-def _descriptor(x: Tensor, block: list[int]) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(x, block, _layout(8 * x.element_size()))
-
-
-@functools.cache
-def _layout(bits: int) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=_ROW_BYTES, element_bitwidth=bits, rank=2)
+    return gluon.descriptor(x, block)
 
 
 def multiply(

@@ -6,14 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from nearpeak.kernels.jit.hopper_layouts import product_layout
+
 SCALE_BLOCK = gl.constexpr(128)
 """Features, and columns, that share a scale, where blocks have them."""
-
-
-@gluon.constexpr_function
-def product_layout(columns, bits):
-    """Where a warpgroup has the elements of a product with so many columns, of factors of so many bits."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
 
 @gluon.jit
