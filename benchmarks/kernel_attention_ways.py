@@ -89,6 +89,6 @@ class _Portable(torch.autograd.Function):
 
         result, lse = ctx.saved_tensors
         by_query, by_key, by_value, _, _ = attention_backward.backward(
-            ctx.problem, gradients[0], None, result, lse, True, True, False, False
+            ctx.problem, gradients[0], None, result, lse, ctx.needs_input_grad[0], ctx.needs_input_grad[1], False, False
         )
-        return by_query, by_key, by_value, None
+        return *(one if one.numel() else None for one in (by_query, by_key, by_value)), None

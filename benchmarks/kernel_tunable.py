@@ -60,6 +60,7 @@ class TunedSizes:
     attention: Sequence[int] = (2048, 4096, 8192, 16384)
     """Tokens of a sequence, of as many sequences as have the most of these tokens together."""
     attention_heads: int = 16
+    portable_attention: int = 8192
     products: Sequence[tuple[int, int]] = ((4096, 4096), (8192, 8192))
     """Rows and columns of the result, and the depth."""
     experts: Sequence[tuple[int, int, int, int]] = ((128, 512, 1536, 2048), (8, 4096, 8192, 4096))
@@ -84,6 +85,7 @@ class TunedSizes:
             cache=(1, 1, 128, 64),
             attention=(32, 64),
             attention_heads=1,
+            portable_attention=64,
             products=[(768, 64)],  # as many tiles as the kernel for Hopper wants to have
             experts=[(2, 64, 64, 64)],
             experts_of_few=(4, 64, 64),

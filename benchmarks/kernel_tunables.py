@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from kernel_attention_ways import portable
 from kernel_cases import KernelCase, random_tensor, row_cases
 from kernel_copies import copy_cases
 from kernel_measured import backward_ways, forward_ways
@@ -16,7 +17,9 @@ from nearpeak import kernels
 from nearpeak.kernels.jit import (
     activations,
     adamw,
+    attention_configs,
     attention_hopper_launch,
+    attention_launch,
     cache_append,
     cross_entropy,
     decode,
@@ -47,6 +50,7 @@ def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[
     yield from _losses(sizes, device)
     yield from _caches(sizes, device)
     yield from _attention(sizes, device)
+    yield from _portable_attention(sizes, device)
     yield from product_tunables(sizes, device)
 
 
@@ -312,4 +316,33 @@ def _attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
                     candidates=attention_hopper_launch.candidates(dim, causal),
                     make=make,
                     least_bytes=8 * most * heads * dim,
+                )
+
+
+def _portable_attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    """The kernels in plain Triton, each through the pass that it is in, at a size that fills a GPU."""
+    tokens = sizes.portable_attention
+    for dim, heads in ((128, sizes.attention_heads), (64, 2 * sizes.attention_heads)):
+        for causal in (False, True):
+
+            def make(wanted: Sequence[int], dim: int = dim, heads: int = heads, causal: bool = causal) -> Any:
+                given = [
+                    random_tensor(1, heads, tokens, dim, device=device, grad=number in wanted) for number in range(3)
+                ]
+                if not wanted:
+                    return lambda: portable(*given, causal)
+                result = portable(*given, causal)
+                above = torch.randn_like(result)
+                leaves = [given[number] for number in wanted]
+                return lambda: torch.autograd.grad(result, leaves, above, retain_graph=True)
+
+            for kernel, wanted in (("forward", ()), ("keys", (1, 2)), ("queries", (0,))):
+                name = f"attention_{kernel}"
+                yield Tunable(
+                    kernel=attention_launch.kernel_name(name, causal),
+                    operation="portable_attention",
+                    where=near_of(dim),
+                    candidates=attention_configs.candidates(name, dim),
+                    make=lambda wanted=wanted, make=make: make(wanted),  # type: ignore[misc]
+                    least_bytes=8 * tokens * heads * dim,
                 )

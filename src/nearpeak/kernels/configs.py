@@ -47,6 +47,13 @@ def processors(device: torch.device) -> int:
     return _processors(device.index if device.type == "cuda" else None)
 
 
+def shared_bytes(device: torch.device) -> int:
+    """How much shared memory a program may have; that of an H200 for what is no GPU."""
+    if device.type != "cuda":
+        return 232_448
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 @functools.cache
 def _processors(index: int | None) -> int:
     if index is None or not torch.cuda.is_available():

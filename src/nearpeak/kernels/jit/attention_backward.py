@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.attention_bias import bias_backward
 from nearpeak.kernels.jit.attention_configs import keys_heuristic, queries_heuristic
 from nearpeak.kernels.jit.attention_keys import attention_keys_kernel
@@ -85,12 +84,11 @@ def backward(
         *problem.strides(),
         *_gradient_strides(problem, gradient),
     )
-    device = gradient.device
     by_query = by_key = by_value = by_bias = by_sinks = gradient.new_empty(0)
     if for_keys:
         by_key = problem.by_token(problem.batches, problem.keys, problem.key_heads, problem.dim)
         by_value = problem.by_token(problem.batches, problem.keys, problem.key_heads, problem.value_dim)
-        chosen = config or tuned(problem.name("attention_keys"), problem.widest, device)
+        chosen = config or problem.tuned("attention_keys")
         chosen = chosen or keys_heuristic(problem.widest, problem.itemsize)
         blocks = triton.cdiv(problem.most_keys, chosen["keys"])
         launch(
@@ -100,7 +98,7 @@ def backward(
         )  # fmt: skip
     if for_query:
         by_query = problem.by_token(problem.batches, problem.queries, problem.heads, problem.dim)
-        chosen = config or tuned(problem.name("attention_queries"), problem.widest, device)
+        chosen = config or problem.tuned("attention_queries")
         chosen = chosen or queries_heuristic(problem.widest, problem.itemsize)
         blocks = triton.cdiv(problem.most_queries, chosen["queries"])
         launch(

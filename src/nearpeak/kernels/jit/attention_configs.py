@@ -48,13 +48,26 @@ def queries_heuristic(widest: int, itemsize: int) -> dict[str, Any]:
     return {"queries": 64, "keys": 16, "warps": 4, "stages": 1}
 
 
-def candidates(widest: int) -> list[dict[str, Any]]:
-    """Configurations worth measuring, for any of the three kernels and 16 bits."""
-    found = [
+_TILES = {
+    "attention_forward": ((128, 64), (128, 128), (64, 64), (64, 128)),
+    "attention_keys": ((64, 128), (32, 128), (64, 64), (128, 128), (32, 64)),
+    "attention_queries": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
+}
+"""Queries and keys of the tiles of scores that are worth measuring. A kernel holds sums for one of both."""
+_MOST_TILE = {64: 128 * 128, 128: 128 * 128, 256: 64 * 64}
+
+
+def candidates(kernel: str, widest: int) -> list[dict[str, Any]]:
+    """Configurations worth measuring, for 16 bits: 64 rows of sums for four warps, or 128 of few columns."""
+    most = _MOST_TILE[max(widest, 64)]
+    return [
         {"queries": queries, "keys": keys, "warps": warps, "stages": stages}
-        for queries, keys in ((64, 64), (128, 64), (64, 128), (128, 128), (128, 32), (64, 32), (32, 64), (32, 128))
+        for queries, keys in _TILES[kernel]
         for warps in (4, 8)
         for stages in (2, 3)
-        if (queries + keys) * widest <= 256 * 128 and not (warps == 8 and queries * keys < 64 * 64)
+        if queries * keys <= most and (warps == _warps(kernel, queries, keys) or (widest <= 64 and queries != keys))
     ]
-    return found if widest < 256 else [one for one in found if one["stages"] == 2] + [{**found[0], "stages": 1}]
+
+
+def _warps(kernel: str, queries: int, keys: int) -> int:
+    return (keys if kernel == "attention_keys" else queries) // 16

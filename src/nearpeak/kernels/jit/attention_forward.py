@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearpeak.kernels.configs import tuned
 from nearpeak.kernels.jit.attention_configs import forward_heuristic
 from nearpeak.kernels.jit.attention_launch import Problem
 from nearpeak.kernels.jit.attention_scores import (
@@ -145,12 +144,8 @@ def forward(problem: Problem, *, config: dict[str, Any] | None = None) -> tuple[
     """The result, tokens before heads in memory, and the logarithms of sums of exponentials, in float32."""
     result = problem.by_token(problem.batches, problem.queries, problem.heads, problem.value_dim)
     lse = problem.by_head(float("-inf"))
-    name = problem.name("attention_forward")
-    config = (
-        config
-        or tuned(name, problem.widest, problem.query.device)
-        or forward_heuristic(problem.widest, problem.itemsize, problem.is_plain)
-    )
+    config = config or problem.tuned("attention_forward")
+    config = config or forward_heuristic(problem.widest, problem.itemsize, problem.is_plain)
     blocks = triton.cdiv(problem.most_queries, config["queries"])
     launch(
         attention_forward_kernel, (blocks * problem.heads * problem.sequences, 1, 1),

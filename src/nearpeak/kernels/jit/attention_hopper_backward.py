@@ -91,27 +91,40 @@ def _store_part(HALF: gl.constexpr, CONSUMER: gl.constexpr, found, dq_tiles, bar
 
 
 @gluon.jit
-def _products(left, right, consumer, half, DIM: gl.constexpr):
+def _products(left, right, half, DIM: gl.constexpr):
     """Products of 64 keys, or values, with 64 queries, or gradients, which are on their way."""
-    rows = left.index(consumer).reshape([ROWS, DIM])
     columns = right.index(half).reshape([ROWS, DIM]).permute((1, 0))
     none = gl.zeros([ROWS, ROWS], gl.float32, layout=product_layout(64))
-    return warpgroup_mma(rows, columns, none, use_acc=False, is_async=True)
+    return warpgroup_mma(left, columns, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _upcoming(tiles, consumer, half, DIM: gl.constexpr):
-    """Scores of the next 64 queries, on their way; where registers are left, the gradients of their weights too."""
-    key_tiles, value_tiles, query_ring, gradient_ring, _known, _ds_tiles, _dq_tiles = tiles
-    found = (_products(key_tiles, query_ring, consumer, half, DIM),)
+def _left(tiles, consumer, DIM: gl.constexpr):
+    """Keys or values of a warpgroup as the left side of products.
+
+    Those of 64 dimensions fit into registers. Read from shared memory for each product, they would be a third of what
+    is read there, and that would be what everything waits for.
+    """
+    found = tiles.index(consumer).reshape([ROWS, DIM])
     if DIM == 64:
-        found += (_products(value_tiles, gradient_ring, consumer, half, DIM),)  # type: ignore[assignment]
+        found = found.load(gl.DotOperandLayout(operand_index=0, parent=product_layout(64), k_width=2))
+    return found
+
+
+@gluon.jit
+def _upcoming(tiles, held, consumer, half, DIM: gl.constexpr):
+    """Scores of the next 64 queries, on their way; where registers are left, the gradients of their weights too."""
+    key_tiles, _value_tiles, query_ring, gradient_ring, _known, _ds_tiles, _dq_tiles = tiles
+    if DIM == 64:
+        found = (_products(held[0], query_ring, half, DIM), _products(held[1], gradient_ring, half, DIM))
+    else:  # addresses anew
+        found = (_products(_left(key_tiles, consumer, DIM), query_ring, half, DIM),)
     return found
 
 
 @gluon.jit
 def _half(
-    HALF: gl.constexpr, CONSUMER: gl.constexpr, upcoming, by_key, by_value, tiles, barriers,
+    HALF: gl.constexpr, CONSUMER: gl.constexpr, upcoming, held, by_key, by_value, tiles, barriers,
     row, turn, more, masked, factor, first, keys, diagonal,
     dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -139,9 +152,9 @@ def _half(
             by_weights = upcoming[1]
     elif HALF == 0:
         scores = warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
-        by_weights = _products(value_tiles, gradient_ring, CONSUMER + zero, HALF + zero, DIM)
+        by_weights = _products(_left(value_tiles, CONSUMER + zero, DIM), gradient_ring, HALF + zero, DIM)
     else:
-        by_weights = _products(value_tiles, gradient_ring, CONSUMER + zero, HALF + zero, DIM)
+        by_weights = _products(_left(value_tiles, CONSUMER + zero, DIM), gradient_ring, HALF + zero, DIM)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=upcoming)
     weights = gl.exp2(scores * factor - known.index(2 * HALF + zero).load(by_column)[None, :])
     if masked:
@@ -175,7 +188,7 @@ def _half(
     else:
         found = _query_products(1, CONSUMER, ds_tiles, key_tiles, barriers, turn - 1, zero, DIM)
         mbarrier.wait(full.index(1), turn & 1)
-    upcoming = _upcoming(tiles, CONSUMER + zero_too, 1 - HALF + zero_too, DIM)
+    upcoming = _upcoming(tiles, held, CONSUMER + zero_too, 1 - HALF + zero_too, DIM)
     on_their_way: gl.constexpr = 1 if DIM > 64 else 2
     by_value, by_key, found = warpgroup_mma_wait(num_outstanding=on_their_way, deps=(by_value, by_key, found))
     mbarrier.arrive(free.index(HALF), count=1)
@@ -212,14 +225,15 @@ def _consume(
     mbarrier.wait(keys_full, 0)
     turns = group * count
     mbarrier.wait(full.index(0), 0, pred=turns > 0)
-    upcoming = _upcoming(tiles, CONSUMER, 0, DIM)
+    held = (_left(key_tiles, CONSUMER, DIM), _left(value_tiles, CONSUMER, DIM))
+    upcoming = _upcoming(tiles, held, CONSUMER, 0, DIM)
     first_key = block * PAIR + CONSUMER * ROWS
     step = 0
     for turn in range(turns):
         pair = pair_at(step, first, count, down, pairs)
         for half in gl.static_range(2):
             upcoming, by_key, by_value = _half(
-                half, CONSUMER, upcoming, by_key, by_value, tiles, barriers, pair * PAIR, turn, turn + 1 < turns,
+                half, CONSUMER, upcoming, held, by_key, by_value, tiles, barriers, pair * PAIR, turn, turn + 1 < turns,
                 (step >= hidden) & (step < hidden + masked), factor, first_key, keys, diagonal, dtype, DIM, CAUSAL,
             )  # fmt: skip
         step += 1

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearpeak.kernels.configs import shared_bytes, tuned
 from nearpeak.kernels.jit.launch import next_power_of_2
 from nearpeak.kernels.philox import scale_of, signed_threshold
 
@@ -14,6 +15,13 @@ _FARTHEST = 2**31 // 256
 """Rows of a tile may be so far apart: a tile has fewer than 256, and is addressed in 32 bits from its start."""
 _FAR = 2**29
 """A window of more than any number of tokens."""
+_SHARED_BYTES = 160 * 1024
+"""An A100 has a little more, and GPUs for desktops have 99 KB."""
+
+
+def kernel_name(kernel: str, causal: bool) -> str:
+    """What a portable kernel is called in tables, where its size is that of heads."""
+    return kernel + ("_causal" if causal else "")
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -60,9 +68,15 @@ class Problem:
         """How many heads of queries have the same head of keys."""
         return self.heads // max(self.key_heads, 1)
 
-    def name(self, kernel: str) -> str:
-        """The name of a kernel in tables of configurations."""
-        return kernel + ("_causal" if self.right >= 0 else "") + ("_float32" if self.itemsize == 4 else "")
+    def tuned(self, kernel: str) -> dict[str, Any] | None:
+        """What was measured to be best for a portable kernel, where scores are plain: others need more registers.
+
+        It was measured where programs may have much shared memory.
+        """
+        device = self.query.device
+        if not self.is_plain or self.seed is not None or self.itemsize == 4 or shared_bytes(device) < _SHARED_BYTES:
+            return None
+        return tuned(kernel_name(kernel, self.right >= 0), self.widest, device)
 
     def by_token(self, batches: int, tokens: int, heads: int, dim: int) -> Tensor:
         """A new tensor [batch, heads, tokens, dim] with tokens before heads in memory.
