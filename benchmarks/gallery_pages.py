@@ -35,7 +35,8 @@ def page(name: str, results: Sequence[Result], pictures: Path) -> str:
     parts = [
         f"# {NAMES.index(name) + 1}. {md.text(title)}",
         md.text(lesson, 4000),
-        f"`nearpeak gallery {name}` runs it on your machine; `--source` shows the script.",
+        f"The figures are those of `nearpeak gallery {name}`, which runs on your machine as well; `--source` shows the"
+        " script.",
     ]
     for number, result in enumerate(results):
 

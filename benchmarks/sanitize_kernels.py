@@ -4,6 +4,10 @@
     python benchmarks/sanitize_kernels.py                                    # compiles all kernels, and keeps them
     compute-sanitizer --tool memcheck python benchmarks/sanitize_kernels.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize_kernels.py
+    TRITON_INSTRUMENTATION_MODE=consan python benchmarks/sanitize_kernels.py --only "attention 64"
+
+racecheck does not follow what kernels in Gluon hand over: see `sanitize_control`. For those there is Triton's own
+sanitizer, the last line, which takes minutes to compile each of them.
 
 Each tensor has memory of its own from the driver, so that a read or write past its end is seen. Nothing is compared:
 that is what the tests do.
@@ -11,6 +15,7 @@ that is what the tests do.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -313,10 +318,19 @@ class Calls:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="calls with this in their names")
+    only = parser.parse_args().only
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     start = time.perf_counter()
-    calls = list(Calls(device).every())
+    calls = [(name, call) for name, call in Calls(device).every() if only is None or only in name]
+    if not calls:
+        parser.error(f"no call has {only!r} in its name")
+    if device == "cuda":  # what Triton's sanitizer keeps of a kernel is in memory of ours
+        import triton
+
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     with kernels.using("require"):
         for name, call in calls:
             print(f"{time.perf_counter() - start:6.1f} s  {name}", file=sys.stderr, flush=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from nearpeak.cli.main import main
 from nearpeak.gallery import NAMES, pages
-from nearpeak.gallery.parts import Compared, Result, Row
+from nearpeak.gallery.parts import Compared, Result, Row, prose
 from nearpeak.records import from_json, to_json
 
 
@@ -83,7 +84,7 @@ def test_what_is_outside_of_its_band_is_marked(monkeypatch, capsys):
     bad = Row(what="bad", predicted=1.0, measured=1.3, low=0.8, high=1.25)
     free = Row(what="free", predicted=1.0, measured=9.0)
     assert pages.verdict(made(good)) == "The prediction is within its band."
-    assert pages.verdict(made(good, free, good)) == "All 2 predictions are within their bands."
+    assert pages.verdict(made(good, free, good)) == "Both predictions are within their bands."
     assert pages.verdict(made(good, bad)) == "1 of 2 predictions are within their bands."
     assert pages.verdict(made(free)) == ""
     assert "1.30 !" in pages.text(made(bad))
@@ -91,3 +92,9 @@ def test_what_is_outside_of_its_band_is_marked(monkeypatch, capsys):
     assert main(["gallery", "ridge", "--on", "h100-sxm"]) == 0
     assert main(["gallery", "ridge", "--on", "h100-sxm", "--check"]) == 1
     assert "1.30 !" in capsys.readouterr().out
+
+
+def test_names_in_prose_are_code_on_the_site():
+    result = dataclasses.replace(made(), parts=tuple(prose("Run `nearpeak.kernels.add` on a_b.", "None *here*.")))
+    found = pages.markdown(result, lambda name, svg: name)
+    assert "Run `nearpeak.kernels.add` on a\\_b.\n\nNone \\*here\\*." in found

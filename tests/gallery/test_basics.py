@@ -117,6 +117,15 @@ def test_ridges_of_the_catalogue(predicting, only):
     assert not result.missed
 
 
+def test_a_rate_above_the_roof_is_said(measuring, said, monkeypatch):
+    result = measuring("ridge")
+    low = [row.measured for row in result.rows if row.measured]
+    monkeypatch.setattr(Here, "measure", lambda self, fn, *args, **options: min(low) / 1e3)
+    assert "times the roof" in said(measuring("ridge"))
+    monkeypatch.setattr(Here, "measure", lambda self, fn, *args, **options: 1.0)
+    assert "times the roof" not in said(measuring("ridge"))
+
+
 def test_layer_ops_by_hand(predicting, only, said):
     result = predicting("layer_ops")
     rows = {row[0]: row for row in only(result, Table)[0].rows}

@@ -29,7 +29,10 @@ COPIED = {
     "product_hopper_kernel",
 }  # fmt: skip
 """Kernels that have whole tiles copied, and load next to nothing themselves."""
-CROWDED = {"attention_hopper_kernel": 16, "attention_hopper_backward_kernel": 1200, "linear_attention_kernel": 440}
+CROWDED = {
+    "attention_hopper_kernel": 16, "attention_hopper_backward_kernel": 1200, "attention_keys_kernel": 200,
+    "linear_attention_kernel": 440,
+}  # fmt: skip
 """Kernels whose sums fill the registers, and how many bytes of the rest may go to memory, there and back."""
 PRODUCTS = {
     "attention_forward_kernel", "attention_keys_kernel", "attention_queries_kernel", "ladder_tensor_cores_kernel",

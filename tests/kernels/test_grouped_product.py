@@ -182,6 +182,33 @@ def test_rows_of_one_expert_do_not_touch_those_of_another():
     assert weight.grad[0].isfinite().all()
 
 
+def test_float32_keeps_what_rounding_takes():
+    """Behind 2**24, rounding takes each 1 from a sum of float32: of a row by a matrix, and of gradients of rows."""
+    large = torch.zeros(544, 1, device=DEVICE)
+    large[0] = 2**24
+    large[32::32] = 1
+    rows, weight, counts = large.T.repeat(2, 1), torch.ones(2, 4, 544, device=DEVICE), counts_of([1, 1])
+    small = torch.zeros_like(weight)
+    small[:, :, 32] = 64  # silu leaves 64 as it is
+    with kernels.using("require"):
+        assert kernels.grouped_product(rows, weight, counts).tolist() == [[2**24 + 16] * 4] * 2
+        for factors in ((weight, small), (small, weight)):
+            found = kernels.grouped_product(rows, torch.cat(factors, 1), counts, activation="silu")
+            assert found.tolist() == [[64 * (2**24 + 16)] * 4] * 2
+    groups = operators.group(counts_of([544]), 544, 128)
+    assert jit.weight_gradient(torch.ones_like(large), large, groups, 1).item() == 2**24 + 16
+
+
+def test_what_is_infinite_stays_so():
+    rows, weight = made([3, 3], 5, 80)
+    rows[0, 3], rows[1, 70], rows[4, 2], rows[4, 60] = float("inf"), float("-inf"), float("inf"), float("-inf")
+    weight = weight.abs()
+    with kernels.using("require"):
+        found = kernels.grouped_product(rows, weight, counts_of([3, 3]))
+    expected = torch.cat((rows[:3] @ weight[0].T, rows[3:] @ weight[1].T))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 def test_groups_for_several_products():
     counts = counts_of([5, 0, 9])
     rows, weight = made([5, 0, 9], 8, 16)

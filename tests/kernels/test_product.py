@@ -124,6 +124,30 @@ def test_nothing_to_multiply():
     assert kernels.product(x, made(4, 3)).shape == (0, 5, 4)
 
 
+def test_float32_keeps_what_rounding_takes():
+    """Behind 2**24, rounding takes each 1 from a sum of float32."""
+    x, weight = torch.zeros(3, 544, device=DEVICE), torch.ones(6, 544, device=DEVICE)
+    x[:, 0] = 2**24
+    x[:, 32::32] = 1
+    with kernels.using("require"):
+        assert kernels.product(x, weight).tolist() == [[2**24 + 16] * 6] * 3
+        small = torch.zeros_like(weight[:3])
+        small[:, 32] = 64  # silu leaves 64 as it is
+        for factors in ((weight[:3], small), (small, weight[:3])):
+            found = kernels.product(x, torch.cat(factors), activation="silu", gated=True)
+            assert found.tolist() == [[64 * (2**24 + 16)] * 3] * 3
+
+
+def test_what_is_infinite_stays_so():
+    x, weight = made(6, 80), made(5, 80, seed=1).abs()
+    x[0, 3], x[1, 70], x[2, 40] = float("inf"), float("-inf"), float("nan")
+    x[3, 2], x[3, 60] = float("inf"), float("-inf")
+    x[4, :] = torch.finfo(x.dtype).max
+    weight[0, 7], weight[:, 8] = float("inf"), 2.0
+    with kernels.using("require"):
+        torch.testing.assert_close(kernels.product(x, weight), x @ weight.T, equal_nan=True)
+
+
 def test_a_vector():
     with kernels.using("require"):
         assert_kernel_is_exact(*both(activation="silu"), [made(12), made(5, 12, seed=1)], by_exp=True)

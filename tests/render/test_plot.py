@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from nearpeak.render.axis import Axis
 from nearpeak.render.plot import Band, Series, line_plot
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -120,3 +121,16 @@ def test_bars_or_labels_of_the_wrong_length_are_our_mistake():
 def test_light_and_dark():
     text = line_plot([], title="t", x_label="x", y_label="y")
     assert "prefers-color-scheme:dark" in text
+
+
+def test_counts_have_no_ticks_between_them():
+    plot = draw(Series(name="a", points=tuple((count, 0.5) for count in range(1, 17))))
+    assert {"2", "4", "16"} <= set(texts(plot)) and "2.5" not in texts(plot)
+    assert "2.5" in texts(draw(Series(name="a", points=((1.5, 0.5), (17, 0.5)))))
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 17, 400, 100_000])
+def test_counts_of_any_size_have_ticks(last):
+    axis = Axis.around([1, last], log=False, start=0, end=100, limits=None)
+    found = axis.ticks(whole=True)
+    assert 1 <= len(found) <= 10 and all(value.is_integer() for value in found)

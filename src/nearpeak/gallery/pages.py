@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from nearpeak.gallery.parts import Bars, Compared, Drawing, Part, Plot, Prose, Result, Row, Unit
@@ -46,7 +47,9 @@ def verdict(result: Result) -> str:
         return ""
     held = len(judged) - len(result.missed)
     if held == len(judged):
-        return f"All {held} predictions are within their bands." if held > 1 else "The prediction is within its band."
+        if held == 1:
+            return "The prediction is within its band."
+        return f"{'Both' if held == 2 else f'All {held}'} predictions are within their bands."
     return f"{held} of {len(judged)} predictions are within their bands."
 
 
@@ -199,14 +202,27 @@ def markdown(result: Result, pictures: Callable[[str, str], str]) -> str:
                 rows = [[md.text(cell) for cell in row] for row in one.rows]
                 pieces.append(head + md.table([md.text(name) for name in one.headers], rows, one.sides))
                 if one.note:
-                    pieces.append(md.text(one.note, 4000))
+                    pieces.append(_paragraph(one.note))
             elif isinstance(one, Listing):
                 pieces.append(md.block(one.text, one.language))
             else:
-                pieces.append(md.text(one.text, 4000))
+                pieces.append(_paragraph(one.text))
     if result.skipped:
-        pieces.append(md.text(f"Not run here: {result.skipped}", 4000))
+        pieces.append(_paragraph(f"Not run here: {result.skipped}"))
     said = verdict(result)
     if said:
         pieces.append(f"**{said}**")
     return "\n\n".join(pieces) + "\n"
+
+
+def _paragraph(said: str) -> str:
+    """Prose as Markdown; names between backticks are code."""
+    pieces = re.split(r"(`[^`]+`)", said)
+    written = [md.code(one[1:-1]) if number % 2 else _unstripped(one) for number, one in enumerate(pieces)]
+    return "".join(written)
+
+
+def _unstripped(said: str) -> str:
+    """Text with the spaces at its ends, which stand between it and code."""
+    inner = said.strip()
+    return said.replace(inner, md.text(inner, 4000)) if inner else said

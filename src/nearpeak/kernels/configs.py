@@ -49,9 +49,15 @@ def processors(device: torch.device) -> int:
 
 def shared_bytes(device: torch.device) -> int:
     """How much shared memory a program may have; that of an H200 for what is no GPU."""
-    if device.type != "cuda":
+    return _shared_bytes(device.index if device.type == "cuda" else None)
+
+
+@functools.cache
+def _shared_bytes(index: int | None) -> int:
+    if index is None or not torch.cuda.is_available():
         return 232_448
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(index)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # torch 2.6 does not say
 
 
 @functools.cache

@@ -49,11 +49,12 @@ def sweep(
         point: Called before each point and after the last with how many are done, how many there are, and the point.
         options: Those of `bench`.
 
-    >>> import torch
-    >>> def ones(n): return torch.sin, torch.rand(n)
-    >>> result = sweep(ones, {"n": [64, 4096]}, max_seconds=0.05, warmup_seconds=0.01)
-    >>> [timing.parameters["n"] for timing in result.timings]
-    ['64', '4096']
+    Examples:
+        >>> import torch
+        >>> def ones(n): return torch.sin, torch.rand(n)
+        >>> result = sweep(ones, {"n": [64, 4096]}, max_seconds=0.05, warmup_seconds=0.01)
+        >>> [timing.parameters["n"] for timing in result.timings]
+        ['64', '4096']
     """
     options_from(options)  # a misspelt option is one error now, not a failure at every point
     builder = build if isinstance(build, CaseBuilder) else _builder(build)

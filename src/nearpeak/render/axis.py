@@ -41,10 +41,10 @@ class Axis:
         share = (held - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.start + share * (self.end - self.start), abs(held - inner) < 1e-9 * max(1.0, abs(inner))
 
-    def ticks(self) -> list[float]:
-        """Round values inside the axis, about four to nine of them."""
+    def ticks(self, *, whole: bool = False) -> list[float]:
+        """Round values inside the axis, about four to nine of them; of counts, which are `whole`, no fractions."""
         if not self.log:
-            return _round_ticks(self.low, self.high)
+            return _round_ticks(self.low, self.high, whole=whole)
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)
         for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
             found = [digit * 10.0**decade for decade in decades for digit in digits]
@@ -54,12 +54,15 @@ class Axis:
         return _round_ticks(10.0**self.low, 10.0**self.high)
 
 
-def _round_ticks(low: float, high: float) -> list[float]:
+def _round_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     span = high - low
     if span <= 0:
         return [low]
-    step = 10.0 ** math.floor(math.log10(span / 4))
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if span / (step * factor) <= 8)
+    least = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(least * factor for factor in (1, 2, 2.5, 5, 10) if span / (least * factor) <= 8)
+    if whole and not step.is_integer():
+        least = max(1.0, least)
+        step = next(least * factor for factor in (1, 2, 5, 10) if span / (least * factor) <= 9)
     first = math.ceil(low / step)
     return [number * step for number in range(first, math.floor(high / step) + 1)]
 

@@ -45,12 +45,13 @@ def stacked_bars(
         bars = [*bars[:half], *bars[-half:]]
     names = [name for name, _ in bars[0].pieces if any(dict(bar.pieces).get(name) for bar in bars)]
     longest = max([bar.total for bar in bars] + ([limit] if limit else [])) or 1.0
-    axis = Axis(log=False, low=0.0, high=1.04 * longest, start=LEFT, end=WIDTH - RIGHT)
+    left = max([LEFT, *(MARGIN + text_width(_label(bar), 12) + 10 for bar in bars)])
+    axis = Axis(log=False, low=0.0, high=1.04 * longest, start=left, end=WIDTH - RIGHT)
     bottom = TOP + ROW * len(bars)
     shapes: list[Shape] = [
         Text(x=MARGIN, y=32, text=visible(title, 90), size=17, bold=True),
         Text(x=MARGIN, y=54, text=cut(visible(subtitle, 200), 135), colour="muted"),
-        *_legend(names),
+        *_legend(names if len(names) > 1 else ()),
     ]
     for value in axis.ticks():
         place, _ = axis.place(value)
@@ -79,7 +80,7 @@ def _legend(names: Sequence[str]) -> Iterator[Shape]:
 
 
 def _bar(bar: Bar, top: float, axis: Axis, names: Sequence[str], shown: Callable[[float], str]) -> Iterator[Shape]:
-    yield Text(x=LEFT - 10, y=top + 15, text=cut(visible(bar.name, 60), 18), anchor="end")
+    yield Text(x=axis.start - 10, y=top + 15, text=_label(bar), anchor="end")
     begun = 0.0
     pieces = dict(bar.pieces)
     for number, name in enumerate(names):
@@ -96,6 +97,10 @@ def _bar(bar: Bar, top: float, axis: Axis, names: Sequence[str], shown: Callable
         )
         if text_width(shown(value), 11) + 8 < end - start:
             yield Text(x=(start + end) / 2, y=top + 15, text=shown(value), size=11, anchor="middle", halo=True)
+
+
+def _label(bar: Bar) -> str:
+    return cut(visible(bar.name, 60), 18)
 
 
 def _opacity(number: int) -> float:

@@ -72,6 +72,7 @@ def line_plot(
     y = Axis.around(
         [*(y for _, y in finite), *ends, *edges], log=log_y, start=HEIGHT - BOTTOM, end=TOP, limits=y_limits
     )
+    counts = all(float(value).is_integer() for value, _ in finite)
     described = f"{title}. {x_label} against {y_label}."
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -80,7 +81,7 @@ def line_plot(
         f'<rect class="np-page" width="{WIDTH}" height="{height}"/>',
         _label(WIDTH / 2, 26, title, size=15, shorten=100),
         *(_band(band, y) for band in bands),
-        *_grid_x(x, x_ticks or [(value, trimmed(x_format(value))) for value in x.ticks()]),
+        *_grid_x(x, x_ticks or [(value, trimmed(x_format(value))) for value in x.ticks(whole=counts)]),
         *_grid_y(y, y_format),
         f'<path class="np-frame" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
         _label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, x_label, shorten=100),

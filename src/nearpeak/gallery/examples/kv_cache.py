@@ -125,7 +125,12 @@ def example(here: Here) -> Iterator[Part]:
             points = tuple((float(one[0]), getattr(one[place], how)) for one in found)
             series.append(Series(name=f"{name}, {how}", points=points, colour=place - 1, dashed=how != "measured"))
     yield Plot(
-        title="One more token", series=tuple(series), x_label="its place", y_label="time", log_x=True, log_y=True
+        title="One more token",
+        series=tuple(series),
+        x_label="place of the token",
+        y_label="time",
+        log_x=True,
+        log_y=True,
     )
     _, kept_row, again_row = found[-1]
     shares = [getattr(again_row, how) / getattr(kept_row, how) for how in ways]

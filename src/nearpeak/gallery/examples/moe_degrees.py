@@ -124,7 +124,7 @@ def _plot(tensor: list[MoeDegree], expert: list[MoeDegree]) -> Plot:
     return Plot(
         title="Compute time over memory time",
         series=tuple(shares),
-        x_label="degree",
+        x_label="degree (GPUs)",
         y_label="compute / memory",
         y_unit="x",
         log_x=True,

@@ -16,7 +16,7 @@ from nearpeak.gallery.here import Here
 from nearpeak.gallery.parts import Bars, Part, Row, compared, prose
 from nearpeak.render.bars import Bar
 from nearpeak.render.document import Table
-from nearpeak.units import quantity, seconds
+from nearpeak.units import percent, quantity, seconds
 
 LAYERS = 64
 
@@ -83,7 +83,7 @@ def example(here: Here) -> Iterator[Part]:
         f"In a model of {LAYERS} layers torch.zeros in place of torch.empty costs {seconds(of_pass(zero_row))} a pass,"
         f" and nan_to_num_ in place of nothing {seconds(of_pass(clean_row))}. The grouped products that fill the"
         f" buffers, with matrices of {width} x {width}, take {seconds(product)} at the machine's peak: the needless"
-        f" zeros add {of_pass(zero_row) / product:.0%} to them.",
+        f" zeros add {percent(of_pass(zero_row) / product)} to them.",
         "Where padding must not hold NaN, zero_ on the padding alone, or on the buffer once when it is made, does what"
         " nan_to_num_ does after every call: it writes, and reads nothing.",
     )

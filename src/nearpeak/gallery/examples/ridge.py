@@ -14,6 +14,10 @@ import torch
 from nearpeak.gallery.here import Here
 from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
 from nearpeak.render.plot import Series
+from nearpeak.units import significant
+
+ABOVE = 1.05
+"""How many times the roof a rate may seem to be; both were measured, and vary by some percent."""
 
 
 def example(here: Here) -> Iterator[Part]:
@@ -49,8 +53,9 @@ def example(here: Here) -> Iterator[Part]:
         Series(name="roof", points=roof, markers=False, dashed=True),
         Series(name="predicted", points=rates([row.predicted for _, _, row in rows])),
     ]
+    measured = rates([row.measured for _, _, row in rows])
     if here.measures:
-        series.append(Series(name="measured", points=rates([row.measured for _, _, row in rows])))
+        series.append(Series(name="measured", points=measured))
     yield Plot(
         title="Under the roof",
         series=tuple(series),
@@ -60,3 +65,10 @@ def example(here: Here) -> Iterator[Part]:
         log_x=True,
         log_y=True,
     )
+    above = max((rate for _, rate in measured), default=0.0) / ceilings.peak(name)
+    if above > ABOVE:
+        yield from prose(
+            f"The best rate that was measured is {significant(above, 2)} times the roof. Nothing can be above a roof:"
+            " this one was measured too low, while something else ran. `nearpeak machine --calibrate` on an idle"
+            " machine measures it again."
+        )

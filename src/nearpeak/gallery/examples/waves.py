@@ -29,6 +29,8 @@ ROWS, DEPTH, STEP = 1024, 4096, 256
 WAVES = 3
 STEPS = 4
 """How many of the largest steps are measured."""
+MARKED = 24
+"""Up to how many predictions have a mark each."""
 CHUNK = 256
 """Edge of the product that is one chunk of work on a CPU."""
 
@@ -148,8 +150,9 @@ def _pictures(
     """Time in steps, and the rate as a saw-tooth."""
     flops = {size: count for size, _, count in points}
     taken = [(size, row.measured) for size, row in rows.items() if row.measured]
-    times = [Series(name="predicted", points=tuple((size, time) for size, time, _ in points), markers=False)]
-    rates = [Series(name="predicted", points=tuple((s, count / time) for s, time, count in points), markers=False)]
+    few = len(points) <= MARKED  # lines between few points slope where there are steps, so the points are marked
+    times = [Series(name="predicted", points=tuple((size, time) for size, time, _ in points), markers=few)]
+    rates = [Series(name="predicted", points=tuple((s, count / time) for s, time, count in points), markers=few)]
     if here.measures:
         times.append(Series(name="measured", points=tuple(taken), line=False))
         rates.append(Series(name="measured", points=tuple((s, flops[s] / time) for s, time in taken), line=False))

@@ -118,7 +118,7 @@ def _upcoming(tiles, held, consumer, half, DIM: gl.constexpr):
     if DIM == 64:
         found = (_products(held[0], query_ring, half, DIM), _products(held[1], gradient_ring, half, DIM))
     else:  # addresses anew
-        found = (_products(_left(key_tiles, consumer, DIM), query_ring, half, DIM),)
+        found = (_products(_left(key_tiles, consumer, DIM), query_ring, half, DIM),)  # type: ignore[assignment]
     return found
 
 

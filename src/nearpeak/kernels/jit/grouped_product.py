@@ -164,8 +164,10 @@ def _programs(device: torch.device) -> int:
 
 def heuristic(height: int, bytes_each: int, two: bool) -> dict[str, Any]:
     """Tiles whose sums fit into registers; `two`: there are two sums."""
-    if bytes_each == 4:
-        return {"width": 32 if two else 64, "depth": 32, "warps": 8 if height == 128 else 4, "stages": 2}
+    if bytes_each == 4:  # with a rest beside each sum, and sums as exact as blocks of depth are short
+        width = 32 if two or height == 128 else 64
+        tall = height >= 64
+        return {"width": width, "depth": 16, "warps": 8 if tall else 4, "stages": 2 if tall else 3}
     if height < 64:  # a few rows: what counts is how fast matrices are read
         return {"width": 64 if two else 128, "depth": 128 // bytes_each, "warps": 4, "stages": 4}
     width = 64 if two else 128
@@ -174,7 +176,7 @@ def heuristic(height: int, bytes_each: int, two: bool) -> dict[str, Any]:
 
 def gradient_heuristic(bytes_each: int) -> dict[str, Any]:
     if bytes_each == 4:
-        return {"columns": 64, "depth": 64, "rows": 32, "warps": 8, "stages": 2}
+        return {"columns": 64, "depth": 64, "rows": 16, "warps": 8, "stages": 2}
     return {"columns": 128, "depth": 128, "rows": 64, "warps": 8, "stages": 3}
 
 

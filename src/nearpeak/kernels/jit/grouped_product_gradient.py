@@ -1,9 +1,9 @@
 """The gradient of experts' matrices on Hopper, in Gluon: one warp loads, two warpgroups multiply.
 
 A tile is 128 columns of the gradients of an expert's rows by WIDTH columns of the rows. The product goes over the rows,
-64 at a time, and ends where the next expert's begin: what is behind is loaded as zeros. With the few hundred rows that
-experts mostly have, writing tiles takes nearly as long as multiplying: a warpgroup puts its tile down in shared memory
-and has it copied from there, while it multiplies the next.
+DEPTH at a time, and ends where the next expert's begin: what is behind is loaded as zeros. With the few hundred rows
+that experts mostly have, writing tiles takes nearly as long as multiplying: a warpgroup puts its tile down in shared
+memory and has it copied from there, while it multiplies the next.
 
 A copy of a tile in bounds is the hardware's: it knows the size of each dimension, and that is one number for all
 experts. So rows are described as if there were 2**30 of them, of which the last ones are those of the expert, and two
@@ -47,7 +47,7 @@ def _rows_of(groups, expert):
 
 @gluon.jit
 def _copy_pieces(
-    gradient, rows, rings, barriers, last, number, column, at, count, begin, steps, WIDTH: gl.constexpr,
+    gradient, rows, rings, barriers, last, number, column, at, count, begin, steps, DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies some steps of a tile into the ring. How many steps of all tiles there have been."""
@@ -55,7 +55,7 @@ def _copy_pieces(
     full, free = barriers
     for step in range(begin, steps):
         slot = count % STAGES
-        row = MOST - number + step * ROWS
+        row = MOST - number + step * DEPTH
         mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(slot), 2 * gradient.block_type.nbytes + rows.block_type.nbytes)
         for half in gl.static_range(2):
@@ -71,7 +71,10 @@ def _copy_pieces(
 
 
 @gluon.jit
-def _load(counter, groups, gradient, rows, rings, barriers, slots, sizes, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+def _load(
+    counter, groups, gradient, rows, rings, barriers, slots, sizes, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     tiles, down, across = sizes
     tile = gl.program_id(0)
     count = 0
@@ -82,13 +85,13 @@ def _load(counter, groups, gradient, rows, rings, barriers, slots, sizes, WIDTH:
         column = tile % (down * across) // across * HEIGHT
         at = tile % across * WIDTH
         tell_tile(slots, turn, expert, number, column, at)
-        steps = gl.cdiv(number, ROWS)
+        steps = gl.cdiv(number, DEPTH)
         most = gl.maximum(steps - AHEAD, 0)
         last = begin + number
-        count = _copy_pieces(gradient, rows, rings, barriers, last, number, column, at, count, 0, most, WIDTH, STAGES)
+        count = _copy_pieces(gradient, rows, rings, barriers, last, number, column, at, count, 0, most, DEPTH, STAGES)
         drawn = draw(counter)
         count = _copy_pieces(
-            gradient, rows, rings, barriers, last, number, column, at, count, most, steps, WIDTH, STAGES
+            gradient, rows, rings, barriers, last, number, column, at, count, most, steps, DEPTH, STAGES
         )
         tile = drawn_tile(drawn)
         turn += 1
@@ -97,7 +100,10 @@ def _load(counter, groups, gradient, rows, rings, barriers, slots, sizes, WIDTH:
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, result, rings, barriers, slots, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+def _consume(
+    CONSUMER: gl.constexpr, result, rings, barriers, slots, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """64 rows of each tile of the result."""
     gradient_ring, row_ring, written = rings
     full, free = barriers
@@ -107,13 +113,13 @@ def _consume(CONSUMER: gl.constexpr, result, rings, barriers, slots, WIDTH: gl.c
     turn = 0
     expert, number, column, at = told_tile(slots, turn)
     while at >= 0:
-        steps = gl.cdiv(number, ROWS)
+        steps = gl.cdiv(number, DEPTH)
         total = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
         for step in range(steps):
             slot = count % STAGES
             mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-            upstream = gradient_ring.index(2 * slot + CONSUMER).reshape([ROWS, ROWS]).permute((1, 0))
-            given = row_ring.index(slot).reshape([ROWS, WIDTH])
+            upstream = gradient_ring.index(2 * slot + CONSUMER).reshape([DEPTH, ROWS]).permute((1, 0))
+            given = row_ring.index(slot).reshape([DEPTH, WIDTH])
             added = warpgroup_mma(upstream, given, total, is_async=True)
             total = warpgroup_mma_wait(num_outstanding=1, deps=(added,))
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
@@ -143,12 +149,12 @@ def _consume(CONSUMER: gl.constexpr, result, rings, barriers, slots, WIDTH: gl.c
 @gluon.jit(do_not_specialize=["tiles", "down", "across"])
 def grouped_gradient_hopper_kernel(
     counter, groups, gradient, rows, result, tiles, down, across,
-    WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """From `gradient` to `result` they are descriptors, of gradients and rows those with two more dimensions."""
     dtype: gl.constexpr = rows.dtype
-    gradient_ring = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, ROWS, ROWS], gradient.layout)
-    row_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], rows.layout)
+    gradient_ring = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, DEPTH, ROWS], gradient.layout)
+    row_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, DEPTH, WIDTH], rows.layout)
     written = gl.allocate_shared_memory(dtype, [4, ROWS, WIDTH // 2], gl.NVMMASharedLayout(128, 16, rank=2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -162,9 +168,9 @@ def grouped_gradient_hopper_kernel(
     sizes = (tiles, down, across)
     gl.warp_specialize(
         [
-            (_consume, (0, result, rings, barriers, slots, WIDTH, STAGES)),
-            (_consume, (1, result, rings, barriers, slots, WIDTH, STAGES)),
-            (_load, (counter, groups, gradient, rows, rings, barriers, slots, sizes, WIDTH, STAGES)),
+            (_consume, (0, result, rings, barriers, slots, WIDTH, DEPTH, STAGES)),
+            (_consume, (1, result, rings, barriers, slots, WIDTH, DEPTH, STAGES)),
+            (_load, (counter, groups, gradient, rows, rings, barriers, slots, sizes, WIDTH, DEPTH, STAGES)),
         ],
         [4, 1],
         [240, 24],

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nearpeak.kernels.jit.activations import activate
+from nearpeak.kernels.jit.product_portable import add_float32
 from nearpeak.kernels.policy import INTERPRETED
 
 TOGETHER = tl.constexpr(8)
@@ -87,15 +88,21 @@ def find_tile(groups, tile, column_tiles, entries, HEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _multiply(given, factors, total, FLOAT32: tl.constexpr):
+def _multiply(given, factors, total):
     if WIDENS and given.dtype.primitive_bitwidth == 8:
         given = given.to(tl.float32)
         factors = factors.to(tl.float32)
-    if FLOAT32:
-        total = tl.dot(given, factors, total, input_precision="ieee")
+    return tl.dot(given, factors, total)
+
+
+@triton.jit
+def _multiply_add(given, factors, total, rest):
+    """The product added to the sum, and the rest, which sums of float32 alone have."""
+    if given.dtype == tl.float32:
+        total, rest = add_float32(given, factors, total, rest)
     else:
-        total = tl.dot(given, factors, total)
-    return total
+        total = _multiply(given, factors, total)
+    return total, rest
 
 
 @triton.jit
@@ -114,7 +121,6 @@ def grouped_kernel(
     SCALES: "" for none, "whole" for one of each row and each expert, "blocks" for one of each 128 of the depth, of a
     row, and of 128 columns of a matrix.
     """
-    float32: tl.constexpr = rows.dtype.element_ty == tl.float32
     column_tiles = tl.cdiv(columns, WIDTH)
     tiles = tl.load(groups + experts + 1) * column_tiles
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -128,6 +134,8 @@ def grouped_kernel(
         second = matrix + tl.cast(columns, tl.int64) * column_stride
         total = tl.zeros([HEIGHT, WIDTH], tl.float32)
         other = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        rest = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        other_rest = tl.zeros([HEIGHT, WIDTH], tl.float32)
         for begin in range(0, tl.where(expert < 0, 0, depth), DEPTH):
             left = depth - begin
             values = tl.load(given, mask=(row < end)[:, None] & (at < left)[None, :], other=0.0)
@@ -136,19 +144,19 @@ def grouped_kernel(
                 by_row = tl.load(row_scales + row.to(tl.int64) * scale_row_stride + begin // BLOCK, mask=row < end)
                 own_scales = weight_scales + expert.to(tl.int64) * scale_expert_stride + begin // BLOCK
                 by_column = tl.load(own_scales + column // BLOCK * scale_column_stride, mask=column < columns)
-                part = _multiply(values, factors, tl.zeros([HEIGHT, WIDTH], tl.float32), float32)
+                part = _multiply(values, factors, tl.zeros([HEIGHT, WIDTH], tl.float32))
                 total += part * by_row[:, None] * by_column[None, :]
             else:
-                total = _multiply(values, factors, total, float32)
+                total, rest = _multiply_add(values, factors, total, rest)
             if NAME != "":
                 factors = _load_columns(second, column, columns, at, left)
                 if SCALES == "blocks":
                     behind = (column + columns) // BLOCK * scale_column_stride
                     by_column = tl.load(own_scales + behind, mask=column < columns)
-                    part = _multiply(values, factors, tl.zeros([HEIGHT, WIDTH], tl.float32), float32)
+                    part = _multiply(values, factors, tl.zeros([HEIGHT, WIDTH], tl.float32))
                     other += part * by_row[:, None] * by_column[None, :]
                 else:
-                    other = _multiply(values, factors, other, float32)
+                    other, other_rest = _multiply_add(values, factors, other, other_rest)
             given += DEPTH
             matrix += DEPTH * depth_stride
             second += DEPTH * depth_stride
@@ -174,7 +182,6 @@ def grouped_gradient_kernel(
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of matrices: of each expert, the gradients of its rows by the rows. Zeros for one without rows."""
-    float32: tl.constexpr = rows.dtype.element_ty == tl.float32
     down = tl.cdiv(columns, COLUMNS)
     across = tl.cdiv(depth, DEPTH)
     for tile in range(tl.program_id(0), experts * down * across, tl.num_programs(0)):
@@ -187,11 +194,12 @@ def grouped_gradient_kernel(
         upstream = gradient + (row.to(tl.int64) * gradient_stride)[:, None] + column[None, :]
         given = rows + (row.to(tl.int64) * row_stride)[:, None] + at[None, :]
         total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+        rest = tl.zeros([COLUMNS, DEPTH], tl.float32)
         for first in range(begin, end, ROWS):
             inside = (row - begin + first < end)[:, None]
             one = tl.load(upstream, mask=inside & (column < columns)[None, :], other=0.0)
             other = tl.load(given, mask=inside & (at < depth)[None, :], other=0.0)
-            total = _multiply(tl.trans(one), other, total, float32)
+            total, rest = _multiply_add(tl.trans(one), other, total, rest)
             upstream += tl.cast(gradient_stride, tl.int64) * ROWS
             given += tl.cast(row_stride, tl.int64) * ROWS
         place = result + ((expert.to(tl.int64) * columns + column) * depth)[:, None] + at[None, :]

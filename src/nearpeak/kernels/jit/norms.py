@@ -31,7 +31,7 @@ from nearpeak.kernels.jit.meeting import (
     split_candidates,
     turn,
 )
-from nearpeak.kernels.jit.norms_configs import table_key
+from nearpeak.kernels.jit.norms_configs import registers, table_key
 from nearpeak.kernels.jit.parts import forward_candidates
 from nearpeak.kernels.jit.row_starts import row_start, rows_of
 from nearpeak.kernels.jit.rows import read_again
@@ -49,30 +49,38 @@ def forward_tile(
     rows, columns, middle, inner,
     x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
     eps, offset,
-    CENTRED: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """Whole rows in registers: PACKED, as the 16 bits that were read, so that more programs run at a time."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     in_rows = row < rows
     in_columns = column < columns
     inside = in_rows[:, None] & in_columns[None, :]
     start = row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
-    values = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    kept = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0)
+    values = kept.to(tl.float32)
     written = (row * columns)[:, None] + column[None, :]
     if residual is not None:
         start = row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
         values += tl.load(residual + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
         # normalised as it is written, and as a model computes it that adds and normalises apart
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + written, rounded, mask=inside)
-        values = rounded.to(tl.float32)
+        kept = values.to(total.dtype.element_ty)
+        tl.store(total + written, kept, mask=inside)
+        values = kept.to(tl.float32)
     share = 1.0 / columns
     if CENTRED:
         mean = tl.div_rn(tl.sum(values, 1), tl.cast(columns, tl.float32))  # exact where it can be, unlike "/" on a GPU
+        if PACKED:
+            values = read_again(kept, columns, mean[:, None]).to(tl.float32)
         values = tl.where(inside, values - mean[:, None], 0.0)
         tl.store(statistics + rows + row, mean, mask=in_rows)
     rstd = tl.math.rsqrt(tl.sum(values * values, 1) * share + tl.cast(eps, tl.float32))
     tl.store(statistics + row, rstd, mask=in_rows)
+    if PACKED:
+        values = read_again(kept, columns, rstd[:, None]).to(tl.float32)
+        if CENTRED:
+            values -= mean[:, None]
     values *= rstd[:, None]
     if weight is not None:
         factor = tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)
@@ -299,8 +307,10 @@ def _forward(
         grid = (triton.cdiv(rows, config["rows"]), 1, 1)
         block = next_power_of_2(columns)
         launch(
-            forward_tile, grid, *tensors, *sizes, centred, found.levels, config["rows"], block, warps=config["warps"]
-        )
+            forward_tile, grid, *tensors, *sizes, centred, found.levels, config["rows"], block,
+            config.get("packed", False), warps=config["warps"],
+            registers=registers(config["warps"], config["programs"]) if "programs" in config else None,
+        )  # fmt: skip
         return result, total, statistics
     part, parts = split(rows, columns, columns * total.element_size(), x.device, config.get("part"))
     partial, counted = statistics, statistics
@@ -324,8 +334,14 @@ def heuristic(size: int) -> dict[str, Any]:
         warps = min(max(block // 1024, 4), 32)
         # 32 elements by thread, in 4 loads of 16 bytes
         rows = min(max(32 * 32 * warps // block, 1), MOST_ROWS)
-        return {"variant": "tile", "rows": rows, "warps": warps}
+        found = {"variant": "tile", "rows": rows, "warps": warps}
+        return {**found, "programs": 2} if _is_full(warps, block) else found
     return {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "kept": False}
+
+
+def _is_full(warps: int, block: int) -> bool:
+    """Whether a row takes half of the registers, and the compiler may take a few more than half for it."""
+    return warps == 16 and block == LONGEST_TILE // 2
 
 
 def candidates(size: int) -> list[dict[str, Any]]:
@@ -339,6 +355,8 @@ def candidates(size: int) -> list[dict[str, Any]]:
                 if rows and elements * warps <= 1024 and (rows > 1 or elements * 32 * warps == block):
                     config = {"variant": "tile", "rows": rows, "warps": warps}
                     found += [config] if config not in found else []
-    if block > LONGEST_TILE // 2:
+        found += [{**one, "programs": 2} for one in found if one["rows"] == 1 and _is_full(one["warps"], block)]
+        found += [{**one, "packed": True} for one in found if one["rows"] == 1 and block >= 4096]
+    if block >= LONGEST_TILE // 2:
         found += split_candidates(size) + forward_candidates(size, weights=True)
     return found

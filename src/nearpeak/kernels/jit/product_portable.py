@@ -60,13 +60,31 @@ def _strided(scale: Tensor | None, rows_dim: int) -> tuple[Tensor | None, tuple[
 
 
 @triton.jit
-def multiply_add(a, b, total, PRECISION: tl.constexpr, FAST: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The product added to the sum; sums of 8 bits are made of sums of one block each, unless it is to be fast."""
+def add_float32(a, b, total, rest):
+    """The sum and the product of a block of float32, and the rest that rounding took, for the next block to begin with.
+
+    Added up one after another, the products of a depth of 1,280 would have 8 times the error (Kahan's sum).
+    """
+    part = tl.dot(a, b, rest, input_precision="ieee")
+    whole = total + part
+    rest = part - (whole - total)
+    rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)  # a sum that is infinite has none, and is to stay so
+    return whole, rest
+
+
+@triton.jit
+def multiply_add(a, b, total, rest, PRECISION: tl.constexpr, FAST: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The product added to the sum, and the rest, which sums of float32 alone have.
+
+    Sums of 8 bits are made of sums of one block each, unless it is to be fast.
+    """
     if a.dtype.primitive_bitwidth == 8 and not FAST:
         total = tl.dot(a, b, total, max_num_imprecise_acc=BLOCK_K)
+    elif a.dtype == tl.float32 and PRECISION == "ieee":
+        total, rest = add_float32(a, b, total, rest)
     else:
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    return total
+    return total, rest
 
 
 @triton.jit
@@ -108,8 +126,10 @@ def product_kernel(
     b += safe_column.to(tl.int64)[None, :] * b_column + at.to(tl.int64)[:, None] * b_depth
     across = tl.cast(columns, tl.int64) * b_column
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    rest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if GATED:
         other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        other_rest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if BY_BLOCK:
         a_scales = a_scale + safe_row.to(tl.int64) * a_scale_row
         b_scales = b_scale + (safe_column // SCALE_BLOCK).to(tl.int64) * b_scale_column
@@ -127,7 +147,7 @@ def product_kernel(
             right_scale = tl.load(b_scales + block * b_scale_block).to(tl.float32)[None, :]
             total += tl.dot(left, right) * (left_scale * right_scale)
         else:
-            total = multiply_add(left, right, total, PRECISION, FAST, BLOCK_K)
+            total, rest = multiply_add(left, right, total, rest, PRECISION, FAST, BLOCK_K)
         if GATED:
             if EVEN:
                 up = tl.load(b + across)
@@ -137,7 +157,7 @@ def product_kernel(
                 up_scale = tl.load(up_scales + block * b_scale_block).to(tl.float32)[None, :]
                 other += tl.dot(left, up) * (left_scale * up_scale)
             else:
-                other = multiply_add(left, up, other, PRECISION, FAST, BLOCK_K)
+                other, other_rest = multiply_add(left, up, other, other_rest, PRECISION, FAST, BLOCK_K)
         a += a_step
         b += b_step
     outer_a: tl.constexpr = HAS_A_SCALE and not BY_BLOCK
@@ -209,14 +229,17 @@ def tile(a: Tensor, result: Tensor, has_gate: bool, tf32: bool) -> dict[str, Any
     """What to launch with. The shape of a result decides, more than its size, so that there is no table of these."""
     rows, columns = (max(16, next_power_of_2(size)) for size in result.shape)
     wanted = processors(result.device)
-    block_m, block_n = min(rows, 128), min(columns, 64 if has_gate else 128)
+    # scales are those of 128 features, so that a block may not have more; float32 without tensor cores takes registers,
+    # and its sums are as exact as blocks are short
+    block_k = {4: 32 if tf32 else 16, 2: 64, 1: 128}[a.element_size()]
+    # sums of float32 have rests beside them; where blocks are not full too, larger tiles had no registers left
+    crowded = a.element_size() == 4 and not tf32 and a.shape[1] % block_k != 0
+    block_m, block_n = min(rows, 128), min(columns, 64 if has_gate or crowded else 128)
     # small results, of which there are few tiles, have smaller ones
     while block_n > 32 and triton.cdiv(result.shape[0], block_m) * triton.cdiv(result.shape[1], block_n) < wanted:
         if block_m > 64:
             block_m //= 2
         else:
             block_n //= 2
-    # scales are those of 128 features, so that a block may not have more; float32 without tensor cores takes registers
-    block_k = {4: 32 if tf32 else 16, 2: 64, 1: 128}[a.element_size()]
-    warps = 8 if block_m * block_n * (2 if has_gate else 1) >= 16384 else 4
+    warps = 8 if block_m * block_n * (2 if has_gate else 1) >= (4096 if crowded else 16384) else 4
     return {"block_m": block_m, "block_n": block_n, "block_k": block_k, "warps": warps, "stages": 3}
