@@ -25,13 +25,12 @@ BY_ROW = {"attention_means_kernel", "linear_attention_means_kernel"}
 """Kernels that write a number or two of each row, which no thread has several of."""
 COPIED = {
     "attention_hopper_kernel", "attention_hopper_backward_kernel", "ladder_persistent_kernel", "grouped_hopper_kernel",
-    "grouped_eight_hopper_kernel", "grouped_gradient_hopper_kernel", "grouped_wide_hopper_kernel",
-    "product_hopper_kernel",
+    "grouped_eight_hopper_kernel", "grouped_gradient_hopper_kernel", "product_hopper_kernel",
 }  # fmt: skip
 """Kernels that have whole tiles copied, and load next to nothing themselves."""
 CROWDED = {
-    "attention_hopper_kernel": 16, "attention_hopper_backward_kernel": 1200, "attention_keys_kernel": 200,
-    "linear_attention_kernel": 440,
+    "attention_forward_kernel": 16, "attention_hopper_kernel": 16, "attention_hopper_backward_kernel": 1200,
+    "attention_keys_kernel": 600, "linear_attention_kernel": 440,
 }  # fmt: skip
 """Kernels whose sums fill the registers, and how many bytes of the rest may go to memory, there and back."""
 PRODUCTS = {

@@ -45,33 +45,25 @@ def test_the_list_of_tiles(height, dtype):
         expected = operators.plain_groups(given, rows, height)
         experts = len(counts)
         assert len(found) == len(expected)
-        lists = [(experts + 1, operations.entries_at(experts))]
-        if height == 128:
-            lists += [(experts + 2, operations.tall_entries_at(experts, rows, height))]
-        for total, at in lists:
-            used = at + 8 * int(expected[total])
-            assert used <= len(found)
-            assert found[total] == expected[total]
-            assert torch.equal(found[: experts + 2], expected[: experts + 2])
-            assert torch.equal(found[at:used], expected[at:used])
+        at = operations.entries_at(experts)
+        used = at + 8 * int(expected[experts + 1])
+        assert used <= len(found)
+        assert torch.equal(found[: experts + 2], expected[: experts + 2])
+        assert torch.equal(found[at:used], expected[at:used])
 
 
-@pytest.mark.parametrize("tall", [False, True])
 @pytest.mark.parametrize("counts", [[700, 0, 33, 128, 5], [256, 257, 320, 321, 64], [2700, 1], [0]], ids=str)
-def test_every_row_and_column_is_in_one_tile(counts, tall):
-    columns, height = 3, 256 if tall else 128
+def test_every_row_and_column_is_in_one_tile(counts):
+    columns, height = 3, 128
     rows, experts, seen = sum(counts) + 20, len(counts), set()
     groups = operators.plain_groups(torch.tensor(counts), rows, 128).tolist()
-    at = operations.tall_entries_at(experts, rows, 128) if tall else operations.entries_at(experts)
+    at = operations.entries_at(experts)
     owner = [expert for expert, count in enumerate(counts) for _ in range(count)] + [-1] * 20
-    for tile in range(groups[experts + 1 + tall] * columns):
+    for tile in range(groups[experts + 1] * columns):
         expert, leader, together, first, end = groups[at + tile // columns * 8 :][:5]
         place = tile - leader * columns
         row = first + place % together * height
-        number = min(end - row, height)
-        if tall and end - row <= height + 64:
-            number = end - row
-        for one in range(row, row + number):
+        for one in range(row, min(end, row + height)):
             assert owner[one] == expert
             assert (one, place // together) not in seen
             seen.add((one, place // together))

@@ -75,7 +75,6 @@ def emulate(on_hopper, monkeypatch):
     from nearpeak.kernels.jit import grouped_product_eight as eight
     from nearpeak.kernels.jit import grouped_product_gradient as gradient
     from nearpeak.kernels.jit import grouped_product_hopper as plain
-    from nearpeak.kernels.jit import grouped_product_wide as wide
 
     if DEVICE != "cpu":
         pytest.skip("tensors are on a GPU")
@@ -84,7 +83,7 @@ def emulate(on_hopper, monkeypatch):
         names = ("product_layout", "written_layout", "lanes_layout")
         instead = {"activate": lambda x, name: torch.nn.functional.silu(x), **dict.fromkeys(names, lambda *_: None)}
         monkeypatch.setattr(launcher, "processors", lambda device: programs)
-        with emulated((drawn_tiles, plain, wide, eight, gradient), monkeypatch, **order, **instead) as launch:
+        with emulated((drawn_tiles, plain, eight, gradient), monkeypatch, **order, **instead) as launch:
             monkeypatch.setattr(launcher, "launch", launch)
             call()
         assert not tickets(1, torch.device("cpu")).any()  # as the next launch needs it

@@ -16,9 +16,6 @@ def launches():
         yield "plain, Hopper", lambda: grouped_product.product(rows, up, groups, 128, False)
         yield "transposed, Hopper", lambda: grouped_product.product(rows, up.mT.contiguous(), groups, 128, True)
         yield "gated and kept, Hopper", lambda: grouped_product.gated(rows, up, groups, 128, "silu", True)
-        tall = grouped_product_launch.CONFIGS[-1]
-        yield "plain, tall", lambda: grouped_product.product(rows, up, groups, 128, False, config=tall)
-        yield "gated and kept, tall", lambda: grouped_product.gated(rows, up, groups, 128, "silu", True, config=tall)
         eight = rows.to(torch.float8_e4m3fn), up.to(torch.float8_e4m3fn)
         whole = torch.empty(tokens), torch.empty(experts)
         blocks = torch.empty(tokens, wide // 128), torch.empty(experts, 2 * inner // 128, wide // 128)

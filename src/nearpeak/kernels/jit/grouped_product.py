@@ -13,8 +13,7 @@ from nearpeak.kernels.jit import grouped_product_launch as hopper
 from nearpeak.kernels.jit.grouped_product_portable import group_kernel, grouped_gradient_kernel, grouped_kernel
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
 from nearpeak.kernels.jit.rows import as_rows
-from nearpeak.kernels.operations.grouped_product import entries_at, groups_size, tall_entries_at
-from nearpeak.kernels.operations.grouped_product_operators import MORE, TALL, TALLEST
+from nearpeak.kernels.operations.grouped_product import entries_at, groups_size
 from nearpeak.kernels.policy import INTERPRETED
 
 _RESIDENT = 2
@@ -25,10 +24,9 @@ def group(counts: Tensor, rows: int, height: int) -> Tensor:
     """Where the rows of each expert begin, and the list of tiles of rows."""
     experts = len(counts)
     groups = torch.empty(groups_size(experts, rows, height), dtype=torch.int32, device=counts.device)
-    tall = TALL if height == TALLEST else 0
     launch(
         group_kernel, (experts + 1, 1, 1), counts.contiguous(), groups, experts, rows, entries_at(experts),
-        tall_entries_at(experts, rows, height), height, tall, MORE, next_power_of_2(experts), warps=4,
+        height, next_power_of_2(experts), warps=4,
     )  # fmt: skip
     return groups
 

@@ -10,8 +10,7 @@ from nearpeak.kernels.configs import processors, tuned
 from nearpeak.kernels.jit import gluon
 from nearpeak.kernels.jit.launch import launch
 from nearpeak.kernels.jit.tickets import tickets
-from nearpeak.kernels.operations.grouped_product import entries_at, tall_entries_at
-from nearpeak.kernels.operations.grouped_product_operators import MORE, TALL
+from nearpeak.kernels.operations.grouped_product import entries_at
 
 HEIGHT = 128
 """Rows of a tile, of which each of two warpgroups has half."""
@@ -21,15 +20,14 @@ CONFIGS: tuple[dict[str, int], ...] = (
     {"width": 256, "stages": 4, "buffers": 1},
     {"width": 256, "stages": 3, "buffers": 2},
     {"width": 128, "stages": 6, "buffers": 2},
-    {"tall": 256, "stages": 3},
 )
 """What is worth measuring: columns of a tile, slots of the ring, and halves of tiles that each warpgroup has on their
-way out; the last is `grouped_product_wide`. The first is for sizes at which nobody measured. In tables the size is how
-many rows an expert has on average.
+way out. The first is for sizes at which nobody measured. In tables the size is how many rows an expert has on average.
 
 By arithmetic, with 128 experts, 32,768 rows and 1,536 columns, tiles that are not full and programs that wait for the
-last one leave the first two with 1.16 times the work of the rows, whether experts are drawn evenly or by Beta(1, 5),
-and the last with 1.11 and 1.29. If programs took tiles in turns, that were 1.29 and 1.29, and 1.14 and 1.40."""
+last one leave the first two with 1.16 times the work of the rows, whether experts are drawn evenly or by Beta(1, 5). If
+programs took tiles in turns, that were 1.29. Tiles with rows as columns of products, of 256 rows and up to 320 at an
+expert's end, were 1.11 and 1.29, and on an H200 no faster in the former case and 13 % slower in the latter."""
 GRADIENT_CONFIGS: tuple[dict[str, int], ...] = (
     {"width": 256, "depth": 32, "stages": 6},
     {"width": 256, "depth": 64, "stages": 3},
@@ -79,9 +77,6 @@ def product(
 
     name = "grouped_product_hopper" + ("_gated" if activation else "")
     config = config or tuned(name, rows.shape[0] // weight.shape[0], rows.device) or CONFIGS[0]
-    if "tall" in config:
-        _tall(rows, weight, groups, result, kept, transposed, activation, config)
-        return
     width = config["width"]
     experts, columns = weight.shape[0], result.shape[1]
     along = (weight.stride(-1) == 1) != transposed
@@ -103,37 +98,9 @@ def product(
     )  # fmt: skip
 
 
-def _tall(
-    rows: Tensor, weight: Tensor, groups: Tensor, result: Tensor, kept: Tensor | None, transposed: bool,
-    activation: str, config: dict[str, int],
-) -> None:  # fmt: skip
-    from nearpeak.kernels.jit.grouped_product_wide import grouped_wide_hopper_kernel
-
-    experts, columns = weight.shape[0], result.shape[1]
-    along = (weight.stride(-1) == 1) != transposed
-    matrices = weight if weight.stride(-1) == 1 else weight.mT
-    block = [1, _ROWS, _DEPTH] if along else [1, _DEPTH, _ROWS]
-    high = _ROWS
-    if activation:  # 8 columns of the gate and 8 of the other factor, in turns
-        matrices = matrices.unflatten(1, (2, columns // 8, 8)).transpose(1, 2)
-        block, high = [1, _ROWS // 16, 2, 8, _DEPTH], _ROWS // 2
-    column_tiles = triton.cdiv(columns, 2 * high)
-    tiles = (rows.shape[0] // TALL + experts + 1) * column_tiles
-    written = _tiles(result, 1, high, HEIGHT)
-    launch(
-        grouped_wide_hopper_kernel, (min(processors(rows.device), tiles), 1, 1), tickets(1, rows.device),
-        groups, result, kept,
-        gluon.descriptor(rows, [TALL, _DEPTH]), gluon.descriptor(rows, [MORE, _DEPTH]),
-        gluon.descriptor(matrices, block), written, written if kept is None else _tiles(kept, 2, high, HEIGHT),
-        experts, columns, rows.shape[1], tall_entries_at(experts, rows.shape[0], HEIGHT), column_tiles,
-        activation, along, _DEPTH, config["stages"],
-        warps=4, registers=_REGISTERS,
-    )  # fmt: skip
-
-
-def _tiles(x: Tensor, parts: int, columns: int, rows: int = _ROWS) -> object:
-    """Tiles of some rows and columns of the parts that rows consist of."""
-    return gluon.descriptor(x.view(x.shape[0], parts, -1).transpose(0, 1), [1, rows, columns])
+def _tiles(x: Tensor, parts: int, columns: int) -> object:
+    """Tiles of 64 rows and some columns of the parts that rows consist of."""
+    return gluon.descriptor(x.view(x.shape[0], parts, -1).transpose(0, 1), [1, _ROWS, columns])
 
 
 def takes_eight(rows: Tensor, weight: Tensor, height: int, dtype: torch.dtype, activation: str) -> bool:

@@ -24,38 +24,7 @@ WIDENS = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _tiles_of(rows, HEIGHT: tl.constexpr, MORE: tl.constexpr):
-    """How many tiles so many rows have, of which the last may have some more."""
-    return tl.maximum((rows - MORE + HEIGHT - 1) // HEIGHT, (rows > 0).to(tl.int32))
-
-
-@triton.jit
-def _list_tiles(
-    entries, total, expert, experts, starts, ends, at, begin, end, HEIGHT: tl.constexpr, MORE: tl.constexpr
-):
-    """Writes the tiles of one expert behind those of the experts before, and behind the last how many they are."""
-    first = tl.sum(tl.where(at < expert, _tiles_of(ends - starts, HEIGHT, MORE), 0), 0)
-    own = _tiles_of(end - begin, HEIGHT, MORE)
-    number = tl.where(expert == experts, -1, expert)
-    if expert == experts:
-        tl.store(total, first + own)
-    for base in range(0, own, 32):
-        tile = base + tl.arange(0, 32)[:, None]
-        leader = tile // TOGETHER * TOGETHER
-        what = tl.arange(0, ENTRY)[None, :]
-        value = tl.where(what == 0, number, tl.zeros([32, ENTRY], tl.int32))
-        value = tl.where(what == 1, first + leader, value)
-        value = tl.where(what == 2, tl.minimum(own - leader, TOGETHER), value)
-        value = tl.where(what == 3, begin + leader * HEIGHT, value)
-        value = tl.where(what == 4, end, value)
-        tl.store(entries + (first + tile) * ENTRY + what, value, mask=tile < own)
-
-
-@triton.jit
-def group_kernel(
-    counts, groups, experts, rows, entries, tall_entries,
-    HEIGHT: tl.constexpr, TALL: tl.constexpr, MORE: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
+def group_kernel(counts, groups, experts, rows, entries, HEIGHT: tl.constexpr, EXPERTS: tl.constexpr):
     """Where the rows of one expert begin, and its tiles; the one behind the last has the rows of nobody."""
     expert = tl.program_id(0)
     at = tl.arange(0, EXPERTS)
@@ -68,10 +37,21 @@ def group_kernel(
     if expert == experts:
         end = rows
     tl.store(groups + expert, begin)
-    total = groups + experts + 1
-    _list_tiles(groups + entries, total, expert, experts, starts, ends, at, begin, end, HEIGHT, 0)
-    if TALL > 0:
-        _list_tiles(groups + tall_entries, total + 1, expert, experts, starts, ends, at, begin, end, TALL, MORE)
+    first = tl.sum(tl.where(at < expert, tl.cdiv(ends - starts, HEIGHT), 0), 0)
+    own = tl.cdiv(end - begin, HEIGHT)
+    number = tl.where(expert == experts, -1, expert)
+    if expert == experts:
+        tl.store(groups + experts + 1, first + own)
+    for base in range(0, own, 32):
+        tile = base + tl.arange(0, 32)[:, None]
+        leader = tile // TOGETHER * TOGETHER
+        what = tl.arange(0, ENTRY)[None, :]
+        value = tl.where(what == 0, number, tl.zeros([32, ENTRY], tl.int32))
+        value = tl.where(what == 1, first + leader, value)
+        value = tl.where(what == 2, tl.minimum(own - leader, TOGETHER), value)
+        value = tl.where(what == 3, begin + leader * HEIGHT, value)
+        value = tl.where(what == 4, end, value)
+        tl.store(groups + entries + (first + tile) * ENTRY + what, value, mask=tile < own)
 
 
 @triton.jit

@@ -20,7 +20,6 @@ from nearpeak.kernels.operations.grouped_product_operators import (
     entries_at,
     groups_size,
     height_of,
-    tall_entries_at,
 )
 from nearpeak.kernels.policy import cannot_run, fused
 
@@ -31,7 +30,6 @@ __all__ = [
     "groups_size",
     "height_of",
     "row_groups",
-    "tall_entries_at",
 ]
 
 _MOST = 4096

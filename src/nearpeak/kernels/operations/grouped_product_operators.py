@@ -18,8 +18,8 @@ from nearpeak.kernels.policy import FLOATS, cannot_run, too_old
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 EIGHT = torch.float8_e4m3fn
-TALLEST, TALL, MORE = 128, 256, 64
-"""The rows of a tile of most experts; those of a tall tile, and of the last one of an expert how many more."""
+_TALLEST = 128
+"""The rows of a tile of most experts."""
 _ENTRY = 8
 _TOGETHER = 8
 
@@ -29,29 +29,22 @@ def height_of(rows: int, experts: int) -> int:
     for height in (16, 32, 64):
         if rows < experts * height // 2:
             return height
-    return TALLEST
+    return _TALLEST
 
 
 def entries_at(experts: int) -> int:
-    """Where the list of tiles begins: behind the first row of each expert, the end, and the numbers of tiles."""
-    return (experts + 3 + _ENTRY - 1) // _ENTRY * _ENTRY
-
-
-def tall_entries_at(experts: int, rows: int, height: int) -> int:
-    """Where the list of tall tiles begins, which is there for tiles of 128 rows."""
-    return entries_at(experts) + _ENTRY * (rows // height + experts + 1)
+    """Where the list of tiles begins: behind the first row of each expert, the end, and the number of tiles."""
+    return (experts + 2 + _ENTRY - 1) // _ENTRY * _ENTRY
 
 
 def groups_size(experts: int, rows: int, height: int) -> int:
     """The numbers of the groups of so many rows.
 
-    These are the first row of each expert and of the rows behind the last, the number of tiles, that of tall tiles, and
-    for each tile, at most, 8 numbers: its expert (-1 for rows of nobody), of its group of up to 8 tiles of that expert
-    the first tile, how many they are and the first row, and where the rows of the expert end. The same follows for tall
-    tiles, of 256 rows, of which the last one of an expert may have 64 more.
+    These are the first row of each expert and of the rows behind the last, the number of tiles, and for each tile, at
+    most, 8 numbers: its expert (-1 for rows of nobody), of its group of up to 8 tiles of that expert the first tile,
+    how many they are and the first row, and where the rows of the expert end.
     """
-    tall = _ENTRY * (rows // TALL + experts + 1) if height == TALLEST else 0
-    return tall_entries_at(experts, rows, height) + tall
+    return entries_at(experts) + _ENTRY * (rows // height + experts + 1)
 
 
 def plain_groups(counts: Tensor, rows: int, height: int) -> Tensor:
@@ -61,21 +54,17 @@ def plain_groups(counts: Tensor, rows: int, height: int) -> Tensor:
     starts = [0, *ends[:-1]]
     result = torch.zeros(groups_size(experts, rows, height), dtype=torch.int32)
     result[: experts + 1] = torch.tensor(starts)
-    lists = [(experts + 1, entries_at(experts), height, 0)]
-    if height == TALLEST:
-        lists += [(experts + 2, tall_entries_at(experts, rows, height), TALL, MORE)]
-    for total, at, high, more in lists:
-        entries = _plain_entries(starts, ends, high, more)
-        result[total] = len(entries)
-        flat = [number for entry in entries for number in entry]
-        result[at : at + len(flat)] = torch.tensor(flat, dtype=torch.int32)
+    entries = _plain_entries(starts, ends, height)
+    result[experts + 1] = len(entries)
+    at, flat = entries_at(experts), [number for entry in entries for number in entry]
+    result[at : at + len(flat)] = torch.tensor(flat, dtype=torch.int32)
     return result.to(counts.device)
 
 
-def _plain_entries(starts: list[int], ends: list[int], height: int, more: int) -> list[list[int]]:
+def _plain_entries(starts: list[int], ends: list[int], height: int) -> list[list[int]]:
     entries: list[list[int]] = []
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        tiles, first = max(-(-(end - start - more) // height), int(end > start)), len(entries)
+        tiles, first = -(-(end - start) // height), len(entries)
         for tile in range(tiles):
             leader = tile // _TOGETHER * _TOGETHER
             together = min(tiles - leader, _TOGETHER)
