@@ -1,7 +1,7 @@
 """Writes the pages of the gallery, docs/gallery.md and docs/gallery/*.md, from results of `nearpeak gallery --json`.
 
-    nearpeak gallery --json benchmarks/results/gallery_neoverse_n1.json
-    python benchmarks/gallery_pages.py benchmarks/results/gallery_h200.json benchmarks/results/gallery_neoverse_n1.json
+    nearpeak gallery --json benchmarks/results/gallery_xeon.json
+    python benchmarks/gallery_pages.py benchmarks/results/gallery_h200.json benchmarks/results/gallery_xeon.json
 
 A page has a section for each machine, in the order in which the files are given.
 """

@@ -50,7 +50,18 @@ def test_what_cannot_run_here_is_left_out_and_said(machine, monkeypatch):
     made = [Probe(name="missing", sizes=(64,), build=fails)]
     monkeypatch.setattr(module, "probes", lambda device: iter(made))
     assert measure_efficiency(machine, lines.append).achievable.efficiency == {}
-    assert lines == ["kernels: missing", "kernels: missing is left out: no such kernel"]
+    said = ["kernels: missing", "kernels: missing is left out: no such kernel"]
+    assert lines == said + [f"{line}, round 2" for line in said]
+
+
+def test_of_a_host_the_faster_round_counts(machine, monkeypatch):
+    rounds = iter([{"a": {1.0: 5.0, 2.0: 3.0}}, {"a": {1.0: 2.0, 2.0: 4.0}, "b": {1.0: 7.0}}])
+    monkeypatch.setattr(module, "_round", lambda *given: next(rounds))
+    found = measure_efficiency(machine).achievable.efficiency
+    assert {kind: [(one.bound_seconds, one.ratio) for one in points] for kind, points in found.items()} == {
+        "a": [(1.0, 2.0), (2.0, 3.0)],
+        "b": [(1.0, 7.0)],
+    }
 
 
 def test_the_real_probes_are_timed(machine, monkeypatch):
