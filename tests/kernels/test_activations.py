@@ -95,10 +95,11 @@ def test_no_rows_and_no_columns():
 
 
 def test_tails_and_infinities():
-    """GELU of -inf is 0 here, its limit, and not a number in torch; all else is as in torch."""
+    """GELU of -inf is 0 here, its limit, and not a number in torch; all else is as in torch, which on some CPUs has no
+    GELU of infinity in float32."""
     x = torch.tensor([-1e30, -100.0, 100.0, 1e30, torch.inf, torch.nan], device=DEVICE)
     for name, (kernel, reference) in ALL.items():
-        torch.testing.assert_close(kernel(x), reference(x), equal_nan=True, msg=name)
+        torch.testing.assert_close(kernel(x), reference(x.double()).float(), equal_nan=True, msg=name)
     assert kernels.bias_gelu(torch.tensor([-torch.inf], device=DEVICE)) == 0
     x = torch.linspace(-6, -3, 100, device=DEVICE)
     exact = kernels.bias_gelu.reference(x.double())

@@ -37,7 +37,8 @@ def test_one_point_is_a_copy(call):
 
 
 def test_nothing_costs_nothing(call):
-    assert cost_of(call(torch.fft.fft, torch.zeros(0, 8, dtype=torch.complex64))).work.bytes == 0
+    nothing = torch.empty(0, 8, dtype=torch.complex64, device="meta")  # MKL raises an error
+    assert cost_of(call(torch.fft.fft, nothing)).work.bytes == 0
 
 
 @pytest.mark.parametrize("exponent", range(1, 21))
