@@ -70,10 +70,10 @@ def described(kernel, args, warps, stages, registers=None):
 
 def main():
     results = []
-    current = ""
+    current = file = ""
 
     def launch(kernel, grid, *args, warps=4, stages=2, registers=None):
-        results.append({"name": current, **described(kernel, args, warps, stages, registers)})
+        results.append({"file": file, "name": current, **described(kernel, args, warps, stages, registers)})
 
     for found in pkgutil.iter_modules(jit.__path__):
         if found.name.startswith("parts_") and not runs_on(torch.device("cpu")):
@@ -83,6 +83,7 @@ def main():
             if hasattr(module, "launch"):
                 module.launch = launch
     for path in sys.argv[1:]:
+        file = Path(path).stem
         for name, call in run_path(path)["launches"]():
             current = name
             with torch.no_grad():

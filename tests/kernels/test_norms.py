@@ -200,7 +200,7 @@ def test_more_strides_than_three_are_copied():
 
 
 @pytest.mark.parametrize("centred", [False, True], ids=["rms_norm", "layer_norm"])
-@pytest.mark.parametrize("columns", [700, 300, 64])
+@pytest.mark.parametrize("columns", [500, 64])
 def test_long_rows(columns, centred):
     """The parts of a row, forward and backward, made small enough to be tested."""
     x, residual, gradient, sum_gradient = (randn(6, columns) + 3 for _ in range(4))

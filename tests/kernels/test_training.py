@@ -16,7 +16,7 @@ from nearpeak import kernels
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-STEPS = 20
+STEPS = 10
 
 
 @pytest.fixture(scope="module")
