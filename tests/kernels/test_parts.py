@@ -25,6 +25,7 @@ CONFIGS = [
     parts._config(16384, 8, programs=2),
     parts._config(32768, 16, kept=True),
     parts._config(16384, 16, ring=4, where="shared"),
+    parts._config(16384, 8, programs=2, where="registers"),
 ]
 SHARED_BYTES = 227 * 2**10
 """That a program may ask for on Hopper."""
@@ -84,6 +85,11 @@ def test_every_column_has_one_program_and_all_fit(columns, rows, config, dtypes,
     assert by_program + 512 <= SHARED_BYTES // config["programs"]
     assert found.chunk == next_power_of_2(found.chunk)
     assert (found.mode == parts.FULL) == (columns == found.parts * found.chunks * found.chunk)
+
+
+@pytest.mark.parametrize(("most", "rows", "groups"), [(66, 2048, 64), (33, 2048, 32), (264, 4096, 256), (66, 660, 66)])
+def test_groups_end_together_where_a_few_less_do(most, rows, groups):
+    assert parts._groups(most, rows) == groups
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -138,6 +138,16 @@ def test_q_and_k_in_one_launch():
     assert only.shape == q.shape
 
 
+@pytest.mark.parametrize("few", [3, 33, 40])
+def test_more_heads_than_a_program_takes(few):
+    q, k, (cos, sin) = made(1, 3, 40, 8), made(1, 3, few, 8), tables(3, 4)
+    with kernels.using("require"):
+        for first, second in ((q, k), (k, q)):
+            results = kernels.rotary_pair(first, second, cos, sin)
+            for result, one in zip(results, (first, second), strict=True):
+                torch.testing.assert_close(result, kernels.rotary.reference(one, cos, sin))
+
+
 def test_parts_of_a_packed_tensor_are_read_and_written_where_they_are():
     packed = made(2, 5, 3, 4, 8)
     cos, sin = tables(5, 4)

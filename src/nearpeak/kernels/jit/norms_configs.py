@@ -69,7 +69,7 @@ def candidates(size: int, *, centred: bool = False, added: bool = False) -> list
         for hints in ((True, False) if ahead and batch > 1 and stages == 1 else (width < block,))
         if _fits(width, width, warps, programs, stages, centred, added)
     ]  # fmt: skip
-    return found + backward_candidates(size, sums=True)
+    return found + backward_candidates(size, sums=True, added=added)
 
 
 def _shapes(block: int, centred: bool) -> list[tuple[int, int, int]]:

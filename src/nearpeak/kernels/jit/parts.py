@@ -28,6 +28,7 @@ from nearpeak.kernels.configs import processors
 from nearpeak.kernels.jit.gluon import runs_on
 from nearpeak.kernels.jit.launch import next_power_of_2
 from nearpeak.kernels.jit.meeting import MOST_PARTS
+from nearpeak.kernels.jit.tickets import tickets
 
 FULL, ENDED, SHIFTED = range(3)
 """Rows that fill all parts; that end within one, at 16 bytes; that are dense, but begin and end anywhere."""
@@ -45,7 +46,7 @@ _SCRATCH_BYTES = 512
 _FEWEST_TURNS = 3
 """Rows of each group, so that the ring is worth filling."""
 _WORDS_BEFORE = 16
-"""The first counts tickets, on a cache line of its own."""
+"""The first counts tickets, and the middle one programs that are done, on a cache line of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class Plan:
         if self.parts == 1:
             return unused
         size = _WORDS_BEFORE + self.groups * SLOTS * 2 * self.padded
-        return torch.zeros(size, dtype=torch.int64, device=unused.device)
+        return tickets(2 * size, unused.device)  # of 32 bits, and a word has 64
 
 
 def plan(
@@ -130,7 +131,7 @@ def plan(
     else:
         return None
     at_hand = processors(tensors[0].device)
-    groups = programs * at_hand // parts
+    groups = _groups(programs * at_hand // parts, rows)
     room = _SHARED_BYTES // programs - _RESERVED_BYTES - _SCRATCH_BYTES - chunks * chunk * by_column * ring
     where = WHERE.index(config["where"]) if even and all(_address(one) % 16 == 0 for one in held) else 0
     if WHERE[where] == "shared" and chunks * chunk * sum(one.element_size() for one in held) > room:
@@ -148,8 +149,17 @@ def plan(
         ring=ring,
         where=where,
         warps=warps,
-        registers=65536 // (32 * warps * programs) // 8 * 8 if programs > 1 else None,
+        registers=min(65536 // (32 * warps * programs) // 8 * 8, 255),
     )
+
+
+def _groups(most: int, rows: int) -> int:
+    """So many, or a few less if then more of them have a row in the last turn."""
+
+    def places(groups: int) -> int:
+        return triton.cdiv(rows, max(groups, 1)) * groups
+
+    return min(range(most, most - most // 20 - 1, -1), key=places)
 
 
 def _address(tensor: Tensor) -> int:
@@ -162,15 +172,18 @@ def forward_candidates(size: int, *, weights: bool) -> list[dict[str, Any]]:
         return []
     found = [_config(32768, 16), _config(32768, 8), _config(32768, 32), _config(16384, 8, programs=2)]
     if weights:
-        return [*found, _config(16384, 16, ring=4, where="shared")]
+        held = [_config(16384, 8, programs=2), _config(32768, 16), _config(16384, 16, ring=6)]
+        return [*found, _config(16384, 16, ring=4, where="shared"), *(one | {"where": "registers"} for one in held)]
     return [*found, _config(32768, 16, kept=True)]
 
 
-def backward_candidates(size: int, *, sums: bool = False) -> list[dict[str, Any]]:
-    """The same for gradients, with sums over rows or without."""
+def backward_candidates(size: int, *, sums: bool = False, added: bool = False) -> list[dict[str, Any]]:
+    """The same for gradients, with sums over rows or without, and of a norm after an addition."""
     if not _offered() or size < SHORTEST:
         return []
     found = [_config(32768, 16), _config(16384, 8, programs=2)]
+    if added:  # parts of three tensors are smaller than others
+        found += [one | {"ring": 4} for one in found]
     if sums:
         return found + [one | {"where": "shared"} for one in found]
     return [*found, _config(32768, 8), _config(32768, 32)]

@@ -20,12 +20,14 @@ from nearpeak.kernels.jit.parts_rows import (
     bounds,
     chunk_of,
     cleaned,
+    clear,
     copy_row,
     folded,
     hold,
     inside,
     is_edge,
     look,
+    parameter_float32,
     place,
     read_parameters,
     room,
@@ -232,13 +234,14 @@ def norm_forward_parts(
                     values -= mean
                 values *= rstd
                 if weight is not None:
-                    factor = as_float32(factors[c])
+                    factor = parameter_float32(factors[c], FORM)
                     if offset is not None:
                         factor += offset.to(gl.float32)
                     values *= factor
                 if bias is not None:
-                    values += as_float32(levels[c])
+                    values += parameter_float32(levels[c], FORM)
                 write(result + written, values, c, begin, shift, stop, FORM)
+    clear(words, groups, PARTS)
 
 
 def forward(

@@ -16,10 +16,13 @@ from nearpeak.kernels.jit.launch import launch
 from nearpeak.kernels.jit.norms_gradient import empty_partials
 from nearpeak.kernels.jit.parts import plan
 from nearpeak.kernels.jit.parts_rows import (
+    GLOBAL,
+    REGISTERS,
     SHARED,
     as_float32,
     bounds,
     chunk_of,
+    clear,
     copy_row,
     folded,
     hold,
@@ -213,6 +216,7 @@ def norm_backward_parts(
             write_sums(partials + (groups + group) * even, bias_sums, begin, stop, FORM)
     elif WANTS_BIAS:
         write_sums(partials + group * even, bias_sums, begin, stop, FORM)
+    clear(words, groups, PARTS)
 
 
 def backward(
@@ -234,12 +238,14 @@ def backward(
     chosen = plan(rows, columns, config, copied, written, [] if weight is None else [weight], shifts=False)
     if chosen is None:
         return None
+    # sums over rows are in registers, and no weight has room there
+    where = GLOBAL.value if chosen.where == REGISTERS.value else chosen.where
     partials = empty_partials(wants, chosen.groups, columns, x.device)
     launch(
         norm_backward_parts, chosen.grid, gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials,
         chosen.words(statistics), rows, columns, *(strides[2] for strides in found.strides), offset,
-        chosen.part, chosen.parts, chosen.groups, centred, wants[2], wants[3], chosen.where,
-        0 if chosen.where == SHARED.value else _AHEAD, chosen.ring, chosen.padded, *chosen.form,
+        chosen.part, chosen.parts, chosen.groups, centred, wants[2], wants[3], where,
+        0 if where == SHARED.value else _AHEAD, chosen.ring, chosen.padded, *chosen.form,
         warps=chosen.warps, registers=chosen.registers,
     )  # fmt: skip
     return partials, chosen.groups

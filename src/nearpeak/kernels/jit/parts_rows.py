@@ -18,6 +18,8 @@ SHARED = gl.constexpr(parts.WHERE.index("shared"))
 REGISTERS = gl.constexpr(parts.WHERE.index("registers"))
 SLOTS = gl.constexpr(parts.SLOTS)
 WORDS_BEFORE = gl.constexpr(parts._WORDS_BEFORE)
+DONE = gl.constexpr(parts._WORDS_BEFORE // 2)
+"""The word that counts programs that are done."""
 
 
 @gluon.jit
@@ -95,14 +97,20 @@ def copy_row(tensor, ring, row, turn, begin, end, columns, stride, RING: gl.cons
 
 
 @gluon.jit
+def apart(pairs, FORM: gl.constexpr):
+    """The numbers of a chunk in float32, of which there are pairs in bfloat16, each in 32 bits."""
+    low = (pairs << 16).to(gl.float32, bitcast=True)
+    high = (pairs & 0xFFFF0000).to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [FORM[3]]), FORM[4], assert_trivial=True)
+
+
+@gluon.jit
 def load_float32(memory, FORM: gl.constexpr):
     """A chunk from shared memory in float32; of bfloat16 two numbers come as one, and cost an instruction each."""
     if memory.dtype == gl.bfloat16:
         HALF: gl.constexpr = gl.BlockedLayout([FORM[1] // 2], [32], [gl.num_warps()], [0])
         pairs = memory._reinterpret(gl.uint32, [FORM[3] // 2], gl.SwizzledSharedLayout(1, 1, 1, [0])).load(HALF)
-        low = (pairs << 16).to(gl.float32, bitcast=True)
-        high = (pairs & 0xFFFF0000).to(gl.float32, bitcast=True)
-        return gl.convert_layout(gl.reshape(gl.join(low, high), [FORM[3]]), FORM[4], assert_trivial=True)
+        return apart(pairs, FORM)
     return memory.load(FORM[4]).to(gl.float32)
 
 
@@ -185,13 +193,36 @@ def hold(pointer, begin, stop, FORM: gl.constexpr):
 
 @gluon.jit
 def read_parameter(pointer, held, c: gl.constexpr, begin, shift, stop, WHERE: gl.constexpr, FORM: gl.constexpr):
-    """A chunk of the weight or the bias."""
+    """A chunk of the weight or the bias: see `parameter_float32`."""
     if WHERE == SHARED:
-        return held[c].index(0).load(FORM[4])
-    source = pointer + (begin + c * FORM[3] - shift) + gl.arange(0, FORM[3], layout=FORM[4])
-    if is_edge(c, FORM):
-        return gl.load(source, mask=inside(c, begin, shift, stop, FORM), other=0.0)
-    return gl.load(source)
+        values = held[c].index(0).load(FORM[4])
+    elif WHERE == REGISTERS and pointer.dtype.element_ty == gl.bfloat16:  # a number of 16 bits would take a register
+        VECTOR: gl.constexpr = FORM[1] // 2
+        lane = gl.arange(0, FORM[3] // 2, layout=gl.BlockedLayout([VECTOR], [32], [gl.num_warps()], [0]))
+        pairs = pointer.to(gl.pointer_type(gl.uint32), bitcast=True) + (begin + c * FORM[3]) // 2 + lane
+        if is_edge(c, FORM):
+            values = gl.load(pairs, mask=lane // VECTOR * FORM[1] < stop - begin - c * FORM[3], other=0)
+        else:
+            values = gl.load(pairs)
+    else:
+        source = pointer + (begin + c * FORM[3] - shift) + gl.arange(0, FORM[3], layout=FORM[4])
+        if is_edge(c, FORM):
+            values = gl.load(source, mask=inside(c, begin, shift, stop, FORM), other=0.0)
+        else:
+            values = gl.load(source)
+    return values
+
+
+@gluon.jit
+def parameter_float32(values, FORM: gl.constexpr):
+    """A chunk of the weight or the bias as it was read, in float32."""
+    if values.dtype == gl.uint32:
+        # the same, in a way that the compiler must repeat for each row: it would keep what it makes of it in registers
+        values = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], gl.uint32, is_pure=False, pack=1)
+        values = apart(values, FORM)
+    else:
+        values = as_float32(values)
+    return values
 
 
 @gluon.jit
@@ -211,13 +242,33 @@ def ticket(words, PARTS: gl.constexpr):
     """Which of all parts this program has."""
     if PARTS == 1:
         return gl.program_id(0)
-    return gl.atomic_add(words, 1, sem="relaxed").to(gl.int32)
+    return gl.atomic_add(_as_words(words), 1, sem="relaxed").to(gl.int32)
+
+
+@gluon.jit
+def _as_words(counters):
+    """Two counters of 32 bits are a word."""
+    return counters.to(gl.pointer_type(gl.int64), bitcast=True)
+
+
+@gluon.jit
+def clear(words, groups, PARTS: gl.constexpr):
+    """The last program to be done sets all words back to 0, for the next launch."""
+    if PARTS > 1:
+        words = _as_words(words)
+        gl.thread_barrier()  # what any thread has read comes before this
+        if gl.atomic_add(words + DONE, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+            SIZE: gl.constexpr = 64 * gl.num_warps()
+            each = gl.arange(0, SIZE, layout=gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+            end = WORDS_BEFORE + groups * (SLOTS * 2 * PARTS)
+            for first in range(0, end, SIZE):
+                gl.store(words + first + each, gl.zeros_like(each).to(gl.int64), mask=first + each < end)
 
 
 @gluon.jit
 def words_of(words, group, turn, PARTS: gl.constexpr):
     """Where the programs of a group tell of a row: two words of each part, in a slot for every so many rows."""
-    return words + WORDS_BEFORE + (group * SLOTS + (turn + SLOTS) % SLOTS) * (2 * PARTS)
+    return _as_words(words) + WORDS_BEFORE + (group * SLOTS + (turn + SLOTS) % SLOTS) * (2 * PARTS)
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from nearpeak.kernels.jit.parts_rows import (
     bounds,
     chunk_of,
     cleaned,
+    clear,
     copy_row,
     look,
     place,
@@ -144,6 +145,7 @@ def softmax_parts(
                 else:
                     values = power(values, top, PLAIN, LOG) * finish
                 write(result + written, values, c, begin, shift, stop, FORM)
+    clear(words, groups, PARTS)
 
 
 @gluon.jit
@@ -216,6 +218,7 @@ def softmax_backward_parts(
                 else:
                     values = scale * values * (g - total)
                 write(dx + written, values, c, begin, shift, stop, FORM)
+    clear(words, groups, PARTS)
 
 
 def forward(x: Tensor, result: Tensor, scale: float, config: dict[str, Any], *, log: bool) -> bool:
