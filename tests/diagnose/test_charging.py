@@ -34,6 +34,15 @@ def test_gaps_are_charged_to_what_the_host_did():
     ]
 
 
+@pytest.mark.parametrize("closing", [0.0005, 0.013])
+def test_what_the_profiler_takes_to_end_is_no_time_of_the_step(closing):
+    ran = [Ran(0.002, 0.0021, None, "train.py:9")]
+    (found,) = of(ran, working=None, window=(0.0, 0.0021 + closing), idle_s=0.002, clean=True)
+    assert (found.cause, found.where, found.seconds) == ("python", "train.py:9", pytest.approx(0.002))
+    found = of(ran, working=None, window=(0.0, 0.0101), idle_s=0.006, clean=True)  # a clean step has some of it too
+    assert [item.seconds for item in found] == pytest.approx([0.004, 0.002])
+
+
 def test_a_synchronisation_is_charged_with_the_lead_that_it_took():
     ran = [Ran(0.0, 40.0, 0.0), Ran(90.0, 100.0, 90.0)]
     wait = Doing("synchronisation", 30.0, 42.0, "train.py:52", "item")

@@ -29,6 +29,7 @@ from nearpeak.diagnose.compiler import CompilerFacts
 from nearpeak.diagnose.examined import Known
 from nearpeak.diagnose.findings import with_findings
 from nearpeak.diagnose.launched import at_their_launches
+from nearpeak.diagnose.marks import has_gpu
 from nearpeak.diagnose.memory import memory_of
 from nearpeak.diagnose.profile import DeviceKernel, Profile, profile_of, with_idle
 from nearpeak.diagnose.rates import rates_of
@@ -192,7 +193,7 @@ class Profiler:
 
 def synchronize() -> None:
     """Waits for the GPU, where one is in use."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if has_gpu():
         with record_function(OWN_WAIT) if Profiler.running else nullcontext():
             torch.cuda.synchronize()
 

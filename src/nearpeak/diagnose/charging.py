@@ -105,6 +105,8 @@ def explain(
     """
     charge = _Charge(doing, working, slower=SLOWER if clean else 1.0)
     gaps = [gap for number, pause in enumerate(_pauses(ran, window)) if (gap := charge.pause(number, pause))]
+    if clean:
+        _less_after(charge.charged, idle_s)
     scale = _scale(charge.charged, idle_s, clean=clean)
     found = [
         IdleCause(
@@ -267,6 +269,14 @@ def _scale(charged: Mapping[tuple[Cause, str, str], _Sum], idle_s: float, *, cle
         return _Scale(same, same)
     steady = min(1.0, idle_s / steady_s) if steady_s > 0.0 else 1.0
     return _Scale(steady, max(0.0, idle_s - steady_s) / slowed_s if slowed_s > 0.0 else 0.0)
+
+
+def _less_after(charged: Mapping[tuple[Cause, str, str], _Sum], idle_s: float) -> None:
+    """Takes off what is too much of the time after the last kernel: the profiler ends there, the first time slowly."""
+    after = charged.get(("python", AFTER, ""))
+    if after is not None:
+        others = sum(total.steady for (cause, _, _), total in charged.items() if cause != "profiler") - after.steady
+        after.steady = min(after.steady, max(0.0, idle_s - others))
 
 
 def _pauses(ran: Sequence[Ran], window: Interval) -> Iterator[_Pause]:

@@ -33,7 +33,12 @@ class DeviceMarks:
         return [one.elapsed_time(two) / 1e3 for one, two in pairwise(self._made)]
 
 
+def has_gpu() -> bool:
+    """Whether a GPU is in use."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 def _events(count: int) -> list[torch.cuda.Event]:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not has_gpu():
         return []
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]

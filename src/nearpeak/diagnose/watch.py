@@ -17,7 +17,7 @@ from nearpeak.capture.step_kind import StepKind
 from nearpeak.capture.steps import Steps
 from nearpeak.diagnose.captured import Captured, Profiler, synchronize
 from nearpeak.diagnose.compiler import CompilerFacts, breaks_in, compiler_facts, graphs_so_far
-from nearpeak.diagnose.marks import DeviceMarks
+from nearpeak.diagnose.marks import DeviceMarks, has_gpu
 from nearpeak.diagnose.schedule import CLEAN_STEPS, OUTLIER, PROFILED_STEPS, Phase, Schedule
 from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
@@ -215,10 +215,11 @@ class Watch:
         if after == "clean" and self._warm_graphs is None:
             self._warm_graphs = graphs_so_far()
         if before == "clean" and after not in ("clean", "warm-up"):
-            self._compiler = compiler_facts(self._warm_graphs or 0)
             self._marks.mark()
             synchronize()
-            schedule.device_ended(time.perf_counter(), self._marks.seconds())
+            # the work of a CPU ends with the step, whatever was to be done here since
+            schedule.device_ended(time.perf_counter() if has_gpu() else now, self._marks.seconds())
+            self._compiler = compiler_facts(self._warm_graphs or 0)
         if self.problem:
             return
         if between is not None:

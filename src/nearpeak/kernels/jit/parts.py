@@ -157,7 +157,7 @@ def _groups(most: int, rows: int) -> int:
     """So many, or a few less if then more of them have a row in the last turn."""
 
     def places(groups: int) -> int:
-        return triton.cdiv(rows, max(groups, 1)) * groups
+        return -(-rows // max(groups, 1)) * groups
 
     return min(range(most, most - most // 20 - 1, -1), key=places)
 
