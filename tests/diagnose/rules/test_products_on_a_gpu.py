@@ -26,8 +26,9 @@ def test_the_prediction_is_the_difference_to_the_twin(name):
 @pytest.mark.parametrize("name", ["batch_too_small", "dense_embedding_gradient", "skewed_experts"])
 def test_found_and_not_in_the_twin(name):
     module = load(name)
-    (finding,) = found_in(examined(lambda: module.waste("cuda")), module.RULE)
-    assert finding.saving_s > 0.25 * examined(lambda: module.waste("cuda")).profile.wall_s
+    step = examined(lambda: module.waste("cuda"))
+    (finding,) = found_in(step, module.RULE)
+    assert finding.saving_s > 0.25 * step.profile.wall_s
     assert not found_in(examined(lambda: module.clean("cuda")))
 
 
