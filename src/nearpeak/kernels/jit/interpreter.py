@@ -7,6 +7,8 @@ does; casts are torch's. This touches private names of Triton 3.6 to 3.9, so it 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +63,7 @@ def _install(builder: Any) -> None:
         setattr(builder, name, _in_float32(getattr(builder, name)))
     builder.create_masked_load = _masked(builder.create_masked_load, 1)
     builder.create_masked_store = _masked(builder.create_masked_store, 2)
+    _spare_time(interpreter.interpreter_builder)
     interpreter._patch_lang_tensor = _counted_by_items(interpreter._patch_lang_tensor)
     interpreter.InterpretedFunction.__call__ = _patched_once(interpreter._patch_lang)
     dot, cast = builder.create_dot, builder.cast_impl
@@ -70,6 +73,14 @@ def _install(builder: Any) -> None:
     builder.create_fp_to_fp = lambda self, source, target, rounding: _cast(
         self, lambda self, source, target: rounded(self, source, target, rounding), source, target
     )
+
+
+def _spare_time(builder: Any) -> None:
+    """Leaves out what is computed in vain: whether integers pass their range, of which nobody is told without `debug`."""
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    asked, of_scalar = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (asked if dtype.scalar.is_ptr() else of_scalar)(dtype.scalar)
 
 
 def _patched_once(patch: Callable[..., Any]) -> Callable[..., Any]:
