@@ -76,7 +76,7 @@ def _install(builder: Any) -> None:
 
 
 def _spare_time(builder: Any) -> None:
-    """Leaves out what is computed in vain: whether integers pass their range, of which nobody is told without `debug`."""
+    """Leaves out what is computed in vain: whether integers pass their range, which nobody hears of without `debug`."""
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     asked, of_scalar = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
