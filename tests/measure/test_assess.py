@@ -159,6 +159,11 @@ def test_rare_slow_calls_are_a_note():
     assert "HEAVY_TAIL" not in flags(blocks(values[:30]))  # too few to speak of a hundredth
 
 
+def test_a_median_of_nothing_divides_nothing():
+    values = [0.0] * 60 + [1e-6] * 3
+    assert flags(blocks(values))["HEAVY_TAIL"].evidence == "the slowest hundredth takes 1.00 us, and the median nothing"
+
+
 def under(values, throttled, *reasons, clock=None):
     """A series whose first `throttled` blocks ran under these reasons."""
     held, free = Conditions(clock_hz=clock, throttle=reasons), Conditions(clock_hz=clock)
