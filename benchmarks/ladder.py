@@ -14,15 +14,15 @@ holds that against the counters of a file from before.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import ncu
 
 SIZE = 4096
 PEAK = 989.4e12
@@ -98,8 +98,6 @@ def measure(size: int, rounds: int = ROUNDS) -> list[Row]:
 
 def run_once(size: int) -> None:
     """Each rung once inside of a range, for ncu; once before, as the first call compiles."""
-    import torch
-
     from nearpeak.kernels.ladder.rungs import RUNGS
 
     a, b = matrices(size)
@@ -109,48 +107,33 @@ def run_once(size: int) -> None:
         except Exception as error:
             print(f"{rung.name}: {error}", file=sys.stderr)
             continue
-        torch.cuda.synchronize()
-        torch.cuda.nvtx.range_push(RANGE + rung.name)
-        torch.cuda.cudart().cudaProfilerStart()
-        rung.multiply(a, b)
-        torch.cuda.synchronize()
-        torch.cuda.cudart().cudaProfilerStop()
-        torch.cuda.nvtx.range_pop()
+        with ncu.counted_range(RANGE + rung.name):
+            rung.multiply(a, b)
 
 
 def ncu_command(size: int, log: Path) -> list[str]:
-    return [
-        "ncu", "--csv", "--nvtx", "--profile-from-start", "off", "--print-units", "base", "--clock-control", "none",
-        "--metrics", ",".join(counters()), "--log-file", str(log),
-        sys.executable, str(Path(__file__).resolve()), "--once", "--size", str(size),
-    ]  # fmt: skip
+    return ncu.command(__file__, ["--once", "--size", str(size)], counters(), log, page="details")
 
 
 def read_ncu(lines: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """By rung the counters, summed over its kernels, and their names, from ncu's table."""
+    """By rung the counters and names of its kernels, from ncu's table."""
+    return summed(ncu.read(lines, RANGE))
+
+
+def summed(kernels: Iterable[ncu.Kernel]) -> dict[str, dict[str, Any]]:
+    """By rung the counters, summed over its kernels, and their names."""
     found: dict[str, dict[str, Any]] = {}
-    for row in csv.DictReader(line for line in lines if line.startswith('"')):
-        said = " ".join(str(value) for name, value in row.items() if name and "Push/Pop_Range" in name)
-        rung = re.search(rf":{RANGE}([a-z ]+):", said)
-        if rung is None:
-            continue
-        of_rung = found.setdefault(rung[1], {"kernels": []})
-        name, metric = row["Kernel Name"], row["Metric Name"]
-        if name not in of_rung["kernels"]:
-            of_rung["kernels"].append(name)
-        of_rung[metric] = of_rung.get(metric, 0.0) + float(row["Metric Value"].replace(",", ""))
+    for kernel in kernels:
+        of_rung = found.setdefault(kernel.within, {"kernels": []})
+        if kernel.name not in of_rung["kernels"]:
+            of_rung["kernels"].append(kernel.name)
+        for name, value in kernel.counters.items():
+            of_rung[name] = of_rung.get(name, 0.0) + value
     return found
 
 
 def counted(size: int) -> dict[str, dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "ncu.csv"
-        done = subprocess.run(ncu_command(size, log), capture_output=True, text=True, check=False)
-        text = log.read_text() if log.exists() else ""
-    found = read_ncu(text.splitlines())
-    if not found:
-        raise SystemExit(f"ncu counted nothing:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{text[-2000:]}")
-    return found
+    return summed(ncu.counted(partial(ncu_command, size), RANGE))
 
 
 def joined(rows: Sequence[Row], found: dict[str, dict[str, Any]], size: int) -> None:
