@@ -95,6 +95,10 @@ def test_flash_attention_moves_each_score_eight_times(
     assert found.bytes == moved
     assert found.as_written_s == pytest.approx(moved / H100.bandwidth, rel=0.02)
     assert total[0] == "all steps" and total[3] == "10.5 ms"
+    assert [row[0] for row in steps.rows].count("cast") == 2 and steps.rows[-3][3] == steps.rows[3][3]
+    up, softmax, down = (steps.rows[place] for place in (3, 5, 6))  # as many bytes up as down, by another kernel
+    assert float(down[4].split()[0]) < 0.6 * float(up[4].split()[0])
+    assert float(softmax[4].split()[0]) < 2 * float(softmax[3].split()[0])
     head = 4096 * 128 * 2
     assert [row[4] for row in loops.rows] == [pages.shown("B")(64 * head * (2 + 32 * each)) for each in (3, 2, 2)]
 
@@ -118,7 +122,10 @@ def test_first_kernels_bytes(predicting: Callable[[str], Result], only: Callable
     found = seconds(predicting("first_kernels"))
     assert found["add, nearpeak"] == pytest.approx(3 * size / H100.bandwidth)
     assert found["softmax, nearpeak"] == pytest.approx(2 * size / H100.bandwidth)
-    assert found["softmax, nearpeak"] < found["softmax, torch"] < found["softmax, written out, torch"]
+    assert found["softmax, nearpeak"] == found["softmax, torch"] < found["softmax, written out, torch"]
+    assert found["add, torch"] == found["add, nearpeak"]
+    floors = [row.what for row in predicting("first_kernels").rows if row.high is None]
+    assert floors == ["softmax, torch"]  # limited by more than its bytes
 
 
 def test_shown_kernels(tmp_path: Path, predicting: Callable[[str], Result], only: Callable[..., list[Listing]]) -> None:
@@ -194,6 +201,14 @@ def test_cache_operations(predicting: Callable[[str], Result], only: Callable[..
 def _flops(text: str) -> float:
     number, unit = text.split()
     return float(number) * {"M": 1e6, "G": 1e9, "T": 1e12}[unit[0]]
+
+
+def test_heads_fewer_than_processors_wait() -> None:
+    here = running.here("h100-sxm")
+    caches = {n: [(torch.empty(1, n, 2048, 64, dtype=torch.bfloat16, device="meta"),) * 2] for n in (32, 132, 264)}
+    assert kv_cache.waiting(here, caches[132]) == kv_cache.waiting(here, caches[264]) == 0
+    assert 1e-6 < kv_cache.waiting(here, caches[32]) < 32e-6
+    assert kv_cache.waiting(here, caches[32] * 3) == pytest.approx(3 * kv_cache.waiting(here, caches[32]))
 
 
 def test_cache_gives_the_same_token() -> None:

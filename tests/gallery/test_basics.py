@@ -126,6 +126,20 @@ def test_a_rate_above_the_roof_is_said(measuring, said, monkeypatch):
     assert "times the roof" not in said(measuring("ridge"))
 
 
+def test_a_few_columns_have_a_floor(predicting, said):
+    rows = {row.what: row for row in predicting("ridge").rows}
+    assert [name for name, row in rows.items() if row.high is None] == ["N = 4"]
+    assert rows["N = 4"].predicted == pytest.approx((8192 + 2 * 4) * 8192 * 2 / H100.bandwidth, rel=0.01)
+    assert "N = 4 is between" in said(predicting("ridge")) and "Measured" not in said(predicting("ridge"))
+
+
+def test_room_beside_a_few_columns(measuring, said, monkeypatch):
+    monkeypatch.setattr(Here, "measure", lambda self, fn, a, b, **options: 3.0 if b.shape[1] == 4 else 1.0)
+    assert "3.0 times as long as one column: room" in said(measuring("ridge"))
+    monkeypatch.setattr(Here, "measure", lambda self, fn, *args, **options: 1.0)
+    assert "room" not in said(measuring("ridge"))
+
+
 def test_layer_ops_by_hand(predicting, only, said):
     result = predicting("layer_ops")
     rows = {row[0]: row for row in only(result, Table)[0].rows}
@@ -142,13 +156,19 @@ def test_layer_ops_by_hand(predicting, only, said):
 
 def test_waves_by_hand(predicting, only):
     result = predicting("waves")
-    steps = only(result, Table)[0].rows
-    full, over = next((before, after) for before, after in pairwise(steps) if before[0] == "8448")
-    assert full[1:5] == ("256 x 128", "264", "2", "100 %")  # 4 x 66 tiles on 132 multiprocessors
-    assert over[0] == "8704" and int(over[3]) > 2
-    staircase = only(result, Plot)[0].series[0].points
-    assert all(later >= earlier * 0.999 for (_, earlier), (_, later) in pairwise(staircase))
+    steps = {row[0]: row for row in only(result, Table)[0].rows}
+    assert steps["8448"][1:5] == ("264", "2", "100 %", "100 %")  # 8 x 33 tiles on 132 multiprocessors
+    assert steps["8704"][1:4] == ("272", "3", "6 %")
+    assert steps["2304"][5:] == ("128 of 128 x 144", "97 %")  # one wave, as with N = 2048
+    fixed, fitting = (series.points for series in only(result, Plot)[0].series)
+    assert all(later >= earlier * 0.999 for (_, earlier), (_, later) in pairwise(fixed))
+    assert all(best <= stairs * 1.001 for (_, stairs), (_, best) in zip(fixed, fitting, strict=True))
     assert max(row.predicted for row in result.rows) < waves.WAVES * 50e-6
+
+
+def test_waves_where_tiles_have_three_sizes():
+    result = running.run("waves", running.here("a100-sxm-80gb"))
+    assert not result.skipped and len(result.rows) == 8  # no kernel that copies by TMA
 
 
 def test_threads_are_as_before(measuring):

@@ -2,7 +2,7 @@
 
 A kernel that adds two vectors is as fast as torch's, since both read two numbers and write one. A softmax written out
 in torch goes over its numbers five times; a kernel that holds a row on the chip reads and writes each number once.
-Both kernels are a few lines. Their time is predicted by their bytes.
+Both kernels are a few lines. Their time is predicted by their bytes, and so is the least that torch's softmax takes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from nearpeak import kernels
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, compared, prose
+from nearpeak.gallery.here import FLOOR, Here
+from nearpeak.gallery.parts import Part, Row, compared, prose
 from nearpeak.render.document import Listing, Table
 from nearpeak.units import quantity, significant
+from nearpeak.units import seconds as duration
 
 ADD = """
 @triton.jit
@@ -120,7 +121,12 @@ def example(here: Here) -> Iterator[Part]:
     ceilings = here.machine.achievable or here.machine.theoretical
     assert ceilings is not None
     by_bytes = {name: found.bytes / ceilings.bandwidth for name, found in counts.items()}
-    found_rows = [here.row(f"{name}, torch", fn, *args) for name, fn, args in forms]
+    expected = here.predict(by_torch, x)
+    found_rows = [
+        here.row("add, torch", torch.add, x, y, predicted=by_bytes["add"]),
+        here.row("softmax, written out, torch", written_out, x),
+        here.row("softmax, torch", by_torch, x, predicted=by_bytes["softmax"], band=FLOOR),
+    ]
     if here.gpu:
         ours = [
             here.row("add, nearpeak", kernels.add, x, y, predicted=by_bytes["add"]),
@@ -131,19 +137,32 @@ def example(here: Here) -> Iterator[Part]:
     yield compared(
         "Time",
         found_rows,
-        note="torch's forms are predicted at what its kernels reach on such a machine"
-        + (f", ours as their bytes at {bandwidth}." if here.gpu else "."),
+        note=f"Predicted as their bytes at {bandwidth}; written out, as what torch's kernels for such steps reach on a"
+        " machine of this kind. For torch's softmax in one step the bytes are the least that it takes.",
     )
-    out, fused, expected = found_rows[1], found_rows[-1], found_rows[2].predicted
+    yield from _room(found_rows[2], expected)
+    out, fused = found_rows[1], found_rows[-1]
     seconds = [row.measured or row.predicted or math.nan for row in (out, fused)]
     least = by_bytes["softmax"]
     yield from prose(
         f"The softmax in one step takes {seconds[1] / seconds[0]:.0%} of the time of the one written out,"
         f" as {'measured' if here.measures else 'predicted'} here, and {significant(seconds[1] / least, 2)} times what"
-        f" its bytes take at {bandwidth}." + ("" if here.gpu or not expected or expected < 4 * least else LIMITED)
+        f" its bytes take at {bandwidth}." + ("" if here.gpu or expected < 4 * least else LIMITED)
     )
     if here.measures:
         yield from exact(here)
+
+
+def _room(row: Row, expected: float) -> Iterator[Part]:
+    """How far torch's softmax is from what its bytes take."""
+    assert row.predicted
+    taken = row.measured or expected
+    yield from prose(
+        f"torch's softmax in one step {'takes' if row.measured else 'is expected to take'} {duration(taken)}:"
+        f" {row.predicted / taken:.0%} of the memory's speed. It reads and writes no more than it must; the rest is"
+        " what its threads do for each number and each row, and changes with the length of rows. That is the room that"
+        " a kernel of one's own has."
+    )
 
 
 def exact(here: Here) -> Iterator[Part]:

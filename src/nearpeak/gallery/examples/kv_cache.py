@@ -67,6 +67,25 @@ def with_cache(x: Tensor, weights: list[Layer], caches: list[tuple[Tensor, Tenso
     return x[:, -1]
 
 
+def waiting(here: Here, caches: list[tuple[Tensor, Tensor]]) -> float:
+    """Seconds that a token with a cache takes longer because a head's weighted sum has one processor.
+
+    Its result is one tile, so that there are as many tiles as heads. Where those are fewer than the processors, the
+    product takes as long as one with a head for each of them: the others wait, and ask memory for nothing.
+    """
+    _, heads, tokens, _ = caches[0][1].shape
+    dtype, processors = caches[0][1].dtype, here.machine.processors
+    if not here.gpu or not processors:
+        return 0.0
+
+    def weighted_sum(number: int) -> float:
+        sizes = ((number, 1, tokens), (number, tokens, HEAD))
+        return here.predict(torch.bmm, *(torch.empty(size, dtype=dtype, device="meta") for size in sizes))
+
+    full = math.ceil(heads / processors) * processors
+    return len(caches) * (weighted_sum(full) - weighted_sum(heads))
+
+
 def example(here: Here) -> Iterator[Part]:
     """Operations and seconds of the token at each place."""
     width, number = here.pick(gpu=(2048, 8), cpu=(256, 2))
@@ -93,7 +112,8 @@ def example(here: Here) -> Iterator[Part]:
             here.estimate(without_cache, x, weights).flops,
         )
         flops.append((length, *counts))
-        kept = here.row(f"token {length}, cache", with_cache, last, weights, caches)
+        expected = here.predict(with_cache, last, weights, caches) + waiting(here, caches)
+        kept = here.row(f"token {length}, cache", with_cache, last, weights, caches, predicted=expected)
         found.append((length, kept, here.row(f"token {length}, none", without_cache, x, weights)))
     yield Table(
         title="Operations for one more token",
@@ -116,7 +136,7 @@ def example(here: Here) -> Iterator[Part]:
         f" {significant(again_last / again_first)} times without. Summed over a text, the projections of all its"
         " tokens are linear in its length with the cache and quadratic without."
     )
-    yield compared("Time of one more token", [row for _, *pair in found for row in pair])
+    yield compared("Time of one more token", [row for _, *pair in found for row in pair], note=_note(here, width))
 
     ways = ("predicted", "measured") if here.measures else ("predicted",)
     series = []
@@ -144,4 +164,15 @@ def example(here: Here) -> Iterator[Part]:
             if shares[-1] < again_last / kept_last
             else ""
         )
+    )
+
+
+def _note(here: Here, width: int) -> str:
+    heads, processors = width // HEAD, here.machine.processors
+    if not here.gpu or not processors or heads >= processors:
+        return ""
+    return (
+        f"With a cache the weighted sum of each head's values is one tile of results: {heads} tiles on {processors}"
+        " processors, of which the others wait. That is in the predictions, and grows with the place; a library that"
+        " cuts the sum into parts is faster."
     )

@@ -132,22 +132,36 @@ def _small(here: Here) -> Iterator[Part]:
         _row("weights", wider * expected.parameters, found, EXACT),
         _row("gradients", wider * expected.gradients, found, EXACT),
         _row("optimizer", wider * expected.optimizer, found, EXACT),
-        _row("activations of layers", wider * expected.activation, found, here.band),
+        _row("activations of layers", wider * _layers_keep(here, expected), found, here.band),
         _row("the same, checkpointed", wider * again.activation, found, here.band),
     ]
     if here.gpu:
-        rows.append(_row("peak of the allocator", expected.allocated, found, here.band))
+        rows.append(_row("peak of the allocator", expected.allocated - expected.activations["eager"], found, here.band))
     yield compared(
         f"A model of {model.parameters / 1e6:.0f} million weights, {batch} x {sequence} tokens", rows, unit="B"
     )
     yield from prose(
-        "The plan's figures are for kernels of one operator each, as torch runs them without a compiler. torch's AdamW"
+        "The plan's figures are for kernels of one operator each, as torch runs them without a compiler. Of activations"
+        " the plan adds what published models keep around each block, rotated queries and keys and copies in float32;"
+        " this one has neither, and they are left out. "
+        + (
+            "Its norm is one kernel, which keeps its input and a number for each row."
+            if here.gpu
+            else "Its norm is several kernels here, which keep a tensor of its size besides its input and its output."
+        ),
+        "torch's AdamW"
         f" keeps its moments in the dtype of the weights, here {str(dtype).removeprefix('torch.')}: with bfloat16"
-        " weights that is 4 bytes a weight and not 8, and the moments round as coarsely as the weights do."
+        " weights that is 4 bytes a weight and not 8, and the moments round as coarsely as the weights do.",
     )
     if found:
         share = found["the same, checkpointed"] / found["activations of layers"]
         yield from prose(f"Checkpointing left {share:.1%} of the activations that the layers keep.")
+
+
+def _layers_keep(here: Here, planned: StageMemory) -> float:
+    """Bytes of activations without those that the small model has not; a norm of several kernels keeps one more."""
+    kept = planned.activation - planned.activations["eager"]
+    return kept if here.gpu else kept + planned.activations["norm"]
 
 
 def _row(name: str, predicted: float, found: dict[str, float], band: tuple[float, float]) -> Row:

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 
 import torch
 
-from nearpeak.gallery.here import Here
+from nearpeak.gallery.here import FLOOR, Here
 from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
 from nearpeak.render.plot import Series
-from nearpeak.units import significant
+from nearpeak.units import quantity, significant
 
 ABOVE = 1.05
 """How many times the roof a rate may seem to be; both were measured, and vary by some percent."""
+WHOLE = 8
+"""Columns that the matrix units multiply by at least: PTX ISA, shapes of mma and wgmma. Vectors of CPUs are as long."""
 
 
 def example(here: Here) -> Iterator[Part]:
@@ -32,7 +34,11 @@ def example(here: Here) -> Iterator[Part]:
         b = torch.randn(side, columns, dtype=dtype, device=here.tensors)
         flops = 2 * side * side * columns
         moved = (side * side + 2 * side * columns) * dtype.itemsize
-        rows.append((columns, flops / moved, here.row(f"N = {columns}", torch.mm, a, b)))
+        # Libraries have kernels for a vector and for whole tiles. For what is neither, the least is known, and no more.
+        least = here.estimate(torch.mm, a, b).as_written_s if 1 < columns < WHOLE else None
+        band = None if least is None else FLOOR
+        row = here.row(f"N = {columns}", torch.mm, a, b, predicted=least, band=band)
+        rows.append((columns, flops / moved, row))
         columns *= 4 if columns < side // 4 else 2
     ridge = here.machine.ridge(name)
     yield from prose(
@@ -40,6 +46,7 @@ def example(here: Here) -> Iterator[Part]:
         " the intensity, and time hardly changes with N; right of it the rate stays, and time grows with N."
     )
     yield compared(f"M = K = {side}, {name}", [row for _, _, row in rows])
+    yield from _between([(n, row) for n, _, row in rows if 1 < n < WHOLE], rows[0][2], a.nbytes)
 
     def rates(seconds: list[float | None]) -> tuple[tuple[float, float], ...]:
         found = zip(rows, seconds, strict=True)
@@ -72,3 +79,20 @@ def example(here: Here) -> Iterator[Part]:
             " this one was measured too low, while something else ran. `nearpeak machine --calibrate` on an idle"
             " machine measures it again."
         )
+
+
+def _between(narrow: list[tuple[int, Row]], vector: Row, size: int) -> Iterator[Part]:
+    """Why products of a few columns have a floor and no estimate."""
+    for columns, row in narrow:
+        text = (
+            f"N = {columns} is between: more than the one column for which libraries have kernels of their own, and"
+            f" fewer than the {WHOLE} that matrix units take at once. The large matrix is read once for all columns, so"
+            " that the time could be that of one column; how near a library comes is not known before. What stands"
+            f" there as predicted is the least: {quantity(size, 'B')} at the machine's bandwidth."
+        )
+        if row.ratio and vector.measured and row.measured:
+            text += f" Measured, it took {significant(row.ratio, 2)} times that"
+            longer = row.measured / vector.measured
+            room = f", and {significant(longer, 2)} times as long as one column: room for a kernel that is made for it."
+            text += room if longer > ABOVE else "."
+        yield from prose(text)

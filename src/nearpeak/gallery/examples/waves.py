@@ -2,16 +2,17 @@
 
 A product is cut into tiles, and each processor computes one tile at a time. When there is one tile more than there are
 processors, a second wave begins for that tile alone, and all others wait. So time grows in steps and not in a line,
-and the share of the peak that is reached falls after each step and climbs again: a saw-tooth. The same holds for chunks
-of work over the cores of a CPU.
+and the share of the peak that is reached falls after each step and climbs again: a saw-tooth. A library that has tiles
+of many sizes takes one that fits, and nearly gets rid of the steps. The same holds for chunks of work over the cores of
+a CPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from nearpeak.bound.tiles import Tiling
 from nearpeak.gallery.here import Here
 from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
 from nearpeak.gallery.running import Skip
+from nearpeak.kernels.ladder import persistent
 from nearpeak.render.document import Table
 from nearpeak.render.plot import Series
 from nearpeak.units import percent, seconds
@@ -27,17 +29,41 @@ from nearpeak.units import percent, seconds
 ROWS, DEPTH, STEP = 1024, 4096, 256
 """The product on a GPU: rows and contraction stay, columns grow in steps."""
 WAVES = 3
-STEPS = 4
-"""How many of the largest steps are measured."""
+HALVES = 4
+"""So many times half a wave of the fixed tile is filled, and one step of columns more."""
+WIDTHS = {"hopper": 8, "blackwell": 16}
+"""By how many columns tiles may differ, where one instruction gives 64 or more rows of a tile and up to 256 columns:
+PTX ISA, shapes of wgmma.mma_async and of tcgen05.mma."""
 MARKED = 24
 """Up to how many predictions have a mark each."""
 CHUNK = 256
 """Edge of the product that is one chunk of work on a CPU."""
 
+Times = Mapping[int, float]
+
 
 def example(here: Here) -> Iterator[Part]:
     """Tiles over multiprocessors, or chunks over cores."""
     yield from _tiles(here) if here.gpu else _chunks(here)
+
+
+def in_tiles(tiling: Tiling, rows: int, columns: int) -> Tiling:
+    """The same product in tiles of another size."""
+    tiles = tiling.batch * math.ceil(tiling.m / rows) * math.ceil(tiling.n / columns)
+    return replace(tiling, tile=(rows, columns, tiling.tile[2]), tiles=tiles)
+
+
+def that_fit(tiling: Tiling, architecture: str) -> Tiling:
+    """In the tiles from 128 x 128 to 128 x 256, or as wide as high, that leave the largest share of the peak.
+
+    Where instructions allow no sizes between, the tiling as it is: the best of the usual sizes.
+    """
+    step = WIDTHS.get(architecture)
+    if step is None:
+        return tiling
+    sides = range(128, 256 + 1, step)
+    found = [in_tiles(tiling, *tile) for side in sides for tile in ((side, 128), (128, side))]
+    return max(found, key=lambda one: (round(one.efficiency, 9), one.tile[0] * one.tile[1]))
 
 
 def _tiles(here: Here) -> Iterator[Part]:
@@ -52,65 +78,87 @@ def _tiles(here: Here) -> Iterator[Part]:
             raise Skip(f"the tiles of {here.machine.name} or the number of its processors are not known.")
         return op, op.tiling
 
-    ceilings = here.machine.achievable or here.machine.theoretical
+    architecture = here.machine.architecture
     processors = estimated(STEP)[1].processors
-    assert ceilings is not None
-    most = math.ceil(WAVES * processors * 128 * 256 / ROWS / STEP) * STEP
+    wave = processors * persistent.ROWS * persistent.COLUMNS // ROWS  # columns of a full wave of the fixed tile
+    most = math.ceil(WAVES * wave / STEP) * STEP
     # What kernels reach of the peak where waves hardly matter: the largest product, its own loss to waves taken out.
     large, tiling = estimated(8 * most)
     rate = large.flops / (large.expected_seconds or large.seconds) / tiling.efficiency
-    sizes = range(4 * STEP, most, STEP)
-    found = {columns: estimated(columns)[1] for columns in sizes}
     start = here.predict(torch.mm, *(one[:1, :1] for one in factors(STEP, "meta")))
-    predicted = {columns: start + 2 * ROWS * DEPTH * columns / rate / one.efficiency for columns, one in found.items()}
-    falls = sorted(
-        ((found[before].efficiency - found[after].efficiency, before, after) for before, after in pairwise(sizes)),
-        reverse=True,
-    )
-    steps = sorted((before, after) for _, before, after in falls[:STEPS])
+    sizes = range(4 * STEP, most, STEP)
+    usual = {columns: estimated(columns)[1] for columns in sizes}
+    fixed = {columns: in_tiles(one, persistent.ROWS, persistent.COLUMNS) for columns, one in usual.items()}
+    fitting = {columns: that_fit(one, architecture) for columns, one in usual.items()}
+
+    def times(tilings: Mapping[int, Tiling]) -> Times:
+        return {n: start + 2 * ROWS * DEPTH * n / rate / one.efficiency for n, one in tilings.items()}
+
+    one_size, sizes_that_fit = times(fixed), times(fitting)
+    halves = [half * wave // 2 // STEP * STEP for half in range(1, HALVES + 1)]
+    shown = [columns for before in halves for columns in (before, before + STEP)]
+    tile = f"{persistent.ROWS} x {persistent.COLUMNS}"
     yield from prose(
-        f"A product of {ROWS} x {DEPTH} by {DEPTH} x N in bfloat16 on {processors} multiprocessors. Kernels that reach"
-        " the peak use tiles of 128 x 256, 256 x 128 or 128 x 128; a tile that is cut by the edge costs as much as a"
-        f" whole one. A wave of the larger ones takes {seconds(2 * 128 * 256 * DEPTH * processors / rate)}, with all"
-        f" multiprocessors busy or with one of them, and any product {seconds(start)} besides, as one of 1 x 1 does."
+        f"A product of {ROWS} x {DEPTH} by {DEPTH} x N in bfloat16 on {processors} multiprocessors. A wave of tiles of"
+        f" {tile} takes {seconds(2 * DEPTH * ROWS * wave / rate)}, with all multiprocessors busy or with one of them; a"
+        f" tile that is cut by the edge costs as much as a whole one. Any product takes {seconds(start)} besides, as"
+        " one of 1 x 1 does."
     )
     yield Table(
-        title="Before and after each step",
-        headers=("N", "tile", "tiles", "waves", "last wave", "share of peak", "predicted"),
-        align="rlrrrrr",
+        title="One size of tile, and a size that fits",
+        headers=("N", f"tiles of {tile}", "waves", "last wave", "of peak", "tiles that fit", "of peak"),
         rows=tuple(
             (
                 f"{columns}",
-                f"{found[columns].tile[0]} x {found[columns].tile[1]}",
-                f"{found[columns].tiles}",
-                f"{found[columns].waves}",
-                percent(found[columns].last_wave, 0),
-                percent(found[columns].efficiency, 0),
-                seconds(predicted[columns]),
+                f"{fixed[columns].tiles}",
+                f"{fixed[columns].waves}",
+                percent(fixed[columns].last_wave, 0),
+                percent(fixed[columns].efficiency, 0),
+                "{} of {} x {}".format(fitting[columns].tiles, *fitting[columns].tile),
+                percent(fitting[columns].efficiency, 0),
             )
-            for pair in steps
-            for columns in pair
+            for columns in shown
         ),
-        note="The tiles are those of the three that leave the largest share of the peak.",
+        note=_sizes(architecture),
     )
-    # Libraries may share the last tiles between processors, or take tiles of other sizes: faster than the step.
-    band = (0.6, 1.25)
-    rows = {
-        columns: here.row(
-            f"N = {columns}",
-            torch.mm,
-            *factors(columns, here.tensors),
-            predicted=predicted[columns],
-            band=band,
-            max_seconds=0.2,
+    given = {columns: factors(columns, here.tensors) for columns in shown}
+    mine: dict[int, Row] = {}
+    if architecture in WIDTHS:  # the kernel copies by TMA, as no GPU before Hopper does
+        mine = {
+            n: here.row(f"N = {n}", persistent.multiply, *given[n], predicted=one_size[n], max_seconds=0.2)
+            for n in shown
+        }
+        yield compared(f"Tiles of {tile}: the persistent kernel of `tiling_ladder`", list(mine.values()))
+    theirs = {n: here.row(f"N = {n}", torch.mm, *given[n], predicted=sizes_that_fit[n], max_seconds=0.2) for n in shown}
+    yield compared("Tiles that fit: torch.mm", list(theirs.values()))
+    yield from _pictures(
+        here,
+        "N",
+        {n: 2.0 * ROWS * DEPTH * n for n in sizes},
+        {f"tiles of {tile}": one_size, "tiles that fit": sizes_that_fit},
+        {f"tiles of {tile}": mine, "tiles that fit": theirs},
+    )
+    before, after = shown[2:4]
+    grown = [
+        _grown(f"{kernel}: from N = {before} to N = {after}", rows[before], rows[after], after / before)
+        for kernel, rows in ((f"Tiles of {tile}", mine), ("torch.mm", theirs))
+        if rows
+    ]
+    yield from prose(
+        *grown,
+        "The ways out are sizes that fill the last wave, or a cut of the work that does: tiles that fit the size, or"
+        " finer ones, so that a wave is a smaller part of the whole.",
+    )
+
+
+def _sizes(architecture: str) -> str:
+    if architecture in WIDTHS:
+        return (
+            "Tiles that fit: 128 by 128 to 256, or the other way round, in steps of the"
+            f" {WIDTHS[architecture]} columns that the matrix instructions allow; the ones that leave the largest share"
+            " of the peak."
         )
-        for pair in steps
-        for columns in pair
-    }
-    yield compared("Time of the product", list(rows.values()))
-    yield from _pictures(here, "N", [(c, predicted[c], 2 * ROWS * DEPTH * c) for c in sizes], rows)
-    before, after = steps[0]
-    yield from _said(f"N = {before}", f"N = {after}", rows[before], rows[after], after / before)
+    return "Tiles that fit: 128 x 128, 256 x 128 or 128 x 256, whichever leaves the largest share of the peak."
 
 
 def _chunks(here: Here) -> Iterator[Part]:
@@ -139,37 +187,56 @@ def _chunks(here: Here) -> Iterator[Part]:
     finally:
         torch.set_num_threads(threads)
     yield compared("Time of all chunks", list(rows.values()))
-    yield from _pictures(here, "chunks", [(c, predicted[c], 2 * CHUNK**3 * c) for c in counts], rows)
+    yield from _pictures(here, "chunks", {c: 2.0 * CHUNK**3 * c for c in counts}, {"": predicted}, {"": rows})
     last = (WAVES - 1) * cores
-    yield from _said(f"{last} chunks", f"{last + 1} chunks", rows[last], rows[last + 1], (last + 1) / last)
+    name = f"From {last} chunks to {last + 1} chunks"
+    yield from prose(
+        f"{_grown(name, rows[last], rows[last + 1], (last + 1) / last)} The way out is to choose sizes that fill the"
+        " last wave, or to cut the work finer, so that a wave is a smaller part of the whole."
+    )
 
 
 def _pictures(
-    here: Here, name: str, points: Sequence[tuple[int, float, float]], rows: dict[int, Row]
+    here: Here,
+    name: str,
+    flops: Mapping[int, float],
+    predicted: Mapping[str, Times],
+    rows: Mapping[str, dict[int, Row]],
 ) -> Iterator[Part]:
-    """Time in steps, and the rate as a saw-tooth."""
-    flops = {size: count for size, _, count in points}
-    taken = [(size, row.measured) for size, row in rows.items() if row.measured]
-    few = len(points) <= MARKED  # lines between few points slope where there are steps, so the points are marked
-    times = [Series(name="predicted", points=tuple((size, time) for size, time, _ in points), markers=few)]
-    rates = [Series(name="predicted", points=tuple((s, count / time) for s, time, count in points), markers=few)]
+    """Time in steps, and the rate as a saw-tooth: of each way to cut the work, predicted and measured."""
+    few = len(flops) <= MARKED  # lines between few points slope where there are steps, so the points are marked
+    curves = [
+        (way, "predicted", tuple(points.items()), number) for number, (way, points) in enumerate(predicted.items())
+    ]
     if here.measures:
-        times.append(Series(name="measured", points=tuple(taken), line=False))
-        rates.append(Series(name="measured", points=tuple((s, flops[s] / time) for s, time in taken), line=False))
+        for number, (way, found) in enumerate(rows.items()):
+            taken = tuple((size, row.measured) for size, row in found.items() if row.measured)
+            curves += [(way, "measured", taken, number)] if taken else []
+    times: list[Series] = []
+    rates: list[Series] = []
+    for way, how, points, number in curves:
+        line = how == "predicted"
+        for series, values in ((times, points), (rates, tuple((n, flops[n] / time) for n, time in points))):
+            series.append(
+                Series(
+                    name=f"{way}, {how}" if way else how,
+                    points=values,
+                    line=line,
+                    markers=few or not line,
+                    colour=number if way else None,
+                )
+            )
     yield Plot(title="Time in steps", series=tuple(times), x_label=name, y_label="time")
     yield Plot(title="The saw-tooth", series=tuple(rates), x_label=name, y_label="FLOP/s", y_unit="FLOP/s")
 
 
-def _said(before: str, after: str, low: Row, high: Row, work: float) -> Iterator[Part]:
+def _grown(name: str, low: Row, high: Row, work: float) -> str:
     assert low.predicted and high.predicted
     text = (
-        f"From {before} to {after} there is {percent(work - 1)} more work, and the time is predicted to grow by"
+        f"{name} there is {percent(work - 1)} more work, and the time is predicted to grow by"
         f" {percent(high.predicted / low.predicted - 1)}"
     )
     if low.measured and high.measured:
         grown = high.measured / low.measured - 1
         text += f"; measured, it {'grew' if grown > 0 else 'fell'} by {percent(abs(grown))}"
-    yield from prose(
-        text + ". The way out is to choose sizes that fill the last wave, or to cut the work finer, so that a wave is a"
-        " smaller part of the whole."
-    )
+    return text + "."
