@@ -235,7 +235,10 @@ class Calls:
             for block in (False, True):
                 yield f"grouped_product {counts} of 8 bits, {block}", partial(self.grouped_of_eight, counts, block)
         yield "grouped_product, all tiles of Hopper", self.tiles_of_hopper
-        yield "mixture_of_experts", self.layer_of_experts
+        for tokens, columns, inner in ((11, 37, 19), (300, 72, 136)):  # experts of few rows, and of tiles of Hopper
+            yield f"mixture_of_experts, {tokens}", partial(self.layer_of_experts, tokens, columns, inner)
+        for eight in (False, True):
+            yield f"grouped_product of tokens, {8 if eight else 16} bits", partial(self.grouped_tokens, eight)
 
     def route(self, experts: int) -> None:
         for options in ({"renormalise": True}, {"scores": "sigmoid", "bias": torch.rand(experts, device=self.device)}):
@@ -277,9 +280,23 @@ class Calls:
         for config in grouped_product_launch.GRADIENT_CONFIGS:
             grouped_product.weight_gradient(self.random(number, 136), rows, groups, len(counts), config=config)
 
-    def layer_of_experts(self) -> None:
-        layer = kernels.MoE(37, 19, 5, 2, bias=True, device=self.device, dtype=DTYPE)
-        backward(layer(self.random(11, 37)))
+    def layer_of_experts(self, tokens: int, columns: int, inner: int) -> None:
+        layer = kernels.MoE(columns, inner, 5, 2, bias=True, device=self.device, dtype=DTYPE)
+        backward(layer(self.random(tokens, columns)))
+
+    @torch.no_grad()
+    def grouped_tokens(self, eight: bool) -> None:
+        """Also those of dropped choices."""
+        experts = torch.randint(-1, 4, (301, 2), device=self.device)
+        counts, _, sources = kernels.sort_tokens(experts, number_of_experts=4)
+        tokens, weight = self.random(301, 272), self.random(4, 256, 272)
+        options: dict[str, Any] = {}
+        if eight:
+            tokens, scales = kernels.quantise(tokens, block="row")
+            weight, whole = kernels.quantise(weight, block="tensor")
+            options = {"row_scales": scales, "weight_scales": whole.expand(4)}
+        for activation in (None, "silu"):
+            kernels.grouped_product(tokens, weight, counts, activation=activation, sources=sources, **options)
 
     def ladder(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         sizes = {tensor_cores.RUNG: (37, 264, 72)}

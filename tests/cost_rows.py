@@ -823,7 +823,7 @@ def own_streaming() -> Rows:
     yield "nearpeak.quantise by row", op("nearpeak.quantise", codes, scales, x=x)
     yield "nearpeak.dequantise by row", op("nearpeak.dequantise", out, values=codes, scales=scales)
     chosen, row_map, counts = i64(z.t, z.l), i32(z.t, z.l), i32(z.x)
-    yield "nearpeak.sort_tokens", op("nearpeak.sort_tokens", counts, row_map, experts=chosen)
+    yield "nearpeak.sort_tokens", op("nearpeak.sort_tokens", counts, row_map, i32(z.t * z.l), experts=chosen)
     tokens, spread = tensor(z.t, z.c), tensor(z.l * z.t, z.c)
     yield "nearpeak.permute_rows", op("nearpeak.permute_rows", spread, x=tokens, row_map=row_map)
     weights = tensor(z.t, z.l)
@@ -857,6 +857,7 @@ def own_products() -> Rows:
     gradient = {"gradient": tensor(z.t, z.n), "rows": rows, "groups": groups, "experts": z.x}
     name = "nearpeak.grouped_weight_gradient"
     yield name, op(name, tensor(z.x, z.n, z.k), **gradient)
+    yield from own_experts()
     target = i64(z.m)
     loss = {"hidden": x, "weight": weight, "target": target, "for_bias": False}
     kept = f32(z.m), f32(), f32(2, z.m)
@@ -865,6 +866,27 @@ def own_products() -> Rows:
     both = tensor(z.m, z.k), tensor(z.n, z.k)
     name = "nearpeak.linear_cross_entropy_backward"
     yield name, op(name, *both, **loss, statistics=f32(z.m), for_hidden=True, for_weight=True)
+
+
+def own_experts() -> Rows:
+    number = z.t * z.l
+    groups, sources, row_map, weights = i32(z.e), i32(number), i32(z.t, z.l), tensor(z.t, z.l)
+    tokens, matrices = tensor(z.t, z.k), tensor(z.x, z.n, z.k)
+    name = "nearpeak.gathered_product"
+    yield name, op(name, tensor(number, z.n), tokens=tokens, weight=matrices, groups=groups, sources=sources)
+    name = "nearpeak.gathered_weight_gradient"
+    given = {"gradient": tensor(number, z.n), "rows": tokens, "groups": groups, "experts": z.x, "sources": sources}
+    yield name, op(name, tensor(z.x, z.n, z.k), **given, which="rows")
+    name = "nearpeak.mixture_of_experts"
+    layer = {"x": tokens, "weights": weights, "gate_up": tensor(z.x, 2 * z.n, z.k), "down": tensor(z.x, z.k, z.n)}
+    layer |= {"groups": groups, "row_map": row_map, "sources": sources, "activation": "silu"}
+    yield name, op(name, tensor(z.t, z.k), tensor(0), **layer, keep=False)
+    factors = tensor(number, 2 * z.n)
+    yield f"{name} with a backward pass to come", op(name, tensor(z.t, z.k), factors, **layer, keep=True)
+    name = "nearpeak.experts_gate_backward"
+    back = {"upstream": tensor(number, z.n), "kept": factors, "weights": weights, "row_map": row_map}
+    results = tensor(number, 2 * z.n), tensor(number, z.n), tensor(z.t, z.l)
+    yield name, op(name, *results, **back, activation="silu")
 
 
 def own_attention() -> Rows:

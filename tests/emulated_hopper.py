@@ -5,10 +5,12 @@ in the places of what modules take from Gluon. Threads go on in an order that is
 asynchronous is as early and as late as it may be:
 
 - A product is computed when it is waited for, and is not a number if a factor has changed since it began.
-- A copy into shared memory leaves no number there at once, and what it copies when its barrier is waited for.
+- A copy into shared memory leaves no number there at once, and what it copies when its barrier is waited for. That is
+  the one it is told, or for a copy by the threads of a partition the one they arrive at next.
 - A copy out of it reads when that is waited for, and writes when that is: at the latest as its thread ends.
 
-What is stored in shared memory must have been fenced before products and copies read it. So what is read too early or
+What is stored in shared memory must have been fenced before products and copies read it, by who stored it. What
+threads copied there must have been fenced by who reads it, after waiting for it. So what is read too early or
 overwritten too early shows in results, and a barrier with the wrong phase in threads that wait for ever.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 from types import FunctionType, SimpleNamespace
 
 import torch
@@ -112,7 +115,7 @@ class Memory:
     """A tensor in shared memory."""
 
     def __init__(self, data, dtype):
-        self.data, self.dtype = data, dtype
+        self.data, self.dtype, self.shape = data, dtype, data.shape
 
     def index(self, place):
         return Memory(self.data[place], self.dtype)
@@ -133,27 +136,34 @@ class Memory:
     def store(self, value):
         pause()
         self.data.copy_(value)
-        here().unfenced.append(self._addresses())
+        here().unfenced.append(self.addresses())
 
-    def _addresses(self):
+    def addresses(self):
         last = sum((size - 1) * stride for size, stride in zip(self.data.shape, self.data.stride(), strict=True))
         return self.data.data_ptr(), self.data.data_ptr() + (last + 1) * self.data.element_size()
 
     def begin_to_read(self):
         """Of what is about to read this without being a thread."""
-        start, end = self._addresses()
+        start, end = self.addresses()
+
+        def is_among(others):
+            return any(start < other_end and other_start < end for other_start, other_end in others)
+
         for thread in here().schedule.threads:
-            for other_start, other_end in getattr(thread, "unfenced", ()):
-                assert end <= other_start or other_end <= start, "what is read was stored without a fence"
+            assert not is_among(getattr(thread, "unfenced", ())), "what is read was stored without a fence"
+        assert not is_among(here().waited_for), "what is read was copied by threads, and its reader has not fenced it"
 
 
 def _fence():
     here().unfenced.clear()
+    here().waited_for.clear()
 
 
 class Barrier:
     def __init__(self):
         self.phase, self.left, self.bytes, self.copies = 0, 0, 0, []
+        self.landed = [], []
+        """Addresses of what threads copied, of each phase."""
 
     def index(self, place):
         assert place == 0
@@ -162,6 +172,7 @@ class Barrier:
     def complete(self):
         if self.left == 0 and self.bytes == 0:
             self.phase, self.left = self.phase ^ 1, self.count
+            self.landed[self.phase].clear()
 
 
 class Barriers:
@@ -179,10 +190,14 @@ def _init(barrier, count):
 def _arrive(barrier, count=1, pred=True, tx=0):
     pause()
     if pred:
-        assert barrier.left >= count, "more arrive than are expected"
-        barrier.left -= count
-        barrier.bytes += tx
-        barrier.complete()
+        _count(barrier, count, tx)
+
+
+def _count(barrier, count, tx=0):
+    assert barrier.left >= count, "more arrive than are expected"
+    barrier.left -= count
+    barrier.bytes += tx
+    barrier.complete()
 
 
 def _expect(barrier, size, pred=True):
@@ -197,6 +212,8 @@ def _wait(barrier, phase, pred=True):
         return barrier.phase != phase
 
     pause(is_over if pred else None)
+    if pred:
+        here().waited_for += barrier.landed[int(phase)]
 
 
 class Descriptor:
@@ -232,6 +249,31 @@ def _copy_in(source, place, barrier, target, pred=True):
         barrier.complete()
 
     barrier.copies.append(copy)
+
+
+def _copy_by_threads(target, pointer, mask):
+    pause()
+    target.data.fill_(float("nan"))
+
+    def copy():
+        target.data.copy_(_load(pointer, mask))
+        return target.addresses()
+
+    here().copies.append(copy)
+
+
+def _arrive_with_copies(barrier, increment_count):
+    """Each thread of a partition arrives when all that it copies is there."""
+    pause()
+    assert not increment_count
+    copies, threads = here().copies.copy(), 32 * here().warps
+    here().copies.clear()
+
+    def land():
+        barrier.landed[barrier.phase].extend(copy() for copy in copies)
+        _count(barrier, threads)
+
+    barrier.copies.append(land)
 
 
 def _copy_out(target, place, source, add=False):
@@ -313,12 +355,14 @@ def _allocate(dtype, shape, layout):
     return Memory(torch.full(shape, float("nan")).to(dtype.torch), dtype)
 
 
-def _partition(program, function, args):
+def _partition(program, warps, function, args):
     def run():
         thread = here()
-        thread.program, thread.told = program, None
-        thread.reads, thread.writes, thread.products, thread.unfenced = [], [], [], []
+        thread.program, thread.warps, thread.told = program, warps, None
+        thread.reads, thread.writes, thread.products, thread.copies = [], [], [], []
+        thread.unfenced, thread.waited_for = [], []
         function(*args)
+        assert not thread.copies, "a copy after which nobody arrives"
         assert not thread.products, "a product that nobody waits for"
         assert not thread.reads, "a copy that nobody waits for"
         _wait_until_written()
@@ -327,10 +371,12 @@ def _partition(program, function, args):
 
 
 def _specialize(partitions, warps, registers):
+    """The first partition has the warps of the kernel, and the others so many each, or 4 where it is not said."""
     schedule, program = here().schedule, here().program
+    warps = chain((here().warps, *warps), repeat(4))
     started = [
-        schedule.start(_partition(program, *one), f"program {program}, partition {number}")
-        for number, one in enumerate(partitions)
+        schedule.start(_partition(program, own, *one), f"program {program}, partition {number}")
+        for number, (one, own) in enumerate(zip(partitions, warps, strict=False))
     ]
     pause(lambda: all(one.ended for one in started))
 
@@ -370,7 +416,7 @@ def _max(x, axis):
 _LAYOUTS = ("Blocked", "DotOperand", "NVMMADistributed", "NVMMAShared", "Slice", "SwizzledShared")
 _LANGUAGE = {
     "program_id": lambda axis: Number(here().program), "num_programs": lambda axis: Number(here().schedule.programs),
-    "static_range": range, "minimum": _minimum, "maximum": _maximum, "where": _where,
+    "num_warps": lambda: here().warps, "static_range": range, "minimum": _minimum, "maximum": _maximum, "where": _where,
     "cdiv": lambda one, other: (one + other - 1) // other,
     "zeros": lambda shape, dtype, layout: values(torch.zeros(shape, dtype=dtype.torch)),
     "full": lambda shape, value, dtype, layout: values(torch.full(shape, value, dtype=dtype.torch)),
@@ -389,10 +435,13 @@ _INSTEAD = {
     "mbarrier": SimpleNamespace(
         init=_init, wait=_wait, arrive=_arrive, expect=_expect, MBarrierLayout=lambda: Barriers
     ),
+    "async_copy": SimpleNamespace(
+        async_copy_global_to_shared=_copy_by_threads, mbarrier_arrive=_arrive_with_copies
+    ),
     "fence_async_shared": _fence, "warpgroup_mma": _multiply, "warpgroup_mma_wait": _multiply_wait,
     "async_add_shared_to_global": _add_out, "_wait_until_written": _wait_until_written,
     "_packed": lambda weights, _keys, dtype: weights.to(dtype), "_unpacked": lambda packed, *_: packed,
-    "product_layout": lambda *_: None,
+    "product_layout": lambda *_: None, "gathered_layout": lambda *_: None,
 }  # fmt: skip
 
 
@@ -415,7 +464,7 @@ def emulated(modules, monkeypatch, programs=None, at_a_time=None, seed=0, slowes
 
         def run():
             """One program, and then the next that nobody has begun."""
-            here().unfenced = []
+            here().unfenced, here().waited_for, here().warps = [], [], settings.get("warps", 4)
             while running.begun < schedule.programs:
                 here().program, running.begun = running.begun, running.begun + 1
                 kernel(*map(_given, args))

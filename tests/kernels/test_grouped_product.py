@@ -224,6 +224,110 @@ def test_tiles_of_all_heights(mean):
     assert {operations.height_of(6 * rows, 6) for rows in (1, 9, 20, 60, 200)} == {16, 32, 64, 128}
 
 
+def of_tokens(counts, columns, dtype=torch.float32, behind=3):
+    """Tokens, the token of each row, and these rows. Tokens that nobody takes are no numbers."""
+    taken = sum(counts) // 2 + 1
+    tokens = torch.randn(taken + 2, columns, device=DEVICE).to(dtype)
+    sources = torch.randint(taken, (sum(counts) + behind,), dtype=torch.int32, device=DEVICE)
+    sources[sum(counts) :] = taken  # of choices that were dropped
+    rows = tokens[sources.long()]
+    tokens[taken:] = float("nan")
+    return tokens, sources, rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", SPREADS, ids=str)
+def test_tokens_give_what_their_copies_give(counts, dtype):
+    """To the bit: wherever rows are, they are multiplied in the same order."""
+    torch.manual_seed(0)
+    tokens, sources, rows = of_tokens(counts, 40, dtype)
+    weight = (torch.randn(len(counts), 24, 40, device=DEVICE) / 40**0.5).to(dtype)
+    upstream = torch.randn(len(rows), 24, device=DEVICE).to(dtype)
+    groups, experts = operators.group(counts_of(counts), len(rows), 32), len(counts)
+    for matrices, transposed in ((weight, False), (weight.mT.contiguous(), True)):
+        found = jit.product(tokens, matrices, groups, 32, transposed, sources)
+        assert torch.equal(found, jit.product(rows, matrices, groups, 32, transposed))
+    for keep in (False, True):
+        found = jit.gated(tokens, weight, groups, 32, "silu", keep, sources)
+        assert all(map(torch.equal, found, jit.gated(rows, weight, groups, 32, "silu", keep)))
+    found = jit.weight_gradient(upstream, tokens, groups, experts, sources, "rows")
+    assert torch.equal(found, jit.weight_gradient(upstream, rows, groups, experts))
+    found = jit.weight_gradient(tokens, upstream, groups, experts, sources, "gradient")
+    assert torch.equal(found, jit.weight_gradient(rows, upstream, groups, experts))
+
+
+@pytest.mark.parametrize("mode", ["require", "off"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_products_of_tokens(activation, mode):
+    torch.manual_seed(0)
+    counts = [5, 0, 9, 2]
+    tokens, sources, rows = of_tokens(counts, 40)
+    weight, given = torch.randn(4, 24, 40, device=DEVICE), counts_of(counts)
+    expected = kernels.grouped_product.reference(rows, weight, given, activation=activation)
+    with kernels.using(mode):
+        actual = kernels.grouped_product(tokens, weight, given, activation=activation, sources=sources)
+        for one in (sources[None], sources.long()):
+            with pytest.raises(UsageError, match="int32, as sort_tokens"):
+                kernels.grouped_product(tokens, weight, given, sources=one)
+    torch.testing.assert_close(actual, expected)
+    assert not actual[16:].any()
+
+
+def test_products_of_tokens_have_gradients_by_torch():
+    torch.manual_seed(0)
+    counts = [5, 0, 9]
+    tokens, sources, rows = of_tokens(counts, 12, behind=0)
+    weight, given, upstream = torch.randn(3, 8, 12, device=DEVICE), counts_of(counts), torch.randn(14, 8, device=DEVICE)
+
+    def call(tokens, weight):
+        return kernels.grouped_product(tokens, weight, given, sources=sources)
+
+    tokens.requires_grad_()
+    with kernels.using("require"), pytest.raises(KernelUnavailable, match="no gradients"):
+        call(tokens, weight)
+    actual = gradients(call, [tokens, weight], upstream)
+    copies = gradients(lambda rows, weight: kernels.grouped_product(rows, weight, given), [rows, weight], upstream)
+    torch.testing.assert_close(actual[0], copies[0])
+    torch.testing.assert_close(actual[1][1], copies[1][1])
+    expected = torch.zeros_like(tokens).index_add(0, sources.long(), copies[1][0])
+    torch.testing.assert_close(actual[1][0], expected)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_tokens_of_eight_bits(blocks, activation):
+    """Each has the scale of its token."""
+    torch.manual_seed(0)
+    counts = [5, 0, 20, 3]
+    _, sources, _ = of_tokens(counts, 1)
+    tokens, weight = torch.randn(17, 64, device=DEVICE), torch.randn(4, 256, 64, device=DEVICE)
+    tokens, scales = kernels.quantise(tokens, block=(1, 128) if blocks else "row")
+    if blocks:
+        weight, weight_scales = kernels.quantise(weight, block=(128, 128))
+    else:
+        weight, weight_scales = (weight * 64).to(EIGHT), torch.rand(4, device=DEVICE)
+    options = {"activation": activation, "weight_scales": weight_scales, "dtype": torch.float32}
+    given = (weight, counts_of(counts))
+    with kernels.using("require"):
+        found = kernels.grouped_product(tokens, *given, sources=sources, row_scales=scales, **options)
+        copies, copied = tokens[sources.long()], scales[sources.long()]
+        assert torch.equal(found, kernels.grouped_product(copies, *given, row_scales=copied, **options))
+
+
+@pytest.mark.parametrize("layout", range(1, 5))
+def test_tokens_in_any_layout(layout):
+    torch.manual_seed(0)
+    counts = [5, 0, 9]
+    tokens, sources, rows = of_tokens(counts, 12)
+    tokens = list(layouts(tokens))[layout][1]
+    weight, upstream = torch.randn(3, 8, 12, device=DEVICE), torch.randn(len(rows), 8, device=DEVICE)
+    groups = operators.group(counts_of(counts), len(rows), 16)
+    found = jit.product(tokens, weight, groups, 16, False, sources)
+    assert torch.equal(found, jit.product(rows, weight, groups, 16, False))
+    found = jit.weight_gradient(upstream, tokens, groups, 3, sources, "rows")
+    assert torch.equal(found, jit.weight_gradient(upstream, rows, groups, 3))
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("columns", "depth"), [(48, 64), (150, 300)])
@@ -267,6 +371,25 @@ def test_rows_beyond_32_bits():
     assert all(map(torch.equal, actual[1], wanted[1]))
 
 
+def test_tokens_beyond_32_bits():
+    stride = 2**31 + 16
+    far = torch.empty(stride + 24, dtype=BF16, device=DEVICE).as_strided((2, 24), (stride, 1))
+    near, weight = made([1, 1], 16, 24, BF16)
+    far.copy_(near)
+    assert not grouped_product_launch.can_gather(far)
+    sources, upstream = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE), torch.randn(3, 16, device=DEVICE)
+    upstream = upstream.to(BF16)
+    groups = operators.group(counts_of([1, 2]), 3, 16)
+    actual, wanted = (
+        (
+            jit.product(x, weight, groups, 16, False, sources),
+            jit.weight_gradient(upstream, x, groups, 2, sources, "rows"),
+        )
+        for x in (far, near)
+    )
+    assert all(map(torch.equal, actual, wanted))
+
+
 def test_matrices_beyond_32_bits():
     stride = 2**31 + 16
     memory = torch.empty(stride + 16 * 24, dtype=BF16, device=DEVICE)
@@ -306,7 +429,9 @@ def test_the_operators_are_of_torch():
     opcheck(named.grouped_weight_gradient.default, (torch.randn(5, 8, device=DEVICE), rows, groups, 3))
     scales = torch.ones(5, device=DEVICE), torch.ones(3, device=DEVICE)
     eight = (rows.to(EIGHT), weight.to(EIGHT), *scales, groups, height, "", BF16)
-    opcheck(named.grouped_eight.default, eight, test_utils=("test_faketensor",))  # others multiply 8 bits in torch
+    tokens = torch.tensor([4, 0, 0, 1, 3], dtype=torch.int32, device=DEVICE)
+    for sources in (None, tokens):  # others of the checks multiply 8 bits in torch
+        opcheck(named.grouped_eight.default, (*eight, sources), test_utils=("test_faketensor",))
 
 
 def test_it_compiles_without_a_graph_break():

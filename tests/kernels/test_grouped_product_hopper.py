@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from emulated_hopper import emulated
+from emulated_hopper import _INSTEAD, emulated
 from kernel_checks import DEVICE
+from scheduled import here
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -55,6 +57,9 @@ def test_what_the_others_take(on_hopper):
     assert not launcher.takes_gradient(gradient.float(), rows.float())
     assert not launcher.takes_gradient(gradient[:, :1].expand(-1, 40), rows)
     assert not launcher.takes_gradient(gradient[:0], rows[:0])
+    assert launcher.can_gather(rows)
+    assert not launcher.can_gather(rows[:, :44])
+    assert not launcher.can_gather(torch.empty(2**15, 2**16, dtype=BF16, device="meta"))
 
 
 def test_an_address_comes_back_to_the_rows_of_an_expert():
@@ -71,7 +76,7 @@ def test_an_address_comes_back_to_the_rows_of_an_expert():
 @pytest.fixture
 def emulate(on_hopper, monkeypatch):
     """Runs a launcher's kernel on this CPU, by some programs, whose warps go on in the order of a seed."""
-    from nearpeak.kernels.jit import drawn_tiles
+    from nearpeak.kernels.jit import drawn_tiles, gathered_rows
     from nearpeak.kernels.jit import grouped_product_eight as eight
     from nearpeak.kernels.jit import grouped_product_gradient as gradient
     from nearpeak.kernels.jit import grouped_product_hopper as plain
@@ -83,7 +88,7 @@ def emulate(on_hopper, monkeypatch):
         names = ("product_layout", "written_layout", "lanes_layout")
         instead = {"activate": lambda x, name: torch.nn.functional.silu(x), **dict.fromkeys(names, lambda *_: None)}
         monkeypatch.setattr(launcher, "processors", lambda device: programs)
-        with emulated((drawn_tiles, plain, eight, gradient), monkeypatch, **order, **instead) as launch:
+        with emulated((drawn_tiles, gathered_rows, plain, eight, gradient), monkeypatch, **order, **instead) as launch:
             monkeypatch.setattr(launcher, "launch", launch)
             call()
         assert not tickets(1, torch.device("cpu")).any()  # as the next launch needs it
@@ -104,7 +109,7 @@ def check_products(emulate, counts, config, columns=144, depth=72, **order):
     """Plain ones, transposed ones, and those with an activation whose factors are kept."""
     rows, weight, given = made(counts, columns, depth)
     groups = operators.plain_groups(given, len(rows), 128)
-    exact = operators._plain_product(rows.double().nan_to_num(), weight.double(), groups, 128, False)
+    exact = operators.plain_product(rows.double().nan_to_num(), weight.double(), groups, 128, False)
     found, across, gated, kept = (nothing(len(rows), n) for n in (columns, columns, columns // 2, columns))
     emulate(lambda: launcher.product(rows, weight, groups, found, None, False, "", config), **order)
     assert_close(found, exact)
@@ -131,7 +136,7 @@ def test_however_fast_warps_are_and_however_many_programs(emulate, programs, slo
     counts = [130, 0, 20]
     rows, weight, given = made(counts, 264, 40 if programs == 7 else 264)
     groups = operators.plain_groups(given, len(rows), 128)
-    exact = operators._plain_product(rows.double().nan_to_num(), weight.double(), groups, 128, False)
+    exact = operators.plain_product(rows.double().nan_to_num(), weight.double(), groups, 128, False)
     for number, config in enumerate(launcher.CONFIGS):
         found = nothing(len(rows), 264)
         given = (rows, weight, groups, found, None, False, "", config)
@@ -145,12 +150,136 @@ def test_the_logic_of_gradients(emulate, counts, config):
     rows, _, given = made(counts, 144, 72)
     groups = operators.plain_groups(given, len(rows), 128)
     gradient = torch.randn(len(rows), 144).to(BF16)
-    exact = operators._plain_weight_gradient(gradient.double(), rows.double().nan_to_num(), groups, len(counts))
+    exact = operators.plain_weight_gradient(gradient.double(), rows.double().nan_to_num(), groups, len(counts))
     for seed in range(3):
         found = nothing(len(counts), 144, 72)
         call = partial(launcher.weight_gradient, gradient, rows, groups, found, config)
         emulate(call, programs=(3, 1, 20)[seed], seed=seed, slowest=(None, 2, 0)[seed])
         assert_close(found, exact)
+
+
+@pytest.mark.parametrize("config", launcher.CONFIGS, ids=str)
+@pytest.mark.parametrize("counts", EMULATED, ids=str)
+def test_the_logic_with_rows_of_tokens(emulate, counts, config):
+    """Plain ones, transposed ones, and those with an activation whose factors are kept or not."""
+    columns = 144
+    tokens, sources, rows, groups = of_tokens(counts, 72)
+    weight = made(counts, columns, 72)[1]
+    exact = operators.plain_product(rows.double(), weight.double(), groups, 128, False)
+    found, across, gated, kept, alone = (nothing(len(rows), n) for n in (columns, columns, 72, columns, 72))
+    for seed, slowest, given in (
+        (0, None, (weight, groups, found, None, False, "")),
+        (1, 3, (weight.mT.contiguous(), groups, across, None, True, "")),
+        (2, 2, (weight, groups, gated, kept, False, "silu")),
+        (3, 0, (weight, groups, alone, None, False, "silu")),
+    ):
+        emulate(partial(launcher.product, tokens, *given, config, sources), seed=seed, slowest=slowest)
+    assert_close(found, exact)
+    assert_close(across, exact)
+    assert_close(kept, exact)
+    assert_close(gated, gated_of(exact))
+    assert torch.equal(alone, gated)
+
+
+@pytest.mark.parametrize("slowest", [None, 0, 1, 2, 3])
+def test_however_fast_warps_copy_tokens_and_however_many_programs(emulate, slowest):
+    """With depths of one step, and of as many as take each slot of the ring several times."""
+    counts = [130, 0, 20]
+    for seed, (programs, depth, config) in enumerate(zip((1, 7, 40), (264, 40, 520), launcher.CONFIGS, strict=True)):
+        tokens, sources, rows, groups = of_tokens(counts, depth)
+        weight = made(counts, 136, depth)[1]
+        found = nothing(len(rows), 136)
+        given = (tokens, weight, groups, found, None, False, "", config, sources)
+        emulate(partial(launcher.product, *given), programs, seed=seed, slowest=slowest)
+        assert_close(found, operators.plain_product(rows.double(), weight.double(), groups, 128, False))
+
+
+@pytest.mark.parametrize("gathered", ["rows", "gradient"])
+@pytest.mark.parametrize("config", launcher.GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("counts", EMULATED, ids=str)
+def test_the_logic_of_gradients_with_rows_of_tokens(emulate, counts, config, gathered):
+    tokens, sources, copied, groups = of_tokens(counts, 72 if gathered == "rows" else 200)
+    others = nothing(len(sources), 200 if gathered == "rows" else 72)
+    others[: sum(counts)] = torch.randn(sum(counts), others.shape[1]).to(BF16)
+    pair, plain = ((others, tokens), (others, copied)) if gathered == "rows" else ((tokens, others), (copied, others))
+    wide = [one.double().nan_to_num() for one in plain]
+    exact = operators.plain_weight_gradient(*wide, groups, len(counts))
+    for seed, programs, slowest in ((0, 3, None), (1, 1, 2), (2, 20, 3)):
+        found = nothing(*exact.shape)
+        call = partial(launcher.weight_gradient, *pair, groups, found, config, sources, gathered)
+        emulate(call, programs, seed=seed, slowest=slowest)
+        assert_close(found, exact)
+
+
+@pytest.mark.parametrize("gathered", ["product", "rows", "gradient"])
+def test_tokens_whose_rows_end_within_16_bytes(emulate, gathered):
+    """No copy is of a part of 16 bytes: other kernels take these, to the last column."""
+    tokens, sources, copied, groups = of_tokens([70, 20], 48, behind=0)
+    tokens, copied = tokens[:, :44], copied[:, :44]
+    others, weight = torch.randn(90, 16).to(BF16), made([70, 20], 16, 48)[1][..., :44]
+    found = []
+    if gathered == "product":
+        exact = operators.plain_product(copied.double(), weight.double(), groups, 128, False)
+        emulate(lambda: found.append(jit.product(tokens, weight, groups, 128, False, sources)))
+    else:
+        pair, plain = (
+            ((others, tokens), (others, copied)) if gathered == "rows" else ((tokens, others), (copied, others))
+        )
+        exact = operators.plain_weight_gradient(*(one.double() for one in plain), groups, 2)
+        emulate(lambda: found.append(jit.weight_gradient(*pair, groups, 2, sources, gathered)))
+    assert_close(found[0], exact)
+
+
+def early_fence(barrier, phase, pred=True):
+    """Fences, and then waits: what is fenced is not what was waited for."""
+    _INSTEAD["fence_async_shared"]()
+    _INSTEAD["mbarrier"].wait(barrier, phase, pred)
+
+
+def no_wait_for_slots(barrier, phase, pred=True):
+    """Those that copy tokens do not wait for a slot of the ring to be free, which two say."""
+    _INSTEAD["mbarrier"].wait(barrier, phase, pred and not (here().warps == 2 and barrier.count == 2))
+
+
+def without(name, part, instead):
+    """What there is of a name, but for one part."""
+    return {name: SimpleNamespace(**{**vars(_INSTEAD[name]), part: instead})}
+
+
+FAULTS = {
+    "no fence": ({"fence_async_shared": lambda: None}, "its reader has not fenced it"),
+    "a fence before the wait": (
+        {"fence_async_shared": lambda: None, **without("mbarrier", "wait", early_fence)},
+        "its reader has not fenced it",
+    ),
+    "nobody arrives": (
+        without("async_copy", "mbarrier_arrive", lambda barrier, increment_count: None),
+        "after which nobody arrives|wait for ever",
+    ),
+    "slots that are not free": (without("mbarrier", "wait", no_wait_for_slots), "more arrive|no numbers"),
+    "more arrive": ({"THREADS": 32}, "more arrive"),
+    "fewer arrive": ({"THREADS": 128}, "wait for ever"),
+}
+
+
+@pytest.mark.parametrize("kernel", ["product", "gradient"])
+@pytest.mark.parametrize(("instead", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_is_wrong_with_copies_of_tokens_is_found(emulate, kernel, instead, message):
+    depth = 520  # so that slots of the ring are taken several times
+    tokens, sources, rows, groups = of_tokens([70], depth)
+    if kernel == "product":
+        found = nothing(len(rows), 16)
+        given = (tokens, made([70], 16, depth)[1], groups, found, None, False, "", None, sources)
+        call = partial(launcher.product, *given)
+    else:
+        found = nothing(1, depth, depth)
+        call = partial(launcher.weight_gradient, rows, tokens, groups, found, None, sources, "rows")
+    try:
+        with pytest.raises(AssertionError, match=message):
+            emulate(call, programs=1, slowest=0, **instead)
+            assert not found.isnan().any(), "no numbers"
+    finally:
+        tickets(1, torch.device("cpu")).zero_()  # whoever fails leaves them as they are
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -164,9 +293,32 @@ def test_the_logic_of_eight_bits(emulate, counts, blocks):
     assert_close(gated, gated_of(exact))
 
 
-def of_eight_bits(counts, columns, depth, blocks):
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_logic_of_eight_bits_with_rows_of_tokens(emulate, blocks):
+    """Whose scales are those of their tokens."""
+    counts = [130, 0, 1, 70]
+    tokens, weight, token_scales, weight_scales, _, _ = of_eight_bits([90], 256, 272, blocks, experts=len(counts))
+    tokens[60:], token_scales[61:] = float("nan"), float("nan")
+    sources = torch.randint(60, (sum(counts) + 70,), dtype=torch.int32)
+    sources[sum(counts) :] = 60
+    groups = operators.plain_groups(torch.tensor(counts), len(sources), 128)
+    wide = operators.widened_rows(tokens, token_scales)[sources.long()].double().nan_to_num()
+    exact = operators.plain_product(
+        wide, operators.widened_matrices(weight, weight_scales).double(), groups, 128, False
+    )
+    found, gated = nothing(len(sources), 256), nothing(len(sources), 128)
+    given = (tokens, weight, token_scales, weight_scales, groups)
+    emulate(lambda: launcher.eight(*given, found, "", sources), slowest=3)
+    emulate(lambda: launcher.eight(*given, gated, "silu", sources), seed=1, slowest=0)
+    assert_close(found, exact)
+    assert_close(gated, gated_of(exact))
+
+
+def of_eight_bits(counts, columns, depth, blocks, experts=None):
     """Rows and matrices with their scales, groups, and the exact product."""
     rows, weight, given = made(counts, columns, depth, torch.float32, behind=0)
+    if experts is not None:
+        weight = torch.randn(experts, columns, depth, device=DEVICE)
     if blocks:
         rows, row_scales = kernels.quantise(rows, block=(1, 128))
         weight, weight_scales = kernels.quantise(weight, block=(128, 128))
@@ -175,8 +327,10 @@ def of_eight_bits(counts, columns, depth, blocks):
         weight_scales = weight.abs().amax((1, 2)) / 448
         weight = (weight / weight_scales[:, None, None]).to(EIGHT)
     groups = operators.group(given, len(rows), 128)
+    if experts is not None:
+        return rows, weight, row_scales, weight_scales, groups, None
     wide = operators.widened_rows(rows, row_scales).double(), operators.widened_matrices(weight, weight_scales).double()
-    return rows, weight, row_scales, weight_scales, groups, operators._plain_product(*wide, groups, 128, False)
+    return rows, weight, row_scales, weight_scales, groups, operators.plain_product(*wide, groups, 128, False)
 
 
 def on_this_gpu() -> bool:
@@ -200,6 +354,21 @@ def made(counts, columns, depth, dtype=BF16, behind=70):
     return rows, weight, torch.tensor(counts, dtype=torch.int32, device=DEVICE)
 
 
+def of_tokens(counts, depth, behind=70, dtype=BF16):
+    """Tokens, the token of each row, these rows, and groups. Tokens that nobody takes, and what is between their rows,
+    are no numbers."""
+    torch.manual_seed(1)
+    total = sum(counts)
+    taken = total // 2 + 1
+    tokens = torch.full((taken + 9, depth + 8), float("nan"), device=DEVICE).to(dtype)[:, :depth]
+    tokens[:taken] = torch.randn(taken, depth, device=DEVICE).to(dtype)
+    sources = torch.randint(taken, (total + behind,), dtype=torch.int32, device=DEVICE)
+    sources[total:] = taken + 4  # of choices that were dropped
+    rows = tokens[sources.long()]
+    rows[total:] = 0
+    return tokens, sources, rows, operators.plain_groups(torch.tensor(counts), total + behind, 128).to(DEVICE)
+
+
 def assert_close(actual, exact):
     assert not actual.isnan().any()
     assert (actual.double() - exact).abs().max() < 0.01 * exact.abs().max()
@@ -217,7 +386,7 @@ def test_results(config, counts, columns, depth, dtype):
     assert launcher.takes(rows, weight, height, False, False)
     with torch.no_grad():
         wide = [torch.nan_to_num(rows.double()), weight.double()]
-        exact = operators._plain_product(*wide, groups, height, False)
+        exact = operators.plain_product(*wide, groups, height, False)
         assert_close(jit.product(rows, weight, groups, height, False, config=config), exact)
         by_columns = weight.mT.contiguous()
         assert_close(jit.product(rows, by_columns, groups, height, True, config=config), exact)
@@ -238,8 +407,32 @@ def test_gradients_of_matrices(config, counts, columns, depth):
     groups = operators.group(given, len(rows), 128)
     gradient = torch.randn(len(rows), columns, device=DEVICE).to(BF16)
     wide = gradient.double(), torch.nan_to_num(rows.double())
-    exact = operators._plain_weight_gradient(*wide, groups, len(counts))
+    exact = operators.plain_weight_gradient(*wide, groups, len(counts))
     assert_close(jit.weight_gradient(gradient, rows, groups, len(counts), config=config), exact)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("columns", "depth", "dtype"), [(512, 1024, BF16), (320, 200, torch.float16), (16, 8, BF16)])
+@pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
+def test_tokens_give_what_their_copies_give(counts, columns, depth, dtype):
+    """To the bit, with all configurations."""
+    tokens, sources, rows, groups = of_tokens(counts, depth, dtype=dtype)
+    weight = made(counts, columns, depth, dtype)[1]
+    across = weight.mT.contiguous()
+    upstream = torch.randn(len(rows), columns, device=DEVICE).to(dtype)
+    for config in launcher.CONFIGS:
+        for matrices, transposed in ((weight, False), (across, True)):
+            found = jit.product(tokens, matrices, groups, 128, transposed, sources, config=config)
+            assert torch.equal(found, jit.product(rows, matrices, groups, 128, transposed, config=config))
+        found = jit.gated(tokens, weight, groups, 128, "silu", True, sources, config=config)
+        assert all(map(torch.equal, found, jit.gated(rows, weight, groups, 128, "silu", True, config=config)))
+    number = len(counts)
+    for config in launcher.GRADIENT_CONFIGS:
+        found = jit.weight_gradient(upstream, tokens, groups, number, sources, "rows", config=config)
+        assert torch.equal(found, jit.weight_gradient(upstream, rows, groups, number, config=config))
+        found = jit.weight_gradient(tokens, upstream, groups, number, sources, "gradient", config=config)
+        assert torch.equal(found, jit.weight_gradient(rows, upstream, groups, number, config=config))
 
 
 @pytest.mark.gpu

@@ -40,7 +40,22 @@ def assert_permuted(x, experts, number):
         (rows, counts, row_map), kernels.permute_tokens.reference(x, experts, number_of_experts=number), strict=True
     ):
         assert torch.equal(actual, by_torch)
+    assert_sources(experts, number, counts, row_map)
     return rows, row_map
+
+
+def assert_sources(experts, number, counts, row_map):
+    """Each row is that of a token, the rows of dropped choices too."""
+    with kernels.using("require"):
+        *others, sources = kernels.sort_tokens(experts, number_of_experts=number)
+    assert all(map(torch.equal, others, (counts, row_map)))
+    assert sources.dtype == torch.int32
+    expected = torch.full_like(sources, -1)
+    for token, places in enumerate(row_map.tolist()):
+        for place in places:
+            expected[place if place >= 0 else ~place] = token
+    assert torch.equal(sources, expected)
+    assert torch.equal(sources, kernels.sort_tokens.reference(experts, number_of_experts=number)[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

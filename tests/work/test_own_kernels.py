@@ -92,6 +92,7 @@ def experts():
     eight, weight = (made(*shape).to(torch.float8_e4m3fn) for shape in ((32, 64), (4, 64, 64)))
     scales = {"row_scales": made(32, dtype=torch.float32), "weight_scales": made(4, dtype=torch.float32)}
     kernels.grouped_product(eight.detach(), weight.detach(), ints(4), **scales)
+    summed(kernels.grouped_product(made(32, 64), made(4, 64, 64), ints(4), activation="silu"))
 
 
 def products():
@@ -408,6 +409,90 @@ def test_gated_experts_write_what_they_keep():
     assert cost.flops == {"bfloat16": 2 * 96 * 64 * 32}
     assert cost.vector_flops == {"float32": 3 * 96 * 16}
     assert cost.work.bytes_written == 2 * 96 * (16 + 32)
+
+
+TOKENS, CHOICES, EXPERTS, WIDTH, INNER = 48, 2, 8, 64, 32
+
+
+def layer_of_experts(dtype=torch.bfloat16, grad=True):
+    """The operators of a layer of experts with their costs, in order; with `grad` of both passes."""
+    shapes = {"x": (TOKENS, WIDTH), "gate_up": (EXPERTS, 2 * INNER, WIDTH), "down": (EXPERTS, WIDTH, INNER)}
+
+    def run():
+        given = {name: made(*shape, dtype=dtype, grad=grad) for name, shape in shapes.items()}
+        given["weights"] = made(TOKENS, CHOICES, dtype=torch.float32, grad=grad)
+        result = kernels.mixture_of_experts(experts=ints(TOKENS, CHOICES), **given)
+        if grad:
+            result.backward(torch.empty_like(result))
+
+    with nearpeak.fake():
+        found = trace(run, target=target_of(find(H200)))
+    return [(op.packet.removeprefix("nearpeak."), cost_of(op)) for op in found.ops if op.name.startswith("nearpeak.")]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_layer_of_experts_reads_tokens_and_one_expert_and_writes_tokens_and_what_it_keeps(grad):
+    rows = TOKENS * CHOICES
+    cost = dict(layer_of_experts(grad=grad))["mixture_of_experts"]
+    assert cost.family == "matrix"
+    assert cost.flops == {"bfloat16": 2 * rows * WIDTH * 3 * INNER}
+    assert cost.vector_flops == {"float32": 3 * rows * INNER}
+    assert cost.work.bytes_read == 2 * (TOKENS * WIDTH + 3 * INNER * WIDTH) + (4 + 4) * rows
+    assert cost.work.bytes_written == 2 * (TOKENS * WIDTH + (rows * 2 * INNER if grad else 0))
+
+
+def test_the_backward_pass_of_a_layer_of_experts_reads_each_token_once():
+    rows = TOKENS * CHOICES
+    found = layer_of_experts()
+    assert [name for name, _ in found] == [
+        *("sort_tokens", "group_rows", "mixture_of_experts", "gathered_product", "experts_gate_backward"),
+        *("gathered_weight_gradient", "gathered_weight_gradient", "grouped_product", "unpermute_rows"),
+    ]
+    upstream, gate, by_down, by_gate_up, by_rows = (cost for _, cost in found[3:8])
+    for cost, columns in ((upstream, INNER), (by_down, INNER), (by_gate_up, 2 * INNER), (by_rows, 2 * INNER)):
+        assert cost.flops == {"bfloat16": 2 * rows * WIDTH * columns}
+    assert upstream.work.bytes_read == 2 * (TOKENS * WIDTH + INNER * WIDTH) + 4 * rows
+    assert upstream.work.bytes_written == 2 * rows * INNER
+    assert by_down.work.bytes_read == 2 * (TOKENS * WIDTH + rows * INNER) + 4 * rows
+    assert by_gate_up.work.bytes_read == 2 * (TOKENS * WIDTH + rows * 2 * INNER) + 4 * rows
+    assert by_gate_up.work.bytes_written == 2 * EXPERTS * 2 * INNER * WIDTH
+    assert gate.work.bytes_read == 2 * rows * 3 * INNER + (4 + 4) * rows
+    assert gate.work.bytes_written == 2 * rows * 3 * INNER + 4 * rows
+    assert gate.vector_flops == {"float32": 9 * rows * INNER}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_of_experts_has_the_products_of_its_parts_and_moves_less(dtype):
+    def parts():
+        x, gate_up, down = (
+            made(*shape, dtype=dtype)
+            for shape in ((TOKENS, WIDTH), (EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
+        )
+        rows, counts, row_map = kernels.permute_tokens(x, ints(TOKENS, CHOICES), number_of_experts=EXPERTS)
+        inner = kernels.grouped_product(rows, gate_up, counts, activation="silu")
+        kernels.unpermute_tokens(kernels.grouped_product(inner, down, counts), row_map, made(TOKENS, CHOICES))
+
+    with nearpeak.fake():
+        found = trace(parts, target=target_of(find(H200)))
+    costs = [cost_of(op) for op in found.ops if op.packet in ("nearpeak.grouped_gated", "nearpeak.grouped_product")]
+    layer = dict(layer_of_experts(dtype))["mixture_of_experts"]
+    for field in ("flops", "vector_flops", "product_flops"):
+        assert getattr(layer, field) == {
+            name: sum(getattr(cost, field).get(name, 0.0) for cost in costs) for name in getattr(layer, field)
+        }
+    assert layer.work.bytes < sum(cost.work.bytes for cost in costs)
+
+
+def test_a_layer_of_experts_without_choices_reads_nothing():
+    shapes = {"weights": (4, 0), "gate_up": (2, 8, 16), "down": (2, 16, 4), "row_map": (4, 0), "sources": (0,)}
+    arguments = {"x": made_up(4, 16), **{name: made_up(*shape) for name, shape in shapes.items()}}
+    outputs = made_up(4, 16), made_up(0, 8)
+    cost = cost_of(Op(name="nearpeak.mixture_of_experts.default", arguments=arguments, outputs=outputs))
+    assert (cost.work.bytes_read, cost.work.bytes_written, cost.flops) == (0, 2 * 4 * 16, {})
+    given = {"gradient": made_up(4, 16), "rows": made_up(0, 4), "sources": made_up(0)}
+    name = "nearpeak.gathered_weight_gradient.default"
+    cost = cost_of(Op(name=name, arguments=given, outputs=(made_up(2, 16, 4),)))
+    assert (cost.work.bytes_read, cost.work.bytes_written, cost.flops) == (0, 2 * 2 * 16 * 4, {})
 
 
 @pytest.mark.parametrize("grad", [True, False])

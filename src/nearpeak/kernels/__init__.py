@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nearpeak.kernels.operations.linear_cross_entropy import linear_cross_entropy
     from nearpeak.kernels.operations.norms import LayerNorm, RMSNorm, layer_norm, rms_norm
     from nearpeak.kernels.operations.optimizer import AdamW
-    from nearpeak.kernels.operations.permutation import permute_tokens, unpermute_tokens
+    from nearpeak.kernels.operations.permutation import permute_tokens, sort_tokens, unpermute_tokens
     from nearpeak.kernels.operations.product import Linear, product
     from nearpeak.kernels.operations.quantise import dequantise, quantise
     from nearpeak.kernels.operations.residual import add_layer_norm, add_rms_norm
@@ -94,6 +94,7 @@ __all__ = [
     "row_groups",
     "scaled_dot_product_attention",
     "softmax",
+    "sort_tokens",
     "supports",
     "swiglu",
     "swiglu_packed",
@@ -149,6 +150,7 @@ _HOME = {
     "row_groups": "operations.grouped_product",
     "scaled_dot_product_attention": "operations.attention",
     "softmax": "operations.softmax",
+    "sort_tokens": "operations.permutation",
     "supports": "policy",
     "swiglu": "operations.gated",
     "swiglu_packed": "operations.gated",

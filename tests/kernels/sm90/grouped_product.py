@@ -1,5 +1,7 @@
 """Launches of `grouped_product` to compile, of the sizes of a layer of 128 experts."""
 
+from functools import partial
+
 import torch
 
 from nearpeak.kernels.jit import grouped_product, grouped_product_launch
@@ -8,10 +10,25 @@ from nearpeak.kernels.operations.grouped_product import groups_size
 BF16 = torch.bfloat16
 
 
+def gathered(name, tokens, up, upstream, inside, groups, sources, plain, two, gradient):
+    """Launches with rows of tokens, which `sources` name, by these configurations."""
+    given = (groups, 128, False, sources)
+    yield f"tokens, {name}", lambda: grouped_product.product(tokens, up, *given, config=plain)
+    across = (up.mT.contiguous(), groups, 128, True, sources)
+    yield f"tokens, transposed, {name}", lambda: grouped_product.product(tokens, *across, config=plain)
+    gated = (up, groups, 128, "silu", True, sources)
+    yield f"tokens, gated and kept, {name}", lambda: grouped_product.gated(tokens, *gated, config=two)
+    for what, pair in (("rows", (upstream, tokens)), ("gradient", (tokens, inside))):
+        call = partial(grouped_product.weight_gradient, *pair, groups, up.shape[0], sources, what, config=gradient)
+        yield f"gradient of matrices, {what} of tokens, {name}", call
+
+
 def launches():
     experts, tokens, wide, inner = 8, 2048, 512, 256
     groups = torch.empty(groups_size(experts, tokens, 128), dtype=torch.int32)
     rows, up = torch.empty(tokens, wide, dtype=BF16), torch.empty(experts, 2 * inner, wide, dtype=BF16)
+    upstream, inside = torch.empty(tokens, 2 * inner, dtype=BF16), torch.empty(tokens, inner, dtype=BF16)
+    sources, few_tokens = torch.empty(tokens, dtype=torch.int32), rows[: tokens // 2]
     if grouped_product_launch.takes(rows, up, 128, False, False):  # else another version of Triton
         yield "plain, Hopper", lambda: grouped_product.product(rows, up, groups, 128, False)
         yield "transposed, Hopper", lambda: grouped_product.product(rows, up.mT.contiguous(), groups, 128, True)
@@ -22,8 +39,9 @@ def launches():
         for name, scales in (("", whole), ("silu", blocks)):
             given = (*eight, *scales, groups, 128, name, BF16)
             yield f"8 bits {name}, Hopper", lambda given=given: grouped_product.eight(*given)
-        gradient = torch.empty(tokens, 2 * inner, dtype=BF16)
-        yield "gradient of matrices, Hopper", lambda: grouped_product.weight_gradient(gradient, rows, groups, experts)
+            yield f"8 bits {name}, tokens, Hopper", lambda given=given: grouped_product.eight(*given, sources)
+        yield "gradient of matrices, Hopper", lambda: grouped_product.weight_gradient(upstream, rows, groups, experts)
+        yield from gathered("Hopper", few_tokens, up, upstream, inside, groups, sources, None, None, None)
     portable = grouped_product.heuristic(128, 2, False)
     yield "plain", lambda: grouped_product.product(rows, up, groups, 128, False, config=portable)
     two = grouped_product.heuristic(128, 2, True)
@@ -32,6 +50,7 @@ def launches():
     yield "a few rows", lambda: grouped_product.product(rows[:64], up, few, 16, False)
     yield "float32", lambda: grouped_product.product(rows.float(), up.float(), groups, 128, False)
     config = grouped_product.gradient_heuristic(2)
+    yield from gathered("portable", few_tokens, up, upstream, inside, groups, sources, portable, two, config)
     yield (
         "gradient of matrices",
         lambda: grouped_product.weight_gradient(rows, rows, groups, experts, config=config),

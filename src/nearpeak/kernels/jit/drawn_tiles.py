@@ -33,7 +33,7 @@ def lanes_layout(warps):
 
 @gluon.jit
 def slots_for_tiles(READERS: gl.constexpr):
-    """Where tiles are told, to so many partitions of 4 warps: memory, and barriers for what is told and read."""
+    """Where tiles are told, to so many partitions: memory, and barriers for what is told and read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     slots = gl.allocate_shared_memory(gl.int32, [SLOTS * NUMBERS, 1], layout)
     told = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -86,7 +86,7 @@ def told_tile(slots_of_tiles, turn):
     """What the tile of a turn is."""
     slots, told, read = slots_of_tiles
     slot = turn % SLOTS
-    layout: gl.constexpr = lanes_layout(4)
+    layout: gl.constexpr = lanes_layout(gl.num_warps())
     mbarrier.wait(told.index(slot), (turn // SLOTS) & 1)
     first = gl.max(slots.index(NUMBERS * slot).load(layout), 0)
     second = gl.max(slots.index(NUMBERS * slot + 1).load(layout), 0)

@@ -32,76 +32,95 @@ def group(counts: Tensor, rows: int, height: int) -> Tensor:
 
 
 def product(
-    rows: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool, *, config: dict[str, Any] | None = None
-) -> Tensor:
-    """The rows by the matrices of their experts, contiguous. Copies rows with holes."""
+    rows: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool, sources: Tensor | None = None,
+    *, config: dict[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """The rows by the matrices of their experts, contiguous; with `sources` those that they name.
+
+    Copies rows with holes.
+    """
     columns = weight.shape[2 if transposed else 1]
-    result = torch.empty((rows.shape[0], columns), dtype=rows.dtype, device=rows.device)
+    result = torch.empty((_number(rows, sources), columns), dtype=rows.dtype, device=rows.device)
     if not result.numel():
         return result
     rows = as_rows(rows)
-    if _for_hopper(config) and hopper.takes(rows, weight, height, transposed, False):
-        hopper.product(rows, weight, groups, result, None, transposed, "", config)
+    if _for_hopper(config, rows, sources) and hopper.takes(rows, weight, height, transposed, False):
+        hopper.product(rows, weight, groups, result, None, transposed, "", config, sources)
         return result
     strides = weight.stride(0), weight.stride(2 if transposed else 1), weight.stride(1 if transposed else 2)
-    _launch(rows, weight, groups, result, None, None, None, height, "", "", strides, config)
+    _launch(rows, sources, weight, groups, result, None, None, None, height, "", "", strides, config)
     return result
+
+
+def _number(rows: Tensor, sources: Tensor | None) -> int:
+    """Of products."""
+    return rows.shape[0] if sources is None else sources.shape[0]
 
 
 def gated(
     rows: Tensor, weight: Tensor, groups: Tensor, height: int, activation: str, keep: bool,
-    *, config: dict[str, Any] | None = None,
+    sources: Tensor | None = None, *, config: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The activation of the first columns times the second, and both if they are to be kept, else nothing."""
-    columns = weight.shape[1] // 2
-    result = torch.empty((rows.shape[0], columns), dtype=rows.dtype, device=rows.device)
-    kept = torch.empty((rows.shape[0], 2 * columns) if keep else 0, dtype=rows.dtype, device=rows.device)
+    columns, number = weight.shape[1] // 2, _number(rows, sources)
+    result = torch.empty((number, columns), dtype=rows.dtype, device=rows.device)
+    kept = torch.empty((number, 2 * columns) if keep else 0, dtype=rows.dtype, device=rows.device)
     if not result.numel():
         return result, kept
     rows = as_rows(rows)
     to_keep = kept if keep else None
-    if _for_hopper(config) and hopper.takes(rows, weight, height, False, True):
-        hopper.product(rows, weight, groups, result, to_keep, False, activation, config)
+    if _for_hopper(config, rows, sources) and hopper.takes(rows, weight, height, False, True):
+        hopper.product(rows, weight, groups, result, to_keep, False, activation, config, sources)
     else:
-        _launch(rows, weight, groups, result, to_keep, None, None, height, activation, "", weight.stride(), config)
+        strides = weight.stride()
+        _launch(rows, sources, weight, groups, result, to_keep, None, None, height, activation, "", strides, config)
     return result, kept
+
+
+def gathered(
+    tokens: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool, activation: str, sources: Tensor
+) -> Tensor:
+    """The products of the tokens that `sources` name, without derivatives."""
+    if activation:
+        return gated(tokens, weight, groups, height, activation, False, sources)[0]
+    return product(tokens, weight, groups, height, transposed, sources)
 
 
 def eight(
     rows: Tensor, weight: Tensor, row_scales: Tensor, weight_scales: Tensor, groups: Tensor, height: int,
-    activation: str, dtype: torch.dtype, *, config: dict[str, Any] | None = None,
+    activation: str, dtype: torch.dtype, sources: Tensor | None = None, *, config: dict[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """The same of numbers of 8 bits with scales, without derivatives."""
     columns = weight.shape[1] // (2 if activation else 1)
-    result = torch.empty((rows.shape[0], columns), dtype=dtype, device=rows.device)
+    result = torch.empty((_number(rows, sources), columns), dtype=dtype, device=rows.device)
     if not result.numel():
         return result
     rows = as_rows(rows)
     row_scales, weight_scales = row_scales.contiguous(), weight_scales.contiguous()
     scales = "whole" if weight_scales.dim() == 1 else "blocks"
-    if config is None and hopper.takes_eight(rows, weight, height, dtype, activation):
-        hopper.eight(rows, weight, row_scales, weight_scales, groups, result, activation)
+    if _for_hopper(config, rows, sources) and hopper.takes_eight(rows, weight, height, dtype, activation):
+        hopper.eight(rows, weight, row_scales, weight_scales, groups, result, activation, sources)
     else:
         _launch(
-            rows, weight, groups, result, None, row_scales, weight_scales, height, activation, scales, weight.stride(),
-            config,
+            rows, sources, weight, groups, result, None, row_scales, weight_scales, height, activation, scales,
+            weight.stride(), config,
         )  # fmt: skip
     return result
 
 
 def _launch(
-    rows: Tensor, weight: Tensor, groups: Tensor, result: Tensor, kept: Tensor | None, row_scales: Tensor | None,
-    weight_scales: Tensor | None, height: int, activation: str, scales: str, strides: tuple[int, ...],
-    config: dict[str, Any] | None,
+    rows: Tensor, sources: Tensor | None, weight: Tensor, groups: Tensor, result: Tensor, kept: Tensor | None,
+    row_scales: Tensor | None, weight_scales: Tensor | None, height: int, activation: str, scales: str,
+    strides: tuple[int, ...], config: dict[str, Any] | None,
 ) -> None:  # fmt: skip
     experts = weight.shape[0]
     columns = result.shape[1]
     bytes_each = rows.element_size()
-    if _for_hopper(config):
+    if _is_hoppers(config):
         config = None  # one of the other kernels says nothing here
     chosen = config or _measured(height, rows, activation) or heuristic(height, bytes_each, bool(activation))
     width = min(chosen["width"], max(16, next_power_of_2(columns)))
-    tiles = (rows.shape[0] // height + experts + 1) * triton.cdiv(columns, width)
+    tiles = (result.shape[0] // height + experts + 1) * triton.cdiv(columns, width)
     scale_strides = (0, 0, 0)
     if row_scales is not None and weight_scales is not None:
         scale_strides = (
@@ -110,26 +129,31 @@ def _launch(
             weight_scales.stride(1 if scales == "blocks" else 0),
         )
     launch(
-        grouped_kernel, (min(tiles, _programs(rows.device)), 1, 1), rows, weight, groups, result, kept, row_scales,
-        weight_scales, experts, columns, rows.shape[1], entries_at(experts), rows.stride(0), *strides, *scale_strides,
-        activation, scales, height, width, 128 if scales == "blocks" else chosen["depth"],
+        grouped_kernel, (min(tiles, _programs(rows.device)), 1, 1), rows, sources, weight, groups, result, kept,
+        row_scales, weight_scales, experts, columns, rows.shape[1], entries_at(experts), rows.stride(0), *strides,
+        *scale_strides, activation, scales, height, width, 128 if scales == "blocks" else chosen["depth"],
         warps=chosen["warps"], stages=chosen["stages"],
     )  # fmt: skip
 
 
 def weight_gradient(
-    gradient: Tensor, rows: Tensor, groups: Tensor, experts: int, *, config: dict[str, Any] | None = None
-) -> Tensor:
-    """The gradient of the matrices, [experts, columns of the gradient, columns of rows]. Copies rows with holes."""
+    gradient: Tensor, rows: Tensor, groups: Tensor, experts: int, sources: Tensor | None = None, gathered: str = "",
+    *, config: dict[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the matrices, [experts, columns of the gradient, columns of rows]. Copies rows with holes.
+
+    What is `gathered`, "gradient" or "rows", has the rows that `sources` name.
+    """
     columns, depth = gradient.shape[1], rows.shape[1]
     result = torch.empty((experts, columns, depth), dtype=rows.dtype, device=rows.device)
     if not result.numel():
         return result
     gradient, rows = as_rows(gradient), as_rows(rows)
-    if _for_hopper(config) and hopper.takes_gradient(gradient, rows):
-        hopper.weight_gradient(gradient, rows, groups, result, config)
+    tokens = gradient if gathered == "gradient" else rows
+    if _for_hopper(config, tokens, sources) and hopper.takes_gradient(gradient, rows):
+        hopper.weight_gradient(gradient, rows, groups, result, config, sources, gathered)
         return result
-    if _for_hopper(config):
+    if _is_hoppers(config):
         config = None
     chosen = config or gradient_heuristic(rows.element_size())
     high, wide = (
@@ -137,15 +161,19 @@ def weight_gradient(
     )
     tiles = experts * triton.cdiv(columns, high) * triton.cdiv(depth, wide)
     launch(
-        grouped_gradient_kernel, (min(tiles, _programs(rows.device)), 1, 1), gradient, rows, groups, result, experts,
-        columns, depth, gradient.stride(0), rows.stride(0), high, wide, chosen["rows"],
+        grouped_gradient_kernel, (min(tiles, _programs(rows.device)), 1, 1), gradient, rows, sources, groups, result,
+        experts, columns, depth, gradient.stride(0), rows.stride(0), gathered, high, wide, chosen["rows"],
         warps=chosen["warps"], stages=chosen["stages"],
     )  # fmt: skip
     return result
 
 
-def _for_hopper(config: dict[str, Any] | None) -> bool:
-    """Whether a configuration is one of the kernels for Hopper, or of none."""
+def _for_hopper(config: dict[str, Any] | None, rows: Tensor, sources: Tensor | None) -> bool:
+    """Whether a configuration is one of the kernels for Hopper, or of none, and they find the rows of `sources`."""
+    return _is_hoppers(config) and (sources is None or hopper.can_gather(rows))
+
+
+def _is_hoppers(config: dict[str, Any] | None) -> bool:
     return config is None or "warps" not in config
 
 

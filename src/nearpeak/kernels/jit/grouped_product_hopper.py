@@ -9,12 +9,15 @@ work is saved.
 
 A tile may reach beyond the rows of its expert. The rows of the next are then loaded, and not written: full tiles are
 copied out by one instruction, and others element by element.
+
+Rows may be those of tokens, in the order of experts or not: then two more warps copy them, see `gathered_rows`.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,6 +36,7 @@ from nearpeak.kernels.jit.drawn_tiles import (
     tell_tile,
     told_tile,
 )
+from nearpeak.kernels.jit.gathered_rows import THREADS, copy_of_tokens, gathered_layout
 from nearpeak.kernels.jit.hopper_layouts import product_layout
 
 ROWS = gl.constexpr(64)
@@ -62,7 +66,7 @@ def find_tile(groups, tile, column_tiles, entries):
 
 @gluon.jit
 def _copy_pieces(
-    rows, weight, rings, barriers, expert, row, end, place, count, begin, steps,
+    rows, weight, rings, barriers, expert, row, end, place, count, begin, steps, GATHERED: gl.constexpr,
     GATED: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies some steps of a tile into the ring. How many steps of all tiles there have been."""
@@ -73,12 +77,15 @@ def _copy_pieces(
         slot = count % STAGES
         at = step * DEPTH
         mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(slot), weight.block_type.nbytes + 2 * rows.block_type.nbytes, pred=both)
-        mbarrier.expect(full.index(slot), weight.block_type.nbytes + rows.block_type.nbytes, pred=both == 0)
-        tma.async_copy_global_to_shared(rows, [row, at], full.index(slot), row_ring.index(2 * slot))
-        tma.async_copy_global_to_shared(
-            rows, [row + ROWS, at], full.index(slot), row_ring.index(2 * slot + 1), pred=both
-        )
+        if GATHERED:
+            mbarrier.expect(full.index(slot), weight.block_type.nbytes)
+        else:
+            mbarrier.expect(full.index(slot), weight.block_type.nbytes + 2 * rows.block_type.nbytes, pred=both)
+            mbarrier.expect(full.index(slot), weight.block_type.nbytes + rows.block_type.nbytes, pred=both == 0)
+            tma.async_copy_global_to_shared(rows, [row, at], full.index(slot), row_ring.index(2 * slot))
+            tma.async_copy_global_to_shared(
+                rows, [row + ROWS, at], full.index(slot), row_ring.index(2 * slot + 1), pred=both
+            )
         if GATED:
             tma.async_copy_global_to_shared(
                 weight, [expert, 0, place * (WIDTH // 2), at], full.index(slot), weight_ring.index(slot)
@@ -97,8 +104,8 @@ def _copy_pieces(
 
 @gluon.jit
 def load_tiles(
-    counter, groups, rows, weight, rings, barriers, slots, sizes, GATED: gl.constexpr, ALONG: gl.constexpr,
-    WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    counter, groups, rows, weight, rings, barriers, slots, sizes, GATHERED: gl.constexpr, GATED: gl.constexpr,
+    ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies pieces of rows and of matrices. ALONG: the depth of matrices is what lies together in memory."""
     experts, _columns, depth, entries, column_tiles = sizes
@@ -112,17 +119,48 @@ def load_tiles(
         steps = gl.where(expert < 0, 0, gl.cdiv(depth, DEPTH))
         most = gl.maximum(steps - AHEAD, 0)
         count = _copy_pieces(
-            rows, weight, rings, barriers, expert, row, end, place, count, 0, most, GATED, ALONG, WIDTH, DEPTH, STAGES
-        )
+            rows, weight, rings, barriers, expert, row, end, place, count, 0, most, GATHERED, GATED, ALONG, WIDTH,
+            DEPTH, STAGES,
+        )  # fmt: skip
         number = draw(counter)
         count = _copy_pieces(
-            rows, weight, rings, barriers, expert, row, end, place, count, most, steps, GATED, ALONG, WIDTH, DEPTH,
-            STAGES,
+            rows, weight, rings, barriers, expert, row, end, place, count, most, steps, GATHERED, GATED, ALONG, WIDTH,
+            DEPTH, STAGES,
         )  # fmt: skip
         tile = drawn_tile(number)
         turn += 1
     tell_tile(slots, turn, 0, 0, 0, -1)
     end_of_draws(counter, tile, tiles)
+
+
+@gluon.jit
+def gather_tiles(
+    tokens, stride, sources, row_ring, barriers, slots, depth, DEPTH: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Copies pieces of the rows of tokens."""
+    full, free = barriers
+    bits: gl.constexpr = row_ring.dtype.primitive_bitwidth
+    down = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gathered_layout(bits)))
+    depth = depth // (128 // bits) * (128 // bits)  # it is a multiple of 16 bytes, and now the compiler knows
+    stride = stride // (128 // bits) * (128 // bits)
+    count = 0
+    turn = 0
+    expert, row, end, place = told_tile(slots, turn)
+    while place >= 0:
+        steps = gl.where(expert < 0, 0, gl.cdiv(depth, DEPTH))
+        first = row + down
+        second = first + ROWS
+        one = gl.load(sources + first, mask=first < end, other=0) * stride
+        other = gl.load(sources + second, mask=second < end, other=0) * stride
+        for step in range(steps):
+            slot = count % STAGES
+            mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
+            copy_of_tokens(row_ring.index(2 * slot), tokens, one, first < end, step * DEPTH, depth)
+            copy_of_tokens(row_ring.index(2 * slot + 1), tokens, other, second < end, step * DEPTH, depth)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            count += 1
+        turn += 1
+        expert, row, end, place = told_tile(slots, turn)
 
 
 @gluon.jit
@@ -166,11 +204,12 @@ def halves(total):
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, result, kept, result_tiles, kept_tiles, rings, barriers, slots, columns, depth,
+    CONSUMER: gl.constexpr, targets, rings, barriers, slots, columns, depth, GATHERED: gl.constexpr,
     NAME: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """The products of 64 rows of each tile."""
+    result, kept, result_tiles, kept_tiles = targets
     row_ring, weight_ring, written = rings
     full, free = barriers
     GATED: gl.constexpr = NAME != ""
@@ -188,6 +227,8 @@ def _consume(
             for step in range(steps):
                 slot = count % STAGES
                 mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+                if GATHERED:
+                    fence_async_shared()
                 given = row_ring.index(2 * slot + CONSUMER)
                 if ALONG:
                     matrix = weight_ring.index(slot).reshape([WIDTH, DEPTH]).permute((1, 0))
@@ -231,15 +272,19 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["experts", "columns", "depth", "entries", "column_tiles"])
+@gluon.jit(do_not_specialize=["experts", "columns", "depth", "entries", "column_tiles", "stride"])
 def grouped_hopper_kernel(
-    counter, groups, result, kept, rows, weight, result_tiles, kept_tiles, experts, columns, depth, entries,
-    column_tiles, NAME: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
+    counter, groups, result, kept, tokens, sources, rows, weight, result_tiles, kept_tiles, experts, columns, depth,
+    entries, column_tiles, stride, NAME: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """From `rows` to `kept_tiles` they are descriptors, of tiles with a part before rows."""
+    """From `rows` to `kept_tiles` they are descriptors, of tiles with a part before rows.
+
+    Where there are `sources`, each row is that of a token, and `rows` says of their tiles no more than how they lie.
+    """
     dtype: gl.constexpr = rows.dtype
     GATED: gl.constexpr = NAME != ""
+    GATHERED: gl.constexpr = sources is not None
     HALF: gl.constexpr = WIDTH // 2
     row_ring = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, DEPTH], rows.layout)
     if GATED:
@@ -254,27 +299,52 @@ def grouped_hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=1 + THREADS if GATHERED else 1)
         mbarrier.init(free.index(slot), count=2)
-    slots = slots_for_tiles(2)
+    slots = slots_for_tiles(3 if GATHERED else 2)
     fence_async_shared()
     rings = (row_ring, weight_ring, written)
     barriers = (full, free)
     sizes = (experts, columns, depth, entries, column_tiles)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                0, result, kept, result_tiles, kept_tiles, rings, barriers, slots, columns, depth, NAME, ALONG, WIDTH,
-                DEPTH, STAGES, BUFFERS,
-            )),
-            (_consume, (
-                1, result, kept, result_tiles, kept_tiles, rings, barriers, slots, columns, depth, NAME, ALONG, WIDTH,
-                DEPTH, STAGES, BUFFERS,
-            )),
-            (load_tiles, (
-                counter, groups, rows, weight, rings, barriers, slots, sizes, GATED, ALONG, WIDTH, DEPTH, STAGES
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    targets = (result, kept, result_tiles, kept_tiles)
+    if GATHERED:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, targets, rings, barriers, slots, columns, depth, True, NAME, ALONG, WIDTH, DEPTH, STAGES,
+                    BUFFERS,
+                )),
+                (_consume, (
+                    1, targets, rings, barriers, slots, columns, depth, True, NAME, ALONG, WIDTH, DEPTH, STAGES,
+                    BUFFERS,
+                )),
+                (load_tiles, (
+                    counter, groups, rows, weight, rings, barriers, slots, sizes, True, GATED, ALONG, WIDTH, DEPTH,
+                    STAGES,
+                )),
+                (gather_tiles, (
+                    tokens, stride, sources, row_ring, barriers, slots, depth, DEPTH, STAGES
+                )),
+            ],
+            [4, 1, 2],
+            [224, 56, 56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, targets, rings, barriers, slots, columns, depth, False, NAME, ALONG, WIDTH, DEPTH, STAGES,
+                    BUFFERS,
+                )),
+                (_consume, (
+                    1, targets, rings, barriers, slots, columns, depth, False, NAME, ALONG, WIDTH, DEPTH, STAGES,
+                    BUFFERS,
+                )),
+                (load_tiles, (
+                    counter, groups, rows, weight, rings, barriers, slots, sizes, False, GATED, ALONG, WIDTH, DEPTH,
+                    STAGES,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

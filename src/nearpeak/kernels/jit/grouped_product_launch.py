@@ -54,6 +54,11 @@ def _is_copyable(x: Tensor) -> bool:
     )
 
 
+def can_gather(tokens: Tensor) -> bool:
+    """Whether rows are copied from wherever they are: whole pieces of 16 bytes, and places that are 32 bits long."""
+    return tokens.shape[1] * tokens.element_size() % _ALIGNED_BYTES == 0 and tokens.shape[0] * tokens.stride(0) < 2**31
+
+
 def takes(rows: Tensor, weight: Tensor, height: int, transposed: bool, gated: bool) -> bool:
     """Whether these kernels are for a product, on its device."""
     columns = weight.shape[2 if transposed else 1] // (2 if gated else 1)
@@ -70,13 +75,17 @@ def takes(rows: Tensor, weight: Tensor, height: int, transposed: bool, gated: bo
 
 def product(
     rows: Tensor, weight: Tensor, groups: Tensor, result: Tensor, kept: Tensor | None, transposed: bool,
-    activation: str, config: dict[str, int] | None = None,
+    activation: str, config: dict[str, int] | None = None, sources: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes the products of rows, and with an activation what it is taken of where that is to be kept."""
+    """Writes the products of rows, and with an activation what it is taken of where that is to be kept.
+
+    With `sources` a product's row is the one that it names, and there are as many products as sources.
+    """
     from nearpeak.kernels.jit.grouped_product_hopper import grouped_hopper_kernel
 
     name = "grouped_product_hopper" + ("_gated" if activation else "")
-    config = config or tuned(name, rows.shape[0] // weight.shape[0], rows.device) or CONFIGS[0]
+    number = result.shape[0]
+    config = config or tuned(name, number // weight.shape[0], rows.device) or CONFIGS[0]
     width = config["width"]
     experts, columns = weight.shape[0], result.shape[1]
     along = (weight.stride(-1) == 1) != transposed
@@ -85,14 +94,14 @@ def product(
     if activation:  # the same columns of gate and up
         matrices, block = matrices.unflatten(1, (2, columns)), [1, 2, width // 2, _DEPTH]
     column_tiles = triton.cdiv(columns, width // 2 if activation else width)
-    tiles = (rows.shape[0] // HEIGHT + experts + 1) * column_tiles
+    tiles = (number // HEIGHT + experts + 1) * column_tiles
     written = _tiles(result, 1, width // 2)
     launch(
         grouped_hopper_kernel, (min(processors(rows.device), tiles), 1, 1), tickets(1, rows.device),
-        groups, result, kept,
+        groups, result, kept, None if sources is None else rows, sources,
         gluon.descriptor(rows, [_ROWS, _DEPTH]), gluon.descriptor(matrices, block), written,
         written if kept is None else _tiles(kept, 2, width // 2),
-        experts, columns, rows.shape[1], entries_at(experts), column_tiles,
+        experts, columns, rows.shape[1], entries_at(experts), column_tiles, rows.stride(0),
         activation, along, width, _DEPTH, config["stages"], config["buffers"],
         warps=4, registers=_REGISTERS,
     )  # fmt: skip
@@ -119,9 +128,9 @@ def takes_eight(rows: Tensor, weight: Tensor, height: int, dtype: torch.dtype, a
 
 def eight(
     rows: Tensor, weight: Tensor, row_scales: Tensor, weight_scales: Tensor, groups: Tensor, result: Tensor,
-    activation: str,
+    activation: str, sources: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes the products of rows and matrices of 8 bits."""
+    """Writes the products of rows and matrices of 8 bits; with `sources` of the rows that they name."""
     from nearpeak.kernels.jit.grouped_product_eight import grouped_eight_hopper_kernel
 
     experts, columns = weight.shape[0], result.shape[1]
@@ -130,14 +139,15 @@ def eight(
     if activation:
         weight, block = weight.unflatten(1, (2, columns)), [1, 2, chunk, _EIGHT_DEPTH]
     column_tiles = triton.cdiv(columns, chunk)
-    programs = min(processors(rows.device), (rows.shape[0] // HEIGHT + experts + 1) * column_tiles)
+    programs = min(processors(rows.device), (result.shape[0] // HEIGHT + experts + 1) * column_tiles)
     blocks = weight_scales.dim() == 3
     launch(
         grouped_eight_hopper_kernel, (programs, 1, 1), tickets(1, rows.device), groups, result, row_scales,
-        weight_scales,
+        weight_scales, None if sources is None else rows, sources,
         gluon.descriptor(rows, [_ROWS, _EIGHT_DEPTH]), gluon.descriptor(weight, block),
         gluon.descriptor(result[None], [1, _ROWS, chunk]),
         experts, columns, rows.shape[1], entries_at(experts), column_tiles, weight_scales.shape[1] if blocks else 1,
+        rows.stride(0),
         activation, blocks, _EIGHT_WIDTH, _EIGHT_DEPTH, _EIGHT_STAGES,
         warps=4, registers=_REGISTERS,
     )  # fmt: skip
@@ -156,21 +166,28 @@ def takes_gradient(gradient: Tensor, rows: Tensor) -> bool:
 
 
 def weight_gradient(
-    gradient: Tensor, rows: Tensor, groups: Tensor, result: Tensor, config: dict[str, int] | None = None
-) -> None:
-    """Writes the gradient of the matrices of all experts."""
+    gradient: Tensor, rows: Tensor, groups: Tensor, result: Tensor, config: dict[str, int] | None = None,
+    sources: Tensor | None = None, gathered: str = "",
+) -> None:  # fmt: skip
+    """Writes the gradient of the matrices of all experts.
+
+    What is `gathered`, "gradient" or "rows", has the rows that `sources` name.
+    """
     from nearpeak.kernels.jit.grouped_product_gradient import grouped_gradient_hopper_kernel
 
     experts, columns, depth = result.shape
-    config = config or tuned("grouped_gradient_hopper", rows.shape[0] // experts, rows.device) or GRADIENT_CONFIGS[0]
+    number = rows.shape[0] if sources is None else sources.shape[0]
+    config = config or tuned("grouped_gradient_hopper", number // experts, rows.device) or GRADIENT_CONFIGS[0]
     width, depth_of_step = config["width"], config["depth"]
     down, across = triton.cdiv(columns, HEIGHT), triton.cdiv(depth, width)
     tiles = experts * down * across
+    tokens = gradient if gathered == "gradient" else rows
     launch(
         grouped_gradient_hopper_kernel, (min(processors(rows.device), tiles), 1, 1), tickets(1, rows.device), groups,
+        tokens if gathered else None, sources,
         _ragged(gradient, depth_of_step, _ROWS), _ragged(rows, depth_of_step, width),
         gluon.descriptor(result, [1, _ROWS, width // 2]),
-        tiles, down, across, width, depth_of_step, config["stages"],
+        tiles, down, across, tokens.stride(0), tokens.shape[1], gathered, width, depth_of_step, config["stages"],
         warps=4, registers=_REGISTERS,
     )  # fmt: skip
 

@@ -92,11 +92,13 @@ def _load_columns(pointer, column, columns, at, depth):
 
 @triton.jit
 def grouped_kernel(
-    rows, weight, groups, result, kept, row_scales, weight_scales, experts, columns, depth, entries,
+    rows, sources, weight, groups, result, kept, row_scales, weight_scales, experts, columns, depth, entries,
     row_stride, expert_stride, column_stride, depth_stride, scale_row_stride, scale_expert_stride, scale_column_stride,
     NAME: tl.constexpr, SCALES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the result. NAME is an activation, where the result is that of the first columns times the second.
+
+    `sources`, if any, has for each row which of `rows` it is, and with it that of `row_scales`.
 
     SCALES: "" for none, "whole" for one of each row and each expert, "blocks" for one of each 128 of the depth, of a
     row, and of 128 columns of a matrix.
@@ -108,7 +110,10 @@ def grouped_kernel(
         row = first + tl.arange(0, HEIGHT)
         column = column_tile * WIDTH + tl.arange(0, WIDTH)
         at = tl.arange(0, DEPTH)
-        given = rows + (row.to(tl.int64) * row_stride)[:, None] + at[None, :]
+        source = row
+        if sources is not None:
+            source = tl.load(sources + row, mask=row < end, other=0)
+        given = rows + (source.to(tl.int64) * row_stride)[:, None] + at[None, :]
         own = weight + tl.maximum(expert, 0).to(tl.int64) * expert_stride
         matrix = own + at.to(tl.int64)[:, None] * depth_stride + (column.to(tl.int64) * column_stride)[None, :]
         second = matrix + tl.cast(columns, tl.int64) * column_stride
@@ -121,7 +126,7 @@ def grouped_kernel(
             values = tl.load(given, mask=(row < end)[:, None] & (at < left)[None, :], other=0.0)
             factors = _load_columns(matrix, column, columns, at, left)
             if SCALES == "blocks":
-                by_row = tl.load(row_scales + row.to(tl.int64) * scale_row_stride + begin // BLOCK, mask=row < end)
+                by_row = tl.load(row_scales + source.to(tl.int64) * scale_row_stride + begin // BLOCK, mask=row < end)
                 own_scales = weight_scales + expert.to(tl.int64) * scale_expert_stride + begin // BLOCK
                 by_column = tl.load(own_scales + column // BLOCK * scale_column_stride, mask=column < columns)
                 part = _multiply(values, factors, tl.zeros([HEIGHT, WIDTH], tl.float32))
@@ -142,7 +147,7 @@ def grouped_kernel(
             second += DEPTH * depth_stride
         inside = (row < end)[:, None] & (column < columns)[None, :]
         if SCALES == "whole":
-            scale = tl.load(row_scales + row.to(tl.int64) * scale_row_stride, mask=row < end, other=0.0)
+            scale = tl.load(row_scales + source.to(tl.int64) * scale_row_stride, mask=row < end, other=0.0)
             scale *= tl.load(weight_scales + tl.maximum(expert, 0) * scale_expert_stride)
             total *= scale[:, None]
             other *= scale[:, None]
@@ -158,10 +163,13 @@ def grouped_kernel(
 
 @triton.jit
 def grouped_gradient_kernel(
-    gradient, rows, groups, result, experts, columns, depth, gradient_stride, row_stride,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+    gradient, rows, sources, groups, result, experts, columns, depth, gradient_stride, row_stride,
+    GATHERED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of matrices: of each expert, the gradients of its rows by the rows. Zeros for one without rows."""
+    """The gradient of matrices: of each expert, the gradients of its rows by the rows. Zeros for one without rows.
+
+    GATHERED, "gradient" or "rows", are those that `sources` name.
+    """
     down = tl.cdiv(columns, COLUMNS)
     across = tl.cdiv(depth, DEPTH)
     for tile in range(tl.program_id(0), experts * down * across, tl.num_programs(0)):
@@ -170,18 +178,20 @@ def grouped_gradient_kernel(
         at = tile % across * DEPTH + tl.arange(0, DEPTH)
         begin = tl.load(groups + expert)
         end = tl.load(groups + expert + 1)
-        row = begin + tl.arange(0, ROWS)
-        upstream = gradient + (row.to(tl.int64) * gradient_stride)[:, None] + column[None, :]
-        given = rows + (row.to(tl.int64) * row_stride)[:, None] + at[None, :]
         total = tl.zeros([COLUMNS, DEPTH], tl.float32)
         rest = tl.zeros([COLUMNS, DEPTH], tl.float32)
         for first in range(begin, end, ROWS):
-            inside = (row - begin + first < end)[:, None]
+            row = first + tl.arange(0, ROWS)
+            source = row
+            if GATHERED != "":
+                source = tl.load(sources + row, mask=row < end, other=0)
+            by_row = (source if GATHERED == "gradient" else row).to(tl.int64) * gradient_stride
+            upstream = gradient + by_row[:, None] + column[None, :]
+            given = rows + ((source if GATHERED == "rows" else row).to(tl.int64) * row_stride)[:, None] + at[None, :]
+            inside = (row < end)[:, None]
             one = tl.load(upstream, mask=inside & (column < columns)[None, :], other=0.0)
             other = tl.load(given, mask=inside & (at < depth)[None, :], other=0.0)
             total, rest = _multiply_add(tl.trans(one), other, total, rest)
-            upstream += tl.cast(gradient_stride, tl.int64) * ROWS
-            given += tl.cast(row_stride, tl.int64) * ROWS
         place = result + ((expert.to(tl.int64) * columns + column) * depth)[:, None] + at[None, :]
         inside = (column < columns)[:, None] & (at < depth)[None, :]
         tl.store(place, total.to(result.dtype.element_ty), mask=inside)

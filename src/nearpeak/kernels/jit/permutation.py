@@ -2,7 +2,7 @@
 
 A choice is a pair of a token and one of its k experts. Each choice has a row of its own: those of the first expert come
 first, and behind those of the last expert the rows of choices that are dropped. `row_map` has the row of each choice,
-and for a dropped one that row's complement, `~row`, which is negative.
+and for a dropped one that row's complement, `~row`, which is negative. `sources` has the token of each row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def count_kernel(experts, counts, choices, number_of_experts, per_part, STEP: tl
 
 @triton.jit
 def place_kernel(
-    experts, counts, totals, row_map, choices, number_of_experts, per_part, parts,
+    experts, counts, totals, row_map, sources, choices, k, number_of_experts, per_part, parts,
     STEP: tl.constexpr, BINS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
@@ -69,6 +69,7 @@ def place_kernel(
         rank = tl.sum(earlier.to(tl.int32), 1)
         row = tl.gather(place, expert, 0) + rank
         tl.store(row_map + choice, tl.where(expert == number_of_experts, ~row, row), mask=choice < choices)
+        tl.store(sources + row, (choice // k).to(tl.int32), mask=choice < choices)
         place += tl.histogram(expert, BINS)
 
 
@@ -147,14 +148,18 @@ def sum_backward_kernel(
         tl.store(to_weights + token * K + choice, tl.sum(product, 0).to(to_weights.dtype.element_ty))
 
 
-def sort(experts: Tensor, number_of_experts: int) -> tuple[Tensor, Tensor]:
-    """Choices of each expert, and the row of each choice. Deterministic, without waiting for the device."""
+def sort(experts: Tensor, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices of each expert, the row of each choice, and the token of each row.
+
+    Deterministic, without waiting for the device.
+    """
     device = experts.device
     row_map = torch.empty(experts.shape, dtype=torch.int32, device=device)
     totals = torch.empty(number_of_experts, dtype=torch.int32, device=device)
     choices = experts.numel()
+    sources = torch.empty(choices, dtype=torch.int32, device=device)
     if not choices:
-        return totals.zero_(), row_map
+        return totals.zero_(), row_map, sources
     bins = next_power_of_2(number_of_experts + 2)
     per_part = triton.cdiv(triton.cdiv(choices, _PARTS), _STEP) * _STEP
     parts = triton.cdiv(choices, per_part)
@@ -162,10 +167,10 @@ def sort(experts: Tensor, number_of_experts: int) -> tuple[Tensor, Tensor]:
     experts = experts.contiguous()
     launch(count_kernel, (parts, 1, 1), experts, counts, choices, number_of_experts, per_part, _STEP, bins, warps=4)
     launch(
-        place_kernel, (parts, 1, 1), experts, counts, totals, row_map, choices, number_of_experts, per_part, parts,
-        _STEP, bins, max(1, min(32, 8192 // bins)), warps=16,
+        place_kernel, (parts, 1, 1), experts, counts, totals, row_map, sources, choices, experts.shape[1],
+        number_of_experts, per_part, parts, _STEP, bins, max(1, min(32, 8192 // bins)), warps=16,
     )  # fmt: skip
-    return totals, row_map
+    return totals, row_map, sources
 
 
 def copy(x: Tensor, row_map: Tensor, *, config: dict[str, Any] | None = None) -> Tensor:

@@ -1,8 +1,9 @@
 """`mixture_of_experts` and `MoE`: a layer of gated experts, of which each token has a few.
 
-Rows of tokens are copied to the order of their experts, multiplied by the two matrices of each, and added up by token.
-Of T tokens with k experts of the sizes H and I, forward copies T k rows of H once, writes T k rows of I and of H, and
-reads these; where there is a backward pass to come also T k rows of 2 I. These four are kept for it.
+Tokens are multiplied by the two matrices of each of their experts, from wherever they are, and results are added up by
+token. Of T tokens with k experts of the sizes H and I, forward writes T k rows of I and of H, and reads these; where
+there is a backward pass to come, it writes T k rows of 2 I as well, and keeps these and the tokens for it. Results are
+not added by the product that gives them: the order of additions would be another each time, or one would wait.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.kernels.operations.grouped_product import Activation, grouped_product, row_groups
-from nearpeak.kernels.operations.permutation import permute_tokens, unpermute_tokens
+from nearpeak.kernels.operations import experts_operators as operators
+from nearpeak.kernels.operations import grouped_product, permutation
+from nearpeak.kernels.operations.grouped_product_operators import Activation, group, height_of
+from nearpeak.kernels.operations.grouped_product_operators import why_not as product_why_not
 from nearpeak.kernels.operations.routing import Scores, route
+from nearpeak.kernels.policy import fused
 
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
@@ -37,6 +41,60 @@ def _fit(found: list[nn.Parameter]) -> bool:
     return found[1].shape == (experts, 2 * inner, columns) and found[2].shape == (experts, columns, inner)
 
 
+def _reference(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
+) -> Tensor:
+    rows, counts, row_map = permutation.reference(x, experts, number_of_experts=gate_up.shape[0])
+    inner = grouped_product.reference(rows, gate_up, counts, activation=activation)
+    return permutation.unpermute_reference(grouped_product.reference(inner, down, counts), row_map, weights)
+
+
+def _why_not(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
+) -> str | None:
+    return (
+        permutation.why_not(x, experts, number_of_experts=gate_up.shape[0])
+        or product_why_not(x, gate_up, weights)
+        or product_why_not(x, down)
+    )
+
+
+@fused(reference=_reference, why_not=_why_not)
+def _mixture(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
+) -> Tensor:
+    number = gate_up.shape[0]
+    counts, row_map, sources = permutation.sort_operator(experts, number)
+    height = height_of(sources.shape[0], number)
+    groups = group(counts, sources.shape[0], height)
+    keep = torch.is_grad_enabled() and any(one.requires_grad for one in (x, weights, gate_up, down))
+    return operators.layer(x, weights, gate_up, down, groups, row_map, sources, height, activation, keep)[0]  # type: ignore[no-any-return]
+
+
+def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+    if (
+        gate_up.dim() != 3
+        or gate_up.shape[1] % 2
+        or down.shape != (gate_up.shape[0], gate_up.shape[2], gate_up.shape[1] // 2)
+    ):
+        raise UsageError(
+            "Experts take gate_up of the shape (experts, 2 * inner, columns) and down of (experts, columns, inner), and"
+            f" these have {tuple(gate_up.shape)} and {tuple(down.shape)}."
+        )
+    if x.dim() != 2 or x.shape[1] != gate_up.shape[2]:
+        raise UsageError(
+            f"Experts of {gate_up.shape[2]} columns take tokens of the shape (tokens, {gate_up.shape[2]}), and these"
+            f" have {tuple(x.shape)}."
+        )
+    if weights.shape != experts.shape:
+        raise UsageError(
+            f"Each choice has a weight: experts have the shape {tuple(experts.shape)}, and weights"
+            f" {tuple(weights.shape)}."
+        )
+    if activation not in get_args(Activation):
+        raise UsageError(f"There is no activation {activation!r}. {did_you_mean(activation, get_args(Activation))}")
+
+
 def mixture_of_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, activation: Activation = "silu"
 ) -> Tensor:
@@ -54,20 +112,12 @@ def mixture_of_experts(
         down: (experts, columns, inner).
         activation: "silu", "gelu" or "gelu_tanh".
     """
-    if gate_up.dim() != 3 or down.shape != (gate_up.shape[0], gate_up.shape[2], gate_up.shape[1] // 2):
-        raise UsageError(
-            "Experts take gate_up of the shape (experts, 2 * inner, columns) and down of (experts, columns, inner), and"
-            f" these have {tuple(gate_up.shape)} and {tuple(down.shape)}."
-        )
+    _check(x, weights, experts, gate_up, down, activation)
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    rows, counts, row_map = permute_tokens(x, experts, number_of_experts=gate_up.shape[0])
-    groups = row_groups(counts, rows=rows.shape[0])
-    inner = grouped_product(rows, gate_up, counts, activation=activation, groups=groups)
-    results = grouped_product(inner, down, counts, groups=groups)
-    return unpermute_tokens(results, row_map, weights)
+    return _mixture(x, weights, experts, gate_up, down, activation)
 
 
 class Experts(nn.Module):

@@ -37,12 +37,15 @@ _MOST = 4096
 
 def reference(
     rows: Tensor, weight: Tensor, counts: Tensor, *, activation: Activation | None = None, groups: Tensor | None = None,
-    row_scales: Tensor | None = None, weight_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+    sources: Tensor | None = None, row_scales: Tensor | None = None, weight_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    _check(rows, weight, counts, activation, row_scales, weight_scales)
+    _check(rows, weight, counts, activation, sources, row_scales, weight_scales)
     if row_scales is not None and weight_scales is not None:
         rows = operators.widened_rows(rows, row_scales)
         weight = operators.widened_matrices(weight, weight_scales)
+    if sources is not None:
+        rows = rows[sources.long()]
     ends = counts.cumsum(0).clamp(max=rows.shape[0])
     starts = torch.cat([ends.new_zeros(1), ends])
     result = operators.by_expert(rows, weight, starts.tolist())
@@ -53,8 +56,8 @@ def reference(
 
 
 def _check(
-    rows: Tensor, weight: Tensor, counts: Tensor, activation: str | None, row_scales: Tensor | None,
-    weight_scales: Tensor | None,
+    rows: Tensor, weight: Tensor, counts: Tensor, activation: str | None, sources: Tensor | None,
+    row_scales: Tensor | None, weight_scales: Tensor | None,
 ) -> None:  # fmt: skip
     if rows.dim() != 2 or weight.dim() != 3 or weight.shape[2] != rows.shape[1]:
         raise UsageError(
@@ -71,6 +74,11 @@ def _check(
             raise UsageError(f"There is no activation {activation!r}. {did_you_mean(activation, get_args(Activation))}")
         if weight.shape[1] % 2:
             raise UsageError(f"With an activation a weight has an even number of columns, and not {weight.shape[1]}.")
+    if sources is not None and (sources.dim() != 1 or sources.dtype != torch.int32):
+        raise UsageError(
+            f"grouped_product takes sources as numbers of rows in int32, as sort_tokens gives them, and these are"
+            f" {tuple(sources.shape)} in {sources.dtype}."
+        )
     if (row_scales is None) != (weight_scales is None):
         raise UsageError("Numbers of 8 bits need row_scales and weight_scales, and one of them is not there.")
     if row_scales is not None and weight_scales is not None:
@@ -79,14 +87,17 @@ def _check(
 
 def _why_not(
     rows: Tensor, weight: Tensor, counts: Tensor, *, activation: Activation | None = None, groups: Tensor | None = None,
-    row_scales: Tensor | None = None, weight_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+    sources: Tensor | None = None, row_scales: Tensor | None = None, weight_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> str | None:  # fmt: skip
-    _check(rows, weight, counts, activation, row_scales, weight_scales)
+    _check(rows, weight, counts, activation, sources, row_scales, weight_scales)
+    if sources is not None and torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad):
+        return "with sources it has no gradients: see mixture_of_experts, or permute_tokens"
     if weight.shape[0] > _MOST:
         return f"it takes up to {_MOST} experts, and these are {weight.shape[0]}"
     if row_scales is not None:
-        return operators.why_not_eight(rows, weight, row_scales, weight_scales)
-    return operators.why_not(rows, weight, counts)
+        return operators.why_not_eight(rows, weight, row_scales, weight_scales, sources)
+    return operators.why_not(rows, weight, counts, sources)
 
 
 def _groups_reference(counts: Tensor, *, rows: int) -> Tensor:
@@ -123,7 +134,8 @@ def row_groups(counts: Tensor, *, rows: int) -> Tensor:
 @fused(reference=reference, why_not=_why_not)
 def grouped_product(
     rows: Tensor, weight: Tensor, counts: Tensor, *, activation: Activation | None = None, groups: Tensor | None = None,
-    row_scales: Tensor | None = None, weight_scales: Tensor | None = None, dtype: torch.dtype | None = None,
+    sources: Tensor | None = None, row_scales: Tensor | None = None, weight_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Each row by the matrix of its expert, `row @ weight[expert].T`, in the dtype of rows: (rows, columns).
 
@@ -139,20 +151,28 @@ def grouped_product(
         activation: "silu", "gelu" or "gelu_tanh": the result is half as wide, the activation of what the first half
             of a matrix gives, times what the second half gives. For the gradient both are written and kept.
         groups: What `row_groups` made of counts and as many rows; by default it is made here.
+        sources: Which of `rows` each product takes, in int32, as `sort_tokens` names the token of each: then nothing
+            is copied, and there are as many products as sources. They have no gradients by kernels; plain torch runs
+            where there are any to come.
         row_scales: What rows in 8 bits are multiplied by, in float32: (rows), or (rows, depth / 128) for each 128 of a
             row, as `quantise` makes them with blocks of "row" and (1, 128). Numbers of 8 bits have no gradients.
         weight_scales: The same of matrices: (experts), or (experts, columns / 128, depth / 128) by blocks of 128 x 128,
             rounded up. Either both scales are by blocks, or none.
         dtype: That of a result of 8 bits; by default bfloat16.
     """
-    height = height_of(rows.shape[0], weight.shape[0])
+    number = rows.shape[0] if sources is None else sources.shape[0]
+    height = height_of(number, weight.shape[0])
     if groups is None:
-        groups = operators.group(counts, rows.shape[0], height)
-    elif groups.shape[0] != groups_size(weight.shape[0], rows.shape[0], height):
-        raise UsageError(f"These groups are not of {rows.shape[0]} rows and {weight.shape[0]} experts: see row_groups.")
+        groups = operators.group(counts, number, height)
+    elif groups.shape[0] != groups_size(weight.shape[0], number, height):
+        raise UsageError(f"These groups are not of {number} rows and {weight.shape[0]} experts: see row_groups.")
+    sources = None if sources is None else sources.contiguous()
     if row_scales is not None:
         wanted = dtype or torch.bfloat16
-        return operators.eight(rows, weight, row_scales, weight_scales, groups, height, activation or "", wanted)  # type: ignore[no-any-return]
+        scaled = rows, weight, row_scales, weight_scales
+        return operators.eight(*scaled, groups, height, activation or "", wanted, sources)  # type: ignore[no-any-return]
+    if sources is not None:
+        return operators.gathered(rows, weight, groups, height, False, activation or "", sources)  # type: ignore[no-any-return]
     if activation is None:
         return operators.product(rows, weight, groups, height, False)  # type: ignore[no-any-return]
     keep = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)

@@ -83,11 +83,11 @@ def _starts(groups: Tensor, experts: int) -> list[int]:
     return groups[: experts + 1].tolist()
 
 
-def _plain_product(rows: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool) -> Tensor:
+def plain_product(rows: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool) -> Tensor:
     return by_expert(rows, weight.mT if transposed else weight, _starts(groups, weight.shape[0]))
 
 
-def _plain_gated(
+def plain_gated(
     rows: Tensor, weight: Tensor, groups: Tensor, height: int, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     kept = by_expert(rows, weight, _starts(groups, weight.shape[0]))
@@ -96,7 +96,23 @@ def _plain_gated(
     return result, kept if keep else kept.new_empty(0)
 
 
-def _plain_weight_gradient(gradient: Tensor, rows: Tensor, groups: Tensor, experts: int) -> Tensor:
+def _plain_gathered(
+    tokens: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool, activation: str, sources: Tensor
+) -> Tensor:
+    rows = tokens[sources.long()]
+    if activation:
+        return plain_gated(rows, weight, groups, height, activation, False)[0]
+    return plain_product(rows, weight, groups, height, transposed)
+
+
+def _fake_gathered(
+    tokens: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool, activation: str, sources: Tensor
+) -> Tensor:
+    columns = weight.shape[2 if transposed else 1] // (2 if activation else 1)
+    return tokens.new_empty(sources.shape[0], columns)
+
+
+def plain_weight_gradient(gradient: Tensor, rows: Tensor, groups: Tensor, experts: int) -> Tensor:
     starts = _starts(groups, experts)
     return torch.stack([gradient[a:b].mT @ rows[a:b] for a, b in pairwise(starts)])
 
@@ -115,12 +131,13 @@ def widened_matrices(weight: Tensor, scales: Tensor) -> Tensor:
 
 def _plain_eight(
     rows: Tensor, weight: Tensor, row_scales: Tensor, weight_scales: Tensor, groups: Tensor, height: int,
-    activation: str, dtype: torch.dtype,
+    activation: str, dtype: torch.dtype, sources: Tensor | None,
 ) -> Tensor:  # fmt: skip
     given, matrices = widened_rows(rows, row_scales), widened_matrices(weight, weight_scales)
+    given = given if sources is None else given[sources.long()]
     if activation:
-        return _plain_gated(given, matrices, groups, height, activation, False)[0].to(dtype)
-    return _plain_product(given, matrices, groups, height, False).to(dtype)
+        return plain_gated(given, matrices, groups, height, activation, False)[0].to(dtype)
+    return plain_product(given, matrices, groups, height, False).to(dtype)
 
 
 def check_scales(rows: Tensor, weight: Tensor, row_scales: Tensor, weight_scales: Tensor) -> None:
@@ -208,7 +225,7 @@ group = Operator(
 product = Operator(
     "grouped_product(Tensor rows, Tensor weight, Tensor groups, int height, bool transposed) -> Tensor",
     launch="grouped_product:product",
-    reference=_plain_product,
+    reference=plain_product,
     fake=lambda rows, weight, groups, height, transposed: rows.new_empty(
         rows.shape[0], weight.shape[2 if transposed else 1]
     ),
@@ -220,7 +237,7 @@ gated = Operator(
     "grouped_gated(Tensor rows, Tensor weight, Tensor groups, int height, str activation, bool keep)"
     " -> (Tensor, Tensor)",
     launch="grouped_product:gated",
-    reference=_plain_gated,
+    reference=plain_gated,
     fake=_fake_gated,
     why_not=why_not,
     setup_context=_setup_gated,
@@ -229,17 +246,25 @@ gated = Operator(
 weight_gradient = Operator(
     "grouped_weight_gradient(Tensor gradient, Tensor rows, Tensor groups, SymInt experts) -> Tensor",
     launch="grouped_product:weight_gradient",
-    reference=_plain_weight_gradient,
+    reference=plain_weight_gradient,
     fake=lambda gradient, rows, groups, experts: rows.new_empty(experts, gradient.shape[1], rows.shape[1]),
+    why_not=why_not,
+)
+gathered = Operator(
+    "gathered_product(Tensor tokens, Tensor weight, Tensor groups, int height, bool transposed, str activation,"
+    " Tensor sources) -> Tensor",
+    launch="grouped_product:gathered",
+    reference=_plain_gathered,
+    fake=_fake_gathered,
     why_not=why_not,
 )
 eight = Operator(
     "grouped_eight(Tensor rows, Tensor weight, Tensor row_scales, Tensor weight_scales, Tensor groups, int height,"
-    " str activation, ScalarType dtype) -> Tensor",
+    " str activation, ScalarType dtype, Tensor? sources) -> Tensor",
     launch="grouped_product:eight",
     reference=_plain_eight,
-    fake=lambda rows, weight, row_scales, weight_scales, groups, height, activation, dtype: rows.new_empty(
-        (rows.shape[0], weight.shape[1] // (2 if activation else 1)), dtype=dtype
+    fake=lambda rows, weight, row_scales, weight_scales, groups, height, activation, dtype, sources: rows.new_empty(
+        ((rows if sources is None else sources).shape[0], weight.shape[1] // (2 if activation else 1)), dtype=dtype
     ),
     why_not=why_not_eight,
 )

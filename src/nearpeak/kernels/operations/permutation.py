@@ -1,4 +1,4 @@
-"""`permute_tokens` and `unpermute_tokens`: tokens to the rows of their experts, and back.
+"""`sort_tokens`, `permute_tokens` and `unpermute_tokens`: tokens to the rows of their experts, and back.
 
 Bytes: `permute_tokens` reads each token once and writes its k rows; `unpermute_tokens` reads k rows and writes a token.
 The backward pass of each is the other without weights, and moves as much. With weights the backward pass of
@@ -21,11 +21,11 @@ _MOST = 2**31 - 1
 
 def reference(x: Tensor, experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     _check(x, experts, number_of_experts)
-    counts, row_map = _sort_reference(experts, number_of_experts)
+    counts, row_map, _ = _sort_reference(experts, number_of_experts)
     return _copy_reference(x, row_map), counts, row_map
 
 
-def _sort_reference(experts: Tensor, number_of_experts: int) -> tuple[Tensor, Tensor]:
+def _sort_reference(experts: Tensor, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     flat = experts.reshape(-1).long()
     dropped = (flat < 0) | (flat >= number_of_experts)
     flat = torch.where(dropped, number_of_experts, flat)
@@ -34,7 +34,8 @@ def _sort_reference(experts: Tensor, number_of_experts: int) -> tuple[Tensor, Te
     row_map = torch.where(dropped, ~row, row).to(torch.int32).view(experts.shape)
     zeros = torch.zeros(number_of_experts + 1, dtype=torch.int32, device=experts.device)
     counts = zeros.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    return counts[:number_of_experts].clone(), row_map
+    sources = (order // max(experts.shape[1], 1)).to(torch.int32)
+    return counts[:number_of_experts].clone(), row_map, sources
 
 
 def _copy_reference(x: Tensor, row_map: Tensor) -> Tensor:
@@ -65,10 +66,17 @@ def _check(x: Tensor, experts: Tensor, number_of_experts: int) -> None:
             f"permute_tokens takes x of the shape (tokens, columns) and experts of the shape (tokens, k), and these"
             f" have {tuple(x.shape)} and {tuple(experts.shape)}."
         )
-    if experts.dtype not in (torch.int32, torch.int64):
-        raise UsageError(f"permute_tokens takes experts in int32 or int64, and these are in {experts.dtype}.")
+    _check_experts(experts, number_of_experts)
+
+
+def _check_experts(experts: Tensor, number_of_experts: int) -> None:
+    if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
+        raise UsageError(
+            "Choices of experts have the shape (tokens, k), in int32 or int64, and these are"
+            f" {tuple(experts.shape)} in {experts.dtype}."
+        )
     if number_of_experts < 1:
-        raise UsageError(f"permute_tokens needs a number_of_experts of 1 or more, and got {number_of_experts}.")
+        raise UsageError(f"There is a number_of_experts of 1 or more, and this is {number_of_experts}.")
 
 
 def _check_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> None:
@@ -84,7 +92,7 @@ def _check_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> None:
         )
 
 
-def _why_not(x: Tensor, experts: Tensor, *, number_of_experts: int) -> str | None:
+def why_not(x: Tensor, experts: Tensor, *, number_of_experts: int) -> str | None:
     _check(x, experts, number_of_experts)
     return cannot_run(x, experts) or _sort_why_not(experts, number_of_experts)
 
@@ -116,7 +124,7 @@ def _copy_setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None
 
 def _copy_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     (row_map,) = ctx.saved_tensors
-    return _sum(gradient, row_map, None), None
+    return sum_rows(gradient, row_map, None), None
 
 
 def _sum_fake(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
@@ -156,13 +164,14 @@ def _weighted_backward_fake(gradient: Tensor, rows: Tensor, row_map: Tensor, wei
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
-_sort = Operator(
-    "sort_tokens(Tensor experts, int number_of_experts) -> (Tensor, Tensor)",
+sort_operator = Operator(
+    "sort_tokens(Tensor experts, int number_of_experts) -> (Tensor, Tensor, Tensor)",
     launch="permutation:sort",
     reference=_sort_reference,
     fake=lambda experts, number: (
         experts.new_empty(number, dtype=torch.int32),
         experts.new_empty(experts.shape, dtype=torch.int32),
+        experts.new_empty(experts.shape[0] * experts.shape[1], dtype=torch.int32),
     ),
     why_not=_sort_why_not,
 )
@@ -175,7 +184,7 @@ _copy = Operator(
     setup_context=_copy_setup,
     backward=_copy_backward,
 )
-_sum = Operator(
+sum_rows = Operator(
     "unpermute_rows(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
     launch="permutation:sum_rows",
     reference=unpermute_reference,
@@ -193,7 +202,33 @@ _weighted_backward = Operator(
 )
 
 
-@fused(reference=reference, why_not=_why_not)
+def _sort_by_keyword(experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    _check_experts(experts, number_of_experts)
+    return _sort_reference(experts, number_of_experts)
+
+
+def _sort_why_not_by_keyword(experts: Tensor, *, number_of_experts: int) -> str | None:
+    _check_experts(experts, number_of_experts)
+    return _sort_why_not(experts, number_of_experts)
+
+
+@fused(reference=_sort_by_keyword, why_not=_sort_why_not_by_keyword)
+def sort_tokens(experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of tokens by their experts: (counts, row_map, sources). Deterministic; nothing waits for the device.
+
+    Args:
+        experts: The experts of each token, (tokens, k), in int32 or int64. A choice outside of 0 to
+            `number_of_experts` - 1, such as -1, is dropped.
+        number_of_experts: How many there are.
+
+    Returns:
+        How many choices each expert has; the row of each choice, (tokens, k), or a negative number for a dropped one;
+        and the token of each row, for `grouped_product`, of which those of dropped choices are last. All in int32.
+    """
+    return sort_operator(experts, number_of_experts)  # type: ignore[no-any-return]
+
+
+@fused(reference=reference, why_not=why_not)
 def permute_tokens(x: Tensor, experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens in the order of their experts: (rows, counts, row_map).
 
@@ -211,7 +246,7 @@ def permute_tokens(x: Tensor, experts: Tensor, *, number_of_experts: int) -> tup
         The rows; the counts; and `row_map`, (tokens, k) in int32: the row of each choice, or a negative number (the
         complement of a row of zeros) for a dropped one.
     """
-    counts, row_map = _sort(experts, number_of_experts)
+    counts, row_map, _ = sort_operator(experts, number_of_experts)
     return _copy(x, row_map), counts, row_map
 
 
@@ -228,4 +263,4 @@ def unpermute_tokens(rows: Tensor, row_map: Tensor, weights: Tensor | None = Non
         row_map: That of `permute_tokens`.
         weights: A weight for each choice, (tokens, k), in float32, bfloat16 or float16; by default 1.
     """
-    return _sum(rows, row_map, weights)  # type: ignore[no-any-return]
+    return sum_rows(rows, row_map, weights)  # type: ignore[no-any-return]

@@ -207,7 +207,7 @@ def eight_bits(op: Op) -> Cost:
 
 @formula("nearpeak.sort_tokens")
 def sort_tokens(op: Op) -> Cost:
-    """Reads the experts of the tokens, writes the counts and the rows."""
+    """Reads the experts of the tokens, writes the counts, the row of each choice and the token of each row."""
     return Cost(family="sorting", reads=accesses(op.tensor("experts")), writes=accesses(*op.outputs))
 
 

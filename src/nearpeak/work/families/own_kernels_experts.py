@@ -2,11 +2,13 @@
 
 Which rows belong to which expert is data. Each row meets one matrix, whichever it is, so products are those of one
 matrix and all rows; all of them could be of one expert, so one matrix is certain to be read. Assumed is, as for torch's
-grouped product, that every row belongs to some expert.
+grouped product, that every row belongs to some expert. Sources are those of `sort_tokens`, which name every token: each
+is read once, however many rows are its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from nearpeak.work.cost import Cost, accesses, formula
@@ -40,38 +42,87 @@ def group_rows(op: Op) -> Cost:
     return Cost(family="sorting", reads=accesses(counts), writes=accesses((groups, certain)))
 
 
-@formula("nearpeak.grouped_product", "nearpeak.grouped_gated", "nearpeak.grouped_eight")
+@formula("nearpeak.grouped_product", "nearpeak.grouped_gated", "nearpeak.grouped_eight", "nearpeak.gathered_product")
 def grouped_product(op: Op) -> Cost:
-    """One product of all rows, and for an activation three operations a result. Writes results and what is kept."""
-    rows, weight = op.tensor("rows"), op.tensor("weight")
-    if not op.outputs[0].elements:
+    """One product of all rows, and for an activation three operations a result. Writes results and what is kept.
+
+    Reads the rows, or the tokens that they are and which ones.
+    """
+    (rows,), weight = op.tensors("rows", "tokens"), op.tensor("weight")
+    result = op.outputs[0]
+    if not result.elements:
         return Cost(family="matrix")
-    columns = weight.elements // weight.shape[0] // rows.shape[1] if rows.shape[1] else 0
-    flops, vector_flops = engines(rows.dtype, 2.0 * rows.elements * columns, tf32=op.tf32_products)
-    beside = 3.0 * op.outputs[0].elements if op.arguments.get("activation") else 0.0
-    dtype = vector_dtype(rows.dtype)
-    if beside:
-        vector_flops = {**vector_flops, dtype: vector_flops.get(dtype, 0.0) + beside}
-    reads: list[Part] = [rows, replace(weight, shape=(1, *weight.shape[1:])), *op.tensors("row_scales")]
+    number, depth = result.shape[0], rows.shape[1]
+    columns = weight.elements // weight.shape[0] // depth if depth else 0
+    reads: list[Part] = [rows, _one_of(weight), *op.tensors("sources", "row_scales")]
     reads += [(scales, scales.bytes / weight.shape[0]) for scales in op.tensors("weight_scales")]
+    activated = result.elements if op.arguments.get("activation") else 0
+    return _products(op, rows.dtype, 2.0 * number * depth * columns, activated, reads)
+
+
+@formula("nearpeak.mixture_of_experts")
+def mixture_of_experts(op: Op) -> Cost:
+    """Both products of all rows, and three operations for each number of an inner row.
+
+    Reads tokens, weights, which rows are whose (the map says it, and the sources say no more) and one expert. Writes
+    the results of tokens, and both factors of inner rows where they are kept. Inner rows, and what experts give before
+    it is added up, are not charged: they could stay on the chip. What adding up takes is not either, as in
+    `unpermute_rows`; a matrix engine could do it.
+    """
+    x, gate_up, down, row_map = (op.tensor(name) for name in ("x", "gate_up", "down", "row_map"))
+    if not row_map.elements or not x.elements:
+        return Cost(family="matrix", writes=accesses(*op.outputs))
+    (_, both, depth), inner = gate_up.shape, down.shape[2]
+    products = 2.0 * row_map.elements * depth * (both + inner)
+    reads = [x, op.tensor("weights"), row_map, _one_of(gate_up), _one_of(down)]
+    return _products(op, x.dtype, products, row_map.elements * inner, reads)
+
+
+def _one_of(matrices: Tensor) -> Tensor:
+    """The first of them."""
+    return replace(matrices, shape=(1, *matrices.shape[1:]))
+
+
+def _products(op: Op, dtype: str, products: float, activated: int, reads: Iterable[Part]) -> Cost:
+    """So many FLOPs of products, and so many results of an activation; writes what comes out."""
+    flops, vector_flops = engines(dtype, products, tf32=op.tf32_products)
+    direct = flops or vector_flops
+    if activated:
+        beside = vector_dtype(dtype)
+        vector_flops = {**vector_flops, beside: vector_flops.get(beside, 0.0) + 3.0 * activated}
     return Cost(
         family="matrix",
         reads=accesses(*reads),
         writes=accesses(*op.outputs),
         flops=flops,
         vector_flops=vector_flops,
+        products=direct,
     )
 
 
-@formula("nearpeak.grouped_weight_gradient")
+@formula("nearpeak.grouped_weight_gradient", "nearpeak.gathered_weight_gradient")
 def grouped_weight_gradient(op: Op) -> Cost:
-    """Each row by its gradient, added to one matrix; all matrices are written."""
-    gradient, rows = op.tensor("gradient"), op.tensor("rows")
-    flops, vector_flops = engines(rows.dtype, 2.0 * rows.elements * gradient.shape[1], tf32=op.tf32_products)
+    """Each row by its gradient, added to one matrix; all matrices are written. Tokens are read once for all rows."""
+    gradient, rows, sources = op.tensor("gradient"), op.tensor("rows"), op.tensors("sources")
+    number = sources[0].elements if sources else rows.shape[0]
+    if not number:
+        return Cost(family="matrix", writes=accesses(*op.outputs))
+    return _products(op, rows.dtype, 2.0 * number * rows.shape[1] * gradient.shape[1], 0, (gradient, rows, *sources))
+
+
+_GATE_BACKWARD = 9
+"""Operations for each number of an inner row: four as `gated_backward` has, a product for the row, one by the weight
+for the row and one for its gradient, and a product and a sum for the gradient of the weight."""
+
+
+@formula("nearpeak.experts_gate_backward")
+def experts_gate_backward(op: Op) -> Cost:
+    """Reads the gradient of inner rows, both factors, the map and the weights; writes the gradients of the factors and
+    of the weights, and the weighted inner rows."""
+    upstream = op.tensor("upstream")
     return Cost(
-        family="matrix",
-        reads=accesses(gradient, rows),
+        family="pointwise",
+        reads=accesses(*op.inputs) if upstream.elements else (),
         writes=accesses(*op.outputs),
-        flops=flops,
-        vector_flops=vector_flops,
+        vector_flops=arithmetic((upstream,), (), _GATE_BACKWARD * upstream.elements),
     )
