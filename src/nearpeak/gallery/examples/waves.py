@@ -128,7 +128,7 @@ def _tiles(here: Here) -> Iterator[Part]:
             n: here.row(f"N = {n}", persistent.multiply, *given[n], predicted=one_size[n], max_seconds=0.2)
             for n in shown
         }
-        yield compared(f"Tiles of {tile}: the persistent kernel of `tiling_ladder`", list(mine.values()))
+        yield compared(f"Tiles of {tile}: the persistent kernel of the tiling ladder", list(mine.values()))
     theirs = {n: here.row(f"N = {n}", torch.mm, *given[n], predicted=sizes_that_fit[n], max_seconds=0.2) for n in shown}
     yield compared("Tiles that fit: torch.mm", list(theirs.values()))
     yield from _pictures(

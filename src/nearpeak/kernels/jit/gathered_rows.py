@@ -11,9 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-WARPS = gl.constexpr(2)
 THREADS = gl.constexpr(64)
-"""As many arrive at the barrier of a step."""
+"""Of two warps: as many arrive at the barrier of a step."""
 
 
 @gluon.constexpr_function
