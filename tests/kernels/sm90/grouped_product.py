@@ -12,8 +12,6 @@ BF16 = torch.bfloat16
 
 def gathered(name, tokens, up, upstream, inside, groups, sources, plain, two, gradient):
     """Launches with rows of tokens, which `sources` name, by these configurations."""
-    given = (groups, 128, False, sources)
-    yield f"tokens, {name}", lambda: grouped_product.product(tokens, up, *given, config=plain)
     across = (up.mT.contiguous(), groups, 128, True, sources)
     yield f"tokens, transposed, {name}", lambda: grouped_product.product(tokens, *across, config=plain)
     gated = (up, groups, 128, "silu", True, sources)
