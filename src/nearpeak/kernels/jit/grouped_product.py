@@ -14,6 +14,7 @@ from nearpeak.kernels.jit.grouped_product_portable import group_kernel, grouped_
 from nearpeak.kernels.jit.launch import launch, next_power_of_2
 from nearpeak.kernels.jit.rows import as_rows
 from nearpeak.kernels.operations.grouped_product import entries_at, groups_size
+from nearpeak.kernels.operations.grouped_product_operators import number_of
 from nearpeak.kernels.policy import INTERPRETED
 
 _RESIDENT = 2
@@ -40,7 +41,7 @@ def product(
     Copies rows with holes.
     """
     columns = weight.shape[2 if transposed else 1]
-    result = torch.empty((_number(rows, sources), columns), dtype=rows.dtype, device=rows.device)
+    result = torch.empty((number_of(rows, sources), columns), dtype=rows.dtype, device=rows.device)
     if not result.numel():
         return result
     rows = as_rows(rows)
@@ -52,17 +53,12 @@ def product(
     return result
 
 
-def _number(rows: Tensor, sources: Tensor | None) -> int:
-    """Of products."""
-    return rows.shape[0] if sources is None else sources.shape[0]
-
-
 def gated(
     rows: Tensor, weight: Tensor, groups: Tensor, height: int, activation: str, keep: bool,
     sources: Tensor | None = None, *, config: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The activation of the first columns times the second, and both if they are to be kept, else nothing."""
-    columns, number = weight.shape[1] // 2, _number(rows, sources)
+    columns, number = weight.shape[1] // 2, number_of(rows, sources)
     result = torch.empty((number, columns), dtype=rows.dtype, device=rows.device)
     kept = torch.empty((number, 2 * columns) if keep else 0, dtype=rows.dtype, device=rows.device)
     if not result.numel():
@@ -92,7 +88,7 @@ def eight(
 ) -> Tensor:  # fmt: skip
     """The same of numbers of 8 bits with scales, without derivatives."""
     columns = weight.shape[1] // (2 if activation else 1)
-    result = torch.empty((_number(rows, sources), columns), dtype=dtype, device=rows.device)
+    result = torch.empty((number_of(rows, sources), columns), dtype=dtype, device=rows.device)
     if not result.numel():
         return result
     rows = as_rows(rows)

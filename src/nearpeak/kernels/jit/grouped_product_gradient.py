@@ -154,26 +154,17 @@ def _gather(
         place = (column if GATHERED == "gradient" else at) // ROWS * ROWS
         for step in range(0, gl.cdiv(number, DEPTH), 4):
             left = number - step * DEPTH - down
-            own0 = gl.load(own, mask=left > 0, other=0)
-            own1 = gl.load(own + DEPTH, mask=left > DEPTH, other=0)
-            own2 = gl.load(own + 2 * DEPTH, mask=left > 2 * DEPTH, other=0)
-            own3 = gl.load(own + 3 * DEPTH, mask=left > 3 * DEPTH, other=0)
-            count = _gather_step(
-                tokens, own0, stride, number, place, columns, rings, barriers, count, step, GATHERED, WIDTH, DEPTH,
-                STAGES,
-            )  # fmt: skip
-            count = _gather_step(
-                tokens, own1, stride, number, place, columns, rings, barriers, count, step + 1, GATHERED, WIDTH, DEPTH,
-                STAGES,
-            )  # fmt: skip
-            count = _gather_step(
-                tokens, own2, stride, number, place, columns, rings, barriers, count, step + 2, GATHERED, WIDTH, DEPTH,
-                STAGES,
-            )  # fmt: skip
-            count = _gather_step(
-                tokens, own3, stride, number, place, columns, rings, barriers, count, step + 3, GATHERED, WIDTH, DEPTH,
-                STAGES,
-            )  # fmt: skip
+            four = (
+                gl.load(own, mask=left > 0, other=0),
+                gl.load(own + DEPTH, mask=left > DEPTH, other=0),
+                gl.load(own + 2 * DEPTH, mask=left > 2 * DEPTH, other=0),
+                gl.load(own + 3 * DEPTH, mask=left > 3 * DEPTH, other=0),
+            )
+            for ahead in gl.static_range(4):
+                count = _gather_step(
+                    tokens, four[ahead], stride, number, place, columns, rings, barriers, count, step + ahead, GATHERED,
+                    WIDTH, DEPTH, STAGES,
+                )  # fmt: skip
             own += 4 * DEPTH
         turn += 1
         expert, number, column, at = told_tile(slots, turn)

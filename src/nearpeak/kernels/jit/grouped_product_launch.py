@@ -11,6 +11,7 @@ from nearpeak.kernels.jit import gluon
 from nearpeak.kernels.jit.launch import launch
 from nearpeak.kernels.jit.tickets import tickets
 from nearpeak.kernels.operations.grouped_product import entries_at
+from nearpeak.kernels.operations.grouped_product_operators import number_of
 
 HEIGHT = 128
 """Rows of a tile, of which each of two warpgroups has half."""
@@ -176,8 +177,11 @@ def weight_gradient(
     from nearpeak.kernels.jit.grouped_product_gradient import grouped_gradient_hopper_kernel
 
     experts, columns, depth = result.shape
-    number = rows.shape[0] if sources is None else sources.shape[0]
-    config = config or tuned("grouped_gradient_hopper", number // experts, rows.device) or GRADIENT_CONFIGS[0]
+    config = (
+        config
+        or tuned("grouped_gradient_hopper", number_of(rows, sources) // experts, rows.device)
+        or GRADIENT_CONFIGS[0]
+    )
     width, depth_of_step = config["width"], config["depth"]
     down, across = triton.cdiv(columns, HEIGHT), triton.cdiv(depth, width)
     tiles = experts * down * across

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearpeak.kernels.operations.activations import apply
-from nearpeak.kernels.operations.gated import packed_backward
+from nearpeak.kernels.operations.gated import packed_backward_reference
 from nearpeak.kernels.operations.grouped_product_operators import (
     gathered,
     plain_gated,
@@ -45,7 +45,7 @@ def _plain_gate_backward(
     by_row[row] = torch.where(taken, weights.reshape(-1).to(wide), 0.0)
     gate, up = kept.to(wide).chunk(2, 1)
     inner = apply(gate, activation) * up
-    by_factors = packed_backward((upstream.to(wide) * by_row[:, None]), kept.to(wide), activation, False)
+    by_factors = packed_backward_reference(upstream.to(wide) * by_row[:, None], kept.to(wide), activation, False)
     by_weights = torch.where(taken, (upstream.to(wide) * inner).sum(1)[row], 0.0)
     weighted = (inner * by_row[:, None]).to(kept.dtype)
     return by_factors.to(kept.dtype), weighted, by_weights.to(weights.dtype).view(weights.shape)

@@ -45,7 +45,7 @@ def _reference_backward(gradient: Tensor, gate: Tensor, up: Tensor, activation: 
     return gate_gradient.contiguous(), up_gradient.contiguous()
 
 
-def _reference_backward_packed(gradient: Tensor, x: Tensor, activation: str, interleaved: bool) -> Tensor:
+def packed_backward_reference(gradient: Tensor, x: Tensor, activation: str, interleaved: bool) -> Tensor:
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         result = _reference_packed(x, activation, interleaved)
@@ -110,7 +110,7 @@ _gated_backward = Operator(
 packed_backward = Operator(
     "gated_packed_backward(Tensor gradient, Tensor x, str activation, bool interleaved) -> Tensor",
     launch="gated:backward_packed",
-    reference=_reference_backward_packed,
+    reference=packed_backward_reference,
     fake=lambda gradient, x, activation, interleaved: _empty(x),
     why_not=_why_not_backward_packed,
 )

@@ -160,7 +160,7 @@ def grouped_product(
             rounded up. Either both scales are by blocks, or none.
         dtype: That of a result of 8 bits; by default bfloat16.
     """
-    number = rows.shape[0] if sources is None else sources.shape[0]
+    number = operators.number_of(rows, sources)
     height = height_of(number, weight.shape[0])
     if groups is None:
         groups = operators.group(counts, number, height)

@@ -47,6 +47,11 @@ def groups_size(experts: int, rows: int, height: int) -> int:
     return entries_at(experts) + _ENTRY * (rows // height + experts + 1)
 
 
+def number_of(rows: Tensor, sources: Tensor | None) -> int:
+    """Of products: one for each row, or for each that sources name."""
+    return (rows if sources is None else sources).shape[0]
+
+
 def plain_groups(counts: Tensor, rows: int, height: int) -> Tensor:
     """The groups in plain torch; what is behind the last tile is zeros."""
     experts = counts.shape[0]
@@ -264,7 +269,7 @@ eight = Operator(
     launch="grouped_product:eight",
     reference=_plain_eight,
     fake=lambda rows, weight, row_scales, weight_scales, groups, height, activation, dtype, sources: rows.new_empty(
-        ((rows if sources is None else sources).shape[0], weight.shape[1] // (2 if activation else 1)), dtype=dtype
+        (number_of(rows, sources), weight.shape[1] // (2 if activation else 1)), dtype=dtype
     ),
     why_not=why_not_eight,
 )
