@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 
 from nearpeak.bound.estimate import estimate_trace
-from nearpeak.bound.expected import at, kinds_of
+from nearpeak.bound.expected import at, expected_seconds, kinds_of
 from nearpeak.machines import catalogue
-from nearpeak.machines.model import Reached
+from nearpeak.machines.model import Achievable, LaunchCost, Machine, Reached
 from nearpeak.work.cost import cost_of
 from nearpeak.work.op import Op, Storage, Trace
 from nearpeak.work.tensor import Tensor
@@ -51,9 +51,77 @@ def test_the_order_of_the_elements_makes_another_kind():
 
 
 def test_a_product_is_known_by_its_dtype_and_by_what_limits_it():
-    product = op("aten.mm.default", (tensor((64, 32), 0), tensor((32, 16), 1)), tensor((64, 16), 2))
+    product = op("aten.mm.default", (tensor((64, 32), 0), tensor((32, 64), 1)), tensor((64, 64), 2))
     assert first_kinds(product, "compute")[:2] == ["matrix/compute/bfloat16", "matrix/compute"]
-    assert first_kinds(product, "cache")[:2] == ["matrix/memory/bfloat16", "matrix/memory"]
+    assert first_kinds(product, "memory")[:2] == ["matrix/memory/bfloat16", "matrix/memory"]
+    narrow = op("aten.mm.default", (tensor((64, 32), 0), tensor((32, 32), 1)), tensor((64, 32), 2))
+    assert first_kinds(narrow, "compute")[:2] == ["matrix/compute/narrow", "matrix/compute/bfloat16"]
+
+
+def test_where_the_cache_limits_what_was_measured_there_comes_first():
+    plain = op("aten.add.Tensor", (tensor((64, 32), 0), tensor((64, 32), 1)), tensor((64, 32), 2))
+    assert first_kinds(plain, "cache") == [
+        "aten.add/cached",
+        "aten.add",
+        "pointwise/cached",
+        "pointwise",
+        "any/cached",
+        "any",
+    ]
+
+
+def test_a_product_near_the_ridge_takes_the_longer_of_both_limits():
+    """Here compute is reached worse than memory, so that a little less of it takes longer; far less does not."""
+    product = op("aten.mm.default", (tensor((64, 64), 0), tensor((64, 64), 1)), tensor((64, 64), 2))
+    efficiency = {
+        "matrix/memory": (Reached(bound_seconds=1e-9, ratio=1.5),),
+        "matrix/compute": (Reached(bound_seconds=1e-9, ratio=3.0),),
+    }
+
+    def expected(memory, compute):
+        return expected_seconds(product, cost_of(product), (memory, 0.0, compute, 0.0), efficiency)
+
+    assert expected(1.0, 0.8) == pytest.approx(2.4)
+    assert expected(1.0, 0.4) == pytest.approx(1.5)
+    assert expected(0.8, 1.0) == pytest.approx(3.0)
+
+
+def on_a_cpu(**launch):
+    achievable = Achievable(
+        how="measured", note="made up", bandwidth=1e9, matrix={}, vector={"float32": 1e12}, launch=LaunchCost(**launch)
+    )
+    machine = Machine(
+        id="cpu",
+        name="CPU",
+        kind="cpu",
+        vendor="x",
+        architecture="x",
+        processors=1,
+        memory_bytes=1e9,
+        achievable=achievable,
+    )
+    return with_efficiency(machine, pointwise=(Reached(bound_seconds=1e-9, ratio=2.0),))
+
+
+def test_a_call_on_a_cpu_starts_once_with_cold_caches(addition):
+    warm, cold = estimate_trace(addition, on_a_cpu()), estimate_trace(addition, on_a_cpu(cold_start=0.25))
+    assert cold.expected_s == pytest.approx(warm.expected_s + 0.25)
+    assert cold.ops[0].expected_seconds == warm.ops[0].expected_seconds
+    nothing = dataclasses.replace(addition, ops=())
+    assert estimate_trace(nothing, on_a_cpu(cold_start=0.25)).expected_s == 0.0
+
+
+def test_no_op_on_a_cpu_takes_less_than_its_call(addition):
+    view = Op(
+        name="aten.view.default",
+        arguments={"self": tensor((2**26,), 0), "size": [2**13, 2**13]},
+        outputs=(tensor((2**13, 2**13), 0),),
+    )
+    viewed = dataclasses.replace(addition, ops=(view, *addition.ops))
+    found = estimate_trace(viewed, on_a_cpu(host_call=3e-6))
+    assert found.ops[0].expected_seconds == 3e-6
+    assert found.ops[0].seconds == 0.0
+    assert found.ops[1].expected_seconds == estimate_trace(addition, on_a_cpu()).ops[0].expected_seconds
 
 
 @pytest.fixture

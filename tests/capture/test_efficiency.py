@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_a_probe_is_kept_under_its_kind_and_those_it_stands_for(machine, monkeyp
 
     made = [Probe(name="add", sizes=(64, 4096), build=add, stands_for=("pointwise",))]
     monkeypatch.setattr(module, "probes", lambda device: iter(made))
-    monkeypatch.setattr(module, "_seconds", lambda call, device: 1.0)
+    monkeypatch.setattr(module, "_host_timer", lambda: lambda call, other: (1.0, None))
     found = measure_efficiency(machine).achievable.efficiency
     assert set(found) == {"aten.add", "pointwise"}
     small, large = found["pointwise"]
@@ -51,17 +52,32 @@ def test_what_cannot_run_here_is_left_out_and_said(machine, monkeypatch):
     monkeypatch.setattr(module, "probes", lambda device: iter(made))
     assert measure_efficiency(machine, lines.append).achievable.efficiency == {}
     said = ["kernels: missing", "kernels: missing is left out: no such kernel"]
-    assert lines == said + [f"{line}, round 2" for line in said]
+    rounds = [f", round {number}" for number in range(2, module.HOST_ROUNDS + 1)]
+    assert lines == said + [line + suffix for suffix in rounds for line in said]
 
 
-def test_of_a_host_the_faster_round_counts(machine, monkeypatch):
-    rounds = iter([{"a": {1.0: 5.0, 2.0: 3.0}}, {"a": {1.0: 2.0, 2.0: 4.0}, "b": {1.0: 7.0}}])
-    monkeypatch.setattr(module, "_round", lambda *given: next(rounds))
+def test_of_a_host_the_median_round_counts(machine, monkeypatch):
+    times = iter([(5.0, None), (2.0, None), (9.0, None), (3.0, None), (4.0, None)])
+    made = [Probe(name="add", sizes=(64,), build=lambda size: partial(torch.add, torch.ones(size), 1.0))]
+    monkeypatch.setattr(module, "probes", lambda device: iter(made))
+    monkeypatch.setattr(module, "_host_timer", lambda: lambda call, other: next(times))
+    (point,) = measure_efficiency(machine).achievable.efficiency["aten.add"]
+    assert point.ratio * point.bound_seconds == pytest.approx(4.0)
+
+
+def test_what_was_timed_in_the_cache_is_kept_as_a_kind_of_its_own(machine, monkeypatch):
+    """The bound is then that of the cache; a tensor that is no part of the cache's size is not taken for cached."""
+    machine = dataclasses.replace(
+        machine, cache_bytes=2.0**14, achievable=dataclasses.replace(machine.achievable, cache_bandwidth=4e6)
+    )
+    made = [Probe(name="add", sizes=(64, 4096), build=lambda size: partial(torch.add, torch.ones(size), 1.0))]
+    monkeypatch.setattr(module, "probes", lambda device: iter(made))
+    monkeypatch.setattr(module, "_host_timer", lambda: lambda call, other: (1.0, 0.5))
     found = measure_efficiency(machine).achievable.efficiency
-    assert {kind: [(one.bound_seconds, one.ratio) for one in points] for kind, points in found.items()} == {
-        "a": [(1.0, 2.0), (2.0, 3.0)],
-        "b": [(1.0, 7.0)],
-    }
+    assert [point.ratio * point.bound_seconds for point in found["aten.add"]] == pytest.approx([1.0, 1.0])
+    (cached,) = found["aten.add/cached"]
+    assert cached.bound_seconds == pytest.approx(2 * 64 * 4 / 4e6)
+    assert cached.ratio == pytest.approx(0.5 / cached.bound_seconds)
 
 
 def test_the_real_probes_are_timed(machine, monkeypatch):

@@ -122,6 +122,15 @@ def test_without_launches_all_that_has_no_name_is_python():
     assert [(c.cause, c.seconds, c.count) for c in found] == [("python", 40.0, 2)]
 
 
+def test_of_a_cpu_only_a_clean_step_says_what_its_ops_have_of_the_time_between_them():
+    us = 1e-6
+    ran = [Ran(0.0, 10 * us, None, op=0), Ran(20 * us, 30 * us, None, op=1), Ran(60 * us, 70 * us, None, op=2)]
+    given = {"working": None, "window": (0.0, 70 * us)}
+    assert explain(ran, [], **given, idle_s=40 * us, clean=False).late_s == {}
+    found = explain(ran, [], **given, idle_s=20 * us, clean=True)
+    assert found.late_s == pytest.approx({1: 5 * us, 2: 15 * us})
+
+
 def test_in_a_clean_step_only_ops_and_what_is_between_them_are_faster():
     us = 1e-6
     ran = [Ran(0.0, 10 * us, 0.0), Ran(50 * us, 100 * us, 50 * us)]

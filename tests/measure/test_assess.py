@@ -235,6 +235,19 @@ def test_what_happened_while_timing_is_flagged():
 
 
 @pytest.mark.parametrize(
+    ("faults", "growth", "flagged"),
+    [(0.0, 0.0, False), (255.0, 0.0, False), (8192.5, 0.0, True), (8192.0, 2**25, False)],
+)
+def test_memory_that_is_mapped_anew_in_every_call_is_noted(faults, growth, flagged):
+    """What a call keeps needs new pages too: that is the growth's."""
+    found = flags(blocks(noisy()), subject(page_faults=faults, memory_growth=growth))
+    assert ("PAGE_FAULTS" in found) is flagged
+    if flagged:
+        assert found["PAGE_FAULTS"].evidence.startswith("8,192 page faults in each call")
+        assert found["PAGE_FAULTS"].severity == "note"
+
+
+@pytest.mark.parametrize(
     ("growth", "device", "flagged"),
     [
         (0.0, None, False),

@@ -124,6 +124,7 @@ def test_a_small_calibration_of_this_cpu(monkeypatch):
     assert all(1e6 < rate < 1e15 for rate in found.vector.values())
     assert found.matrix_sustained["float32"] > 0
     assert 1e-8 < found.launch.host_call < 1e-3
+    assert 0.0 <= found.launch.cold_start < 1e-2
     assert found.launch.enqueue is None
     assert "matrix product in float32" in lines
 

@@ -200,6 +200,7 @@ def live_tensor_bytes():
         ("CLOSURE_INPUTS", faults._closure),
         ("PRECISION_NOT_REACHED", faults._no_time),
         ("MEMORY_GROWS", faults._grows),
+        ("PAGE_FAULTS", faults._maps_anew),
         ("COMPILED_DURING_TIMING", faults._compiles),
         ("ABOVE_ROOFLINE", faults._impossible),
     ],

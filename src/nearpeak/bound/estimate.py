@@ -128,9 +128,9 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
     written = written_times(trace, costs, machine, ceilings, touches)
     bounds = [roof(times) for times in written]
     fusion = groups(trace, costs, touches)
-    reached = bounds
+    reached = written
     if ceilings != "achievable" and machine.achievable is not None:
-        reached = [roof(times) for times in written_times(trace, costs, machine, "achievable", touches)]
+        reached = written_times(trace, costs, machine, "achievable", touches)
     expectation = expect(trace, costs, reached, machine, kinds)
     facts = [
         _facts(trace.ops[index], costs[index], machine, found)

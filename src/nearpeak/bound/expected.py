@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from nearpeak.bound.times import Four, roof
 from nearpeak.machines.model import Machine, Reached
 from nearpeak.machines.reference import reference
 from nearpeak.work.alike import Alike, alike
@@ -24,6 +25,12 @@ from nearpeak.work.op import Op, Trace
 from nearpeak.work.tensor import Tensor
 
 Efficiency = Mapping[str, Sequence[Reached]]
+CACHED = "/cached"
+"""Ends the name of a kind whose operands were in the cache when it was measured."""
+NEAR_RIDGE = 2.0
+"""Up to what ratio of memory and compute a product is limited by both."""
+NARROW = 32
+"""Rows or columns of a product's result up to which libraries have kernels of another kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +39,31 @@ class Expectation:
 
     seconds: tuple[float | None, ...]
     measured_on: str
+    start: float = 0.0
+    """What a call that does anything takes besides: on a CPU the first op finds its code in no cache."""
 
     @property
     def total(self) -> float | None:
-        """The sum over the ops that are known; None where none is."""
+        """The sum over the ops that are known, and the start; None where none is."""
         known = [value for value in self.seconds if value is not None]
-        return sum(known) if known or not self.seconds else None
+        if not known:
+            return None if self.seconds else 0.0
+        ops = sum(known)
+        return ops + self.start if ops else 0.0
 
 
 def expect(
     trace: Trace,
     costs: Sequence[Cost],
-    bounds: Sequence[tuple[float, str]],
+    times: Sequence[Four],
     machine: Machine,
     kinds: Alike | None = None,
 ) -> Expectation:
     """What good kernels take for the ops as written.
 
-    `bounds` are the seconds and the limiter of each op at the achievable ceilings of `machine`, `kinds` those of the
-    ops, for a caller that has them. A machine whose own kernels were not measured is taken to come as near to its
-    bounds as the one that was.
+    `times` are those of each op at the achievable ceilings of `machine`, `kinds` those of the ops, for a caller that
+    has them. A machine whose own kernels were not measured is taken to come as near to its
+    bounds as the one that was. On a CPU no op takes less than its call, be it a view: no host runs ahead there.
     """
     if machine.achievable is None:
         return Expectation(seconds=(None,) * len(costs), measured_on="")
@@ -60,26 +72,42 @@ def expect(
     if not efficiency:
         known = reference(machine.kind)
         efficiency, measured_on = known.efficiency, known.machine
-    found: dict[tuple[int, float, str], float | None] = {}
+    launch = machine.achievable.launch
+    least = launch.host_call or 0.0 if machine.kind == "cpu" else 0.0
+    found: dict[tuple[int, Four], float | None] = {}
     seconds = []
-    for index, (kind, bound) in enumerate(zip((kinds or alike(trace.ops)).kinds, bounds, strict=True)):
-        key = (kind, *bound)
+    for index, key in enumerate(zip((kinds or alike(trace.ops)).kinds, times, strict=True)):
         value = found.get(key, math.nan)
         if value is math.nan:
-            value = found[key] = expected_seconds(trace.ops[index], costs[index], *bound, efficiency)
+            value = expected_seconds(trace.ops[index], costs[index], key[1], efficiency)
+            value = found[key] = None if value is None else max(value, least)
         seconds.append(value)
-    return Expectation(seconds=tuple(seconds), measured_on=measured_on)
+    return Expectation(seconds=tuple(seconds), measured_on=measured_on, start=launch.cold_start or 0.0)
 
 
 def kinds_of(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
-    """The names under which the efficiency of an op may be known, the most special first."""
+    """The names under which the efficiency of an op may be known, the most special first.
+
+    Where its operands are in the cache, each has a form of its own before it.
+    """
+    for kind in _kinds(op, cost, limiter):
+        if limiter == "cache":
+            yield f"{kind}{CACHED}"
+        yield kind
+
+
+def _kinds(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
     if cost.family == "matrix":
         dtype = next(iter((*cost.flops, *cost.vector_flops)), "")
         bound = "compute" if limiter == "compute" else "memory"
+        if op.outputs and min(op.outputs[0].shape[-2:], default=0) <= NARROW:
+            yield f"matrix/{bound}/narrow"
         yield f"matrix/{bound}/{dtype}"
         yield f"matrix/{bound}"
     elif cost.family in ("attention", "convolution"):
         width = op.inputs[0].shape[-1] if cost.family == "attention" and op.inputs and op.inputs[0].shape else None
+        if width is not None and op.arguments.get("is_causal"):
+            yield f"{op.packet}/{width}/causal"
         if width is not None:
             yield f"{op.packet}/{width}"
         yield op.packet
@@ -95,10 +123,24 @@ def kinds_of(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
     yield "any"
 
 
-def expected_seconds(op: Op, cost: Cost, bound_seconds: float, limiter: str, efficiency: Efficiency) -> float | None:
-    """Seconds that a good kernel takes; 0 for what costs nothing, None where nothing like it was measured."""
+def expected_seconds(op: Op, cost: Cost, times: Four, efficiency: Efficiency) -> float | None:
+    """Seconds that a good kernel takes; 0 for what costs nothing, None where nothing like it was measured.
+
+    A product near the ridge is limited by both memory and compute: the longer counts, each with what is reached of it.
+    """
+    bound_seconds, limiter = roof(times)
     if bound_seconds <= 0.0:
         return 0.0
+    value = _reached(op, cost, bound_seconds, limiter, efficiency)
+    if value is not None and cost.family == "matrix":
+        memory, cache, compute, _ = times
+        other = ("memory", max(memory, cache)) if limiter == "compute" else ("compute", compute)
+        if other[1] > bound_seconds / NEAR_RIDGE:
+            value = max(value, _reached(op, cost, other[1], other[0], efficiency) or 0.0)
+    return value
+
+
+def _reached(op: Op, cost: Cost, bound_seconds: float, limiter: str, efficiency: Efficiency) -> float | None:
     for kind in kinds_of(op, cost, limiter):
         points = efficiency.get(kind)
         if points:

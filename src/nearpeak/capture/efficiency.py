@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
-from nearpeak.bound.expected import kinds_of
+from nearpeak.bound.expected import CACHED, kinds_of
 from nearpeak.bound.floors import as_written
 from nearpeak.capture.lowering.target import target_of
 from nearpeak.capture.probes import Probe, probes
@@ -20,14 +20,14 @@ from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.host import HostEviction, HostSampler
 from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.options import Progress
-from nearpeak.measure.samplers import EventSampler, Sampler
+from nearpeak.measure.samplers import EventSampler
 from nearpeak.measure.statistics import median
 from nearpeak.work.cost import cost_of
 
 BLOCKS = 5
-HOST_BLOCKS, HOST_CALLS = 2, 2
-HOST_ROUNDS = 2
-"""Through all kernels: on a host what else runs there, in other virtual machines too, takes seconds from some."""
+HOST_CALLS = 5
+HOST_ROUNDS = 5
+"""Through all kernels: a host is slower for seconds at a time, by what else runs there or on a core's other thread."""
 
 
 def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Machine:
@@ -37,70 +37,93 @@ def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Ma
     """
     say = progress or (lambda line: None)
     device = cuda_device(torch.cuda.current_device()) if machine.kind == "gpu" else None
-    found = _round(machine, device, say)
-    for number in range(1, 1 if device is not None else HOST_ROUNDS):
-        again = _round(machine, device, lambda line, number=number: say(f"{line}, round {number + 1}"))  # type: ignore[misc]
-        for kind, points in again.items():
-            first = found.setdefault(kind, {})
-            for bound, ratio in points.items():
-                first[bound] = min(ratio, first.get(bound, ratio))
+    found: Found = {}
+    timer = _host_timer() if device is None else partial(_device_seconds, device)
+    for number in range(HOST_ROUNDS if device is None else 1):
+        suffix = f", round {number + 1}" if number else ""
+        _round(machine, device, timer, lambda line, suffix=suffix: say(line + suffix), found)  # type: ignore[misc]
     assert machine.achievable is not None
     efficiency = {
-        kind: tuple(Reached(bound_seconds=bound, ratio=ratio) for bound, ratio in sorted(points.items()))
+        kind: tuple(Reached(bound_seconds=bound, ratio=median(ratios)) for bound, ratios in sorted(points.items()))
         for kind, points in found.items()
     }
     return dataclasses.replace(machine, achievable=dataclasses.replace(machine.achievable, efficiency=efficiency))
 
 
-def _round(machine: Machine, device: CudaDevice | None, say: Progress) -> dict[str, dict[float, float]]:
-    """By kind, and by what the bound of a call is, how many times as long kernels took."""
-    found: dict[str, dict[float, float]] = {}
+Found = dict[str, dict[float, list[float]]]
+"""By kind, and by what the bound of a call is, how many times as long it took in each round."""
+Timer = Callable[[Callable[[], Any], Callable[[], Any]], tuple[float, float | None]]
+"""Seconds of a call with cold caches, and with its operands in them, where that is measured.
+
+A second call of the same operator, on other tensors, is there to bring back its code.
+"""
+
+
+def _round(machine: Machine, device: CudaDevice | None, timer: Timer, say: Progress, found: Found) -> None:
     with torch.no_grad():
         for probe in probes(torch.device("cpu") if device is None else device.device):
             say(f"kernels: {probe.name}")
             for size in probe.sizes:
                 try:
-                    _measure(probe, size, machine, device, found)
+                    _measure(probe, size, machine, timer, found)
                 except (RuntimeError, NotImplementedError, UsageError) as error:
                     say(f"kernels: {probe.name} is left out: {str(error).splitlines()[0][:100]}")
                     break
-    return found
 
 
-def _measure(
-    probe: Probe, size: int, machine: Machine, device: CudaDevice | None, found: dict[str, dict[float, float]]
-) -> None:
+def _measure(probe: Probe, size: int, machine: Machine, timer: Timer, found: Found) -> None:
     call = probe.build(size)
     recorded = trace(call, live=True, target=target_of(machine))
     costs = [cost_of(op) for op in recorded.ops]
     bounds = as_written(recorded, costs, machine)
     index = max(range(len(bounds)), key=lambda at: bounds[at].seconds)
-    total = sum(bound.seconds for bound in bounds)
-    seconds = _seconds(call, device)
-    kinds = kinds_of(recorded.ops[index], costs[index], bounds[index].limiter)
-    for kind in (next(kinds), *probe.stands_for):
-        found.setdefault(kind, {})[total] = seconds / total
+    limiter = "compute" if bounds[index].limiter == "compute" else "memory"
+    kinds = (next(kinds_of(recorded.ops[index], costs[index], limiter)), *probe.stands_for)
+    cold, hot = timer(call, probe.build(probe.sizes[0]))
+    _keep(found, kinds, sum(bound.seconds for bound in bounds), cold)
+    moved = sum(access.bytes for cost in costs for access in (*cost.reads, *cost.writes))
+    if hot is not None and limiter == "memory" and moved <= (machine.cache_bytes or 0.0) / 2:
+        cached = sum(max(bound.cache_seconds, bound.compute_seconds) for bound in bounds)
+        _keep(found, [f"{kind}{CACHED}" for kind in kinds], cached, hot)
 
 
-def _seconds(call: Callable[[], Any], device: CudaDevice | None) -> float:
-    """Of a cold call: the median over a few blocks on a GPU, and the fastest of them on a host."""
-    sampler: Sampler
-    if device is None:
+def _keep(found: Found, kinds: Iterable[str], bound: float, seconds: float) -> None:
+    for kind in kinds:
+        found.setdefault(kind, {}).setdefault(bound, []).append(seconds / bound)
+
+
+def _host_timer() -> Timer:
+    """The median of a few calls, cold and hot.
+
+    The sweep takes the operator's code out of the caches too. An op of a step finds it there, so the other call follows
+    the sweep.
+    """
+    sweep = HostEviction()
+
+    def seconds(call: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float | None]:
+        def evict() -> None:
+            sweep()
+            other()
+
         call()
-        start = time.perf_counter()
+        cold = HostSampler(call, "cold", call_seconds=0.0, evict=evict, calls=HOST_CALLS)
+        usual = cold.block().seconds
+        hot = HostSampler(call, "hot", call_seconds=usual)
+        return usual, median([hot.block().seconds for _ in range(3)])
+
+    return seconds
+
+
+def _device_seconds(
+    device: CudaDevice, call: Callable[[], Any], other: Callable[[], Any]
+) -> tuple[float, float | None]:
+    """The median over a few blocks of cold calls; the code stays where it is."""
+    for _ in range(2):
         call()
-        sampler = HostSampler(
-            call, "cold", call_seconds=time.perf_counter() - start, evict=HostEviction(), calls=HOST_CALLS
-        )
-    else:
-        for _ in range(2):
-            call()
-        stage = Stage(device, "cold")
-        first = EventSampler(device, call, stage, call_seconds=1e-3, enqueue_seconds=3e-5, calls=2).block().seconds
-        zero = zero_of(device.index, "cold").events
-        paced = Stage(device, "cold", pace_seconds=3 * first)
-        sampler = EventSampler(device, call, paced, call_seconds=first, enqueue_seconds=3e-5, zero_seconds=zero)
+    stage = Stage(device, "cold")
+    first = EventSampler(device, call, stage, call_seconds=1e-3, enqueue_seconds=3e-5, calls=2).block().seconds
+    zero = zero_of(device.index, "cold").events
+    paced = Stage(device, "cold", pace_seconds=3 * first)
+    sampler = EventSampler(device, call, paced, call_seconds=first, enqueue_seconds=3e-5, zero_seconds=zero)
     sampler.block()
-    if device is None:
-        return min(sampler.block().seconds for _ in range(HOST_BLOCKS))
-    return median([sampler.block().seconds for _ in range(BLOCKS)])
+    return median([sampler.block().seconds for _ in range(BLOCKS)]), None

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from nearpeak.bound.expected import NARROW
+
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -31,8 +33,9 @@ class Probe:
 def probes(device: torch.device) -> Iterator[Probe]:
     """All probes for a device."""
     gpu = device.type == "cuda"
-    sizes = (2**14, 2**18, 2**22, 2**24, 2**27) if gpu else (2**12, 2**16, 2**20, 2**23)
-    few = (2**18, 2**23, 2**27) if gpu else (2**15, 2**21)
+    # On a host no result is so large that the C library would map its memory anew for each call.
+    sizes = (2**14, 2**18, 2**22, 2**24, 2**27) if gpu else (2**12, 2**16, 2**20, 2**22)
+    few = (2**18, 2**23, 2**27) if gpu else (2**15, 2**18, 2**21)
     many = (2**20, 2**25, 2**29) if gpu else few
 
     half = BF16 if gpu else FP32  # what models run in there
@@ -46,20 +49,21 @@ def probes(device: torch.device) -> Iterator[Probe]:
     def rows(size: int, width: int) -> tuple[int, int]:
         return max(1, size // width), width
 
-    yield from _memory(draw, whole, rows, sizes, few)
+    yield from _memory(draw, whole, rows, sizes, few, words=32000 if gpu else 4000)
     yield from _rows(draw, whole, rows, few)
     yield from _optimizers(draw, many)
     yield from _products(draw, gpu=gpu)
     yield from _convolutions(draw, gpu=gpu)
-    if gpu:
-        yield from _attention(draw)
+    yield from _attention(draw) if gpu else _host_attention(draw)
 
 
 Draw = Callable[..., torch.Tensor]
 Rows = Callable[[int, int], tuple[int, int]]
 
 
-def _memory(draw: Draw, whole: Draw, rows: Rows, sizes: Sequence[int], few: Sequence[int]) -> Iterator[Probe]:
+def _memory(
+    draw: Draw, whole: Draw, rows: Rows, sizes: Sequence[int], few: Sequence[int], words: int
+) -> Iterator[Probe]:
     def probe(name: str, build: Callable[[int], Callable[[], Any]], *stands_for: str, all_sizes: bool = False) -> Probe:
         return Probe(name=name, sizes=sizes if all_sizes else few, build=build, stands_for=stands_for)
 
@@ -97,13 +101,13 @@ def _memory(draw: Draw, whole: Draw, rows: Rows, sizes: Sequence[int], few: Sequ
 
     def lookup(size: int) -> Callable[[], Any]:
         count, width = rows(size, 1024)
-        table, ids = draw(32000, width), whole(32000, count)
+        table, ids = draw(words, width), whole(words, count)
         return lambda: functional.embedding(ids, table)
 
     def lookup_backward(size: int) -> Callable[[], Any]:
         count, width = rows(size, 1024)
-        gradient, ids = draw(count, width), whole(32000, count)
-        return lambda: aten.embedding_dense_backward(gradient, ids, 32000, -1, False)
+        gradient, ids = draw(count, width), whole(words, count)
+        return lambda: aten.embedding_dense_backward(gradient, ids, words, -1, False)
 
     def scattered(size: int) -> Callable[[], Any]:
         count, width = rows(size, 1024)
@@ -117,14 +121,15 @@ def _memory(draw: Draw, whole: Draw, rows: Rows, sizes: Sequence[int], few: Sequ
     yield probe("add", binary(torch.add), "pointwise", "any", all_sizes=True)
     yield probe("in-place add", in_place)
     yield probe("product with a broadcast factor", broadcast, "pointwise/permuted", "pointwise/transposed")
-    yield probe("copy", unary(torch.clone), "movement")
+    yield probe("copy", unary(torch.clone), "movement", all_sizes=True)
     yield probe("cast up", unary(lambda x: x.to(torch.float64 if x.dtype is FP32 else FP32)))
     yield probe("copy with heads first", heads_first, "movement/permuted")
     yield probe("transposing copy", transposed, "movement/transposed")
     yield probe("swapped halves", halves)
     yield probe("sum", unary(torch.sum, FP32))
-    yield probe("zeros", unary(torch.zeros_like), "creation")
-    yield probe("dropout", unary(lambda x: aten.native_dropout(x, 0.1, True)), "random")
+    yield probe("zeros", unary(torch.zeros_like), "creation", all_sizes=True)
+    yield probe("random numbers", unary(lambda x: x.bernoulli_(0.9)), "random")
+    yield probe("dropout", unary(lambda x: aten.native_dropout(x, 0.1, True)))
     yield probe("embedding", lookup, "indexing")
     yield probe("gradient of an embedding", lookup_backward)
     yield probe("index add", scattered)
@@ -243,6 +248,10 @@ def _products(draw: Draw, *, gpu: bool) -> Iterator[Probe]:
         a, b = draw(1, edge), draw(edge, edge)
         return lambda: torch.mm(a, b)
 
+    def few_rows(edge: int) -> Callable[[], Any]:
+        a, b = draw(NARROW, edge), draw(edge, edge).t()  # by transposed weights, as layers have them
+        return lambda: torch.mm(a, b)
+
     general = ("matrix/compute", "matrix")
     if gpu:
         yield Probe(name="product bfloat16", sizes=edges, build=square(BF16), stands_for=general)
@@ -251,6 +260,8 @@ def _products(draw: Draw, *, gpu: bool) -> Iterator[Probe]:
     else:
         yield Probe(name="product float32", sizes=edges, build=square(FP32), stands_for=general)
     yield Probe(name="product float64", sizes=edges[1:3], build=square(torch.float64))
+    if not gpu:
+        yield Probe(name="product of few rows", sizes=edges, build=few_rows, stands_for=("matrix/compute/narrow",))
     yield Probe(name="row times matrix", sizes=edges, build=vector, stands_for=("matrix/memory",))
 
 
@@ -274,6 +285,35 @@ def _convolutions(draw: Draw, *, gpu: bool) -> Iterator[Probe]:
         build=backward,
         stands_for=("convolution/backward",),
     )
+
+
+def _host_attention(draw: Draw) -> Iterator[Probe]:
+    """Attention of the one backend that a CPU has, whose blocks are so wide that a causal mask saves little of it.
+
+    Heads that are half as wide have twice the exponentials.
+    """
+    packet = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+    def forward(width: int, causal: bool) -> Callable[[int], Callable[[], Any]]:
+        def build(length: int) -> Callable[[], Any]:
+            q, k, v = (draw(1, 4, length, width) for _ in range(3))
+            return lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+        return build
+
+    def backward(length: int) -> Callable[[], Any]:
+        q, k, v, gradient = (draw(1, 4, length, 64) for _ in range(4))
+        out, statistics = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        saved = (out, statistics, 0.0, True)
+        return lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, *saved)
+
+    def probe(name: str, build: Callable[[int], Callable[[], Any]], *stands_for: str) -> Probe:
+        return Probe(name=name, sizes=(64, 256, 1024), build=build, stands_for=stands_for)
+
+    yield probe("attention of width 64", forward(64, False), packet, "attention")
+    for width in (32, 64):
+        yield probe(f"causal attention of width {width}", forward(width, True))
+    yield probe("attention backward", backward, f"{packet}_backward", "attention/backward")
 
 
 def _attention(draw: Draw) -> Iterator[Probe]:
@@ -326,28 +366,43 @@ def _attention(draw: Draw) -> Iterator[Probe]:
         return build
 
     lengths = (256, 1024, 4096)
+    general: tuple[str, ...]
     for width in (64, 128):
-        named = ("aten._scaled_dot_product_cudnn_attention",) if width == 128 else ()
-        yield Probe(name=f"cuDNN attention of width {width}", sizes=lengths, build=cudnn(width), stands_for=named)
+        packet = "aten._scaled_dot_product_cudnn_attention"
+        general = (packet,) if width == 128 else ()
+        yield Probe(
+            name=f"cuDNN attention of width {width}",
+            sizes=lengths,
+            build=cudnn(width),
+            stands_for=(f"{packet}/{width}", *general),
+        )
         yield Probe(
             name=f"cuDNN attention of width {width} backward",
             sizes=lengths,
             build=cudnn_backward(width),
-            stands_for=tuple(f"{name}_backward" for name in named),
+            stands_for=(f"{packet}_backward/{width}", *(f"{name}_backward" for name in general)),
         )
     for width in (64, 128):
-        general = width == 128
+        packet = "aten._scaled_dot_product_flash_attention"
+        general = (packet, "attention") if width == 128 else ()
         yield Probe(
             name=f"attention of width {width}",
             sizes=lengths,
             build=forward(width),
-            stands_for=("aten._scaled_dot_product_flash_attention", "attention") if general else (),
+            stands_for=(f"{packet}/{width}", *general),
         )
+        general = (f"{packet}_backward", "attention/backward") if width == 128 else ()
         yield Probe(
             name=f"attention of width {width} backward",
             sizes=lengths,
             build=backward(width),
-            stands_for=("aten._scaled_dot_product_flash_attention_backward", "attention/backward") if general else (),
+            stands_for=(f"{packet}_backward/{width}", *general),
         )
-    yield Probe(name="efficient attention", sizes=lengths, build=efficient)
-    yield Probe(name="efficient attention backward", sizes=lengths, build=efficient_backward)
+    packet = "aten._scaled_dot_product_efficient_attention"
+    yield Probe(name="efficient attention", sizes=lengths, build=efficient, stands_for=(f"{packet}/64",))
+    yield Probe(
+        name="efficient attention backward",
+        sizes=lengths,
+        build=efficient_backward,
+        stands_for=(f"{packet}_backward/64",),
+    )

@@ -221,8 +221,9 @@ class _Charge:
             self._of_op(ended_by, seconds, slowed=what == LATE)
 
     def _of_op(self, ended_by: Ran | None, seconds: float, *, slowed: bool) -> None:
-        # A CPU waits for no launch, and what is between its ops is mostly the profiler's.
-        if self._working is not None and ended_by is not None and ended_by.op is not None:
+        # What is between the ops of a CPU is mostly the profiler's: only a clean step says what remains without it.
+        known = self._working is not None or self._slower > 1.0
+        if known and ended_by is not None and ended_by.op is not None:
             _more(self.late.setdefault(ended_by.op, _Sum()), seconds, slowed=slowed)
 
     def _span(self, index: int, seconds: float, *, slowed: bool) -> None:

@@ -113,10 +113,8 @@ class Examined:
         """What a good kernel takes on this machine for an op that need not be in the step, its inputs not in cache."""
         cost = cost_of(op)
         stream = Stream(self.trace, self.machine, "achievable")
-        bound, limiter = roof(
-            stream.seconds(cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=True, op=0)
-        )
-        return expected_seconds(op, cost, bound, limiter, self._efficiency)
+        times = stream.seconds(cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=True, op=0)
+        return expected_seconds(op, cost, times, self._efficiency)
 
     def as_one_kernel(self, members: Collection[int], *, kind: str = "pointwise", keep: Collection[int] = ()) -> float:
         """What a good kernel takes that does the work of several ops at once.

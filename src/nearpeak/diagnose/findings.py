@@ -221,7 +221,8 @@ def _of_idle(step: Examined, claims: Sequence[_Claim]) -> str:
     if waited < 0.01 * step.profile.wall_s:
         return said
     if not any(claim.waste.idle for claim in claims):
-        said += f" {seconds(waited)} in which the device waited for their launches go too."
+        what = "between these ops" if step.machine.kind == "cpu" else "in which the device waited for their launches"
+        said += f" {seconds(waited)} {what} go too."
     if step.idle_worth < _WORTH_SAYING:
         said += (
             f" {percent(1 - step.idle_worth, 0)} less of the waiting is counted: without rests, products do not keep "

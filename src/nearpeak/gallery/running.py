@@ -17,6 +17,7 @@ from nearpeak.gallery import NAMES
 from nearpeak.gallery.here import Here
 from nearpeak.gallery.parts import Part, Result
 from nearpeak.machines.model import Machine
+from nearpeak.measure.heap import keep_freed_memory
 
 
 class Skip(Exception):
@@ -24,9 +25,15 @@ class Skip(Exception):
 
 
 def here(on: str | None = None, progress: Callable[[str], None] | None = None) -> Here:
-    """This machine, or one of the catalogue, for which nothing is measured."""
+    """This machine, or one of the catalogue, for which nothing is measured.
+
+    On a CPU the process keeps what it frees from here on, as it does on a GPU: otherwise large results would cost page
+    faults besides, or not, as earlier examples left the heap.
+    """
     machine = nearpeak.machine(on, progress=progress)
     device = "cuda" if (torch.cuda.is_available() if on is None else is_gpu(machine)) else "cpu"
+    if on is None and device == "cpu":
+        keep_freed_memory()
     return Here(machine=machine, device=device, measures=on is None, progress=progress or (lambda line: None))
 
 

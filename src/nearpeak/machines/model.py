@@ -59,6 +59,8 @@ class LaunchCost:
     """The smallest step between event times."""
     host_call: float | None = None
     """Host time of one tiny PyTorch operation on the CPU."""
+    cold_start: float | None = None
+    """What the first operation on the CPU takes longer where no cache holds anything of it, its code included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ EVENT_JITTER_SECONDS = 2e-6
 """Events scatter by this much (seen on an H200): two humps so close are the instrument's own."""
 FULL_CLOCK = 0.98
 """A power cap at this share of the highest clock costs nothing worth a flag."""
+MANY_FAULTS = 256
+"""In a call: of a MiB in pages of 4 KiB, each some tenths of a microsecond or, on a virtual machine, more."""
 SHARED_BLOCKS = 0.25
 """A condition that held in fewer blocks than this is not worth a flag."""
 
@@ -138,6 +140,9 @@ def _of_the_subject(subject: Subject, before: Counters, after: Counters) -> Iter
         yield raise_flag("COMPILED_DURING_TIMING", evidence)
     if probe.memory_growth > 0 and (subject.device is not None or probe.memory_growth > 2**20):
         yield raise_flag("MEMORY_GROWS", f"{probe.memory_growth / 2**20:.3g} MiB more after every call")
+    if probe.page_faults >= MANY_FAULTS and probe.memory_growth == 0.0:
+        faults = round(probe.page_faults)
+        yield raise_flag("PAGE_FAULTS", f"{faults:,} page faults in each call, before the first byte of each page")
     if probe.mutated and case.reset is None:
         places = ", ".join(str(i) for i in probe.mutated)
         yield raise_flag("INPUT_MUTATED", f"the values of tensor argument {places} differ after every call")

@@ -85,6 +85,7 @@ class Ceilings:
                 event_pair=self.value("launch.event_pair"),
                 event_tick=self.value("launch.event_tick"),
                 host_call=self.value("launch.host_call"),
+                cold_start=self.value("launch.cold_start"),
             ),
             ceilings=dict(self.found),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 
 from nearpeak.machines.detect import cpu_facts
-from nearpeak.machines.model import Achievable
+from nearpeak.machines.model import Achievable, Ceiling
 from nearpeak.measure.ceilings import Ceilings, duration, reach
-from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostSampler
+from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostEviction, HostSampler
 from nearpeak.measure.options import Progress
 from nearpeak.units import quantity
 
@@ -35,7 +36,24 @@ def calibrate_host(progress: Progress | None = None) -> Achievable:
     out = torch.empty_like(small)
     call = HostSampler(lambda: torch.add(small, small, out=out), "hot", call_seconds=2e-6)
     ceilings.set("launch.host_call", duration(call, "torch.add of 16 elements"))
+    ceilings.set("launch.cold_start", _cold_start())
     return ceilings.achievable()
+
+
+def _cold_start() -> Ceiling:
+    """What a tiny operation takes longer when the caches were swept before it than when another one came between."""
+    sweep, small, other = HostEviction(), torch.randn(16), torch.randn(16)
+
+    def after_another() -> None:
+        sweep()
+        torch.add(other, other)
+
+    def after(evict: Callable[[], Any], how: str) -> Ceiling:
+        return duration(HostSampler(lambda: torch.add(small, small), "cold", call_seconds=0.0, evict=evict), how)
+
+    first = after(sweep, "torch.add of 16 elements after a sweep of the caches, less the same after another one")
+    second = after(after_another, "")
+    return dataclasses.replace(first, value=max(0.0, first.value - second.value))
 
 
 def _hot(call: Callable[[], Any]) -> HostSampler:

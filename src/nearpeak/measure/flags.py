@@ -50,6 +50,11 @@ _FLAGS: dict[str, tuple[Severity, str]] = {
         "doubt",
         "The allocator asked the system for memory while timing: warm up longer, reuse buffers.",
     ),
+    "PAGE_FAULTS": (
+        "note",
+        "The C library gives memory back and maps it anew: reuse buffers, or have it keep 1 GB with "
+        "MALLOC_TOP_PAD_=1000000000 in the environment.",
+    ),
     "MEMORY_GROWS": ("doubt", "Each call keeps memory: do not store results between calls."),
     "COMPILED_DURING_TIMING": ("wrong", "Compilation ran inside the timed region: keep shapes fixed, warm up longer."),
     "DEGENERATE_INPUT": (

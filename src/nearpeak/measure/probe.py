@@ -17,6 +17,7 @@ import torch
 from nearpeak.errors import CaseError, NearpeakError
 from nearpeak.measure.case import Case, describe_error
 from nearpeak.measure.cuda import CudaDevice, host_seconds
+from nearpeak.measure.heap import page_faults
 from nearpeak.measure.profiler import busy_seconds, profile_calls
 from nearpeak.measure.statistics import median
 
@@ -42,6 +43,8 @@ class Probe:
     kernel_seconds: float | None = None
     """In which at least one kernel ran, by the profiler."""
     off_stream: bool = False
+    page_faults: float = 0.0
+    """Of a call on the CPU: pages that it gets from the system anew, each time."""
 
 
 @contextlib.contextmanager
@@ -87,9 +90,9 @@ def probe_host(case: Case) -> Probe:
     available = _available_bytes() or math.inf
     _refuse_endless_growth(case, common.memory_growth, available)
     with reporting(case, "on a repeated call"):
-        growth = max(common.memory_growth, _steady_growth(case, common.call_seconds))
+        growth, faults = _steady_memory(case, common.call_seconds)
     _refuse_endless_growth(case, growth, available)
-    return replace(common, memory_growth=growth)
+    return replace(common, memory_growth=growth, page_faults=faults)
 
 
 def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe:
@@ -149,17 +152,22 @@ def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
     )
 
 
-def _steady_growth(case: Case, call_seconds: float) -> float:
-    """Resident bytes that calls add in the long run: the first ones may live on what the allocator had in store."""
+def _steady_memory(case: Case, call_seconds: float) -> tuple[float, float]:
+    """Resident bytes that a call adds, and page faults that it has, in the long run.
+
+    The first calls may live on what the allocator had in store.
+    """
     calls = max(2, min(20, int(0.1 / max(call_seconds, 1e-6))))
-    sizes = [_resident_bytes()]
+    sizes, faults = [_resident_bytes()], [page_faults()]
     for _ in range(3):
         for _ in range(calls):
             if case.reset is not None:
                 case.reset()
             case.call()
         sizes.append(_resident_bytes())
-    return max(0.0, min(b - a for a, b in itertools.pairwise(sizes[1:])) / calls)
+        faults.append(page_faults())
+    growth, faulted = (min(b - a for a, b in itertools.pairwise(counts[1:])) / calls for counts in (sizes, faults))
+    return max(0.0, growth), faulted
 
 
 def _synchronises(case: Case, device: CudaDevice, enqueue_seconds: float) -> bool:

@@ -185,6 +185,7 @@ def _launch(achievable: Achievable | None) -> str:
         ["empty pair of events", launch.event_pair],
         ["smallest step of event times", launch.event_tick],
         ["one tiny operation (host)", launch.host_call],
+        ["more for the first one, caches cold", launch.cold_start],
     ]
     known = [[str(name), seconds(value)] for name, value in rows if isinstance(value, (int, float))]
     return table(["launch", "time"], known) if known else ""

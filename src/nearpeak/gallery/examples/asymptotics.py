@@ -34,14 +34,6 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def unfused(here: Here, query: Tensor, key: Tensor, value: Tensor) -> float:
-    """What its products and its softmax are expected to take, of which causality leaves a half.
-
-    For a CPU alone: what a fused kernel reaches there was not measured, and it saves bytes, no exponentials.
-    """
-    return here.predict(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, query, key, value)
-
-
 def chunked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Linear attention with the features 1 + elu(x), causal, in chunks: a product within each, and a state before."""
     shape = (*query.shape[:2], -1, CHUNK, query.shape[-1])
@@ -105,11 +97,7 @@ def example(here: Here) -> Iterator[Part]:
         for name, way in ways.items():
             if name == "linear, naive" and length > LONGEST_NAIVE:
                 continue
-            given = inputs(length)
-            predicted = unfused(here, *given) / 2 if name == "softmax, fused" and not here.gpu else None
-            row = here.row(
-                f"{name}, {length}", way, *given, band=bands.get(name), predicted=predicted, max_seconds=0.25
-            )
+            row = here.row(f"{name}, {length}", way, *inputs(length), band=bands.get(name), max_seconds=0.25)
             found[name].append((length, row))
     for name, rows in found.items():
         yield compared(name, [row for _, row in rows])

@@ -133,10 +133,12 @@ def _for_real(here: Here) -> Iterator[Part]:
     yield from prose(
         "Now for real: two processes of this machine, joined by gloo over the loopback. Their wire is the CPU itself,"
         " which copies what is sent, so the bytes of both ranks count. First a message goes there and back, small and"
-        f" large; the collectives of {quantity(SIZE, 'B')} are predicted from these two: steps times the small one, and"
-        " bytes at the rate of the large one. Both ranks may copy at once where cores are free, and sums come on top,"
-        " so the band is wide. gloo has no reduce-scatter of its own: it is an all-reduce of which a rank keeps its"
-        " part."
+        f" large, and each rank copies {quantity(SIZE, 'B')} to new memory; the collectives of as many bytes are"
+        " predicted from these three: messages one after the other times the small one, bytes at the rate of the large"
+        " one, and the copies that torch makes. gloo sends each half of an all-reduce in two segments: four messages."
+        " Of an all-gather torch copies the result; a reduce-scatter gloo does not have: it is an all-reduce of a copy,"
+        " of which a rank keeps its part. Both ranks may copy at once where cores are free, and sums come on top, so"
+        " the band is wide."
     )
     if not here.measures:
         return
@@ -145,29 +147,30 @@ def _for_real(here: Here) -> Iterator[Part]:
     if answers is None:
         yield from prose(f"The two processes did not finish within {two_ranks.PATIENCE:.0f} s here.")
         return
-    message = answers[0]["message"]
-    moved = max(message["large"] - message["small"], 0.0) / SIZE
+    alone = answers[0]["alone"]
+    moved = max(alone["large"] - alone["small"], 0.0) / SIZE
     yield from prose(
-        f"A message takes {seconds(message['small'])}, and one of {quantity(SIZE, 'B')} {seconds(message['large'])}:"
-        f" {quantity(SIZE / message['large'], 'B/s')}."
+        f"A message takes {seconds(alone['small'])}, one of {quantity(SIZE, 'B')} {seconds(alone['large'])}"
+        f" ({quantity(SIZE / alone['large'], 'B/s')}), and the copy {seconds(alone['copy'])}."
     )
-    sends = {  # by op: steps, and bytes that both ranks send together, over the size
-        "broadcast": (1, 1.0),
-        "all_reduce": (2, 2.0),
-        "reduce_scatter": (2, 2.0),  # gloo has none: torch runs an all-reduce, of which a rank keeps its part
-        "all_gather": (1, 1.0),
-        "all_to_all": (1, 1.0),
-        "all_reduce of 1 kB": (2, 0.0),
+    # By op: messages one after the other, bytes that both ranks send together over the size, and copies of it.
+    sends = {
+        "broadcast": (1, 1.0, 0),
+        "all_reduce": (4, 2.0, 0),
+        "reduce_scatter": (4, 2.0, 1),
+        "all_gather": (1, 1.0, 1),
+        "all_to_all": (1, 1.0, 0),
+        "all_reduce of 1 kB": (4, 0.0, 0),
     }
     rows = [
         Row(
             what=op,
-            predicted=steps * message["small"] + share * SIZE * moved,
+            predicted=messages * alone["small"] + share * SIZE * moved + copies * alone["copy"],
             measured=max(answer["seconds"][op] for answer in answers),
             low=0.4,
             high=2.5,
         )
-        for op, (steps, share) in sends.items()
+        for op, (messages, share, copies) in sends.items()
     ]
     yield compared("Two processes over gloo", rows)
     right = [op for op in OPS if held_as_drawn(op, [answer["held"][op] for answer in answers])]

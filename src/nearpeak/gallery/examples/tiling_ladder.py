@@ -35,31 +35,34 @@ class Step:
     multiply: Callable[[Tensor, Tensor], object]
     asked: float | None
     """Bytes; None where the tile is not known before it runs."""
-    floor: float | None
-    """Seconds; None where the prediction is that of `torch.mm`."""
+    predicted: float
+    """Seconds."""
     band: tuple[float, float | None] | None = None
 
 
-def on_gpu(here: Here, size: int) -> Iterator[Step]:
-    """The rungs of `nearpeak.kernels.ladder`."""
+def on_gpu(here: Here, a: Tensor, b: Tensor) -> Iterator[Step]:
+    """The rungs of `nearpeak.kernels.ladder`.
+
+    A plain thread and the first rung on tensor cores have a floor, and the last two take what a good product takes.
+    """
     ceilings = here.machine.achievable or here.machine.theoretical
     assert ceilings is not None
+    size = len(a)
     flops = 2.0 * size**3
     clock, processors = here.machine.clock_boost_hz, here.machine.processors
     for rung in (naive.RUNG, lines.RUNG, tiles.RUNG, tensor_cores.RUNG, persistent.RUNG, vendor.RUNG):
         asked = None if rung is vendor.RUNG else rung.bytes_read(size, size, size)
         by_threads = rung in (naive.RUNG, lines.RUNG, tiles.RUNG)
-        floor: float | None = flops / ceilings.peak("bfloat16")
+        good = rung in (persistent.RUNG, vendor.RUNG)
+        predicted = here.predict(torch.mm, a, b) if good else flops / ceilings.peak("bfloat16")
         if by_threads:
-            floor = flops / ceilings.vector["float32"]
+            predicted = flops / ceilings.vector["float32"]
             if clock and processors and asked:
-                floor = max(floor, asked / (LINE * processors * clock))
-        elif rung in (persistent.RUNG, vendor.RUNG):
-            floor = None
-        band = None if floor is None else FLOOR
+                predicted = max(predicted, asked / (LINE * processors * clock))
+        band = None if good else FLOOR
         if rung is persistent.RUNG and here.measures and torch.cuda.get_device_capability()[0] < 9:
             continue  # it copies by TMA, which came with Hopper
-        yield Step(name=rung.title, multiply=rung.multiply, asked=asked, floor=floor, band=band)
+        yield Step(name=rung.title, multiply=rung.multiply, asked=asked, predicted=predicted, band=band)
 
 
 def numbers(a: Tensor, b: Tensor) -> Tensor:
@@ -78,14 +81,15 @@ def blocks(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([torch.cat([part @ piece for piece in b.split(SIDE, 1)], 1) for part in a.split(SIDE)])
 
 
-def on_cpu(here: Here, size: int) -> Iterator[Step]:
+def on_cpu(here: Here, a: Tensor, b: Tensor) -> Iterator[Step]:
     """The same with calls of torch, each for a tile of results.
 
-    A call has a fixed cost, and so has putting what it gives into its place.
+    They take what such calls are expected to take. A call for a number is nothing but its fixed cost, and that of
+    putting the number into its place.
     """
     ceilings = here.machine.achievable
     assert ceilings is not None
-    near, call = ceilings.cache_bandwidth or ceilings.bandwidth, ceilings.launch.host_call or 0.0
+    size, call = len(a), ceilings.launch.host_call or 0.0
     tiled: list[tuple[str, Callable[[Tensor, Tensor], Tensor], int, int]] = [
         ("a call for each number", numbers, 1, 1),
         ("a call for each row", rows, 1, size),
@@ -94,9 +98,9 @@ def on_cpu(here: Here, size: int) -> Iterator[Step]:
     ]
     for name, multiply, high, wide in tiled:
         calls = size * size // (high * wide)
+        predicted = 2 * calls * call if multiply is numbers else here.predict(multiply, a, b)
         asked = calls * (high + wide) * size * 4.0
-        work = max(2.0 * size**3 / ceilings.peak("float32"), asked / near)
-        yield Step(name=name, multiply=multiply, asked=asked, floor=(2 * calls - 1) * call + work)
+        yield Step(name=name, multiply=multiply, asked=asked, predicted=predicted)
 
 
 def example(here: Here) -> Iterator[Part]:
@@ -105,8 +109,7 @@ def example(here: Here) -> Iterator[Part]:
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
     a, b = (torch.randn(size, size, dtype=dtype, device=here.tensors) for _ in range(2))
     flops = 2.0 * size**3
-    steps = list((on_gpu if here.gpu else on_cpu)(here, size))
-    whole = here.predict(torch.mm, a, b)
+    steps = list((on_gpu if here.gpu else on_cpu)(here, a, b))
     yield from prose(
         f"All rungs multiply matrices of {size} x {size}: {quantity(flops, 'FLOP')}, and"
         f" {quantity(3 * size * size * dtype.itemsize, 'B')} if each number crossed memory once. A tile of r x c"
@@ -129,9 +132,8 @@ def example(here: Here) -> Iterator[Part]:
     )
     found: list[tuple[Step, Row]] = []
     for step in steps:
-        predicted = whole if step.floor is None else step.floor
         # Few blocks: the lowest rungs take long enough for one to be a good measurement.
-        row = here.row(step.name, step.multiply, a, b, predicted=predicted, band=step.band, min_blocks=6)
+        row = here.row(step.name, step.multiply, a, b, predicted=step.predicted, band=step.band, min_blocks=6)
         found.append((step, row))
     yield compared("Time", [row for _, row in found], note=_note(here))
 
@@ -166,6 +168,6 @@ def _note(here: Here) -> str:
             " multiprocessor. The last two are predicted as what a good product is expected to take."
         )
     return (
-        "Predicted: a fixed cost for each call and for putting its tile into its place, and the longer of the"
-        " operations at the peak and the bytes at the bandwidth of the cache."
+        "Predicted as what such calls were measured to take on a machine of this kind; for each number, the fixed cost"
+        " of a call and of putting the number into its place."
     )

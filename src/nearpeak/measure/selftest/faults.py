@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import subprocess
 import sys
 import time
@@ -133,6 +134,14 @@ def _allocates(place: Place) -> Timing:
     return bench(call, _data(place, 2**28), **{**_QUICK, "kind": "latency"})
 
 
+def _maps_anew(place: Place) -> Timing:
+    def call(x: torch.Tensor) -> None:
+        with mmap.mmap(-1, 2**22) as memory:
+            memory[:: mmap.PAGESIZE] = bytes(2**22 // mmap.PAGESIZE)
+
+    return bench(call, torch.randn(16), **_QUICK)
+
+
 def _compiles(place: Place) -> Timing:
     import torch._dynamo
 
@@ -242,6 +251,7 @@ _FAULTS: dict[str, Fault] = {
     "DRIFT": _drifts,
     "MEMORY_GROWS": _grows,
     "MEMORY_ALLOCATED": _allocates,
+    "PAGE_FAULTS": _maps_anew,
     "COMPILED_DURING_TIMING": _compiles,
     "DEGENERATE_INPUT": _zeros,
     "INPUT_MUTATED": _mutates,
