@@ -56,6 +56,7 @@ def test_a_product_is_known_by_its_dtype_and_by_what_limits_it():
     assert first_kinds(product, "memory")[:2] == ["matrix/memory/bfloat16", "matrix/memory"]
     narrow = op("aten.mm.default", (tensor((64, 32), 0), tensor((32, 32), 1)), tensor((64, 32), 2))
     assert first_kinds(narrow, "compute")[:2] == ["matrix/compute/narrow", "matrix/compute/bfloat16"]
+    assert first_kinds(narrow, "memory")[:2] == ["matrix/memory/bfloat16", "matrix/memory"]
 
 
 def test_where_the_cache_limits_what_was_measured_there_comes_first():

@@ -30,7 +30,7 @@ CACHED = "/cached"
 NEAR_RIDGE = 2.0
 """Up to what ratio of memory and compute a product is limited by both."""
 NARROW = 32
-"""Rows or columns of a product's result up to which libraries have kernels of another kind."""
+"""Rows or columns of a product's result up to which it is another kind where compute is the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,8 @@ def _kinds(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
     if cost.family == "matrix":
         dtype = next(iter((*cost.flops, *cost.vector_flops)), "")
         bound = "compute" if limiter == "compute" else "memory"
-        if op.outputs and min(op.outputs[0].shape[-2:], default=0) <= NARROW:
-            yield f"matrix/{bound}/narrow"
+        if bound == "compute" and op.outputs and min(op.outputs[0].shape[-2:], default=0) <= NARROW:
+            yield "matrix/compute/narrow"
         yield f"matrix/{bound}/{dtype}"
         yield f"matrix/{bound}"
     elif cost.family in ("attention", "convolution"):

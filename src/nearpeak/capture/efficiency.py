@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ from nearpeak.capture.probes import Probe, probes
 from nearpeak.capture.trace import trace
 from nearpeak.errors import UsageError
 from nearpeak.machines.model import Machine, Reached
+from nearpeak.measure.assess import MANY_FAULTS
 from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
+from nearpeak.measure.heap import memory_kept, page_faults
 from nearpeak.measure.host import HostEviction, HostSampler
 from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.options import Progress
@@ -26,6 +29,8 @@ from nearpeak.work.cost import cost_of
 
 BLOCKS = 5
 HOST_CALLS = 5
+SETTLING = 10
+"""Calls before those, at most."""
 HOST_ROUNDS = 5
 """Through all kernels: a host is slower for seconds at a time, by what else runs there or on a core's other thread."""
 
@@ -39,9 +44,10 @@ def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Ma
     device = cuda_device(torch.cuda.current_device()) if machine.kind == "gpu" else None
     found: Found = {}
     timer = _host_timer() if device is None else partial(_device_seconds, device)
-    for number in range(HOST_ROUNDS if device is None else 1):
-        suffix = f", round {number + 1}" if number else ""
-        _round(machine, device, timer, lambda line, suffix=suffix: say(line + suffix), found)  # type: ignore[misc]
+    with memory_kept() if device is None else nullcontext():
+        for number in range(HOST_ROUNDS if device is None else 1):
+            suffix = f", round {number + 1}" if number else ""
+            _round(machine, device, timer, lambda line, suffix=suffix: say(line + suffix), found)  # type: ignore[misc]
     assert machine.achievable is not None
     efficiency = {
         kind: tuple(Reached(bound_seconds=bound, ratio=median(ratios)) for bound, ratios in sorted(points.items()))
@@ -105,13 +111,22 @@ def _host_timer() -> Timer:
             sweep()
             other()
 
-        call()
+        _settle(call)
         cold = HostSampler(call, "cold", call_seconds=0.0, evict=evict, calls=HOST_CALLS)
         usual = cold.block().seconds
         hot = HostSampler(call, "hot", call_seconds=usual)
         return usual, median([hot.block().seconds for _ in range(3)])
 
     return seconds
+
+
+def _settle(call: Callable[[], Any]) -> None:
+    """Calls until its memory is there: a heap that keeps what is freed grows for some calls."""
+    for _ in range(SETTLING):
+        before = page_faults()
+        call()
+        if page_faults() - before < MANY_FAULTS:
+            return
 
 
 def _device_seconds(
