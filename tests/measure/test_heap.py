@@ -39,7 +39,6 @@ def test_a_process_that_keeps_its_memory_has_no_faults_in_large_results():
 
     assert faults(keep="ever") < 1000
     assert faults(keep="for a while") > 16_000
-    assert faults(keep="never") > 16_000
 
 
 def test_another_system_is_left_alone(monkeypatch):

@@ -136,4 +136,4 @@ def _gain(step: Examined, index: int, rows: int, fewer: int) -> float:
     dtype = op.inputs[-1].dtype
     now = step.expected(product_of(batch, m, n, k, dtype=dtype, tf32=op.tf32_products))
     then = step.expected(product_of(batch, *cut, dtype=dtype, tf32=op.tf32_products))
-    return took - then * max(1.0, took / now) if now and then is not None else 0.0
+    return took * (1 - then / now) if now and then is not None else 0.0
