@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 import nearpeak
-from nearpeak import inputs
+from nearpeak.measure import inputs
 
 
 def softmax(rows: int = 4096, columns: int = 4096, dtype: str = "float32") -> nearpeak.Case:

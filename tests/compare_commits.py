@@ -105,7 +105,12 @@ def in_checkout(commit: str, scratch: Path, only: str | None) -> dict[str, objec
 def figures(command: list[str], tree: Path, environment: dict[str, str]) -> list[str]:
     words = [word.format(data=DATA, tree=tree) for word in command]
     done = subprocess.run(
-        [sys.executable, "-m", "nearpeak", *words], env=environment, cwd=tree, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "nearpeak", *words],
+        env=environment,
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         return [f"exit {done.returncode}: {done.stderr.strip()[-300:]}"]

@@ -26,8 +26,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from nearpeak.kernels import jit
-from nearpeak.kernels.jit.gluon import runs_on
+from nearpeak import kernels
+from nearpeak.kernels._runtime.gluon import runs_on
 
 TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = max((Path(nvidia.__file__).parent / "bin").glob("ptxas*"))  # the newest understands what all versions write
@@ -36,9 +36,9 @@ PTXAS = max((Path(nvidia.__file__).parent / "bin").glob("ptxas*"))  # the newest
 def compiled(kernel, args, warps, stages, registers=None):
     """The compiled kernel, in PTX."""
     backend = make_backend(TARGET)
-    bound, specialisation, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args)
+    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args)
     settings = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
-    _, signature, constants, attributes = kernel._pack_args(backend, dict(settings), bound, specialisation, options)
+    _, signature, constants, attributes = kernel._pack_args(backend, dict(settings), bound, specialization, options)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(source(kernel, signature, constants, attributes), target=TARGET, options=settings)
 
@@ -75,13 +75,13 @@ def main():
     def launch(kernel, grid, *args, warps=4, stages=2, registers=None):
         results.append({"file": file, "name": current, **described(kernel, args, warps, stages, registers)})
 
-    for found in pkgutil.iter_modules(jit.__path__):
-        if found.name.startswith("parts_") and not runs_on(torch.device("cpu")):
+    has_gluon = runs_on(torch.device("cpu"))
+    for found in pkgutil.walk_packages(kernels.__path__, "nearpeak.kernels."):
+        if found.name.endswith(("_runtime.launch", "_runtime.interpreter")) or ("sm90" in found.name and not has_gluon):
             continue
-        if found.name not in ("launch", "interpreter"):
-            module = importlib.import_module(f"nearpeak.kernels.jit.{found.name}")
-            if hasattr(module, "launch"):
-                module.launch = launch
+        module = importlib.import_module(found.name)
+        if hasattr(module, "launch") and "_runtime" not in found.name:
+            module.launch = launch
     for path in sys.argv[1:]:
         file = Path(path).stem
         for name, call in run_path(path)["launches"]():

@@ -11,15 +11,15 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
-from pkgutil import iter_modules
+from importlib import import_module  # noqa: F401  # for who makes steps
+from pkgutil import iter_modules  # noqa: F401  # for who makes steps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from nearpeak.work.op import Op
-from nearpeak.work.tensor import Tensor
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
 
 SIZES: dict[str, float] = {
     name: float(size) if "." in size else int(size)
@@ -100,10 +100,7 @@ def register_operators() -> None:
     import torch.ao.quantization.fx._decomposed
     import torch.distributed._functional_collectives  # noqa: F401
 
-    from nearpeak.kernels import operations
-
-    for module in iter_modules(operations.__path__):
-        import_module(f"{operations.__name__}.{module.name}")
+    import nearpeak.kernels  # noqa: F401  (fills FAMILIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +116,7 @@ def rows() -> Iterator[tuple[str, Row]]:
     register_operators()
     for part in (
         *(products, attention, layers, convolutions, norms, pointwise, reductions, losses, indexing, scattering),
-        *(movement, creation, pooling, fourier, linear_algebra, sorting, random, recurrent, optimizers, quantisation),
+        *(movement, creation, pooling, fourier, linear_algebra, sorting, random, recurrent, optimizers, quantization),
         *(collectives, own_streaming, own_products, own_attention),
     ):
         for name, *given in part():
@@ -730,7 +727,7 @@ def optimizers() -> Rows:
     yield "aten._amp_update_scale_", op("aten._amp_update_scale_", scale, self=scale, growth_tracker=i32())
 
 
-def quantisation() -> Rows:
+def quantization() -> Rows:
     x, codes = tensor(z.e), tensor(z.e, dtype="int8")
     yield (
         "quantized_decomposed.quantize_per_tensor",
@@ -820,8 +817,8 @@ def own_streaming() -> Rows:
     }
     yield "nearpeak.adamw_step with float32 masters", op("nearpeak.adamw_step", **lists, weight_decay=0.0)
     codes, scales = fp8(z.r, z.c), f32(z.r, 1)
-    yield "nearpeak.quantise by row", op("nearpeak.quantise", codes, scales, x=x)
-    yield "nearpeak.dequantise by row", op("nearpeak.dequantise", out, values=codes, scales=scales)
+    yield "nearpeak.quantize by row", op("nearpeak.quantize", codes, scales, x=x)
+    yield "nearpeak.dequantize by row", op("nearpeak.dequantize", out, values=codes, scales=scales)
     chosen, row_map, counts = i64(z.t, z.l), i32(z.t, z.l), i32(z.x)
     yield "nearpeak.sort_tokens", op("nearpeak.sort_tokens", counts, row_map, i32(z.t * z.l), experts=chosen)
     tokens, spread = tensor(z.t, z.c), tensor(z.l * z.t, z.c)

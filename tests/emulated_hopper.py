@@ -452,7 +452,7 @@ def emulated(modules, monkeypatch, programs=None, at_a_time=None, seed=0, slowes
     So many of them run at a time, the first ones first. `slowest` is the partition that goes on where no other can.
     `others` are stand-ins for more of their names. Other kernels are launched as ever.
     """
-    from nearpeak.kernels.jit.launch import launch as real_launch
+    from nearpeak.kernels._runtime.launch import launch as real_launch
 
     def launch(kernel, grid, *args, **settings):
         if not isinstance(kernel, FunctionType):

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from nearpeak.kernels.jit import launch
-from nearpeak.kernels.plans import Plans
+from nearpeak.kernels._runtime import launch
+from nearpeak.kernels._runtime.replay import ReplayCache
 
 _subscript = InterpretedFunction.__getitem__
 
@@ -69,7 +69,7 @@ def started(monkeypatch) -> Runs:
     """From here on launches go as on a GPU. What is returned is told of those that Triton was not asked for."""
     runs = Runs()
     for one in gc.get_objects():
-        if type(one) is Plans:  # what it has is told to who asked before
+        if type(one) is ReplayCache:  # what it has is told to who asked before
             one._known.clear()
 
     def subscript(kernel, grid):
@@ -86,9 +86,9 @@ def started(monkeypatch) -> Runs:
     monkeypatch.setattr(InterpretedFunction, "__getitem__", subscript)
     monkeypatch.setattr(InterpretedFunction, "params", property(params), raising=False)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "_variants", {})
+    monkeypatch.setattr(launch, "_specializations", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", type(None), raising=False)  # the index of the CPU
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(Plans, "enabled", True)
-    monkeypatch.setattr(Plans, "device", "cpu")
+    monkeypatch.setattr(ReplayCache, "enabled", True)
+    monkeypatch.setattr(ReplayCache, "device", "cpu")
     return runs

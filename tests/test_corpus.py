@@ -5,7 +5,7 @@ import torch
 from planted import CASES, load, planted
 
 import nearpeak
-from nearpeak.machines.model import Achievable, LaunchCost, Machine
+from nearpeak.machines.machine import Achievable, LaunchCost, Machine
 
 ATTEMPTS = 3
 CPU = Machine(

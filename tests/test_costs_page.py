@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from cost_rows import SIZES, Row, rows
 
-from nearpeak.work.cost import Formula, cost_of, registered
-from nearpeak.work.families.attention_pairs import banded
-from nearpeak.work.families.convolution import VECTOR_LAG, winograd
-from nearpeak.work.op import Op
+from nearpeak.ops.cost import Formula, cost_of, registered
+from nearpeak.ops.formulas.attention import banded
+from nearpeak.ops.formulas.convolution import VECTOR_LAG, winograd
+from nearpeak.ops.op import Op
 
 PAGE = (Path(__file__).parents[1] / "docs" / "costs.md").read_text(encoding="utf-8")
 FUNCTIONS = {"min": min, "max": max, "log2": math.log2}
@@ -70,7 +70,7 @@ def test_no_formula_is_missing() -> None:
     """One for what a compiler made is in the text: it has no sizes."""
     shown = {function for cell, *_ in ROWS.values() for function in named(cell).values()}
     missing = {f"{one.__module__}:{one.__name__}" for one in registered().values() if one not in shown}
-    assert missing == {"nearpeak.work.families.partial:partly_known"}
+    assert missing == {"nearpeak.ops.formulas.partial:partly_known"}
 
 
 def test_operators_of_the_page_exist() -> None:

@@ -16,12 +16,12 @@ import torch
 
 import nearpeak
 from nearpeak import kernels
-from nearpeak.diagnose import findings
-from nearpeak.diagnose.examined import Examined
-from nearpeak.diagnose.finding import Waste
 from nearpeak.errors import UsageError
+from nearpeak.findings import engine
+from nearpeak.findings.step import Step
 from nearpeak.machines import catalogue
-from nearpeak.work.cost import registered
+from nearpeak.ops.cost import registered
+from nearpeak.profiles.finding import Waste
 
 PAGES = Path(__file__).parents[1] / "docs" / "extending"
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -56,10 +56,10 @@ def cells(page: str, header: str) -> list[str]:
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a page registers is taken back, also where it failed."""
     monkeypatch.chdir(tmp_path)
-    rules, costs = set(findings.rules()), set(registered())
+    rules, costs = set(engine.rules()), set(registered())
     yield
-    for name in set(findings.rules()) - rules:
-        findings.forget_rule(name)
+    for name in set(engine.rules()) - rules:
+        engine.forget_rule(name)
     for name in set(registered()) - costs:
         nearpeak.forget_cost(name)
 
@@ -104,8 +104,8 @@ def test_the_rule_finds_the_planted_waste_and_nothing_else() -> None:
 def test_the_rule_works_in_a_file_of_its_own(tmp_path: Path) -> None:
     rule = next(match["code"] for match in BLOCK.finditer(text_of("finding")) if "@nearpeak.rule" in match["code"])
     (tmp_path / "my_rules.py").write_text(rule, encoding="utf-8")
-    findings.add_rules(tmp_path / "my_rules.py")
-    assert "log-of-softmax" in findings.rules()
+    engine.add_rules(tmp_path / "my_rules.py")
+    assert "log-of-softmax" in engine.rules()
 
 
 def test_the_page_of_findings_has_the_fields_of_a_waste() -> None:
@@ -113,7 +113,7 @@ def test_the_page_of_findings_has_the_fields_of_a_waste() -> None:
     assert set(cells("finding", "field")) == fields - {"source"}
     for name in cells("finding", "name"):
         member = name.removeprefix("step.").partition("(")[0]
-        assert hasattr(Examined, member) or member in Examined.__dataclass_fields__, name
+        assert hasattr(Step, member) or member in Step.__dataclass_fields__, name
 
 
 def test_the_kernel_of_the_page_gives_what_its_reference_gives() -> None:
@@ -134,7 +134,7 @@ def test_the_kernel_of_the_page_has_a_bound_in_a_graph_of_ops() -> None:
     result = nearpeak.estimate(lambda a, b: names["axpy_operator"](a, b, 2.0).relu(), x, x.clone(), on="h200-sxm")
     assert [op.name for op in result.ops] == ["extending.axpy.default", "aten.relu.default"]
     assert result.coverage.formula == 2
-    assert len(result.groups) == 1, "a pointwise op is fused with its neighbour"
+    assert len(result.groups) == 1, "a pointwise op is fused with its neighbor"
 
 
 def test_files_of_the_pattern_exist() -> None:

@@ -14,22 +14,22 @@ MODELS = "benchmarks/results/model_fixes_h200.json"
 
 
 def test_the_table_is_that_of_the_runs():
-    command = [sys.executable, "benchmarks/findings.py", "--show", RESULT]
+    command = [sys.executable, "benchmarks/profiles/findings.py", "--show", RESULT]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert shown in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_real_models_is_that_of_the_runs():
-    command = [sys.executable, "benchmarks/model_fixes_page.py", MODELS]
+    command = [sys.executable, "benchmarks/pages/model_fixes.py", MODELS]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert shown in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
 
 
-def test_what_was_realised_on_real_models_is_the_median_of_the_rounds():
+def test_what_was_realized_on_real_models_is_the_median_of_the_rounds():
     for row in json.loads((ROOT / MODELS).read_text(encoding="utf-8"))["rows"]:
         saved = [plain - fixed for plain, fixed in row["rounds_s"]]
-        assert row["realised_s"] == pytest.approx(median(saved))
-        assert row["ratio"] == pytest.approx(row["predicted_s"] / row["realised_s"])
+        assert row["realized_s"] == pytest.approx(median(saved))
+        assert row["ratio"] == pytest.approx(row["predicted_s"] / row["realized_s"])
 
 
 def test_every_planted_waste_was_run():

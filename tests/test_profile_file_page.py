@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nearpeak.diagnose.profile import SCHEMA, Profile
-from nearpeak.diagnose.saved import LARGEST
+from nearpeak.profiles.file import LARGEST
+from nearpeak.profiles.profile import SCHEMA, Profile
 
 PAGE = (Path(__file__).parents[1] / "docs" / "profile_file.md").read_text(encoding="utf-8")
 

@@ -10,11 +10,11 @@ RESULT = "benchmarks/results/model_profiles_h200.json"
 
 
 def test_the_table_is_that_of_the_runs():
-    command = [sys.executable, "benchmarks/model_profiles.py", "--show", RESULT]
+    command = [sys.executable, "benchmarks/models/profiles.py", "--show", RESULT]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert shown in (ROOT / "docs" / "profile.md").read_text(encoding="utf-8")
 
 
 def test_the_runs_hold_what_is_said_of_them():
     rows = json.loads((ROOT / RESULT).read_text(encoding="utf-8"))["rows"]
-    assert all(abs(row["parts_over_wall"] - 1) < 0.01 and row["modelled"] > 0.98 for row in rows)
+    assert all(abs(row["parts_over_wall"] - 1) < 0.01 and row["modeled"] > 0.98 for row in rows)

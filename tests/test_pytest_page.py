@@ -7,14 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  (which a run of pytest inside must not import first)
+import torch  # noqa: F401
 
 import nearpeak.measure.machine
-import nearpeak.pytest_plugin.measuring
-from nearpeak.diagnose import run  # noqa: F401
+import nearpeak.pytest_plugin.measured_test
 from nearpeak.machines import catalogue
 from nearpeak.measure import bench  # noqa: F401
-from nearpeak.pytest_plugin.bars import Bars
+from nearpeak.profiling import run  # noqa: F401
+from nearpeak.pytest_plugin.measured_test import Bars
 
 PAGE = (Path(__file__).parent.parent / "docs" / "pytest.md").read_text(encoding="utf-8")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nearpeak.diagnose.findings import rules
+from nearpeak.findings.engine import rules
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "findings.md"

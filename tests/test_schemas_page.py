@@ -17,23 +17,22 @@ import torch
 
 import nearpeak
 from nearpeak.bound.estimate import Estimate
-from nearpeak.cli.doctor import Report as Doctor
 from nearpeak.cli.main import main
-from nearpeak.diagnose.difference import Difference
-from nearpeak.gallery.parts import Result
+from nearpeak.cli.verbs.doctor import Report as Doctor
+from nearpeak.diffs.difference import Difference
+from nearpeak.gallery.parts import ExampleResult
 from nearpeak.machines.catalogue import Network
-from nearpeak.machines.model import Machine
+from nearpeak.machines.machine import Machine
 from nearpeak.measure.selftest.report import Report as SelfTest
 from nearpeak.measure.timing import SCHEMA, Comparison, Sweep, Timing
+from nearpeak.plan.cluster.cluster import Cluster, System
+from nearpeak.plan.cluster.collectives import Collective
 from nearpeak.plan.models.model import Model
 from nearpeak.plan.moe_degrees import MoeDegree
-from nearpeak.plan.network.cluster import Cluster
-from nearpeak.plan.network.collectives import Collective
-from nearpeak.plan.network.systems import System
-from nearpeak.plan.serving.answers import ServingPlan
-from nearpeak.plan.training.answers import MemoryPlan, TrainingPlan
-from nearpeak.plan.training.choice import SearchPlan
-from nearpeak.plan.training.compared import Validation
+from nearpeak.plan.serving.plan import ServingPlan
+from nearpeak.plan.training.plan import MemoryPlan, TrainingPlan
+from nearpeak.plan.training.search import SearchPlan
+from nearpeak.plan.validation.errors import Validation
 
 PAGE = (Path(__file__).parents[1] / "docs" / "schemas.md").read_text(encoding="utf-8")
 SECTIONS: dict[str, tuple[Any, ...]] = {
@@ -52,7 +51,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "plan moe": (MoeDegree,),
     "plan clusters": (System, Cluster),
     "plan validate": (Validation,),
-    "gallery": (Result,),
+    "gallery": (ExampleResult,),
     "doctor": (Doctor,),
 }
 """What the tables of a section are of, in order."""

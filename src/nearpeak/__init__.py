@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nearpeak import kernels, plan
     from nearpeak.bound.estimate import Estimate
-    from nearpeak.capture.estimate import estimate
-    from nearpeak.capture.fake import fake
-    from nearpeak.capture.machine import machine
-    from nearpeak.diagnose.finding import Finding, Waste
-    from nearpeak.diagnose.findings import rule
-    from nearpeak.diagnose.load import load
-    from nearpeak.diagnose.profile import Profile
-    from nearpeak.diagnose.run import profile
+    from nearpeak.calibrate.machine import machine
     from nearpeak.errors import NearpeakError
-    from nearpeak.machines.model import Machine
+    from nearpeak.findings.engine import rule
+    from nearpeak.machines.machine import Machine
     from nearpeak.measure import inputs
     from nearpeak.measure.bench import bench
     from nearpeak.measure.case import Case
     from nearpeak.measure.compare import compare
     from nearpeak.measure.sweep import sweep
     from nearpeak.measure.timing import Comparison, Timing
-    from nearpeak.work.cost import Cost
-    from nearpeak.work.declared import declare_cost, forget_cost
-    from nearpeak.work.model import Work
+    from nearpeak.ops.cost import Cost
+    from nearpeak.ops.declare import declare_cost, forget_cost
+    from nearpeak.ops.work import Work
+    from nearpeak.profiles.finding import Finding, Waste
+    from nearpeak.profiles.profile import Profile
+    from nearpeak.profiling.estimate import estimate
+    from nearpeak.profiling.load import load
+    from nearpeak.profiling.run import profile
+    from nearpeak.trace.fake import fake
 
 __version__ = "0.1.0"
 
@@ -64,28 +64,28 @@ __all__ = [
 _HOME = {
     "Case": "nearpeak.measure.case",
     "Comparison": "nearpeak.measure.timing",
-    "Cost": "nearpeak.work.cost",
+    "Cost": "nearpeak.ops.cost",
     "Estimate": "nearpeak.bound.estimate",
-    "Finding": "nearpeak.diagnose.finding",
-    "Machine": "nearpeak.machines.model",
+    "Finding": "nearpeak.profiles.finding",
+    "Machine": "nearpeak.machines.machine",
     "NearpeakError": "nearpeak.errors",
-    "Profile": "nearpeak.diagnose.profile",
+    "Profile": "nearpeak.profiles.profile",
     "Timing": "nearpeak.measure.timing",
-    "Waste": "nearpeak.diagnose.finding",
-    "Work": "nearpeak.work.model",
+    "Waste": "nearpeak.profiles.finding",
+    "Work": "nearpeak.ops.work",
     "bench": "nearpeak.measure.bench",
     "compare": "nearpeak.measure.compare",
-    "declare_cost": "nearpeak.work.declared",
-    "estimate": "nearpeak.capture.estimate",
-    "fake": "nearpeak.capture.fake",
-    "forget_cost": "nearpeak.work.declared",
+    "declare_cost": "nearpeak.ops.declare",
+    "estimate": "nearpeak.profiling.estimate",
+    "fake": "nearpeak.trace.fake",
+    "forget_cost": "nearpeak.ops.declare",
     "inputs": "nearpeak.measure.inputs",
     "kernels": "nearpeak.kernels",
-    "load": "nearpeak.diagnose.load",
-    "machine": "nearpeak.capture.machine",
+    "load": "nearpeak.profiling.load",
+    "machine": "nearpeak.calibrate.machine",
     "plan": "nearpeak.plan",
-    "profile": "nearpeak.diagnose.run",
-    "rule": "nearpeak.diagnose.findings",
+    "profile": "nearpeak.profiling.run",
+    "rule": "nearpeak.findings.engine",
     "sweep": "nearpeak.measure.sweep",
 }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from nearpeak.machines.model import Achievable, LaunchCost, Machine, Theoretical
-from nearpeak.work.cost import Access, Cost
-from nearpeak.work.op import Op, Storage, Trace
-from nearpeak.work.tensor import Tensor
+from nearpeak.machines.machine import Achievable, LaunchCost, Machine, Theoretical
+from nearpeak.ops.cost import Access, Cost
+from nearpeak.ops.op import Op, Storage, Trace
+from nearpeak.ops.tensor import Tensor
 
 
 class Builder:
@@ -72,7 +72,7 @@ def machine(*, cache=100.0, cache_bandwidth=None, launch=None, kind="gpu") -> Ma
     )
 
 
-FAMILIES = ["pointwise", "view", "movement", "creation", "random", "reduction", "normalisation", "matrix", "sorting"]
+FAMILIES = ["pointwise", "view", "movement", "creation", "random", "reduction", "normalization", "matrix", "sorting"]
 
 
 @st.composite

@@ -2,8 +2,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearpeak.bound.cache import Residency, distinct
-from nearpeak.work.cost import Access
-from nearpeak.work.op import Storage
+from nearpeak.ops.cost import Access
+from nearpeak.ops.op import Storage
 
 
 def test_a_second_read_hits_until_others_push_it_out():

@@ -3,14 +3,14 @@ import dataclasses
 import pytest
 
 from nearpeak.bound.estimate import estimate_trace
-from nearpeak.bound.expected import at, expected_seconds, kinds_of
+from nearpeak.bound.expected import expected_seconds, interpolate, kinds_of
 from nearpeak.machines import catalogue
-from nearpeak.machines.model import Achievable, LaunchCost, Machine, Reached
-from nearpeak.work.cost import cost_of
-from nearpeak.work.op import Op, Storage, Trace
-from nearpeak.work.tensor import Tensor
+from nearpeak.machines.machine import Achievable, EfficiencyPoint, LaunchCost, Machine
+from nearpeak.ops.cost import cost_of
+from nearpeak.ops.op import Op, Storage, Trace
+from nearpeak.ops.tensor import Tensor
 
-POINTS = (Reached(bound_seconds=1e-6, ratio=4.0), Reached(bound_seconds=1e-4, ratio=1.0))
+POINTS = (EfficiencyPoint(bound_seconds=1e-6, ratio=4.0), EfficiencyPoint(bound_seconds=1e-4, ratio=1.0))
 
 
 def tensor(shape, storage, strides=None, dtype="bfloat16"):
@@ -33,11 +33,11 @@ def first_kinds(operation, limiter="memory"):
 
 @pytest.mark.parametrize(("bound", "expected"), [(1e-9, 4e-6), (1e-6, 4e-6), (1e-5, 2e-5), (1e-4, 1e-4), (1e-2, 1e-2)])
 def test_a_small_kernel_takes_its_fixed_time_and_a_large_one_its_ratio(bound, expected):
-    assert at(POINTS, bound) == pytest.approx(expected)
+    assert interpolate(POINTS, bound) == pytest.approx(expected)
 
 
 def test_the_time_never_falls_as_the_bound_grows():
-    times = [at(POINTS, 1e-8 * 1.1**step) for step in range(150)]
+    times = [interpolate(POINTS, 1e-8 * 1.1**step) for step in range(150)]
     assert times == sorted(times)
 
 
@@ -75,8 +75,8 @@ def test_a_product_near_the_ridge_takes_the_longer_of_both_limits():
     """Here compute is reached worse than memory, so that a little less of it takes longer; far less does not."""
     product = op("aten.mm.default", (tensor((64, 64), 0), tensor((64, 64), 1)), tensor((64, 64), 2))
     efficiency = {
-        "matrix/memory": (Reached(bound_seconds=1e-9, ratio=1.5),),
-        "matrix/compute": (Reached(bound_seconds=1e-9, ratio=3.0),),
+        "matrix/memory": (EfficiencyPoint(bound_seconds=1e-9, ratio=1.5),),
+        "matrix/compute": (EfficiencyPoint(bound_seconds=1e-9, ratio=3.0),),
     }
 
     def expected(memory, compute):
@@ -101,7 +101,7 @@ def on_a_cpu(**launch):
         memory_bytes=1e9,
         achievable=achievable,
     )
-    return with_efficiency(machine, pointwise=(Reached(bound_seconds=1e-9, ratio=2.0),))
+    return with_efficiency(machine, pointwise=(EfficiencyPoint(bound_seconds=1e-9, ratio=2.0),))
 
 
 def test_a_call_on_a_cpu_starts_once_with_cold_caches(addition):
@@ -140,7 +140,7 @@ def with_efficiency(machine, **points):
 
 
 def test_a_machine_that_was_measured_is_taken_at_its_own_figures(addition):
-    machine = with_efficiency(catalogue.find("h200-sxm"), pointwise=(Reached(bound_seconds=1e-6, ratio=3.0),))
+    machine = with_efficiency(catalogue.find("h200-sxm"), pointwise=(EfficiencyPoint(bound_seconds=1e-6, ratio=3.0),))
     found = estimate_trace(addition, machine)
     assert found.expected_s == pytest.approx(3 * found.as_written_s)
     assert found.expected_from == "h200-sxm"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nearpeak.bound.cache import Residency
 from nearpeak.bound.floors import as_written, fused_seconds, group_bounds, ideal, ideal_seconds
-from nearpeak.bound.fusion import groups
+from nearpeak.bound.fusion import fusion_groups
 from nearpeak.errors import UsageError
 
 
@@ -27,7 +27,7 @@ def test_the_three_floors_of_a_chain_by_hand():
     assert first.memory_seconds == 1000 + 900  # all of x, and what of a does not fit
     assert second.memory_seconds == 900 + 100 + 900  # the rest of a; what b pushes out of it; what of b does not fit
     assert (first.limiter, first.compute_seconds) == ("memory", 100)
-    assert fused_seconds(trace, costs, groups(trace, costs), toy) == 1000 + 900
+    assert fused_seconds(trace, costs, fusion_groups(trace, costs), toy) == 1000 + 900
     assert ideal_seconds(trace, costs, toy) == 1000 + 900
 
 
@@ -122,7 +122,7 @@ def test_ideal_fused_and_as_written_are_in_order(drawn, cache, cache_bandwidth, 
     trace, costs = drawn
     toy = machine(cache=cache, cache_bandwidth=cache_bandwidth, launch=launch)
     written = sum(item.seconds for item in as_written(trace, costs, toy, ceilings=ceilings))
-    found = groups(trace, costs)
+    found = fusion_groups(trace, costs)
     fused = fused_seconds(trace, costs, found, toy, ceilings=ceilings)
     least = ideal_seconds(trace, costs, toy, ceilings=ceilings)
     grouped = sum(item.seconds for item in group_bounds(trace, costs, found, toy, ceilings=ceilings))
@@ -137,7 +137,7 @@ def test_ideal_fused_and_as_written_are_in_order(drawn, cache, cache_bandwidth, 
 def test_without_a_cache_regrouping_alone_never_costs(drawn):
     trace, costs = drawn
     toy = machine(cache=None, launch=1.0)
-    grouped = sum(item.seconds for item in group_bounds(trace, costs, groups(trace, costs), toy))
+    grouped = sum(item.seconds for item in group_bounds(trace, costs, fusion_groups(trace, costs), toy))
     assert grouped <= sum(item.seconds for item in as_written(trace, costs, toy)) * (1 + 1e-12)
 
 

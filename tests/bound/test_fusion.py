@@ -5,8 +5,8 @@ import pytest
 from bound_traces import Builder, random_traces
 from hypothesis import given, settings
 
-from nearpeak.bound.dependencies import touches_of
-from nearpeak.bound.fusion import groups
+from nearpeak.bound.dataflow import touches_of
+from nearpeak.bound.fusion import fusion_groups
 
 
 def members(found):
@@ -23,7 +23,7 @@ def test_a_pointwise_chain_is_one_group_and_its_intermediates_are_gone():
     a = build.make(100, "pointwise", (x,))
     b = build.make(50, "movement", (a,))
     c = build.make(50, "pointwise", (b,))
-    (group,) = groups(build.trace(c), build.costs)
+    (group,) = fusion_groups(build.trace(c), build.costs)
     assert group.members == (0, 1, 2)
     assert (sizes(group.reads), sizes(group.writes)) == ({x: 100}, {c: 50})
     assert group.saved_bytes == 2 * 100 + 2 * 50
@@ -34,7 +34,7 @@ def test_a_tree_merges_at_its_join():
     build = Builder()
     x, y = build.storage(10, "input"), build.storage(10, "input")
     out = build.make(10, "pointwise", (build.make(10, "pointwise", (x,)), build.make(10, "pointwise", (y,))))
-    assert members(groups(build.trace(out), build.costs)) == [(0, 1, 2)]
+    assert members(fusion_groups(build.trace(out), build.costs)) == [(0, 1, 2)]
 
 
 def test_a_result_in_between_stays_written_but_is_not_read_again():
@@ -42,7 +42,7 @@ def test_a_result_in_between_stays_written_but_is_not_read_again():
     x = build.storage(10, "input")
     a = build.make(10, "pointwise", (x,))
     b = build.make(10, "pointwise", (a,))
-    (group,) = groups(build.trace(a, b), build.costs)
+    (group,) = fusion_groups(build.trace(a, b), build.costs)
     assert sizes(group.writes) == {a: 10, b: 10}
     assert group.saved_bytes == 10
 
@@ -53,7 +53,7 @@ def test_what_backward_reads_stays_written_and_no_group_spans_phases():
     a = build.make(10, "pointwise", (x,))
     b = build.make(10, "pointwise", (a,))
     c = build.make(10, "pointwise", (a, b), phase="backward")
-    forward, backward = groups(build.trace(c), build.costs)
+    forward, backward = fusion_groups(build.trace(c), build.costs)
     assert (forward.members, backward.members) == ((0, 1), (2,))
     assert sizes(forward.writes) == {a: 10, b: 10}
 
@@ -64,7 +64,7 @@ def test_no_cycle_through_an_op_outside():
     a = build.make(10, "pointwise", (x,))
     b = build.make(10, "sorting", (a,))
     c = build.make(10, "pointwise", (a, b))
-    assert members(groups(build.trace(c), build.costs)) == [(0,), (1,), (2,)]
+    assert members(fusion_groups(build.trace(c), build.costs)) == [(0,), (1,), (2,)]
 
 
 def test_an_unrelated_op_in_between_does_not_hinder():
@@ -74,18 +74,18 @@ def test_an_unrelated_op_in_between_does_not_hinder():
     build.make(10, "sorting", (a,))
     h = build.make(5, "sorting", (x,))
     c = build.make(10, "pointwise", (a, h))
-    assert members(groups(build.trace(c), build.costs)) == [(0, 3), (1,), (2,)]
+    assert members(fusion_groups(build.trace(c), build.costs)) == [(0, 3), (1,), (2,)]
 
 
-def test_a_norm_takes_its_neighbours_but_no_product():
+def test_a_norm_takes_its_neighbors_but_no_product():
     build = Builder()
     x, w = build.storage(10, "input"), build.storage(10, "parameter")
     a = build.make(10, "pointwise", (x,))
-    n = build.make(10, "normalisation", (a,))
+    n = build.make(10, "normalization", (a,))
     b = build.make(10, "pointwise", (n,))
     m = build.make(10, "matrix", (b, w))
-    norm, product = groups(build.trace(m), build.costs)
-    assert (norm.members, norm.family) == ((0, 1, 2), "normalisation")
+    norm, product = fusion_groups(build.trace(m), build.costs)
+    assert (norm.members, norm.family) == ((0, 1, 2), "normalization")
     assert (product.members, product.family) == ((3,), "matrix")
 
 
@@ -96,7 +96,7 @@ def test_prologue_and_epilogue_of_one_product():
     y = build.make(30, "matrix", (x, cast))
     act = build.make(30, "pointwise", (y,))
     z = build.make(30, "matrix", (act, w))
-    first, second = groups(build.trace(z), build.costs)
+    first, second = fusion_groups(build.trace(z), build.costs)
     assert (first.members, second.members) == ((0, 1, 2), (3,))
     assert first.saved_bytes == 2 * 10 + 2 * 30
 
@@ -107,7 +107,7 @@ def test_in_place_ops_join_and_a_view_goes_with_what_it_views():
     y = build.make(10, "matrix", (x, w))
     build.op("view", (y,), (y,))
     build.op("pointwise", (y,), (y,), name="aten.relu_.default")
-    (group,) = groups(build.trace(y), build.costs)
+    (group,) = fusion_groups(build.trace(y), build.costs)
     assert group.members == (0, 1, 2)
     assert (sizes(group.writes), group.saved_bytes) == ({y: 10}, 20)
 
@@ -116,7 +116,7 @@ def test_a_view_of_a_parameter_is_alone_and_launches_nothing():
     build = Builder()
     w = build.storage(10, "parameter")
     build.op("view", (w,), (w,))
-    (group,) = groups(build.trace(), build.costs)
+    (group,) = fusion_groups(build.trace(), build.costs)
     assert (group.family, group.launches, group.reads) == ("view", False, ())
 
 
@@ -127,7 +127,7 @@ def written_out_attention(*, backward=False):
     build.op("view", (scores,), (scores,))
     scaled = build.make(1000, "pointwise", (scores,))
     masked = build.make(1000, "pointwise", (scaled, mask))
-    weights = build.make(1000, "normalisation", (masked,), name="aten._softmax.default")
+    weights = build.make(1000, "normalization", (masked,), name="aten._softmax.default")
     half = build.make(500, "movement", (weights,))
     out = build.make(64, "matrix", (half, v))
     if backward:
@@ -137,7 +137,7 @@ def written_out_attention(*, backward=False):
 
 def test_attention_written_out_is_one_group_without_its_scores():
     build, out, inputs = written_out_attention()
-    (group,) = groups(build.trace(out), build.costs)
+    (group,) = fusion_groups(build.trace(out), build.costs)
     assert (group.family, group.members) == ("attention", tuple(range(7)))
     assert group.saved_bytes == 2 * (4 * 1000 + 500)
     assert sizes(group.reads) == dict.fromkeys(inputs, 64)
@@ -146,7 +146,7 @@ def test_attention_written_out_is_one_group_without_its_scores():
 
 def test_attention_whose_weights_backward_reads_keeps_them():
     build, out, _ = written_out_attention(backward=True)
-    found = groups(build.trace(out), build.costs)
+    found = fusion_groups(build.trace(out), build.costs)
     assert "attention" not in {group.family for group in found}
     assert any(1000 in sizes(group.writes).values() for group in found)
 
@@ -157,7 +157,7 @@ def test_an_op_without_a_formula_keeps_what_it_reads():
     a = build.make(10, "pointwise", (x,))
     b = build.make(10, "pointwise", (a,))
     build.op("unknown", (a,), (), sizes={a: 0}, model="none")
-    found = groups(build.trace(b), build.costs)
+    found = fusion_groups(build.trace(b), build.costs)
     assert a in sizes(found[0].writes)
 
 
@@ -165,7 +165,7 @@ def test_an_op_without_a_formula_keeps_what_it_reads():
 @given(random_traces())
 def test_each_op_once_in_an_order_that_can_run(drawn):
     trace, costs = drawn
-    found = groups(trace, costs)
+    found = fusion_groups(trace, costs)
     assert sorted(index for group in found for index in group.members) == list(range(len(trace.ops)))
     position = {index: at for at, group in enumerate(found) for index in group.members}
     touches = [touches_of(op, cost) for op, cost in zip(trace.ops, costs, strict=True)]
@@ -191,13 +191,13 @@ def test_time_grows_with_the_number_of_ops_and_no_faster(kind, count):
         elif kind == "shared":
             x = build.make(100, "pointwise", (x, shared, build.storage(10, "parameter")))
         else:
-            family = ("normalisation", "matrix", "pointwise", "matrix", "pointwise")[number % 5]
+            family = ("normalization", "matrix", "pointwise", "matrix", "pointwise")[number % 5]
             x = build.make(100, family, (x, weight))
     trace, costs = build.trace(x), build.costs
     gc.freeze()  # the trace itself, so that collecting garbage does not walk it
     try:
         start = time.process_time()
-        groups(trace, costs)
+        fusion_groups(trace, costs)
         assert time.process_time() - start < 6  # a quadratic one takes minutes
     finally:
         gc.unfreeze()

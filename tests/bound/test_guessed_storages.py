@@ -5,10 +5,10 @@ from dataclasses import replace
 import nearpeak
 from nearpeak.bound.cache import Residency
 from nearpeak.bound.floors import as_written, ideal
-from nearpeak.machines.model import Machine
-from nearpeak.work.cost import cost_of
-from nearpeak.work.op import Op, Storage, Trace
-from nearpeak.work.tensor import Tensor
+from nearpeak.machines.machine import Machine
+from nearpeak.ops.cost import cost_of
+from nearpeak.ops.op import Op, Storage, Trace
+from nearpeak.ops.tensor import Tensor
 
 SIZE = 1_000_000
 

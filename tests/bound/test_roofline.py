@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from nearpeak.bound.roofline import Bound, bound
 from nearpeak.errors import UsageError
-from nearpeak.machines.model import Achievable, LaunchCost, Machine, Theoretical
-from nearpeak.work.model import Work
+from nearpeak.machines.machine import Achievable, LaunchCost, Machine, Theoretical
+from nearpeak.ops.work import Work
 
 ACHIEVABLE = Achievable(
     how="measured",

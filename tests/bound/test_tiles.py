@@ -7,8 +7,8 @@ import pytest
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.tiles import TILES, tiling
 from nearpeak.machines.catalogue import find, machines
-from nearpeak.work.op import Op, Storage, Trace
-from nearpeak.work.tensor import Tensor
+from nearpeak.ops.op import Op, Storage, Trace
+from nearpeak.ops.tensor import Tensor
 
 H100 = find("h100-sxm")  # 132 multiprocessors
 A100 = find("a100-sxm-80gb")  # 108

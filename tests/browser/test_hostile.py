@@ -6,7 +6,7 @@ import pytest
 from synthetic import profile
 
 from nearpeak.machines.catalogue import find
-from nearpeak.render.html.page import page as rendered
+from nearpeak.render.html.profile import profile_page as rendered
 
 NAMES = {
     "markup": "</script><img src=x onerror=alert(1)>\"'`><svg onload=alert(1)>{}",

@@ -2,7 +2,7 @@
 
 from synthetic import profile
 
-from nearpeak.render.html.page import page as rendered
+from nearpeak.render.html.profile import profile_page as rendered
 
 CONTENT = rendered(profile(400))
 
@@ -104,7 +104,7 @@ def test_all_that_can_be_used_has_a_name(opened):
         """() => [...document.querySelectorAll('button, input, select, summary, a, canvas, [role], [tabindex]')]
             .filter((each) => !['presentation', 'row', 'gridcell'].includes(each.getAttribute('role')))
             .filter((each) => !each.matches('pre, #tip, [role=status]'))
-            .filter((each) => !(each.getAttribute('aria-label') || each.getAttribute('aria-labelledby')
+            .filter((each) => !(each.getAttribute('aria-label') || each.getAttribute('aria-labeledby')
                 || each.textContent.trim() || (each.labels && each.labels.length)))
             .map((each) => each.outerHTML.slice(0, 100))"""
     )

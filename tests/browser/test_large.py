@@ -3,7 +3,7 @@
 import pytest
 from synthetic import profile
 
-from nearpeak.render.html.page import page as rendered
+from nearpeak.render.html.profile import profile_page as rendered
 
 LIMIT_MS = 100.0
 TRIES = 5

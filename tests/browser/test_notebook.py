@@ -37,13 +37,13 @@ def test_hostile_names_run_nothing_and_leave_the_page_as_it_is(opened):
 
 
 @pytest.mark.parametrize(("background", "text"), [("white", "rgb(20, 20, 20)"), ("black", "rgb(230, 230, 230)")])
-def test_bars_have_the_colour_of_the_text(opened, background, text):
+def test_bars_have_the_color_of_the_text(opened, background, text):
     found = opened(page(background, text, *fragments("")))
-    colours = found.eval_on_selector_all(
+    colors = found.eval_on_selector_all(
         "div[style*=currentColor]", "bars => bars.map(bar => getComputedStyle(bar).backgroundColor)"
     )
-    assert len(colours) == 7 + 3 + 1
-    assert set(colours) == {text}
+    assert len(colors) == 7 + 3 + 1
+    assert set(colors) == {text}
 
 
 def test_bars_of_a_waterfall_are_as_long_as_their_shares(opened):

@@ -2,34 +2,36 @@
 
 import pytest
 
-from nearpeak.plan.models.catalogue import model
-from nearpeak.plan.network.cluster import Cluster
-from nearpeak.plan.serving.answers import Load, serving_plan
-from nearpeak.plan.training.answers import memory_plan
-from nearpeak.plan.training.choice import search_plan
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.models.catalogue import get_model
+from nearpeak.plan.serving.plan import Load, serving_plan
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
-from nearpeak.render.html.plan import page
-from nearpeak.render.plan import memory as plan_memory
-from nearpeak.render.plan import search as plan_search
-from nearpeak.render.plan import serving as plan_serving
-from nearpeak.render.plan.sliders import decode_sliders, memory_sliders
+from nearpeak.plan.training.plan import memory_plan
+from nearpeak.plan.training.search import search_plan
+from nearpeak.render.html.document import document_page
+from nearpeak.render.views.plan import serving as plan_serving
+from nearpeak.render.views.plan import training as plan_memory
+from nearpeak.render.views.plan import training as plan_search
+from nearpeak.render.views.plan.sliders import decode_sliders, memory_sliders
 
 SEVEN = memory_plan(
     Job(
-        model=model("llama-2-7b"),
+        model=get_model("llama-2-7b"),
         layout=Layout(gpus=1, global_batch=1, sharding="none"),
         sequence=4096,
         precision=precision_named("bf16"),
     ),
     Cluster.of("h100-sxm x 1"),
 )
-FOUND = search_plan(model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
-SERVED = serving_plan(model("llama-3-8b"), Cluster.of("h100-sxm x 2"), Load(prompt=1024, output=256, concurrency=32))
+FOUND = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
+SERVED = serving_plan(
+    get_model("llama-3-8b"), Cluster.of("h100-sxm x 2"), Load(prompt=1024, output=256, concurrency=32)
+)
 PAGES = {
-    "memory": page(plan_memory.document(SEVEN), memory_sliders(SEVEN)),
-    "search": page(plan_search.document(FOUND, 5), memory_sliders(FOUND.plan.memory)),
-    "serve": page(plan_serving.document(SERVED), decode_sliders(SERVED)),
+    "memory": document_page(plan_memory.memory_document(SEVEN), memory_sliders(SEVEN)),
+    "search": document_page(plan_search.search_document(FOUND, 5), memory_sliders(FOUND.plan.memory)),
+    "serve": document_page(plan_serving.document(SERVED), decode_sliders(SERVED)),
 }
 
 
@@ -71,12 +73,12 @@ def test_decoding_goes_over_to_compute_as_the_batch_grows(opened):
 
 def test_the_theme_is_a_button_and_pictures_follow_it(opened):
     tab = opened(PAGES["memory"], color_scheme="light")
-    colour = "getComputedStyle(document.querySelector('.picture .np-f-page')).fill"
-    light = tab.evaluate(colour)
+    color = "getComputedStyle(document.querySelector('.picture .np-f-page')).fill"
+    light = tab.evaluate(color)
     tab.locator("#theme").click()
     tab.locator("#theme").click()
     assert tab.locator("#theme").inner_text() == "Theme: dark"
-    assert tab.evaluate(colour) != light
+    assert tab.evaluate(color) != light
 
 
 def test_without_javascript_the_tables_are_there(opened):

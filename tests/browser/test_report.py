@@ -6,7 +6,7 @@ import re
 import pytest
 from synthetic import profile
 
-from nearpeak.render.html.page import page as rendered
+from nearpeak.render.html.profile import profile_page as rendered
 
 MADE = profile(400)
 CONTENT = rendered(MADE)
@@ -248,8 +248,8 @@ def test_without_a_timeline_its_part_is_not_shown(opened):
 
 
 def brightness(page):
-    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
 
 def test_light_and_dark_follow_the_system_and_the_button(opened):

@@ -15,14 +15,13 @@ from typing import get_args
 
 import pytest
 
-from nearpeak.cli import bench as verb
+from nearpeak.cli.argument_types import assignment, assignments, share
 from nearpeak.cli.main import main
-from nearpeak.cli.values import assignment, assignments, share
+from nearpeak.cli.verbs import bench as verb
 from nearpeak.errors import UntrustworthyMeasurement
-from nearpeak.measure.flags import raise_flag
 from nearpeak.measure.options import Evict, Method
-from nearpeak.measure.saved import load_result
-from nearpeak.measure.timing import Cache, Comparison, Kind, Regime, Sweep, Timing
+from nearpeak.measure.results import load_result
+from nearpeak.measure.timing import Cache, Comparison, Kind, Regime, Sweep, Timing, make_flag
 
 CASES = """
 import torch
@@ -283,7 +282,7 @@ def graded(cases, monkeypatch):
     def install(*flags: str) -> None:
         def bench(case: object, **options: object) -> Timing:
             timing = real(case, **options)
-            return dataclasses.replace(timing, flags=tuple(raise_flag(flag, "made up") for flag in flags))
+            return dataclasses.replace(timing, flags=tuple(make_flag(flag, "made up") for flag in flags))
 
         monkeypatch.setattr(library, "bench", bench)
 
@@ -345,7 +344,7 @@ def test_on_a_terminal_progress_is_shown_and_taken_away(arguments, cases, capsys
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 3)])
 def test_the_self_test(passed, code, monkeypatch, capsys):
     from nearpeak.measure import selftest
-    from nearpeak.render import selftest as render
+    from nearpeak.render.views import selftest as render
 
     asked = []
 

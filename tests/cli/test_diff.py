@@ -14,7 +14,7 @@ from made_up import profile as made_up  # type: ignore[import-not-found]
 from real_runs import real, scaled  # type: ignore[import-not-found]
 
 from nearpeak.cli.main import main
-from nearpeak.diagnose import kept
+from nearpeak.profiles import history
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -69,8 +69,8 @@ def test_files_that_are_not_there(files, capsys):
 
 
 def test_kept_runs(capsys):
-    kept.keep(made_up(10.0))
-    kept.keep(made_up(20.0))
+    history.add_run(made_up(10.0))
+    history.add_run(made_up(20.0))
     assert main(["diff", "@2", "@last"]) == 0
     assert "20.0 s a step against 10.0 s" in capsys.readouterr().out
 

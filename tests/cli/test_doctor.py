@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nearpeak.cli import doctor
-from nearpeak.cli.doctor import Check, Report, text
+from nearpeak._records import from_json
 from nearpeak.cli.main import main
+from nearpeak.cli.verbs import doctor
+from nearpeak.cli.verbs.doctor import Check, Report, text
 from nearpeak.machines import detect
-from nearpeak.records import from_json
 
 H200 = detect.GpuFacts(
     index=0,
@@ -46,7 +46,7 @@ def scan(monkeypatch: pytest.MonkeyPatch):
 
 
 def found(name: str) -> Check:
-    return next(check for check in doctor.examine() if check.name == name)
+    return next(check for check in doctor.run_checks() if check.name == name)
 
 
 def test_this_environment_has_what_the_tests_need(scan, capsys: pytest.CaptureFixture[str]):

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from nearpeak._records import from_json, to_json
 from nearpeak.cli.main import main
 from nearpeak.gallery import NAMES, pages
-from nearpeak.gallery.parts import Compared, Result, Row, prose
-from nearpeak.records import from_json, to_json
+from nearpeak.gallery.parts import ExampleResult, Prediction, PredictionTable, prose
 
 
 def test_lists_all_and_runs_none(capsys):
@@ -65,30 +65,30 @@ def test_pages_with_pictures(capsys, tmp_path):
 def test_json_is_all_of_it(capsys):
     assert main(["gallery", "ridge", "--on", "h100-sxm", "--json", "-"]) == 0
     (data,) = json.loads(capsys.readouterr().out)
-    result = from_json(Result, data)
+    result = from_json(ExampleResult, data)
     assert to_json(result) == data
     assert not result.measured
     assert all(row.measured is None and row.holds is None for row in result.rows)
     assert result.rows[0].predicted == pytest.approx(48e-6, rel=0.2)  # 128 MiB at 2.8 TB/s
 
 
-def made(*rows: Row) -> Result:
-    return Result(
+def made(*rows: Prediction) -> ExampleResult:
+    return ExampleResult(
         name="ridge", number=5, title="Of a test", lesson="None.", machine="none", measured=True, date="2026-01-01",
-        versions=(("torch", "2"),), seconds=1.0, parts=(Compared(title="Times", rows=rows),),
+        versions=(("torch", "2"),), seconds=1.0, parts=(PredictionTable(title="Times", rows=rows),),
     )  # fmt: skip
 
 
 def test_what_is_outside_of_its_band_is_marked(monkeypatch, capsys):
-    good = Row(what="good", predicted=1.0, measured=1.2, low=0.8, high=1.25)
-    bad = Row(what="bad", predicted=1.0, measured=1.3, low=0.8, high=1.25)
-    free = Row(what="free", predicted=1.0, measured=9.0)
+    good = Prediction(what="good", predicted=1.0, measured=1.2, low=0.8, high=1.25)
+    bad = Prediction(what="bad", predicted=1.0, measured=1.3, low=0.8, high=1.25)
+    free = Prediction(what="free", predicted=1.0, measured=9.0)
     assert pages.verdict(made(good)) == "The prediction is within its band."
     assert pages.verdict(made(good, free, good)) == "Both predictions are within their bands."
     assert pages.verdict(made(good, bad)) == "1 of 2 predictions are within their bands."
     assert pages.verdict(made(free)) == ""
     assert "1.30 !" in pages.text(made(bad))
-    monkeypatch.setattr("nearpeak.gallery.running.run", lambda name, here: made(bad))
+    monkeypatch.setattr("nearpeak.gallery.run.run_example", lambda name, here: made(bad))
     assert main(["gallery", "ridge", "--on", "h100-sxm"]) == 0
     assert main(["gallery", "ridge", "--on", "h100-sxm", "--check"]) == 1
     assert "1.30 !" in capsys.readouterr().out

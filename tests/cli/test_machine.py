@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from nearpeak.cli import machine as verb
+from nearpeak._records import from_json
+from nearpeak.cli.verbs import machine as verb
 from nearpeak.errors import UnknownMachine, UsageError
 from nearpeak.machines import catalogue
-from nearpeak.machines.model import Machine
-from nearpeak.records import from_json
+from nearpeak.machines.machine import Machine
 
 
 def run(*arguments):

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 
 from made_up import profile  # type: ignore[import-not-found]
 
-from nearpeak.cli import profile_results
 from nearpeak.cli.main import main
-from nearpeak.cli.output import style_of
-from nearpeak.diagnose import kept, saved
+from nearpeak.cli.output import terminal_style
+from nearpeak.cli.verbs import profile as verbs_profile
+from nearpeak.profiles import file, history
 
 EAGER = str(Path(__file__).parents[1] / "data" / "kineto_eager.json.gz")
 
@@ -31,10 +31,10 @@ def cache(tmp_path, monkeypatch):
 
 def shown(*options, run=True):
     parser = argparse.ArgumentParser()
-    profile_results.configure(parser)
+    verbs_profile.add_results(parser)
     arguments = parser.parse_args(options)
-    profile_results.check(arguments)
-    return profile_results.show_profile(profile(), arguments, run=run)
+    verbs_profile.check_results(arguments)
+    return verbs_profile.show_profile(profile(), arguments, run=run)
 
 
 def no_space(*arguments, **keywords):
@@ -49,7 +49,7 @@ def test_a_run_is_kept_and_shown_again(capsys):
     again = capsys.readouterr()
     assert again.out == first.out
     assert "kept" not in again.err
-    assert len(kept.kept()) == 1
+    assert len(history.past_runs()) == 1
 
 
 def test_runs_are_listed(capsys):
@@ -70,13 +70,13 @@ def test_what_is_not_to_be_kept_is_not(how, monkeypatch, capsys):
     if how == "environment":
         monkeypatch.setenv("NEARPEAK_KEEP", "0")
     assert shown(*(["--no-keep"] if how == "option" else []), run=how != "trace") == 0
-    assert kept.kept() == ()
+    assert history.past_runs() == ()
     assert capsys.readouterr().err == ""
 
 
 def test_a_trace_file_is_not_kept():
     assert main(["profile", "--trace", EAGER, "--top", "1"]) == 0
-    assert kept.kept() == ()
+    assert history.past_runs() == ()
 
 
 def test_a_cache_that_cannot_be_written_costs_a_line_and_no_report(tmp_path, monkeypatch, capsys):
@@ -105,7 +105,7 @@ def test_json_that_cannot_be_written_loses_neither_the_report_nor_the_run(tmp_pa
     captured = capsys.readouterr()
     assert captured.out.startswith("Verdict:")
     assert "Cannot write" in captured.err
-    assert len(kept.kept()) == 1
+    assert len(history.past_runs()) == 1
 
 
 def test_a_reader_that_is_gone_does_not_cost_the_run(tmp_path, monkeypatch):
@@ -115,8 +115,8 @@ def test_a_reader_that_is_gone_does_not_cost_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stdout, "write", gone)
     with pytest.raises(BrokenPipeError):
         shown("--save", str(tmp_path / "run.json"))
-    assert len(kept.kept()) == 1
-    assert saved.read(tmp_path / "run.json") == profile()
+    assert len(history.past_runs()) == 1
+    assert file.read(tmp_path / "run.json") == profile()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "environment", "colour", "blocks"),
+    ("stream", "environment", "color", "blocks"),
     [
         (Terminal(True, "utf-8"), {}, True, True),
         (Terminal(True, "UTF8"), {"NO_COLOR": ""}, True, True),
@@ -169,24 +169,24 @@ class Terminal(io.StringIO):
         (Terminal(False, None), {}, False, False),
     ],
 )
-def test_colours_and_blocks_only_where_they_can_be_shown(stream, environment, colour, blocks, monkeypatch):
+def test_colors_and_blocks_only_where_they_can_be_shown(stream, environment, color, blocks, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    style = style_of(stream)
-    assert (style.colour, style.blocks) == (colour, blocks)
+    style = terminal_style(stream)
+    assert (style.color, style.blocks) == (color, blocks)
 
 
 def test_a_script_that_changes_the_folder_changes_no_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     parser = argparse.ArgumentParser()
-    profile_results.configure(parser)
+    verbs_profile.add_results(parser)
     arguments = parser.parse_args(["--save", "run.json", "--json", "all.json"])
-    profile_results.check(arguments)
+    verbs_profile.check_results(arguments)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert profile_results.show_profile(profile(), arguments, run=True) == 0
+    assert verbs_profile.show_profile(profile(), arguments, run=True) == 0
     assert (tmp_path / "run.json").exists()
     assert (tmp_path / "all.json").exists()
 
@@ -195,10 +195,10 @@ def test_several_files_are_written_and_one_that_fails_stops_no_other(tmp_path, c
     names = [str(tmp_path / name) for name in ("run.html", "run.perfetto.json", "run.md")]
     made = dataclasses.replace(profile(), timeline=())
     parser = argparse.ArgumentParser()
-    profile_results.configure(parser)
+    verbs_profile.add_results(parser)
     arguments = parser.parse_args([part for name in names for part in ("-o", name)])
-    profile_results.check(arguments)
-    assert profile_results.show_profile(made, arguments, run=False) == 2
+    verbs_profile.check_results(arguments)
+    assert verbs_profile.show_profile(made, arguments, run=False) == 2
     captured = capsys.readouterr()
     assert captured.out.startswith("Verdict:")
     assert "this profile has no timeline" in captured.err

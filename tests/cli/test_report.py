@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "render" / "html"))
 from synthetic import profile  # type: ignore[import-not-found]
 
 from nearpeak.cli.main import main
-from nearpeak.diagnose import kept, saved
-from nearpeak.render.profile import text
+from nearpeak.profiles import file, history
 from nearpeak.render.report import ENDINGS
+from nearpeak.render.views.profile import text
 
 EAGER = str(Path(__file__).parents[1] / "data" / "kineto_eager.json.gz")
 LARGE = 7000
@@ -26,7 +26,7 @@ LARGE = 7000
 @pytest.fixture
 def run(tmp_path):
     path = tmp_path / "run.json.gz"
-    saved.save(profile(300), path)
+    file.save(profile(300), path)
     return str(path)
 
 
@@ -58,12 +58,12 @@ def test_files_are_written_and_nothing_is_printed(run, tmp_path, capsys):
 
 def test_a_written_profile_is_the_same_again(run, tmp_path):
     assert main(["report", run, "-o", str(tmp_path / "again.json")]) == 0
-    assert saved.read(tmp_path / "again.json") == profile(300)
+    assert file.read(tmp_path / "again.json") == profile(300)
 
 
 def test_the_last_run_and_a_trace_are_runs_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path))
-    kept.keep(profile(20))
+    history.add_run(profile(20))
     assert main(["report", "@last", "-o", str(tmp_path / "last.md")]) == 0
     assert "train.py" in (tmp_path / "last.md").read_text()
     assert main(["report", EAGER, "-o", str(tmp_path / "trace.perfetto.json")]) == 0
@@ -106,7 +106,7 @@ def test_what_cannot_be_done_is_said(options, message, run, tmp_path, monkeypatc
 def test_a_rule_of_the_users_own_can_be_ignored(tmp_path, capsys):
     made = profile(50)
     own = dataclasses.replace(made.findings[0], rule="my-own")
-    saved.save(dataclasses.replace(made, findings=(own,)), tmp_path / "run.json")
+    file.save(dataclasses.replace(made, findings=(own,)), tmp_path / "run.json")
     assert main(["report", str(tmp_path / "run.json"), "--ignore", "my-own"]) == 0
     assert "my-own" not in capsys.readouterr().out
 
@@ -121,7 +121,7 @@ def test_a_file_that_is_no_run_is_one_message(content, tmp_path, capsys):
 
 
 def test_a_report_takes_less_than_two_seconds_and_no_torch(tmp_path):
-    saved.save(profile(LARGE), tmp_path / "run.json.gz")
+    file.save(profile(LARGE), tmp_path / "run.json.gz")
     code = f"""
 import sys
 from nearpeak.cli.main import main

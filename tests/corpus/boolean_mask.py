@@ -2,7 +2,7 @@
 
 import torch
 
-RULE = "synchronisation"
+RULE = "synchronization"
 DEVICES = ("cuda",)
 LAYERS = 8
 

@@ -19,9 +19,9 @@ def waste(device):
     x, weight, bias, gradient = inputs(device)
 
     def step():
-        centred = x - x.mean(-1, keepdim=True)
-        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5)  # waste
-        y = centred * scale * weight + bias
+        centered = x - x.mean(-1, keepdim=True)
+        scale = torch.rsqrt(centered.square().mean(-1, keepdim=True) + 1e-5)  # waste
+        y = centered * scale * weight + bias
         return torch.autograd.grad(y, (x, weight, bias), gradient)
 
     return step

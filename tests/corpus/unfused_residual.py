@@ -1,4 +1,4 @@
-"""A residual is added, and the sum normalised, in two kernels."""
+"""A residual is added, and the sum normalized, in two kernels."""
 
 import torch
 from torch.nn import functional

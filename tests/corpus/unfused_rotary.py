@@ -36,7 +36,7 @@ def clean(device):
         return compiled(query, key, angles)
     turns = torch.polar(torch.ones_like(angles), angles)
 
-    def turn(x):  # pairs of neighbours in place of halves: the same embedding in another order
+    def turn(x):  # pairs of neighbors in place of halves: the same embedding in another order
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2)
 

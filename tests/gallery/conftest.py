@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nearpeak.gallery import running
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Prose, Result
-from nearpeak.machines.model import Achievable, LaunchCost, Machine
+from nearpeak.gallery import run
+from nearpeak.gallery.parts import ExampleResult, Part, Prose
+from nearpeak.gallery.run import Context
+from nearpeak.machines.machine import Achievable, LaunchCost, Machine
 from nearpeak.measure.options import options_from
 
 CPU = Machine(
@@ -37,30 +37,30 @@ CPU = Machine(
 
 
 @pytest.fixture(scope="session")
-def predicting() -> Callable[[str], Result]:
+def predicting() -> Callable[[str], ExampleResult]:
     """An example predicted for an H100; each is run once for all tests."""
-    on_h100 = running.here("h100-sxm")
-    return functools.cache(lambda name: running.run(name, on_h100))
+    on_h100 = run.make_context("h100-sxm")
+    return functools.cache(lambda name: run.run_example(name, on_h100))
 
 
 @pytest.fixture(scope="session")
-def predicting_cpu() -> Callable[[str], Result]:
+def predicting_cpu() -> Callable[[str], ExampleResult]:
     """An example predicted for the made-up CPU, and not run there."""
-    return functools.cache(lambda name: running.run(name, Here(machine=CPU, device="cpu", measures=False)))
+    return functools.cache(lambda name: run.run_example(name, Context(machine=CPU, device="cpu", measures=False)))
 
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ExampleResult]:
     """An example run on the CPU of the tests, each call once: that it runs, whatever the times are."""
 
-    def once(self: Here, fn: Callable[..., Any], *args: Any, **options: Any) -> float:
+    def once(self: Context, fn: Callable[..., Any], *args: Any, **options: Any) -> float:
         options_from(options)  # an option that `bench` does not have is an error
         start = time.perf_counter()
         fn(*args)
         return time.perf_counter() - start
 
-    monkeypatch.setattr(Here, "measure", once)
-    return lambda name: running.run(name, Here(machine=CPU, device="cpu"))
+    monkeypatch.setattr(Context, "measure", once)
+    return lambda name: run.run_example(name, Context(machine=CPU, device="cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +70,6 @@ def only() -> Callable[..., list[Part]]:
 
 
 @pytest.fixture(scope="session")
-def said() -> Callable[[Result], str]:
+def said() -> Callable[[ExampleResult], str]:
     """All prose."""
     return lambda result: "\n".join(part.text for part in result.parts if isinstance(part, Prose))

@@ -1,4 +1,4 @@
-"""Examples on many GPUs and whole steps: experts split two ways, collectives, memory, MFU, an optimisation."""
+"""Examples on many GPUs and whole steps: experts split two ways, collectives, memory, MFU, an optimization."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 import nearpeak
-from nearpeak.gallery.examples import (
-    collectives,
-    drawn_collectives,
-    memory_7b,
-    mfu,
-    moe_degrees,
-    optimisation,
-    small_llama,
-    two_ranks,
-)
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Compared, Drawing, Plot
+from nearpeak.gallery.examples import collectives, memory_7b, mfu, moe_degrees, optimization, small_llama
+from nearpeak.gallery.parts import Drawing, Plot, PredictionTable, StackedBars
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
 
-NAMES = ("moe_degrees", "collectives", "memory_7b", "mfu", "optimisation")
+NAMES = ("moe_degrees", "collectives", "memory_7b", "mfu", "optimization")
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "measurements" / "measured_training.csv"
 
 
@@ -32,7 +23,7 @@ MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "measurements" / "meas
 def small(monkeypatch):
     """Models of two narrow layers and batches of a few tokens."""
     tiny = small_llama.shape(layers=2, hidden=64, heads=2, intermediate=176, vocabulary=256)
-    real = Here.pick
+    real = Context.pick
 
     def pick(self, *, gpu, cpu):
         chosen = real(self, gpu=gpu, cpu=cpu)
@@ -40,7 +31,7 @@ def small(monkeypatch):
             return tiny
         return (2, 64) if chosen in ((2, 256), (1, 256)) else chosen
 
-    monkeypatch.setattr(Here, "pick", pick)
+    monkeypatch.setattr(Context, "pick", pick)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,7 +39,7 @@ def test_predictions_are_finite(name, predicting):
     result = predicting(name)
     assert not result.skipped
     assert all(row.measured is None and 0 < row.predicted < math.inf for row in result.rows)
-    assert any(isinstance(part, (Plot, Bars, Drawing)) for part in result.parts)
+    assert any(isinstance(part, (Plot, StackedBars, Drawing)) for part in result.parts)
 
 
 @pytest.mark.parametrize("name", NAMES[:-1])  # the last one runs below
@@ -63,13 +54,15 @@ def test_moe_both_ways_do_the_same_work(predicting, only):
     assert table.rows[0][1] == "4.83 GB" and table.rows[-1][1] == "151 MB"
     tensor, expert = ([float(row[column]) for row in table.rows] for column in (4, 5))
     assert tensor == sorted(tensor, reverse=True) and expert == sorted(expert)
-    (measured,) = only(predicting("moe_degrees"), Compared)
+    (measured,) = only(predicting("moe_degrees"), PredictionTable)
     by_name = {row.what.split(":")[0]: row.predicted for row in measured.rows}
     assert by_name["TP 32"] > 2 * by_name["EP 32"]
 
 
 def test_moe_runs(measuring, only, monkeypatch):
-    monkeypatch.setattr(Here, "pick", lambda self, *, gpu, cpu: (8, 8, 16, 16) if cpu == (8, 128, 1024, 1024) else cpu)
+    monkeypatch.setattr(
+        Context, "pick", lambda self, *, gpu, cpu: (8, 8, 16, 16) if cpu == (8, 128, 1024, 1024) else cpu
+    )
     result = measuring("moe_degrees")
     assert all(row.measured for row in result.rows)
     assert moe_degrees.LAYER.experts == 256
@@ -77,13 +70,13 @@ def test_moe_runs(measuring, only, monkeypatch):
 
 @pytest.mark.parametrize("op", collectives.OPS)
 def test_collectives_keep_every_piece(op):
-    held = drawn_collectives.after(op, 4)
-    first = {piece for row in drawn_collectives.before(op, 4) for block in row for piece in block}
+    held = collectives.blocks_after(op, 4)
+    first = {piece for row in collectives.blocks_before(op, 4) for block in row for piece in block}
     assert {piece for row in held for block in row for piece in block} == first
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
-    scattered, reduced = (drawn_collectives.after(op, 4) for op in ("reduce_scatter", "all_reduce"))
+    scattered, reduced = (collectives.blocks_after(op, 4) for op in ("reduce_scatter", "all_reduce"))
     gathered = [scattered[place][place] for place in range(4)]
     assert all(row == gathered for row in reduced)
 
@@ -96,7 +89,7 @@ def test_bytes_of_training(predicting, only):
 
 
 def test_two_processes(measuring, only, said, monkeypatch):
-    monkeypatch.setattr(two_ranks, "PATIENCE", 60.0)  # machines of tests are slow to start
+    monkeypatch.setattr(collectives, "TIMEOUT_SECONDS", 60.0)  # machines of tests are slow to start
     result = measuring("collectives")
     assert "both ranks held what the drawings say" in said(result)
     assert {row.what for row in result.rows} == {*collectives.OPS, "all_reduce of 1 kB"}
@@ -105,15 +98,15 @@ def test_two_processes(measuring, only, said, monkeypatch):
 
 def test_two_processes_that_hang_are_ended(monkeypatch):
     started = []
-    real = two_ranks.subprocess.Popen
+    real = collectives.subprocess.Popen
 
     def start(command, **options):
         started.append(real([command[0], "-c", "import time; time.sleep(60)"], **options))
         return started[-1]
 
-    monkeypatch.setattr(two_ranks.subprocess, "Popen", start)
-    monkeypatch.setattr(two_ranks, "PATIENCE", 0.2)
-    assert two_ranks.run_two(1024) is None
+    monkeypatch.setattr(collectives.subprocess, "Popen", start)
+    monkeypatch.setattr(collectives, "TIMEOUT_SECONDS", 0.2)
+    assert collectives.run_two(1024) is None
     assert all(one.returncode is not None for one in started) and len(started) == 2
 
 
@@ -127,7 +120,7 @@ def test_84_gigabytes(predicting, only, said):
     (states,) = only(predicting("memory_7b"), Table)
     assert [row[2] for row in states.rows] == ["84 GB", "112 GB", "126 GB", "112 GB"]
     assert "take 14 GB, their gradients 14 GB and the moments 56 GB: 84 GB" in said(predicting("memory_7b"))
-    (bars,) = only(predicting("memory_7b"), Bars)
+    (bars,) = only(predicting("memory_7b"), StackedBars)
     by_name = {bar.name: dict(bar.pieces) for bar in bars.bars}
     whole, third = by_name["1 GPU"], by_name["8 GPUs, ZeRO 3"]
     for part in ("weights", "gradients", "optimizer"):
@@ -182,8 +175,8 @@ def test_mfu_runs(measuring, small):
 
 
 def test_every_fix_is_expected_to_save(predicting):
-    written, *alone, together = (row.predicted for row in predicting("optimisation").rows)
-    assert len(alone) == len(set(optimisation.FIXES.values()))
+    written, *alone, together = (row.predicted for row in predicting("optimization").rows)
+    assert len(alone) == len(set(optimization.FIXES.values()))
     assert all(together < time < written for time in alone)
 
 
@@ -192,8 +185,8 @@ def test_fixed_steps_learn_the_same():
 
     sizes = _tiny()
     torch.manual_seed(0)
-    slow = optimisation.Llama(sizes, frozenset())
-    quick = optimisation.Llama(sizes, frozenset(optimisation.FIXES))
+    slow = optimization.Llama(sizes, frozenset())
+    quick = optimization.Llama(sizes, frozenset(optimization.FIXES))
     quick.load_state_dict(slow.state_dict())
     tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens + 1))
     losses = [model(tokens) for model in (slow, quick)]
@@ -203,22 +196,22 @@ def test_fixed_steps_learn_the_same():
     torch.testing.assert_close(slow.layers[0].qkv.weight.grad, quick.layers[0].qkv.weight.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_an_optimisation_from_verdict_to_proof(measuring, said, only, monkeypatch):
-    real = Here.pick
+def test_an_optimization_from_verdict_to_proof(measuring, said, only, monkeypatch):
+    real = Context.pick
 
     def pick(self, *, gpu, cpu):
-        return _tiny() if isinstance(cpu, optimisation.Sizes) else real(self, gpu=gpu, cpu=cpu)
+        return _tiny() if isinstance(cpu, optimization.Sizes) else real(self, gpu=gpu, cpu=cpu)
 
     timing = SimpleNamespace(seconds=1.0)
     proof = SimpleNamespace(
         pairs=20, ratio=0.9, low=0.8, high=0.95, confidence=0.98, verdict="FASTER", a=timing, b=timing
     )
     monkeypatch.setattr(nearpeak, "compare", lambda *args, **options: proof)
-    monkeypatch.setattr(Here, "pick", pick)
-    result = measuring("optimisation")
+    monkeypatch.setattr(Context, "pick", pick)
+    result = measuring("optimization")
     assert "The verdict" in said(result)
     (found,) = only(result, Table)
-    assert any(row[0] in optimisation.WITHOUT_GPU for row in found.rows)
+    assert any(row[0] in optimization.WITHOUT_GPU for row in found.rows)
     (row,) = result.rows
     assert row.measured == pytest.approx(0.1) and 0 < row.predicted < 1
 
@@ -226,7 +219,7 @@ def test_an_optimisation_from_verdict_to_proof(measuring, said, only, monkeypatc
 def _tiny():
     import torch
 
-    return optimisation.Sizes(
+    return optimization.Sizes(
         layers=1,
         hidden=32,
         heads=2,

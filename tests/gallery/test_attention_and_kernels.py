@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import nearpeak
-from nearpeak.gallery import pages, running
+from nearpeak.gallery import pages, run
 from nearpeak.gallery.examples import asymptotics, flash_attention, kv_cache, skewed_experts, tiling_ladder
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Compared, Listing, Plot, Result
-from nearpeak.render.document import Table
+from nearpeak.gallery.parts import ExampleResult, Plot, PredictionTable, StackedBars
+from nearpeak.gallery.run import Context
+from nearpeak.render.document import CodeBlock, Table
 
 NAMES = (
     "flash_attention",
@@ -45,12 +45,12 @@ SMALL = {
 """What the CPU's sizes are made here."""
 
 
-def seconds(result: Result) -> dict[str, float]:
+def seconds(result: ExampleResult) -> dict[str, float]:
     return {row.what: row.predicted for row in result.rows if row.predicted is not None}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_predictions_are_finite(name: str, predicting: Callable[[str], Result]) -> None:
+def test_predictions_are_finite(name: str, predicting: Callable[[str], ExampleResult]) -> None:
     result = predicting(name)
     assert result.rows and not result.skipped
     assert all(row.predicted is not None and math.isfinite(row.predicted) and row.predicted > 0 for row in result.rows)
@@ -65,25 +65,28 @@ def test_predictions_are_finite(name: str, predicting: Callable[[str], Result]) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_on_a_cpu(
-    name: str, measuring: Callable[[str], Result], monkeypatch: pytest.MonkeyPatch, only: Callable[..., list[object]]
+    name: str,
+    measuring: Callable[[str], ExampleResult],
+    monkeypatch: pytest.MonkeyPatch,
+    only: Callable[..., list[object]],
 ) -> None:
-    monkeypatch.setattr(Here, "pick", lambda self, *, gpu, cpu: SMALL.get(cpu, cpu))
+    monkeypatch.setattr(Context, "pick", lambda self, *, gpu, cpu: SMALL.get(cpu, cpu))
     result = measuring(name)
     assert result.rows and all(row.measured is not None and row.measured > 0 for row in result.rows)
     assert pages.text(result)
-    for part in only(result, (Plot, Bars)):
+    for part in only(result, (Plot, StackedBars)):
         assert pages.picture(part).startswith("<svg")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("machine", ["a100-sxm-80gb", "b200", "mi300x"])
 @pytest.mark.parametrize("name", ["flash_attention", "skewed_experts", "tiling_ladder"])
 def test_other_machines(name: str, machine: str) -> None:
-    result = running.run(name, running.here(machine))
+    result = run.run_example(name, run.make_context(machine))
     assert all(row.predicted for row in result.rows)
 
 
 def test_flash_attention_moves_each_score_eight_times(
-    predicting: Callable[[str], Result], only: Callable[..., list[Table]]
+    predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]
 ) -> None:
     # product 1/2 of float32 scores, cast 1/2 + 1, scale 1 + 1, softmax 1 + 1, cast 1 + 1/2, product 1/2
     steps, loops = only(predicting("flash_attention"), Table)
@@ -115,7 +118,7 @@ def test_online_softmax_is_exact_after_the_last_block() -> None:
     assert max(all_keys[:-1]) < 1 and all_keys[-1] > 14 and min(so_far) > 14
 
 
-def test_first_kernels_bytes(predicting: Callable[[str], Result], only: Callable[..., list[Table]]) -> None:
+def test_first_kernels_bytes(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:
     (table,) = only(predicting("first_kernels"), Table)
     assert [row[3] for row in table.rows] == ["3.0", "8.0", "2.0"]
     size = 16384 * 4096 * 2
@@ -128,11 +131,13 @@ def test_first_kernels_bytes(predicting: Callable[[str], Result], only: Callable
     assert floors == ["softmax, torch"]  # limited by more than its bytes
 
 
-def test_shown_kernels(tmp_path: Path, predicting: Callable[[str], Result], only: Callable[..., list[Listing]]) -> None:
+def test_shown_kernels(
+    tmp_path: Path, predicting: Callable[[str], ExampleResult], only: Callable[..., list[CodeBlock]]
+) -> None:
     """The sources that are shown are run, in Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")
     script = tmp_path / "shown.py"
-    sources = [part.text for part in only(predicting("first_kernels"), Listing)]
+    sources = [part.text for part in only(predicting("first_kernels"), CodeBlock)]
     script.write_text("\n\n\n".join(["import torch, triton", "import triton.language as tl", *sources]))
     shown = runpy.run_path(str(script))
     x, y = torch.randn(2, 3, 3001, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -140,17 +145,17 @@ def test_shown_kernels(tmp_path: Path, predicting: Callable[[str], Result], only
     torch.testing.assert_close(shown["softmax"](x), torch.softmax(x, -1))
 
 
-def test_fills_of_64_layers(predicting: Callable[[str], Result], only: Callable[..., list[Bars]]) -> None:
+def test_fills_of_64_layers(predicting: Callable[[str], ExampleResult], only: Callable[..., list[StackedBars]]) -> None:
     result = predicting("needless_fills")
     found = seconds(result)
-    (bars,) = only(result, Bars)
+    (bars,) = only(result, StackedBars)
     assert [bar.total for bar in bars.bars] == [pytest.approx(64 * value) for value in found.values()]
     size = 8192 * 8 * 1536 * 2
     assert found["torch.zeros"] > size / H100.bandwidth
     assert found["nan_to_num_"] > 2 * (size - 60e6) / H100.bandwidth  # but for what the cache keeps
 
 
-def test_padding_of_experts(predicting: Callable[[str], Result], only: Callable[..., list[Table]]) -> None:
+def test_padding_of_experts(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:
     assert skewed_experts.padded_rows([1, 128, 129, 0], 128) == 128 + 128 + 256
     found = seconds(predicting("skewed_experts"))
     # the same rows and weights: what is skewed costs the grouped product little, and the padded one much
@@ -172,7 +177,7 @@ def test_one_by_one_is_padded_without_zeros() -> None:
     )
 
 
-def test_ladder(predicting: Callable[[str], Result], only: Callable[..., list[Table]]) -> None:
+def test_ladder(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:
     (table,) = only(predicting("tiling_ladder"), Table)
     # 96 bytes for 64 operations; 8 + 256 numbers of 2 bytes for 2 * 8 * 256; 128 / 2; 2 / 3 of 128
     assert [row[2] for row in table.rows] == ["0.667", "7.76", "64.0", "64.0", "85.3", "-"]
@@ -187,7 +192,7 @@ def test_ladder_on_a_cpu_multiplies() -> None:
         torch.testing.assert_close(multiply(a, b), a @ b, rtol=1e-4, atol=1e-4)
 
 
-def test_cache_operations(predicting: Callable[[str], Result], only: Callable[..., list[Table]]) -> None:
+def test_cache_operations(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:
     (table,) = only(predicting("kv_cache"), Table)
     # 8 layers of 12 width^2 weights, used twice a token; attention: 4 width operations a layer and key
     weights, width = 2 * 8 * 12 * 2048**2, 2048
@@ -204,7 +209,7 @@ def _flops(text: str) -> float:
 
 
 def test_heads_fewer_than_processors_wait() -> None:
-    here = running.here("h100-sxm")
+    here = run.make_context("h100-sxm")
     caches = {n: [(torch.empty(1, n, 2048, 64, dtype=torch.bfloat16, device="meta"),) * 2] for n in (32, 132, 264)}
     assert kv_cache.waiting(here, caches[132]) == kv_cache.waiting(here, caches[264]) == 0
     assert 1e-6 < kv_cache.waiting(here, caches[32]) < 32e-6
@@ -212,7 +217,7 @@ def test_heads_fewer_than_processors_wait() -> None:
 
 
 def test_cache_gives_the_same_token() -> None:
-    here = Here(machine=nearpeak.machine("h100-sxm"), device="cpu")
+    here = Context(machine=nearpeak.machine("h100-sxm"), device="cpu")
     weights = kv_cache.layers(here, 2, 128, torch.float32)
     x = torch.randn(1, 5, 128)
     caches = []
@@ -228,12 +233,14 @@ def test_cache_gives_the_same_token() -> None:
     )
 
 
-def test_asymptotics(predicting: Callable[[str], Result], only: Callable[..., list[Table]]) -> None:
+def test_asymptotics(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:
     (table,) = only(predicting("asymptotics"), Table)
     # n^2 / 2 pairs of 4 dim operations; a state of dim^2 for each token, made and used; 16 heads of 128
     assert [row[1] for row in table.rows] == ["68.7 GFLOP", "5.37 GFLOP", "4.29 GFLOP"]
     curves = [
-        [row.predicted for row in part.rows] for part in predicting("asymptotics").parts if isinstance(part, Compared)
+        [row.predicted for row in part.rows]
+        for part in predicting("asymptotics").parts
+        if isinstance(part, PredictionTable)
     ]
     softmax, chunks, naive = curves
     assert softmax[0] < chunks[0] and softmax[-1] > 4 * chunks[-1]  # type: ignore[operator]

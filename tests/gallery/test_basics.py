@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 import nearpeak
-from nearpeak.gallery import pages, running
+from nearpeak.gallery import pages, run
 from nearpeak.gallery.examples import cpu_bound, timing, toy_processor, waves
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Compared, Drawing, Plot
+from nearpeak.gallery.parts import Drawing, Plot, PredictionTable, StackedBars
+from nearpeak.gallery.run import Context
 from nearpeak.measure.options import options_from
 from nearpeak.render.document import Table
 from nearpeak.units import quantity
@@ -38,7 +38,7 @@ def test_text_fits_a_terminal_and_pictures_are_drawn(predicting, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_machine_is_predicted(name):
-    result = running.run(name, running.here("b200"))
+    result = run.run_example(name, run.make_context("b200"))
     assert result.rows and all(row.predicted and math.isfinite(row.predicted) for row in result.rows)
 
 
@@ -60,9 +60,9 @@ def test_a_cpu_is_predicted_without_measuring(predicting_cpu, name):
 
 def test_naive_timing_is_the_same_for_both_products(predicting, only, said):
     result = predicting("timing")
-    naive, bench = only(result, Compared)[1].rows
+    naive, bench = only(result, PredictionTable)[1].rows
     assert naive.predicted == 1.0
-    small, large = only(result, Compared)[0].rows
+    small, large = only(result, PredictionTable)[0].rows
     assert large.predicted > 2 * 4096 * 4096 * 8192 / H100.peak("bfloat16")
     assert bench.predicted == pytest.approx(large.predicted / small.predicted)
     assert "16,777,216 times as many" in said(result)  # (4096 / 16) ** 2 * 8192 / 32
@@ -77,7 +77,7 @@ def test_a_clock_that_does_not_wait_returns_what_the_call_took(monkeypatch):
 
 
 def test_five_clocks_follow_from_two_times(predicting, only):
-    steps, clocks = only(predicting("cpu_bound"), Compared)
+    steps, clocks = only(predicting("cpu_bound"), PredictionTable)
     product = steps.rows[0].predicted
     assert product > 2 * 4096**3 / H100.peak("bfloat16")
     assert [row.predicted / product for row in steps.rows] == pytest.approx([1, 1, 1, 1, 2, 4])
@@ -91,7 +91,7 @@ def test_the_loop_takes_its_time():
 
 
 def test_three_costs_by_hand(predicting, only):
-    (bars,) = only(predicting("three_costs"), Bars)
+    (bars,) = only(predicting("three_costs"), StackedBars)
     parts = {bar.name: dict(bar.pieces) for bar in bars.bars}
     assert parts["add"]["memory"] == pytest.approx(12 * 8192**2 / H100.bandwidth)
     assert parts["add"]["compute"] == pytest.approx(8192**2 / H100.vector["float32"])
@@ -120,9 +120,9 @@ def test_ridges_of_the_catalogue(predicting, only):
 def test_a_rate_above_the_roof_is_said(measuring, said, monkeypatch):
     result = measuring("ridge")
     low = [row.measured for row in result.rows if row.measured]
-    monkeypatch.setattr(Here, "measure", lambda self, fn, *args, **options: min(low) / 1e3)
+    monkeypatch.setattr(Context, "measure", lambda self, fn, *args, **options: min(low) / 1e3)
     assert "times the roof" in said(measuring("ridge"))
-    monkeypatch.setattr(Here, "measure", lambda self, fn, *args, **options: 1.0)
+    monkeypatch.setattr(Context, "measure", lambda self, fn, *args, **options: 1.0)
     assert "times the roof" not in said(measuring("ridge"))
 
 
@@ -134,9 +134,9 @@ def test_a_few_columns_have_a_floor(predicting, said):
 
 
 def test_room_beside_a_few_columns(measuring, said, monkeypatch):
-    monkeypatch.setattr(Here, "measure", lambda self, fn, a, b, **options: 3.0 if b.shape[1] == 4 else 1.0)
+    monkeypatch.setattr(Context, "measure", lambda self, fn, a, b, **options: 3.0 if b.shape[1] == 4 else 1.0)
     assert "3.0 times as long as one column: room" in said(measuring("ridge"))
-    monkeypatch.setattr(Here, "measure", lambda self, fn, *args, **options: 1.0)
+    monkeypatch.setattr(Context, "measure", lambda self, fn, *args, **options: 1.0)
     assert "room" not in said(measuring("ridge"))
 
 
@@ -148,7 +148,7 @@ def test_layer_ops_by_hand(predicting, only, said):
     assert rows["residual add"][2] == quantity(3 * 8192 * 2048 * 2, "B")
     assert {name for name, row in rows.items() if row[-1] == "compute"} == {"product", "attention"}
     assert "Limited by compute: product and attention." in said(result)
-    (bars,) = only(result, Bars)
+    (bars,) = only(result, StackedBars)
     written, end = (dict(bar.pieces) for bar in bars.bars)
     assert written["fusion"] > 4 * written["fused bound"]
     assert end["fusion"] < 0.1 * end["fused bound"]
@@ -167,7 +167,7 @@ def test_waves_by_hand(predicting, only):
 
 
 def test_waves_where_tiles_have_three_sizes():
-    result = running.run("waves", running.here("a100-sxm-80gb"))
+    result = run.run_example("waves", run.make_context("a100-sxm-80gb"))
     assert not result.skipped and len(result.rows) == 8  # no kernel that copies by TMA
 
 
@@ -180,11 +180,11 @@ def test_threads_are_as_before(measuring):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "toy_processor"])
 def test_what_is_said_with_measurements_of_a_gpu(monkeypatch, name, said):
     """The branch of a GPU, with times that are made up: 100 us for everything."""
-    monkeypatch.setattr(Here, "measure", lambda self, fn, *args, **options: options_from(options) and 1e-4)
-    monkeypatch.setattr(Here, "tensors", "meta")
-    for clock in ("naive", "synchronised", "events"):
+    monkeypatch.setattr(Context, "measure", lambda self, fn, *args, **options: options_from(options) and 1e-4)
+    monkeypatch.setattr(Context, "tensors", "meta")
+    for clock in ("naive", "synchronized", "events"):
         monkeypatch.setattr(timing, clock, lambda a, b: 1e-5)
-    result = running.run(name, Here(machine=nearpeak.machine("h100-sxm"), device="cuda"))
+    result = run.run_example(name, Context(machine=nearpeak.machine("h100-sxm"), device="cuda"))
     assert all(row.ratio for row in result.rows)
     assert "nan" not in said(result) and "None" not in said(result)
     if name == "timing":

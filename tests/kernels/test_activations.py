@@ -117,7 +117,7 @@ def test_only_what_is_asked_for_gets_a_gradient():
 
 
 def test_sums_over_many_rows():
-    from nearpeak.kernels.jit import activations
+    from nearpeak.kernels.pointwise import triton as pointwise_triton
 
     x, bias, upstream = made(60, 6, dtype=torch.bfloat16), made(6, dtype=torch.bfloat16), made(60, 6, seed=3)
     upstream = upstream.bfloat16()
@@ -125,20 +125,20 @@ def test_sums_over_many_rows():
     _, (_, low) = gradients(ALL["gelu"][1], [x, bias], upstream)
     for rows in (1, 4):
         config = {"block": 8, "rows": rows, "warps": 4, "programs": 7}
-        _, actual = activations.backward_with_bias(upstream, x, bias, "gelu", config=config)
+        _, actual = pointwise_triton.activation_backward_with_bias(upstream, x, bias, "gelu", config=config)
         assert_as_exact(actual, exact, low)
 
 
 def test_all_candidates_give_the_same():
-    from nearpeak.kernels.jit import activations
+    from nearpeak.kernels.pointwise import triton as pointwise_triton
 
     x, bias = made(3, 70), made(70)
-    expected = activations.forward(x, bias, "silu")
-    for config in activations.candidates(70):
-        assert torch.equal(activations.forward(x, bias, "silu", config=config), expected)
-    slope, total = activations.backward_with_bias(x, x, bias, "silu")
-    for config in activations.candidates(70, "activation_backward_bias")[::3]:
-        actual = activations.backward_with_bias(x, x, bias, "silu", config=config)
+    expected = pointwise_triton.activation_forward(x, bias, "silu")
+    for config in pointwise_triton.tile_candidates(70):
+        assert torch.equal(pointwise_triton.activation_forward(x, bias, "silu", config=config), expected)
+    slope, total = pointwise_triton.activation_backward_with_bias(x, x, bias, "silu")
+    for config in pointwise_triton.tile_candidates(70, "activation_backward_bias")[::3]:
+        actual = pointwise_triton.activation_backward_with_bias(x, x, bias, "silu", config=config)
         assert torch.equal(actual[0], slope)
         torch.testing.assert_close(actual[1], total)
 

@@ -13,12 +13,13 @@ from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
-from nearpeak.kernels.operations.attention_reference import plain
+from nearpeak.kernels.attention.reference import attention_forward
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.jit import attention_backward, attention_configs, attention_forward
-from nearpeak.kernels.jit.attention_launch import Problem, addressable
+from nearpeak.kernels.attention import triton as attention_triton
+from nearpeak.kernels.attention import tuning as attention_tuning
+from nearpeak.kernels.attention.triton import AttentionProblem, addressable
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -235,8 +236,8 @@ def test_what_is_dropped_does_not_depend_on_blocks_or_share_between_heads():
         0.0,
     )
     masks = [
-        attention_forward.forward(
-            Problem(*args, 0.4), config={"queries": queries, "keys": keys, "warps": 4, "stages": 1}
+        attention_triton.forward(
+            AttentionProblem(*args, 0.4), config={"queries": queries, "keys": keys, "warps": 4, "stages": 1}
         )[0]
         != 0
         for queries, keys in ((16, 64), (64, 16))
@@ -379,21 +380,21 @@ def test_any_combination(call):
 
 def test_any_configuration_gives_the_same():
     query, key, value = made(heads=1, queries=70, keys=70, dim=16, dtype=FP16)
-    problem = Problem(query, key, value, *[None] * 6, 0, 0, -1, 0, True, 0.25, 0.0, 0.0)
-    result, lse = attention_forward.forward(problem)
+    problem = AttentionProblem(query, key, value, *[None] * 6, 0, 0, -1, 0, True, 0.25, 0.0, 0.0)
+    result, lse = attention_triton.forward(problem)
     given = (problem, result, None, result, lse, True, True, False, False)
-    gradients = attention_backward.backward(*given)
-    for config in attention_configs.candidates("attention_keys", 64)[::4]:
-        again, sums = attention_forward.forward(problem, config=config)
+    gradients = attention_triton.backward(*given)
+    for config in attention_tuning.candidates("attention_keys", 64)[::4]:
+        again, sums = attention_triton.forward(problem, config=config)
         torch.testing.assert_close((again, sums), (result, lse), atol=2e-3, rtol=2e-3)
-        found = attention_backward.backward(*given, config=config)
+        found = attention_triton.backward(*given, config=config)
         torch.testing.assert_close(found, gradients, atol=1e-2, rtol=1e-2)
 
 
 def test_candidates_fit_in_number():
     for kernel in ("attention_forward", "attention_keys", "attention_queries"):
         for dim in (16, 64, 128, 256):
-            found = attention_configs.candidates(kernel, dim)
+            found = attention_tuning.candidates(kernel, dim)
             assert 2 <= len(found) <= 16
             assert len({tuple(one.items()) for one in found}) == len(found)
 
@@ -425,7 +426,7 @@ def test_operators_of_what_the_kernel_does_not_take():
     args = (*tensors, bias, None, sinks, seed, None, None, 0, 0, 3, 0, True, 0.25, 2.0, 0.2)
     found, wanted = (
         torch.autograd.grad(sum(one.sin().sum() for one in function(*args)), leaves)
-        for function in (torch.ops.nearpeak.attention, plain)
+        for function in (torch.ops.nearpeak.attention, attention_forward)
     )
     torch.testing.assert_close(found, wanted)
 

@@ -104,11 +104,11 @@ def loss_of(logits, target):
 
 @pytest.mark.parametrize("columns", [16, 4112, 4099])
 def test_logits_but_for_the_last_of_each_sequence_are_not_copied(columns):
-    from nearpeak.kernels.jit import cross_entropy as jit
+    from nearpeak.kernels.losses import triton as jit
 
     logits, target = made((3, 4, columns), torch.bfloat16)
     part, wanted = logits[:, :-1], target[:, 1:]
-    assert jit.rows_of(part).tensor is part
+    assert jit.logit_rows(part).tensor is part
     assert_exact(part, wanted)
     assert_exact(part, wanted, reduction="none")
 
@@ -134,12 +134,14 @@ def test_any_of_it(shape, columns, dtype, reduction, smoothing, softcap, z_loss,
 )
 @pytest.mark.parametrize("columns", [1, 512, 1025, 1600])
 def test_both_kernels_at_the_edges_of_blocks(columns, config):
-    from nearpeak.kernels.jit import cross_entropy as jit
+    from nearpeak.kernels.losses import triton as jit
 
     for options in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.01)):
         logits, target = made((3, columns), torch.bfloat16)
         target[2] = columns - 1
-        loss, gradient, statistics, _ = jit.forward(logits, target, None, -100, *options, "sum", True, config=config)
+        loss, gradient, statistics, _ = jit.cross_entropy_forward(
+            logits, target, None, -100, *options, "sum", True, config=config
+        )
         names = dict(zip(("label_smoothing", "softcap", "z_loss"), options, strict=True))
         names["softcap"] = names["softcap"] or None
         wide = logits.double().requires_grad_()
@@ -313,15 +315,15 @@ def test_in_place_on_what_cannot_be_addressed_or_has_other_uses():
 
 def test_a_gradient_of_one_costs_no_pass(monkeypatch):
     """Nothing is written where the gradient from above is 1, and no copy is made."""
-    from nearpeak.kernels.jit import cross_entropy as jit
+    from nearpeak.kernels.losses import triton as jit
 
     x = torch.randn(100, device=DEVICE)
     before = x.clone()
     x[0] = float("nan")  # 1 times a NaN of these bits would be another NaN
     bits = x.view(torch.int32).clone()
-    jit.scale_(x, torch.ones((), device=DEVICE))
+    jit.scale_gradient_(x, torch.ones((), device=DEVICE))
     assert torch.equal(x.view(torch.int32), bits)
-    jit.scale_(x, torch.tensor(3.0, device=DEVICE))
+    jit.scale_gradient_(x, torch.tensor(3.0, device=DEVICE))
     assert torch.equal(x[1:], 3 * before[1:])
 
 
@@ -343,15 +345,15 @@ def test_operators_are_those_of_torch():
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_operators_in_plain_torch(reduction):
-    from nearpeak.kernels.operations import cross_entropy_operators as plain
+    from nearpeak.kernels import losses as plain
 
     logits, target = made((2, 3, 8))
     target[0, 0] = 8  # out of range
     weight = torch.rand(8, device=DEVICE)
     rest = (-100, 0.1, 2.0, 0.01, reduction)
     for actual, expected in zip(
-        plain.plain_forward(logits, target, weight, *rest, True),
-        plain.forward(logits, target, weight, *rest, True),
+        plain.forward_reference(logits, target, weight, *rest, True),
+        plain.cross_entropy_forward(logits, target, weight, *rest, True),
         strict=True,
     ):
         if actual.shape != (plain.PARTS,):
@@ -449,13 +451,15 @@ def test_the_module():
 
 
 def test_candidates_are_right_too():
-    from nearpeak.kernels.jit import cross_entropy as jit
+    from nearpeak.kernels.losses import triton as jit
 
     for columns in (256, 4096, 32768, 128256):
-        assert 4 <= len(jit.candidates(columns)) <= 40
+        assert 4 <= len(jit.cross_entropy_candidates(columns)) <= 40
     logits, target = made((3, 256), torch.bfloat16)
-    for config in jit.candidates(256)[::4]:
-        loss, gradient, _, _ = jit.forward(logits, target, None, -100, 0.0, 0.0, 0.0, "mean", True, config=config)
+    for config in jit.cross_entropy_candidates(256)[::4]:
+        loss, gradient, _, _ = jit.cross_entropy_forward(
+            logits, target, None, -100, 0.0, 0.0, 0.0, "mean", True, config=config
+        )
         wide = logits.double().requires_grad_()
         torch.nn.functional.cross_entropy(wide, target).backward()
         assert_as_exact(gradient, wide.grad, wide.grad.bfloat16())

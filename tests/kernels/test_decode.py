@@ -81,12 +81,12 @@ def test_groups_tokens_and_lengths(heads, key_heads, new, dtype):
 
 @pytest.mark.parametrize(("page", "splits"), [(None, 1), (None, 7), (1, 2), (3, 7), (16, 2)])
 def test_in_parts_and_pages(page, splits):
-    from nearpeak.kernels.jit import decode
-    from nearpeak.kernels.jit.tickets import tickets
+    from nearpeak.kernels._runtime.grid_counters import grid_counters
+    from nearpeak.kernels.decode import triton as decode_triton
 
     def kernel(query, keys, values, lengths, return_lse, pages=None, sinks=None):
         options = (0.0, sinks, 1.0, None, 1.0, None)
-        return decode.forward(
+        return decode_triton.decode_attention(
             query, keys, values, lengths, pages, 8**-0.5, -1, *options, config={**TILE, "splits": splits}
         )
 
@@ -97,16 +97,16 @@ def test_in_parts_and_pages(page, splits):
     for heads, new in ((2, 1), (4, 2)):
         sinks = made(heads, seed=3)
         assert_attends(made(2, heads, new, 8, seed=2), keys, values, lengths, kernel, pages=pages, sinks=sinks)
-    assert not tickets(1024, lengths.device).any()  # for those that come next
+    assert not grid_counters(1024, lengths.device).any()  # for those that come next
 
 
 def test_any_number_of_parts_gives_about_the_same():
     query, keys, values = made(1, 1, 1, 16), made(1, 1, 130, 16, seed=1), made(1, 1, 130, 16, seed=2)
-    from nearpeak.kernels.jit import decode
+    from nearpeak.kernels.decode import triton as decode_triton
 
     rest = (None, 0.25, -1, 0.0, None, 1.0, None, 1.0, None)
     results = [
-        decode.forward(query, keys, values, ints(130), *rest, config={**TILE, "splits": splits})[0]
+        decode_triton.decode_attention(query, keys, values, ints(130), *rest, config={**TILE, "splits": splits})[0]
         for splits in (1, 3, 9)
     ]
     for one in results[1:]:
@@ -243,14 +243,16 @@ def test_eight_bits_and_queries_of_any_size():
 @pytest.mark.parametrize("kind", [EIGHT_BITS, torch.float16])
 def test_many_small_weights_count(kind):
     """Of each 2**-27, which float16 does not have, and together 2**-15."""
-    from nearpeak.kernels.jit import decode
+    from nearpeak.kernels.decode import triton as decode_triton
 
     keys, values = torch.zeros(1, 1, 4097, 16, device=DEVICE), torch.zeros(1, 1, 4097, 16, device=DEVICE)
     keys[:, :, 0], values[:, :, 1:] = 1.0, 1.0
     query = torch.ones(1, 2, 1, 16, dtype=torch.float16, device=DEVICE)
     scale, rest = 27.0 * math.log(2.0) / 16, (-1, 0.0, None, 1.0, None, 1.0, None)
     config = {**TILE, "block": 128, "splits": 3}
-    result, _ = decode.forward(query, keys.to(kind), values.to(kind), ints(4097), None, scale, *rest, config=config)
+    result, _ = decode_triton.decode_attention(
+        query, keys.to(kind), values.to(kind), ints(4097), None, scale, *rest, config=config
+    )
     torch.testing.assert_close(result, torch.full_like(result, 2.0**-15), rtol=0.01, atol=0)
 
 
@@ -526,12 +528,12 @@ def test_nothing_to_do():
 
 
 def test_candidates_are_for_blocks_that_fit():
-    from nearpeak.kernels.jit import cache_append, decode
+    from nearpeak.kernels.decode import triton as decode_triton
 
     for size in (64, 128, 256, 512):
         for alone in (False, True):
-            assert 4 <= len(decode.candidates(size, alone)) <= 40
-    assert cache_append.candidates(128)
+            assert 4 <= len(decode_triton.decode_candidates(size, alone)) <= 40
+    assert decode_triton.append_candidates(128)
 
 
 @pytest.mark.gpu

@@ -13,17 +13,17 @@ from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
-from nearpeak.kernels import philox
-from nearpeak.kernels.philox import CHUNK, kept, random_numbers
+from nearpeak.kernels._runtime import philox
+from nearpeak.kernels._runtime.philox import CHUNK, keep_mask, random_numbers
 
 pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
 
-from nearpeak.kernels.jit import dropout as jit_dropout
-from nearpeak.kernels.jit.dropout import four_numbers
-from nearpeak.kernels.jit.launch import launch
+from nearpeak.kernels._runtime.launch import launch
+from nearpeak.kernels.pointwise import triton as jit_dropout
+from nearpeak.kernels.pointwise.triton import philox_numbers
 
 BF16 = torch.bfloat16
 SEED = 1234567890123456789
@@ -68,7 +68,7 @@ def test_values_and_gradients(shape, dtype):
 @pytest.mark.parametrize("p", [1e-12, 0.1, 0.5, 0.999, 1.0])
 def test_the_mask_is_that_of_the_reference(seed, p):
     shape = torch.Size([CHUNK + 100])
-    assert torch.equal(mask_of_kernel(shape, p, seed), kept(torch.tensor(seed, device=DEVICE), shape, p))
+    assert torch.equal(mask_of_kernel(shape, p, seed), keep_mask(torch.tensor(seed, device=DEVICE), shape, p))
 
 
 def test_the_mask_depends_on_nothing_but_seed_place_and_p():
@@ -80,7 +80,7 @@ def test_the_mask_depends_on_nothing_but_seed_place_and_p():
         assert torch.equal(mask, mask_of_kernel(shape, 0.4, 5, dtype))
     x, residual = torch.ones(shape, device=DEVICE), torch.zeros(shape, device=DEVICE)
     seed = torch.tensor(5, device=DEVICE)
-    for config in jit_dropout.candidates(x.numel()):
+    for config in jit_dropout.dropout_candidates(x.numel()):
         assert torch.equal(mask, jit_dropout.dropout_add(x, residual, seed, 0.4, config=config) != 0)
     assert not torch.equal(mask, mask_of_kernel(shape, 0.4, 6))
 
@@ -100,7 +100,7 @@ def test_any_layout_of_inputs_and_gradient():
     for actual, wanted in zip(run(x, residual.mT.contiguous().mT, upstream), expected, strict=True):
         assert torch.equal(actual, wanted)
     expanded = run(x, residual, torch.ones((), device=DEVICE).expand(3, 4, 5))
-    assert torch.equal(expanded[1], 2.0 * kept(torch.tensor(3, device=DEVICE), x.shape, 0.5))
+    assert torch.equal(expanded[1], 2.0 * keep_mask(torch.tensor(3, device=DEVICE), x.shape, 0.5))
 
 
 @settings(max_examples=25)
@@ -129,10 +129,10 @@ def test_all_is_dropped():
 
 
 def test_statistics_of_the_mask():
-    """A fair share is kept; neighbours, in memory, in quarters of a chunk and by seed, know nothing of each other."""
+    """A fair share is kept; neighbors, in memory, in quarters of a chunk and by seed, know nothing of each other."""
     elements, p = 2**20, 0.1
     deviation = (p * (1 - p) / elements) ** 0.5
-    masks = [kept(torch.tensor(seed), torch.Size([elements]), p).double() for seed in (0, 1, 2**32)]
+    masks = [keep_mask(torch.tensor(seed), torch.Size([elements]), p).double() for seed in (0, 1, 2**32)]
     for mask in masks:
         assert abs(mask.mean().item() - (1 - p)) < 5 * deviation
     dropped = [1 - mask - p for mask in masks]
@@ -148,7 +148,7 @@ def test_statistics_of_the_mask():
 @triton.jit
 def numbers_kernel(result, first):
     counter = first + tl.arange(0, 16)
-    one, two, three, four = four_numbers(tl.cast(11, tl.int64), counter, (counter * 0).to(tl.uint32))
+    one, two, three, four = philox_numbers(tl.cast(11, tl.int64), counter, (counter * 0).to(tl.uint32))
     at = result + tl.arange(0, 16)
     tl.store(at, one.to(tl.int64))
     tl.store(at + 16, two.to(tl.int64))

@@ -34,9 +34,9 @@ OPERATIONS = {
     "layer_norm": (kernels.layer_norm, lambda n: (random(n, 8), random(8), random(8))),
     "add_rms_norm": (kernels.add_rms_norm, lambda n: (random(n, 8), random(n, 8), random(8))),
     "dropout_add": (lambda x, y: kernels.dropout_add(x, y, 0.0), lambda n: (random(n, 8), random(n, 8))),
-    "product": (lambda x, w: kernels.product(x, w, activation="gelu"), lambda n: (random(n, 8), random(6, 8))),
+    "product": (lambda x, w: kernels.gemm(x, w, activation="gelu"), lambda n: (random(n, 8), random(6, 8))),
     "product_gated": (
-        lambda x, w: kernels.product(x, w, activation="silu", gated=True),
+        lambda x, w: kernels.gemm(x, w, activation="silu", gated=True),
         lambda n: (random(n, 8), random(6, 8)),
     ),
     "attention": (
@@ -51,9 +51,9 @@ OPERATIONS = {
     "cross_entropy": (kernels.cross_entropy, lambda n: (random(n, 9), targets(n))),
     "linear_attention": (kernels.linear_attention, lambda n: [random(1, 2, n, 16) for _ in range(3)]),
     "linear_cross_entropy": (kernels.linear_cross_entropy, lambda n: (random(n, 4), random(9, 4), targets(n))),
-    "route": (lambda x: kernels.route(x, 2, renormalise=True), lambda n: (random(n, 4),)),
+    "route": (lambda x: kernels.route(x, 2, renormalize=True), lambda n: (random(n, 4),)),
     "mixture_of_experts": (
-        lambda x, experts, *others: kernels.mixture_of_experts(x, others[0], experts, *others[1:]),
+        lambda x, experts, *others: kernels.moe(x, others[0], experts, *others[1:]),
         lambda n: (random(n, 8), targets(n)[:, None], random(n, 1), random(3, 12, 8), random(3, 8, 6)),
     ),
     "permute_tokens": (

@@ -71,7 +71,7 @@ def test_any_shape_and_layout(shape, columns, dtype, ways, name):
 
 
 def test_halves_of_one_tensor_are_not_copied():
-    from nearpeak.kernels.jit.activations import as_tiles
+    from nearpeak.kernels.pointwise.triton import as_tiles
 
     x = made(2, 3, 20, dtype=torch.bfloat16)
     gate, up = x.chunk(2, -1)
@@ -114,13 +114,16 @@ def test_rows_more_than_two_gibibytes_apart():
 
 
 def test_all_candidates_give_the_same():
-    from nearpeak.kernels.jit import gated
+    from nearpeak.kernels.pointwise import triton as pointwise_triton
 
     x, upstream = made(3, 140), made(3, 70)
-    expected, slope = gated.forward_packed(x, "silu", False), gated.backward_packed(upstream, x, "silu", False)
-    for config in gated.candidates(70):
-        assert torch.equal(gated.forward_packed(x, "silu", False, config=config), expected)
-        assert torch.equal(gated.backward_packed(upstream, x, "silu", False, config=config), slope)
+    expected, slope = (
+        pointwise_triton.gated_packed_forward(x, "silu", False),
+        pointwise_triton.gated_packed_backward(upstream, x, "silu", False),
+    )
+    for config in pointwise_triton.tile_candidates(70):
+        assert torch.equal(pointwise_triton.gated_packed_forward(x, "silu", False, config=config), expected)
+        assert torch.equal(pointwise_triton.gated_packed_backward(upstream, x, "silu", False, config=config), slope)
 
 
 def test_the_operators_are_those_of_torch():

@@ -9,8 +9,8 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from nearpeak.kernels.jit import launch  # noqa: E402
-from nearpeak.kernels.policy import INTERPRETED  # noqa: E402
+from nearpeak.kernels._runtime import launch  # noqa: E402
+from nearpeak.kernels._runtime.policy import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 

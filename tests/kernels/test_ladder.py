@@ -17,11 +17,9 @@ from kernel_checks import DEVICE
 pytest.importorskip("triton")
 
 from nearpeak.errors import UsageError
-from nearpeak.kernels.ladder import lines, naive, specialised, tensor_cores, tiles, vendor
-from nearpeak.kernels.ladder.cuda import result_of
-from nearpeak.kernels.ladder.rung import ITEM, SECTOR, Tile, floor_bytes
-from nearpeak.kernels.ladder.rungs import RUNGS
-from nearpeak.kernels.policy import INTERPRETED
+from nearpeak.kernels import ladder as kernels_ladder
+from nearpeak.kernels._runtime.policy import INTERPRETED
+from nearpeak.kernels.ladder import ITEM, RUNGS, SECTOR, Tile, empty_result, floor_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 ladder: Any = importlib.import_module("ladder")
@@ -64,9 +62,9 @@ def tiles_loads(m, n, k):
 @pytest.mark.parametrize(
     "rung, loads, sizes",
     [
-        (naive.RUNG, naive_loads, (16, 64, 32)),
-        (lines.RUNG, lines_loads, (16, 512, 64)),
-        (tiles.RUNG, tiles_loads, (256, 128, 32)),
+        (kernels_ladder.NAIVE, naive_loads, (16, 64, 32)),
+        (kernels_ladder.LINES, lines_loads, (16, 512, 64)),
+        (kernels_ladder.TILES, tiles_loads, (256, 128, 32)),
     ],
     ids=["naive", "lines", "tiles"],
 )
@@ -107,7 +105,7 @@ def test_rungs_in_triton(name, sizes):
 def test_odd_sizes_by_tensor_cores():
     a, b = torch.randn(131, 77, device=DEVICE).bfloat16(), torch.randn(77, 133, device=DEVICE).bfloat16()
     expected = (a.double() @ b.double()).bfloat16()
-    torch.testing.assert_close(tensor_cores.RUNG.multiply(a, b), expected, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(kernels_ladder.TENSOR_CORES.multiply(a, b), expected, atol=0.02, rtol=0.02)
 
 
 def test_each_rung_asks_for_less_than_the_one_below():
@@ -124,14 +122,18 @@ def test_tiles_at_an_edge_count_in_full():
 
 
 def test_the_tile_of_cublas_is_in_the_name_of_its_kernel():
-    assert vendor.tile(1, 1, 1, "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT") == Tile(rows=128, columns=256)
-    assert vendor.tile(1, 1, 1, "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT") == Tile(rows=256, columns=128)
-    assert vendor.tile(1, 1, 1, "ampere_bf16_s16816gemm_bf16_128x256") is None
-    assert vendor.RUNG.intensity(4096) is None
+    assert kernels_ladder.vendor_tile(1, 1, 1, "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT") == Tile(
+        rows=128, columns=256
+    )
+    assert kernels_ladder.vendor_tile(1, 1, 1, "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT") == Tile(
+        rows=256, columns=128
+    )
+    assert kernels_ladder.vendor_tile(1, 1, 1, "ampere_bf16_s16816gemm_bf16_128x256") is None
+    assert kernels_ladder.VENDOR.intensity(4096) is None
 
 
 def test_the_tile_of_the_library_is_that_of_its_configuration():
-    found = specialised.tile(4096, 4096, 4096)
+    found = kernels_ladder.specialized_tile(4096, 4096, 4096)
     assert found.rows >= 128
     assert found.columns >= 64
 
@@ -150,7 +152,7 @@ def test_what_kernels_without_edges_do_not_take():
         ((a, a[:3]), "m x k by k x n"),
     ]:
         with pytest.raises(UsageError, match=said):
-            result_of(*given, (128, 32, 16))
+            empty_result(*given, (128, 32, 16))
 
 
 TABLE = """==PROF== Connected to process 5
@@ -197,7 +199,7 @@ def test_what_an_h200_counted():
         assert abs(ladder.off(row)) < 1e-4, row["rung"]
         assert row["repeats"]
     found = ladder.again(saved["rungs"], saved["size"])
-    configured = next(row for row in found if row["rung"] == "specialised")  # its tile may have been another one then
+    configured = next(row for row in found if row["rung"] == "specialized")  # its tile may have been another one then
     configured["predicted_bytes"] = saved["rungs"][found.index(configured)]["predicted_bytes"]
     assert found == saved["rungs"]
 

@@ -10,23 +10,23 @@ pytest.importorskip("triton")
 from types import SimpleNamespace
 
 from nearpeak.errors import KernelUnavailable
-from nearpeak.kernels.jit import launch as launching
-from nearpeak.kernels.jit.launch import _decides
+from nearpeak.kernels._runtime import launch as launching
+from nearpeak.kernels._runtime.launch import _specialization_key
 
 
 def test_constants_decide_by_their_value():
-    assert _decides(4096, True) != _decides(2048, True)
-    assert _decides(0.5, True) != _decides(0.25, True)
+    assert _specialization_key(4096, True) != _specialization_key(2048, True)
+    assert _specialization_key(0.5, True) != _specialization_key(0.25, True)
 
 
-def test_arguments_decide_by_what_triton_specialises_on():
-    assert _decides(4096, False) == _decides(2048, False) != _decides(2049, False)
-    assert _decides(1, False) != _decides(3, False)
-    assert _decides(2**31, False) != _decides(2**20, False)
-    assert _decides(0.5, False) == _decides(0.25, False) != _decides(2, False)
+def test_arguments_decide_by_what_triton_specializes_on():
+    assert _specialization_key(4096, False) == _specialization_key(2048, False) != _specialization_key(2049, False)
+    assert _specialization_key(1, False) != _specialization_key(3, False)
+    assert _specialization_key(2**31, False) != _specialization_key(2**20, False)
+    assert _specialization_key(0.5, False) == _specialization_key(0.25, False) != _specialization_key(2, False)
     x = torch.empty(64)
-    assert _decides(x, False) == _decides(x[4:], False) != _decides(x[1:], False)
-    assert _decides(x, False) != _decides(x.half(), False)
+    assert _specialization_key(x, False) == _specialization_key(x[4:], False) != _specialization_key(x[1:], False)
+    assert _specialization_key(x, False) != _specialization_key(x.half(), False)
 
 
 class Recorder:
@@ -100,7 +100,7 @@ def test_a_tensor_of_the_cpu_is_refused(monkeypatch):
 
 def test_who_hooks_into_launches_is_told_of_them(monkeypatch):
     log = []
-    variant = launching.Variant(Recorder(log, "by Triton"))
+    variant = launching.Specialization(Recorder(log, "by Triton"))
     variant.start((1, 1, 1), 0, ())
     for hook in ("launch_enter_hook", "launch_exit_hook"):
         chain = getattr(launching._runtime, hook)
@@ -112,7 +112,7 @@ def test_who_hooks_into_launches_is_told_of_them(monkeypatch):
 
 
 def test_a_version_of_triton_that_is_not_known_starts_its_kernels_itself(monkeypatch):
-    monkeypatch.setattr(launching, "_DIRECT", False)
+    monkeypatch.setattr(launching, "_LAUNCHES_DIRECTLY", False)
     log = []
-    launching.Variant(Recorder(log, "by Triton")).start((1, 1, 1), 0, ())
+    launching.Specialization(Recorder(log, "by Triton")).start((1, 1, 1), 0, ())
     assert log == ["by Triton"]

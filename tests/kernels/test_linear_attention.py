@@ -11,12 +11,12 @@ from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
-from nearpeak.kernels.operations.linear_attention import naive_linear_attention
+from nearpeak.kernels.linear_attention import naive_linear_attention
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.jit import linear_attention as jit
-from nearpeak.kernels.jit import linear_attention_configs
+from nearpeak.kernels.linear_attention import triton as jit
+from nearpeak.kernels.linear_attention import tuning as linear_attention_tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -313,14 +313,14 @@ def test_the_module():
 def test_segments_fill_a_gpu_and_are_not_too_short():
     config = {"programs": 2}
     device = torch.device("cpu")  # stands for an H200
-    segment = linear_attention_configs.segment_of(16384, 16, 2, config, device)
+    segment = linear_attention_tuning.segment_of(16384, 16, 2, config, device)
     assert segment % 128 == 0
     assert 132 <= 16 * 2 * -(-16384 // segment) <= 2 * 132
-    assert linear_attention_configs.segment_of(16384, 1000, 2, config, device) >= 16384
-    assert linear_attention_configs.segment_of(5, 1, 1, config, device) == 256
+    assert linear_attention_tuning.segment_of(16384, 1000, 2, config, device) >= 16384
+    assert linear_attention_tuning.segment_of(5, 1, 1, config, device) == 256
     for kernel in ("linear_attention", "linear_attention_states"):
-        found = [linear_attention_configs.candidates(widest, kernel) for widest in (64, 128)]
-        assert linear_attention_configs.heuristic(kernel, BF16) in found[0]
+        found = [linear_attention_tuning.candidates(widest, kernel) for widest in (64, 128)]
+        assert linear_attention_tuning.heuristic(kernel, BF16) in found[0]
         assert all(config in found[1] for config in found[0])
         assert all(128 % config["rows"] == 0 and config["warps"] == 4 for config in found[1])
 

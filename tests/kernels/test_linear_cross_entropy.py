@@ -166,15 +166,15 @@ def test_no_tokens_and_all_ignored():
 
 
 def test_chunks():
-    from nearpeak.kernels.jit.linear_cross_entropy import chunk_of
+    from nearpeak.kernels.losses.triton import tokens_per_chunk
 
-    assert chunk_of(8192, 128256, 2, 0) == 2048
-    assert chunk_of(8192, 32000, 2, 0) == 8192
-    assert chunk_of(5, 128256, 2, 0) == 5
-    assert chunk_of(10_000, 128256, 2, 0) == 2048
-    assert chunk_of(100, 10, 4, 7) == 7
-    assert chunk_of(0, 10, 4, 0) == 1
-    assert chunk_of(10**6, 10**7, 4, 0) == 128
+    assert tokens_per_chunk(8192, 128256, 2, 0) == 2048
+    assert tokens_per_chunk(8192, 32000, 2, 0) == 8192
+    assert tokens_per_chunk(5, 128256, 2, 0) == 5
+    assert tokens_per_chunk(10_000, 128256, 2, 0) == 2048
+    assert tokens_per_chunk(100, 10, 4, 7) == 7
+    assert tokens_per_chunk(0, 10, 4, 0) == 1
+    assert tokens_per_chunk(10**6, 10**7, 4, 0) == 128
 
 
 def test_autocast_takes_the_dtype_of_linear():
@@ -206,17 +206,19 @@ def test_operators_are_those_of_torch():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_operators_in_plain_torch(reduction):
-    from nearpeak.kernels.operations import linear_cross_entropy_operators as plain
+    from nearpeak.kernels import losses as plain
 
     hidden, weight, bias, target = made()
     rest = (-100, 0.1, 2.0, 0.01, reduction, 4, None)
     inputs = (hidden, weight, bias, target, None, *rest, True, True, True, True, True)
-    actual, expected = plain._plain_forward(*inputs), plain.forward(*inputs)
+    actual, expected = plain._linear_forward_reference(*inputs), plain.linear_cross_entropy_forward(*inputs)
     for one, other in zip(actual[:-1], expected[:-1], strict=True):
         torch.testing.assert_close(one, other)
     upstream = torch.full((2, 7) if reduction == "none" else (), 2.0, device=DEVICE)
     more = (upstream, hidden, weight, bias, target, None, *actual[-2:], *rest, True, True, True)
-    for one, other in zip(plain._plain_backward(*more), plain.backward(*more), strict=True):
+    for one, other in zip(
+        plain._linear_backward_reference(*more), plain.linear_cross_entropy_backward(*more), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 

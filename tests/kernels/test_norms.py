@@ -16,12 +16,12 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.jit import norms as jit_norms
-from nearpeak.kernels.jit import norms_backward as jit_backward
-from nearpeak.kernels.jit import norms_configs as jit_configs
-from nearpeak.kernels.jit import norms_shared as jit_shared
-from nearpeak.kernels.jit.row_starts import rows_of
-from nearpeak.kernels.operations import norms as operations
+from nearpeak.kernels import norms as operations
+from nearpeak.kernels._runtime.strided_rows import strided_rows
+from nearpeak.kernels.norms import triton as jit_backward
+from nearpeak.kernels.norms import triton as jit_norms
+from nearpeak.kernels.norms import triton as jit_shared
+from nearpeak.kernels.norms import tuning as jit_configs
 
 BF16 = torch.bfloat16
 SPLIT = {"variant": "split", "steps": 2, "warps": 1, "stages": 1, "hints": True, "kept": False, "part": 100}
@@ -182,7 +182,7 @@ def test_any_layout_of_input_and_gradient(function):
 def test_heads_are_read_where_they_are():
     heads = randn(2, 5, 3 * 4, 16)[:, :, 4:8]  # the keys in a fused projection of [batch, position, head, dimension]
     moved = randn(2, 4, 5, 16).transpose(1, 2)
-    found = rows_of(heads, moved)
+    found = strided_rows(heads, moved)
     assert found.tensors[0] is heads
     assert found.tensors[1] is moved
     assert found.levels == 3
@@ -195,31 +195,31 @@ def test_heads_are_read_where_they_are():
 
 def test_more_strides_than_three_are_copied():
     x = randn(2, 3, 2, 3, 8).permute(3, 0, 2, 1, 4)
-    assert rows_of(x).tensors[0].is_contiguous()
+    assert strided_rows(x).tensors[0].is_contiguous()
     assert torch.equal(kernels.layer_norm(x), kernels.layer_norm(x.contiguous()))
 
 
-@pytest.mark.parametrize("centred", [False, True], ids=["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("centered", [False, True], ids=["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("columns", [500, 64])
-def test_long_rows(columns, centred):
+def test_long_rows(columns, centered):
     """The parts of a row, forward and backward, made small enough to be tested."""
     x, residual, gradient, sum_gradient = (randn(6, columns) + 3 for _ in range(4))
     weight, bias = randn(columns), randn(columns)
-    arguments = weight, bias, 1e-5, 0.5, centred
+    arguments = weight, bias, 1e-5, 0.5, centered
     result, total, kept = jit_norms._forward(x, residual, *arguments, SPLIT)
     assert torch.equal(total, x + residual)
-    exact = operations.normalised(total.double(), weight, bias, 1e-5, 0.5, centred, torch.float64)
-    low = operations.normalised(total, *arguments, torch.float32)
+    exact = operations.norm_reference(total.double(), weight, bias, 1e-5, 0.5, centered, torch.float64)
+    low = operations.norm_reference(total, *arguments, torch.float32)
     assert_as_exact(result, exact, low)
-    torch.testing.assert_close(kept, operations.statistics(total, 1e-5, centred))
+    torch.testing.assert_close(kept, operations.row_statistics(total, 1e-5, centered))
     assert torch.equal(jit_norms._forward(total, None, *arguments, SPLIT)[0], result)
     for config in ({**SPLIT, "part": 2048}, {**SPLIT, "part": 2048, "kept": True}, {**SPLIT, "kept": True}):
         again = jit_norms._forward(total, None, *arguments, config)
         assert_as_exact(again[0], exact, low)
         torch.testing.assert_close(again[2], kept)
         assert torch.equal(jit_norms._forward(x, residual, *arguments, config)[0], again[0])
-    given = gradient, total, sum_gradient, kept, weight, bias, 0.5, centred, [True] * 4
-    expected = operations._backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
+    given = gradient, total, sum_gradient, kept, weight, bias, 0.5, centered, [True] * 4
+    expected = operations._norm_backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
     for config in ({**SHARED, "rows": 2, "block": 512, "batch": 4}, {**SHARED, "block": 4096}, TILE):
         actual = jit_backward.norm_backward(*given, config=config)
         for one, other in zip(actual, expected, strict=True):
@@ -235,40 +235,40 @@ def test_rows_are_shared_by_programs(rows, columns, block, rows_of_tile, ahead, 
     x, sum_gradient = randn(rows, columns) + 1, randn(rows, columns)
     weight, bias = randn(columns), randn(columns)
     expanded, transposed = randn(columns).expand(rows, columns), randn(columns, rows).t()
-    plan = jit_shared.plan(rows, columns, 4, 4, config)
+    plan = jit_shared.plan_groups(rows, columns, 4, 4, config)
     assert plan.parts == -(-columns // block)
     assert (plan.groups > 1) == (rows > 1)
-    for centred in (False, True):
-        kept = operations.statistics(x, 1e-5, centred)
+    for centered in (False, True):
+        kept = operations.row_statistics(x, 1e-5, centered)
         for inputs in (
-            (transposed, x, sum_gradient, kept, weight, bias, 0.5, centred, [True] * 4),
-            (expanded, x, None, kept, None, bias, 0.0, centred, [True, False, False, True]),
+            (transposed, x, sum_gradient, kept, weight, bias, 0.5, centered, [True] * 4),
+            (expanded, x, None, kept, None, bias, 0.0, centered, [True, False, False, True]),
         ):
             exact = (one.double() if torch.is_tensor(one) else one for one in inputs)
-            expected = operations._backward_reference(*exact)
+            expected = operations._norm_backward_reference(*exact)
             actual = jit_backward.norm_backward(*inputs, config=config)
             for one, other in zip(actual, expected, strict=True):
                 torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
 
 
 def test_how_rows_are_shared():
-    config = {**jit_configs.heuristic(65536), "batch": None}
-    plan = jit_shared.plan(2048, 65536, 2, 132, config)
+    config = {**jit_configs.backward_heuristic(65536), "batch": None}
+    plan = jit_shared.plan_groups(2048, 65536, 2, 132, config)
     assert (plan.block, plan.parts, plan.groups, plan.batch, plan.registers) == (8192, 8, 32, 2, 64)
-    few = jit_shared.plan(5, 65536, 2, 132, config)
+    few = jit_shared.plan_groups(5, 65536, 2, 132, config)
     assert (few.groups, few.batch) == (5, 1)
-    wide = jit_shared.plan(1024, 524288, 2, 132, config)
+    wide = jit_shared.plan_groups(1024, 524288, 2, 132, config)
     assert (wide.block, wide.warps, wide.parts, wide.meets) == (16384, 32, 32, True)
-    assert not jit_shared.plan(8, 2**20, 2, 132, config).meets
+    assert not jit_shared.plan_groups(8, 2**20, 2, 132, config).meets
     # a part of a GPU: all programs of a group can run at the same time
-    assert not jit_shared.plan(2048, 262144, 2, 14, config).meets
-    assert jit_shared.plan(2048, 65536, 4, 132, config).block == 4096
+    assert not jit_shared.plan_groups(2048, 262144, 2, 14, config).meets
+    assert jit_shared.plan_groups(2048, 65536, 4, 132, config).block == 4096
 
 
 @pytest.mark.parametrize("config", [TILE, {**SHARED, "block": 64, "batch": 2}], ids=lambda one: one["variant"])
 def test_gradients_only_of_what_wants_them(config):
     x, gradient, weight, bias = randn(5, 96), randn(5, 96), randn(96), randn(96)
-    kept = operations.statistics(x, 1e-5, True)
+    kept = operations.row_statistics(x, 1e-5, True)
     given = gradient, x, None, kept, weight, bias, 0.0, True
     every = jit_backward.norm_backward(*given, [True] * 4, config=config)
     for wants in ([True, False, False, False], [False, True, False, True], [False, False, True, False], [False] * 4):
@@ -350,7 +350,7 @@ def test_operators_are_of_torch():
     opcheck(torch.ops.nearpeak.layer_norm.default, (x, weight, bias, 1e-5))
     opcheck(torch.ops.nearpeak.add_rms_norm.default, (x, residual, weight, None, 1e-6, 0.0))
     opcheck(torch.ops.nearpeak.add_layer_norm.default, (x, residual, weight, bias, 1e-5))
-    kept = operations.statistics(x, 1e-5, True).detach()
+    kept = operations.row_statistics(x, 1e-5, True).detach()
     plain = [one.detach() for one in (x, residual, weight, bias)]
     for wants in ([True] * 4, [True, False, False, False], [False, False, True, False]):
         opcheck(
@@ -418,7 +418,7 @@ def test_mistakes_are_named():
 
 @pytest.mark.parametrize("size", [1, 64, 4096, 16384, 32768, 65536, 262144])
 def test_heuristics_are_among_what_can_be_launched(size):
-    kinds = [{"centred": centred, "added": added} for centred in (False, True) for added in (False, True)]
+    kinds = [{"centered": centered, "added": added} for centered in (False, True) for added in (False, True)]
     for module, kind in ((jit_norms, {}), *((jit_configs, kind) for kind in kinds)):
         found = module.candidates(size, **kind)
         assert 4 <= len(found) <= 40
@@ -457,17 +457,21 @@ def test_full_sizes_are_exact_and_the_same_in_every_run(rows, columns):
 def test_every_candidate_is_right(size):
     x, gradient = (randn(2**22 // size + 3, size, dtype=BF16) for _ in range(2))
     weight, bias = randn(size, dtype=BF16), randn(size, dtype=BF16)
-    expected = operations.normalised(x, weight, bias, 1e-5, 0.0, True, BF16)
-    kept = operations.statistics(x, 1e-5, True)
-    for config in jit_norms.candidates(size):
+    expected = operations.norm_reference(x, weight, bias, 1e-5, 0.0, True, BF16)
+    kept = operations.row_statistics(x, 1e-5, True)
+    for config in jit_norms.forward_candidates(size):
         actual, statistics = jit_norms.layer_norm(x, weight, bias, 1e-5, config=config)
         torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=1e-5, msg=str(config))
         torch.testing.assert_close(statistics, kept, rtol=1e-4, atol=1e-5, msg=str(config))
-    for number, (centred, added) in enumerate(itertools.product((False, True), repeat=2)):
-        kept = operations.statistics(x, 1e-5, centred)
-        given = gradient, x, x if added else None, kept, weight, bias, 0.0, centred, [True, added, True, centred]
-        expected = operations._backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
-        for config in jit_configs.candidates(size, centred=centred, added=added)[number::4]:  # all of them take minutes
+    for number, (centered, added) in enumerate(itertools.product((False, True), repeat=2)):
+        kept = operations.row_statistics(x, 1e-5, centered)
+        given = gradient, x, x if added else None, kept, weight, bias, 0.0, centered, [True, added, True, centered]
+        expected = operations._norm_backward_reference(
+            *(one.double() if torch.is_tensor(one) else one for one in given)
+        )
+        for config in jit_configs.backward_candidates(size, centered=centered, added=added)[
+            number::4
+        ]:  # all of them take minutes
             for one, other in zip(jit_backward.norm_backward(*given, config=config), expected, strict=True):
                 torch.testing.assert_close(one.double(), other, rtol=1.6e-2, atol=1e-2, msg=str(config))
 

@@ -14,7 +14,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.jit import permutation as jit
+from nearpeak.kernels.moe import triton as jit
 
 
 def chosen(tokens, k, number, *, dropped=True, dtype=torch.int64):
@@ -176,7 +176,7 @@ def test_wide_rows(columns):
 
 
 def test_parts_of_several_steps(monkeypatch):
-    monkeypatch.setattr(jit, "_PARTS", 3)
+    monkeypatch.setattr(jit, "_SORT_PARTS", 3)
     torch.manual_seed(0)
     assert_permuted(torch.randn(1500, 1, device=DEVICE), chosen(1500, 1, 5), 5)
 
@@ -274,13 +274,13 @@ def test_candidates_compute_the_same():
     x, experts, weights = torch.randn(3, 600, device=DEVICE), chosen(3, 2, 2), torch.rand(3, 2, device=DEVICE)
     rows, _, row_map = kernels.permute_tokens(x, experts, number_of_experts=2)
     total = kernels.unpermute_tokens(rows, row_map)
-    assert len(jit.candidates(7168)) >= 10
-    for config in jit.candidates(600):
-        assert torch.equal(jit.copy(x, row_map, config=config), rows)
-        assert torch.equal(jit.sum_rows(rows, row_map, None, config=config), total)
-    expected = jit.sum_rows_backward(x, rows, row_map, weights)
-    for config in jit.backward_candidates(600):
-        torch.testing.assert_close(jit.sum_rows_backward(x, rows, row_map, weights, config=config), expected)
+    assert len(jit.permute_candidates(7168)) >= 10
+    for config in jit.permute_candidates(600):
+        assert torch.equal(jit.permute_rows(x, row_map, config=config), rows)
+        assert torch.equal(jit.unpermute_rows(rows, row_map, None, config=config), total)
+    expected = jit.unpermute_rows_backward(x, rows, row_map, weights)
+    for config in jit.unpermute_backward_candidates(600):
+        torch.testing.assert_close(jit.unpermute_rows_backward(x, rows, row_map, weights, config=config), expected)
 
 
 @pytest.mark.gpu

@@ -206,12 +206,12 @@ def test_tokens_more_than_two_gibibytes_apart():
 
 
 def test_all_candidates_give_the_same():
-    from nearpeak.kernels.jit import rotary
+    from nearpeak.kernels.rotary import triton as rotary_triton
 
     x, (cos, sin) = made(2, 5, 6, 64), tables(5, 32)
-    expected = rotary.forward(x, cos, sin, None, False, False, False, 64)
-    for config in rotary.candidates(64, 6):
-        assert torch.equal(rotary.forward(x, cos, sin, None, False, False, False, 64, config=config), expected)
+    expected = rotary_triton.forward(x, cos, sin, None, False, False, False, 64)
+    for config in rotary_triton.candidates(64, 6):
+        assert torch.equal(rotary_triton.forward(x, cos, sin, None, False, False, False, 64, config=config), expected)
 
 
 def test_the_operators_are_those_of_torch():

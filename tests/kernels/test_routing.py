@@ -14,13 +14,13 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.jit import routing as jit
+from nearpeak.kernels.moe import triton as jit
 
 WAYS = [
     {"scores": "softmax"},
-    {"scores": "softmax", "renormalise": True},
+    {"scores": "softmax", "renormalize": True},
     {"scores": "sigmoid", "scale": 2.5},
-    {"scores": "sigmoid", "renormalise": True, "scale": 2.5},
+    {"scores": "sigmoid", "renormalize": True, "scale": 2.5},
 ]
 
 
@@ -79,10 +79,10 @@ def test_a_bias_counts_for_the_choice_alone():
     assert not torch.equal(plain[1], kernels.route(logits, 3, scores="sigmoid", bias=bias)[1])
 
 
-def test_renormalised_weights_are_a_softmax_of_what_was_chosen():
+def test_renormalized_weights_are_a_softmax_of_what_was_chosen():
     logits = torch.randn(10, 20, device=DEVICE)
     with kernels.using("require"):
-        weights, chosen = kernels.route(logits, 4, renormalise=True)
+        weights, chosen = kernels.route(logits, 4, renormalize=True)
     torch.testing.assert_close(weights, logits.gather(1, chosen.long()).softmax(1))
 
 
@@ -94,7 +94,7 @@ def test_what_is_not_finite_chooses_experts_that_there_are(scores):
     logits[2] = float("-inf")
     logits[3, :5] = -200.0
     with kernels.using("require"):
-        weights, chosen = kernels.route(logits, 3, scores=scores, renormalise=True)
+        weights, chosen = kernels.route(logits, 3, scores=scores, renormalize=True)
     assert ((chosen >= 0) & (chosen < 6)).all()
     assert all(len(set(row)) == 3 for row in chosen.tolist())
     assert chosen[3, 0] == 5
@@ -160,7 +160,7 @@ def test_the_operators_are_of_torch():
 
 def test_it_compiles_without_a_graph_break():
     def layer(logits):
-        weights, experts = kernels.route(logits * 2, 3, renormalise=True)
+        weights, experts = kernels.route(logits * 2, 3, renormalize=True)
         return (weights * experts).sum()
 
     logits = torch.randn(6, 8, device=DEVICE, requires_grad=True)
@@ -187,22 +187,22 @@ def test_what_it_does_not_take():
 def test_candidates_compute_the_same():
     logits, upstream = logits_of(7, 60), torch.randn(7, 4, device=DEVICE)
     weights, experts = kernels.route(logits, 4)
-    by_logit = jit.backward(upstream, logits, experts, "softmax", False, 1.0)
-    assert len(jit.candidates(128)) >= 10
-    for config in jit.candidates(60):
-        again = jit.forward(logits, None, 4, "softmax", False, 1.0, config=config)
+    by_logit = jit.route_backward(upstream, logits, experts, "softmax", False, 1.0)
+    assert len(jit.route_candidates(128)) >= 10
+    for config in jit.route_candidates(60):
+        again = jit.route(logits, None, 4, "softmax", False, 1.0, config=config)
         assert torch.equal(again[1], experts)
         torch.testing.assert_close(again[0], weights)
         torch.testing.assert_close(
-            jit.backward(upstream, logits, experts, "softmax", False, 1.0, config=config), by_logit
+            jit.route_backward(upstream, logits, experts, "softmax", False, 1.0, config=config), by_logit
         )
 
 
 @pytest.mark.gpu
 def test_many_tokens_a_hundred_times_and_in_a_graph():
     logits = torch.randn(65536, 256, device=DEVICE)
-    first = kernels.route(logits, 8, scores="sigmoid", renormalise=True)
-    expected = kernels.route.reference(logits, 8, scores="sigmoid", renormalise=True)
+    first = kernels.route(logits, 8, scores="sigmoid", renormalize=True)
+    expected = kernels.route.reference(logits, 8, scores="sigmoid", renormalize=True)
     torch.testing.assert_close(first[0], expected[0])
     # where they name another expert, its score differs in the last bit or so, by how the exponential is rounded
     chosen, wanted = (logits.sigmoid().gather(1, found.long()) for _, found in (first, expected))
@@ -210,10 +210,10 @@ def test_many_tokens_a_hundred_times_and_in_a_graph():
     assert ((chosen - wanted).abs() <= 1e-6 * other).all()
     assert other.float().mean() < 1e-3
     for _ in range(100):
-        assert all(map(torch.equal, kernels.route(logits, 8, scores="sigmoid", renormalise=True), first))
+        assert all(map(torch.equal, kernels.route(logits, 8, scores="sigmoid", renormalize=True), first))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = kernels.route(logits, 8, scores="sigmoid", renormalise=True)
+        recorded = kernels.route(logits, 8, scores="sigmoid", renormalize=True)
     logits.normal_()
     graph.replay()
-    assert all(map(torch.equal, recorded, kernels.route(logits, 8, scores="sigmoid", renormalise=True)))
+    assert all(map(torch.equal, recorded, kernels.route(logits, 8, scores="sigmoid", renormalize=True)))

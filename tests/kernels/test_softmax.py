@@ -14,15 +14,15 @@ from torch.library import opcheck
 
 from nearpeak import kernels
 from nearpeak.errors import UsageError
-from nearpeak.kernels.operations.softmax import log_reference, reference
+from nearpeak.kernels.softmax import log_reference, reference
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.jit import rows as jit_rows
-from nearpeak.kernels.jit import softmax as jit_softmax
-from nearpeak.kernels.jit import softmax_backward as jit_backward
-from nearpeak.kernels.jit.softmax_configs import candidates, chosen, heuristic
-from nearpeak.kernels.jit.softmax_masks import masked_by
+from nearpeak.kernels._runtime import rows as jit_rows
+from nearpeak.kernels.softmax import triton as jit_backward
+from nearpeak.kernels.softmax import triton as jit_softmax
+from nearpeak.kernels.softmax.triton import mask_layout
+from nearpeak.kernels.softmax.tuning import candidates, choose_config, heuristic
 
 assert_as_exact = functools.partial(kernel_checks.assert_as_exact, by_exp=True)
 assert_kernel_is_exact = functools.partial(kernel_checks.assert_kernel_is_exact, by_exp=True)
@@ -108,14 +108,14 @@ def test_masks_of_any_shape(kernel, plain, shape):
 
 def test_a_mask_is_passed_by_its_strides():
     x = torch.empty(2, 4, 3, 32, device=DEVICE)
-    _, memory, place = masked_by(torch.empty(2, 1, 3, 32, device=DEVICE), x)
+    _, memory, place = mask_layout(torch.empty(2, 1, 3, 32, device=DEVICE), x)
     assert place == (12, 3, 96, 0, 32, 1)
     assert memory.untyped_storage().nbytes() == 2 * 3 * 32 * 4
-    _, memory, place = masked_by(torch.empty(32, 3, device=DEVICE).t().expand(2, 4, 3, 32), x)
+    _, memory, place = mask_layout(torch.empty(32, 3, device=DEVICE).t().expand(2, 4, 3, 32), x)
     assert place == (24, 3, 0, 0, 32, 1)
     assert memory.untyped_storage().nbytes() == 3 * 32 * 4  # columns that are apart are copied, once
     x = torch.empty(2, 3, 2, 3, 2, 32, device=DEVICE)
-    _, memory, place = masked_by(torch.empty(2, 1, 2, 1, 2, 32, device=DEVICE), x)
+    _, memory, place = mask_layout(torch.empty(2, 1, 2, 1, 2, 32, device=DEVICE), x)
     assert place[2:] == (0, 0, 32, 1)
     assert memory.numel() == x.numel()
 
@@ -345,10 +345,10 @@ def test_configurations():
             assert columns == 1 or 8 <= len(found) <= 40
             assert heuristic(columns, backward=backward)["warps"] <= 32
     tile = VARIANTS["tile"]
-    assert chosen("softmax", 9, 65536, x, masked=False, config=tile)["packed"]
-    assert chosen("softmax", 9, 65536, x, masked=True, config=tile)["variant"] == "split"
-    assert chosen("softmax", 9, 65536, x.float(), masked=False, config=tile)["variant"] == "split"
-    assert chosen("softmax_backward", 9, 32768, x, masked=False, config=tile)["packed"]
+    assert choose_config("softmax", 9, 65536, x, masked=False, config=tile)["packed"]
+    assert choose_config("softmax", 9, 65536, x, masked=True, config=tile)["variant"] == "split"
+    assert choose_config("softmax", 9, 65536, x.float(), masked=False, config=tile)["variant"] == "split"
+    assert choose_config("softmax_backward", 9, 32768, x, masked=False, config=tile)["packed"]
 
 
 @pytest.mark.gpu

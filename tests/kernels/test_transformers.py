@@ -12,8 +12,8 @@ import torch
 
 from nearpeak import kernels
 from nearpeak.errors import UsageError
-from nearpeak.kernels import transformers_attention
-from nearpeak.kernels.transformers_masks import Pattern, PatternMask, mask_of
+from nearpeak.kernels import transformers as kernels_transformers
+from nearpeak.kernels.transformers import Pattern, PatternMask, make_mask
 
 pytest.importorskip("triton")
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -125,9 +125,9 @@ def test_generated_tokens_are_those_of_eager(name, kind, monkeypatch):
     if kind == "static":
         options["cache_implementation"] = "static"
     decoded = []
-    original = transformers_attention.decode_attention
+    original = kernels_transformers.decode_attention
     monkeypatch.setattr(
-        transformers_attention, "decode_attention", lambda *a, **k: decoded.append(1) or original(*a, **k)
+        kernels_transformers, "decode_attention", lambda *a, **k: decoded.append(1) or original(*a, **k)
     )
     found = []
     for implementation in ("eager", "nearpeak"):
@@ -216,7 +216,7 @@ def test_it_compiles_without_a_graph_break():
 
 def causal(queries: int, keys: int, **more: Any) -> Any:
     given = {"batch_size": 2, "q_length": queries, "kv_length": keys, "device": torch.device(DEVICE), "q_offset": 0}
-    return mask_of(masking, **{**given, "mask_function": masking.causal_mask_function, **more})
+    return make_mask(masking, **{**given, "mask_function": masking.causal_mask_function, **more})
 
 
 def test_patterns_are_told_from_functions():
@@ -265,9 +265,9 @@ def test_what_it_cannot_do_is_said(monkeypatch):
     query = torch.randn(1, 1, 4, 16, device=DEVICE)
     layer = torch.nn.Module()
     with pytest.raises(UsageError, match="no weights to return"):
-        transformers_attention.attention_forward(layer, query, query, query, None, output_attentions=True)
+        kernels_transformers.attention_forward(layer, query, query, query, None, output_attentions=True)
     with pytest.raises(UsageError, match="no continuous batching"):
-        transformers_attention.attention_forward(layer, query, query, query, None, cache=object())
+        kernels_transformers.attention_forward(layer, query, query, query, None, cache=object())
     monkeypatch.setattr(masking, "sdpa_mask", lambda batch_size, cache_position: None)
     with pytest.raises(UsageError, match=r"5\.17 or newer: masks of .* do not know where"):
         kernels.register_transformers()
@@ -284,7 +284,7 @@ def test_a_bias_by_position(mask):
     given = {None: None, "booleans": seen[None, None], "numbers": torch.where(seen, 0.0, -1e30)[None, None]}[mask]
     layer = torch.nn.Module()
     layer.is_causal = True  # type: ignore[assignment]
-    found, _ = transformers_attention.attention_forward(layer, query, key, value, given, position_bias=bias)
+    found, _ = kernels_transformers.attention_forward(layer, query, key, value, given, position_bias=bias)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, bias.masked_fill(~seen, -torch.inf))
     torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-4, rtol=1e-4)
 

@@ -26,10 +26,10 @@ def made(*shape, dtype=torch.float32):
 
 
 def assert_is_transposed(x, **options):
-    from nearpeak.kernels.jit import transpose
+    from nearpeak.kernels.transpose import triton as transpose_triton
 
     with kernels.using("require"):
-        actual = transpose.forward(x, **options) if options else kernels.transpose_copy(x)
+        actual = transpose_triton.forward(x, **options) if options else kernels.transpose_copy(x)
     expected = x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
     assert actual.dtype == x.dtype
     assert actual.stride() == expected.stride()
@@ -80,10 +80,10 @@ def test_slices_and_expanded_tensors():
 
 @pytest.mark.parametrize("element_size", [1, 2, 4])
 def test_all_candidates_give_the_same(element_size):
-    from nearpeak.kernels.jit import transpose
+    from nearpeak.kernels.transpose import triton as transpose_triton
 
     x = made(70, 130, dtype={1: torch.int8, 2: torch.bfloat16, 4: torch.float32}[element_size])
-    for config in transpose.candidates(8192, element_size)[::3]:
+    for config in transpose_triton.candidates(8192, element_size)[::3]:
         assert_is_transposed(x, config=config)
 
 

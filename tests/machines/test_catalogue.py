@@ -7,7 +7,7 @@ import pytest
 
 from nearpeak.errors import UnknownMachine
 from nearpeak.machines import catalogue
-from nearpeak.machines.model import Machine
+from nearpeak.machines.machine import Machine
 
 RAW = tomllib.loads(resources.files("nearpeak.machines").joinpath("catalogue.toml").read_text(encoding="utf-8"))
 EACH_MACHINE = pytest.mark.parametrize("machine", catalogue.machines(), ids=lambda machine: machine.id)

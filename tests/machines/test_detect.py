@@ -3,7 +3,7 @@ import types
 
 import pytest
 
-from nearpeak.machines import detect, limits
+from nearpeak.machines import cgroups, detect
 
 INTEL = """\
 processor	: 0
@@ -40,7 +40,7 @@ def tree(tmp_path):
 
 
 def facts(root, cpus):
-    return detect.cpu_facts(root, affinity=cpus, system="Linux")
+    return detect.detect_cpu(root, affinity=cpus, system="Linux")
 
 
 def cache(cpu, index, level, kind, size, shared):
@@ -207,12 +207,12 @@ def test_what_the_system_does_not_tell_is_none(tree):
 
 
 def test_limits_without_control_groups_are_none(tmp_path):
-    assert limits.cpu_limit(tmp_path) is None
-    assert limits.memory_limit(tmp_path) is None
+    assert cgroups.cpu_limit(tmp_path) is None
+    assert cgroups.memory_limit(tmp_path) is None
 
 
 def test_this_machine_has_a_cpu():
-    machine = detect.cpu_facts()
+    machine = detect.detect_cpu()
     assert machine.kind == "cpu"
     assert machine.id.startswith("cpu-")
     assert machine.processors >= 1
@@ -228,7 +228,7 @@ def test_macos_is_asked_through_sysctl(monkeypatch):
         "hw.perflevel0.l2cachesize": "16777216",
     }
     monkeypatch.setattr(detect, "_sysctl", lambda: answers)
-    machine = detect.cpu_facts(system="Darwin")
+    machine = detect.detect_cpu(system="Darwin")
     assert (machine.id, machine.vendor, machine.architecture) == ("cpu-apple-m3-max-14", "apple", "arm64")
     assert machine.memory_bytes == 36 * 2**30
     assert machine.cache_levels == {"L1d": 131072, "L2": 16777216}
@@ -237,7 +237,7 @@ def test_macos_is_asked_through_sysctl(monkeypatch):
 
 
 def test_a_system_that_nobody_knows_still_has_a_machine():
-    machine = detect.cpu_facts(system="Plan9")
+    machine = detect.detect_cpu(system="Plan9")
     assert machine.kind == "cpu"
     assert machine.vector_bits is None
 

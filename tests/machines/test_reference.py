@@ -1,13 +1,13 @@
 import pytest
 
 from nearpeak.bound.expected import CACHED
-from nearpeak.machines.reference import reference
+from nearpeak.machines.reference import reference_efficiency
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_the_table_has_a_point_for_every_kind_in_order_of_size(kind):
-    found = reference(kind)
-    assert {"any", "pointwise", "movement", "reduction", "normalisation", "matrix/compute"} <= set(found.efficiency)
+    found = reference_efficiency(kind)
+    assert {"any", "pointwise", "movement", "reduction", "normalization", "matrix/compute"} <= set(found.efficiency)
     for name, points in found.efficiency.items():
         assert points
         # tensors that are in the cache may be in one before the last level, whose bandwidth is the bound

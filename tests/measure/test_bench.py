@@ -8,19 +8,16 @@ import types
 import pytest
 import torch
 
-import nearpeak.measure.bench as module
 from nearpeak.errors import CaseError, UntrustworthyMeasurement, UsageError
-from nearpeak.machines.model import Achievable, LaunchCost, Machine
-from nearpeak.measure.assess import interval_of
-from nearpeak.measure.bench import CHECK_EVERY, bench, quiet_collector, warm_up
+from nearpeak.machines.machine import Achievable, LaunchCost, Machine
+from nearpeak.measure import bench as module
+from nearpeak.measure.bench import CHECK_EVERY, bench, case_bound, explain, make_timing, quiet_collector, warm_up
 from nearpeak.measure.case import Case
 from nearpeak.measure.options import Options
-from nearpeak.measure.probe import Probe
-from nearpeak.measure.result import explain, limit_of, make_timing
-from nearpeak.measure.rotation import rotating
-from nearpeak.measure.subject import Subject
+from nearpeak.measure.prepared import PreparedCase, Probe, rotating
+from nearpeak.measure.quality import interval_of
 from nearpeak.measure.timing import Block, Conditions
-from nearpeak.work.model import Work
+from nearpeak.ops.work import Work
 
 PROBE = Probe(call_seconds=1e-3, enqueue_seconds=1e-3, memory_growth=0.0, mutated=(), nonfinite=False)
 QUICK = {"cache": "hot", "max_seconds": 0.05, "warmup_seconds": 0}
@@ -64,7 +61,7 @@ class FakeSampler:
 
 
 def fake_subject(values, clock=None, case=None):
-    return Subject(
+    return PreparedCase(
         case=case or Case(len, X, name="made up"),
         probe=PROBE,
         sampler=FakeSampler(values, clock),
@@ -290,7 +287,7 @@ def timed(seconds, work, machine=MACHINE, other=None, kind="cpu", **options):
     subject.sampler.kind = kind
     subject.other_seconds.update(other or {})
     blocks = [Block(seconds=seconds, readings=(seconds,)) for _ in range(12)]
-    return make_timing(subject, blocks, Options(**options), [], limit=limit_of(subject, machine))
+    return make_timing(subject, blocks, Options(**options), [], limit=case_bound(subject, machine))
 
 
 def test_stated_work_gives_a_bound():
@@ -437,8 +434,8 @@ def test_a_misspelt_option_is_refused_before_anything_runs():
 
 
 def test_redrawn_inputs_have_other_values_in_every_block():
-    from nearpeak.measure.redrawn import Redrawn
+    from nearpeak.measure.case import Resampled
 
     seen = []
-    timing = bench(lambda x: seen.append(x[0].item()), Redrawn(lambda seed: torch.full((3,), float(seed))), **QUICK)
+    timing = bench(lambda x: seen.append(x[0].item()), Resampled(lambda seed: torch.full((3,), float(seed))), **QUICK)
     assert sorted(set(seen)) == [float(i) for i in range(len(timing.blocks) + 1)]  # the first draw was probed

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from nearpeak.errors import CaseError
-from nearpeak.measure.case import Case, as_case, describe_error, load
-from nearpeak.measure.redrawn import Redrawn
-from nearpeak.work.model import Work
+from nearpeak.measure.case import Case, Resampled, as_case, describe_error, load
+from nearpeak.ops.work import Work
 
 X, Y, Z = torch.randn(2), torch.randn(3), torch.randn(4)
 
@@ -161,9 +160,9 @@ def test_a_builder_may_return_a_callable_a_tuple_or_a_case(write, returned, resu
     assert case.name == "build"
 
 
-def test_a_case_file_may_import_its_neighbours(write, tmp_path):
-    (tmp_path / "neighbour_of_cases.py").write_text("value = 5\n")
-    write("from neighbour_of_cases import value\ndef build():\n    return lambda: value\n")
+def test_a_case_file_may_import_its_neighbors(write, tmp_path):
+    (tmp_path / "neighbor_of_cases.py").write_text("value = 5\n")
+    write("from neighbor_of_cases import value\ndef build():\n    return lambda: value\n")
     assert load("cases.py:build").build().call() == 5
 
 
@@ -280,18 +279,18 @@ def test_tensors_are_found_in_a_dataclass():
 
 
 def test_a_redrawn_argument_changes_its_values_in_place():
-    case = Case(torch.neg, Redrawn(lambda seed: torch.full((3,), float(seed))))
+    case = Case(torch.neg, Resampled(lambda seed: torch.full((3,), float(seed))))
     (x,) = case.args
-    case.redraw(5)
+    case.resample(5)
     assert case.args[0] is x
     assert case.call().tolist() == [-5.0] * 3
-    assert as_case(case, (), {}, name="renamed").redrawn == case.redrawn
+    assert as_case(case, (), {}, name="renamed").resampled == case.resampled
 
 
 def test_a_redrawn_argument_that_changes_its_shape_is_refused():
-    case = Case(torch.neg, Redrawn(lambda seed: torch.ones(3 + seed)), name="growing")
+    case = Case(torch.neg, Resampled(lambda seed: torch.ones(3 + seed)), name="growing")
     with pytest.raises(CaseError, match=r"growing: a Redrawn input has shape \(3,\) in one draw and \(5,\) in another"):
-        case.redraw(2)
+        case.resample(2)
 
 
 def test_a_file_that_ends_the_program_is_reported(write):

@@ -8,16 +8,14 @@ import types
 import pytest
 import torch
 
-import nearpeak.measure.compare as module
 from nearpeak.errors import CaseError, UntrustworthyMeasurement, UsageError
+from nearpeak.measure import compare as module
 from nearpeak.measure.case import Case
 from nearpeak.measure.compare import MIN_PAIRS, collect_pairs, compare, judge, verdict
-from nearpeak.measure.flags import raise_flag
 from nearpeak.measure.options import Options
-from nearpeak.measure.probe import Probe
+from nearpeak.measure.prepared import PreparedCase, Probe
 from nearpeak.measure.statistics import median, median_interval
-from nearpeak.measure.subject import Subject
-from nearpeak.measure.timing import Block, Conditions
+from nearpeak.measure.timing import Block, Conditions, make_flag
 
 PROBE = Probe(call_seconds=1e-3, enqueue_seconds=1e-3, memory_growth=0.0, mutated=(), nonfinite=False)
 OPTIONS = Options(precision=0.0033, max_seconds=1e9, max_blocks=60)
@@ -40,7 +38,7 @@ class FakeSampler:
 
 
 def fake_subject(draw, name="made up"):
-    return Subject(
+    return PreparedCase(
         case=Case(len, X, name=name),
         probe=PROBE,
         sampler=FakeSampler(draw),
@@ -242,7 +240,7 @@ def fakes(monkeypatch):
 
     def fakes(a, b):
         subjects = fake_subject(a, "first"), fake_subject(b, "second")
-        monkeypatch.setattr(module, "prepare_alike", lambda case_a, case_b, options: subjects)
+        monkeypatch.setattr(module, "prepare_pair", lambda case_a, case_b, options: subjects)
         return subjects
 
     return fakes
@@ -267,7 +265,7 @@ def test_a_drift_that_both_share_is_not_flagged(fakes):
 
 def test_strict_raises_for_the_doubtful_one(fakes):
     subjects = fakes(lambda: 1e-3, lambda: 1e-3)
-    subjects[1].flags.append(raise_flag("CACHE_NOT_COLD", "made up"))
+    subjects[1].flags.append(make_flag("CACHE_NOT_COLD", "made up"))
     with pytest.raises(UntrustworthyMeasurement, match=r"second: grade F\.\n  CACHE_NOT_COLD: made up"):
         compare(len, len, X, strict=True, warmup_seconds=0)
 

@@ -9,20 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nearpeak._records import from_json, to_json
 from nearpeak.errors import EnvironmentProblem, UsageError
+from nearpeak.measure.case import Resampled
 from nearpeak.measure.inputs import (
+    DISTINCT_SAMPLE,
     FLOATING,
-    Redrawn,
+    STATISTICS_SAMPLE,
     Routing,
+    _spread,
     activations,
+    busiest_share,
+    describe,
     routing,
     sequence_lengths,
     token_ids,
     weights,
 )
-from nearpeak.measure.inputs.experts import busiest_share
-from nearpeak.measure.inputs.statistics import DISTINCT_SAMPLE, SAMPLE, InputStatistics, _spread, describe
-from nearpeak.records import from_json, to_json
+from nearpeak.measure.timing import InputStatistics
 
 GENERATORS = {
     "activations": lambda seed, device="cpu": activations(
@@ -277,21 +281,21 @@ def test_statistics_of_a_known_load():
 
 
 def test_many_tokens_are_drawn_in_parts(monkeypatch):
-    monkeypatch.setattr("nearpeak.measure.inputs.experts._SCORES_AT_ONCE", 100)
+    monkeypatch.setattr("nearpeak.measure.inputs._SCORES_AT_ONCE", 100)
     assert_is_a_routing(routing(95, 10, 3, device="cpu"), 95, 10, 3)
 
 
 def test_redrawn_gives_each_block_its_own_inputs():
-    redrawn = Redrawn(lambda seed: activations(8, seed=seed, device="cpu"))
-    assert redrawn.draw(2).equal(redrawn.draw(2))
-    assert not redrawn.draw(2).equal(redrawn.draw(3))
+    resampled = Resampled(lambda seed: activations(8, seed=seed, device="cpu"))
+    assert resampled.draw(2).equal(resampled.draw(2))
+    assert not resampled.draw(2).equal(resampled.draw(3))
 
 
 def test_redrawn_refuses_inputs_that_are_already_drawn():
     with pytest.raises(UsageError, match="function of a seed, found Tensor"):
-        Redrawn(torch.zeros(3))
+        Resampled(torch.zeros(3))
     with pytest.raises(UsageError, match="block is -1"):
-        Redrawn(lambda seed: seed).draw(-1)
+        Resampled(lambda seed: seed).draw(-1)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +412,7 @@ def test_sampled_positions_are_distinct(size):
 
 def test_large_tensors_have_the_statistics_of_their_distribution():
     found = describe(activations(1000, 1000, scale=2.0, device="cpu"))
-    assert found.std == pytest.approx(2, abs=5 * 2 / math.sqrt(SAMPLE))
+    assert found.std == pytest.approx(2, abs=5 * 2 / math.sqrt(STATISTICS_SAMPLE))
     assert found.distinct > 0.99 * DISTINCT_SAMPLE
 
 

@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from nearpeak.machines import catalogue, store
-from nearpeak.machines.model import Achievable
-from nearpeak.measure import ceilings_host
+from nearpeak.calibrate import ceilings
+from nearpeak.machines import calibrations, catalogue
+from nearpeak.machines.machine import Achievable
 from nearpeak.measure.machine import known_machine, this_machine
 
 
@@ -21,7 +21,7 @@ def here(tmp_path, monkeypatch):
         progress("memory: copy")
         return Achievable(how="measured", note="made up", bandwidth=made[-1], matrix={}, vector={"float32": 1e11})
 
-    monkeypatch.setattr(ceilings_host, "calibrate_host", calibrate)
+    monkeypatch.setattr(ceilings, "calibrate_host", calibrate)
     return made
 
 
@@ -106,6 +106,6 @@ def test_a_gpu_that_was_calibrated_is_what_was_measured(here):
     gpu = FakeGpu("NVIDIA H200")
     achievable = Achievable(how="measured", note="", bandwidth=4.2e12, matrix={"bfloat16": 7e14}, vector={})
     measured = dataclasses.replace(catalogue.find("h200-sxm"), achievable=achievable)
-    key = store.Key(device="NVIDIA H200", driver="570.1", torch=torch.__version__)
-    assert isinstance(store.save(measured, key), store.Stored)
+    key = calibrations.CalibrationKey(device="NVIDIA H200", driver="570.1", torch=torch.__version__)
+    assert isinstance(calibrations.save(measured, key), calibrations.Calibration)
     assert known_machine(gpu) == measured

@@ -5,21 +5,20 @@ import time
 import pytest
 import torch
 
+from nearpeak.calibrate import ceilings
 from nearpeak.errors import CaseError, UsageError
 from nearpeak.machines import catalogue
-from nearpeak.measure import ceilings_cuda
 from nearpeak.measure.bench import bench
 from nearpeak.measure.case import Case
 from nearpeak.measure.compare import compare
 from nearpeak.measure.cuda import LONGEST_SPIN_SECONDS, Stage, cuda_device
+from nearpeak.measure.delay_kernel import delay_kernel, triton_missing
 from nearpeak.measure.instrument import can_time_in_graphs, eviction_ratio, profiled_seconds, zero_of
 from nearpeak.measure.machine import known_machine, this_machine
-from nearpeak.measure.probe import probe_cuda
+from nearpeak.measure.prepared import IDLE_SHARE, PROVEN_EVICTION, probe_cuda
 from nearpeak.measure.samplers import STAGE_SECONDS, EventSampler, GraphSampler, RegressionSampler, WallSampler
-from nearpeak.measure.selftest.bench_place import spin_host
-from nearpeak.measure.spin import spin_kernel, triton_missing
+from nearpeak.measure.selftest.experiments import spin_host
 from nearpeak.measure.statistics import median
-from nearpeak.measure.subject import IDLE_SHARE, PROVEN_EVICTION
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +35,7 @@ def spin(device):
     """Occupies the GPU for so many seconds of its own global timer."""
     if triton_missing():
         pytest.skip("needs triton")
-    launch = spin_kernel(device.device)
+    launch = delay_kernel(device.device)
 
     def spin(seconds):
         launch(round(seconds * 1e9))
@@ -369,8 +368,8 @@ def test_a_case_without_tensors_runs_where_its_kernels_run(device):
 
 def test_calibration_finds_sane_figures_and_keeps_them(device, tmp_path, monkeypatch):
     monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(ceilings_cuda, "PRODUCTS", ((4096, 4096, 4096),))
-    monkeypatch.setattr(ceilings_cuda, "SUSTAINED_SECONDS", 0.2)
+    monkeypatch.setattr(ceilings, "GPU_GEMM_SHAPES", ((4096, 4096, 4096),))
+    monkeypatch.setattr(ceilings, "GPU_SUSTAINED_SECONDS", 0.2)
     start = time.perf_counter()
     measured = this_machine(calibrate=True)
     assert time.perf_counter() - start < 60

@@ -13,7 +13,7 @@ from nearpeak.measure.statistics import (
     median_interval,
     modality,
     quantile,
-    signed_rank_centre,
+    signed_rank_center,
     trend,
 )
 
@@ -26,7 +26,7 @@ def slack(rate, draws):
 
 
 def autoregressive(source, n, rho):
-    """Normal values with median 0 whose neighbours correlate by `rho`, from their stationary distribution."""
+    """Normal values with median 0 whose neighbors correlate by `rho`, from their stationary distribution."""
     value = source.gauss(0, 1) / math.sqrt(1 - rho**2)
     values = []
     for _ in range(n):
@@ -125,7 +125,7 @@ def test_one_outlier_does_not_decide_the_correlation():
     assert lag1(spoilt) == pytest.approx(lag1(values), abs=0.03)
 
 
-def test_intervals_are_widened_only_where_neighbours_agree():
+def test_intervals_are_widened_only_where_neighbors_agree():
     source = random.Random(3)
     assert inflation([source.gauss(0, 1) for _ in range(2000)]) < 1.1
     assert inflation([0, 1] * 50) == 1.0
@@ -182,16 +182,16 @@ def test_constant_or_few_values_have_no_trend(values):
 def test_cuts_of_the_signed_rank_interval_are_those_of_the_tables(n, cut, coverage):
     differences = [float(2**i) for i in range(n)]  # all averages of two differ
     averages = sorted((a + b) / 2 for i, a in enumerate(differences) for b in differences[i:])
-    centre = signed_rank_centre(differences)
-    assert centre.interval.low == averages[cut]
-    assert centre.interval.high == averages[-1 - cut]
-    assert centre.interval.confidence == pytest.approx(coverage, abs=1e-5)
-    assert centre.value == median(averages)
+    center = signed_rank_center(differences)
+    assert center.interval.low == averages[cut]
+    assert center.interval.high == averages[-1 - cut]
+    assert center.interval.confidence == pytest.approx(coverage, abs=1e-5)
+    assert center.value == median(averages)
 
 
 def test_few_differences_give_their_range_and_say_how_little_it_covers():
-    centre = signed_rank_centre([1.0, 2.0, 4.0, 8.0])
-    assert centre.interval == Interval(low=1.0, high=8.0, confidence=0.875)
+    center = signed_rank_center([1.0, 2.0, 4.0, 8.0])
+    assert center.interval == Interval(low=1.0, high=8.0, confidence=0.875)
 
 
 @pytest.mark.parametrize("shape", ["normal", "uniform", "double exponential"])
@@ -203,7 +203,7 @@ def test_the_signed_rank_interval_covers_as_often_as_it_says(shape, n):
         "uniform": lambda: source.uniform(-1, 1),
         "double exponential": lambda: source.choice((-1, 1)) * source.expovariate(1),
     }[shape]
-    intervals = [signed_rank_centre([truth + noise() for _ in range(n)]).interval for _ in range(draws)]
+    intervals = [signed_rank_center([truth + noise() for _ in range(n)]).interval for _ in range(draws)]
     covered = sum(interval.low <= truth <= interval.high for interval in intervals) / draws
     assert abs(covered - intervals[0].confidence) <= slack(intervals[0].confidence, draws)
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from nearpeak.errors import CaseError, UntrustworthyMeasurement, UsageError
-from nearpeak.measure import saved
+from nearpeak.measure import results
 from nearpeak.measure import sweep as module
 from nearpeak.measure.bench import bench
 from nearpeak.measure.case import Case, CaseBuilder
 from nearpeak.measure.compare import compare
 from nearpeak.measure.sweep import sweep
 from nearpeak.measure.timing import Block, Comparison, Environment, Sweep, Timing
-from nearpeak.work.model import Work
+from nearpeak.ops.work import Work
 
 ENVIRONMENT = Environment(
     device="Made-up", driver="1", torch="2", python="3.11", nearpeak="0.1.0", date="2026-01-02", threads=2
@@ -77,8 +77,8 @@ def test_a_real_sweep_and_its_file(tmp_path: Path):
     assert result.timings[1].inputs[0].shape == (64, 8)
     assert not result.failures
     assert not result.partial
-    saved.save(result, tmp_path / "sweep.json")
-    assert saved.load_result(tmp_path / "sweep.json") == result
+    results.save(result, tmp_path / "sweep.json")
+    assert results.load_result(tmp_path / "sweep.json") == result
 
 
 def test_the_grid_is_walked_in_order_with_the_last_parameter_fastest(fake_bench):
@@ -222,20 +222,20 @@ def test_a_timing_and_a_comparison_come_back_from_their_files(tmp_path: Path):
     timing = bench(torch.neg, x, **QUICK)
     comparison = compare(torch.neg, torch.abs, x, **QUICK)
     for result in (timing, comparison):
-        saved.save(result, tmp_path / "result.json")
-        assert saved.load_result(tmp_path / "result.json") == result
+        results.save(result, tmp_path / "result.json")
+        assert results.load_result(tmp_path / "result.json") == result
     data = json.loads((tmp_path / "result.json").read_text())
     assert list(data)[:2] == ["nearpeak", "schema"]
     assert data["nearpeak"] == "comparison"
 
 
 def test_loading_needs_no_torch(tmp_path: Path):
-    saved.save(made_up(), tmp_path / "t.json")
+    results.save(made_up(), tmp_path / "t.json")
     code = (
         "import sys\n"
-        "from nearpeak.measure.saved import load_result\n"
-        "from nearpeak.render.timing import text\n"
-        "import nearpeak.render.sweep\n"
+        "from nearpeak.measure.results import load_result\n"
+        "from nearpeak.render.views.timing import text\n"
+        "import nearpeak.render.views.sweep\n"
         "print(text(load_result(sys.argv[1])))\n"
         "assert 'torch' not in sys.modules\n"
     )
@@ -243,7 +243,7 @@ def test_loading_needs_no_torch(tmp_path: Path):
 
 
 def changed(**fields: object) -> str:
-    return json.dumps({**saved.as_json(made_up()), **fields})
+    return json.dumps({**results.as_json(made_up()), **fields})
 
 
 @pytest.mark.parametrize(
@@ -271,19 +271,19 @@ def test_a_foreign_or_damaged_file_is_refused(content, message, tmp_path: Path):
     path = tmp_path / "result.json"
     path.write_text(content)
     with pytest.raises(UsageError) as error:
-        saved.load_result(path)
+        results.load_result(path)
     assert message in str(error.value)
     assert str(path) in str(error.value)
 
 
 def test_a_file_that_cannot_be_read_or_written(tmp_path: Path):
     with pytest.raises(UsageError, match="Cannot read"):
-        saved.load_result(tmp_path / "missing.json")
+        results.load_result(tmp_path / "missing.json")
     with pytest.raises(UsageError, match="Cannot write"):
-        saved.save(made_up(), tmp_path / "missing" / "t.json")
+        results.save(made_up(), tmp_path / "missing" / "t.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not a text file"):
-        saved.load_result(tmp_path / "binary")
+        results.load_result(tmp_path / "binary")
 
 
 def grid(*timings: Timing) -> Sweep:
@@ -293,7 +293,7 @@ def grid(*timings: Timing) -> Sweep:
 def test_against_a_saved_run_point_by_point():
     old = grid(made_up(1e-3, n="1"), made_up(1e-3, n="2"), made_up(1e-3, n="3"))
     new = grid(made_up(1.001e-3, n="1"), made_up(0.5e-3, n="2"), made_up(1e-3, n="4"))
-    result = saved.against(new, old)
+    result = results.compare_to_baseline(new, old)
     assert [(row.point, row.state) for row in result.rows] == [("n=1", "overlap"), ("n=2", "apart")]
     assert result.rows[1].ratio == pytest.approx(0.5)
     assert (result.only_old, result.only_new) == (("n=3",), ("n=4",))
@@ -304,7 +304,7 @@ def test_against_another_environment_or_another_kind_of_time():
     old = made_up(n="1")
     elsewhere = dataclasses.replace(ENVIRONMENT, device="Other", torch="3", date="later")
     new = dataclasses.replace(old, environment=elsewhere, cache="hot")
-    result = saved.against(new, old)
+    result = results.compare_to_baseline(new, old)
     assert result.environment == ("device: Made-up then, Other now", "torch: 2 then, 3 now")
     assert result.rows[0].state == "not comparable"
     assert result.rows[0].reason == "cache cold then, hot now"
@@ -325,4 +325,4 @@ def test_a_comparison_is_no_baseline():
         pairs=20,
     )
     with pytest.raises(UsageError, match="no baseline"):
-        saved.as_sweep(comparison)
+        results.as_sweep(comparison)

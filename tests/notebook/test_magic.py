@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nearpeak import load_ipython_extension
-from nearpeak.diagnose.profile import Profile
 from nearpeak.errors import UsageError
 from nearpeak.measure.timing import Timing
-from nearpeak.notebook.magic import asked_of
+from nearpeak.notebook import parse_magic
+from nearpeak.profiles.profile import Profile
 
 
 class Shell:
@@ -64,7 +64,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
     ],
 )
 def test_options(line: str, fields: dict[str, object]):
-    asked = asked_of(line)
+    asked = parse_magic(line)
     assert {name: getattr(asked, name) for name in fields} == fields
 
 
@@ -85,7 +85,7 @@ def test_options(line: str, fields: dict[str, object]):
 )
 def test_mistakes(line: str, message: str):
     with pytest.raises(UsageError) as raised:
-        asked_of(line)
+        parse_magic(line)
     assert message in str(raised.value)
 
 

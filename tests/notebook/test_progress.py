@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from nearpeak.notebook import progress
+from nearpeak import notebook
 
 
 class Place:
@@ -42,7 +42,7 @@ NOTEBOOK = SimpleNamespace(kernel=object())
 
 
 def test_lines_take_the_place_of_each_other_and_are_gone_at_the_end(places: list[Place], capsys):
-    with progress(NOTEBOOK) as say:
+    with notebook(NOTEBOOK) as say:
         say("warming up")
         say("profiling")
         (place,) = places
@@ -52,27 +52,27 @@ def test_lines_take_the_place_of_each_other_and_are_gone_at_the_end(places: list
 
 
 def test_they_are_gone_after_an_error_too(places: list[Place]):
-    with pytest.raises(KeyboardInterrupt), progress(NOTEBOOK) as say:
+    with pytest.raises(KeyboardInterrupt), notebook(NOTEBOOK) as say:
         say("warming up")
         raise KeyboardInterrupt
     assert places[0].lines[-1]["text/html"] == ""
 
 
 def test_nothing_said_leaves_nothing(places: list[Place]):
-    with progress(NOTEBOOK):
+    with notebook(NOTEBOOK):
         pass
     assert places == []
 
 
 def test_a_line_is_text(places: list[Place]):
-    with progress(NOTEBOOK) as say:
+    with notebook(NOTEBOOK) as say:
         say("</script><img src=x onerror=alert(1)>")
         assert "<img" not in places[0].lines[0]["text/html"]
 
 
 @pytest.mark.parametrize("shell", [None, SimpleNamespace(), SimpleNamespace(kernel=None)])
 def test_on_a_terminal_they_are_lines_on_stderr(places: list[Place], shell, capsys):
-    with progress(shell) as say:
+    with notebook(shell) as say:
         say("warming up")
         say("profiling")
     assert capsys.readouterr() == ("", "warming up\nprofiling\n")

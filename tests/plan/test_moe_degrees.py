@@ -1,8 +1,8 @@
 import pytest
 
 from nearpeak.errors import UsageError
+from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.moe_degrees import DEGREES, MoeLayer, crossover, degrees
-from nearpeak.plan.network.cluster import Cluster
 
 LAYER = MoeLayer(experts=256, active=8, hidden=4096, intermediate=1536)
 H100 = Cluster.of("h100-sxm x 64")
@@ -47,7 +47,7 @@ def test_few_tokens_hit_few_experts() -> None:
     assert pairs(1)[0][0].weight_bytes < pairs(8192)[0][0].weight_bytes / 30
 
 
-def test_many_tokens_favour_expert_and_few_favour_tensor_parallel() -> None:
+def test_many_tokens_favor_expert_and_few_favor_tensor_parallel() -> None:
     # what 44 measured pairs on 2 to 4 GPUs say: tensor parallel decodes faster, expert parallel has the faster prefill
     assert crossover(degrees(LAYER, 8192, H100)) == 2
     for tensor, expert in pairs(64):

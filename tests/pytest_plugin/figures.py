@@ -10,15 +10,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 
 from made_up import profile as tiny  # type: ignore[import-not-found]
 
-from nearpeak.diagnose.finding import Finding
-from nearpeak.diagnose.memory import Memory
-from nearpeak.diagnose.profile import Profile
-from nearpeak.machines.store import Key
-from nearpeak.measure.flags import raise_flag
-from nearpeak.measure.timing import Block, Environment, Timing
-from nearpeak.work.model import Work
+from nearpeak.machines.calibrations import CalibrationKey
+from nearpeak.measure.timing import Block, Environment, Timing, make_flag
+from nearpeak.ops.work import Work
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.memory import PeakMemory
+from nearpeak.profiles.profile import Profile
 
-KEY = Key(device="Toy 1", driver="1.0", torch="2.13.0")
+KEY = CalibrationKey(device="Toy 1", driver="1.0", torch="2.13.0")
 
 FINDING = Finding(
     rule="unfused-norm",
@@ -37,7 +36,7 @@ FINDING = Finding(
 def profile(wall_s: float = 10.0, **changes: object) -> Profile:
     """10 s a step, 9.9 to 10.1; as written 3 s, fused 2 s, ideal 1 s; 2 GiB; one finding of 8 %; grade A."""
     walls = tuple(wall_s * (1 + 0.001 * step) for step in range(-10, 11))
-    memory = Memory(
+    memory = PeakMemory(
         device="cuda:0",
         capacity_bytes=None,
         peak_bytes=2.0 * 2**30,
@@ -52,7 +51,7 @@ def profile(wall_s: float = 10.0, **changes: object) -> Profile:
         "walls": walls,
         "spread": 0.02,
         "matched": 1.0,
-        "modelled_share": 1.0,
+        "modeled_share": 1.0,
         "memory": memory,
         "findings": (FINDING,),
         **changes,
@@ -84,5 +83,5 @@ def timing(**changes: object) -> Timing:
     return dataclasses.replace(made, **changes)
 
 
-DOUBTFUL = (raise_flag("LAUNCH_NOT_HIDDEN", "the device waited"),)
+DOUBTFUL = (make_flag("LAUNCH_NOT_HIDDEN", "the device waited"),)
 """Flags that make a timing's grade F."""

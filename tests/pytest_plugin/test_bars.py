@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.pytest_plugin.bars import Bars, bars_of
+from nearpeak.pytest_plugin.measured_test import Bars, bars_from_markers
 
 
 def bars(**given: object) -> Bars:
-    return bars_of([((), given)])
+    return bars_from_markers([((), given)])
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,15 @@ def test_mistakes(given: dict[str, object], message: str):
 
 def test_positional_arguments_are_a_mistake():
     with pytest.raises(UsageError, match=r"takes names, as in of_bound=0.5, and got 0.5"):
-        bars_of([((0.5,), {})])
+        bars_from_markers([((0.5,), {})])
 
 
 def test_the_nearest_marker_counts():
-    found = bars_of([((), {"of_bound": 0.5}), ((), {"of_bound": 0.2, "step_time": "1 s"})])
+    found = bars_from_markers([((), {"of_bound": 0.5}), ((), {"of_bound": 0.2, "step_time": "1 s"})])
     assert (found.of_bound, found.step_time) == (0.5, 1.0)
     assert found.asked == ("of_bound", "step_time")
 
 
 def test_none_takes_a_bar_of_the_class_back():
-    found = bars_of([((), {"of_bound": None}), ((), {"of_bound": 0.2})])
+    found = bars_from_markers([((), {"of_bound": None}), ((), {"of_bound": 0.2})])
     assert found.asked == ()

@@ -8,9 +8,7 @@ import pytest
 from figures import DOUBTFUL, FINDING, KEY, profile, timing  # type: ignore[import-not-found]
 
 from nearpeak.errors import UsageError
-from nearpeak.pytest_plugin.bars import Bars
-from nearpeak.pytest_plugin.baselines import Baseline
-from nearpeak.pytest_plugin.judge import failure, figure_of, judge, too_low
+from nearpeak.pytest_plugin.measured_test import Bars, Baseline, failure_message, figure_of, grade_too_low, judge
 
 
 def verdict(measured: object, baseline: Baseline | None = None, **bars: object) -> str:
@@ -140,15 +138,15 @@ def test_a_baseline_of_another_kind_of_time_is_not_compared():
 
 
 def test_a_grade_that_is_too_low():
-    assert not too_low(figure_of(profile()), Bars(grade="A"))
-    assert too_low(figure_of(profile(spread=0.1)), Bars(grade="A"))
-    assert not too_low(figure_of(profile(spread=0.1)), Bars(grade="B"))
-    assert too_low(figure_of(timing(flags=DOUBTFUL)), Bars())
+    assert not grade_too_low(figure_of(profile()), Bars(grade="A"))
+    assert grade_too_low(figure_of(profile(spread=0.1)), Bars(grade="A"))
+    assert not grade_too_low(figure_of(profile(spread=0.1)), Bars(grade="B"))
+    assert grade_too_low(figure_of(timing(flags=DOUBTFUL)), Bars())
 
 
 def test_failure_of_a_step_names_its_top_finding():
     judged = judge(profile(), Bars(of_bound=0.5, step_time=5.0, peak_memory=1e12), None)
-    text = failure(profile(), judged).splitlines()
+    text = failure_message(profile(), judged).splitlines()
     assert text[0] == "train.py misses 2 bars:"
     assert [part.split(":")[0] for part in text[1:3]] == ["  of_bound", "  step_time"]
     assert text[3:] == [
@@ -163,13 +161,13 @@ def test_failure_of_a_step_names_its_top_finding():
 
 def test_failure_without_a_finding_says_where_the_time_goes():
     measured = profile(findings=())
-    text = failure(measured, judge(measured, Bars(step_time=5.0)))
+    text = failure_message(measured, judge(measured, Bars(step_time=5.0)))
     assert "No finding. Most is lost to " in text
 
 
 def test_failure_of_a_call():
     measured = timing()
-    assert failure(measured, judge(measured, Bars(step_time=5e-6))).splitlines() == [
+    assert failure_message(measured, judge(measured, Bars(step_time=5e-6))).splitlines() == [
         "softmax misses a bar:",
         "  step_time: 10.00 us [9.90, 10.10], and the bar is 5.00 us.",
         "Measured on Toy 1, grade A.",
@@ -180,5 +178,5 @@ def test_hostile_names_stay_on_one_line_of_plain_text():
     evil = "\x1b[31m</script>\u202e\n" * 50
     finding = dataclasses.replace(FINDING, title=evil, source=evil, rule=evil, remedy=evil)
     measured = profile(source=evil, device=evil, findings=(finding,))
-    text = failure(measured, judge(measured, Bars(step_time=5.0, no_finding_above=0.01)))
+    text = failure_message(measured, judge(measured, Bars(step_time=5.0, no_finding_above=0.01)))
     assert text.isascii() and "\x1b" not in text

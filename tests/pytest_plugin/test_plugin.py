@@ -18,10 +18,10 @@ from figures import DOUBTFUL, KEY, profile, timing  # type: ignore[import-not-fo
 
 import nearpeak.measure.bench
 import nearpeak.measure.machine
-import nearpeak.pytest_plugin.measuring
-from nearpeak.diagnose import run
+import nearpeak.pytest_plugin.measured_test
 from nearpeak.errors import EnvironmentProblem
 from nearpeak.machines import catalogue
+from nearpeak.profiling import run
 
 Run = Callable[..., pytest.RunResult]
 
@@ -154,7 +154,7 @@ def test_a_machine_that_was_never_measured_is_skipped(inner: Run, monkeypatch: p
     result.stdout.fnmatch_lines(["*this machine was never measured*nearpeak machine --calibrate*--nearpeak-calibrate*"])
     inner("of_bound=0.1", "nearpeak_profile(int, on='h100-sxm')").assert_outcomes(passed=1)
     asked = []
-    monkeypatch.setattr("nearpeak.capture.machine.machine", lambda: asked.append(1) or catalogue.find("h100-sxm"))
+    monkeypatch.setattr("nearpeak.calibrate.machine.machine", lambda: asked.append(1) or catalogue.find("h100-sxm"))
     inner("of_bound=0.1", "nearpeak_profile(int)", "--nearpeak-calibrate").assert_outcomes(passed=1)
     assert asked == [1]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nearpeak.bound.estimate import Coverage, Estimate, EstimatedOp
-from nearpeak.machines.model import Achievable, Machine, Theoretical
-from nearpeak.work.model import Work
+from nearpeak.machines.machine import Achievable, Machine, Theoretical
+from nearpeak.ops.work import Work
 
 
 def machine(cache_bandwidth: float | None = None) -> Machine:
@@ -66,7 +66,7 @@ def copy(**fields: object) -> EstimatedOp:
     return op(**{"name": "aten.clone.default", **facts, "engine": "", "dtype": "", **fields})
 
 
-def estimate(ops: list[EstimatedOp], unmodelled: dict[str, int] | None = None, **fields: object) -> Estimate:
+def estimate(ops: list[EstimatedOp], unmodeled: dict[str, int] | None = None, **fields: object) -> Estimate:
     return Estimate(
         **{
             "machine": "toy",
@@ -78,7 +78,7 @@ def estimate(ops: list[EstimatedOp], unmodelled: dict[str, int] | None = None, *
             "work": Work(flops={"bfloat16": 4e9}, bytes_read=8e6, bytes_written=4e6),
             "ops": tuple(ops),
             "groups": (),
-            "coverage": Coverage(formula=len(ops), operands=0, none=0, seconds_share=1.0, unmodelled=unmodelled or {}),
+            "coverage": Coverage(formula=len(ops), operands=0, none=0, seconds_share=1.0, unmodeled=unmodeled or {}),
             **fields,
         }
     )

@@ -1,8 +1,8 @@
 import csv
 import io
 
-from nearpeak.render.document import Document, Listing, Paragraph, Picture, Table, csv_text, markdown, text
-from nearpeak.render.style import Style
+from nearpeak.render.document import CodeBlock, Document, Paragraph, Picture, Table, csv_text, markdown, text
+from nearpeak.render.text import Style
 
 MADE = Document(
     title="A plan",
@@ -28,9 +28,9 @@ def test_text_has_bars_and_no_pictures():
     assert shown.splitlines()[0] == "A plan"
 
 
-def test_colours_only_where_they_are_asked_for():
+def test_colors_only_where_they_are_asked_for():
     assert "\x1b" not in text(MADE)
-    assert "\x1b[31mDoes not fit.\x1b[0m" in text(MADE, Style(colour=True))
+    assert "\x1b[31mDoes not fit.\x1b[0m" in text(MADE, Style(color=True))
 
 
 def test_long_texts_are_cut_and_numbers_are_not():
@@ -70,7 +70,7 @@ def test_markdown_is_escaped():
 
 
 def test_listings_keep_their_lines():
-    listing = Listing(text="def add(x, y):\n    return x + y\x1b[31m\n", language="python")
+    listing = CodeBlock(text="def add(x, y):\n    return x + y\x1b[31m\n", language="python")
     document = Document(title="A script", parts=(listing,), is_story=True)
     assert text(document).endswith("\n\n    def add(x, y):\n        return x + y\\x1b[31m")
     assert "```python\ndef add(x, y):\n    return x + y" in markdown(document)

@@ -18,9 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pytest_plugin"))
 from figures import timing  # type: ignore[import-not-found]
 from synthetic import profile  # type: ignore[import-not-found]
 
-from nearpeak.diagnose.waterfall import waterfall
-from nearpeak.measure.flags import Flag
-from nearpeak.measure.timing import Environment
+from nearpeak.measure.timing import Environment, Flag
+from nearpeak.profiles.waterfall import build_waterfall
 
 HOSTILE = [
     "</script><img src=x onerror=alert(1)>",
@@ -119,7 +118,7 @@ def test_long_names_do_not_make_it_large(make: Callable[[str], object]):
 
 
 @pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
-def test_it_has_no_colour_of_its_own_and_loads_nothing(make: Callable[[str], object]):
+def test_it_has_no_color_of_its_own_and_loads_nothing(make: Callable[[str], object]):
     fragment = make("name")._repr_html_()
     assert "currentColor" in fragment
     assert not re.search(r"url\(|https?:|<script|<style|<link|\bon\w+=|#[0-9a-f]{3}|[^-]color:(?!inherit)", fragment)
@@ -161,7 +160,7 @@ def test_each_bar_begins_where_the_one_before_ended():
 
 def test_a_part_below_zero_is_called_wrong_and_has_no_bar():
     made = profile()
-    wrong = waterfall(wall_s=10.0, ideal_s=5.0, fused_s=6.0, as_written_s=7.0, modelled_s=3.0, kernel_s=3.0)
+    wrong = build_waterfall(wall_s=10.0, ideal_s=5.0, fused_s=6.0, as_written_s=7.0, modeled_s=3.0, kernel_s=3.0)
     fragment = dataclasses.replace(made, wall_s=10.0, waterfall=wrong)._repr_html_()
     assert "below zero: a bound of nearpeak's is wrong" in Reader(fragment).text
     assert len(bars(fragment)) == 6

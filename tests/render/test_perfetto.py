@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent / "html"))
 
 from synthetic import profile  # type: ignore[import-not-found]
 
-from nearpeak.diagnose.profile import DeviceKernel
 from nearpeak.errors import UsageError
+from nearpeak.profiles.profile import DeviceKernel
 from nearpeak.render.perfetto import trace_json
 
 
@@ -37,7 +37,7 @@ def test_every_kernel_is_there_with_what_is_known_of_its_op():
         assert args["measured_us"] == pytest.approx(1e6 * op.measured_s, abs=1e-3)
         assert event["ts"] == pytest.approx(1e6 * span.start_s, abs=1e-3)
         assert event["dur"] == pytest.approx(1e6 * span.seconds, abs=2e-3)
-        if op.modelled:
+        if op.modeled:
             assert args["lost_us"] == pytest.approx(1e6 * op.lost_s, abs=1e-3)
             assert args["bound_us"] == pytest.approx(1e6 * op.bound_s, abs=1e-3)
             assert args["limiter"] == op.limiter

@@ -16,8 +16,8 @@ from synthetic import profile  # type: ignore[import-not-found]
 import nearpeak
 from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.render import report
-from nearpeak.render.profile import text
-from nearpeak.render.report import ENDINGS, Choices, check_name, content, format_of, write
+from nearpeak.render.report import ENDINGS, ReportOptions, check_path, content, format_of, write
+from nearpeak.render.views.profile import text
 
 BEGINNINGS = {
     "html": b"<!DOCTYPE html>",
@@ -52,60 +52,60 @@ def test_names_are_read_whatever_their_case(name, form):
 @pytest.mark.parametrize("name", ["run", "run.doc", "html", "run.gz", "run.html.gz"])
 def test_another_name_is_refused_with_those_that_are_known(name):
     with pytest.raises(UsageError, match=r"\.html, \.md, \.csv"):
-        check_name(name)
+        check_path(name)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UsageError, match="there is no folder"):
-        check_name(tmp_path / "no" / "run.html")
+        check_path(tmp_path / "no" / "run.html")
     (tmp_path / "x.html").mkdir()
     with pytest.raises(UsageError, match="it is a folder"):
-        check_name(tmp_path / "x.html")
+        check_path(tmp_path / "x.html")
 
 
 def test_a_png_without_pillow_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="nearpeak\\[png\\]"):
-        check_name("run.png")
-    check_name("run.svg")
+        check_path("run.png")
+    check_path("run.svg")
 
 
 def test_a_profile_saves_itself_in_any_format(tmp_path):
     made = profile(60)
     made.save(tmp_path / "run.html")
-    assert (tmp_path / "run.html").read_bytes() == content(made, "html", Choices())
+    assert (tmp_path / "run.html").read_bytes() == content(made, "html", ReportOptions())
     made.save(str(tmp_path / "run.json.gz"))
     assert nearpeak.load(tmp_path / "run.json.gz") == made
 
 
 def test_equal_profiles_give_equal_files():
     for form in BEGINNINGS:
-        assert content(profile(60), form, Choices()) == content(profile(60), form, Choices())
+        assert content(profile(60), form, ReportOptions()) == content(profile(60), form, ReportOptions())
 
 
 def test_choices_reach_every_format_that_has_them():
     made = profile(60)
     found = made.findings[1:]
-    choices = Choices(findings=found, by="module", top=2)
+    choices = ReportOptions(findings=found, by="module", top=2)
     assert content(made, "text", choices).decode() == text(made, 2, "module", findings=found) + "\n"
     for form in ("html", "markdown", "text", "perfetto", "svg"):
         assert b"unfused-norm" not in content(made, form, choices)
-        assert b"unfused-norm" in content(made, form, Choices())
-    assert b"Roofline" in content(made, "svg", Choices(picture="roofline"))
-    assert content(made, "png", Choices(dark=True)) != content(made, "png", Choices())
+        assert b"unfused-norm" in content(made, form, ReportOptions())
+    assert b"Roofline" in content(made, "svg", ReportOptions(picture="roofline"))
+    assert content(made, "png", ReportOptions(dark=True)) != content(made, "png", ReportOptions())
 
 
 def test_half_a_character_in_a_name_is_no_error():
     made = dataclasses.replace(profile(10, name="{}\ud800"))
     for form in BEGINNINGS:
-        content(made, form, Choices())
+        content(made, form, ReportOptions())
 
 
 def test_a_large_profile_is_written_in_seconds():
     made = profile(30_000)
     for form in ("html", "csv", "perfetto", "markdown"):
         began = time.perf_counter()
-        content(made, form, Choices())
+        content(made, form, ReportOptions())
         assert time.perf_counter() - began < 4.0, form
 
 

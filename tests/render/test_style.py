@@ -1,6 +1,6 @@
 import pytest
 
-from nearpeak.render.style import Style
+from nearpeak.render.text import Style
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ def test_plain_bars_are_ascii():
     assert Style().bar(0.2) == ""
 
 
-def test_nothing_is_painted_without_colour():
+def test_nothing_is_painted_without_color():
     assert Style().paint("x", "red") == "x"
-    assert Style(colour=True).paint("", "red") == ""
-    assert Style(colour=True).paint("x", "bold") == "\x1b[1mx\x1b[0m"
+    assert Style(color=True).paint("", "red") == ""
+    assert Style(color=True).paint("x", "bold") == "\x1b[1mx\x1b[0m"

@@ -1,6 +1,6 @@
 import pytest
 
-from nearpeak.render.table import table
+from nearpeak.render.text import table
 
 
 def test_the_first_column_is_left_and_the_others_right():

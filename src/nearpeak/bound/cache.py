@@ -13,7 +13,7 @@ The model serves a lower bound, so wherever it cannot know, it assumes the case 
 * How much room a storage takes (`least`) and how much of it can be hit (`most`) are kept apart, because accesses name
   no addresses: two slices written one after the other may be the same slice (room for one) or not (both can be hit).
 
-One access evicts at most what was admitted before it: the time per access is constant, amortised.
+One access evicts at most what was admitted before it: the time per access is constant, amortized.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from nearpeak.work.cost import Access
-from nearpeak.work.op import Storage
+from nearpeak.ops.cost import Access
+from nearpeak.ops.op import Storage
 
 _Entry = list[float]
 """Of one storage: `least`, `most`, and how many of its bytes are dirty. A list, since one is made for every result."""

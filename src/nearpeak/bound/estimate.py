@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nearpeak import forms
-from nearpeak.bound.dependencies import touches_in
-from nearpeak.bound.expected import expect
+from nearpeak.bound.dataflow import touches_in
+from nearpeak.bound.expected import expected_times
 from nearpeak.bound.floors import group_times, ideal_seconds, written_times
-from nearpeak.bound.fusion import Group, groups
+from nearpeak.bound.fusion import FusionGroup, fusion_groups
+from nearpeak.bound.roofline import Ceilings, limiting_resource
 from nearpeak.bound.tiles import Tiling, tiling
-from nearpeak.bound.times import Ceilings, roof
-from nearpeak.machines.model import Machine
+from nearpeak.machines.machine import Machine
+from nearpeak.ops.cost import Cost, costs_of
+from nearpeak.ops.fast_init import fast_init, positional_constructor
+from nearpeak.ops.low_gc import low_gc
+from nearpeak.ops.op import Op, Phase, Trace
+from nearpeak.ops.op_classes import classify_ops
+from nearpeak.ops.work import Work
 from nearpeak.units import seconds
-from nearpeak.work.alike import alike
-from nearpeak.work.cost import Cost, costs_of
-from nearpeak.work.garbage import rarely_collected
-from nearpeak.work.model import Work
-from nearpeak.work.op import Op, Phase, Trace
-from nearpeak.work.quick import maker, quick
 
 
-@quick
+@fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedOp:
     """One op of an estimate. `seconds` is its bound: no run of it on the machine is faster."""
@@ -61,7 +61,7 @@ class Coverage:
     none: int
     seconds_share: float
     """Time of ops with a formula over the time of all."""
-    unmodelled: Mapping[str, int]
+    unmodeled: Mapping[str, int]
     """Operators without a formula, and how often they ran."""
 
 
@@ -81,7 +81,7 @@ class Estimate:
     """Parameters, inputs and results cross memory once; all FLOPs at the matrix rate."""
     work: Work
     ops: tuple[EstimatedOp, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[FusionGroup, ...]
     coverage: Coverage
     truncated: bool = False
     notes: tuple[str, ...] = ()
@@ -117,21 +117,21 @@ class Estimate:
 
 def estimate_trace(trace: Trace, machine: Machine, *, ceilings: Ceilings = "achievable") -> Estimate:
     """The bounds of a trace on a machine."""
-    with rarely_collected():
+    with low_gc():
         return _estimate(trace, machine, ceilings)
 
 
 def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
-    kinds = alike(trace.ops)
+    kinds = classify_ops(trace.ops)
     costs = costs_of(trace.ops, kinds)
     touches = touches_in(trace, costs, kinds)
     written = written_times(trace, costs, machine, ceilings, touches)
-    bounds = [roof(times) for times in written]
-    fusion = groups(trace, costs, touches)
+    bounds = [limiting_resource(times) for times in written]
+    fusion = fusion_groups(trace, costs, touches)
     reached = written
     if ceilings != "achievable" and machine.achievable is not None:
         reached = written_times(trace, costs, machine, "achievable", touches)
-    expectation = expect(trace, costs, reached, machine, kinds)
+    expectation = expected_times(trace, costs, reached, machine, kinds)
     facts = [
         _facts(trace.ops[index], costs[index], machine, found)
         for index, found in zip(kinds.firsts, kinds.found, strict=True)
@@ -232,7 +232,7 @@ def _estimated(op: Op, facts: _Facts, bound: tuple[float, str], expected: float 
     )
 
 
-_make_estimated = maker(EstimatedOp)
+_make_estimated = positional_constructor(EstimatedOp)
 
 
 def _total(facts: Sequence[_Facts], kinds: Sequence[int]) -> Work:
@@ -252,20 +252,20 @@ def _total(facts: Sequence[_Facts], kinds: Sequence[int]) -> Work:
 
 def _coverage(ops: tuple[EstimatedOp, ...]) -> Coverage:
     counts = {"formula": 0, "operands": 0, "none": 0}
-    unmodelled: dict[str, int] = {}
-    modelled = total = 0.0
+    unmodeled: dict[str, int] = {}
+    modeled = total = 0.0
     for op in ops:
         counts[op.model] += 1
         total += op.seconds
         if op.model == "formula":
-            modelled += op.seconds
+            modeled += op.seconds
         else:
-            unmodelled[op.name] = unmodelled.get(op.name, 0) + 1
-    share = modelled / total if total else 1.0
+            unmodeled[op.name] = unmodeled.get(op.name, 0) + 1
+    share = modeled / total if total else 1.0
     return Coverage(
         formula=counts["formula"],
         operands=counts["operands"],
         none=counts["none"],
         seconds_share=share,
-        unmodelled=unmodelled,
+        unmodeled=unmodeled,
     )

@@ -16,15 +16,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nearpeak.bound.times import Four, roof
-from nearpeak.machines.model import Machine, Reached
-from nearpeak.machines.reference import reference
-from nearpeak.work.alike import Alike, alike
-from nearpeak.work.cost import Cost
-from nearpeak.work.op import Op, Trace
-from nearpeak.work.tensor import Tensor
+from nearpeak.bound.roofline import ResourceSeconds, limiting_resource
+from nearpeak.machines.machine import EfficiencyPoint, Machine
+from nearpeak.machines.reference import reference_efficiency
+from nearpeak.ops.cost import Cost
+from nearpeak.ops.op import Op, Trace
+from nearpeak.ops.op_classes import OpClasses, classify_ops
+from nearpeak.ops.tensor import Tensor
 
-Efficiency = Mapping[str, Sequence[Reached]]
+Efficiency = Mapping[str, Sequence[EfficiencyPoint]]
 CACHED = "/cached"
 """Ends the name of a kind whose operands were in the cache when it was measured."""
 NEAR_RIDGE = 2.0
@@ -52,12 +52,12 @@ class Expectation:
         return ops + self.start if ops else 0.0
 
 
-def expect(
+def expected_times(
     trace: Trace,
     costs: Sequence[Cost],
-    times: Sequence[Four],
+    times: Sequence[ResourceSeconds],
     machine: Machine,
-    kinds: Alike | None = None,
+    kinds: OpClasses | None = None,
 ) -> Expectation:
     """What good kernels take for the ops as written.
 
@@ -70,13 +70,13 @@ def expect(
     efficiency: Efficiency = machine.achievable.efficiency
     measured_on = machine.id
     if not efficiency:
-        known = reference(machine.kind)
+        known = reference_efficiency(machine.kind)
         efficiency, measured_on = known.efficiency, known.machine
     launch = machine.achievable.launch
     least = launch.host_call or 0.0 if machine.kind == "cpu" else 0.0
-    found: dict[tuple[int, Four], float | None] = {}
+    found: dict[tuple[int, ResourceSeconds], float | None] = {}
     seconds = []
-    for index, key in enumerate(zip((kinds or alike(trace.ops)).kinds, times, strict=True)):
+    for index, key in enumerate(zip((kinds or classify_ops(trace.ops)).kinds, times, strict=True)):
         value = found.get(key, math.nan)
         if value is math.nan:
             value = expected_seconds(trace.ops[index], costs[index], key[1], efficiency)
@@ -114,7 +114,7 @@ def _kinds(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
         if "backward" in op.packet:
             yield f"{cost.family}/backward"
     elif cost.family in ("pointwise", "movement"):
-        order = _order(op)
+        order = _access_order(op)
         if order:
             yield f"{op.packet}/{order}"
             yield f"{cost.family}/{order}"
@@ -123,32 +123,34 @@ def _kinds(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
     yield "any"
 
 
-def expected_seconds(op: Op, cost: Cost, times: Four, efficiency: Efficiency) -> float | None:
+def expected_seconds(op: Op, cost: Cost, times: ResourceSeconds, efficiency: Efficiency) -> float | None:
     """Seconds that a good kernel takes; 0 for what costs nothing, None where nothing like it was measured.
 
     A product near the ridge is limited by both memory and compute: the longer counts, each with what is reached of it.
     """
-    bound_seconds, limiter = roof(times)
+    bound_seconds, limiter = limiting_resource(times)
     if bound_seconds <= 0.0:
         return 0.0
-    value = _reached(op, cost, bound_seconds, limiter, efficiency)
+    value = _expected_from_kinds(op, cost, bound_seconds, limiter, efficiency)
     if value is not None and cost.family == "matrix":
         memory, cache, compute, _ = times
         other = ("memory", max(memory, cache)) if limiter == "compute" else ("compute", compute)
         if other[1] > bound_seconds / NEAR_RIDGE:
-            value = max(value, _reached(op, cost, other[1], other[0], efficiency) or 0.0)
+            value = max(value, _expected_from_kinds(op, cost, other[1], other[0], efficiency) or 0.0)
     return value
 
 
-def _reached(op: Op, cost: Cost, bound_seconds: float, limiter: str, efficiency: Efficiency) -> float | None:
+def _expected_from_kinds(
+    op: Op, cost: Cost, bound_seconds: float, limiter: str, efficiency: Efficiency
+) -> float | None:
     for kind in kinds_of(op, cost, limiter):
         points = efficiency.get(kind)
         if points:
-            return at(points, bound_seconds)
+            return interpolate(points, bound_seconds)
     return None
 
 
-def at(points: Sequence[Reached], bound_seconds: float) -> float:
+def interpolate(points: Sequence[EfficiencyPoint], bound_seconds: float) -> float:
     """The time that belongs to a bound.
 
     >>> points = (Reached(bound_seconds=1e-6, ratio=4.0), Reached(bound_seconds=1e-4, ratio=1.0))
@@ -165,7 +167,7 @@ def at(points: Sequence[Reached], bound_seconds: float) -> float:
     return bound_seconds * math.exp((1 - share) * math.log(low.ratio) + share * math.log(high.ratio))
 
 
-def _order(op: Op) -> str:
+def _access_order(op: Op) -> str:
     """How an op goes through its tensors: "" all in one order, "permuted" by whole rows, "transposed" by elements.
 
     Where rows are permuted or an operand is broadcast, the last dimension is still contiguous in all of them.

@@ -21,30 +21,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nearpeak.bound.cache import Residency, distinct
-from nearpeak.bound.dependencies import Touches, touches_in
-from nearpeak.bound.fusion import Group, does_anything
-from nearpeak.bound.times import Ceilings, Four, Stream, Times
-from nearpeak.machines.model import Machine
-from nearpeak.work.cost import Cost
-from nearpeak.work.op import Op, Trace
-from nearpeak.work.quick import quick
+from nearpeak.bound.dataflow import Touches, touches_in
+from nearpeak.bound.fusion import FusionGroup, does_anything
+from nearpeak.bound.roofline import Ceilings, KernelBound, KernelStream, ResourceSeconds
+from nearpeak.machines.machine import Machine
+from nearpeak.ops.cost import Cost
+from nearpeak.ops.fast_init import fast_init
+from nearpeak.ops.op import Op, Trace
 
 
-@quick
+@fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpBound(Times):
+class OpBound(KernelBound):
     """One op at its own roofline."""
 
     index: int
     cost: Cost
 
 
-@quick
+@fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupBound(Times):
+class GroupBound(KernelBound):
     """One group as one kernel."""
 
-    group: Group
+    group: FusionGroup
 
 
 def as_written(
@@ -75,9 +75,9 @@ def written_times(
     ceilings: Ceilings,
     touches: Sequence[Touches],
     residency: Residency | None = None,
-) -> list[Four]:
+) -> list[ResourceSeconds]:
     """What `as_written` is made of, without the objects."""
-    stream = Stream(trace, machine, ceilings, residency)
+    stream = KernelStream(trace, machine, ceilings, residency)
     dead = _dead_after(trace, touches, None)
     found = []
     for index, cost in enumerate(costs):
@@ -96,7 +96,7 @@ def written_times(
 def group_bounds(
     trace: Trace,
     costs: Sequence[Cost],
-    grouped: Sequence[Group],
+    grouped: Sequence[FusionGroup],
     machine: Machine,
     *,
     ceilings: Ceilings = "achievable",
@@ -110,13 +110,13 @@ def group_bounds(
 def group_times(
     trace: Trace,
     costs: Sequence[Cost],
-    grouped: Sequence[Group],
+    grouped: Sequence[FusionGroup],
     machine: Machine,
     ceilings: Ceilings,
     touches: Sequence[Touches],
-) -> list[Four]:
+) -> list[ResourceSeconds]:
     """What `group_bounds` is made of, without the objects."""
-    stream = Stream(trace, machine, ceilings)
+    stream = KernelStream(trace, machine, ceilings)
     dead = _dead_after(trace, touches, [group.members for group in grouped])
     unknown = _unknown(costs)
     found = []
@@ -138,7 +138,7 @@ def _unknown(costs: Sequence[Cost]) -> frozenset[int]:
     return frozenset(index for index, cost in enumerate(costs) if cost.model != "formula" and cost.family != "view")
 
 
-def _may_hold(stream: Stream, op: Op) -> None:
+def _may_hold(stream: KernelStream, op: Op) -> None:
     """Whatever an op touches may be in the cache after it."""
     for tensor in (*op.inputs, *op.written):
         stream.residency.may_hold(tensor.storage, tensor.bytes)
@@ -147,7 +147,7 @@ def _may_hold(stream: Stream, op: Op) -> None:
 def fused_seconds(
     trace: Trace,
     costs: Sequence[Cost],
-    grouped: Sequence[Group],
+    grouped: Sequence[FusionGroup],
     machine: Machine,
     *,
     ceilings: Ceilings = "achievable",
@@ -167,7 +167,7 @@ def ideal_seconds(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceil
     return ideal(trace, costs, machine, ceilings=ceilings).seconds
 
 
-def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ceilings = "achievable") -> Times:
+def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ceilings = "achievable") -> KernelBound:
     """What is left when the whole step is one kernel: no intermediate, no launch, all work at the best rate.
 
     Of a storage that was there before, the largest single read counts, unless it was written first, or an op without a
@@ -176,7 +176,7 @@ def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ce
     """
     read: dict[int, float] = {}
     written: dict[int, float] = {}
-    stream = Stream(trace, machine, ceilings)
+    stream = KernelStream(trace, machine, ceilings)
     storages = trace.storages
     before = {storage for storage, known in storages.items() if known.kind != "intermediate"}
     for index in _unknown(costs):
@@ -200,14 +200,14 @@ def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ce
     reads = sum(read.values())
     warm = min(reads, stream.residency.capacity_bytes) if trace.guessed_storages else 0.0
     results = sum(size for storage, size in written.items() if storage in trace.results)
-    return Times(
+    return KernelBound(
         memory_seconds=(reads - warm + max(results - stream.residency.capacity_bytes, 0.0)) / stream.limits.bandwidth,
         cache_seconds=(reads + results) / stream.cache_bandwidth,
         compute_seconds=max(matrix_seconds, vector_seconds),
     )
 
 
-def _named(times: Four) -> dict[str, float]:
+def _named(times: ResourceSeconds) -> dict[str, float]:
     memory, cache, compute, launch = times
     return {
         "memory_seconds": memory,

@@ -1,13 +1,20 @@
-"""`groups`: the ops of a trace regrouped so that intermediates that need not reach memory do not.
+"""`written_out`: attention that was written as product, softmax and product, found in a trace.
+
+From each softmax the search goes back along the largest operand to a product, and on to the product that reads the
+result, through ops that can run inside a kernel (scale, mask, cast, dropout). It is attention only if nobody outside
+touches a storage on that way, and none is a result: probabilities that autograd keeps for backward have to be written.
+A softmax that is itself spelled out as maximum, exponential and sum is not recognized.
+
+`groups`: the ops of a trace regrouped so that intermediates that need not reach memory do not.
 
 Which ops share a group, and so one kernel:
 
 * pointwise ops, copies and casts, creation and random numbers, in chains and trees; views are free and go with the op
   that wrote what they view;
-* reductions, normalisations and losses with such neighbours before and after them;
-* one matrix product, convolution or attention with such neighbours (prologue and epilogue), but no reduction;
+* reductions, normalizations and losses with such neighbors before and after them;
+* one matrix product, convolution or attention with such neighbors (prologue and epilogue), but no reduction;
 * attention written out: product, pointwise ops and a softmax, product, where nobody else wants what lies between
-  (found in `nearpeak.bound.attention`).
+  (found in `nearpeak.bound.fusion`).
 
 A group stays within one phase, so what autograd saves for backward stays written. It is executable: no path leads
 from a member to a member through an op outside. Ops merge along a storage that one writes and the other reads, and
@@ -19,34 +26,105 @@ merge that would do no harm; it never allows one that would, and it costs no sea
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter
 
-from nearpeak.bound.attention import written_out
 from nearpeak.bound.cache import distinct
-from nearpeak.bound.dependencies import CHAINED, Touches, touches_in
-from nearpeak.work.cost import Access, Cost, Family
-from nearpeak.work.op import Trace
-from nearpeak.work.quick import maker, quick
+from nearpeak.bound.dataflow import CHAINED, Touches, touches_in
+from nearpeak.ops.cost import Access, Cost, Family
+from nearpeak.ops.fast_init import fast_init, positional_constructor
+from nearpeak.ops.op import Trace
 
-REDUCING: frozenset[Family] = frozenset({"reduction", "normalisation", "loss"})
+MAX_ATTENTION_HOPS = 32
+
+
+def find_unfused_attention(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches]) -> dict[int, int]:
+    """The first product of the attention that an op belongs to, by the op's index."""
+    softmaxes = [
+        index
+        for index, (op, cost) in enumerate(zip(trace.ops, costs, strict=True))
+        if cost.family == "normalization" and "softmax" in op.name and not ("backward" in op.name or "log" in op.name)
+    ]
+    if not softmaxes:
+        return {}
+    search = _AttentionSearch(trace, costs, touches)
+    found: dict[int, int] = {}
+    for softmax in softmaxes:
+        members = search.around(softmax)
+        if members and not any(member in found for member in members):
+            found.update(dict.fromkeys(members, min(members)))
+    return found
+
+
+class _AttentionSearch:
+    def __init__(self, trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches]) -> None:
+        self.trace = trace
+        self.costs = costs
+        self.users: dict[int, list[int]] = {}
+        self.writers: dict[int, list[int]] = {}
+        for index, touched in enumerate(touches):
+            for storage in dict.fromkeys((*touched.reads, *touched.writes)):
+                self.users.setdefault(storage, []).append(index)
+            for storage in touched.writes:
+                self.writers.setdefault(storage, []).append(index)
+
+    def around(self, softmax: int) -> set[int]:
+        """All members, or none."""
+        members, path = {softmax}, set[int]()
+        for forward in (False, True):
+            at = softmax
+            for _ in range(MAX_ATTENTION_HOPS):
+                step = self._step(at, forward)
+                if step is None:
+                    return set()
+                at, storage = step
+                members.add(at)
+                path.add(storage)
+                if self.costs[at].family == "matrix":
+                    break
+            else:
+                return set()
+        if any(user not in members for storage in path for user in self.users[storage]):
+            return set()
+        return members
+
+    def _step(self, at: int, forward: bool) -> tuple[int, int] | None:
+        accesses: Sequence[Access] = self.costs[at].writes if forward else self.costs[at].reads
+        for access in sorted(accesses, key=lambda access: -access.bytes):
+            known = self.trace.storages.get(access.storage)
+            if known is None or known.kind != "intermediate" or access.storage in self.trace.results:
+                continue
+            ops = (self.users if forward else self.writers).get(access.storage, [])
+            position = bisect_right(ops, at) if forward else bisect_left(ops, at) - 1
+            if not 0 <= position < len(ops):
+                continue
+            other = ops[position]
+            family = self.costs[other].family
+            same_phase = self.trace.ops[other].phase == self.trace.ops[at].phase
+            if same_phase and (family == "matrix" or family in CHAINED):
+                return other, access.storage
+        return None
+
+
+REDUCING: frozenset[Family] = frozenset({"reduction", "normalization", "loss"})
 ANCHORS: frozenset[Family] = frozenset({"matrix", "convolution", "attention"})
-CENTRES: tuple[Family, ...] = (
-    *("attention", "matrix", "convolution", "normalisation", "loss", "reduction"),
+CENTERS: tuple[Family, ...] = (
+    *("attention", "matrix", "convolution", "normalization", "loss", "reduction"),
     *("pointwise", "random", "movement", "creation"),
 )
 """A group is named after the first of these that it has."""
-NEIGHBOURS = CHAINED | REDUCING
-MOST_NEIGHBOURS = 64
+NEIGHBORS = CHAINED | REDUCING
+MAX_NEIGHBORS = 64
 """Groups with more groups before or after them do not grow: no kernel has that many operands, and the work per merge
 stays bounded."""
 
 
-@quick
+@fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FusionGroup:
     """Ops that run as one kernel, and what still crosses its border."""
 
     members: tuple[int, ...]
@@ -63,15 +141,17 @@ class Group:
     """Whether it does anything: a view alone does not."""
 
 
-def groups(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches] | None = None) -> tuple[Group, ...]:
+def fusion_groups(
+    trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches] | None = None
+) -> tuple[FusionGroup, ...]:
     """The groups of a trace, each op in exactly one, in an order in which they can run.
 
     `touches` are those of `touches_in`, for a caller that has them.
     """
     if touches is None:
         touches = touches_in(trace, costs)
-    merged = _Merging(trace, costs)
-    merged.run(touches, written_out(trace, costs, touches))
+    merged = _Merger(trace, costs)
+    merged.run(touches, find_unfused_attention(trace, costs, touches))
     members: dict[int, list[int]] = {}
     for index in range(len(trace.ops)):
         members.setdefault(merged.root(index), []).append(index)
@@ -82,7 +162,7 @@ def groups(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches] | Non
     )
 
 
-class _Merging:
+class _Merger:
     """Groups while they form: a forest over op indices, the root of each tree with the facts of its group."""
 
     def __init__(self, trace: Trace, costs: Sequence[Cost]) -> None:
@@ -97,9 +177,7 @@ class _Merging:
         self.reducing = [cost.family in REDUCING for cost in costs]
         self.joins = [
             cost.model != "none"
-            and (
-                cost.family in ANCHORS or (cost.family in NEIGHBOURS and not (cost.flops and any(cost.flops.values())))
-            )
+            and (cost.family in ANCHORS or (cost.family in NEIGHBORS and not (cost.flops and any(cost.flops.values()))))
             for cost in costs
         ]
 
@@ -169,7 +247,7 @@ class _Merging:
         if not as_attention and ((self.anchored[one] and self.anchored[two]) or (anchored and reducing)):
             return False
         sizes = (len(self.before[one]) + len(self.before[two]), len(self.after[one]) + len(self.after[two]))
-        if max(sizes) > MOST_NEIGHBOURS:
+        if max(sizes) > MAX_NEIGHBORS:
             return False
         inside = {one, two}
         before = set(map(self.root, self.before[one] | self.before[two])) - inside
@@ -191,7 +269,7 @@ class _Merging:
         return True
 
 
-def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], merged: _Merging) -> set[int]:
+def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], merged: _Merger) -> set[int]:
     """Intermediates that only one group touches, that it reads, and that are no result: they need not reach memory."""
     owner: dict[int, int | None] = {}
     read: set[int] = set()
@@ -215,7 +293,7 @@ def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], me
     }
 
 
-def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private: set[int]) -> Group:
+def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private: set[int]) -> FusionGroup:
     """What crosses the border: what is read before the group writes it, and what others may want.
 
     Several members that read one storage are charged as the largest of them: they may read the same bytes.
@@ -243,7 +321,7 @@ def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private:
             total += size
             writes[storage] = max(writes.get(storage, 0.0), size)
     writes = {storage: size for storage, size in writes.items() if storage not in private}
-    return Group(
+    return FusionGroup(
         members=tuple(members),
         family=_family([costs[index].family for index in members]),
         reads=tuple(Access(storage=storage, bytes=size) for storage, size in reads.items()),
@@ -255,12 +333,12 @@ def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private:
     )
 
 
-def _alone(index: int, cost: Cost) -> Group:
+def _alone(index: int, cost: Cost) -> FusionGroup:
     launches = does_anything(cost)
     return _make_group((index,), cost.family, cost.reads, cost.writes, cost.flops, cost.vector_flops, 0.0, launches)
 
 
-_make_group = maker(Group)
+_make_group = positional_constructor(FusionGroup)
 
 
 def does_anything(cost: Cost) -> bool:
@@ -274,10 +352,10 @@ def _family(families: Sequence[Family]) -> Family:
     if sum(family == "matrix" for family in families) > 1:
         return "attention"
     others = [family for family in families if family != "view"]
-    return next((family for family in CENTRES if family in others), others[0] if others else "view")
+    return next((family for family in CENTERS if family in others), others[0] if others else "view")
 
 
-def _ordered(members: Mapping[int, Sequence[int]], merged: _Merging) -> list[int]:
+def _ordered(members: Mapping[int, Sequence[int]], merged: _Merger) -> list[int]:
     """Roots in an order in which the groups can run, as near to the order of the ops as their dependencies allow."""
     waiting: dict[int, int] = dict.fromkeys(members, 0)
     after: dict[int, set[int]] = {root: set() for root in members}

@@ -14,9 +14,9 @@ import functools
 import math
 from dataclasses import dataclass
 
-from nearpeak.machines.model import Machine
-from nearpeak.work.families.matrix import result
-from nearpeak.work.op import Op
+from nearpeak.machines.machine import Machine
+from nearpeak.ops.formulas.matrix import result
+from nearpeak.ops.op import Op
 
 Tile = tuple[int, int, int]
 
@@ -112,7 +112,7 @@ def tiling(op: Op, machine: Machine) -> Tiling | None:
     by data (tokens with experts) has no tiling, since its sizes are not known.
 
     >>> from nearpeak.machines.catalogue import find
-    >>> from nearpeak.work.tensor import Tensor
+    >>> from nearpeak.ops.tensor import Tensor
     >>> a = Tensor(shape=(4096, 4096), strides=(4096, 1), dtype="bfloat16", storage=0)
     >>> b = Tensor(shape=(4096, 4096), strides=(4096, 1), dtype="bfloat16", storage=1)
     >>> out = Tensor(shape=(4096, 4096), strides=(4096, 1), dtype="bfloat16", storage=2)

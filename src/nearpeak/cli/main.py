@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nearpeak import __version__
-from nearpeak.cli import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
+from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
 from nearpeak.errors import NearpeakError
 
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nearpeak._files import replace_file
 from nearpeak.errors import UsageError
-from nearpeak.files import replace_file
 
 if TYPE_CHECKING:
-    from nearpeak.render.style import Style
+    from nearpeak.render.text import Style
 
 
 def narrate(line: str) -> None:
@@ -20,18 +20,18 @@ def narrate(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def style_of(stream: TextIO) -> Style:
-    """Colours and block characters on a terminal that can show them; plain text for files and pipes.
+def terminal_style(stream: TextIO) -> Style:
+    """Colors and block characters on a terminal that can show them; plain text for files and pipes.
 
-    NO_COLOR (https://no-color.org) or TERM=dumb in the environment: no colours.
+    NO_COLOR (https://no-color.org) or TERM=dumb in the environment: no colors.
     """
-    from nearpeak.render.style import Style
+    from nearpeak.render.text import Style
 
     terminal = stream.isatty()
     dumb = os.environ.get("TERM") == "dumb"
     encoding = (stream.encoding or "").lower().replace("-", "").replace("_", "")
     return Style(
-        colour=terminal and not dumb and not os.environ.get("NO_COLOR"),
+        color=terminal and not dumb and not os.environ.get("NO_COLOR"),
         blocks=terminal and not dumb and encoding == "utf8",
     )
 
@@ -49,9 +49,9 @@ def write_file(destination: str, content: str) -> None:
     narrate(f"wrote {destination}")
 
 
-def show(text: str, value: Any, destination: str | None) -> None:
+def print_result(text: str, value: Any, destination: str | None) -> None:
     """Prints a result as text, then writes it as JSON where that was asked for; to "-" it is JSON alone."""
-    from nearpeak.records import to_json
+    from nearpeak._records import to_json
 
     if destination == "-":
         print(json.dumps(to_json(value), indent=1))

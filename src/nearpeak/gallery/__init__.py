@@ -27,6 +27,6 @@ NAMES = (
     "collectives",
     "memory_7b",
     "mfu",
-    "optimisation",
+    "optimization",
 )
 """Names of all examples, in the order of reading."""

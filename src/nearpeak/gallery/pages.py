@@ -5,19 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from nearpeak.gallery.parts import Bars, Compared, Drawing, Part, Plot, Prose, Result, Row, Unit
+from nearpeak.gallery.parts import (
+    Drawing,
+    ExampleResult,
+    Part,
+    Plot,
+    Prediction,
+    PredictionTable,
+    Prose,
+    StackedBars,
+    Unit,
+)
 from nearpeak.render import document as documents
 from nearpeak.render import markdown as md
-from nearpeak.render.bars import stacked_bars
-from nearpeak.render.document import Document, Listing, Paragraph, Picture, Table
-from nearpeak.render.plot import line_plot
-from nearpeak.render.style import PLAIN, Style
-from nearpeak.render.svg import svg
-from nearpeak.render.text_plot import text_plot
+from nearpeak.render.document import CodeBlock, Document, Paragraph, Picture, Table
+from nearpeak.render.picture.bars import stacked_bars
+from nearpeak.render.picture.plot import line_plot, text_plot
+from nearpeak.render.picture.svg import svg
+from nearpeak.render.text import PLAIN, Style
 from nearpeak.units import percent, quantity, significant
 from nearpeak.units import seconds as duration
 
-Shown = Paragraph | Table | Picture | Listing
+Shown = Paragraph | Table | Picture | CodeBlock
 
 
 def shown(unit: Unit) -> Callable[[float | None], str]:
@@ -33,14 +42,14 @@ def shown(unit: Unit) -> Callable[[float | None], str]:
     return lambda value: quantity(value, unit)
 
 
-def facts(result: Result) -> tuple[str, ...]:
+def facts(result: ExampleResult) -> tuple[str, ...]:
     """Where, when and with what it was run."""
     what = "measured on" if result.measured else "predicted for"
     versions = ", ".join(f"{name} {number}" for name, number in result.versions)
     return (f"{what} {result.machine}, {result.date}; {versions}",)
 
 
-def verdict(result: Result) -> str:
+def verdict(result: ExampleResult) -> str:
     """How many predictions held; nothing where nothing was measured beside one."""
     judged = [row for row in result.rows if row.holds is not None]
     if not judged:
@@ -53,7 +62,7 @@ def verdict(result: Result) -> str:
     return f"{held} of {len(judged)} predictions are within their bands."
 
 
-def document(result: Result) -> Document:
+def document(result: ExampleResult) -> Document:
     """All but plots and bars as they are in a terminal."""
     return Document(
         title=f"{result.number}. {result.title}",
@@ -63,7 +72,7 @@ def document(result: Result) -> Document:
     )
 
 
-def _parts(result: Result) -> Iterator[Shown]:
+def _parts(result: ExampleResult) -> Iterator[Shown]:
     yield Paragraph(text=result.lesson)
     for part in result.parts:
         yield from _part(part)
@@ -77,15 +86,15 @@ def _parts(result: Result) -> Iterator[Shown]:
 def _part(part: Part) -> Iterator[Shown]:
     if isinstance(part, Prose):
         yield Paragraph(text=part.text)
-    elif isinstance(part, Compared):
+    elif isinstance(part, PredictionTable):
         yield compared_table(part)
-    elif isinstance(part, (Table, Listing)):
+    elif isinstance(part, (Table, CodeBlock)):
         yield part
-    elif isinstance(part, (Plot, Bars, Drawing)):
+    elif isinstance(part, (Plot, StackedBars, Drawing)):
         yield Picture(title=part.title, svg=picture(part))
 
 
-def compared_table(part: Compared) -> Table:
+def compared_table(part: PredictionTable) -> Table:
     """Predictions beside measurements."""
     write = shown(part.unit)
     rows = [(row.what, write(row.predicted), write(row.measured), _ratio(row), _band(row)) for row in part.rows]
@@ -95,23 +104,23 @@ def compared_table(part: Compared) -> Table:
     return Table(title=part.title, headers=headers, rows=tuple(rows), note=part.note)
 
 
-def _ratio(row: Row) -> str:
+def _ratio(row: Prediction) -> str:
     if row.ratio is None:
         return "-"
     return f"{row.ratio:.2f}" + ("" if row.holds is not False else " !")
 
 
-def _band(row: Row) -> str:
+def _band(row: Prediction) -> str:
     if row.low is None:
         return "-"
     return f"from {row.low:g} on" if row.high is None else f"{row.low:g} - {row.high:g}"
 
 
-def picture(part: Plot | Bars | Drawing) -> str:
+def picture(part: Plot | StackedBars | Drawing) -> str:
     """As an SVG file."""
     if isinstance(part, Drawing):
         return part.svg
-    if isinstance(part, Bars):
+    if isinstance(part, StackedBars):
         scene = stacked_bars(
             part.bars,
             title=part.title,
@@ -140,7 +149,7 @@ def _ticks(unit: Unit) -> Callable[[float], str]:
     return shown(unit)
 
 
-def text(result: Result, style: Style = PLAIN) -> str:
+def text(result: ExampleResult, style: Style = PLAIN) -> str:
     """For a terminal, at most 80 columns: plots are drawn with characters, bars beside their figures."""
     whole = document(result)
     pieces = [documents.text(Document(title=whole.title, facts=whole.facts, parts=()), style)]
@@ -155,7 +164,7 @@ def text(result: Result, style: Style = PLAIN) -> str:
                 y_format=shown(part.y_unit),
             )
             pieces.append(f"{part.title}: {part.y_label} by {part.x_label}\n\n{drawn}")
-        elif isinstance(part, Bars):
+        elif isinstance(part, StackedBars):
             pieces += [_said(one, style) for one in _bars_table(part)]
         elif isinstance(part, Drawing):
             pieces.append(_said(Paragraph(text=f"[{part.described}]", kind="small"), style))
@@ -169,10 +178,10 @@ def text(result: Result, style: Style = PLAIN) -> str:
 
 
 def _said(part: Shown, style: Style) -> str:
-    return "\n\n".join(documents._parts(Document(title="", parts=(part,)), style))
+    return "\n\n".join(documents._blocks(Document(title="", parts=(part,)), style))
 
 
-def _bars_table(part: Bars) -> Iterator[Table]:
+def _bars_table(part: StackedBars) -> Iterator[Table]:
     write = shown(part.unit)
     names = [name for name, _ in part.bars[0].pieces]
     rows = []
@@ -186,9 +195,9 @@ def _bars_table(part: Bars) -> Iterator[Table]:
     yield Table(title=part.title, headers=headers, rows=tuple(rows), bars=bars)
 
 
-def markdown(result: Result, pictures: Callable[[str, str], str]) -> str:
+def markdown(result: ExampleResult, pictures: Callable[[str, str], str]) -> str:
     """For the site, without its title. `pictures` is given a name and an SVG file, and gives the address of it."""
-    pieces = [f"_{md.text(fact)}_" for fact in facts(result)]
+    pieces = [f"_{md.escape_text(fact)}_" for fact in facts(result)]
     number = 0
     for part in result.parts:
         for one in _part(part):
@@ -196,15 +205,15 @@ def markdown(result: Result, pictures: Callable[[str, str], str]) -> str:
                 number += 1
                 where = pictures(f"{result.name}-{number}", one.svg)
                 described = part.described if isinstance(part, Drawing) else one.title
-                pieces.append(f"![{md.text(described)}]({where})")
+                pieces.append(f"![{md.escape_text(described)}]({where})")
             elif isinstance(one, Table):
-                head = f"**{md.text(one.title)}**\n\n" if one.title else ""
-                rows = [[md.text(cell) for cell in row] for row in one.rows]
-                pieces.append(head + md.table([md.text(name) for name in one.headers], rows, one.sides))
+                head = f"**{md.escape_text(one.title)}**\n\n" if one.title else ""
+                rows = [[md.escape_text(cell) for cell in row] for row in one.rows]
+                pieces.append(head + md.table([md.escape_text(name) for name in one.headers], rows, one.sides))
                 if one.note:
                     pieces.append(_paragraph(one.note))
-            elif isinstance(one, Listing):
-                pieces.append(md.block(one.text, one.language))
+            elif isinstance(one, CodeBlock):
+                pieces.append(md.code_block(one.text, one.language))
             else:
                 pieces.append(_paragraph(one.text))
     if result.skipped:
@@ -225,4 +234,4 @@ def _paragraph(said: str) -> str:
 def _unstripped(said: str) -> str:
     """Text with the spaces at its ends, which stand between it and code."""
     inner = said.strip()
-    return said.replace(inner, md.text(inner, 4000)) if inner else said
+    return said.replace(inner, md.escape_text(inner, 4000)) if inner else said

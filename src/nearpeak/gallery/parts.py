@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nearpeak.render.bars import Bar
-from nearpeak.render.document import Listing, Table
-from nearpeak.render.plot import Series
+from nearpeak.render.document import CodeBlock, Table
+from nearpeak.render.picture.bars import Bar
+from nearpeak.render.picture.plot import Series
 
 Unit = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "FLOP/B", "%", "x", ""]
 
@@ -24,7 +24,7 @@ class Prose:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Prediction:
     """A prediction beside its measurement. Measured / predicted is to be between `low` and `high`.
 
     A floor, which a measurement is not to be below of, has no `high`.
@@ -52,11 +52,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class PredictionTable:
     """Predictions beside measurements, all of one unit."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Prediction, ...]
     unit: Unit = "s"
     note: str = ""
 
@@ -76,7 +76,7 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
+class StackedBars:
     """Stacked bars, against a limit where there is one."""
 
     title: str
@@ -96,11 +96,11 @@ class Drawing:
     svg: str
 
 
-Part = Prose | Table | Compared | Plot | Bars | Drawing | Listing
+Part = Prose | Table | PredictionTable | Plot | StackedBars | Drawing | CodeBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class ExampleResult:
     """One example as it was run."""
 
     name: str
@@ -118,12 +118,12 @@ class Result:
     """Why there is nothing, where this machine cannot run it."""
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[Prediction, ...]:
         """All predictions beside measurements."""
-        return tuple(row for part in self.parts if isinstance(part, Compared) for row in part.rows)
+        return tuple(row for part in self.parts if isinstance(part, PredictionTable) for row in part.rows)
 
     @property
-    def missed(self) -> tuple[Row, ...]:
+    def missed(self) -> tuple[Prediction, ...]:
         """Those outside of their bands."""
         return tuple(row for row in self.rows if row.holds is False)
 
@@ -133,6 +133,6 @@ def prose(*paragraphs: str) -> Iterable[Prose]:
     return [Prose(text=" ".join(one.split())) for one in paragraphs]
 
 
-def compared(title: str, rows: Sequence[Row], *, unit: Unit = "s", note: str = "") -> Compared:
+def prediction_table(title: str, rows: Sequence[Prediction], *, unit: Unit = "s", note: str = "") -> PredictionTable:
     """Rows under a title."""
-    return Compared(title=title, rows=tuple(rows), unit=unit, note=note)
+    return PredictionTable(title=title, rows=tuple(rows), unit=unit, note=note)

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from nearpeak.errors import UnknownMachine
-from nearpeak.machines.model import Achievable, Link, Machine, Theoretical
+from nearpeak.machines.machine import Achievable, Link, Machine, Theoretical
 from nearpeak.units import DTYPE_BYTES
 
 BANDWIDTH_FACTOR = 0.98
@@ -278,7 +278,7 @@ def _unknown(name: str, catalogue: Catalogue) -> str:
     near = _nearest(name, catalogue)
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"The catalogue has no machine {name!r}; names are matched exactly, since neighbours differ too much.{guess}\n"
+        f"The catalogue has no machine {name!r}; names are matched exactly, since neighbors differ too much.{guess}\n"
         "`nearpeak machine --list` shows every id. To measure a device that is not listed, run\n"
         "`nearpeak machine --calibrate` on it."
     )

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nearpeak.machines.limits import cpu_limit, memory_limit, number, read
-from nearpeak.machines.model import Machine
+from nearpeak.machines.cgroups import cpu_limit, memory_limit, parse_number, read_text
+from nearpeak.machines.machine import Machine
 
 _ARM_IMPLEMENTERS = {
     0x41: "arm",
@@ -130,7 +130,9 @@ def _text(value: str | bytes | None) -> str | None:
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
-def cpu_facts(root: Path = Path("/"), *, affinity: Collection[int] | None = None, system: str | None = None) -> Machine:
+def detect_cpu(
+    root: Path = Path("/"), *, affinity: Collection[int] | None = None, system: str | None = None
+) -> Machine:
     """This machine's CPU without ceilings: they are measured, not looked up.
 
     `root`, `affinity` (CPU numbers) and `system` ("Linux", "Darwin") stand in for the real ones in tests.
@@ -152,13 +154,13 @@ def _machine(*, name: str, vendor: str, cores: int | None, memory: float | None,
 
 
 def _linux(root: Path, cpus: list[int]) -> Machine:
-    blocks = [_fields(block) for block in re.split(r"\n\s*\n", read(root / "proc/cpuinfo"))]
+    blocks = [_fields(block) for block in re.split(r"\n\s*\n", read_text(root / "proc/cpuinfo"))]
     blocks = [block for block in blocks if "processor" in block] or blocks
     flags = set((blocks[0].get("flags") or blocks[0].get("Features") or "").split())
     name, vendor = _linux_name(blocks)
     levels, last_level = _caches(root, cpus)
     first = root / f"sys/devices/system/cpu/cpu{cpus[0] if cpus else 0}/cpufreq"
-    frequencies = {key: number(read(first / key)) for key in ("base_frequency", "cpuinfo_max_freq")}
+    frequencies = {key: parse_number(read_text(first / key)) for key in ("base_frequency", "cpuinfo_max_freq")}
     base, boost = (None if kilohertz is None else 1e3 * kilohertz for kilohertz in frequencies.values())
     arm = "CPU implementer" in blocks[0]
     return _machine(
@@ -208,7 +210,7 @@ def _cores(root: Path, cpus: list[int]) -> int | None:
     cores = set()
     for cpu in cpus:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings = read(topology / "core_cpus_list") or read(topology / "thread_siblings_list")
+        siblings = read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list")
         cores.add(siblings or str(cpu))
     quota = cpu_limit(root)
     count = len(cores) if quota is None else min(len(cores), math.ceil(quota))
@@ -216,7 +218,7 @@ def _cores(root: Path, cpus: list[int]) -> int | None:
 
 
 def _linux_memory(root: Path) -> float | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", read(root / "proc/meminfo"), re.MULTILINE)
+    found = re.search(r"^MemTotal:\s*(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     sizes = [1024.0 * int(found[1]) if found else None, memory_limit(root)]
     return min((size for size in sizes if size is not None), default=None)
 
@@ -228,10 +230,10 @@ def _caches(root: Path, cpus: list[int]) -> tuple[dict[str, float], float | None
     for cpu in cpus or [0]:
         found = {}
         for folder in sorted((root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*")):
-            level, size = read(folder / "level"), _size(read(folder / "size"))
-            if read(folder / "type") != "Instruction" and level and size:
+            level, size = read_text(folder / "level"), _size(read_text(folder / "size"))
+            if read_text(folder / "type") != "Instruction" and level and size:
                 name = "L1d" if level == "1" else f"L{level}"
-                found[name] = (size, read(folder / "shared_cpu_list") or str(cpu))
+                found[name] = (size, read_text(folder / "shared_cpu_list") or str(cpu))
         levels = levels or {name: size for name, (size, _) in sorted(found.items())}
         if found:
             size, shared_by = found[max(found)]
@@ -246,7 +248,7 @@ def _size(text: str) -> float | None:
 
 def _vector_bits(flags: Collection[str], root: Path) -> int | None:
     if "sve" in flags:
-        length = number(read(root / "proc/sys/abi/sve_default_vector_length"))
+        length = parse_number(read_text(root / "proc/sys/abi/sve_default_vector_length"))
         if length:
             return int(8 * length)
     widths = {"avx512f": 512, "avx2": 256, "avx": 256, "sse2": 128, "asimd": 128}
@@ -265,11 +267,11 @@ def _macos() -> Machine:
     facts = _sysctl()
     name = facts.get("machdep.cpu.brand_string") or "CPU"
     sizes = {
-        level: number(facts.get(f"hw.perflevel0.{key}", "") or facts.get(f"hw.{key}", ""))
+        level: parse_number(facts.get(f"hw.perflevel0.{key}", "") or facts.get(f"hw.{key}", ""))
         for level, key in (("L1d", "l1dcachesize"), ("L2", "l2cachesize"), ("L3", "l3cachesize"))
     }
     levels = {level: size for level, size in sizes.items() if size}
-    cores = number(facts.get("hw.physicalcpu", ""))
+    cores = parse_number(facts.get("hw.physicalcpu", ""))
     features = facts.get("machdep.cpu.features", "") + " " + facts.get("machdep.cpu.leaf7_features", "")
     arm = facts.get("hw.optional.arm64") == "1"
     flags = {"asimd"} if arm else {feature.lower().replace(".0", "") for feature in features.split()}
@@ -280,7 +282,7 @@ def _macos() -> Machine:
         vendor="apple" if arm else "intel" if "Intel" in name else "unknown",
         architecture="arm64" if arm else "x86_64",
         cores=int(cores) if cores else os.cpu_count(),
-        memory=number(facts.get("hw.memsize", "")),
+        memory=parse_number(facts.get("hw.memsize", "")),
         cache_levels=levels,
         cache_bytes=levels[max(levels)] if levels else None,
         vector_bits=_vector_bits({flag.replace("avx1", "avx") for flag in flags}, Path("/")),

@@ -1,6 +1,6 @@
 """What kernels reach on a machine that was measured with care, for machines whose own kernels were not.
 
-`efficiency.json` is written by `benchmarks/reference_efficiency.py` on each of the machines that it names.
+`efficiency.json` is written by `benchmarks/estimates/reference_efficiency.py` on each of the machines that it names.
 The points are ratios to bounds, so that they carry over to a machine with other ceilings, as an assumption that is
 stated wherever it is used.
 """
@@ -14,26 +14,26 @@ from functools import cache
 from importlib import resources
 from typing import Literal
 
-from nearpeak.machines.model import Reached
-from nearpeak.records import from_json
+from nearpeak._records import from_json
+from nearpeak.machines.machine import EfficiencyPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class ReferenceEfficiency:
     """What kernels reached, where and when."""
 
     machine: str
     torch: str
     date: str
-    efficiency: Mapping[str, tuple[Reached, ...]]
+    efficiency: Mapping[str, tuple[EfficiencyPoint, ...]]
 
 
 @cache
-def reference(kind: Literal["gpu", "cpu"]) -> Reference:
+def reference_efficiency(kind: Literal["gpu", "cpu"]) -> ReferenceEfficiency:
     """The measured GPU or the measured CPU.
 
     >>> reference("gpu").machine
     'h200-sxm'
     """
     text = resources.files("nearpeak.machines").joinpath("efficiency.json").read_text(encoding="utf-8")
-    return from_json(Reference, json.loads(text)[kind])
+    return from_json(ReferenceEfficiency, json.loads(text)[kind])

@@ -1,30 +1,139 @@
-"""`bench`: one honest time for one callable."""
+"""`bench`: the time of one callable, its confidence interval, its bound and its quality flags."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import gc
+import platform
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
+import nearpeak
+from nearpeak.bound.roofline import bound
 from nearpeak.errors import UntrustworthyMeasurement
-from nearpeak.machines.model import Machine
-from nearpeak.measure.assess import Counters, assess, interval_of
+from nearpeak.machines.detect import detect_cpu
+from nearpeak.machines.machine import Machine
 from nearpeak.measure.case import Case, as_case
-from nearpeak.measure.flags import raise_flag
+from nearpeak.measure.inputs import describe
+from nearpeak.measure.machine import known_machine
 from nearpeak.measure.options import Options, Progress, options_from
-from nearpeak.measure.probe import reporting
-from nearpeak.measure.result import explain, limit_of, make_timing
+from nearpeak.measure.prepared import PreparedCase, case_errors, graph_seconds, prepare
+from nearpeak.measure.quality import Counters, interval_of, quality_flags
 from nearpeak.measure.samplers import WallSampler
 from nearpeak.measure.statistics import median
-from nearpeak.measure.subject import Subject, graph_seconds, prepare
-from nearpeak.measure.timing import Block, Timing
+from nearpeak.measure.timing import Block, Environment, Flag, Timing, make_flag
+from nearpeak.ops.work import Work
 from nearpeak.units import percent, seconds
-from nearpeak.work.model import Work
+
+CPU_BOUND_MARGIN = 1.1
+ROOFLINE_SLACK = 0.97
+"""A time below this share of its bound is impossible; less is the error of the two measurements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseBound:
+    """The bound of a case on the machine that it runs on, and what kind of ceilings gave it."""
+
+    seconds: float
+    limiter: str
+    ceilings: Literal["measured", "derated"]
+
+    def beaten_by(self, high: float, options: Options) -> bool:
+        """Whether a time is impossible: measured ceilings, a cold cache, and still faster than the bound."""
+        comparable = self.ceilings == "measured" and options.cache == "cold" and self.limiter != "launch"
+        return comparable and high < ROOFLINE_SLACK * self.seconds
+
+
+def case_bound(subject: PreparedCase, machine: Machine | None = None) -> CaseBound | None:
+    """The bound of the subject's stated work; None where no work is stated or nothing is known of the machine."""
+    work = subject.case.work
+    machine = machine or (known_machine(subject.device) if work is not None else None)
+    if work is None or machine is None or machine.achievable is None:
+        return None
+    found = bound(work, machine)
+    return CaseBound(seconds=found.seconds, limiter=found.limiter, ceilings=machine.achievable.how)
+
+
+def make_timing(
+    subject: PreparedCase,
+    blocks: list[Block],
+    options: Options,
+    flags: list[Flag],
+    *,
+    limit: CaseBound | None = None,
+    partial: bool = False,
+) -> Timing:
+    """The result object, with its bound and the verdict on who is waiting for whom."""
+    middle, interval = interval_of(blocks, options)
+    case, kind = subject.case, subject.sampler.kind
+    cpu_bound = None
+    enqueue = subject.other_seconds.get("enqueue")
+    if enqueue is not None and kind in ("device", "graph"):
+        cpu_bound = enqueue > CPU_BOUND_MARGIN * middle
+        if cpu_bound:
+            evidence = f"the host needs {seconds(enqueue)} to enqueue what the device does in {seconds(middle)}"
+            idle = f"the device idles {percent(1 - middle / enqueue, 0)} of the time"
+            flags = [*flags, make_flag("CPU_BOUND", f"{evidence}: {idle}")]
+    dense = (t for t in case.tensors() if t.layout == torch.strided and t.device.type != "meta" and not t.is_quantized)
+    inputs = tuple(describe(tensor) for tensor in dense)
+    for statistics in inputs:
+        if statistics.degenerate:
+            shape = "x".join(map(str, statistics.shape))
+            flags = [*flags, make_flag("DEGENERATE_INPUT", f"{statistics.dtype} {shape}: {statistics.degenerate}")]
+    if limit is not None and limit.beaten_by(interval.high, options):
+        evidence = f"{seconds(middle)} measured, {seconds(limit.seconds)} is the {limit.limiter} bound"
+        flags = [*flags, make_flag("ABOVE_ROOFLINE", evidence)]
+    return Timing(
+        name=case.name,
+        seconds=middle,
+        low=interval.low,
+        high=interval.high,
+        confidence=interval.confidence,
+        kind=kind,
+        method=subject.sampler.method,
+        cache=options.cache if kind in ("device", "graph", "cpu") else "hot",
+        regime=options.regime if subject.device is not None else "sustained",
+        blocks=tuple(blocks),
+        flags=tuple(flags),
+        environment=environment(subject),
+        other_seconds=dict(subject.other_seconds),
+        cpu_bound=cpu_bound,
+        kernels=subject.probe.kernels or (),
+        parameters=dict(case.parameters),
+        inputs=inputs,
+        work=case.work,
+        bound_seconds=limit.seconds if limit is not None else None,
+        bound_limiter=limit.limiter if limit is not None else None,
+        bound_ceilings=limit.ceilings if limit is not None else None,
+        partial=partial,
+    )
+
+
+def environment(subject: PreparedCase) -> Environment:
+    """Where and when this was measured."""
+    device = subject.device
+    return Environment(
+        device=subject.device_name if device is not None else detect_cpu().name,
+        driver=device.conditions.driver() if device is not None else None,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        nearpeak=nearpeak.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        threads=torch.get_num_threads(),
+    )
+
+
+def explain(timing: Timing) -> str:
+    """Why a measurement should not be used, with the remedies."""
+    reasons = [f"  {flag.name}: {flag.evidence}. {flag.remedy}" for flag in timing.flags if flag.severity != "note"]
+    return f"{timing.name}: grade {timing.grade}.\n" + "\n".join(reasons)
+
 
 CHECK_EVERY = 4
 SUSTAINED_WARMUP_SECONDS = 2.0
@@ -70,27 +179,27 @@ def bench(
     say = progress or (lambda line: None)
     say(f"{case.name}: probing")
     subject = prepare(case, chosen)
-    limit = limit_of(subject, machine)
+    limit = case_bound(subject, machine)
     with _on_device(subject), quiet_collector():
         say(f"{case.name}: warming up ({subject.sampler.method})")
-        with reporting(case, "while warming up"):
+        with case_errors(case, "while warming up"):
             warm_up(subject, chosen)
         before = Counters.now(subject)
-        with reporting(case, "while it was timed"):
+        with case_errors(case, "while it was timed"):
             blocks, converged, interrupted = _collect(subject, chosen, say)
         after = Counters.now(subject)
         if chosen.other_kinds and not interrupted:
             interrupted = not _take_other_times(subject, chosen)
-    flags = assess(subject, blocks, chosen, before, after, converged=converged)
+    flags = quality_flags(subject, blocks, chosen, before, after, converged=converged)
     if interrupted:
-        flags.append(raise_flag("PARTIAL", f"stopped by hand after {len(blocks)} blocks"))
+        flags.append(make_flag("PARTIAL", f"stopped by hand after {len(blocks)} blocks"))
     timing = make_timing(subject, blocks, chosen, flags, limit=limit, partial=interrupted)
     if strict and timing.grade in ("C", "F"):
         raise UntrustworthyMeasurement(explain(timing))
     return timing
 
 
-def warm_up(subject: Subject, options: Options) -> None:
+def warm_up(subject: PreparedCase, options: Options) -> None:
     """Blocks as they will be timed, for a while and until they no longer get faster."""
     wanted = max(options.warmup_seconds, SUSTAINED_WARMUP_SECONDS if options.regime == "sustained" else 0.0)
     start = time.perf_counter()
@@ -103,7 +212,7 @@ def warm_up(subject: Subject, options: Options) -> None:
             return
 
 
-def _collect(subject: Subject, options: Options, say: Progress) -> tuple[list[Block], bool, bool]:
+def _collect(subject: PreparedCase, options: Options, say: Progress) -> tuple[list[Block], bool, bool]:
     """Blocks until the interval is narrow enough or the time is up: the width decides, never a p-value."""
     blocks: list[Block] = []
     start = time.perf_counter()
@@ -133,15 +242,15 @@ def _collect(subject: Subject, options: Options, say: Progress) -> tuple[list[Bl
     return blocks, False, False
 
 
-def measured_block(subject: Subject) -> Block:
-    """One block, on a new draw of the inputs that are redrawn, with the conditions right after it."""
-    if subject.case.redrawn:
+def measured_block(subject: PreparedCase) -> Block:
+    """One block, on a new draw of the inputs that are resampled, with the conditions right after it."""
+    if subject.case.resampled:
         subject.blocks += 1
-        subject.case.redraw(subject.blocks)
+        subject.case.resample(subject.blocks)
     return dataclasses.replace(subject.sampler.block(), conditions=subject.conditions.read())
 
 
-def _take_other_times(subject: Subject, options: Options) -> bool:
+def _take_other_times(subject: PreparedCase, options: Options) -> bool:
     """The other kinds of time, more briefly: what the host sees, and what a graph would give. False if interrupted."""
     try:
         _other_times(subject, options)
@@ -150,14 +259,14 @@ def _take_other_times(subject: Subject, options: Options) -> bool:
     return True
 
 
-def _other_times(subject: Subject, options: Options) -> None:
+def _other_times(subject: PreparedCase, options: Options) -> None:
     device, case = subject.device, subject.case
     if device is None:
         return
     estimate = max(subject.probe.enqueue_seconds, 2e-6)
-    with reporting(case, "while its host times were taken"):
+    with case_errors(case, "while its host times were taken"):
         for kind in ("enqueue", "pipelined", "latency"):
-            if kind == subject.sampler.kind or (kind == "enqueue" and subject.probe.synchronises):
+            if kind == subject.sampler.kind or (kind == "enqueue" and subject.probe.synchronizes):
                 continue
             sampler = WallSampler(device, case.call, kind, call_seconds=estimate, reset=case.reset)
             sampler.block()
@@ -181,7 +290,7 @@ def quiet_collector() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_device(subject: Subject) -> Iterator[None]:
+def _on_device(subject: PreparedCase) -> Iterator[None]:
     if subject.device is None:
         yield
     else:

@@ -1,4 +1,4 @@
-"""`Case`: what to time, with its arguments; and how a case is loaded from a file."""
+"""`Case`: what to time, with its arguments; `Resampled` arguments; and how a case is loaded from a file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,37 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from nearpeak.errors import CaseError, did_you_mean
-from nearpeak.measure.redrawn import Redrawn
-from nearpeak.work.model import Work
+from nearpeak.errors import CaseError, UsageError, did_you_mean
+from nearpeak.ops.work import Work
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Resampled(Generic[T]):
+    """Inputs that are drawn again for each block of a measurement, so that one lucky draw does not decide the result.
+
+    `make` gets the number of the block as its seed, so that a run can be repeated value by value. Every draw has the
+    same shapes: the values change in place, outside the timed region.
+
+    >>> inputs = Redrawn(lambda seed: [seed, seed + 1])
+    >>> inputs.draw(0), inputs.draw(3)
+    ([0, 1], [3, 4])
+    """
+
+    make: Callable[[int], T]
+
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise UsageError(f"Redrawn takes a function of a seed, found {type(self.make).__name__}.")
+
+    def draw(self, block: int) -> T:
+        """The inputs of that block."""
+        if block < 0:
+            raise UsageError(f"block is {block}; it must be at least 0.")
+        return self.make(block)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -37,7 +63,7 @@ class Case:
     reset: Callable[[], Any] | None = None
     name: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    redrawn: tuple[tuple[Any, Redrawn[Any]], ...] = ()
+    resampled: tuple[tuple[Any, Resampled[Any]], ...] = ()
     """Arguments that are drawn again for each block, with what draws them."""
 
     def __init__(
@@ -55,13 +81,13 @@ class Case:
                 f"A case needs something to call, and got {_brief(fn)} of type {type(fn).__name__}. Pass a function "
                 "and its arguments: bench(torch.softmax, x, -1), not bench(torch.softmax(x, -1))."
             )
-        redrawn: list[tuple[Any, Redrawn[Any]]] = []
+        resampled: list[tuple[Any, Resampled[Any]]] = []
 
         def drawn(value: Any) -> Any:
-            if not isinstance(value, Redrawn):
+            if not isinstance(value, Resampled):
                 return value
-            redrawn.append((value.draw(0), value))
-            return redrawn[-1][0]
+            resampled.append((value.draw(0), value))
+            return resampled[-1][0]
 
         for attribute, value in (
             ("fn", fn),
@@ -71,7 +97,7 @@ class Case:
             ("reset", reset),
             ("name", name or getattr(fn, "__name__", type(fn).__name__)),
             ("parameters", dict(parameters or {})),
-            ("redrawn", tuple(redrawn)),
+            ("resampled", tuple(resampled)),
         ):
             object.__setattr__(self, attribute, value)
 
@@ -79,9 +105,9 @@ class Case:
         """Runs it once."""
         return self.fn(*self.args, **self.kwargs)
 
-    def redraw(self, block: int) -> None:
+    def resample(self, block: int) -> None:
         """Puts the values of another draw into the arguments that are `Redrawn`."""
-        for current, source in self.redrawn:
+        for current, source in self.resampled:
             for old, new in zip(_tensors(current), _tensors(source.draw(block)), strict=True):
                 if old.shape != new.shape:
                     raise CaseError(
@@ -111,7 +137,7 @@ class Case:
             yield from _tensors(content)
 
     def with_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Case:
-        """The same case on other arguments, which are no longer redrawn."""
+        """The same case on other arguments, which are no longer resampled."""
         return Case(
             self.fn, *args, work=self.work, reset=self.reset, name=self.name, parameters=self.parameters, **kwargs
         )

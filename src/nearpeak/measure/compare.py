@@ -10,16 +10,13 @@ from statistics import NormalDist
 from typing import Any
 
 from nearpeak.errors import UntrustworthyMeasurement, UsageError
-from nearpeak.measure.assess import Counters, assess
-from nearpeak.measure.bench import measured_block, quiet_collector, warm_up
+from nearpeak.measure.bench import case_bound, explain, make_timing, measured_block, quiet_collector, warm_up
 from nearpeak.measure.case import Case, as_case
-from nearpeak.measure.flags import raise_flag
 from nearpeak.measure.options import Options, Progress, options_from
-from nearpeak.measure.probe import reporting
-from nearpeak.measure.result import explain, limit_of, make_timing
-from nearpeak.measure.statistics import signed_rank_centre
-from nearpeak.measure.subject import Subject, prepare_alike
-from nearpeak.measure.timing import Block, Comparison, Verdict
+from nearpeak.measure.prepared import PreparedCase, case_errors, prepare_pair
+from nearpeak.measure.quality import Counters, quality_flags
+from nearpeak.measure.statistics import signed_rank_center
+from nearpeak.measure.timing import Block, Comparison, Verdict, make_flag
 from nearpeak.units import percent
 
 MIN_PAIRS = 20
@@ -42,7 +39,7 @@ def compare(
 ) -> Comparison:
     """Times `a(*args)` and `b(*args)` in interleaved pairs of blocks, in random order, and judges the ratio b / a.
 
-    Drifts of clocks, heat and neighbours hit both alike, so that they cancel in the ratio of each pair; measuring all
+    Drifts of clocks, heat and neighbors hit both alike, so that they cancel in the ratio of each pair; measuring all
     of one and then all of the other would read them as a difference.
 
     The verdict is about b: FASTER or SLOWER when the interval of the ratio excludes 1 and is not within `margin`;
@@ -66,17 +63,17 @@ def compare(
     )
     say = progress or (lambda line: None)
     say(f"probing {case_a.name} and {case_b.name}")
-    subjects = prepare_alike(case_a, case_b, chosen)
+    subjects = prepare_pair(case_a, case_b, chosen)
     kinds = tuple(subject.sampler.kind for subject in subjects)
     if kinds[0] != kinds[1] or subjects[0].device is not subjects[1].device:
         raise UsageError(
             f"{case_a.name} gives a {kinds[0]} time on {subjects[0].device_name}, {case_b.name} a {kinds[1]} time on "
             f"{subjects[1].device_name}: these cannot be compared. Ask for one kind, for example kind='latency'."
         )
-    limits = [limit_of(subject) for subject in subjects]
+    limits = [case_bound(subject) for subject in subjects]
     with quiet_collector():
         for subject in subjects:
-            with reporting(subject.case, "while warming up"):
+            with case_errors(subject.case, "while warming up"):
                 warm_up(subject, chosen)
         before = [Counters.now(subject) for subject in subjects]
         series, interrupted = collect_pairs(subjects, chosen, say)
@@ -84,10 +81,10 @@ def compare(
     timings = []
     for i, subject in enumerate(subjects):
         # The precision of a comparison is that of the ratio: a single series may wander as it likes.
-        flags = assess(subject, series[i], chosen, before[i], after[i], converged=True)
+        flags = quality_flags(subject, series[i], chosen, before[i], after[i], converged=True)
         flags = [flag for flag in flags if flag.name != "DRIFT"]
         if interrupted:
-            flags.append(raise_flag("PARTIAL", f"stopped by hand after {len(series[i])} pairs"))
+            flags.append(make_flag("PARTIAL", f"stopped by hand after {len(series[i])} pairs"))
         timings.append(make_timing(subject, series[i], chosen, flags, limit=limits[i], partial=interrupted))
     result = judge(timings[0], timings[1], margin=margin, confidence=chosen.confidence, partial=interrupted)
     if strict:
@@ -98,9 +95,9 @@ def compare(
 
 
 def collect_pairs(
-    subjects: tuple[Subject, Subject], options: Options, say: Progress
+    subjects: tuple[PreparedCase, PreparedCase], options: Options, say: Progress
 ) -> tuple[tuple[list[Block], list[Block]], bool]:
-    """Pairs of neighbouring blocks, each pair in random order, until the interval of the ratio is narrow."""
+    """Pairs of neighboring blocks, each pair in random order, until the interval of the ratio is narrow."""
     order = random.Random(options.seed)
     series: tuple[list[Block], list[Block]] = ([], [])
     start = time.perf_counter()
@@ -110,18 +107,18 @@ def collect_pairs(
             order.shuffle(turn)
             fresh: dict[int, Block] = {}
             for i in turn:
-                with reporting(subjects[i].case, "while it was timed"):
+                with case_errors(subjects[i].case, "while it was timed"):
                     fresh[i] = measured_block(subjects[i])
             for i in (0, 1):
                 series[i].append(fresh[i])
             pairs, elapsed = len(series[1]), time.perf_counter() - start
             if pairs < MIN_PAIRS or (pairs % CHECK_EVERY and elapsed < options.max_seconds):
                 continue
-            centre = signed_rank_centre(_log_ratios(series), options.confidence)
-            half = (centre.interval.high - centre.interval.low) / 2
+            center = signed_rank_center(_log_ratios(series), options.confidence)
+            half = (center.interval.high - center.interval.low) / 2
             if half <= options.precision:
                 return series, False
-            say(f"{pairs} pairs, ratio {math.exp(centre.value):.4f} +- {percent(half, 2)}")
+            say(f"{pairs} pairs, ratio {math.exp(center.value):.4f} +- {percent(half, 2)}")
             if elapsed >= options.max_seconds:
                 break
     except KeyboardInterrupt:
@@ -133,16 +130,16 @@ def collect_pairs(
 
 def judge(a: Any, b: Any, *, margin: float, confidence: float = CONFIDENCE, partial: bool = False) -> Comparison:
     """The verdict on two timings whose blocks were taken in pairs."""
-    centre = signed_rank_centre(_log_ratios((a.blocks, b.blocks)), confidence)
-    low, high = math.exp(centre.interval.low), math.exp(centre.interval.high)
-    half = (centre.interval.high - centre.interval.low) / 2
+    center = signed_rank_center(_log_ratios((a.blocks, b.blocks)), confidence)
+    low, high = math.exp(center.interval.low), math.exp(center.interval.high)
+    half = (center.interval.high - center.interval.low) / 2
     return Comparison(
         a=a,
         b=b,
-        ratio=math.exp(centre.value),
+        ratio=math.exp(center.value),
         low=low,
         high=high,
-        confidence=centre.interval.confidence,
+        confidence=center.interval.confidence,
         verdict=verdict(low, high, margin),
         margin=margin,
         detectable=math.expm1(half * _power(confidence)),

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from nearpeak.machines.limits import number
+from nearpeak.machines.cgroups import parse_number
 from nearpeak.measure.timing import Conditions
 
 
@@ -130,14 +130,14 @@ class CpuConditions:
         for line in (self._text(path) or "").splitlines():
             name, _, value = line.partition(" ")
             if name == key:
-                return number(value)
+                return parse_number(value)
         return None
 
     def _pressure(self) -> float | None:
         """Microseconds in which some runnable task had no core."""
         for line in (self._text("proc/pressure/cpu") or "").splitlines():
             if line.startswith("some") and "total=" in line:
-                return number(line.rpartition("total=")[2])
+                return parse_number(line.rpartition("total=")[2])
         return None
 
 

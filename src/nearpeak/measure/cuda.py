@@ -1,7 +1,7 @@
 """A CUDA device as an instrument: events, a spin that occupies it, and the eviction of its cache.
 
 The spin is `torch.cuda._sleep`, a kernel of one thread that counts clock cycles. It is bounded, so that code which
-synchronises inside a timed region is slow but never deadlocks, as it would behind a host-released barrier.
+synchronizes inside a timed region is slow but never deadlocks, as it would behind a host-released barrier.
 """
 
 from __future__ import annotations

@@ -15,9 +15,16 @@ from typing import Any
 import torch
 
 from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
-from nearpeak.measure.host import UNKNOWN_CACHE_BYTES, HostEviction, HostSampler
-from nearpeak.measure.profiler import busy_seconds, profile_calls
-from nearpeak.measure.samplers import EventSampler, GraphSampler, RegressionSampler, Sampler
+from nearpeak.measure.kernel_times import busy_seconds, profile_calls
+from nearpeak.measure.samplers import (
+    UNKNOWN_CACHE_BYTES,
+    EventSampler,
+    GraphSampler,
+    HostEviction,
+    HostSampler,
+    RegressionSampler,
+    Sampler,
+)
 from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Cache
 
@@ -25,7 +32,7 @@ BLOCKS = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Zero:
+class InstrumentZero:
     """What each method adds to a kernel's own duration, and how far that differs between kernels."""
 
     events: float
@@ -37,20 +44,20 @@ class Zero:
 
 
 @lru_cache(maxsize=32)
-def zero_of(index: int, cache: Cache) -> Zero:
+def zero_of(index: int, cache: Cache) -> InstrumentZero:
     """The zero of GPU `index` for cold or hot calls."""
     device = cuda_device(index)
     stage = Stage(device, cache)
     readings: dict[str, list[float]] = {"events": [], "graph_events": [], "gap": []}
     proven = True
-    for call in small_kernels(device):
+    for call in calibration_kernels(device):
         call()
         known = profiled_seconds(call, stage, device)
         proven = proven and known is not None
         for name, sampler in _samplers(device, call, stage):
             readings[name].append(_reading(sampler) - (known or 0.0))
     in_graph = readings["graph_events"]
-    return Zero(
+    return InstrumentZero(
         events=median(readings["events"]),
         graph_events=median(in_graph) if in_graph else None,
         gap=median(readings["gap"]),
@@ -64,7 +71,7 @@ def _half_range(values: list[float]) -> float:
     return max(0.1e-6, (max(values) - min(values)) / 2) if values else float("inf")
 
 
-def small_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
+def calibration_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
     """One kernel each, of different shapes: one thread, one block, many blocks, a reduction, a matrix product."""
     place = device.device
     few, many = torch.randn(16, device=place), torch.randn(2**17, device=place)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from nearpeak.machines import catalogue, store
-from nearpeak.machines.detect import cpu_facts
-from nearpeak.machines.model import Machine
+from nearpeak.machines import calibrations, catalogue
+from nearpeak.machines.detect import detect_cpu
+from nearpeak.machines.machine import Machine
 from nearpeak.measure.cuda import CudaDevice, cuda_device
 from nearpeak.measure.options import Progress
 
@@ -31,39 +31,39 @@ def this_machine(
     device = _device()
     key = _key(device)
     if not calibrate:
-        found = store.load(key)
-        if isinstance(found, store.Stored):
+        found = calibrations.load(key)
+        if isinstance(found, calibrations.Calibration):
             return found.machine
         if found is not None:
             say(f"{found.path} is not used: {found.reason}")
         say("measuring this machine, once")
     facts = _facts(device)
     if device is None:
-        from nearpeak.measure.ceilings_host import calibrate_host
+        from nearpeak.calibrate.ceilings import calibrate_host
 
         achievable = calibrate_host(say)
     else:
-        from nearpeak.measure.ceilings_cuda import calibrate_cuda
+        from nearpeak.calibrate.ceilings import calibrate_cuda
 
         achievable = calibrate_cuda(device.index, say)
     measured = dataclasses.replace(facts, achievable=achievable)
     if finish is not None:
         measured = finish(measured, say)
-    kept = store.save(measured, key)
-    if isinstance(kept, store.Unusable):
+    kept = calibrations.save(measured, key)
+    if isinstance(kept, calibrations.UnusableFile):
         say(f"the calibration is not kept: {kept.path} {kept.reason}")
     return measured
 
 
 def known_machine(device: CudaDevice | None) -> Machine | None:
     """What is known of a device without measuring it: its calibration, else its row of the catalogue, else None."""
-    found = store.load(_key(device))
-    if isinstance(found, store.Stored):
+    found = calibrations.load(_key(device))
+    if isinstance(found, calibrations.Calibration):
         return found.machine
     return catalogue.by_driver_name(device.name) if device is not None else None
 
 
-def key_here() -> store.Key:
+def key_here() -> calibrations.CalibrationKey:
     """What figures of this machine are kept by: its device, its driver and the version of torch."""
     return _key(_device())
 
@@ -77,19 +77,21 @@ def _device() -> CudaDevice | None:
     return cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-def _key(device: CudaDevice | None) -> store.Key:
+def _key(device: CudaDevice | None) -> calibrations.CalibrationKey:
     if device is None:
-        facts = cpu_facts()
-        return store.Key(
+        facts = detect_cpu()
+        return calibrations.CalibrationKey(
             device=facts.id, driver=f"{platform.system()} {torch.get_num_threads()} threads", torch=torch.__version__
         )
-    return store.Key(device=device.name, driver=device.conditions.driver() or "unknown", torch=torch.__version__)
+    return calibrations.CalibrationKey(
+        device=device.name, driver=device.conditions.driver() or "unknown", torch=torch.__version__
+    )
 
 
 def _facts(device: CudaDevice | None) -> Machine:
     """The machine as its datasheet or the system describes it; its measured ceilings come on top."""
     if device is None:
-        return cpu_facts()
+        return detect_cpu()
     known = catalogue.by_driver_name(device.name)
     if known is not None:
         return known

@@ -1,6 +1,6 @@
 """The few statistics that timing needs: exact, non-parametric, without a dependency.
 
-The unit of replication is a block of calls, not a call: calls inside a block share clocks, caches and neighbours.
+The unit of replication is a block of calls, not a call: calls inside a block share clocks, caches and neighbors.
 No value is ever removed.
 """
 
@@ -54,7 +54,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95, *, inflat
     ordered = sorted(values)
     n = len(ordered)
     low_rank = _lower_rank(n, confidence)
-    # Of the ranks before they are widened: widening makes up for neighbours that agree, it does not add confidence.
+    # Of the ranks before they are widened: widening makes up for neighbors that agree, it does not add confidence.
     coverage = 1.0 - 2.0 * sum(math.comb(n, i) for i in range(low_rank)) / 2.0**n
     if inflate > 1.0:
         low_rank = max(1, math.floor((n + 1) / 2 - inflate * ((n + 1) / 2 - low_rank)))
@@ -73,18 +73,18 @@ def _lower_rank(n: int, confidence: float) -> int:
 
 
 def lag1(values: Sequence[float]) -> float:
-    """The correlation of ranks between neighbours in time: 0 for independent values."""
+    """The correlation of ranks between neighbors in time: 0 for independent values."""
     n = len(values)
     if n < 4 or min(values) == max(values):
         return 0.0
     ranks = _ranks(values)
     mean = (n + 1) / 2
-    centred = [rank - mean for rank in ranks]
-    return sum(a * b for a, b in itertools.pairwise(centred)) / sum(a * a for a in centred)
+    centered = [rank - mean for rank in ranks]
+    return sum(a * b for a, b in itertools.pairwise(centered)) / sum(a * a for a in centered)
 
 
 def inflation(values: Sequence[float]) -> float:
-    """How much wider an interval must be because neighbours agree: sqrt((1 + r) / (1 - r)) for r above its noise."""
+    """How much wider an interval must be because neighbors agree: sqrt((1 + r) / (1 - r)) for r above its noise."""
     correlation = lag1(values)
     if correlation < 1.0 / math.sqrt(max(1, len(values))):
         return 1.0
@@ -119,20 +119,20 @@ def trend(values: Sequence[float]) -> Trend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Centre:
-    """The Hodges-Lehmann centre of paired differences and its exact signed-rank interval."""
+class Center:
+    """The Hodges-Lehmann center of paired differences and its exact signed-rank interval."""
 
     value: float
     interval: Interval
 
 
-def signed_rank_centre(differences: Sequence[float], confidence: float = 0.95) -> Centre:
-    """Centre and interval of differences that are symmetric about it, as those of randomly ordered pairs are."""
+def signed_rank_center(differences: Sequence[float], confidence: float = 0.95) -> Center:
+    """Center and interval of differences that are symmetric about it, as those of randomly ordered pairs are."""
     n = len(differences)
     walsh = sorted((differences[i] + differences[j]) / 2 for i in range(n) for j in range(i, n))
     rank, coverage = _signed_rank_cut(n, confidence)
     interval = Interval(low=walsh[rank], high=walsh[len(walsh) - 1 - rank], confidence=coverage)
-    return Centre(value=median(walsh), interval=interval)
+    return Center(value=median(walsh), interval=interval)
 
 
 @lru_cache(maxsize=256)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from nearpeak.errors import CaseError, UsageError, did_you_mean
-from nearpeak.machines.model import Machine
+from nearpeak.machines.machine import Machine
 from nearpeak.measure.bench import bench
 from nearpeak.measure.case import CaseBuilder
 from nearpeak.measure.options import Progress, options_from
-from nearpeak.measure.saved import label
+from nearpeak.measure.results import label
 from nearpeak.measure.timing import Sweep, Timing
 
 PointDone = Callable[[int, int, str], None]

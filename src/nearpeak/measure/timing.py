@@ -1,4 +1,4 @@
-"""What a measurement is: `Timing` for one subject, `Comparison` for two. Plain data, no torch.
+"""The results of measurements, as plain data without torch: `Timing`, `Comparison`, `Sweep`, their flags and grade.
 
 Every time says which kind it is:
 
@@ -8,19 +8,144 @@ Every time says which kind it is:
     latency    wall time from an idle device to an idle device
     enqueue    host time until the call returns
     cpu        wall time of a call that runs on the CPU
+
+A flag says what is doubtful about a measurement, with evidence and a remedy. Flags are in one table, keyed by name. The
+severity `note` does not lower the grade: it says what the number is. `doubt` means that the figure may be off or not
+reproducible, `wrong` that it does not measure what was asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from nearpeak import forms
-from nearpeak.measure.flags import Flag, Grade, grade
-from nearpeak.measure.input_facts import InputStatistics
+from nearpeak.ops.work import Work
 from nearpeak.units import percent, seconds_between
-from nearpeak.work.model import Work
+
+Severity = Literal["note", "doubt", "wrong"]
+Grade = Literal["A", "B", "C", "F"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One finding about a measurement."""
+
+    name: str
+    severity: Severity
+    evidence: str
+    remedy: str
+
+
+_FLAGS: dict[str, tuple[Severity, str]] = {
+    "CPU_BOUND": ("note", "Capture it in a CUDA graph, use torch.compile, or do more work per call."),
+    "CLOSURE_INPUTS": ("note", "Pass tensors as arguments, so that they can be described and watched."),
+    "NO_GRAPH": ("note", "Avoid host synchronization and host-side state in the call to make it capturable."),
+    "LAUNCH_NOT_HIDDEN": ("wrong", "The time contains host delays: lower the host work per call or use a CUDA graph."),
+    "SYNC_IN_REGION": ("doubt", "Remove .item(), .cpu(), nonzero or synchronize() from the call for a device time."),
+    "OFF_STREAM": ("doubt", "Make the current stream wait for the side stream before the call returns."),
+    "BELOW_RESOLUTION": ("doubt", "Time more work per call: the instrument's own uncertainty is a large share."),
+    "CACHE_NOT_COLD": ("wrong", "The flush did not evict the inputs: enlarge it, or report a hot time."),
+    "CACHE_STATE_UNPROVEN": ("note", "The cache size is unknown here, so the flush could not be sized."),
+    "ABOVE_ROOFLINE": ("wrong", "Check the stated work, the calibration, and that the call really does the work."),
+    "POWER_CAP": ("doubt", "Use regime='burst', or report it as a sustained time."),
+    "THERMAL": ("doubt", "Let the device cool, and check its fans and its neighbors."),
+    "HARDWARE_SLOWDOWN": ("doubt", "The board throttles itself: check power supply and cooling."),
+    "CLOCK_VARIED": ("doubt", "Use regime='burst', or lock the clocks if you may."),
+    "CPU_THROTTLED": ("doubt", "The container's CPU quota was exhausted: raise it or use fewer threads."),
+    "CPU_CONTENDED": ("doubt", "Other work shares the cores: stop it, or pin this process."),
+    "GPU_SHARED": ("doubt", "Another process computes on this GPU: stop it."),
+    "DRIFT": ("doubt", "The time was still moving: warm up longer, or use compare() for differences."),
+    "MULTIMODAL": ("doubt", "Two or more speeds alternate: look at the raw series, fix the seed, pin the threads."),
+    "HEAVY_TAIL": ("note", "Rare calls take much longer: look at the raw series before promising a latency."),
+    "MEMORY_ALLOCATED": (
+        "doubt",
+        "The allocator asked the system for memory while timing: warm up longer, reuse buffers.",
+    ),
+    "PAGE_FAULTS": (
+        "note",
+        "The C library gives memory back and maps it anew: reuse buffers, or have it keep 1 GB with "
+        "MALLOC_TOP_PAD_=1000000000 in the environment.",
+    ),
+    "MEMORY_GROWS": ("doubt", "Each call keeps memory: do not store results between calls."),
+    "COMPILED_DURING_TIMING": ("wrong", "Compilation ran inside the timed region: keep shapes fixed, warm up longer."),
+    "DEGENERATE_INPUT": (
+        "doubt",
+        "Use random data of the real distribution: constant data runs faster than real data.",
+    ),
+    "INPUT_MUTATED": ("doubt", "The call changes its inputs: pass `reset` to restore them outside the timed region."),
+    "OUTPUT_NONFINITE": ("doubt", "The result has infinities or NaNs: check the inputs, or pass `reset`."),
+    "PRECISION_NOT_REACHED": ("doubt", "Give it more time with max_seconds, or accept a wider interval."),
+    "PARTIAL": ("doubt", "The run was interrupted: measure again."),
+}
+
+
+def make_flag(name: str, evidence: str) -> Flag:
+    """The flag `name` with this evidence."""
+    severity, remedy = _FLAGS[name]
+    return Flag(name=name, severity=severity, evidence=evidence, remedy=remedy)
+
+
+def flag_names() -> tuple[str, ...]:
+    """All flags that a measurement can carry."""
+    return tuple(_FLAGS)
+
+
+def grade_of(flags: Iterable[Flag]) -> Grade:
+    """A: nothing doubtful. B: one doubt. C: several. F: the figure is not what was asked for."""
+    severities = [flag.severity for flag in flags]
+    if "wrong" in severities:
+        return "F"
+    doubts = severities.count("doubt")
+    return "A" if doubts == 0 else "B" if doubts == 1 else "C"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStatistics:
+    """The statistics of one tensor, by a sample where it is large. `None`: there was nothing to compute it from.
+
+    Mean, standard deviation and range are those of the finite values; of a complex tensor, of its real and imaginary
+    parts.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    mean: float | None
+    std: float | None
+    minimum: float | None
+    maximum: float | None
+    zero_fraction: float | None
+    nonfinite_fraction: float | None
+    distinct: int
+    """Distinct finite values among at most 4096 sampled ones."""
+    sampled: bool
+    """Whether only a sample of the tensor was looked at."""
+
+    @property
+    def degenerate(self) -> str | None:
+        """Why this data would flatter (or spoil) a benchmark, or None.
+
+        Masks (bool) and single numbers are what they are: never degenerate.
+        """
+        elements = math.prod(self.shape)
+        if elements <= 1 or self.dtype == "bool":
+            return None
+        values = "sampled values" if self.sampled else "values"
+        if self.nonfinite_fraction:
+            return f"{100 * self.nonfinite_fraction:.3g} % of the {values} are infinite or NaN"
+        if self.zero_fraction == 1:
+            return f"all {values} are zero"
+        if self.minimum == self.maximum:
+            return f"all {values} are {self.minimum:g}"
+        if self.zero_fraction is not None and self.zero_fraction > 0.9:
+            return f"{100 * self.zero_fraction:.3g} % of the {values} are zero"
+        if self.dtype.startswith(("float", "bfloat", "complex")) and elements > 1024 and self.distinct < 8:
+            return f"only {self.distinct} distinct values"
+        return None
+
 
 SCHEMA = 1
 
@@ -103,7 +228,7 @@ class Timing:
     @property
     def grade(self) -> Grade:
         """A to F, from the flags."""
-        return grade(self.flags)
+        return grade_of(self.flags)
 
     @property
     def relative_half_width(self) -> float:

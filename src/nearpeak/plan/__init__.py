@@ -13,20 +13,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nearpeak.lazy import names
+from nearpeak._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from nearpeak.plan.models.given import find_model
+    from nearpeak.plan.cluster.cluster import Cluster
+    from nearpeak.plan.cluster.collectives import collective_seconds
+    from nearpeak.plan.models.find import find_model
     from nearpeak.plan.models.model import Model
-    from nearpeak.plan.network.cluster import Cluster
-    from nearpeak.plan.network.collectives import collective_seconds
-    from nearpeak.plan.serving.answers import Load, serving_plan
-    from nearpeak.plan.serving.layout import ServingLayout
-    from nearpeak.plan.training.answers import memory_plan, training_plan
-    from nearpeak.plan.training.choice import search_plan
+    from nearpeak.plan.serving.deployment import ServingLayout
+    from nearpeak.plan.serving.plan import Load, serving_plan
     from nearpeak.plan.training.job import Job, precision_named
     from nearpeak.plan.training.layout import Layout
-    from nearpeak.plan.validation.answers import validate
+    from nearpeak.plan.training.plan import memory_plan, training_plan
+    from nearpeak.plan.training.search import search_plan
+    from nearpeak.plan.validation.validate import validate
 
 __all__ = [
     "Cluster",
@@ -62,4 +62,4 @@ _HOME = {
     "validate": "validation.answers",
 }
 
-__getattr__, __dir__ = names(__name__, globals(), _HOME)
+__getattr__, __dir__ = lazy_names(__name__, globals(), _HOME)

@@ -6,7 +6,7 @@ the same bytes of weights per GPU. They differ in activations (TP does not divid
 (TP pads columns), in balance (EP) and in communication: an all-reduce of all tokens, or two all-to-alls of the routed
 ones.
 
->>> from nearpeak.plan.network.cluster import Cluster
+>>> from nearpeak.plan.cluster.cluster import Cluster
 >>> layer = MoeLayer(experts=256, active=8, hidden=4096, intermediate=1536)
 >>> tensor, expert = degrees(layer, 8192, Cluster.of("h100-sxm x 64"), at=(8,))
 >>> tensor.weight_bytes == expert.weight_bytes, expert.seconds < tensor.seconds
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.network.cluster import Cluster
-from nearpeak.plan.network.collectives import collective_seconds
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.cluster.collectives import collective_seconds
 from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.units import DTYPE_BYTES
 

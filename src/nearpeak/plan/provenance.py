@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["measured", "fitted", "datasheet", "transferred", "assumed"]
-KINDS: tuple[str, ...] = get_args(Kind)
+ProvenanceKind = Literal["measured", "fitted", "datasheet", "transferred", "assumed"]
+PROVENANCE_KINDS: tuple[str, ...] = get_args(ProvenanceKind)
 """From the strongest to the weakest: measured on this very machine; fitted on published rows of this GPU; from the
 vendor's datasheet; fitted on another GPU, size or scale; assumed."""
 
@@ -21,13 +21,13 @@ vendor's datasheet; fitted on another GPU, size or scale; assumed."""
 class Provenance:
     """One of `KINDS`, and a sentence that says on what."""
 
-    kind: Kind
+    kind: ProvenanceKind
     text: str
 
     @property
     def rank(self) -> int:
         """0 for the strongest."""
-        return KINDS.index(self.kind)
+        return PROVENANCE_KINDS.index(self.kind)
 
 
 def weakest(*provenances: Provenance) -> Provenance:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from nearpeak.diagnose.profile import Profile
     from nearpeak.measure.timing import Timing
-    from nearpeak.pytest_plugin.measuring import Measuring
+    from nearpeak.profiles.profile import Profile
+    from nearpeak.pytest_plugin.measured_test import MeasuredTest
 
 MARKER = (
     'nearpeak(of_bound=0.5, floor="as written", step_time="12 ms", peak_memory="3 GiB", no_finding_above="5%", '
@@ -29,7 +29,7 @@ MARKER = (
 WROTE = "nearpeak wrote"
 """Under this name a report tells of a baseline that was written; it comes back from the workers of pytest-xdist."""
 
-_measuring = pytest.StashKey["Measuring"]()
+_measured_test = pytest.StashKey["MeasuredTest"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,14 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A wrong marker, or a machine that cannot tell, ends a test before it begins."""
     if item.get_closest_marker("nearpeak") is not None:
-        measuring_of(item).begins()
+        measured_test_of(item).begins()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A marked test that measured nothing has not met its bars."""
     result = yield
-    measuring = item.stash.get(_measuring, None)
+    measuring = item.stash.get(_measured_test, None)
     if measuring is not None:
         measuring.ends()
     return result
@@ -82,20 +82,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture
 def nearpeak_profile(request: pytest.FixtureRequest) -> Callable[..., Profile]:
     """`nearpeak_profile(fn, *args)` is `nearpeak.profile(fn, *args)`, held against the bars of the test's marker."""
-    return measuring_of(request.node).profile
+    return measured_test_of(request.node).profile
 
 
 @pytest.fixture
 def nearpeak_bench(request: pytest.FixtureRequest) -> Callable[..., Timing]:
     """`nearpeak_bench(fn, *args)` is `nearpeak.bench(fn, *args)`, held against the bars of the test's marker."""
-    return measuring_of(request.node).bench
+    return measured_test_of(request.node).bench
 
 
-def measuring_of(item: pytest.Item) -> Measuring:
+def measured_test_of(item: pytest.Item) -> MeasuredTest:
     """What a test measures, and what is asked of it."""
-    known = item.stash.get(_measuring, None)
+    known = item.stash.get(_measured_test, None)
     if known is None:
         # Not at the top: it would be imported in every run of pytest.
-        made: Any = import_module("nearpeak.pytest_plugin.measuring").Measuring(item)
-        known = item.stash[_measuring] = made
+        made: Any = import_module("nearpeak.pytest_plugin.measured_test").MeasuredTest(item)
+        known = item.stash[_measured_test] = made
     return known

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nearpeak.render import markdown as md
-from nearpeak.render.profile_card import shortened
-from nearpeak.render.profile_csv import guarded
-from nearpeak.render.style import PLAIN, Style
-from nearpeak.render.table import table
-from nearpeak.render.timing import plain
+from nearpeak.render.csv import guard_formula
+from nearpeak.render.text import PLAIN, Style, table
+from nearpeak.render.views.timing import plain
+from nearpeak.render.views.verdict import elide
 
 WIDTH = 80
-BAR = 20
+BAR_COLUMNS = 20
 """Columns of the longest bar."""
 NARROWEST = 12
 """Columns that a text keeps at least."""
@@ -63,7 +62,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class CodeBlock:
     """Source text, or what a command printed, line by line."""
 
     text: str
@@ -76,7 +75,7 @@ class Document:
 
     title: str
     facts: tuple[str, ...] = ()
-    parts: tuple[Paragraph | Table | Picture | Listing, ...]
+    parts: tuple[Paragraph | Table | Picture | CodeBlock, ...]
     is_story: bool = False
     """Whether it is read from top to bottom: then a page has no parts beside each other."""
 
@@ -93,24 +92,24 @@ class Document:
 
 def text(document: Document, style: Style = PLAIN) -> str:
     """For a terminal: at most 80 columns where the cells allow it."""
-    head = [style.paint(line, "bold") for line in _wrapped(plain(document.title)).split("\n")]
-    head += [_wrapped(plain(fact)) for fact in document.facts]
-    return "\n\n".join(["\n".join(head), *_parts(document, style)])
+    head = [style.paint(line, "bold") for line in _wrap(plain(document.title)).split("\n")]
+    head += [_wrap(plain(fact)) for fact in document.facts]
+    return "\n\n".join(["\n".join(head), *_blocks(document, style)])
 
 
-def _parts(document: Document, style: Style) -> Iterator[str]:
+def _blocks(document: Document, style: Style) -> Iterator[str]:
     for part in document.parts:
         if isinstance(part, Paragraph):
-            lines = _wrapped(plain(part.text))
-            colour = {"good": "green", "bad": "red", "small": "dim"}.get(part.kind)
-            yield "\n".join(style.paint(line, colour) for line in lines.split("\n")) if colour else lines  # type: ignore[arg-type]
-        elif isinstance(part, Listing):
-            yield "\n".join(_listed(line) for line in part.text.rstrip().split("\n"))
+            lines = _wrap(plain(part.text))
+            color = {"good": "green", "bad": "red", "small": "dim"}.get(part.kind)
+            yield "\n".join(style.paint(line, color) for line in lines.split("\n")) if color else lines  # type: ignore[arg-type]
+        elif isinstance(part, CodeBlock):
+            yield "\n".join(_code_line(line) for line in part.text.rstrip().split("\n"))
         elif isinstance(part, Table) and part.rows:
             yield _table(part, style)
 
 
-def _listed(line: str) -> str:
+def _code_line(line: str) -> str:
     """A line of a listing, with its own indentation."""
     return f"    {' ' * (len(line) - len(line.lstrip()))}{plain(line.lstrip())}".rstrip()
 
@@ -123,13 +122,13 @@ def _table(part: Table, style: Style) -> str:
         texts = [row.pop(part.below) for row in rows]
         headers.pop(part.below)
         align = align[: part.below] + align[part.below + 1 :]
-    rows = _narrowed(headers, rows, align)
+    rows = _fit_width(headers, rows, align)
     if part.bars:
         longest = max(part.bars) or 1.0
-        bars = [style.bar(BAR * share / longest) for share in part.bars]
+        bars = [style.bar(BAR_COLUMNS * share / longest) for share in part.bars]
         bars += [""] * (len(rows) - len(bars))
         room = WIDTH - len(table(headers, rows, align).split("\n")[1]) - 2
-        if room >= BAR:
+        if room >= BAR_COLUMNS:
             headers, align = [*headers, ""], align + "l"
             rows = [[*row, bar] for row, bar in zip(rows, bars, strict=True)]
     lines = [line.rstrip() for line in table(headers, rows, align).split("\n")]
@@ -137,12 +136,12 @@ def _table(part: Table, style: Style) -> str:
         lines[-part.totals :] = [style.paint(line, "bold") for line in lines[-part.totals :]]
     if texts:
         pairs = zip(lines[2:], texts, strict=True)
-        lines = [*lines[:2], *(line + (f"\n{_indented(below)}" if below else "") for line, below in pairs)]
-    body = "\n".join(([_wrapped(plain(part.title)), ""] if part.title else []) + lines)
-    return body + (f"\n\n{_wrapped(plain(part.note))}" if part.note else "")
+        lines = [*lines[:2], *(line + (f"\n{_indent(below)}" if below else "") for line, below in pairs)]
+    body = "\n".join(([_wrap(plain(part.title)), ""] if part.title else []) + lines)
+    return body + (f"\n\n{_wrap(plain(part.note))}" if part.note else "")
 
 
-def _narrowed(headers: list[str], rows: list[list[str]], align: str) -> list[list[str]]:
+def _fit_width(headers: list[str], rows: list[list[str]], align: str) -> list[list[str]]:
     """The rows with their longest texts cut, until the table has 80 columns; numbers are never cut."""
     widths = [max(len(cell) for cell in column) for column in zip(headers, *rows, strict=True)]
     over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
@@ -155,33 +154,33 @@ def _narrowed(headers: list[str], rows: list[list[str]], align: str) -> list[lis
         widths[widest] -= taken
         over -= taken
     return [
-        [shortened(cell, width) if len(cell) > width else cell for cell, width in zip(row, widths, strict=True)]
+        [elide(cell, width) if len(cell) > width else cell for cell, width in zip(row, widths, strict=True)]
         for row in rows
     ]
 
 
-def _indented(line: str) -> str:
+def _indent(line: str) -> str:
     return textwrap.fill(line, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def markdown(document: Document) -> str:
     """For a pull request or a page."""
-    parts = [f"# {md.text(document.title)}"]
+    parts = [f"# {md.escape_text(document.title)}"]
     if document.facts:
-        parts.append("\n".join(f"{md.text(fact)}  " for fact in document.facts))
+        parts.append("\n".join(f"{md.escape_text(fact)}  " for fact in document.facts))
     for part in document.parts:
         if isinstance(part, Paragraph):
-            said = md.text(part.text, 4000)
+            said = md.escape_text(part.text, 4000)
             parts.append(f"**{said}**" if part.kind in ("good", "bad") else said)
-        elif isinstance(part, Listing):
-            parts.append(md.block(part.text, part.language))
+        elif isinstance(part, CodeBlock):
+            parts.append(md.code_block(part.text, part.language))
         elif isinstance(part, Table) and part.rows:
             if part.title:
-                parts.append(f"## {md.text(part.title)}")
-            rows = [[md.text(cell) for cell in row] for row in part.rows]
-            parts.append(md.table([md.text(header) for header in part.headers], rows, part.sides))
+                parts.append(f"## {md.escape_text(part.title)}")
+            rows = [[md.escape_text(cell) for cell in row] for row in part.rows]
+            parts.append(md.table([md.escape_text(header) for header in part.headers], rows, part.sides))
             if part.note:
-                parts.append(md.text(part.note, 4000))
+                parts.append(md.escape_text(part.note, 4000))
     return "\n\n".join(parts) + "\n"
 
 
@@ -201,8 +200,8 @@ def _cell(value: str) -> str:
     """A number as it is, nothing for what is not known, and a text that no spreadsheet takes for a formula."""
     if value == "-":
         return ""
-    return value if _NUMBER.fullmatch(value) else guarded(value)
+    return value if _NUMBER.fullmatch(value) else guard_formula(value)
 
 
-def _wrapped(line: str) -> str:
+def _wrap(line: str) -> str:
     return textwrap.fill(line, WIDTH, break_on_hyphens=False, break_long_words=False)

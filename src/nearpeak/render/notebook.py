@@ -1,7 +1,7 @@
 """A timing, an estimate and a profile as a fragment of HTML for a notebook.
 
 A fragment has no script, no style sheet, no id and no link, so that it neither changes the page that it is shown in nor
-needs anything from it. It has no colours of its own: what is drawn has the colour of the text, on a light page and on a
+needs anything from it. It has no colors of its own: what is drawn has the color of the text, on a light page and on a
 dark one. All text from outside is escaped.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from nearpeak.bound.estimate import Estimate
-from nearpeak.diagnose.finding import Finding
-from nearpeak.diagnose.grade import grade_of
-from nearpeak.diagnose.profile import Profile
 from nearpeak.measure.timing import Timing
-from nearpeak.render.estimate import CEILINGS
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.grade import grade_profile
+from nearpeak.profiles.profile import Profile
 from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
-from nearpeak.render.profile_card import sentences
-from nearpeak.render.profile_findings import MOST, shown
-from nearpeak.render.timing import MEANINGS, kernel_name, rates
+from nearpeak.render.views.estimate import CEILINGS
+from nearpeak.render.views.profile import MOST_FINDINGS, select_findings
+from nearpeak.render.views.timing import MEANINGS, kernel_name, rates
+from nearpeak.render.views.verdict import sentences
 from nearpeak.units import percent, quantity, seconds, seconds_between
 
 MOST_FAMILIES = 8
@@ -43,10 +43,10 @@ def card(result: Profile | Estimate | Timing) -> str:
 
 def profile_html(profile: Profile) -> str:
     """Verdict, why and next; the waterfall as bars; the findings."""
-    found = shown(profile)
-    grade = grade_of(profile)
+    found = select_findings(profile)
+    grade = grade_profile(profile)
     measured = f"Grade {grade.letter}{_in_brackets('; '.join(grade.reasons))}. "
-    measured += f"Modelled: {percent(profile.modelled_share)} of the time in which kernels ran."
+    measured += f"Modeled: {percent(profile.modeled_share)} of the time in which kernels ran."
     return _card(
         f"Profile of {visible(profile.source, 80)}",
         f"{visible(profile.device, 80)}, {visible(profile.date, 40)}",
@@ -73,9 +73,9 @@ def estimate_html(estimate: Estimate) -> str:
         (name, seconds(time), _bar(0.0, time / longest if longest else 0.0), meaning)
         for name, (time, meaning) in times.items()
     ]
-    coverage = f"Modelled: {percent(estimate.coverage.seconds_share)} of the as-written time."
-    if estimate.coverage.unmodelled:
-        names = [f"{visible(name, 60)} x{count}" for name, count in list(estimate.coverage.unmodelled.items())[:6]]
+    coverage = f"Modeled: {percent(estimate.coverage.seconds_share)} of the as-written time."
+    if estimate.coverage.unmodeled:
+        names = [f"{visible(name, 60)} x{count}" for name, count in list(estimate.coverage.unmodeled.items())[:6]]
         coverage += f" Without a formula: {', '.join(names)}."
     if estimate.truncated:
         coverage += " The trace stopped at its limit: these are figures of its beginning."
@@ -176,7 +176,7 @@ def _findings(found: Sequence[Finding]) -> Iterable[Markup]:
         yield _quiet("No finding saves enough to be shown.")
         return
     yield element("div", element("b", "Findings, by what they would save"), style="margin-top:.5em")
-    for number, finding in enumerate(found[:MOST], 1):
+    for number, finding in enumerate(found[:MOST_FINDINGS], 1):
         where = visible(finding.source, 80) or visible(finding.module, 80) or "the step"
         places = f", {finding.places} places" if finding.places > 1 else ""
         saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}"
@@ -187,9 +187,9 @@ def _findings(found: Sequence[Finding]) -> Iterable[Markup]:
             element("pre", visible_lines(finding.remedy.strip("\n")), style="background:none;margin:.3em 0 .3em 1em"),
             element("div", f"nearpeak has it: {visible(finding.fix)}") if finding.fix else "",
         )
-    if len(found) > MOST:
-        rest = sum(finding.saving_s for finding in found[MOST:])
-        yield _quiet(f"and {len(found) - MOST} more, {seconds(rest)} together")
+    if len(found) > MOST_FINDINGS:
+        rest = sum(finding.saving_s for finding in found[MOST_FINDINGS:])
+        yield _quiet(f"and {len(found) - MOST_FINDINGS} more, {seconds(rest)} together")
 
 
 def _card(title: str, below: str, *parts: str | Markup) -> str:
@@ -212,7 +212,7 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str | Markup]], align
 
 
 def _bar(begin: float, length: float) -> Markup:
-    """A bar from `begin` to `begin + length` of the width, in the colour of the text."""
+    """A bar from `begin` to `begin + length` of the width, in the color of the text."""
     left = min(max(begin, 0.0), 1.0)
     width = min(max(length, 0.0), 1.0 - left)
     inner = element(

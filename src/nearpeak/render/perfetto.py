@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nearpeak.diagnose.finding import Finding
-from nearpeak.diagnose.idle import MEANINGS
-from nearpeak.diagnose.profile import DeviceKernel, Profile, ProfiledOp
 from nearpeak.errors import UsageError
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.idle import CAUSE_MEANINGS
+from nearpeak.profiles.profile import DeviceKernel, Profile, ProfiledOp
 from nearpeak.render.html.markup import visible
-from nearpeak.render.profile_card import short_name
+from nearpeak.render.views.verdict import short_name
 
 PROCESS = 1
 FINDINGS, IDLE, FIRST_STREAM = 1, 2, 3
@@ -46,29 +46,29 @@ def _events(profile: Profile, findings: Sequence[Finding]) -> Iterator[Event]:
     spans = sorted(profile.timeline, key=lambda span: (span.start_s, -span.seconds))
     tracks = _tracks(spans, "ops" if profile.device == "cpu" else "")
     names = {FINDINGS: "findings", IDLE: "nothing runs", **dict(tracks.values())}
-    yield _named("process_name", PROCESS, 0, f"a step on {visible(profile.device, 60)}")
+    yield _name_event("process_name", PROCESS, 0, f"a step on {visible(profile.device, 60)}")
     for track, name in names.items():
-        yield _named("thread_name", PROCESS, track, name)
-        yield {**_meta("thread_sort_index", PROCESS, track), "args": {"sort_index": track}}
-    rules = _rules(findings)
+        yield _name_event("thread_name", PROCESS, track, name)
+        yield {**_metadata_event("thread_sort_index", PROCESS, track), "args": {"sort_index": track}}
+    rules = _rules_by_op(findings)
     op_args: dict[int, Event] = {}
     for number, span in enumerate(spans):
         args: Event = {"kernel": visible(span.name)}
         name = visible(span.name, 120)
         if span.op is not None and 0 <= span.op < len(profile.ops):  # a file may say anything
             if span.op not in op_args:
-                op_args[span.op] = _about(profile.ops[span.op], rules.get(span.op, ""))
+                op_args[span.op] = _op_arguments(profile.ops[span.op], rules.get(span.op, ""))
             args = {**op_args[span.op], **args}
             name = visible(short_name(profile.ops[span.op].name), 120)
         category = "communication" if span.communication else "kernel"
-        yield _lasting(name, category, span.start_s, span.seconds, tracks[number][0], args)
+        yield _complete_event(name, category, span.start_s, span.seconds, tracks[number][0], args)
     for gap in profile.gaps:
-        args = {"why": MEANINGS.get(gap.cause, gap.cause)} | ({"where": visible(gap.where)} if gap.where else {})
-        yield _lasting(gap.cause, "idle", gap.start_s, gap.seconds, IDLE, args)
+        args = {"why": CAUSE_MEANINGS.get(gap.cause, gap.cause)} | ({"where": visible(gap.where)} if gap.where else {})
+        yield _complete_event(gap.cause, "idle", gap.start_s, gap.seconds, IDLE, args)
     first = _first_starts(spans)
     for finding in findings:
         at = min((first[op] for op in finding.ops if op in first), default=spans[0].start_s)
-        yield _mark(finding, at)
+        yield _instant_event(finding, at)
 
 
 def _tracks(spans: Sequence[DeviceKernel], name: str) -> Mapping[int, tuple[int, str]]:
@@ -91,7 +91,7 @@ def _tracks(spans: Sequence[DeviceKernel], name: str) -> Mapping[int, tuple[int,
     }
 
 
-def _rules(findings: Sequence[Finding]) -> dict[int, str]:
+def _rules_by_op(findings: Sequence[Finding]) -> dict[int, str]:
     """The rules that speak of an op, by its index."""
     found: dict[int, list[str]] = {}
     for finding in findings:
@@ -100,7 +100,7 @@ def _rules(findings: Sequence[Finding]) -> dict[int, str]:
     return {op: ", ".join(dict.fromkeys(rules)) for op, rules in found.items()}
 
 
-def _about(op: ProfiledOp, rules: str) -> Event:
+def _op_arguments(op: ProfiledOp, rules: str) -> Event:
     """What is known of an op. Its times are those of all its kernels together."""
     args: Event = {
         "op": visible(op.name),
@@ -109,10 +109,10 @@ def _about(op: ProfiledOp, rules: str) -> Event:
         "phase": visible(op.phase),
         "shapes": visible(", ".join("x".join(map(str, shape)) or "()" for shape in op.shapes[:12]), 120),
         "measured_us": _microseconds(op.measured_s),
-        "bound_us": _microseconds(op.bound_s) if op.modelled else None,
+        "bound_us": _microseconds(op.bound_s) if op.modeled else None,
         "expected_us": None if op.expected_s is None else _microseconds(op.expected_s),
-        "lost_us": _microseconds(op.lost_s) if op.modelled else None,
-        "limiter": visible(op.limiter) if op.modelled else None,
+        "lost_us": _microseconds(op.lost_s) if op.modeled else None,
+        "limiter": visible(op.limiter) if op.modeled else None,
         "kernels_of_op": op.kernels if op.kernels > 1 else None,
         "findings": rules or None,
     }
@@ -127,7 +127,7 @@ def _first_starts(spans: Sequence[DeviceKernel]) -> dict[int, float]:
     return first
 
 
-def _mark(finding: Finding, at: float) -> Event:
+def _instant_event(finding: Finding, at: float) -> Event:
     args = {
         "title": visible(finding.title, 1000),
         "where": visible(finding.source or finding.module),
@@ -148,7 +148,7 @@ def _mark(finding: Finding, at: float) -> Event:
     }
 
 
-def _lasting(name: str, category: str, start_s: float, seconds: float, track: int, args: Event) -> Event:
+def _complete_event(name: str, category: str, start_s: float, seconds: float, track: int, args: Event) -> Event:
     """From a start to an end that are both rounded, so that what follows never begins before the end."""
     begin, end = _nanoseconds(start_s), _nanoseconds(start_s + seconds)
     return {
@@ -163,11 +163,11 @@ def _lasting(name: str, category: str, start_s: float, seconds: float, track: in
     }
 
 
-def _named(kind: str, process: int, track: int, name: str) -> Event:
-    return {**_meta(kind, process, track), "args": {"name": name}}
+def _name_event(kind: str, process: int, track: int, name: str) -> Event:
+    return {**_metadata_event(kind, process, track), "args": {"name": name}}
 
 
-def _meta(kind: str, process: int, track: int) -> Event:
+def _metadata_event(kind: str, process: int, track: int) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": track}
 
 

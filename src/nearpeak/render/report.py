@@ -9,27 +9,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from nearpeak.diagnose import saved
-from nearpeak.diagnose.finding import Finding
-from nearpeak.diagnose.profile import Profile
-from nearpeak.diagnose.ranking import By
 from nearpeak.errors import EnvironmentProblem, UsageError
-from nearpeak.machines.model import Machine
-from nearpeak.render.html.page import page
-from nearpeak.render.html.roofs import calibrated, machine_of
+from nearpeak.machines.machine import Machine
+from nearpeak.profiles import file
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.profile import Profile
+from nearpeak.profiles.ranking import GroupBy
+from nearpeak.render.csv import ops_csv
+from nearpeak.render.html.profile import profile_page
 from nearpeak.render.perfetto import trace_json
-from nearpeak.render.png import png
-from nearpeak.render.profile import text
-from nearpeak.render.profile_csv import csv_text
-from nearpeak.render.profile_findings import MOST, shown
-from nearpeak.render.profile_markdown import markdown
-from nearpeak.render.profile_roofline import profile_roofline
-from nearpeak.render.profile_waterfall import profile_waterfall
-from nearpeak.render.scene import Scene
-from nearpeak.render.svg import svg
+from nearpeak.render.picture.png import png
+from nearpeak.render.picture.scene import Scene
+from nearpeak.render.picture.svg import svg
+from nearpeak.render.views.profile import MOST_FINDINGS, select_findings, text
+from nearpeak.render.views.profile_markdown import markdown
+from nearpeak.render.views.profile_pictures import profile_roofline, profile_waterfall
+from nearpeak.render.views.profile_roofs import calibrated_machine, catalogue_machine
 
 Format = Literal["html", "markdown", "csv", "text", "svg", "png", "perfetto", "profile"]
-Picture = Literal["waterfall", "roofline"]
+PictureKind = Literal["waterfall", "roofline"]
 
 ENDINGS: Mapping[str, Format] = {
     ".html": "html",
@@ -46,20 +44,20 @@ ENDINGS: Mapping[str, Format] = {
     ".json.gz": "profile",
 }
 """The first that fits counts."""
-LEVEL = 6
+COMPRESSION_LEVEL = 6
 """Of compression, for a timeline: names of kernels are long, and alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class ReportOptions:
     """What a report shows, where its format leaves a choice."""
 
     findings: Sequence[Finding] | None = None
     """Those to show; those that save enough where it is None."""
-    most_findings: int = MOST
+    most_findings: int = MOST_FINDINGS
     top: int = 12
-    by: By = "op"
-    picture: Picture = "waterfall"
+    by: GroupBy = "op"
+    picture: PictureKind = "waterfall"
     dark: bool = False
     """A PNG for a dark page; all other formats follow the reader's."""
 
@@ -77,7 +75,7 @@ def format_of(path: str | Path) -> Format:
     return found
 
 
-def check_name(path: str | Path) -> None:
+def check_path(path: str | Path) -> None:
     """UsageError where a report cannot be written under this name; to be asked before a long run."""
     form = format_of(path)
     if not Path(path).parent.is_dir():
@@ -91,38 +89,40 @@ def check_name(path: str | Path) -> None:
         )
 
 
-def write(profile: Profile, path: str | Path, choices: Choices | None = None) -> None:
+def write(profile: Profile, path: str | Path, choices: ReportOptions | None = None) -> None:
     """Writes a profile in the format that the name ends with: whole, or not at all."""
     target = Path(path)
-    check_name(target)
+    check_path(target)
     compressed = target.name.lower().endswith(".gz")
-    saved.replace(target, content(profile, format_of(target), choices or Choices(), compressed=compressed))
+    file.write_file(target, content(profile, format_of(target), choices or ReportOptions(), compressed=compressed))
 
 
-def content(profile: Profile, form: Format, choices: Choices, *, compressed: bool = False) -> bytes:
+def content(profile: Profile, form: Format, choices: ReportOptions, *, compressed: bool = False) -> bytes:
     """The bytes of the file."""
     if form == "profile":
-        return saved.content(profile, compressed=compressed)
-    found = shown(profile) if choices.findings is None else choices.findings
+        return file.to_bytes(profile, compressed=compressed)
+    found = select_findings(profile) if choices.findings is None else choices.findings
     if form == "png":
         return png(_scene(profile, found, choices.picture), dark=choices.dark)
-    made = _text(profile, form, found, choices).encode("utf-8", "backslashreplace")  # a file may hold half a character
-    return gzip.compress(made, compresslevel=LEVEL, mtime=0) if compressed else made
+    made = _render_text(profile, form, found, choices).encode(
+        "utf-8", "backslashreplace"
+    )  # a file may hold half a character
+    return gzip.compress(made, compresslevel=COMPRESSION_LEVEL, mtime=0) if compressed else made
 
 
-def machine_for(profile: Profile) -> Machine | None:
+def ceilings_machine(profile: Profile) -> Machine | None:
     """The machine whose ceilings are drawn: as it was calibrated here, where the bounds are against that."""
-    return calibrated(profile) or machine_of(profile)
+    return calibrated_machine(profile) or catalogue_machine(profile)
 
 
-def _text(profile: Profile, form: Format, found: Sequence[Finding], choices: Choices) -> str:
+def _render_text(profile: Profile, form: Format, found: Sequence[Finding], choices: ReportOptions) -> str:
     most = choices.most_findings
     if form == "html":
-        return page(profile, machine=machine_for(profile), findings=found)
+        return profile_page(profile, machine=ceilings_machine(profile), findings=found)
     if form == "markdown":
         return markdown(profile, found, top=choices.top, by=choices.by, most_findings=most)
     if form == "csv":
-        return csv_text(profile)
+        return ops_csv(profile)
     if form == "perfetto":
         return trace_json(profile, found)
     if form == "svg":
@@ -130,7 +130,7 @@ def _text(profile: Profile, form: Format, found: Sequence[Finding], choices: Cho
     return text(profile, choices.top, choices.by, findings=found, most_findings=most) + "\n"
 
 
-def _scene(profile: Profile, found: Sequence[Finding], picture: Picture) -> Scene:
+def _scene(profile: Profile, found: Sequence[Finding], picture: PictureKind) -> Scene:
     if picture == "roofline":
-        return profile_roofline(profile, machine_for(profile))
+        return profile_roofline(profile, ceilings_machine(profile))
     return profile_waterfall(profile, found)

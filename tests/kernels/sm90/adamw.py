@@ -2,7 +2,7 @@
 
 import torch
 
-from nearpeak.kernels.jit import adamw, addresses
+from nearpeak.kernels.optimizer import triton as optimizer_triton
 
 FLOATS = (1.0, 1e-3, 0.9, 0.999, 1e-8, 0.01, False)
 
@@ -16,7 +16,7 @@ def launches():
             moment = [torch.empty(size, dtype=state)]
             masters = [torch.empty(size)] if master else []
             extra = (scalar, scalar, scalar) if tensors else (None, None, None)
-            adamw.step(one, one, moment, moment, masters, [scalar] if tensors else [], *extra, *FLOATS)
+            optimizer_triton.adamw_step(one, one, moment, moment, masters, [scalar] if tensors else [], *extra, *FLOATS)
 
         return call
 
@@ -28,4 +28,4 @@ def launches():
     yield "bfloat16, states in bfloat16", step(torch.bfloat16, torch.bfloat16)
     yield "float32", step(torch.float32, torch.float32)
     yield "float32, not aligned, narrow", step(torch.float32, torch.float32, shift=1)
-    yield "table, narrow", lambda: addresses.write(torch.empty(20, dtype=torch.int64), list(range(20)))
+    yield "table, narrow", lambda: optimizer_triton.write_table(torch.empty(20, dtype=torch.int64), list(range(20)))

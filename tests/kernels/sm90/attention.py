@@ -2,8 +2,8 @@
 
 import torch
 
-from nearpeak.kernels.jit import attention_backward, attention_forward
-from nearpeak.kernels.jit.attention_launch import Problem
+from nearpeak.kernels.attention import triton as attention_triton
+from nearpeak.kernels.attention.triton import AttentionProblem
 
 
 def launches():
@@ -12,7 +12,7 @@ def launches():
             kind = f"{dim}, {'causal' if causal else 'full'}"
             x = torch.empty(2, 4, 1024, dim, dtype=torch.bfloat16)
             lse = torch.empty(2, 4, 1024)
-            problem = Problem(x, x, x, *[None] * 6, 0, 0, -1, 0 if causal else -1, True, dim**-0.5, 0.0, 0.0)
-            yield f"forward {kind}", lambda problem=problem: attention_forward.forward(problem)
+            problem = AttentionProblem(x, x, x, *[None] * 6, 0, 0, -1, 0 if causal else -1, True, dim**-0.5, 0.0, 0.0)
+            yield f"forward {kind}", lambda problem=problem: attention_triton.forward(problem)
             given = (problem, x, None, x, lse, True, True, False, False)
-            yield f"backward {kind}", lambda given=given: attention_backward.backward(*given)
+            yield f"backward {kind}", lambda given=given: attention_triton.backward(*given)

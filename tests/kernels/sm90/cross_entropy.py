@@ -2,7 +2,7 @@
 
 import torch
 
-from nearpeak.kernels.jit import cross_entropy as jit
+from nearpeak.kernels.losses import triton as jit
 
 ROWS = 8192
 BF16, F32 = torch.bfloat16, torch.float32
@@ -14,7 +14,7 @@ def launches():
 
     def forward(columns, dtype, *, inplace=True, gradient=True, smoothing=0.0, softcap=0.0, entropy=False, config=None):
         logits = torch.empty(ROWS, columns, dtype=dtype)
-        settings = jit.Settings(-100, smoothing, softcap, 0.0, "mean")
+        settings = jit.LossSettings(-100, smoothing, softcap, 0.0, "mean")
         written = (logits if inplace else torch.empty_like(logits)) if gradient else None
         entropies = losses if entropy else None
         tensors = (logits, target, None, None, parts, losses, tops, totals)
@@ -35,10 +35,10 @@ def launches():
 
     def backward(columns, dtype):
         logits = torch.empty(ROWS, columns, dtype=dtype)
-        settings = jit.Settings(-100, 0.0, 0.0, 0.0, "none")
+        settings = jit.LossSettings(-100, 0.0, 0.0, 0.0, "none")
         jit.write_gradient(losses, logits, torch.empty_like(logits), target, None, tops, totals, parts, settings)
 
     yield "gradient, 128256, float16", lambda: backward(128256, torch.float16)
     yield "gradient, 50257", lambda: backward(50257, BF16)
     gradient = torch.empty(ROWS, 128256, dtype=BF16)
-    yield "gradient times a number", lambda: jit.scale_(gradient, losses)
+    yield "gradient times a number", lambda: jit.scale_gradient_(gradient, losses)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nearpeak.kernels.jit import cache_append, decode
+from nearpeak.kernels.decode import triton as decode_triton
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -11,7 +11,9 @@ def empty(*shape, dtype=torch.bfloat16):
 
 def call(query, keys, values, pages=None, window=-1, softcap=0.0, sinks=None):
     lengths, scales = torch.zeros(query.shape[0], dtype=torch.int32), (1.0, None, 1.0, None)
-    return lambda: decode.forward(query, keys, values, lengths, pages, 0.1, window, softcap, sinks, *scales)
+    return lambda: decode_triton.decode_attention(
+        query, keys, values, lengths, pages, 0.1, window, softcap, sinks, *scales
+    )
 
 
 def launches():
@@ -34,9 +36,9 @@ def launches():
     lengths, angles, scales = torch.zeros(4, dtype=torch.int32), empty(8192, 64, dtype=torch.float32), (1.0, None) * 2
     query, key = empty(4, 32, 4096, 128), empty(4, 8, 4096, 128)
     turned = (key, key, lengths, None, angles, angles, False, 128, *scales, query)
-    yield "append, with a query", lambda: cache_append.with_query(cache, cache, *turned)
+    yield "append, with a query", lambda: decode_triton.append_with_query(cache, cache, *turned)
     rest = (key, key, lengths, table, angles, angles, True, 128, *scales)
-    yield "append to pages, interleaved", lambda: cache_append.in_place(paged, paged, *rest)
-    yield "append", lambda: cache_append.in_place(cache, cache, key, key, lengths, None, None, None, False, 0, *scales)
+    yield "append to pages, interleaved", lambda: decode_triton.append(paged, paged, *rest)
+    yield "append", lambda: decode_triton.append(cache, cache, key, key, lengths, None, None, None, False, 0, *scales)
     eights = (eight, eight, key, key, lengths, None, angles, angles, False, 128, *scales)
-    yield f"append in 8 bits, {few}", lambda: cache_append.in_place(*eights)
+    yield f"append in 8 bits, {few}", lambda: decode_triton.append(*eights)

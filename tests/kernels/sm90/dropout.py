@@ -2,12 +2,12 @@
 
 import torch
 
-from nearpeak.kernels.jit import dropout
+from nearpeak.kernels.pointwise import triton as pointwise_triton
 
 
 def launches():
     seed = torch.empty((), dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.empty(2**20, dtype=dtype)
-        yield f"forward, {dtype}", lambda x=x: dropout.dropout_add(x, x, seed, 0.1)
-        yield f"backward, {dtype}", lambda x=x: dropout.dropout_backward(x, seed, 0.1, x.dtype)
+        yield f"forward, {dtype}", lambda x=x: pointwise_triton.dropout_add(x, x, seed, 0.1)
+        yield f"backward, {dtype}", lambda x=x: pointwise_triton.dropout_backward(x, seed, 0.1, x.dtype)

@@ -2,10 +2,10 @@
 
 import torch
 
-from nearpeak.kernels.jit import ladder_persistent, ladder_tensor_cores
+from nearpeak.kernels.ladder import triton as ladder_triton
 
 
 def launches():
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
-    yield "tensor cores", lambda: ladder_tensor_cores.multiply(x, x)
-    yield "persistent", lambda: ladder_persistent.multiply(x, x)
+    yield "tensor cores", lambda: ladder_triton.multiply_tensor_cores(x, x)
+    yield "persistent", lambda: ladder_triton.multiply_persistent(x, x)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nearpeak.kernels.jit import linear_attention
+from nearpeak.kernels.linear_attention import triton as linear_attention_triton
 
 
 def launches():
@@ -11,8 +11,8 @@ def launches():
         norms = torch.empty(1, 16, tokens)
         kind = f"{dim}, {'causal' if causal else 'full'}"
         given = (x, x, x, causal)
-        yield f"forward {kind}", lambda given=given: linear_attention.forward(*given, 1e-6)
+        yield f"forward {kind}", lambda given=given: linear_attention_triton.forward(*given, 1e-6)
         options = (x, x, norms, *given, True, True, True)
-        yield f"backward {kind}", lambda options=options: linear_attention.backward(*options)
+        yield f"backward {kind}", lambda options=options: linear_attention_triton.backward(*options)
     x = torch.empty(1, 16, 16384, 128)
-    yield "forward 128, float32, small result", lambda: linear_attention.forward(x, x, x, True, 1e-6)
+    yield "forward 128, float32, small result", lambda: linear_attention_triton.forward(x, x, x, True, 1e-6)

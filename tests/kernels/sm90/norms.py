@@ -2,39 +2,39 @@
 
 import torch
 
-from nearpeak.kernels.jit import norms, norms_backward, norms_shared
+from nearpeak.kernels.norms import triton as norms_triton
 
 BF16 = torch.bfloat16
 
 
-def backward(x, weight, statistics, *, centred, adds, last=False):
+def backward(x, weight, statistics, *, centered, adds, last=False):
     """The launches of a backward pass but for the last, which adds up partial sums, or the last alone."""
-    wants = [True, False, True, centred]
-    bias, sum_gradient = weight if centred else None, x if adds else None
-    launch = norms_backward.launch
+    wants = [True, False, True, centered]
+    bias, sum_gradient = weight if centered else None, x if adds else None
+    launch = norms_triton.launch
 
     def some(kernel, *args, **settings):
-        if (kernel is norms_backward.add_partials) == last:
+        if (kernel is norms_triton.add_partials) == last:
             launch(kernel, *args, **settings)
 
-    norms_backward.launch = norms_shared.launch = some
+    norms_triton.launch = norms_triton.launch = some
     try:
-        norms_backward.norm_backward(x, x, sum_gradient, statistics, weight, bias, 0.0, centred, wants)
+        norms_triton.norm_backward(x, x, sum_gradient, statistics, weight, bias, 0.0, centered, wants)
     finally:
-        norms_backward.launch = norms_shared.launch = launch
+        norms_triton.launch = norms_triton.launch = launch
 
 
 def launches():
-    kinds = [{"centred": centred, "adds": adds} for centred in (False, True) for adds in (False, True)]
-    rms, added, centred, both = kinds
+    kinds = [{"centered": centered, "adds": adds} for centered in (False, True) for adds in (False, True)]
+    rms, added, centered, both = kinds
     for columns, dtype, also in (
         (128, BF16, []),
         (1024, BF16, []),
-        (4096, BF16, [added, centred, both]),
+        (4096, BF16, [added, centered, both]),
         (4096, torch.float32, []),
-        (16384, BF16, [added, centred, both]),
-        (65536, BF16, [added, centred, both]),
-        (262144, BF16, [added, centred, both]),
+        (16384, BF16, [added, centered, both]),
+        (65536, BF16, [added, centered, both]),
+        (262144, BF16, [added, centered, both]),
     ):
         x, weight, statistics = (
             torch.empty(64, columns, dtype=dtype),
@@ -43,11 +43,11 @@ def launches():
         )
         name = f"{columns}, {str(dtype).removeprefix('torch.')}"
         if columns < 262144:
-            yield f"RMSNorm, {name}", lambda x=x, weight=weight: norms.rms_norm(x, weight, None, 1e-6, 0.0)
+            yield f"RMSNorm, {name}", lambda x=x, weight=weight: norms_triton.rms_norm(x, weight, None, 1e-6, 0.0)
             if also:
                 yield (
                     f"add, LayerNorm, {name}",
-                    lambda x=x, weight=weight: norms.add_layer_norm(x, x, weight, weight, 1e-5),
+                    lambda x=x, weight=weight: norms_triton.add_layer_norm(x, x, weight, weight, 1e-5),
                 )
         for kind in (rms, *also):
             yield (

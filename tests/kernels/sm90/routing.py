@@ -2,7 +2,7 @@
 
 import torch
 
-from nearpeak.kernels.jit import routing
+from nearpeak.kernels.moe import triton as moe_triton
 
 
 def launches():
@@ -12,11 +12,11 @@ def launches():
         kind = f"{number} experts, {scores}" + (", narrow" if number < 16 else "")
         yield (
             f"forward, {kind}, small result",
-            lambda logits=logits, k=k, scores=scores: routing.forward(logits, None, k, scores, True, 1.0),
+            lambda logits=logits, k=k, scores=scores: moe_triton.route(logits, None, k, scores, True, 1.0),
         )
         yield (
             f"backward, {kind}",
-            lambda logits=logits, experts=experts, scores=scores: routing.backward(
+            lambda logits=logits, experts=experts, scores=scores: moe_triton.route_backward(
                 experts.float(), logits, experts, scores, True, 1.0
             ),
         )

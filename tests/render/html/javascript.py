@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from nearpeak.render.html.page import asset
+from nearpeak.render.html.profile import asset
 
 
 def run(files, expression, data=None):

@@ -9,12 +9,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "diagnose"))
 
 from made_up import profile as tiny  # type: ignore[import-not-found]
 
-from nearpeak.diagnose.finding import Finding
-from nearpeak.diagnose.idle import Gap, IdleCause
-from nearpeak.diagnose.memory import Memory
-from nearpeak.diagnose.profile import DeviceKernel, Profile, ProfiledOp
-from nearpeak.diagnose.rates import Rates
-from nearpeak.diagnose.waterfall import waterfall
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.idle import Gap, IdleCause
+from nearpeak.profiles.memory import PeakMemory
+from nearpeak.profiles.profile import DeviceKernel, Profile, ProfiledOp
+from nearpeak.profiles.rates import StepRates
+from nearpeak.profiles.waterfall import build_waterfall
 
 KINDS = (  # name, family, FLOP per byte, limiter, share of ops in each block of 10
     ("aten.mm.default", "matrix", 400.0, "compute"),
@@ -23,7 +23,7 @@ KINDS = (  # name, family, FLOP per byte, limiter, share of ops in each block of
     ("aten._to_copy.default", "movement", 0.0, "memory"),
     ("aten.view.default", "view", 0.0, "none"),
     ("aten._scaled_dot_product_flash_attention.default", "attention", 150.0, "compute"),
-    ("aten.native_layer_norm.default", "normalisation", 2.0, "memory"),
+    ("aten.native_layer_norm.default", "normalization", 2.0, "memory"),
     ("aten.rsqrt.default", "pointwise", 0.1, "launch"),
     ("mine.kernel.default", "custom", 1.0, "none"),
     ("aten.gelu.default", "pointwise", 1.5, "memory"),
@@ -37,7 +37,7 @@ def profile(ops: int = 400, *, name: str = "{}", seed: int = 0) -> Profile:
     timeline, gaps = _timeline(made, name)
     kernel_s = sum(op.measured_s for op in made)
     bound_s = sum(op.bound_s for op in made)
-    known_s = sum(op.measured_s for op in made if op.modelled)
+    known_s = sum(op.measured_s for op in made if op.modeled)
     wall_s = 1.05 * kernel_s or 1.0
     idle_s = wall_s - kernel_s
     return dataclasses.replace(
@@ -51,15 +51,15 @@ def profile(ops: int = 400, *, name: str = "{}", seed: int = 0) -> Profile:
         as_written_s=bound_s,
         fused_s=0.8 * bound_s,
         ideal_s=0.5 * bound_s,
-        waterfall=waterfall(
+        waterfall=build_waterfall(
             wall_s=wall_s,
             ideal_s=0.5 * bound_s,
             fused_s=0.8 * bound_s,
             as_written_s=bound_s,
-            modelled_s=known_s,
+            modeled_s=known_s,
             kernel_s=kernel_s,
         ),
-        modelled_share=known_s / kernel_s if kernel_s else 1.0,
+        modeled_share=known_s / kernel_s if kernel_s else 1.0,
         ops=tuple(made),
         notes=(name.format("A note."),),
         idle=(
@@ -70,7 +70,7 @@ def profile(ops: int = 400, *, name: str = "{}", seed: int = 0) -> Profile:
         spread=0.01,
         matched=1.0,
         profiled_s=1.2 * wall_s,
-        rates=Rates(
+        rates=StepRates(
             model_flops=1e13,
             hardware_flops=1.1e13,
             mfu=0.3,
@@ -86,7 +86,7 @@ def profile(ops: int = 400, *, name: str = "{}", seed: int = 0) -> Profile:
             kernel_compute_share=None,
             kernel_bandwidth_share=None,
         ),
-        memory=Memory(
+        memory=PeakMemory(
             device="cuda:0",
             capacity_bytes=150e9,
             peak_bytes=22e9,
@@ -127,7 +127,7 @@ def _op(number: int, ops: int, name: str, draw: random.Random) -> ProfiledOp:
         limiter=limiter,
         flops=flops,
         bytes=moved,
-        modelled=family != "custom",
+        modeled=family != "custom",
         fused_s=0.8 * bound_s,
     )
 

@@ -9,9 +9,9 @@ import pytest
 from javascript import run
 from synthetic import profile
 
-from nearpeak.render.html.data import data_json
-from nearpeak.render.html.roofs import Roofs
-from nearpeak.render.profile_card import short_name
+from nearpeak.render.html.profile import data_json
+from nearpeak.render.views.profile_roofs import ProfileRoofs
+from nearpeak.render.views.verdict import short_name
 
 MODEL = ["units.js", "sorting.js", "model.js", "columns.js", "filters.js"]
 
@@ -23,7 +23,7 @@ def made():
 
 @pytest.fixture(scope="module")
 def data(made):
-    return json.loads(data_json(made, made.findings, Roofs(roofs=(), origin="")))
+    return json.loads(data_json(made, made.findings, ProfileRoofs(roofs=(), origin="")))
 
 
 def test_columns_are_read_whichever_way_they_are_written():
@@ -118,9 +118,9 @@ def test_filters_take_the_ops_that_they_say(made, data):
     assert found_ops(data) == costly
     assert found_ops(data, free=True) == list(range(len(made.ops)))
     assert found_ops(data, phase="backward") == [at for at in costly if made.ops[at].phase == "backward"]
-    memory = [at for at in costly if made.ops[at].limiter == "memory" and made.ops[at].modelled]
+    memory = [at for at in costly if made.ops[at].limiter == "memory" and made.ops[at].modeled]
     assert found_ops(data, limiter="memory") == memory
-    assert found_ops(data, limiter="no bound") == [at for at in costly if not made.ops[at].modelled]
+    assert found_ops(data, limiter="no bound") == [at for at in costly if not made.ops[at].modeled]
     assert found_ops(data, family="matrix") == [at for at in costly if made.ops[at].family == "matrix"]
     line = made.ops[3].source
     assert found_ops(data, line=line) == [at for at in costly if made.ops[at].source == line]

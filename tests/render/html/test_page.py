@@ -12,10 +12,9 @@ import pytest
 from synthetic import profile
 
 from nearpeak.machines.catalogue import find
-from nearpeak.render.html.data import MOST_SPANS, data_json
-from nearpeak.render.html.page import SCRIPTS, asset, page
-from nearpeak.render.html.roofs import Roofs
-from nearpeak.render.profile_card import sentences
+from nearpeak.render.html.profile import MOST_SPANS, SCRIPTS, asset, data_json, profile_page
+from nearpeak.render.views.profile_roofs import ProfileRoofs
+from nearpeak.render.views.verdict import sentences
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&\n\u202e{}<!--hole:script--><!--"
 
@@ -66,24 +65,24 @@ def hostile(name):
 
 
 def test_an_empty_report_is_small():
-    content = page(profile(0))
+    content = profile_page(profile(0))
     assert len(content.encode()) < 150_000
 
 
 def test_a_report_of_100_000_ops_is_below_5_megabytes_and_quick():
     made = profile(100_000)
     began = time.process_time()
-    content = page(made)
+    content = profile_page(made)
     assert time.process_time() - began < 2.0
     assert len(content.encode()) < 5_000_000
 
 
 def test_equal_profiles_give_equal_bytes():
-    assert page(profile(200)) == page(profile(200))
+    assert profile_page(profile(200)) == profile_page(profile(200))
 
 
 def test_the_policy_allows_this_script_and_this_style_alone():
-    parsed = Parsed(page(profile(50)))
+    parsed = Parsed(profile_page(profile(50)))
     (policy,) = [meta["content"] for meta in parsed.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
     hashes = {
         name: base64.b64encode(hashlib.sha256(parsed.one(name).encode()).digest()).decode()
@@ -96,7 +95,7 @@ def test_the_policy_allows_this_script_and_this_style_alone():
 
 
 def test_nothing_is_loaded_from_anywhere():
-    parsed = Parsed(page(profile(50)))
+    parsed = Parsed(profile_page(profile(50)))
     for tag, attributes in parsed.tags:
         assert tag not in ("img", "link", "iframe", "object", "embed")
         assert "src" not in attributes and "style" not in attributes
@@ -113,14 +112,14 @@ def test_scripts_write_no_markup_and_run_no_text(name):
 
 def test_the_sentences_are_those_of_the_terminal():
     made = profile(300)
-    text = " ".join(" ".join(Parsed(page(made)).text).split())
+    text = " ".join(" ".join(Parsed(profile_page(made)).text).split())
     for sentence in sentences(made, made.findings).values():
         assert " ".join(sentence.split()) in text
 
 
 def test_every_part_of_the_waterfall_is_there():
-    content = page(profile(300))
-    for name in ("ideal", "traffic", "fusion", "slow kernels", "not modelled", "communication", "idle", "wall"):
+    content = profile_page(profile(300))
+    for name in ("ideal", "traffic", "fusion", "slow kernels", "not modeled", "communication", "idle", "wall"):
         assert f'<th scope="row">{name}</th>' in content
 
 
@@ -130,13 +129,13 @@ def test_a_part_below_zero_is_called_wrong():
         dataclasses.replace(part, seconds=-made.wall_s) if part.name == "traffic" else part
         for part in made.waterfall.parts
     )
-    content = page(dataclasses.replace(made, waterfall=dataclasses.replace(made.waterfall, parts=parts)))
+    content = profile_page(dataclasses.replace(made, waterfall=dataclasses.replace(made.waterfall, parts=parts)))
     assert "below zero: a bound of nearpeak's is wrong" in content
     assert 'width="-' not in content
 
 
 def test_findings_have_their_remedy_as_code_and_a_link_to_their_ops():
-    content = page(profile(300))
+    content = profile_page(profile(300))
     assert '<pre tabindex="0"><code>x = norm(x)\n    # indented</code></pre>' in content
     assert 'data-finding="0">Show its 30 ops in the table</button>' in content
     assert data_of(content)["findings"][0]["ops"][:4] == [6, 1, 9, 1]
@@ -144,21 +143,21 @@ def test_findings_have_their_remedy_as_code_and_a_link_to_their_ops():
 
 def test_findings_to_show_can_be_chosen():
     made = profile(300)
-    content = page(made, findings=made.findings[1:])
+    content = profile_page(made, findings=made.findings[1:])
     assert "unfused-norm" not in content and "repeated-cast" in content
 
 
 def test_without_a_timeline_there_is_none_in_the_data():
-    assert data_of(page(dataclasses.replace(profile(50), timeline=(), gaps=())))["timeline"] is None
+    assert data_of(profile_page(dataclasses.replace(profile(50), timeline=(), gaps=())))["timeline"] is None
 
 
 def test_hostile_names_stay_text():
     made, machine = hostile(HOSTILE)
-    content = page(made, machine=machine)
+    content = profile_page(made, machine=machine)
     parsed = Parsed(content)
     assert parsed.all("img") == []
     assert [each.get("id") for each in parsed.all("script")] == ["data", None]
-    assert parsed.one("script") == Parsed(page(profile(0))).one("script")
+    assert parsed.one("script") == Parsed(profile_page(profile(0))).one("script")
     assert "\u202e" not in content
     data = json.loads(parsed.one("data"))
     assert any("</script><img src=x onerror=alert(1)>" in value for value in data["ops"]["name"]["values"])
@@ -167,21 +166,21 @@ def test_hostile_names_stay_text():
 
 def test_names_of_10_000_characters_are_cut():
     made, machine = hostile("x" * 10_000 + "{}")
-    content = page(made, machine=machine)
+    content = profile_page(made, machine=machine)
     assert len(content.encode()) < 400_000
     assert "x" * 5000 not in content
 
 
 def test_times_keep_four_digits():
     made = profile(100)
-    data = data_of(page(made))["ops"]
+    data = data_of(profile_page(made))["ops"]
     for op, measured in zip(made.ops, data["measured"], strict=True):
         assert measured * 1e-9 == pytest.approx(op.measured_s, rel=6e-4)
 
 
 def test_a_timeline_of_too_many_kernels_is_thinned_and_keeps_its_length():
     made = profile(3 * MOST_SPANS // 2)
-    data = json.loads(data_json(made, (), Roofs(roofs=(), origin="")))["timeline"]
+    data = json.loads(data_json(made, (), ProfileRoofs(roofs=(), origin="")))["timeline"]
     spans = len(data["start"]["index"] if isinstance(data["start"], dict) else data["start"])
     merged = data["merged"]
     counts = [merged["values"][at] for at in merged["index"]] if isinstance(merged, dict) else merged
@@ -193,7 +192,7 @@ def test_a_timeline_of_too_many_kernels_is_thinned_and_keeps_its_length():
 def test_a_timeline_begins_with_its_first_gap_or_kernel():
     made = profile(100)
     gap = dataclasses.replace(made.gaps[0], start_s=-1e-3, seconds=1e-3)
-    early = data_of(page(dataclasses.replace(made, gaps=(gap, *made.gaps))))["timeline"]
+    early = data_of(profile_page(dataclasses.replace(made, gaps=(gap, *made.gaps))))["timeline"]
     assert early["gaps"]["start"][0] == 0 and early["start"][0] == 1_000_000
-    without = data_of(page(dataclasses.replace(made, gaps=())))["timeline"]
+    without = data_of(profile_page(dataclasses.replace(made, gaps=())))["timeline"]
     assert without["start"][0] == 0 and without["gaps"]["cause"] == []

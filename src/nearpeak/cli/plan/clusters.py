@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from nearpeak.cli.plan.options import add_results
-from nearpeak.cli.plan.results import deliver
+from nearpeak.cli.plan.options import add_results, write_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,13 +18,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, or one cluster."""
-    from nearpeak.plan.network.cluster import Cluster
-    from nearpeak.plan.network.systems import systems
-    from nearpeak.render.plan import catalogue as render
+    from nearpeak.plan.cluster.cluster import Cluster, systems
+    from nearpeak.render.views.plan import catalogue as render
 
     if arguments.name:
         found = Cluster.of(arguments.name)
-        deliver(render.cluster_document(found), found, arguments)
+        write_plan(render.cluster_document(found), found, arguments)
     else:
-        deliver(render.clusters_document(systems()), systems(), arguments)
+        write_plan(render.clusters_document(systems()), systems(), arguments)
     return 0

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 
-from nearpeak.cli.plan.options import add_cluster, add_results, cluster_of, whole
-from nearpeak.cli.plan.results import deliver
-from nearpeak.cli.values import values
+from nearpeak.cli.argument_types import values
+from nearpeak.cli.plan.options import add_cluster, add_results, cluster_of, whole_number, write_plan
 from nearpeak.errors import UsageError
 
 SIZES = "1k..4g*8"
@@ -30,21 +29,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bytes", type=values, default=values(SIZES), metavar="SIZES", help=f"as 64m, or a range ({SIZES})"
     )
-    parser.add_argument("--ranks", type=whole, metavar="N", help="GPUs of the group (all)")
+    parser.add_argument("--ranks", type=whole_number, metavar="N", help="GPUs of the group (all)")
     parser.add_argument(
         "--stride",
-        type=whole,
+        type=whole_number,
         default=1,
         metavar="N",
-        help="GPUs between two neighbours: tp, for a data-parallel group (1)",
+        help="GPUs between two neighbors: tp, for a data-parallel group (1)",
     )
     add_results(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print times by size, and what they are made of."""
-    from nearpeak.plan.network.collectives import OPS, collective_seconds
-    from nearpeak.render.plan.collectives import document
+    from nearpeak.plan.cluster.collectives import OPS, collective_seconds
+    from nearpeak.render.views.plan.collectives import document
 
     cluster = cluster_of(arguments)
     sizes = [size for size in arguments.bytes if isinstance(size, (int, float)) and not isinstance(size, bool)]
@@ -69,5 +68,5 @@ def run(arguments: argparse.Namespace) -> int:
             )
             for size in sizes
         ]
-    deliver(document(found, cluster, ranks), tuple(found), arguments)
+    write_plan(document(found, cluster, ranks), tuple(found), arguments)
     return 0

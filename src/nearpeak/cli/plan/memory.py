@@ -24,8 +24,8 @@ from nearpeak.cli.plan.options import (
     cluster_of,
     job_of,
     model_of,
+    write_plan,
 )
-from nearpeak.cli.plan.results import deliver
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the memory; exit code 0 also where it does not fit, which is an answer."""
-    from nearpeak.plan.training.answers import memory_plan
-    from nearpeak.render.plan.memory import document
-    from nearpeak.render.plan.sliders import memory_sliders
+    from nearpeak.plan.training.plan import memory_plan
+    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.training import memory_document
 
     model = model_of(arguments)
     cluster = None if arguments.on is None else cluster_of(arguments)
     plan = memory_plan(job_of(arguments, model, cluster), cluster)
-    deliver(document(plan), plan, arguments, lambda: memory_sliders(plan))
+    write_plan(memory_document(plan), plan, arguments, lambda: memory_sliders(plan))
     return 0

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from nearpeak.cli.plan.options import add_results
-from nearpeak.cli.plan.results import deliver
+from nearpeak.cli.plan.options import add_results, write_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +19,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, or one model."""
-    from nearpeak.plan.models.catalogue import model, names
-    from nearpeak.plan.models.given import find_model
-    from nearpeak.render.plan import catalogue as render
+    from nearpeak.plan.models.catalogue import catalogue_model, catalogue_names
+    from nearpeak.plan.models.find import find_model
+    from nearpeak.render.views.plan import catalogue as render
 
     if arguments.name:
         found = find_model(arguments.name)
-        deliver(render.model_document(found), found, arguments)
+        write_plan(render.model_document(found), found, arguments)
     else:
-        models = tuple(model(name) for name in names())
-        deliver(render.models_document(models), models, arguments)
+        models = tuple(catalogue_model(name) for name in catalogue_names())
+        write_plan(render.models_document(models), models, arguments)
     return 0

@@ -12,8 +12,15 @@ from __future__ import annotations
 
 import argparse
 
-from nearpeak.cli.plan.options import add_cluster, add_model, add_results, cluster_of, model_of, whole
-from nearpeak.cli.plan.results import deliver
+from nearpeak.cli.plan.options import (
+    add_cluster,
+    add_model,
+    add_results,
+    cluster_of,
+    model_of,
+    whole_number,
+    write_plan,
+)
 from nearpeak.errors import UsageError, did_you_mean
 
 DTYPES = {"bf16": "bfloat16", "fp8": "float8", "fp4": "float4"}
@@ -23,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this question's arguments."""
     add_model(parser)
     add_cluster(parser, required=True)
-    parser.add_argument("--tokens", type=whole, default=8192, metavar="N", help="of the whole group (8192)")
+    parser.add_argument("--tokens", type=whole_number, default=8192, metavar="N", help="of the whole group (8192)")
     parser.add_argument("--degrees", metavar="LIST", help="as 2,4,8 (powers of two that divide)")
     parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16, fp8 or fp4 (bf16)")
     parser.add_argument(
@@ -35,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print both ways to split at each degree."""
     from nearpeak.plan.moe_degrees import DEGREES, MoeLayer, degrees
-    from nearpeak.render.plan.moe import document
+    from nearpeak.render.views.plan.moe import document
 
     model, cluster = model_of(arguments), cluster_of(arguments)
     if not model.is_moe:
@@ -66,5 +73,5 @@ def run(arguments: argparse.Namespace) -> int:
             f"No degree from 2 to {cluster.gpus} divides experts={layer.experts} and their width. Name some."
         )
     found = degrees(layer, arguments.tokens, cluster, at=at, dtype=DTYPES[arguments.precision], skew=arguments.skew)
-    deliver(document(found, model, cluster), found, arguments)
+    write_plan(document(found, model, cluster), found, arguments)
     return 0

@@ -1,23 +1,41 @@
-"""What the questions of `nearpeak plan` have in common: the model, the cluster, the layout, and where results go."""
+"""Options that the questions of `nearpeak plan` share: the model, the cluster, the layout, and where results go."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nearpeak.cli.values import value
+from nearpeak.cli.argument_types import value
+from nearpeak.cli.output import print_result, terminal_style, write_file
 from nearpeak.errors import UsageError
 
 if TYPE_CHECKING:
+    from nearpeak.plan.cluster.cluster import Cluster
     from nearpeak.plan.models.model import Model
-    from nearpeak.plan.network.cluster import Cluster
     from nearpeak.plan.training.job import Job
+    from nearpeak.render.document import Document
+    from nearpeak.render.views.plan.sliders import Sliders
 
-LAYOUT = ("tp", "cp", "pp", "virtual", "schedule", "ep", "etp", "sharding", "shard_group", "recompute", "offload")
+LAYOUT_OPTIONS = (
+    "tp",
+    "cp",
+    "pp",
+    "virtual",
+    "schedule",
+    "ep",
+    "etp",
+    "sharding",
+    "shard_group",
+    "recompute",
+    "offload",
+)
 """Options any of which makes a layout; without one it is searched for."""
 
 
-def whole(text: str) -> int:
+def whole_number(text: str) -> int:
     """A whole number, which may end in k or m."""
     found = value(text)
     if isinstance(found, bool) or not isinstance(found, int):
@@ -37,18 +55,20 @@ def add_cluster(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--on", metavar="CLUSTER", required=required, help='a machine or a system and a number of GPUs: "h100-sxm x 64"'
     )
     group.add_argument("--network", metavar="ID", help="another network: an id of `nearpeak machine --networks`")
-    group.add_argument("--gpus-per-node", type=whole, metavar="N", help="GPUs under one host (the system's)")
+    group.add_argument("--gpus-per-node", type=whole_number, metavar="N", help="GPUs under one host (the system's)")
     group.add_argument(
-        "--domain-size", type=whole, metavar="N", help="GPUs that one NVLink switch joins (the system's)"
+        "--domain-size", type=whole_number, metavar="N", help="GPUs that one NVLink switch joins (the system's)"
     )
-    group.add_argument("--adapters-per-node", type=whole, metavar="N", help="network adapters of a node (the system's)")
+    group.add_argument(
+        "--adapters-per-node", type=whole_number, metavar="N", help="network adapters of a node (the system's)"
+    )
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """Degrees, batch, sharding, recomputation, offload and overlap of a training run."""
     group = parser.add_argument_group("layout")
     group.add_argument(
-        "--gpus", type=whole, metavar="N", help="how many GPUs (those of --on, or what the degrees need)"
+        "--gpus", type=whole_number, metavar="N", help="how many GPUs (those of --on, or what the degrees need)"
     )
     for name, meaning in (
         ("tp", "tensor parallel"),
@@ -58,10 +78,10 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         ("ep", "expert parallel"),
         ("etp", "tensor parallel inside an expert"),
     ):
-        group.add_argument(f"--{name}", type=whole, metavar="N", help=f"{meaning} (1)")
+        group.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
     group.add_argument("--schedule", metavar="NAME", help="1f1b, interleaved or zero-bubble (1f1b)")
     group.add_argument("--sharding", metavar="NAME", help="none, zero1, zero2, zero3 (FSDP) or hsdp (zero1)")
-    group.add_argument("--shard-group", type=whole, metavar="N", help="hsdp: ranks that share one copy")
+    group.add_argument("--shard-group", type=whole_number, metavar="N", help="hsdp: ranks that share one copy")
     group.add_argument(
         "--recompute",
         metavar="WHAT",
@@ -75,11 +95,11 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Batch, sequence, number formats, software."""
     group = parser.add_argument_group("job")
-    group.add_argument("--sequence", type=whole, default=4096, metavar="N", help="tokens of a sequence (4096)")
+    group.add_argument("--sequence", type=whole_number, default=4096, metavar="N", help="tokens of a sequence (4096)")
     group.add_argument(
-        "--microbatch", type=whole, default=1, metavar="N", help="sequences that a rank runs at once (1)"
+        "--microbatch", type=whole_number, default=1, metavar="N", help="sequences that a rank runs at once (1)"
     )
-    group.add_argument("--batch", type=whole, metavar="N", help="sequences of one step over all GPUs")
+    group.add_argument("--batch", type=whole_number, metavar="N", help="sequences of one step over all GPUs")
     group.add_argument(
         "--precision",
         default="bf16",
@@ -109,14 +129,14 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 def model_of(arguments: argparse.Namespace) -> Model:
     """The model that was named."""
-    from nearpeak.plan.models.given import find_model
+    from nearpeak.plan.models.find import find_model
 
     return find_model(arguments.model)
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     """The cluster that --on and its companions say; "this x 8" is this machine, calibrated."""
-    from nearpeak.plan.network.cluster import Cluster, parse_cluster
+    from nearpeak.plan.cluster.cluster import Cluster, parse_cluster
 
     replaced = {
         name: getattr(arguments, name)
@@ -129,7 +149,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         raise UsageError(f"--on says {counted} GPUs and --gpus {asked}. Give one of them.")
     gpus = counted if counted is not None else asked
     if name == "this":
-        from nearpeak.capture.machine import machine
+        from nearpeak.calibrate.machine import machine
 
         return Cluster.of(machine(), gpus=gpus, **replaced)
     return Cluster.of(name, gpus=gpus, **replaced)
@@ -137,7 +157,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 def has_layout(arguments: argparse.Namespace) -> bool:
     """Whether any option of a layout was given."""
-    return any(getattr(arguments, name) is not None for name in LAYOUT)
+    return any(getattr(arguments, name) is not None for name in LAYOUT_OPTIONS)
 
 
 def job_of(arguments: argparse.Namespace, model: Model, cluster: Cluster | None, *, tokens: int | None = None) -> Job:
@@ -157,7 +177,7 @@ def job_of(arguments: argparse.Namespace, model: Model, cluster: Cluster | None,
         batch = least if tokens is None else least * max(1, -(-tokens // max(1, least * arguments.sequence)))
     given: dict[str, Any] = {
         name: getattr(arguments, name)
-        for name in LAYOUT
+        for name in LAYOUT_OPTIONS
         if getattr(arguments, name) is not None and name != "recompute"
     }
     if arguments.recompute is not None:
@@ -203,3 +223,24 @@ def _product(numbers: list[int]) -> int:
     for number in numbers:
         found *= max(1, number)
     return found
+
+
+def write_plan(
+    document: Document,
+    answer: Any,
+    arguments: argparse.Namespace,
+    sliders: Callable[[], Sliders | None] = lambda: None,
+) -> None:
+    """Prints the answer, or writes it where -o says; `sliders` are made for a page alone."""
+    from nearpeak._records import to_json
+    from nearpeak.render.document import text
+    from nearpeak.render.views.plan.report import document_content, document_format
+
+    forms = {path: document_format(path, document) for path in arguments.output}
+    if arguments.json or not forms:
+        print_result(text(document, terminal_style(sys.stdout)), answer, arguments.json)
+    for path, form in forms.items():
+        if form == "json":
+            write_file(path, json.dumps(to_json(answer), indent=1) + "\n")
+        else:
+            write_file(path, document_content(document, form, sliders() if form == "html" else None))

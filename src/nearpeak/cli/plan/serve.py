@@ -21,13 +21,20 @@ import argparse
 from typing import TYPE_CHECKING
 
 from nearpeak.cli.output import narrate
-from nearpeak.cli.plan.options import add_cluster, add_model, add_results, cluster_of, model_of, whole
-from nearpeak.cli.plan.results import deliver
+from nearpeak.cli.plan.options import (
+    add_cluster,
+    add_model,
+    add_results,
+    cluster_of,
+    model_of,
+    whole_number,
+    write_plan,
+)
 from nearpeak.errors import UsageError
 
 if TYPE_CHECKING:
+    from nearpeak.plan.cluster.cluster import Cluster
     from nearpeak.plan.models.model import Model
-    from nearpeak.plan.network.cluster import Cluster
 
 DEGREES = ("tp", "pp", "dp", "ep")
 
@@ -43,18 +50,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("dp", "attention data parallel groups"),
         ("ep", "parts of the experts"),
     ):
-        layout.add_argument(f"--{name}", type=whole, metavar="N", help=f"{meaning} (1)")
+        layout.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--precision", default="bf16", metavar="NAME", help="bf16, fp8, fp4, int8 or int4 (bf16)")
     engine.add_argument("--kv", metavar="NAME", help="of the KV cache: bf16 or fp8 (as the precision has it)")
     engine.add_argument("--engine", default="vllm", metavar="NAME", help="vllm, sglang, trtllm or gpt-fast (vllm)")
     engine.add_argument("--no-graphs", action="store_true", help="kernels are launched one by one")
-    engine.add_argument("--chunk", type=whole, default=8192, metavar="N", help="prompt tokens of one step (8192)")
+    engine.add_argument(
+        "--chunk", type=whole_number, default=8192, metavar="N", help="prompt tokens of one step (8192)"
+    )
     engine.add_argument("--batching", default="continuous", metavar="NAME", help="continuous or static (continuous)")
     engine.add_argument("--memory-share", type=float, default=0.92, metavar="S", help="of the GPU's memory (0.92)")
     load = parser.add_argument_group("load")
-    load.add_argument("--prompt", type=whole, default=1024, metavar="N", help="tokens of a prompt (1024)")
-    load.add_argument("--generate", type=whole, default=256, metavar="N", help="tokens of an answer (256)")
+    load.add_argument("--prompt", type=whole_number, default=1024, metavar="N", help="tokens of a prompt (1024)")
+    load.add_argument("--generate", type=whole_number, default=256, metavar="N", help="tokens of an answer (256)")
     load.add_argument("--concurrency", type=float, default=32.0, metavar="N", help="requests in flight, all GPUs (32)")
     load.add_argument("--most-ttft", type=float, metavar="S", help="seconds to the first token at most")
     load.add_argument("--most-tpot", type=float, metavar="S", help="seconds per token at most")
@@ -68,10 +77,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of a replica."""
-    from nearpeak.plan.serving.answers import Load, serving_plan
-    from nearpeak.plan.serving.layout import ServingLayout
-    from nearpeak.render.plan.serving import document
-    from nearpeak.render.plan.sliders import decode_sliders
+    from nearpeak.plan.serving.deployment import ServingLayout
+    from nearpeak.plan.serving.plan import Load, serving_plan
+    from nearpeak.render.views.plan.serving import document
+    from nearpeak.render.views.plan.sliders import decode_sliders
 
     model, cluster = model_of(arguments), cluster_of(arguments)
     given = {name: getattr(arguments, name) for name in DEGREES if getattr(arguments, name) is not None}
@@ -99,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         disaggregate=arguments.disaggregate,
         guesses=arguments.speculate,
     )
-    deliver(document(plan), plan, arguments, lambda: decode_sliders(plan))
+    write_plan(document(plan), plan, arguments, lambda: decode_sliders(plan))
     return 0
 
 

@@ -1,4 +1,6 @@
-"""How long a training step takes, by part, and which layout is the fastest.
+"""`nearpeak plan train` without a layout: the search.
+
+How long a training step takes, by part, and which layout is the fastest.
 
 With any option of a layout: that one. Without: all legal layouts are tried, and
 the best few are shown with the reason. A step's time has its parts, which sum
@@ -14,7 +16,9 @@ examples:
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
+from nearpeak.cli.output import narrate
 from nearpeak.cli.plan.options import (
     add_cluster,
     add_job,
@@ -25,9 +29,40 @@ from nearpeak.cli.plan.options import (
     has_layout,
     job_of,
     model_of,
+    write_plan,
 )
-from nearpeak.cli.plan.results import deliver
 from nearpeak.errors import UsageError
+
+if TYPE_CHECKING:
+    from nearpeak.plan.cluster.cluster import Cluster
+    from nearpeak.plan.models.model import Model
+
+
+def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
+    """Tries all legal layouts, and shows the best."""
+    from nearpeak.plan.training.job import precision_named
+    from nearpeak.plan.training.search import search_plan
+    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.training import search_document
+
+    for name in ("microbatch", "overlap", "trainable", "year"):
+        if getattr(arguments, name) not in (None, 1, 1.0):
+            raise UsageError(f"--{name} needs a layout: give --tp, --pp, --sharding or another option of it as well.")
+    answer = search_plan(
+        model,
+        cluster,
+        sequence=arguments.sequence,
+        global_batch=arguments.batch,
+        precision=precision_named(arguments.precision),
+        software=arguments.software,
+        price=arguments.price,
+    )
+    found, plan = answer.found, answer.plan
+    narrate(f"{found.legal} legal layouts, {found.fitting} fit; {found.took:.1f} s")
+    write_plan(
+        search_document(answer, arguments.top), answer, arguments, lambda: memory_sliders(plan.memory) if plan else None
+    )
+    return 0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,19 +78,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the step, or the best layouts."""
-    from nearpeak.plan.training.answers import training_plan
-    from nearpeak.plan.training.choice import TOKENS
-    from nearpeak.render.plan.sliders import memory_sliders
-    from nearpeak.render.plan.training import document
+    from nearpeak.plan.training.plan import training_plan
+    from nearpeak.plan.training.search import STEP_TOKENS
+    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.training import training_document
 
     if arguments.top < 1:
         raise UsageError(f"--top {arguments.top}: a table has at least one row.")
     model, cluster = model_of(arguments), cluster_of(arguments)
     if has_layout(arguments):
-        job = job_of(arguments, model, cluster, tokens=TOKENS)
+        job = job_of(arguments, model, cluster, tokens=STEP_TOKENS)
         plan = training_plan(job, cluster, price=arguments.price)
-        deliver(document(plan), plan, arguments, lambda: memory_sliders(plan.memory))
+        write_plan(training_document(plan), plan, arguments, lambda: memory_sliders(plan.memory))
         return 0
-    from nearpeak.cli.plan.search import run_search
 
     return run_search(arguments, model, cluster)

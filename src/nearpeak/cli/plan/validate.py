@@ -18,10 +18,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nearpeak.cli.argument_types import share
 from nearpeak.cli.output import narrate
-from nearpeak.cli.plan.options import add_results
-from nearpeak.cli.plan.results import deliver
-from nearpeak.cli.values import share
+from nearpeak.cli.plan.options import add_results, write_plan
 from nearpeak.errors import UsageError
 
 
@@ -37,8 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the errors, and say whether the gate holds."""
-    from nearpeak.plan.validation.answers import validate
-    from nearpeak.render.plan.validation import document
+    from nearpeak.plan.validation.validate import validate
+    from nearpeak.render.views.plan.validation import document
 
     if arguments.worst < 0:
         raise UsageError(f"--worst {arguments.worst}: must be at least 0. Nearest: --worst 0.")
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         worst=arguments.worst,
         runs=None if arguments.runs is None else Path(arguments.runs),
     )
-    deliver(document(found), found, arguments)
+    write_plan(document(found), found, arguments)
     limit = arguments.fail_over
     if limit is None:
         return 0

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from nearpeak import kernels
-from nearpeak.gallery.here import FLOOR, Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
-from nearpeak.kernels.operations.linear_attention import naive_linear_attention
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import FLOOR, Context
+from nearpeak.kernels.linear_attention import naive_linear_attention
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import quantity, significant
 
 CHUNK = 64
@@ -58,7 +58,7 @@ def crossing(short: Sequence[tuple[float, float]], long: Sequence[tuple[float, f
     return None
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Operations and bytes, then times by length."""
     heads, dim = here.pick(gpu=(16, 128), cpu=(4, 32))
     lengths = here.pick(gpu=(1024, 2048, 4096, 8192, 16384), cpu=(128, 256, 512, 1024, 2048))
@@ -92,7 +92,7 @@ def example(here: Here) -> Iterator[Part]:
     # Their steps wait for each other, and the naive one's on a CPU fetch a line of the cache for each number: what is
     # predicted knows neither, and is the least that they take.
     bands = {"linear, in chunks": FLOOR, "linear, naive": FLOOR}
-    found: dict[str, list[tuple[int, Row]]] = {name: [] for name in ways}
+    found: dict[str, list[tuple[int, Prediction]]] = {name: [] for name in ways}
     for length in lengths:
         for name, way in ways.items():
             if name == "linear, naive" and length > LONGEST_NAIVE:
@@ -100,7 +100,7 @@ def example(here: Here) -> Iterator[Part]:
             row = here.row(f"{name}, {length}", way, *inputs(length), band=bands.get(name), max_seconds=0.25)
             found[name].append((length, row))
     for name, rows in found.items():
-        yield compared(name, [row for _, row in rows])
+        yield prediction_table(name, [row for _, row in rows])
 
     def times(name: str, measured: bool) -> list[tuple[float, float]]:
         pairs = ((length, row.measured if measured else row.predicted) for length, row in found[name])
@@ -108,7 +108,7 @@ def example(here: Here) -> Iterator[Part]:
 
     series = [
         Series(
-            name=f"{name}, {how}", points=tuple(times(name, how == "measured")), colour=number, dashed=how != "measured"
+            name=f"{name}, {how}", points=tuple(times(name, how == "measured")), color=number, dashed=how != "measured"
         )
         for how in (("predicted", "measured") if here.measures else ("predicted",))
         for number, name in enumerate(ways)

@@ -7,17 +7,204 @@ whose results are checked against the drawings. Data-parallel and fully sharded 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
 
 from nearpeak import plan
-from nearpeak.gallery.examples import two_ranks
-from nearpeak.gallery.examples.drawn_collectives import after, drawing
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
-from nearpeak.plan.models.flops import forward_flops
+from nearpeak.gallery.parts import Drawing, Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context
+from nearpeak.plan.models.model import forward_flops
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
+from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text
+from nearpeak.render.picture.svg import svg
 from nearpeak.units import quantity, seconds
+
+Block = tuple[tuple[int, int], ...]
+"""The sum of pieces, each a (rank, piece) of before; () is an empty place."""
+
+
+def blocks_before(op: str, ranks: int) -> list[list[Block]]:
+    """What each rank holds at first, by place."""
+    filled: dict[str, list[list[bool]]] = {
+        "broadcast": [[rank == 0] * ranks for rank in range(ranks)],
+        "all_gather": [[place == rank for place in range(ranks)] for rank in range(ranks)],
+    }
+    everything = [[True] * ranks for _ in range(ranks)]
+    return [
+        [((rank, place),) if full else () for place, full in enumerate(row)]
+        for rank, row in enumerate(filled.get(op, everything))
+    ]
+
+
+def blocks_after(op: str, ranks: int) -> list[list[Block]]:
+    """What each rank holds then."""
+    sums = [tuple((rank, place) for rank in range(ranks)) for place in range(ranks)]
+    places = range(ranks)
+    by_rank: dict[str, list[list[Block]]] = {
+        "broadcast": [[((0, place),) for place in places] for _ in places],
+        "all_reduce": [list(sums) for _ in places],
+        "reduce_scatter": [[sums[place] if place == rank else () for place in places] for rank in places],
+        "all_gather": [[((place, place),) for place in places] for _ in places],
+        "all_to_all": [[((place, rank),) for place in places] for rank in places],
+    }
+    return by_rank[op]
+
+
+def draw_collective(op: str, does: str) -> Drawing:
+    """Four ranks as rows of four places, before and after."""
+    ranks, side, left, top = 4, 34.0, 28.0, 66.0
+    name = op.replace("_", "-")
+    shapes: list[Shape] = [Text(x=left, y=28, text=f"{name}: {does}", size=15, bold=True)]
+    middle = left + 76 + ranks * (side + 6)
+    for title, start, held in (
+        ("before", left, blocks_before(op, ranks)),
+        ("after", middle + 60, blocks_after(op, ranks)),
+    ):
+        shapes.append(Text(x=start + 60, y=top - 12, text=title, color="muted"))
+        for rank, blocks in enumerate(held):
+            row = top + rank * (side + 6)
+            shapes.append(Text(x=start, y=row + 22, text=f"rank {rank}", color="muted"))
+            for place, block in enumerate(blocks):
+                shapes += _draw_block(block, start + 60 + place * (side + 6), row, side)
+    height = top + ranks * (side + 6)
+    arrow = (top + height) / 2 - 3
+    shapes.append(Line(points=((middle - 4, arrow), (middle + 34, arrow)), stroke="ink", width=2))
+    tip = ((middle + 44, arrow), (middle + 32, arrow - 6), (middle + 32, arrow + 6))
+    shapes.append(Polygon(points=tip, fill="ink"))
+    scene = Scene(width=560, height=int(height + 14), described=f"{name}: {does}", shapes=tuple(shapes))
+    return Drawing(title=name, described=f"{name}: {does}. Four ranks before and after.", svg=svg(scene))
+
+
+def _draw_block(block: Block, left: float, top: float, side: float) -> Iterator[Shape]:
+    if not block:
+        yield Polygon(points=_box(left, top, side, side), fill="page", stroke="faint")
+        return
+    stripe = side / len(block)
+    for number, (rank, _) in enumerate(block):
+        yield Polygon(points=_box(left, top + number * stripe, side, stripe), fill=str(rank), opacity=0.75)
+    label = "abcd"[block[0][1]]
+    yield Text(x=left + side / 2, y=top + side / 2 + 5, text=label, anchor="middle", bold=True, halo=True)
+
+
+def _box(left: float, top: float, width: float, height: float) -> tuple[tuple[float, float], ...]:
+    return ((left, top), (left + width, top), (left + width, top + height), (left, top + height))
+
+
+RANKS = 2
+REPEATS = 9
+ELEMENTS = 4
+"""Of a block, where only the values matter."""
+TIMEOUT_SECONDS = 20.0
+"""Seconds until the two processes are given up."""
+
+
+def block_value(rank: int, piece: int) -> float:
+    """What piece `piece` of rank `rank` is filled with: every sum of these is another number."""
+    return float(10**piece * (rank + 1))
+
+
+def run_collective(name: str, mine: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Runs one on a tensor of as many pieces as there are ranks; gives what this rank holds then."""
+    if name == "broadcast":
+        distributed.broadcast(mine, 0)
+        return mine
+    if name == "all_reduce":
+        distributed.all_reduce(mine)
+        return mine
+    if name == "reduce_scatter":
+        result = result.chunk(RANKS)[0]
+        distributed.reduce_scatter_tensor(result, mine)
+    elif name == "all_gather":
+        distributed.all_gather_into_tensor(result, mine.chunk(RANKS)[distributed.get_rank()])
+    else:
+        distributed.all_to_all_single(result, mine)
+    return result
+
+
+def round_trip(message: torch.Tensor) -> None:
+    """A message to the other rank, which sends it back."""
+    if distributed.get_rank() == 0:
+        distributed.send(message, 1)
+        distributed.recv(message, 1)
+    else:
+        distributed.recv(message, 0)
+        distributed.send(message, 0)
+
+
+def best_seconds(call: Callable[[], object]) -> float:
+    """The fastest of some calls that both ranks begin together: what else runs on their cores only adds."""
+    times = []
+    for _ in range(REPEATS):
+        distributed.barrier()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def rank_main(rank: int, file: str, size: int) -> None:
+    """The whole run of one rank."""
+    warnings.simplefilter("ignore", FutureWarning)  # newer names of two collectives, which older versions do not have
+    wait = datetime.timedelta(seconds=10)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=wait)
+    held, taken = {}, {}
+    large, small = (torch.zeros(max(RANKS, count // 4)) for count in (size, 1024))
+    result = torch.zeros_like(large)
+    alone = {name: best_seconds(partial(round_trip, one)) / 2 for name, one in (("large", large), ("small", small))}
+    alone["copy"] = best_seconds(large.clone)
+    for name in ("broadcast", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+        values = torch.tensor([block_value(rank, piece) for piece in range(RANKS)]).repeat_interleave(ELEMENTS)
+        after = run_collective(name, values, torch.zeros_like(values))
+        held[name] = after.view(-1, ELEMENTS).tolist()
+        taken[name] = best_seconds(partial(run_collective, name, large, result))
+    taken["all_reduce of 1 kB"] = best_seconds(partial(run_collective, "all_reduce", small, small))
+    print(json.dumps({"held": held, "seconds": taken, "alone": alone}))
+    distributed.destroy_process_group()
+
+
+def run_two(size: int) -> list[dict[str, Any]] | None:
+    """Both ranks at once, each a process of its own; None where they fail or take too long."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    environment = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        commands = [[sys.executable, __file__, str(rank), meeting, str(size)] for rank in (0, 1)]
+        started = [
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+            )
+            for command in commands
+        ]
+        try:
+            printed = [one.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for one in started]
+            return [json.loads(text) for text in printed]
+        except (subprocess.TimeoutExpired, json.JSONDecodeError):
+            return None
+        finally:
+            for one in started:
+                one.kill()  # nothing where it has ended by itself
+                one.wait()
+                if one.stdout is not None:
+                    one.stdout.close()
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 
 OPS = {
     "broadcast": "every rank gets what one has",
@@ -30,12 +217,12 @@ SIZE = 8 * 2**20
 """Bytes of a collective between the two processes."""
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Drawings, prices, training, and two processes."""
     for op, does in OPS.items():
-        yield drawing(op, does)
+        yield draw_collective(op, does)
     yield from prose(
-        "A colour is the rank that a block comes from, and a block of four stripes is the sum of four. An all-reduce"
+        "A color is the rank that a block comes from, and a block of four stripes is the sum of four. An all-reduce"
         " is a reduce-scatter followed by an all-gather; that is why the sharded forms of training cost no more bytes"
         " for gradients than the plain one."
     )
@@ -129,7 +316,7 @@ def _peak(cluster: plan.Cluster) -> float:
     return ceilings.peak("bfloat16")
 
 
-def _for_real(here: Here) -> Iterator[Part]:
+def _for_real(here: Context) -> Iterator[Part]:
     yield from prose(
         "Now for real: two processes of this machine, joined by gloo over the loopback. Their wire is the CPU itself,"
         " which copies what is sent, so the bytes of both ranks count. First a message goes there and back, small and"
@@ -143,9 +330,9 @@ def _for_real(here: Here) -> Iterator[Part]:
     if not here.measures:
         return
     here.progress("two processes")
-    answers = two_ranks.run_two(SIZE)
+    answers = run_two(SIZE)
     if answers is None:
-        yield from prose(f"The two processes did not finish within {two_ranks.PATIENCE:.0f} s here.")
+        yield from prose(f"The two processes did not finish within {TIMEOUT_SECONDS:.0f} s here.")
         return
     alone = answers[0]["alone"]
     moved = max(alone["large"] - alone["small"], 0.0) / SIZE
@@ -163,7 +350,7 @@ def _for_real(here: Here) -> Iterator[Part]:
         "all_reduce of 1 kB": (4, 0.0, 0),
     }
     rows = [
-        Row(
+        Prediction(
             what=op,
             predicted=messages * alone["small"] + share * SIZE * moved + copies * alone["copy"],
             measured=max(answer["seconds"][op] for answer in answers),
@@ -172,7 +359,7 @@ def _for_real(here: Here) -> Iterator[Part]:
         )
         for op, (messages, share, copies) in sends.items()
     ]
-    yield compared("Two processes over gloo", rows)
+    yield prediction_table("Two processes over gloo", rows)
     right = [op for op in OPS if held_as_drawn(op, [answer["held"][op] for answer in answers])]
     wrong = [op for op in OPS if op not in right]
     yield from prose(
@@ -184,8 +371,8 @@ def _for_real(here: Here) -> Iterator[Part]:
 
 def held_as_drawn(op: str, held: list[list[list[float]]]) -> bool:
     """Whether each rank held the sums that `after` says, in every element of every block."""
-    for blocks, found in zip(after(op, two_ranks.RANKS), held, strict=True):
-        wanted = [sum(two_ranks.block_value(*piece) for piece in block) for block in blocks if block]
-        if found != [[value] * two_ranks.ELEMENTS for value in wanted]:
+    for blocks, found in zip(blocks_after(op, RANKS), held, strict=True):
+        wanted = [sum(block_value(*piece) for piece in block) for block in blocks if block]
+        if found != [[value] * ELEMENTS for value in wanted]:
             return False
     return True

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
-from nearpeak.render.plot import Series
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import percent, seconds
 
 SHARES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -38,7 +38,7 @@ def behind(duration: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
     return step
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """A loop that grows, then the clocks."""
     side = here.pick(gpu=4096, cpu=256)
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -51,7 +51,7 @@ def example(here: Here) -> Iterator[Part]:
     yield from (_with_queue if here.gpu else _without_queue)(here, a, b, product)
 
 
-def _with_queue(here: Here, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
+def _with_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
     # Many products without a pause may draw so much power that the clock falls: they may take longer than one alone.
     without_rest = (0.8, 1.4)
     rows = [
@@ -66,7 +66,7 @@ def _with_queue(here: Here, a: torch.Tensor, b: torch.Tensor, product: float) ->
         )
         for share in SHARES
     ]
-    yield compared("Time of a step with many steps in flight: the longer of the two", rows)
+    yield prediction_table("Time of a step with many steps in flight: the longer of the two", rows)
     yield _picture(here, product, rows, "the longer of the two", max)
     yield from prose(
         f"Up to a loop of {seconds(product)} the steps are to take no longer than the product alone: Python is ahead,"
@@ -82,7 +82,7 @@ def _with_queue(here: Here, a: torch.Tensor, b: torch.Tensor, product: float) ->
         "latency": ("one call, from idle to idle", host + product),
         "enqueue": ("until the call returns", host),
     }
-    yield compared(
+    yield prediction_table(
         f"Five clocks, one call: a loop of {seconds(host)} and the product",
         [
             here.row(f"{kind}: {what}", behind(host), a, b, predicted=predicted, kind=kind)
@@ -100,7 +100,7 @@ def _with_queue(here: Here, a: torch.Tensor, b: torch.Tensor, product: float) ->
     )
 
 
-def _without_queue(here: Here, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
+def _without_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
     rows = [
         here.row(
             f"loop of {seconds(share * product)}",
@@ -111,7 +111,7 @@ def _without_queue(here: Here, a: torch.Tensor, b: torch.Tensor, product: float)
         )
         for share in SHARES
     ]
-    yield compared("Time of a step on a CPU: the sum of the two", rows)
+    yield prediction_table("Time of a step on a CPU: the sum of the two", rows)
     yield _picture(here, product, rows, "the sum of the two", lambda one, other: one + other)
     host = SHARES[-1] * product
     share = product / (host + product)
@@ -121,14 +121,14 @@ def _without_queue(here: Here, a: torch.Tensor, b: torch.Tensor, product: float)
         " and the fastest product there can be saves no more than that. A GPU with a product of the same length would"
         f" hide loops of up to {seconds(product)}: the second line."
     )
-    yield compared(
+    yield prediction_table(
         "With a product that takes next to nothing",
         [here.row(f"loop of {seconds(host)}, 1 x 1", behind(host), a[:1, :1], b[:1, :1], predicted=host)],
     )
 
 
 def _picture(
-    here: Here, product: float, rows: Sequence[Row], name: str, together: Callable[[float, float], float]
+    here: Context, product: float, rows: Sequence[Prediction], name: str, together: Callable[[float, float], float]
 ) -> Plot:
     ends = [SHARES[-1] * product * step / 32 for step in range(33)]
     series = [

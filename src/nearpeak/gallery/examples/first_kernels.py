@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nearpeak import kernels
-from nearpeak.gallery.here import FLOOR, Here
-from nearpeak.gallery.parts import Part, Row, compared, prose
-from nearpeak.render.document import Listing, Table
+from nearpeak.gallery.parts import Part, Prediction, prediction_table, prose
+from nearpeak.gallery.run import FLOOR, Context
+from nearpeak.render.document import CodeBlock, Table
 from nearpeak.units import quantity, significant
 from nearpeak.units import seconds as duration
 
@@ -74,7 +74,7 @@ def by_torch(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """The sources, the bytes, and the times."""
     rows, columns = here.pick(gpu=(16384, 4096), cpu=(4096, 1024))
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -84,9 +84,9 @@ def example(here: Here) -> Iterator[Part]:
         "A Triton kernel is a program that runs many times at once, each with a number of its own, on a block of"
         " numbers at a time. This one adds vectors, and the kernel of `nearpeak.kernels.add` has no more lines:"
     )
-    yield Listing(text=ADD.strip())
+    yield CodeBlock(text=ADD.strip())
     yield from prose("A softmax of rows that fit on the chip, with a program for each row:")
-    yield Listing(text=SOFTMAX.strip())
+    yield CodeBlock(text=SOFTMAX.strip())
     yield from prose(
         "`nearpeak.kernels.softmax` is this with what users ask for: rows of any length, several short ones for one"
         " program, scale, masks, causality, and a backward pass."
@@ -134,7 +134,7 @@ def example(here: Here) -> Iterator[Part]:
         ]
         found_rows += ours
     bandwidth = quantity(ceilings.bandwidth, "B/s")
-    yield compared(
+    yield prediction_table(
         "Time",
         found_rows,
         note=f"Predicted as their bytes at {bandwidth}; written out, as what torch's kernels for such steps reach on a"
@@ -153,7 +153,7 @@ def example(here: Here) -> Iterator[Part]:
         yield from exact(here)
 
 
-def _room(row: Row, expected: float) -> Iterator[Part]:
+def _room(row: Prediction, expected: float) -> Iterator[Part]:
     """How far torch's softmax is from what its bytes take."""
     assert row.predicted
     taken = row.measured or expected
@@ -165,7 +165,7 @@ def _room(row: Row, expected: float) -> Iterator[Part]:
     )
 
 
-def exact(here: Here) -> Iterator[Part]:
+def exact(here: Context) -> Iterator[Part]:
     """Both functions against float64, on a few numbers."""
     x = torch.randn(5, 37, generator=torch.Generator().manual_seed(0)).to(here.device)
     y = x.flip(0).contiguous()

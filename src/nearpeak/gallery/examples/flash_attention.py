@@ -17,12 +17,40 @@ from torch.nn import functional
 
 from nearpeak import kernels
 from nearpeak.bound.estimate import EstimatedOp
-from nearpeak.gallery.examples.drawn_overlap import timeline
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Plot, compared, prose
+from nearpeak.gallery.parts import Drawing, Part, Plot, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
+from nearpeak.render.picture.scene import Polygon, Scene, Shape, Text
+from nearpeak.render.picture.svg import svg
 from nearpeak.units import quantity, seconds
+
+
+def draw_overlap(products: float, exponentials: float) -> Drawing:
+    """One after the other, and two groups in turns; widths are as the times."""
+    scale = 640 / (4 * (products + exponentials))
+    wide, narrow = products * scale, exponentials * scale
+    period = max(wide, narrow)
+    shapes: list[Shape] = [Text(x=28, y=32, text="Products and exponentials of four blocks", size=17, bold=True)]
+    plans = [("in turn", [number * (wide + narrow) for number in range(4)])]
+    plans += [(f"group {group + 1}", [(2 * turn + group) * period for turn in range(2)]) for group in range(2)]
+    for row, (name, starts) in enumerate(plans):
+        top = 56 + 44 * row
+        shapes.append(Text(x=28, y=top + 19, text=name, color="muted"))
+        for start in starts:
+            for left, width, color, text in ((0.0, wide, "0", "products"), (wide, narrow, "1", "exp")):
+                begin = 110 + start + left
+                corners = ((begin, top), (begin + width, top), (begin + width, top + 28), (begin, top + 28))
+                shapes.append(Polygon(points=corners, fill=color, opacity=0.8, stroke="page", title=text))
+                if width > 8 * len(text):
+                    shapes.append(Text(x=begin + width / 2, y=top + 18, text=text, size=11, anchor="middle", halo=True))
+    described = "Products and exponentials of four blocks: in turn, and of two groups, one's below the other's."
+    return Drawing(
+        title="Overlap of two groups",
+        described=described,
+        svg=svg(Scene(width=800, height=200, described=described, shapes=tuple(shapes))),
+    )
+
 
 STEPS = {
     "aten.clone": "repeat for all heads",
@@ -45,7 +73,7 @@ def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(scores, -1).to(value.dtype) @ value
 
 
-def expected(here: Here, op: EstimatedOp) -> float:
+def expected(here: Context, op: EstimatedOp) -> float:
     """What a step is expected to take.
 
     Two of a GPU's steps differ from what was measured of their kind, which is casts up and softmax in 16 bits. A cast
@@ -69,7 +97,7 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Written out, fused, exact in the end, and the loops."""
     heads, key_heads, tokens, dim = here.pick(gpu=(64, 4, 4096, 128), cpu=(8, 2, 1024, 64))
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -120,7 +148,7 @@ def example(here: Here) -> Iterator[Part]:
     ways = [one, here.row("fused, torch", by_torch, query, key, value, predicted=fused)]
     if here.gpu:
         ways.append(here.row("fused, nearpeak.kernels", kernels.attention, query, key, value, predicted=fused))
-    yield compared("Written out and fused", ways, note=_note(here))
+    yield prediction_table("Written out and fused", ways, note=_note(here))
     last = ways[-1]
     before, after = (one.measured, last.measured) if one.measured and last.measured else (one.predicted, fused)
     assert before is not None
@@ -131,7 +159,7 @@ def example(here: Here) -> Iterator[Part]:
     yield from loops(here, heads, key_heads, tokens, dim, dtype.itemsize)
 
 
-def _note(here: Here) -> str:
+def _note(here: Context) -> str:
     if here.gpu:
         return "Both fused forms are predicted as what torch's own is expected to take."
     return (
@@ -175,7 +203,7 @@ def online() -> Iterator[Part]:
     )
 
 
-def loops(here: Here, heads: int, key_heads: int, tokens: int, dim: int, item: int) -> Iterator[Part]:
+def loops(here: Context, heads: int, key_heads: int, tokens: int, dim: int, item: int) -> Iterator[Part]:
     """What each version asks memory for, and the overlap of the third."""
     head, blocks = tokens * dim * item, tokens // BLOCK
     first = heads * (2 * head + blocks * 3 * head)
@@ -206,4 +234,4 @@ def loops(here: Here, heads: int, key_heads: int, tokens: int, dim: int, item: i
         f" {seconds(products + exponentials)}; with two groups of warps, one of which multiplies while the other takes"
         f" exponentials, {seconds(max(products, exponentials))}."
     )
-    yield timeline(products, exponentials)
+    yield draw_overlap(products, exponentials)

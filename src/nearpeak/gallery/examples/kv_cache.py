@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import quantity, significant
 
 Layer = dict[str, Tensor]
 HEAD = 64
 
 
-def layers(here: Here, number: int, width: int, dtype: torch.dtype) -> list[Layer]:
+def layers(here: Context, number: int, width: int, dtype: torch.dtype) -> list[Layer]:
     """Attention and an MLP of four times the width."""
     sizes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
     scale = 1 / math.sqrt(width)
@@ -67,7 +67,7 @@ def with_cache(x: Tensor, weights: list[Layer], caches: list[tuple[Tensor, Tenso
     return x[:, -1]
 
 
-def waiting(here: Here, caches: list[tuple[Tensor, Tensor]]) -> float:
+def waiting(here: Context, caches: list[tuple[Tensor, Tensor]]) -> float:
     """Seconds that a token with a cache takes longer because a head's weighted sum has one processor.
 
     Its result is one tile, so that there are as many tiles as heads. Where those are fewer than the processors, the
@@ -86,7 +86,7 @@ def waiting(here: Here, caches: list[tuple[Tensor, Tensor]]) -> float:
     return len(caches) * (weighted_sum(full) - weighted_sum(heads))
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Operations and seconds of the token at each place."""
     width, number = here.pick(gpu=(2048, 8), cpu=(256, 2))
     lengths = here.pick(gpu=(512, 1024, 2048, 4096), cpu=(32, 64, 128, 256))
@@ -98,7 +98,7 @@ def example(here: Here) -> Iterator[Part]:
         " For the token at each place: its operations, and the time of one pass for it."
     )
     flops: list[tuple[int, float, float]] = []
-    found: list[tuple[int, Row, Row]] = []
+    found: list[tuple[int, Prediction, Prediction]] = []
     for length in lengths:
         x = torch.randn(1, length, width, dtype=dtype, device=here.tensors)
         shape = (1, width // HEAD, length, HEAD)
@@ -136,14 +136,16 @@ def example(here: Here) -> Iterator[Part]:
         f" {significant(again_last / again_first)} times without. Summed over a text, the projections of all its"
         " tokens are linear in its length with the cache and quadratic without."
     )
-    yield compared("Time of one more token", [row for _, *pair in found for row in pair], note=_note(here, width))
+    yield prediction_table(
+        "Time of one more token", [row for _, *pair in found for row in pair], note=_note(here, width)
+    )
 
     ways = ("predicted", "measured") if here.measures else ("predicted",)
     series = []
     for how in ways:
         for place, name in ((1, "with a cache"), (2, "without")):
             points = tuple((float(one[0]), getattr(one[place], how)) for one in found)
-            series.append(Series(name=f"{name}, {how}", points=points, colour=place - 1, dashed=how != "measured"))
+            series.append(Series(name=f"{name}, {how}", points=points, color=place - 1, dashed=how != "measured"))
     yield Plot(
         title="One more token",
         series=tuple(series),
@@ -167,7 +169,7 @@ def example(here: Here) -> Iterator[Part]:
     )
 
 
-def _note(here: Here, width: int) -> str:
+def _note(here: Context, width: int) -> str:
     heads, processors = width // HEAD, here.machine.processors
     if not here.gpu or not processors or heads >= processors:
         return ""

@@ -3,7 +3,7 @@
 A layer is a handful of operations: products, attention, LayerNorm, softmax, dropout, residual adds. Nearly all of its
 arithmetic is in products and attention, and yet the others count, because each of them carries every number through
 memory. This counts operations and bytes of each, says what limits it, and what remains when
-neighbours run as one kernel and what one hands to the next never reaches memory.
+neighbors run as one kernel and what one hands to the next never reaches memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional
 
 import nearpeak
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Part, compared, prose
-from nearpeak.render.bars import Bar
+from nearpeak.gallery.parts import Part, StackedBars, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
+from nearpeak.render.picture.bars import Bar
 from nearpeak.units import percent, quantity, seconds, significant
 
 DROPPED = 0.1
@@ -52,7 +52,7 @@ def block_end(
     return norm(x + dropout(functional.linear(y, weight)), scale, shift)
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Each op alone, then two chains of them."""
     batch, heads, tokens, width = here.pick(gpu=(4, 16, 2048, 128), cpu=(2, 4, 256, 64))
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -81,7 +81,7 @@ def example(here: Here) -> Iterator[Part]:
     estimates = {name: here.estimate(fn, *args) for name, (fn, args) in calls.items()}
     yield _table(estimates)
     yield from _limits(estimates)
-    yield compared(
+    yield prediction_table(
         "Each op alone",
         [here.row(name, fn, *args, predicted=_predicted(estimates[name])) for name, (fn, args) in calls.items()],
         note="Predicted: the bound times what kernels of this kind and size were seen to take.",
@@ -139,7 +139,7 @@ def _predicted(found: nearpeak.Estimate) -> float:
     return found.as_written_s if found.expected_s is None else found.expected_s
 
 
-def _fused(here: Here, chains: dict[str, Call], attention: nearpeak.Estimate) -> Iterator[Part]:
+def _fused(here: Context, chains: dict[str, Call], attention: nearpeak.Estimate) -> Iterator[Part]:
     """What chains of ops take as written, and as few kernels."""
     found = {name: here.estimate(fn, *args) for name, (fn, args) in chains.items()}
     yield from prose(
@@ -147,7 +147,7 @@ def _fused(here: Here, chains: dict[str, Call], attention: nearpeak.Estimate) ->
         " residual add, LayerNorm. As written, each op reads what the one before wrote. Fused, what need not be"
         " written is not."
     )
-    yield Bars(
+    yield StackedBars(
         title="Where the time of a chain goes",
         subtitle="Expected as written: the bound if fused, what fusion would save, and what kernels lose to the bound",
         bars=tuple(
@@ -163,7 +163,7 @@ def _fused(here: Here, chains: dict[str, Call], attention: nearpeak.Estimate) ->
         ),
     )
     rows = [here.row(name, fn, *args, predicted=_predicted(found[name])) for name, (fn, args) in chains.items()]
-    yield compared("The chains as written", rows)
+    yield prediction_table("The chains as written", rows)
     written, end = found["written out"], found["block end"]
     fused = _predicted(attention)
     yield from prose(

@@ -15,11 +15,11 @@ import torch
 
 from nearpeak import plan
 from nearpeak.gallery.examples.small_llama import Llama, shape
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Part, Row, compared, prose
+from nearpeak.gallery.parts import Part, Prediction, StackedBars, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.plan.training.memory import StageMemory
-from nearpeak.render.bars import Bar
 from nearpeak.render.document import Table
+from nearpeak.render.picture.bars import Bar
 from nearpeak.units import quantity
 
 SEQUENCE = 4096
@@ -33,7 +33,7 @@ EXACT = (0.99, 1.01)
 """Of what is a count of tensors: their sizes are known."""
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """The accounting, the ways out, and a small model."""
     cluster = here.cluster(8)
     model = plan.find_model("llama-2-7b")
@@ -94,7 +94,7 @@ def _ways_out(model: plan.Model, cluster: plan.Cluster) -> Iterator[Part]:
         )
         for name, one in ways.items()
     ]
-    yield Bars(
+    yield StackedBars(
         title=f"{model.name} on each GPU, one sequence of {SEQUENCE} tokens at a time",
         subtitle="rest: buffers of communication, workspaces, allocator slack, CUDA context",
         bars=tuple(bars),
@@ -114,7 +114,7 @@ def _ways_out(model: plan.Model, cluster: plan.Cluster) -> Iterator[Part]:
     )
 
 
-def _small(here: Here) -> Iterator[Part]:
+def _small(here: Context) -> Iterator[Part]:
     model = here.pick(
         gpu=shape(layers=12, hidden=1024, heads=16, intermediate=2816, vocabulary=32000),
         cpu=shape(layers=4, hidden=256, heads=4, intermediate=704, vocabulary=4096),
@@ -137,7 +137,7 @@ def _small(here: Here) -> Iterator[Part]:
     ]
     if here.gpu:
         rows.append(_row("peak of the allocator", expected.allocated - expected.activations["eager"], found, here.band))
-    yield compared(
+    yield prediction_table(
         f"A model of {model.parameters / 1e6:.0f} million weights, {batch} x {sequence} tokens", rows, unit="B"
     )
     yield from prose(
@@ -158,17 +158,17 @@ def _small(here: Here) -> Iterator[Part]:
         yield from prose(f"Checkpointing left {share:.1%} of the activations that the layers keep.")
 
 
-def _layers_keep(here: Here, planned: StageMemory) -> float:
+def _layers_keep(here: Context, planned: StageMemory) -> float:
     """Bytes of activations without those that the small model has not; a norm of several kernels keeps one more."""
     kept = planned.activation - planned.activations["eager"]
     return kept if here.gpu else kept + planned.activations["norm"]
 
 
-def _row(name: str, predicted: float, found: dict[str, float], band: tuple[float, float]) -> Row:
-    return Row(what=name, predicted=predicted, measured=found.get(name), low=band[0], high=band[1])
+def _row(name: str, predicted: float, found: dict[str, float], band: tuple[float, float]) -> Prediction:
+    return Prediction(what=name, predicted=predicted, measured=found.get(name), low=band[0], high=band[1])
 
 
-def _counted(here: Here, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int) -> dict[str, float]:
+def _counted(here: Context, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int) -> dict[str, float]:
     """Bytes of the tensors that a training step leaves, those that its layers keep, and the peak of a GPU."""
     here.progress("a small model")
     at_first = torch.cuda.memory_allocated() if here.gpu else 0

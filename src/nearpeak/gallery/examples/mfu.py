@@ -1,6 +1,6 @@
 """MFU: what it counts, what is good, and where it misleads.
 
-Model FLOPs utilisation is the operations that a model needs, over the time that they took and the peak of the machine.
+Model FLOPs utilization is the operations that a model needs, over the time that they took and the peak of the machine.
 The time is measured and the peak is on the datasheet, but "needs" is a convention: whether the embedding table counts,
 whether attention counts under its mask, whether the forward pass that checkpointing runs again counts. A small
 transformer is trained here with and without checkpointing, and its MFU is read by each of them; then published runs.
@@ -15,12 +15,12 @@ import torch
 
 from nearpeak import plan
 from nearpeak.gallery.examples.small_llama import Llama, shape
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Part, Row, compared, prose
+from nearpeak.gallery.parts import Part, Prediction, StackedBars, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.machines import catalogue
-from nearpeak.plan.models.flops import forward_flops
-from nearpeak.render.bars import Bar
+from nearpeak.plan.models.model import forward_flops
 from nearpeak.render.document import Table
+from nearpeak.render.picture.bars import Bar
 from nearpeak.units import percent, quantity
 
 
@@ -120,7 +120,7 @@ def conventions(model: plan.Model, sequence: int) -> dict[str, float]:
     }
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """What a small model's FLOPs are, its MFU, and that of others."""
     model = here.pick(
         gpu=shape(layers=8, hidden=2048, heads=16, intermediate=5632, vocabulary=32000),
@@ -141,7 +141,7 @@ def example(here: Here) -> Iterator[Part]:
     ways = {"kept": _step(here, model, dtype, batch, sequence, False)}
     ways["checkpointed"] = _step(here, model, dtype, batch, sequence, True)
     rows = {name: here.row(f"activations {name}", step) for name, step in ways.items()}
-    yield compared(f"Forward and backward of {batch} x {sequence} tokens", list(rows.values()))
+    yield prediction_table(f"Forward and backward of {batch} x {sequence} tokens", list(rows.values()))
     found = here.machine.theoretical or here.machine.achievable
     assert found is not None
     peak = found.peak(str(dtype))
@@ -157,7 +157,7 @@ def _output_share(name: str, sequence: int) -> float:
     return flops.output / flops.total
 
 
-def _shares(small: plan.Model, sequence: int) -> Bars:
+def _shares(small: plan.Model, sequence: int) -> StackedBars:
     bars = []
     models = [(small, sequence)] + [(plan.find_model(name), 8192) for name in ("llama-3-8b", "llama-3.1-405b")]
     for model, length in models:
@@ -170,7 +170,7 @@ def _shares(small: plan.Model, sequence: int) -> Bars:
         }
         shares = tuple((name, value / flops.total) for name, value in pieces.items())
         bars.append(Bar(name=model.name, pieces=shares))
-    return Bars(
+    return StackedBars(
         title=f"Where the FLOPs of a token are: the small one at {sequence} tokens, the others at 8192",
         bars=tuple(bars),
         unit="%",
@@ -178,7 +178,7 @@ def _shares(small: plan.Model, sequence: int) -> Bars:
 
 
 def _step(
-    here: Here, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int, recompute: bool
+    here: Context, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int, recompute: bool
 ) -> Callable[[], None]:
     with here.building():
         network = Llama(model, recompute=recompute).to(here.device, dtype)
@@ -191,7 +191,9 @@ def _step(
     return step
 
 
-def _table(model: plan.Model, sequence: int, tokens: int, peak: float, rows: dict[str, Row], layers: float) -> Table:
+def _table(
+    model: plan.Model, sequence: int, tokens: int, peak: float, rows: dict[str, Prediction], layers: float
+) -> Table:
     what = "measured" if all(row.measured for row in rows.values()) else "predicted"
     times = [(name, getattr(row, what)) for name, row in rows.items()]
     counted = conventions(model, sequence)
@@ -213,7 +215,7 @@ def _table(model: plan.Model, sequence: int, tokens: int, peak: float, rows: dic
 
 
 def _read(
-    here: Here, rows: dict[str, Row], counted: dict[str, float], layers: float, tokens: int, peak: float
+    here: Context, rows: dict[str, Prediction], counted: dict[str, float], layers: float, tokens: int, peak: float
 ) -> Iterator[str]:
     what = "measured" if here.measures else "predicted"
     training = counted["and attention, causal"]

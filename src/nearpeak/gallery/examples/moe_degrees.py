@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nearpeak import plan
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Drawing, Part, Plot, Row, compared, prose
+from nearpeak.gallery.parts import Drawing, Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.plan.moe_degrees import MoeDegree, MoeLayer, degrees
 from nearpeak.render.document import Table
-from nearpeak.render.plan import moe
-from nearpeak.render.plot import Series
-from nearpeak.render.svg import svg
+from nearpeak.render.picture.plot import Series
+from nearpeak.render.picture.svg import svg
+from nearpeak.render.views.plan import moe
 from nearpeak.units import quantity, seconds
 
 LAYER = MoeLayer(experts=256, active=8, hidden=4096, intermediate=1536)
@@ -39,7 +39,7 @@ MODEL = plan.Model(  # the same numbers, as the title of the picture has them
 )
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """The plan for all degrees, then the products of one GPU run here at two of them."""
     cluster = here.cluster(64)
     machine = cluster.machine
@@ -90,7 +90,7 @@ def example(here: Here) -> Iterator[Part]:
     small = here.pick(gpu=here.half, cpu=torch.float32)
     rows = list(_products(here, small))
     what = here.pick(gpu="as one batch", cpu="at a CPU's size, one after the other")
-    yield compared(f"The experts of one GPU: gate and up of all of them, {what}", [row for _, row in rows])
+    yield prediction_table(f"The experts of one GPU: gate and up of all of them, {what}", [row for _, row in rows])
     at = rows[-1][0]
     predicted = [row.predicted or 0.0 for degree, row in rows if degree == at]
     ratio = predicted[0] / predicted[1]
@@ -161,7 +161,7 @@ def _network(tensor: list[MoeDegree], expert: list[MoeDegree]) -> str:
     return text
 
 
-def _products(here: Here, dtype: torch.dtype) -> Iterator[tuple[int, Row]]:
+def _products(here: Context, dtype: torch.dtype) -> Iterator[tuple[int, Prediction]]:
     """Gate and up of all experts that a GPU has: (experts, tokens, hidden) times (experts, hidden, width)."""
     experts, tokens, hidden, width = here.pick(gpu=(128, 256, 4096, 3072), cpu=(8, 128, 1024, 1024))
     run: Callable[..., torch.Tensor] = torch.bmm if here.gpu else _one_by_one

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Part, Row, compared, prose
-from nearpeak.render.bars import Bar
+from nearpeak.gallery.parts import Part, Prediction, StackedBars, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
+from nearpeak.render.picture.bars import Bar
 from nearpeak.units import percent, quantity, seconds
 
 LAYERS = 64
@@ -26,7 +26,7 @@ def zeros_as(output: Tensor) -> Tensor:
     return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Bytes, seconds a call, and seconds a pass."""
     tokens, experts_of_a_token, width = here.pick(gpu=(8192, 8, 1536), cpu=(2048, 8, 384))
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -57,7 +57,7 @@ def example(here: Here) -> Iterator[Part]:
     # At the least nan_to_num_ writes what it changes; torch's kernel writes all, as where the result is elsewhere.
     both_ways = here.predict(torch.nan_to_num, output)
     clean_row = here.row("nan_to_num_", Tensor.nan_to_num_, output, predicted=both_ways)
-    yield compared(
+    yield prediction_table(
         "A call",
         [zero_row, fill_row, clean_row],
         note="Predicted at what torch's fills, and its operations on one number each, reach on such a machine.",
@@ -66,11 +66,11 @@ def example(here: Here) -> Iterator[Part]:
     if nothing is not None:
         yield from prose(f"torch.empty takes {seconds(nothing)}: it asks the allocator for memory, and writes nothing.")
 
-    def of_pass(row: Row) -> float:
+    def of_pass(row: Prediction) -> float:
         return LAYERS * (row.measured or row.predicted or 0.0)
 
     how = "measured" if here.measures else "predicted"
-    yield Bars(
+    yield StackedBars(
         title=f"A pass through {LAYERS} layers",
         subtitle=f"one call for each layer, as {how} here",
         bars=tuple(Bar(name=row.what, pieces=(("seconds", of_pass(row)),)) for row in (zero_row, fill_row, clean_row)),

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from nearpeak.gallery.here import FLOOR, Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
-from nearpeak.render.plot import Series
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import FLOOR, Context
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import quantity, significant
 
 ABOVE = 1.05
@@ -22,13 +22,13 @@ WHOLE = 8
 """Columns that the matrix units multiply by at least: PTX ISA, shapes of mma and wgmma. Vectors of CPUs are as long."""
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """N from 1 to the size of the square."""
     side = here.pick(gpu=8192, cpu=1024)
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
     name = str(dtype).removeprefix("torch.")
     a = torch.randn(side, side, dtype=dtype, device=here.tensors)
-    rows: list[tuple[int, float, Row]] = []
+    rows: list[tuple[int, float, Prediction]] = []
     columns = 1
     while columns <= side:
         b = torch.randn(side, columns, dtype=dtype, device=here.tensors)
@@ -45,7 +45,7 @@ def example(here: Here) -> Iterator[Part]:
         f"The ridge of {here.machine.name} in {name} is at {ridge:.0f} FLOP per byte. Left of it the rate grows with"
         " the intensity, and time hardly changes with N; right of it the rate stays, and time grows with N."
     )
-    yield compared(f"M = K = {side}, {name}", [row for _, _, row in rows])
+    yield prediction_table(f"M = K = {side}, {name}", [row for _, _, row in rows])
     yield from _between([(n, row) for n, _, row in rows if 1 < n < WHOLE], rows[0][2], a.nbytes)
 
     def rates(seconds: list[float | None]) -> tuple[tuple[float, float], ...]:
@@ -81,7 +81,7 @@ def example(here: Here) -> Iterator[Part]:
         )
 
 
-def _between(narrow: list[tuple[int, Row]], vector: Row, size: int) -> Iterator[Part]:
+def _between(narrow: list[tuple[int, Prediction]], vector: Prediction, size: int) -> Iterator[Part]:
     """Why products of a few columns have a floor and no estimate."""
     for columns, row in narrow:
         text = (

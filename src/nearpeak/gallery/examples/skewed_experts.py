@@ -17,10 +17,10 @@ from torch import Tensor
 
 import nearpeak
 from nearpeak import kernels
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import percent, significant
 
 HEIGHTS = (16, 32, 64, 128, 256)
@@ -33,7 +33,7 @@ def padded_rows(counts: Sequence[int], height: int) -> int:
     return sum(math.ceil(count / height) * height for count in counts)
 
 
-def grouped_seconds(here: Here, counts: Sequence[int], depth: int, columns: int, dense: float) -> float:
+def grouped_seconds(here: Context, counts: Sequence[int], depth: int, columns: int, dense: float) -> float:
     """Whole tiles in whole rounds over the processors, each at the rate of the dense product; at least the weights."""
     tiles = padded_rows(counts, TILE[0]) // TILE[0] * math.ceil(columns / TILE[1])
     processors = here.machine.processors or 1
@@ -58,7 +58,7 @@ def padded(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(rows, weight.mT)
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Loads, padding, and times."""
     experts, tokens, top, depth, columns = here.pick(gpu=(128, 4096, 8, 4096, 1536), cpu=(16, 512, 2, 256, 256))
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -117,7 +117,7 @@ def example(here: Here) -> Iterator[Part]:
         if here.gpu
         else "Grouped: a product for each expert, one after the other, each predicted by itself."
     )
-    yield compared("Time of a layer's product", [*grouped, *whole], note=note)
+    yield prediction_table("Time of a layer's product", [*grouped, *whole], note=note)
     slower = {"grouped": grouped, "padded": whole}
     said = [f"{way} {significant(_seconds(pair[1]) / _seconds(pair[0]))}" for way, pair in slower.items()]
     yield from prose(
@@ -126,15 +126,15 @@ def example(here: Here) -> Iterator[Part]:
     )
 
 
-def _grouped(here: Here, what: str, loads: list[int], given: Tensor, weight: Tensor, dense: float) -> Row:
+def _grouped(here: Context, what: str, loads: list[int], given: Tensor, weight: Tensor, dense: float) -> Prediction:
     if not here.gpu:
         return here.row(what, partial(one_by_one, loads), given, weight)
     counts = torch.tensor(loads, device=here.tensors)
     predicted = grouped_seconds(here, loads, given.shape[1], weight.shape[1], dense)
-    return here.row(what, kernels.grouped_product, given, weight, counts, predicted=predicted)
+    return here.row(what, kernels.grouped_gemm, given, weight, counts, predicted=predicted)
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: Prediction) -> float:
     found = row.measured or row.predicted
     assert found is not None
     return found

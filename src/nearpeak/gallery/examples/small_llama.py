@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nearpeak import plan
-from nearpeak.plan import Model
+from nearpeak.plan.models.model import Model
 
 
 class Layer(nn.Module):

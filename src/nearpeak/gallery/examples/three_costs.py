@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Bars, Part, Row, compared, prose
-from nearpeak.render.bars import Bar
+from nearpeak.gallery.parts import Part, Prediction, StackedBars, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
+from nearpeak.render.picture.bars import Bar
 from nearpeak.units import quantity, seconds, significant
 
 
@@ -41,7 +41,7 @@ class Costs:
         return max(("memory", "compute", "overhead"), key=lambda name: getattr(self, name))
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Four calls: predicted part by part, then measured."""
     side, tokens = here.pick(gpu=(8192, 4096), cpu=(2048, 128))
     half = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -83,7 +83,7 @@ def example(here: Here) -> Iterator[Part]:
         ),
         note="Overhead: what is expected of the same operation on a single number.",
     )
-    yield Bars(
+    yield StackedBars(
         title="The three costs of each call",
         subtitle="One after the other; in truth they overlap, and the longest is the bound",
         bars=tuple(
@@ -95,7 +95,7 @@ def example(here: Here) -> Iterator[Part]:
         ),
     )
     rows = {one.name: _row(here, one) for one in calls}
-    yield compared(
+    yield prediction_table(
         "Expected of good kernels, and measured",
         list(rows.values()),
         note="Kernels do not reach the bound: what is predicted is the bound times what kernels of the same kind and"
@@ -109,7 +109,7 @@ def example(here: Here) -> Iterator[Part]:
     )
 
 
-def _costs(here: Here, name: str, fn: Callable[..., Any], *args: torch.Tensor) -> Costs:
+def _costs(here: Context, name: str, fn: Callable[..., Any], *args: torch.Tensor) -> Costs:
     """Counted by `nearpeak.estimate`; the overhead is that of the same call on one number."""
     ceilings = here.machine.achievable or here.machine.theoretical
     assert ceilings is not None
@@ -129,13 +129,13 @@ def _costs(here: Here, name: str, fn: Callable[..., Any], *args: torch.Tensor) -
     )
 
 
-def _row(here: Here, one: Costs) -> Row:
+def _row(here: Context, one: Costs) -> Prediction:
     # Some microseconds of fixed cost differ between kernels of one kind more than long times do.
     band = (0.5, 2.0) if one.limit == "overhead" else None
     return here.row(one.name, one.fn, *one.args, band=band)
 
 
-def _tokens(prefill: Row, decode: Row, many: Costs, one: Costs, tokens: int) -> Iterator[Part]:
+def _tokens(prefill: Prediction, decode: Prediction, many: Costs, one: Costs, tokens: int) -> Iterator[Part]:
     """A token of a prompt against a token that is written, in what was predicted or measured."""
     measured = prefill.measured is not None and decode.measured is not None
     long, short = (row.measured if measured else row.predicted for row in (prefill, decode))

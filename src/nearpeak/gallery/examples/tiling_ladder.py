@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearpeak.gallery.here import FLOOR, Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
-from nearpeak.kernels.ladder import lines, naive, persistent, tensor_cores, tiles, vendor
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import FLOOR, Context
+from nearpeak.kernels import ladder
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import quantity, seconds, significant
 
 LINE = 128
@@ -40,7 +40,7 @@ class Step:
     band: tuple[float, float | None] | None = None
 
 
-def on_gpu(here: Here, a: Tensor, b: Tensor) -> Iterator[Step]:
+def on_gpu(here: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
     """The rungs of `nearpeak.kernels.ladder`.
 
     A plain thread and the first rung on tensor cores have a floor, and the last two take what a good product takes.
@@ -50,17 +50,17 @@ def on_gpu(here: Here, a: Tensor, b: Tensor) -> Iterator[Step]:
     size = len(a)
     flops = 2.0 * size**3
     clock, processors = here.machine.clock_boost_hz, here.machine.processors
-    for rung in (naive.RUNG, lines.RUNG, tiles.RUNG, tensor_cores.RUNG, persistent.RUNG, vendor.RUNG):
-        asked = None if rung is vendor.RUNG else rung.bytes_read(size, size, size)
-        by_threads = rung in (naive.RUNG, lines.RUNG, tiles.RUNG)
-        good = rung in (persistent.RUNG, vendor.RUNG)
+    for rung in (ladder.NAIVE, ladder.LINES, ladder.TILES, ladder.TENSOR_CORES, ladder.PERSISTENT, ladder.VENDOR):
+        asked = None if rung is ladder.VENDOR else rung.bytes_read(size, size, size)
+        by_threads = rung in (ladder.NAIVE, ladder.LINES, ladder.TILES)
+        good = rung in (ladder.PERSISTENT, ladder.VENDOR)
         predicted = here.predict(torch.mm, a, b) if good else flops / ceilings.peak("bfloat16")
         if by_threads:
             predicted = flops / ceilings.vector["float32"]
             if clock and processors and asked:
                 predicted = max(predicted, asked / (LINE * processors * clock))
         band = None if good else FLOOR
-        if rung is persistent.RUNG and here.measures and torch.cuda.get_device_capability()[0] < 9:
+        if rung is ladder.PERSISTENT and here.measures and torch.cuda.get_device_capability()[0] < 9:
             continue  # it copies by TMA, which came with Hopper
         yield Step(name=rung.title, multiply=rung.multiply, asked=asked, predicted=predicted, band=band)
 
@@ -81,7 +81,7 @@ def blocks(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([torch.cat([part @ piece for piece in b.split(SIDE, 1)], 1) for part in a.split(SIDE)])
 
 
-def on_cpu(here: Here, a: Tensor, b: Tensor) -> Iterator[Step]:
+def on_cpu(here: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
     """The same with calls of torch, each for a tile of results.
 
     They take what such calls are expected to take. A call for a number is nothing but its fixed cost, and that of
@@ -103,7 +103,7 @@ def on_cpu(here: Here, a: Tensor, b: Tensor) -> Iterator[Step]:
         yield Step(name=name, multiply=multiply, asked=asked, predicted=predicted)
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Tiles, intensities, times."""
     size = here.pick(gpu=4096, cpu=192)
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
@@ -130,12 +130,12 @@ def example(here: Here) -> Iterator[Part]:
         if here.gpu
         else "",
     )
-    found: list[tuple[Step, Row]] = []
+    found: list[tuple[Step, Prediction]] = []
     for step in steps:
         # Few blocks: the lowest rungs take long enough for one to be a good measurement.
         row = here.row(step.name, step.multiply, a, b, predicted=step.predicted, band=step.band, min_blocks=6)
         found.append((step, row))
-    yield compared("Time", [row for _, row in found], note=_note(here))
+    yield prediction_table("Time", [row for _, row in found], note=_note(here))
 
     ways = ("predicted", "measured") if here.measures else ("predicted",)
     series = []
@@ -160,7 +160,7 @@ def example(here: Here) -> Iterator[Part]:
     )
 
 
-def _note(here: Here) -> str:
+def _note(here: Context) -> str:
     if here.gpu:
         return (
             "Predicted for plain threads, and for the first rung on tensor cores, is a floor: the longer of the"

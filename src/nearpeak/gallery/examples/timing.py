@@ -14,11 +14,11 @@ from statistics import median
 
 import torch
 
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Drawing, Part, Row, compared, prose
+from nearpeak.gallery.parts import Drawing, Part, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context
 from nearpeak.render.document import Table
-from nearpeak.render.scene import Line, Polygon, Scene, Shape, Text
-from nearpeak.render.svg import svg
+from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text
+from nearpeak.render.picture.svg import svg
 from nearpeak.units import quantity, seconds, significant
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -33,7 +33,7 @@ def naive(a: torch.Tensor, b: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def synchronised(a: torch.Tensor, b: torch.Tensor) -> float:
+def synchronized(a: torch.Tensor, b: torch.Tensor) -> float:
     """The host's clock from an idle device to an idle device."""
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -74,7 +74,7 @@ def many(a: torch.Tensor, b: torch.Tensor) -> float:
     return (time.perf_counter() - start) / REPEATS
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Both products with every clock."""
     dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
     sizes = ((16, 32), here.pick(gpu=(4096, 8192), cpu=(512, 1024)))
@@ -111,19 +111,19 @@ def example(here: Here) -> Iterator[Part]:
     yield from (_gpu_text if here.gpu else _cpu_text)(found, expected)
     low, high = here.band
     right = found["bench"]
-    yield compared(
+    yield prediction_table(
         "The right clock: nearpeak.bench, after a warm-up, many times, with data from memory",
         [
             # All of the small one is fixed cost, which differs between kernels of one kind more than long times do.
-            Row(what=names[0], predicted=expected[0], measured=right[0], low=min(low, 0.5), high=max(high, 2.0)),
-            Row(what=names[1], predicted=expected[1], measured=right[1], low=low, high=high),
+            Prediction(what=names[0], predicted=expected[0], measured=right[0], low=min(low, 0.5), high=max(high, 2.0)),
+            Prediction(what=names[1], predicted=expected[1], measured=right[1], low=low, high=high),
         ],
     )
     ratio = expected[1] / expected[0]
-    rows = [Row(what="bench", predicted=ratio, measured=_ratio(right), low=0.4, high=2.5)]
+    rows = [Prediction(what="bench", predicted=ratio, measured=_ratio(right), low=0.4, high=2.5)]
     if here.gpu:  # without a wait both readings are those of a launch
-        rows.insert(0, Row(what="naive", predicted=1.0, measured=_ratio(found["naive"]), low=0.5, high=2.0))
-    yield compared("How many times as long as the small product the large one seems to take", rows, unit="x")
+        rows.insert(0, Prediction(what="naive", predicted=1.0, measured=_ratio(found["naive"]), low=0.5, high=2.0))
+    yield prediction_table("How many times as long as the small product the large one seems to take", rows, unit="x")
 
 
 def _ratio(readings: list[float | None]) -> float | None:
@@ -131,14 +131,14 @@ def _ratio(readings: list[float | None]) -> float | None:
     return second / first if first and second else None
 
 
-def _gpu_clocks(here: Here) -> dict[str, tuple[str, Clock]]:
+def _gpu_clocks(here: Context) -> dict[str, tuple[str, Clock]]:
     def bench(**options: str) -> Clock:
         return lambda a, b: here.measure(torch.mm, a, b, **options)
 
     return {
         "first call": ("no wait, no warm-up: with all that is done once, such as loading code", naive),
         "naive": ("no wait: the call has put the product into a queue and returned", repeated(naive)),
-        "synchronised": ("launch, product and wait: what a single request sees", repeated(synchronised)),
+        "synchronized": ("launch, product and wait: what a single request sees", repeated(synchronized)),
         "events": ("the device's own clock: an idle device waits for the launch between the two", repeated(events)),
         "graph": ("replayed from a CUDA graph: no Python, hardly a launch", bench(kind="graph")),
         "bench, hot": ("the product alone, with what the call before it left in the cache", bench(cache="hot")),
@@ -146,7 +146,7 @@ def _gpu_clocks(here: Here) -> dict[str, tuple[str, Clock]]:
     }
 
 
-def _cpu_clocks(here: Here) -> dict[str, tuple[str, Clock]]:
+def _cpu_clocks(here: Context) -> dict[str, tuple[str, Clock]]:
     def bench(**options: str) -> Clock:
         return lambda a, b: here.measure(torch.mm, a, b, **options)
 
@@ -165,7 +165,7 @@ def _gpu_text(found: dict[str, list[float | None]], expected: list[float]) -> It
         "The naive clock reads the same for both, because it never sees the product: a call on a GPU puts work into a"
         " queue and returns. What it reads is Python and the launch."
     )
-    naive_ratio, waited = _ratio(found["naive"]), found["synchronised"][0]
+    naive_ratio, waited = _ratio(found["naive"]), found["synchronized"][0]
     if naive_ratio is not None and waited is not None:
         text = (
             f"The naive clock reads {seconds(found['naive'][0])} and {seconds(found['naive'][1])}: it never sees the"
@@ -203,14 +203,14 @@ def _lanes() -> Drawing:
     host, device, top, height = (150.0, 290.0), (330.0, 640.0), 70.0, 30.0
     lanes = (("host", "call", host, "0", top), ("device", "product", device, "1", top + 50))
     shapes: list[Shape] = [Text(x=24, y=30, text="What each clock reads (not to scale)", size=16, bold=True)]
-    for name, what, (start, end), colour, y in lanes:
+    for name, what, (start, end), color, y in lanes:
         box = ((start, y), (end, y), (end, y + height), (start, y + height))
         shapes.append(Text(x=24, y=y + 20, text=name))
-        shapes.append(Polygon(points=box, fill=colour, opacity=0.8))
+        shapes.append(Polygon(points=box, fill=color, opacity=0.8))
         shapes.append(Text(x=(start + end) / 2, y=y + 20, text=what, anchor="middle", halo=True))
     clocks = {
         "naive": host,
-        "synchronised": (host[0], device[1] + 60),
+        "synchronized": (host[0], device[1] + 60),
         "events": (host[0] + 40, device[1]),
         "graph, bench": device,
     }

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import nearpeak
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
-from nearpeak.machines.model import Machine
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context
+from nearpeak.machines.machine import Machine
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import percent, quantity, seconds, significant
 
 CATALOGUE = ("a100-sxm-80gb", "h100-sxm", "h200-sxm", "b200")
@@ -54,16 +54,16 @@ class Processor:
 TOY = Processor(items_per_second=4, operations_per_second=8)
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """The toy, then the real ones."""
     yield from prose(
         f"{TOY.items_per_second:g} items a second in, {TOY.operations_per_second:g} operations a second: with"
         f" {TOY.ridge:g} operations for each item both are busy all the time. That intensity is the ridge. With fewer"
         " operations per item the worker waits for items; with more the input waits for the worker."
     )
-    yield _utilisation()
+    yield _utilization()
     rows = [
-        Row(
+        Prediction(
             what=f"{intensity:g} per item",
             predicted=TOY.seconds(ITEMS, intensity),
             measured=TOY.followed(ITEMS, intensity),
@@ -72,7 +72,7 @@ def example(here: Here) -> Iterator[Part]:
         )
         for intensity in (0.5, 1, 2, 4, 8)
     ]
-    yield compared(
+    yield prediction_table(
         f"{ITEMS} items: the longer of the two times, and the toy followed item by item",
         rows,
         note="Nothing is timed here: what is measured is counted. It is a little longer, because the worker waits for"
@@ -87,7 +87,7 @@ def example(here: Here) -> Iterator[Part]:
     yield from _real(here)
 
 
-def _utilisation() -> Plot:
+def _utilization() -> Plot:
     intensities = [2 ** (step / 4 - 3) for step in range(29)]
     return Plot(
         title="Who is busy",
@@ -127,7 +127,7 @@ def _faster(intensity: float) -> Table:
     )
 
 
-def _real(here: Here) -> Iterator[Part]:
+def _real(here: Context) -> Iterator[Part]:
     """The catalogue and this machine: bytes for items."""
     machines = [nearpeak.machine(name) for name in CATALOGUE]
     if here.machine.id not in CATALOGUE:
@@ -179,4 +179,4 @@ def _processor(machine: Machine) -> tuple[Processor, str]:
 def _roof(machine: Machine, one: Processor, number: int) -> Series:
     intensities = sorted([one.ridge, *(2.0**power for power in range(-2, 12))])
     points = tuple((at, min(one.operations_per_second, at * one.items_per_second)) for at in intensities)
-    return Series(name=machine.name, points=points, markers=False, colour=number)
+    return Series(name=machine.name, points=points, markers=False, color=number)

@@ -1,4 +1,4 @@
-"""Parallelise: tiles, waves, and the processors that wait in the last one.
+"""Parallelize: tiles, waves, and the processors that wait in the last one.
 
 A product is cut into tiles, and each processor computes one tile at a time. When there is one tile more than there are
 processors, a second wave begins for that tile alone, and all others wait. So time grows in steps and not in a line,
@@ -18,12 +18,11 @@ import torch
 
 from nearpeak.bound.estimate import EstimatedOp
 from nearpeak.bound.tiles import Tiling
-from nearpeak.gallery.here import Here
-from nearpeak.gallery.parts import Part, Plot, Row, compared, prose
-from nearpeak.gallery.running import Skip
-from nearpeak.kernels.ladder import persistent
+from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.run import Context, SkipExample
+from nearpeak.kernels import ladder
 from nearpeak.render.document import Table
-from nearpeak.render.plot import Series
+from nearpeak.render.picture.plot import Series
 from nearpeak.units import percent, seconds
 
 ROWS, DEPTH, STEP = 1024, 4096, 256
@@ -42,7 +41,7 @@ CHUNK = 256
 Times = Mapping[int, float]
 
 
-def example(here: Here) -> Iterator[Part]:
+def example(here: Context) -> Iterator[Part]:
     """Tiles over multiprocessors, or chunks over cores."""
     yield from _tiles(here) if here.gpu else _chunks(here)
 
@@ -66,7 +65,7 @@ def that_fit(tiling: Tiling, architecture: str) -> Tiling:
     return max(found, key=lambda one: (round(one.efficiency, 9), one.tile[0] * one.tile[1]))
 
 
-def _tiles(here: Here) -> Iterator[Part]:
+def _tiles(here: Context) -> Iterator[Part]:
     def factors(columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         shapes = ((ROWS, DEPTH), (DEPTH, columns))
         left, right = (torch.randn(*shape, dtype=torch.bfloat16, device=device) for shape in shapes)
@@ -75,12 +74,14 @@ def _tiles(here: Here) -> Iterator[Part]:
     def estimated(columns: int) -> tuple[EstimatedOp, Tiling]:
         (op,) = here.estimate(torch.mm, *factors(columns, "meta")).ops
         if op.tiling is None:
-            raise Skip(f"the tiles of {here.machine.name} or the number of its processors are not known.")
+            raise SkipExample(f"the tiles of {here.machine.name} or the number of its processors are not known.")
         return op, op.tiling
 
     architecture = here.machine.architecture
     processors = estimated(STEP)[1].processors
-    wave = processors * persistent.ROWS * persistent.COLUMNS // ROWS  # columns of a full wave of the fixed tile
+    wave = (
+        processors * ladder.PERSISTENT_ROWS * ladder.PERSISTENT_COLUMNS // ROWS
+    )  # columns of a full wave of the fixed tile
     most = math.ceil(WAVES * wave / STEP) * STEP
     # What kernels reach of the peak where waves hardly matter: the largest product, its own loss to waves taken out.
     large, tiling = estimated(8 * most)
@@ -88,7 +89,9 @@ def _tiles(here: Here) -> Iterator[Part]:
     start = here.predict(torch.mm, *(one[:1, :1] for one in factors(STEP, "meta")))
     sizes = range(4 * STEP, most, STEP)
     usual = {columns: estimated(columns)[1] for columns in sizes}
-    fixed = {columns: in_tiles(one, persistent.ROWS, persistent.COLUMNS) for columns, one in usual.items()}
+    fixed = {
+        columns: in_tiles(one, ladder.PERSISTENT_ROWS, ladder.PERSISTENT_COLUMNS) for columns, one in usual.items()
+    }
     fitting = {columns: that_fit(one, architecture) for columns, one in usual.items()}
 
     def times(tilings: Mapping[int, Tiling]) -> Times:
@@ -97,7 +100,7 @@ def _tiles(here: Here) -> Iterator[Part]:
     one_size, sizes_that_fit = times(fixed), times(fitting)
     halves = [half * wave // 2 // STEP * STEP for half in range(1, HALVES + 1)]
     shown = [columns for before in halves for columns in (before, before + STEP)]
-    tile = f"{persistent.ROWS} x {persistent.COLUMNS}"
+    tile = f"{ladder.PERSISTENT_ROWS} x {ladder.PERSISTENT_COLUMNS}"
     yield from prose(
         f"A product of {ROWS} x {DEPTH} by {DEPTH} x N in bfloat16 on {processors} multiprocessors. A wave of tiles of"
         f" {tile} takes {seconds(2 * DEPTH * ROWS * wave / rate)}, with all multiprocessors busy or with one of them; a"
@@ -122,15 +125,15 @@ def _tiles(here: Here) -> Iterator[Part]:
         note=_sizes(architecture),
     )
     given = {columns: factors(columns, here.tensors) for columns in shown}
-    mine: dict[int, Row] = {}
+    mine: dict[int, Prediction] = {}
     if architecture in WIDTHS:  # the kernel copies by TMA, as no GPU before Hopper does
         mine = {
-            n: here.row(f"N = {n}", persistent.multiply, *given[n], predicted=one_size[n], max_seconds=0.2)
+            n: here.row(f"N = {n}", ladder.multiply_persistent, *given[n], predicted=one_size[n], max_seconds=0.2)
             for n in shown
         }
-        yield compared(f"Tiles of {tile}: the persistent kernel of the tiling ladder", list(mine.values()))
+        yield prediction_table(f"Tiles of {tile}: the persistent kernel of the tiling ladder", list(mine.values()))
     theirs = {n: here.row(f"N = {n}", torch.mm, *given[n], predicted=sizes_that_fit[n], max_seconds=0.2) for n in shown}
-    yield compared("Tiles that fit: torch.mm", list(theirs.values()))
+    yield prediction_table("Tiles that fit: torch.mm", list(theirs.values()))
     yield from _pictures(
         here,
         "N",
@@ -161,7 +164,7 @@ def _sizes(architecture: str) -> str:
     return "Tiles that fit: 128 x 128, 256 x 128 or 128 x 256, whichever leaves the largest share of the peak."
 
 
-def _chunks(here: Here) -> Iterator[Part]:
+def _chunks(here: Context) -> Iterator[Part]:
     cores = torch.get_num_threads() if here.measures else here.machine.processors or 1
     a, b = (torch.randn(CHUNK, CHUNK, device=here.tensors) for _ in range(2))
     chunk = here.predict(torch.mm, a, b) * cores  # predicted for all of them: one alone takes as many times as long
@@ -173,7 +176,7 @@ def _chunks(here: Here) -> Iterator[Part]:
         f" multiple of {cores}, all but one wait for the last."
     )
     measured = sorted({1, *(k * cores for k in range(1, WAVES)), *(k * cores + 1 for k in range(1, WAVES))})
-    rows: dict[int, Row] = {}
+    rows: dict[int, Prediction] = {}
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -186,7 +189,7 @@ def _chunks(here: Here) -> Iterator[Part]:
                 rows[count] = here.row(f"chunks: {count}", work, count, predicted=predicted[count], cache="hot")
     finally:
         torch.set_num_threads(threads)
-    yield compared("Time of all chunks", list(rows.values()))
+    yield prediction_table("Time of all chunks", list(rows.values()))
     yield from _pictures(here, "chunks", {c: 2.0 * CHUNK**3 * c for c in counts}, {"": predicted}, {"": rows})
     last = (WAVES - 1) * cores
     name = f"From {last} chunks to {last + 1} chunks"
@@ -197,11 +200,11 @@ def _chunks(here: Here) -> Iterator[Part]:
 
 
 def _pictures(
-    here: Here,
+    here: Context,
     name: str,
     flops: Mapping[int, float],
     predicted: Mapping[str, Times],
-    rows: Mapping[str, dict[int, Row]],
+    rows: Mapping[str, dict[int, Prediction]],
 ) -> Iterator[Part]:
     """Time in steps, and the rate as a saw-tooth: of each way to cut the work, predicted and measured."""
     few = len(flops) <= MARKED  # lines between few points slope where there are steps, so the points are marked
@@ -223,14 +226,14 @@ def _pictures(
                     points=values,
                     line=line,
                     markers=few or not line,
-                    colour=number if way else None,
+                    color=number if way else None,
                 )
             )
     yield Plot(title="Time in steps", series=tuple(times), x_label=name, y_label="time")
     yield Plot(title="The saw-tooth", series=tuple(rates), x_label=name, y_label="FLOP/s", y_unit="FLOP/s")
 
 
-def _grown(name: str, low: Row, high: Row, work: float) -> str:
+def _grown(name: str, low: Prediction, high: Prediction, work: float) -> str:
     assert low.predicted and high.predicted
     text = (
         f"{name} there is {percent(work - 1)} more work, and the time is predicted to grow by"

@@ -1,7 +1,382 @@
-"""A ladder of matrix products, from one thread for each number to what the vendor ships, with the traffic of each rung.
+"""A ladder of GEMM kernels, from one thread per output element to cuBLAS, with the predicted memory traffic of each rung.
 
-Every rung computes a @ b of bfloat16 with sums in float32, both matrices with rows next to each other in memory. What
-makes one faster than the one below is that fewer bytes go from memory into a processor for each operation, until the
-tensor cores are the limit. How many bytes that are follows from the tile that shares them: see `rung`. The rungs are in
-`rungs.RUNGS`, one file each, and `benchmarks/ladder.py` runs them and holds predictions against counters.
+Every rung computes a @ b of contiguous bfloat16 matrices with float32 accumulation. Each rung is faster than the one below
+because fewer bytes go from memory into a multiprocessor per operation, until the tensor cores are the limit.
+`benchmarks/kernels/ladder.py` runs the rungs and compares predictions with hardware counters.
+
+(Keep here the long explanation of old ladder/rung.py: what is counted, counters, DRAM.)
 """
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearpeak.errors import KernelUnavailable, UsageError
+
+SECTOR = 32
+"""Bytes that a cache looks up, and moves, at least."""
+ITEM = 2
+"""Bytes of a bfloat16."""
+BY_THREADS = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
+PAST_L1 = "l1tex__m_xbar2l1tex_read_bytes.sum"
+BYTES_PER_COUNT = {BY_THREADS: SECTOR, PAST_L1: 1}
+"""What one count of a counter stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The results that share what is loaded."""
+
+    rows: int
+    columns: int
+    row_bytes: int = ITEM
+    """What a number of the first matrix costs: a whole sector where a load is of one number."""
+
+    def bytes_read(self, m: int, n: int, k: int) -> int:
+        """Bytes asked for in a product of m x k by k x n. Tiles at the edge count in full."""
+        tiles = math.ceil(m / self.rows) * math.ceil(n / self.columns)
+        return tiles * k * (self.rows * self.row_bytes + self.columns * ITEM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """A way to multiply matrices."""
+
+    name: str
+    title: str
+    """What it is, in up to 30 characters."""
+    kernel: str
+    """A regular expression for the names of its kernels."""
+    counter: str
+    """Of ncu, one of `BYTES`."""
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    tile: Callable[[int, int, int, str], Tile | None]
+    """By m, n, k and the name of the kernel that ran, if that is known. None where nobody knows."""
+
+    def bytes_read(self, m: int, n: int, k: int, kernel: str = "") -> int | None:
+        """The traffic that its tile predicts."""
+        tile = self.tile(m, n, k, kernel)
+        return None if tile is None else tile.bytes_read(m, n, k)
+
+    def intensity(self, n: int, kernel: str = "") -> float | None:
+        """Operations for each of these bytes, for square matrices."""
+        moved = self.bytes_read(n, n, n, kernel)
+        return None if moved is None else 2.0 * n**3 / moved
+
+
+def floor_bytes(m: int, n: int, k: int) -> int:
+    """What DRAM moves at least: each matrix once, and the result."""
+    return ITEM * (m * k + k * n + m * n)
+
+
+CUDA_PRELUDE = """
+// bfloat16 is the upper half of a float32
+__device__ __forceinline__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+__device__ __forceinline__ unsigned short rounded(float value) {  // to the nearest, ties to even
+    unsigned bits = __float_as_uint(value);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+"""
+"""What all sources begin with; so no header of CUDA is needed."""
+
+
+@functools.cache
+def compile_cuda(source: str, name: str) -> Any:
+    """The kernel of this name, to be called with grid, block and args."""
+    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
+    if compile_kernel is None:
+        raise KernelUnavailable(f"torch {torch.__version__} does not compile CUDA at run time; it needs 2.9 or later.")
+    from torch.utils import cpp_extension
+
+    if cpp_extension.CUDA_HOME is None:  # torch lists its headers, and raises where there is none, needed or not
+        cpp_extension.CUDA_HOME = "/usr/local/cuda"
+    return compile_kernel(CUDA_PRELUDE + source, name)
+
+
+def empty_result(a: Tensor, b: Tensor, multiples: tuple[int, int, int]) -> Tensor:
+    """An empty result, of matrices that kernels without a test for edges can take."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or not a.dtype == b.dtype == torch.bfloat16:
+        raise UsageError(
+            f"A rung multiplies bfloat16 of m x k by k x n; these are {a.dtype} and {b.dtype} of {tuple(a.shape)} and"
+            f" {tuple(b.shape)}."
+        )
+    if not a.is_contiguous() or not b.is_contiguous():
+        raise UsageError("A rung multiplies contiguous matrices.")
+    sizes = (a.shape[0], b.shape[1], a.shape[1])
+    if any(size % multiple for size, multiple in zip(sizes, multiples, strict=True)):
+        raise UsageError(f"This rung takes m, n and k that are multiples of {multiples}; these are {sizes}.")
+    return torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+
+
+NAIVE_COLUMNS, NAIVE_ROWS = 32, 8
+NAIVE_SOURCE = """
+extern "C" __global__ void ladder_naive(
+    const unsigned short* a, const unsigned short* b, unsigned short* c, int m, int n, int k
+) {
+    int column = blockIdx.x * 32 + threadIdx.x;
+    int row = blockIdx.y * 8 + threadIdx.y;
+    float sum = 0.0f;
+    for (int step = 0; step < k; ++step)
+        sum += widened(a[(size_t)row * k + step]) * widened(b[(size_t)step * n + column]);
+    c[(size_t)row * n + column] = rounded(sum);
+}
+"""
+
+
+def multiply_naive(a: Tensor, b: Tensor) -> Tensor:
+    result = empty_result(a, b, (NAIVE_ROWS, NAIVE_COLUMNS, 16))
+    (m, k), n = a.shape, b.shape[1]
+    kernel = compile_cuda(NAIVE_SOURCE, "ladder_naive")
+    kernel(
+        grid=(n // NAIVE_COLUMNS, m // NAIVE_ROWS, 1),
+        block=(NAIVE_COLUMNS, NAIVE_ROWS, 1),
+        args=[a, b, result, m, n, k],
+    )
+    return result
+
+
+NAIVE = Rung(
+    name="naive",
+    title="a thread for each number",
+    kernel="ladder_naive",
+    counter=BY_THREADS,
+    multiply=multiply_naive,
+    tile=lambda m, n, k, kernel: Tile(rows=1, columns=NAIVE_COLUMNS, row_bytes=SECTOR),
+)
+
+LINES_COLUMNS, LINES_ROWS, LINES_DEPTH = 256, 8, 32
+LINES_SOURCE = """
+extern "C" __global__ void __launch_bounds__(256) ladder_lines(
+    const unsigned short* a, const unsigned short* b, unsigned short* c, int m, int n, int k
+) {
+    __shared__ float lines[8][32];
+    int column = blockIdx.x * 256 + threadIdx.x;
+    int row = blockIdx.y * 8;
+    float sums[8] = {};
+    for (int begin = 0; begin < k; begin += 32) {
+        // a warp loads 32 numbers of one row
+        int line = threadIdx.x / 32, step = threadIdx.x % 32;
+        lines[line][step] = widened(a[(size_t)(row + line) * k + begin + step]);
+        __syncthreads();
+        #pragma unroll
+        for (int step = 0; step < 32; ++step) {
+            float value = widened(b[(size_t)(begin + step) * n + column]);
+            #pragma unroll
+            for (int line = 0; line < 8; ++line) sums[line] += lines[line][step] * value;
+        }
+        __syncthreads();
+    }
+    #pragma unroll
+    for (int line = 0; line < 8; ++line) c[(size_t)(row + line) * n + column] = rounded(sums[line]);
+}
+"""
+
+
+def multiply_lines(a: Tensor, b: Tensor) -> Tensor:
+    result = empty_result(a, b, (LINES_ROWS, LINES_COLUMNS, LINES_DEPTH))
+    (m, k), n = a.shape, b.shape[1]
+    kernel = compile_cuda(LINES_SOURCE, "ladder_lines")
+    kernel(grid=(n // LINES_COLUMNS, m // LINES_ROWS, 1), block=(LINES_COLUMNS, 1, 1), args=[a, b, result, m, n, k])
+    return result
+
+
+LINES = Rung(
+    name="lines",
+    title="8 numbers of a column a thread",
+    kernel="ladder_lines",
+    counter=BY_THREADS,
+    multiply=multiply_lines,
+    tile=lambda m, n, k, kernel: Tile(rows=LINES_ROWS, columns=LINES_COLUMNS),
+)
+
+TILES_SIDE, TILES_DEPTH, TILES_THREADS = 128, 16, 256
+TILES_SOURCE = """
+__device__ __forceinline__ void split(uint4 eight, float* numbers) {
+    unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
+    #pragma unroll
+    for (int word = 0; word < 4; ++word) {
+        numbers[2 * word] = __uint_as_float(words[word] << 16);
+        numbers[2 * word + 1] = __uint_as_float(words[word] & 0xffff0000u);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) ladder_tiles(
+    const unsigned short* a, const unsigned short* b, unsigned short* c, int m, int n, int k
+) {
+    __shared__ __align__(16) float left[16][132];  // by steps; 4 more, so that a column is not all in one bank
+    __shared__ __align__(16) float right[16][128];
+    int thread = threadIdx.x;
+    int row = blockIdx.y * 128, column = blockIdx.x * 128;
+    // each thread loads 8 numbers of each matrix at once
+    int line = thread / 2, piece = thread % 2 * 8;
+    int step = thread / 16, place = thread % 16 * 8;
+    // in pieces of 4 that are 64 apart, so that threads side by side read numbers side by side
+    int down = thread / 16 * 4, across = thread % 16 * 4;
+    const unsigned short* from_a = a + (size_t)(row + line) * k + piece;
+    const unsigned short* from_b = b + (size_t)step * n + column + place;
+    float sums[8][8] = {};
+    uint4 next_a = *(const uint4*)from_a, next_b = *(const uint4*)from_b;
+    for (int begin = 0; begin < k; begin += 16) {
+        float numbers[8];
+        split(next_a, numbers);
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) left[piece + i][line] = numbers[i];
+        split(next_b, numbers);
+        *(float4*)&right[step][place] = make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
+        *(float4*)&right[step][place + 4] = make_float4(numbers[4], numbers[5], numbers[6], numbers[7]);
+        __syncthreads();
+        if (begin + 16 < k) {  // on their way while this tile is multiplied
+            from_a += 16;
+            from_b += (size_t)16 * n;
+            next_a = *(const uint4*)from_a;
+            next_b = *(const uint4*)from_b;
+        }
+        #pragma unroll
+        for (int s = 0; s < 16; ++s) {
+            float4 rows[2] = {*(float4*)&left[s][down], *(float4*)&left[s][down + 64]};
+            float4 columns[2] = {*(float4*)&right[s][across], *(float4*)&right[s][across + 64]};
+            const float* x = (const float*)rows;
+            const float* y = (const float*)columns;
+            #pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                #pragma unroll
+                for (int j = 0; j < 8; ++j) sums[i][j] += x[i] * y[j];
+            }
+        }
+        __syncthreads();
+    }
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        size_t to = (size_t)(row + down + i % 4 + i / 4 * 64) * n + column + across;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* four = &sums[i][4 * half];
+            uint2 bits;
+            bits.x = rounded(four[0]) | (unsigned)rounded(four[1]) << 16;
+            bits.y = rounded(four[2]) | (unsigned)rounded(four[3]) << 16;
+            *(uint2*)(c + to + 64 * half) = bits;
+        }
+    }
+}
+"""
+
+
+def multiply_tiles(a: Tensor, b: Tensor) -> Tensor:
+    result = empty_result(a, b, (TILES_SIDE, TILES_SIDE, TILES_DEPTH))
+    (m, k), n = a.shape, b.shape[1]
+    kernel = compile_cuda(TILES_SOURCE, "ladder_tiles")
+    kernel(grid=(n // TILES_SIDE, m // TILES_SIDE, 1), block=(TILES_THREADS, 1, 1), args=[a, b, result, m, n, k])
+    return result
+
+
+TILES = Rung(
+    name="tiles",
+    title="128 x 128 in shared memory",
+    kernel="ladder_tiles",
+    counter=BY_THREADS,
+    multiply=multiply_tiles,
+    tile=lambda m, n, k, kernel: Tile(rows=TILES_SIDE, columns=TILES_SIDE),
+)
+
+TENSOR_CORES_SIDE = 128
+
+
+def multiply_tensor_cores(a: Tensor, b: Tensor) -> Tensor:
+    from nearpeak.kernels.ladder.triton import multiply_tensor_cores as launched
+
+    return launched(a, b)
+
+
+TENSOR_CORES = Rung(
+    name="tensor cores",
+    title="128 x 128 by tensor cores",
+    kernel="ladder_tensor_cores_kernel",
+    counter=PAST_L1,
+    multiply=multiply_tensor_cores,
+    tile=lambda m, n, k, kernel: Tile(rows=TENSOR_CORES_SIDE, columns=TENSOR_CORES_SIDE),
+)
+
+PERSISTENT_ROWS, PERSISTENT_COLUMNS = 128, 256
+
+
+def multiply_persistent(a: Tensor, b: Tensor) -> Tensor:
+    from nearpeak.kernels.ladder.triton import multiply_persistent as launched
+
+    return launched(a, b)
+
+
+PERSISTENT = Rung(
+    name="persistent",
+    title="128 x 256 by TMA, persistent",
+    kernel="ladder_persistent_kernel",
+    counter=PAST_L1,
+    multiply=multiply_persistent,
+    tile=lambda m, n, k, kernel: Tile(rows=PERSISTENT_ROWS, columns=PERSISTENT_COLUMNS),
+)
+
+
+def multiply_specialized(a: Tensor, b: Tensor) -> Tensor:
+    from nearpeak.kernels._runtime.policy import using
+    from nearpeak.kernels.gemm import gemm
+
+    with using("require"):
+        return gemm(a, b.T)
+
+
+def specialized_tile(m: int, n: int, k: int, kernel: str = "") -> Tile:
+    """That of the configuration that the kernel is launched with."""
+    from nearpeak.kernels._runtime.tuning import tuned
+    from nearpeak.kernels.gemm import triton as launcher
+    from nearpeak.kernels.gemm.triton import Epilogue
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    config = tuned("product_hopper_16_bits", m * n, device)
+    if config is None:
+        a, result = (torch.empty(m, size, dtype=torch.bfloat16, device="meta") for size in (k, n))
+        config = launcher.sm90_heuristic(a, result, Epilogue(), None)
+    return Tile(rows=config["rows"] * config["consumers"], columns=config["block_n"])
+
+
+SPECIALIZED = Rung(
+    name="specialized",
+    title="warps with roles, Gluon",
+    kernel="product_hopper_kernel",
+    counter=PAST_L1,
+    multiply=multiply_specialized,
+    tile=specialized_tile,
+)
+
+_NVJET_NAME = re.compile(r"nvjet_(?:sm\d+_)?[a-z]+_(\d+)x(\d+)_\d+x\d+_\d+x\d+")
+"""As in nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT: tile, depth x stages, cluster."""
+
+
+def vendor_tile(m: int, n: int, k: int, kernel: str = "") -> Tile | None:
+    """The tile of one processor: what its neighbors in a cluster loaded for it arrives at it all the same."""
+    found = _NVJET_NAME.search(kernel)
+    if found is None:
+        return None
+    rows, columns = map(int, found.groups())
+    return Tile(rows=rows, columns=columns)
+
+
+VENDOR = Rung(
+    name="vendor", title="cuBLAS", kernel="nvjet|gemm|cutlass", counter=PAST_L1, multiply=torch.matmul, tile=vendor_tile
+)
+
+RUNGS = (
+    NAIVE,
+    LINES,
+    TILES,
+    TENSOR_CORES,
+    PERSISTENT,
+    SPECIALIZED,
+    VENDOR,
+)

@@ -1,31 +1,813 @@
-"""The experiments by name, and how they are run."""
+"""The self-test: experiments with a known answer, run on the user's own machine.
+
+Linearity (delays and sleeps of known length), host delays against device delays, cold caches and a broken eviction, the
+profiler or torch's own timer as a referee, comparisons of the same code and at a known ratio, the coverage of intervals,
+and broken benchmarks that must each raise their flag.
+"""
 
 from __future__ import annotations
 
 import datetime
+import logging
+import math
+import mmap
+import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.measure.selftest import caches, comparisons, faults, linearity, referee, waiting
-from nearpeak.measure.selftest.bench_place import Place, place
+from nearpeak.errors import CaseError, UsageError, did_you_mean
+from nearpeak.machines.catalogue import find
+from nearpeak.measure import instrument, samplers
+from nearpeak.measure.bench import CHECK_EVERY, CPU_BOUND_MARGIN, bench, make_timing, quiet_collector
+from nearpeak.measure.case import Case
+from nearpeak.measure.compare import CONFIDENCE, collect_pairs, judge
+from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
+from nearpeak.measure.delay_kernel import delay_kernel
+from nearpeak.measure.instrument import profiled_seconds
+from nearpeak.measure.machine import known_machine
+from nearpeak.measure.options import Options
+from nearpeak.measure.prepared import IDLE_SHARE, PreparedCase, prepare, prepare_pair
+from nearpeak.measure.quality import interval_of
+from nearpeak.measure.samplers import STAGE_SECONDS, UNKNOWN_CACHE_BYTES, HostEviction
 from nearpeak.measure.selftest.report import Experiment, Report
+from nearpeak.measure.statistics import median, median_interval
+from nearpeak.measure.timing import Block, Comparison, Timing
+from nearpeak.ops.work import Work
+from nearpeak.units import percent, quantity, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The device under test."""
+
+    cuda: CudaDevice | None
+    spin: Callable[[int], None] | None
+    """Occupies the device for so many nanoseconds; None where there is no way to do that exactly."""
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return self.cuda.name if self.cuda is not None else "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go."""
+        return self.cuda.device if self.cuda is not None else torch.device("cpu")
+
+    def spin_case(self, nanoseconds: Callable[[], int] | int, name: str = "spin") -> Case:
+        """A case that spins; a callable decides anew at every call, which is how drifts are injected."""
+        assert self.spin is not None
+        spin = self.spin
+        anchor = torch.zeros(1, device=self.device)  # tells the harness where the work is
+
+        def call(anchor: torch.Tensor) -> None:
+            spin(nanoseconds() if callable(nanoseconds) else nanoseconds)
+
+        return Case(call, anchor, name=name)
+
+
+def find_place() -> Place:
+    """The GPU of this process, or its CPU."""
+    if not torch.cuda.is_available():
+        return Place(cuda=None, spin=spin_host)
+    device = cuda_device(torch.cuda.current_device())
+    return Place(cuda=device, spin=delay_kernel(device.device))
+
+
+def spin_host(nanoseconds: int) -> None:
+    """Reads the host's clock until the time has passed."""
+    end = time.perf_counter_ns() + nanoseconds
+    while time.perf_counter_ns() < end:
+        pass
+
+
+LENGTHS = (2e-6, 5e-6, 10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3)
+
+
+def delay_linearity(place: Place, quick: bool) -> Experiment:
+    """Reported time against the spun time, from 2 us to 20 ms."""
+    question = "does the reported time grow as the true time does?"
+    expected = "slope 1 within 1 % from 2 us to 20 ms"
+    if place.spin is None:
+        return Experiment(name="spin", question=question, expected=expected, found="needs triton", passed=None)
+    rows: list[dict[str, float]] = []
+    for length in LENGTHS[:: 3 if quick else 1]:
+        case = place.spin_case(round(length * 1e9), name=f"spin {seconds(length)}")
+        timing = bench(case, cache="hot" if place.cuda is None else "cold", max_seconds=0.3, warmup_seconds=0.05)
+        rows.append({"true": length, "reported": timing.seconds, "low": timing.low, "high": timing.high})
+    slope, intercept = relative_fit([row["true"] for row in rows], [row["reported"] for row in rows])
+    worst = max(abs(row["reported"] - intercept - slope * row["true"]) / row["true"] for row in rows)
+    found = f"slope {slope:.4f}, intercept {seconds(intercept)}, worst point off the line by {percent(worst, 2)}"
+    return Experiment(
+        name="spin",
+        question=question,
+        expected=expected,
+        found=found,
+        passed=abs(slope - 1) <= 0.01,
+        data={"rows": rows, "slope": slope, "intercept": intercept},
+    )
+
+
+def relative_fit(xs: list[float], ys: list[float]) -> tuple[float, float]:
+    """Slope and intercept of y = a + b x, with every point weighing by its relative error.
+
+    >>> slope, intercept = relative_fit([1.0, 10.0, 100.0], [1.5, 10.5, 100.5])
+    >>> round(slope, 6), round(intercept, 6)
+    (1.0, 0.5)
+    """
+    weights = [1 / x**2 for x in xs]
+    total = sum(weights)
+    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    covariance = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True))
+    variance = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
+    slope = covariance / variance
+    return slope, mean_y - slope * mean_x
+
+
+def sleep_accuracy(place: Place, quick: bool) -> Experiment:
+    """A sleep on the host, beside an independent clock."""
+    length = 2e-3
+    anchor = torch.zeros(1)
+
+    def call(anchor: Any) -> None:
+        time.sleep(length)
+
+    timing = bench(Case(call, anchor, name="sleep"), cache="hot", max_seconds=0.5, warmup_seconds=0.02)
+    count = 50 if quick else 150
+    start = time.monotonic_ns()
+    for _ in range(count):
+        time.sleep(length)
+    independent = (time.monotonic_ns() - start) / count * 1e-9
+    off = timing.seconds / independent - 1
+    return Experiment(
+        name="sleep",
+        question="does CPU time agree with another clock?",
+        expected="at least 2 ms, and within 5 % of the monotonic clock",
+        found=f"{seconds(timing.seconds)}, the other clock says {seconds(independent)} ({percent(off, 2)})",
+        passed=timing.seconds >= length and abs(off) <= 0.05,
+        data={"reported": timing.seconds, "independent": independent},
+    )
+
+
+HOST_DELAYS = (50e-6, 200e-6, 1e-3, 4e-3)
+DEVICE_DELAYS = (30e-6, 150e-6, 700e-6, 3e-3)
+
+
+def host_waiting(place: Place, quick: bool) -> Experiment:
+    """A host delay and a device spin in every combination: device time and CPU-bound verdict must both be right."""
+    question = "is CPU-bound code told apart, and its device time right all the same?"
+    expected = "all verdicts right, device time within 2 % or 0.5 us"
+    if place.cuda is None or place.spin is None:
+        found = "needs a GPU and triton"
+        return Experiment(name="waiting", question=question, expected=expected, found=found, passed=None)
+    spin = place.spin
+    anchor = torch.zeros(1, device=place.device)
+    rows: list[dict[str, Any]] = []
+    for host in HOST_DELAYS[:: 2 if quick else 1]:
+        for device in DEVICE_DELAYS[:: 2 if quick else 1]:
+
+            def call(anchor: torch.Tensor, host: float = host, device: float = device) -> None:
+                spin_host(round(host * 1e9))
+                spin(round(device * 1e9))
+
+            timing = bench(Case(call, anchor, name="delay"), max_seconds=0.3, warmup_seconds=0.02)
+            rows.append(
+                {
+                    "host": host,
+                    "device": device,
+                    "reported": timing.seconds,
+                    "cpu_bound": timing.cpu_bound,
+                    "expected": host > CPU_BOUND_MARGIN * device,
+                }
+            )
+    right = sum(row["cpu_bound"] == row["expected"] for row in rows)
+    # An empty spin itself takes the 0.6 us that any kernel takes.
+    off = [max(0.0, abs(row["reported"] - row["device"]) - 1.1e-6) / row["device"] for row in rows]
+    found = f"{right} of {len(rows)} verdicts right, device time off by at most {percent(max(off), 2)}"
+    passed = right == len(rows) and max(off) <= 0.02
+    return Experiment(
+        name="waiting", question=question, expected=expected, found=found, passed=passed, data={"rows": rows}
+    )
+
+
+def copy_bandwidth(place: Place, quick: bool) -> Experiment:
+    """A large copy by the harness and by a plain loop on the host's clock."""
+    cache = place.cuda.cache_bytes if place.cuda is not None else HostEviction().cache_bytes or UNKNOWN_CACHE_BYTES
+    size = int(max(4 * cache, 2**30 if place.cuda is not None else 2**27))
+    source = torch.randn(size // 4, device=place.device)
+    target = torch.empty_like(source)
+    timing = bench(Case(torch.Tensor.copy_, target, source, name="copy"), max_seconds=1.0)
+    rate = 2 * size / timing.seconds
+    loops = 20 if place.cuda is None else 100
+    best = 0.0
+    for _ in range(3):
+        if place.cuda is not None:
+            place.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(loops):
+            target.copy_(source)
+        if place.cuda is not None:
+            place.cuda.synchronize()
+        best = max(best, 2 * size * loops / (time.perf_counter() - start))
+    off = rate / best - 1
+    return Experiment(
+        name="copy",
+        question="does a large copy reach the bandwidth that a plain loop reaches?",
+        expected="within 5 % (within 15 % on a CPU, whose memory is shared)",
+        found=f"{quantity(rate, 'B/s')}, the loop {quantity(best, 'B/s')} ({percent(off, 1)})",
+        passed=abs(off) <= (0.05 if place.cuda is not None else 0.15),
+        data={"bytes": size, "harness": rate, "loop": best},
+    )
+
+
+def cache_eviction(place: Place, quick: bool) -> Experiment:
+    """Small data, hot and cold; then with an eviction that sweeps a sixteenth of the cache, which must be flagged."""
+    size = (
+        place.cuda.cache_bytes if place.cuda is not None else HostEviction().cache_bytes or UNKNOWN_CACHE_BYTES
+    ) // 16
+    data = torch.randn(int(size) // 4, device=place.device)
+    case = Case(torch.neg, data, name="negate")
+    hot = bench(case, cache="hot", max_seconds=0.5)
+    cold = bench(case, cache="cold", max_seconds=0.5)
+    broken = _bench_with_broken_eviction(place, case)
+    flagged = "CACHE_NOT_COLD" in {flag.name for flag in broken.flags}
+    clean = "CACHE_NOT_COLD" not in {flag.name for flag in cold.flags}
+    ratio = cold.seconds / hot.seconds
+    found = f"cold takes {ratio:.2f} x hot; " + (
+        "the broken eviction was flagged" if flagged else "the broken eviction was NOT flagged"
+    )
+    return Experiment(
+        name="eviction",
+        question="is cold slower than hot, and a broken eviction noticed?",
+        expected="cold above 1.1 x hot, flag CACHE_NOT_COLD only when broken",
+        found=found if clean else found + "; the sound eviction was flagged too",
+        passed=ratio > 1.1 and flagged and clean,
+        data={"hot": hot.seconds, "cold": cold.seconds, "broken": broken.seconds},
+    )
+
+
+def _bench_with_broken_eviction(place: Place, case: Case) -> Timing:
+    if place.cuda is not None:
+        place.cuda.sweep(1 / 16)
+        try:
+            return bench(case, cache="cold", max_seconds=0.3)
+        finally:
+            place.cuda.sweep()
+    sound = samplers.HOST_EVICT_FACTOR
+    samplers.HOST_EVICT_FACTOR = 1 / 64
+    instrument.host_eviction_ratio.cache_clear()
+    try:
+        return bench(case, cache="cold", max_seconds=0.3)
+    finally:
+        samplers.HOST_EVICT_FACTOR = sound
+        instrument.host_eviction_ratio.cache_clear()
+
+
+def referee_agreement(place: Place, quick: bool) -> Experiment:
+    """Single-kernel operations of several sizes."""
+    return _by_profiler(place, quick) if place.cuda is not None else _by_timer(place, quick)
+
+
+def _by_profiler(place: Place, quick: bool) -> Experiment:
+    assert place.cuda is not None
+    question = "do device times agree with the profiler's kernel durations?"
+    expected = "all within 3 % or 0.3 us"
+    rows: list[dict[str, Any]] = []
+    for case in _referee_cases(place)[:: 2 if quick else 1]:
+        timing = bench(case, max_seconds=0.5)
+        stage = Stage(place.cuda, "cold", pace_seconds=max(0.0, IDLE_SHARE * timing.seconds - STAGE_SECONDS))
+        truth = profiled_seconds(case.call, stage, place.cuda)
+        if truth is None:
+            found = "the profiler sees no kernels here"
+            return Experiment(name="referee", question=question, expected=expected, found=found, passed=None)
+        rows.append({"name": case.name, "profiler": truth, "nearpeak": timing.seconds})
+    agree = [abs(row["nearpeak"] - row["profiler"]) <= max(0.03 * row["profiler"], 0.3e-6) for row in rows]
+    small = [row for row in rows if row["profiler"] < 2e-5]
+    worst = max((abs(row["nearpeak"] - row["profiler"]) for row in small), default=0.0)
+    found = f"{sum(agree)} of {len(rows)} agree; below 20 us off by at most {worst * 1e6:.2f} us"
+    return Experiment(
+        name="referee", question=question, expected=expected, found=found, passed=all(agree), data={"rows": rows}
+    )
+
+
+def _by_timer(place: Place, quick: bool) -> Experiment:
+    import torch.utils.benchmark
+
+    rows = []
+    for case in _referee_cases(place)[:: 2 if quick else 1]:
+        timing = bench(case, cache="hot", max_seconds=0.5)
+        timer = torch.utils.benchmark.Timer("call()", globals={"call": case.call}, num_threads=torch.get_num_threads())
+        rows.append((case.name, timer.blocked_autorange(min_run_time=0.3).median, timing.seconds))
+    off = [ours / theirs - 1 for _, theirs, ours in rows]
+    worst = max(off, key=abs)
+    return Experiment(
+        name="referee",
+        question="do hot CPU times agree with torch.utils.benchmark?",
+        expected="within 10 %, as both are subject to the machine's noise",
+        found=f"worst of {len(rows)}: {percent(worst, 1)}",
+        passed=abs(worst) <= 0.1,
+        data={"rows": [list(row) for row in rows]},
+    )
+
+
+def _referee_cases(place: Place) -> list[Case]:
+    device = place.device
+    scale = 1 if place.cuda is not None else 8
+    x = torch.randn(2048 // scale, 2048 // scale, device=device)
+    vector = torch.randn(2**22 // scale, device=device)
+    small = torch.randn(2**16, device=device)
+    return [
+        Case(torch.exp, small, name="exponential 64k"),
+        Case(torch.softmax, x, -1, name="softmax"),
+        Case(torch.add, vector, vector, name="add"),
+        Case(torch.mm, x, x, name="product"),
+    ]
+
+
+MARGIN = 0.01
+FALSE_VERDICTS = 0.05
+TICK_NANOSECONDS = 32
+"""The step of a GPU's global timer (seen on an H200): a spin ends on one, so a true ratio is known to one."""
+DRIFT_SHARE = 0.04
+DRIFT_SECONDS = 1.7
+"""The injected drift: 4 % up and down in so many seconds, about the length of a sequential comparison."""
+
+
+def same_code(place: Place, quick: bool) -> Experiment:
+    """The same code on both sides: any FASTER or SLOWER is false."""
+    per_case = 8 if quick else 80
+    results: dict[str, dict[str, int]] = {}
+    for case in _ordinary_cases(place):
+        results[case.name] = _verdicts(_compare_many(place, case, case, per_case))
+    return _false_verdicts("same", "is the same code called different?", results)
+
+
+def same_code_under_drift(place: Place, quick: bool) -> Experiment:
+    """The same while the device gets slower and faster; beside it, what measuring one after the other would say."""
+    question = "is the same code called different while the machine drifts?"
+    if place.spin is None:
+        expected = f"at most {percent(FALSE_VERDICTS, 0)} false verdicts"
+        return Experiment(name="drift", question=question, expected=expected, found="needs triton", passed=None)
+    case = place.spin_case(_drifting(200_000), name="spin under drift")
+    comparisons = 40 if quick else 400
+    results = {case.name: _verdicts(_compare_many(place, case, case, comparisons))}
+    rounds = 10 if quick else 60
+    false = _sequential(place, case, rounds)
+    experiment = _false_verdicts("drift", question, results)
+    found = f"{experiment.found}; one after the other: {percent(false / rounds, 0)} of {rounds}"
+    return Experiment(
+        name=experiment.name,
+        question=question,
+        expected=experiment.expected,
+        found=found,
+        passed=experiment.passed,
+        data={**experiment.data, "sequential_false": false, "sequential_rounds": rounds},
+    )
+
+
+def known_ratio(place: Place, quick: bool) -> Experiment:
+    """A known ratio: no bias, and the interval holds it as often as it says."""
+    question = "is a known ratio found, and its interval honest?"
+    expected = "bias below 0.1 %, interval right in at least 90 %, 5 % always seen"
+    if place.spin is None:
+        return Experiment(name="ratio", question=question, expected=expected, found="needs triton", passed=None)
+    runs = 5 if quick else 25
+    base = 6400 * TICK_NANOSECONDS
+    offset = 300 if place.cuda is not None else 0  # nanoseconds that a kernel takes on top of its spin
+    known_to = TICK_NANOSECONDS / base
+    rows = []
+    for change in (0.002, 0.005, 0.01, 0.02, 0.05):
+        longer = round(base * (1 + change) / TICK_NANOSECONDS) * TICK_NANOSECONDS
+        true = (longer + offset) / (base + offset)
+        results = _compare_many(place, place.spin_case(base, "a"), place.spin_case(longer, "b"), runs)
+        rows.append(
+            {
+                "true": true,
+                "found": median([result.ratio for result in results]),
+                "covered": sum(result.low - known_to <= true <= result.high + known_to for result in results),
+                "seen": sum(result.low > 1 for result in results),
+                "slower": sum(result.verdict == "SLOWER" for result in results),
+                "runs": runs,
+                "detectable": median([result.detectable for result in results]),
+            }
+        )
+    bias = max(abs(row["found"] / row["true"] - 1) for row in rows)
+    covered = sum(row["covered"] for row in rows) / (runs * len(rows))
+    largest = rows[-1]["slower"] / runs
+    found = (
+        f"bias {percent(bias, 3)}, interval right in {percent(covered, 0)}, 5 % called SLOWER in {percent(largest, 0)}"
+    )
+    passed = bias < 0.001 and covered >= 0.9 and largest == 1
+    return Experiment(
+        name="ratio", question=question, expected=expected, found=found, passed=passed, data={"rows": rows}
+    )
+
+
+def interval_coverage(place: Place, quick: bool) -> Experiment:
+    """How often the printed interval holds the long-run median, in order of time and in random order."""
+    options = Options(cache="hot", precision=0.002)
+    case = _ordinary_cases(place)[0]
+    total = 300 if quick else 1500
+    subject = prepare(case, options)
+    with quiet_collector():
+        for _ in range(10):
+            subject.sampler.block()
+        blocks = [subject.sampler.block() for _ in range(total)]
+    long_run = median([block.seconds for block in blocks])
+    in_order = _covered(blocks, long_run, options)
+    shuffled = list(blocks)
+    rates = []
+    for seed in range(5 if quick else 20):
+        random.Random(seed).shuffle(shuffled)
+        rates.append(_covered(shuffled, long_run, options))
+    independent = sum(rates) / len(rates)
+    found = f"{percent(independent, 1)} of independent blocks, {percent(in_order, 1)} in order of time"
+    return Experiment(
+        name="coverage",
+        question="how often does the 95 % interval hold the long-run median?",
+        expected="at least 93 % of independent blocks; in order of time, as printed",
+        found=found,
+        passed=independent >= 0.93,
+        data={"independent": independent, "in_order": in_order, "blocks": total},
+    )
+
+
+def _covered(blocks: Sequence[Block], truth: float, options: Options) -> float:
+    """The share of runs, each stopped by bench's own rule, whose interval holds the truth."""
+    hits = runs = start = 0
+    while start + options.min_blocks <= len(blocks):
+        size = options.min_blocks
+        while True:
+            middle, interval = interval_of(blocks[start : start + size], options)
+            size += CHECK_EVERY
+            if interval.half_width(middle) <= options.precision or size >= 60 or start + size > len(blocks):
+                break
+        interval = interval_of(blocks[start : start + size], options)[1]
+        hits += interval.low <= truth <= interval.high
+        runs += 1
+        start += size
+    return hits / runs
+
+
+def _ordinary_cases(place: Place) -> list[Case]:
+    """Five kinds of work: small and large pointwise, a reduction, a product, a chain of small operations."""
+    scale = 16 if place.cuda is not None else 1
+    device = place.device
+    small = torch.randn(2**14 * scale, device=device)
+    large = torch.randn(2**18 * scale, device=device)
+    square = torch.randn(96 * scale, 96 * scale, device=device)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + 1) * 2
+
+    return [
+        Case(torch.sin, small, name="sine, small"),
+        Case(torch.neg, large, name="negate, large"),
+        Case(torch.sum, large, name="sum"),
+        Case(torch.mm, square, square, name="product"),
+        Case(chain, small, name="chain"),
+    ]
+
+
+def _options(place: Place) -> Options:
+    return Options(
+        cache="cold" if place.cuda is not None else "hot",
+        max_seconds=0.2,
+        warmup_seconds=0.0,
+        precision=MARGIN / 3,
+        max_blocks=60,
+        confidence=CONFIDENCE,
+    )
+
+
+def _compare_many(place: Place, a: Case, b: Case, count: int) -> list[Comparison]:
+    """Comparisons with the default rules, on subjects that are prepared once."""
+    options = _options(place)
+    subjects = prepare_pair(a, b, options)
+    results = []
+    with quiet_collector():
+        for subject in subjects:
+            for _ in range(5):
+                subject.sampler.block()
+        for seed in range(count):
+            results.append(_compare_once(subjects, options, seed))
+    return results
+
+
+def _compare_once(subjects: tuple[PreparedCase, PreparedCase], options: Options, seed: int) -> Comparison:
+    series, interrupted = collect_pairs(subjects, replace(options, seed=seed), lambda line: None)
+    if interrupted:
+        raise KeyboardInterrupt
+    timings = [make_timing(subject, series[i], options, []) for i, subject in enumerate(subjects)]
+    return judge(timings[0], timings[1], margin=MARGIN, confidence=options.confidence)
+
+
+def _verdicts(results: list[Comparison]) -> dict[str, int]:
+    counts = {"FASTER": 0, "SLOWER": 0, "EQUIVALENT": 0, "INCONCLUSIVE": 0}
+    for result in results:
+        counts[result.verdict] += 1
+    return counts
+
+
+def _false_verdicts(name: str, question: str, results: dict[str, dict[str, int]]) -> Experiment:
+    total = sum(sum(counts.values()) for counts in results.values())
+    false = sum(counts["FASTER"] + counts["SLOWER"] for counts in results.values())
+    equivalent = sum(counts["EQUIVALENT"] for counts in results.values())
+    return Experiment(
+        name=name,
+        question=question,
+        expected=f"at most {percent(FALSE_VERDICTS, 0)} false verdicts",
+        found=f"{false} false in {total} ({percent(false / total, 1)}), {percent(equivalent / total, 0)} equivalent",
+        passed=false <= FALSE_VERDICTS * total,
+        data={"cases": results, "false": false, "total": total},
+    )
+
+
+def _sequential(place: Place, case: Case, rounds: int) -> int:
+    """What the naive design says: all of one, then all of the other, different if the intervals do not touch."""
+    options = _options(place)
+    subject = prepare(case, options)
+    false = 0
+    with quiet_collector():
+        for _ in range(rounds):
+            series = [[subject.sampler.block().seconds for _ in range(20)] for _ in range(2)]
+            first, second = (median_interval(values) for values in series)
+            false += first.high < second.low or second.high < first.low
+    return false
+
+
+def _drifting(nanoseconds: int) -> Callable[[], int]:
+    start = time.perf_counter()
+
+    def now() -> int:
+        phase = 2 * math.pi * (time.perf_counter() - start) / DRIFT_SECONDS
+        return round(nanoseconds * (1 + DRIFT_SHARE * math.sin(phase)))
+
+    return now
+
+
+Fault = Callable[[Place], Timing]
+
+_QUICK: dict[str, Any] = {"max_seconds": 0.3, "warmup_seconds": 0.02, "cache": "hot"}
+
+
+def injected_faults(place: Place, quick: bool) -> Experiment:
+    """Every fault must raise its own flag; a sound benchmark must raise none of them."""
+    sound = bench(torch.exp, _data(place), **{**_QUICK, "precision": 0.05})
+    wrongly = [flag.name for flag in sound.flags if flag.severity == "wrong"]
+    rows: list[dict[str, Any]] = []
+    for name, fault in _FAULTS.items():
+        if (name in _GPU_ONLY and place.cuda is None) or (quick and name in _SLOW):
+            continue
+        timing = fault(place)
+        seen = [flag.name for flag in timing.flags]
+        others = [flag.name for flag in timing.flags if flag.severity == "wrong" and flag.name != name]
+        rows.append({"fault": name, "flags": seen, "raised": name in seen, "others": others})
+    rows.append({"fault": "endless memory", "flags": [], "raised": _endless_memory_is_refused(place), "others": []})
+    missed = [row["fault"] for row in rows if not row["raised"]]
+    accused = [f"{other} for {row['fault']}" for row in rows for other in row["others"]]
+    found = f"{len(rows) - len(missed)} of {len(rows)} raised"
+    for label, items in (("missed", missed), ("wrong accusations", accused), ("raised without a fault", wrongly)):
+        found += f"; {label}: {', '.join(items)}" if items else ""
+    return Experiment(
+        name="faults",
+        question="does every injected fault raise its own flag?",
+        expected="all raised, no other grade-F flag",
+        found=found,
+        passed=not missed and not accused and not wrongly,
+        data={"rows": rows},
+    )
+
+
+def _data(place: Place, size: int = 2**16) -> torch.Tensor:
+    return torch.randn(size, device=place.device)
+
+
+def _synchronizes(place: Place) -> Timing:
+    return bench(lambda x: x.sum().item(), _data(place), **_QUICK)
+
+
+def _side_stream(place: Place) -> Timing:
+    x, side = _data(place, 2**26), torch.cuda.Stream()
+
+    def call(x: torch.Tensor) -> None:
+        torch.add(x, 1)
+        with torch.cuda.stream(side):
+            torch.exp(x)
+
+    return bench(call, x, **_QUICK)
+
+
+def _host_is_slow(place: Place) -> Timing:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        spin_host(300_000)
+        return torch.exp(x)
+
+    return bench(call, _data(place), **_QUICK)
+
+
+def _two_speeds(place: Place) -> Timing:
+    turn = [0]
+    spin = place.spin or spin_host
+    anchor = torch.zeros(1, device=place.device)
+
+    def call(anchor: torch.Tensor) -> None:
+        turn[0] += 1
+        spin(150_000 if turn[0] // 7 % 2 else 260_000)
+
+    return bench(call, anchor, **{**_QUICK, "max_seconds": 1.0, "min_blocks": 60}, reset=lambda: None)
+
+
+def _rare_delays(place: Place) -> Timing:
+    turn = [0]
+    spin = place.spin or spin_host
+    anchor = torch.zeros(1, device=place.device)
+
+    def call(anchor: torch.Tensor) -> None:
+        turn[0] += 1
+        spin(150_000 if turn[0] % 30 else 900_000)
+
+    return bench(call, anchor, **{**_QUICK, "max_seconds": 1.0, "min_blocks": 40}, reset=lambda: None)
+
+
+def _drifts(place: Place) -> Timing:
+    start = time.perf_counter()
+    spin = place.spin or spin_host
+    anchor = torch.zeros(1, device=place.device)
+
+    def call(anchor: torch.Tensor) -> None:
+        spin(round(200_000 * (1 + 0.5 * (time.perf_counter() - start))))
+
+    return bench(call, anchor, **{**_QUICK, "max_seconds": 1.0, "precision": 0.0001})
+
+
+def _grows(place: Place) -> Timing:
+    kept: list[torch.Tensor] = []
+    return bench(
+        lambda x: kept.append(torch.ones(2**20, device=x.device)), _data(place), **{**_QUICK, "max_seconds": 0.05}
+    )
+
+
+def _allocates(place: Place) -> Timing:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.empty_cache()
+        return torch.exp(x)
+
+    # A result so large that no cached segment can hold it beside what is still in use there.
+    return bench(call, _data(place, 2**28), **{**_QUICK, "kind": "latency"})
+
+
+def _maps_anew(place: Place) -> Timing:
+    def call(x: torch.Tensor) -> None:
+        with mmap.mmap(-1, 2**22) as memory:
+            memory[:: mmap.PAGESIZE] = bytes(2**22 // mmap.PAGESIZE)
+
+    return bench(call, torch.randn(16), **_QUICK)
+
+
+def _compiles(place: Place) -> Timing:
+    import torch._dynamo
+
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    turn = [0]
+
+    def call(x: torch.Tensor) -> Any:
+        turn[0] += 1
+        if turn[0] % 10 == 0:
+            torch._dynamo.reset()
+        return compiled(x)
+
+    with _quiet_compiler():
+        return bench(
+            call, _data(place), **{**_QUICK, "kind": "auto" if place.cuda is None else "latency", "warmup_seconds": 0.0}
+        )
+
+
+def _zeros(place: Place) -> Timing:
+    return bench(torch.exp, torch.zeros(2**16, device=place.device), **_QUICK)
+
+
+def _mutates(place: Place) -> Timing:
+    return bench(lambda x: x.mul_(1.0001), _data(place), **_QUICK)
+
+
+def _overflows(place: Place) -> Timing:
+    return bench(lambda x: torch.exp(x * 1e4), _data(place), **_QUICK)
+
+
+def _impossible(place: Place) -> Timing:
+    machine = known_machine(place.cuda)
+    if machine is None or machine.achievable is None or machine.achievable.how != "measured":
+        known = find("h200-sxm")
+        assert known.achievable is not None
+        machine = replace(known, achievable=replace(known.achievable, how="measured"))
+    return bench(torch.exp, _data(place), work=Work(bytes_read=1e12), machine=machine, **{**_QUICK, "cache": "cold"})
+
+
+def _no_time(place: Place) -> Timing:
+    return bench(torch.exp, _data(place), **{**_QUICK, "precision": 1e-9, "max_seconds": 0.01})
+
+
+def _closure(place: Place) -> Timing:
+    x = _data(place)
+    return bench(lambda: torch.exp(x), **_QUICK)
+
+
+def _contended(place: Place) -> Timing:
+    with _other_processes("while True: pass", 2 * torch.get_num_threads()):
+        return bench(torch.exp, torch.randn(2**20), **{**_QUICK, "max_seconds": 1.0})
+
+
+def _shared_gpu(place: Place) -> Timing:
+    program = "import torch, time; x = torch.zeros(1, device='cuda'); print('ready', flush=True); time.sleep(60)"
+    with _other_processes(program, 1, wait_for_line=True):
+        return bench(torch.exp, _data(place), **_QUICK)
+
+
+@contextmanager
+def _other_processes(program: str, count: int, wait_for_line: bool = False) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        if wait_for_line:
+            for process in processes:
+                assert process.stdout is not None
+                process.stdout.readline()
+        else:
+            time.sleep(0.3)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """The compiler logs that it recompiles, which is what this fault is for."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _endless_memory_is_refused(place: Place) -> bool:
+    kept: list[torch.Tensor] = []
+    size = 2**28 if place.cuda is not None else 2**26
+    try:
+        bench(lambda x: kept.append(torch.ones(size, device=x.device)), _data(place), **_QUICK)
+    except CaseError:
+        return True
+    finally:
+        kept.clear()
+    return False
+
+
+_FAULTS: dict[str, Fault] = {
+    "SYNC_IN_REGION": _synchronizes,
+    "OFF_STREAM": _side_stream,
+    "CPU_BOUND": _host_is_slow,
+    "MULTIMODAL": _two_speeds,
+    "HEAVY_TAIL": _rare_delays,
+    "DRIFT": _drifts,
+    "MEMORY_GROWS": _grows,
+    "MEMORY_ALLOCATED": _allocates,
+    "PAGE_FAULTS": _maps_anew,
+    "COMPILED_DURING_TIMING": _compiles,
+    "DEGENERATE_INPUT": _zeros,
+    "INPUT_MUTATED": _mutates,
+    "OUTPUT_NONFINITE": _overflows,
+    "ABOVE_ROOFLINE": _impossible,
+    "PRECISION_NOT_REACHED": _no_time,
+    "CLOSURE_INPUTS": _closure,
+    "CPU_CONTENDED": _contended,
+    "GPU_SHARED": _shared_gpu,
+}
+_GPU_ONLY = {"SYNC_IN_REGION", "OFF_STREAM", "CPU_BOUND", "MEMORY_ALLOCATED", "GPU_SHARED"}
+_SLOW = {"GPU_SHARED", "CPU_CONTENDED"}
 
 EXPERIMENTS: dict[str, Callable[[Place, bool], Experiment]] = {
-    "spin": linearity.spin,
-    "sleep": linearity.sleep,
-    "waiting": waiting.waiting,
-    "copy": caches.copy,
-    "eviction": caches.eviction,
-    "referee": referee.referee,
-    "ratio": comparisons.ratio,
-    "coverage": comparisons.coverage,
-    "same": comparisons.same,
-    "drift": comparisons.drift,
-    "faults": faults.faults,
+    "spin": delay_linearity,
+    "sleep": sleep_accuracy,
+    "waiting": host_waiting,
+    "copy": copy_bandwidth,
+    "eviction": cache_eviction,
+    "referee": referee_agreement,
+    "ratio": known_ratio,
+    "coverage": interval_coverage,
+    "same": same_code,
+    "drift": same_code_under_drift,
+    "faults": injected_faults,
 }
 
 
@@ -34,7 +816,7 @@ def run_experiments(names: Sequence[str], *, quick: bool, progress: Callable[[st
     for name in names:
         if name not in EXPERIMENTS:
             raise UsageError(f"There is no experiment {name!r}. {did_you_mean(name, EXPERIMENTS)}")
-    here = place()
+    here = find_place()
     done = []
     for name in names or EXPERIMENTS:
         progress(f"self-test: {name}")

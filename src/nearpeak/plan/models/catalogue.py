@@ -19,7 +19,7 @@ from nearpeak.plan.models.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CatalogueEntry:
     """One model of the catalogue: the fields of its config that matter, and where it is published."""
 
     name: str
@@ -29,24 +29,24 @@ class Entry:
 
 
 @cache
-def entries() -> Mapping[str, Entry]:
+def catalogue_entries() -> Mapping[str, CatalogueEntry]:
     """All models of the catalogue by name, in file order."""
     text = resources.files("nearpeak.plan.models").joinpath("model_catalogue.json").read_text(encoding="utf-8")
     return {
-        name: Entry(name=name, title=data["title"], config=data["config"], source=data["source"])
+        name: CatalogueEntry(name=name, title=data["title"], config=data["config"], source=data["source"])
         for name, data in json.loads(text)["models"].items()
     }
 
 
 @cache
-def model(name: str) -> Model:
+def catalogue_model(name: str) -> Model:
     """The model of this name, such as "llama-3-8b"."""
-    entry = entries().get(name)
+    entry = catalogue_entries().get(name)
     if entry is None:
-        raise UsageError(f"The catalogue has no model {name!r}. {did_you_mean(name, entries())}")
+        raise UsageError(f"The catalogue has no model {name!r}. {did_you_mean(name, catalogue_entries())}")
     return from_config(entry.config, name=name, source=entry.source)
 
 
-def names() -> tuple[str, ...]:
+def catalogue_names() -> tuple[str, ...]:
     """All names, in file order."""
-    return tuple(entries())
+    return tuple(catalogue_entries())

@@ -1,5 +1,8 @@
 """`from_config`: a `Model` from a Hugging Face `config.json`, given as a path or as a dict.
 
+A family of models is one function with `@config_reader(model_type, ...)`: it reads the fields of a config and returns
+those of `Model`. To add a family, add a function.
+
 >>> tiny = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
 ...         "intermediate_size": 128, "vocab_size": 100}
 >>> from_config(tiny).parameters
@@ -9,15 +12,548 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import nearpeak.plan.models.config_other_families  # noqa: F401  (fills FAMILIES)
 from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.plan.models.config_families import FAMILIES
-from nearpeak.plan.models.config_fields import Fields
 from nearpeak.plan.models.model import Model
+
+_LAYER_TYPES = {
+    "full_attention": "A",
+    "attention": "A",
+    "sliding_attention": "W",
+    "chunked_attention": "C",
+    "linear_attention": "M",
+    "mamba": "M",
+}
+
+
+class ConfigFields:
+    """The fields of one config; every read says what it expects."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self.data = data
+        self.where = where
+
+    def has(self, *names: str) -> bool:
+        """Whether any of the names is there and not null."""
+        return any(self.data.get(name) is not None for name in names)
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of the names that is there, a number that is not negative; `default` where none is."""
+        for name in names:
+            value = self.data.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+                raise UsageError(
+                    f"{self.where}: `{name}` must be a whole number that is not negative; given {value!r}."
+                )
+            return int(value)
+        if default is None:
+            also = f" (or `{'`, `'.join(names[1:])}`)" if len(names) > 1 else ""
+            raise UsageError(f"{self.where}: the config has no `{names[0]}`{also}, which this model needs.")
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or False; `default` where the field is missing or null."""
+        value = self.data.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, (bool, int)):
+            raise UsageError(f"{self.where}: `{name}` must be true or false; given {value!r}.")
+        return bool(value)
+
+    def text(self, name: str, default: str = "") -> str:
+        """A text; `default` where the field is missing or null."""
+        value = self.data.get(name)
+        return value if isinstance(value, str) else default
+
+    def inner(self, name: str) -> ConfigFields:
+        """The fields of a nested object; none where it is missing."""
+        value = self.data.get(name)
+        return ConfigFields(value if isinstance(value, Mapping) else {}, f"{self.where}, {name}")
+
+    def texts(self, name: str) -> list[str] | None:
+        """A list of texts, or None where the field is missing."""
+        value = self.data.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise UsageError(f"{self.where}: `{name}` must be a list of texts; given {value!r}.")
+        return list(value)
+
+    def numbers(self, name: str) -> list[int] | None:
+        """A list of whole numbers, or None where the field is missing."""
+        value = self.data.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, int) for item in value):
+            raise UsageError(f"{self.where}: `{name}` must be a list of whole numbers; given {value!r}.")
+        return list(value)
+
+    def layers(self) -> int:
+        """How many layers there are."""
+        count = self.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        if not count:
+            raise UsageError(f"{self.where}: `num_hidden_layers` must be at least 1; given 0.")
+        return count
+
+    def mixers(self, pattern: str) -> str:
+        """One letter per layer, from `layer_types` where the config has it, else `pattern` over and over."""
+        layers = self.layers()
+        named = self.texts("layer_types")
+        if named is None:
+            return (pattern * layers)[:layers]
+        if len(named) != layers:
+            raise UsageError(
+                f"{self.where}: `layer_types` has {len(named)} entries and `num_hidden_layers` is {layers}; "
+                "they must agree."
+            )
+        unknown = sorted(set(named) - set(_LAYER_TYPES))
+        if unknown:
+            raise UsageError(f"{self.where}: `layer_types` has {unknown[0]!r}; valid: {', '.join(_LAYER_TYPES)}.")
+        return "".join(_LAYER_TYPES[name] for name in named)
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """Channels of a head: as given, else the hidden width shared out."""
+        if self.has("head_dim"):
+            return self.integer("head_dim")
+        if not heads or hidden % heads:
+            near = max((n for n in range(1, hidden + 1) if hidden % n == 0 and n <= max(heads, 1)), default=1)
+            raise UsageError(
+                f"{self.where}: `num_attention_heads` must divide `hidden_size` {hidden} where there is no `head_dim`; "
+                f"given {heads}, nearest {near}."
+            )
+        return hidden // heads
+
+
+ModelFields = dict[str, Any]
+CONFIG_READERS: dict[str, Callable[[ConfigFields], ModelFields]] = {}
+"""The function for each `model_type`."""
+
+
+def config_reader(
+    *kinds: str,
+) -> Callable[[Callable[[ConfigFields], ModelFields]], Callable[[ConfigFields], ModelFields]]:
+    def register(function: Callable[[ConfigFields], ModelFields]) -> Callable[[ConfigFields], ModelFields]:
+        for kind in kinds:
+            assert kind not in CONFIG_READERS, kind
+            CONFIG_READERS[kind] = function
+        return function
+
+    return register
+
+
+def _decoder(fields: ConfigFields, pattern: str = "A") -> ModelFields:
+    """The fields that most decoders share; a window that is given makes every layer of `pattern` W a windowed one."""
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    window = fields.integer("sliding_window", default=0)
+    mixers = fields.mixers(pattern)
+    if not window:
+        mixers = mixers.replace("W", "A")
+    return {
+        "mixers": mixers,
+        "feeds": "D" * len(mixers),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", default=heads),
+        "head_dim": fields.head_dim(hidden, heads),
+        "window": window if "W" in mixers else 0,
+        "intermediate": fields.integer("intermediate_size", default=0),
+        "vocabulary": fields.integer("vocab_size"),
+        "tied": fields.flag("tie_word_embeddings", False),
+        "qkv_bias": fields.flag("attention_bias", False),
+        "output_bias": fields.flag("attention_bias", False),
+        "feed_bias": fields.flag("mlp_bias", False),
+    }
+
+
+@config_reader("llama", "phi3", "mistral", "ministral")
+def _llama(fields: ConfigFields) -> ModelFields:
+    values = _decoder(fields, "W" if fields.text("model_type") != "llama" else "A")
+    if fields.text("model_type") == "phi3":
+        values |= {"qkv_bias": False, "output_bias": False}
+    return values
+
+
+@config_reader("qwen2")
+def _qwen2(fields: ConfigFields) -> ModelFields:
+    return _decoder(fields, _qwen_pattern(fields)) | {"qkv_bias": True, "output_bias": False}
+
+
+@config_reader("qwen3")
+def _qwen3(fields: ConfigFields) -> ModelFields:
+    values = _decoder(fields, _qwen_pattern(fields))
+    return values | {"qk_norm": 2 * values["head_dim"]}
+
+
+def _qwen_pattern(fields: ConfigFields) -> str:
+    return "W" if fields.flag("use_sliding_window", False) else "A"
+
+
+@config_reader("qwen2_moe")
+def _qwen2_moe(fields: ConfigFields) -> ModelFields:
+    values = _qwen2(fields) | _experts(fields, "num_experts")
+    return values | {"shared_intermediate": fields.integer("shared_expert_intermediate_size"), "shared_gate": True}
+
+
+@config_reader("qwen3_moe")
+def _qwen3_moe(fields: ConfigFields) -> ModelFields:
+    values = _qwen3(fields) | _experts(fields, "num_experts")
+    step, dense = fields.integer("decoder_sparse_step", default=1), fields.numbers("mlp_only_layers") or []
+    return values | {
+        "feeds": "".join("D" if layer in dense or (layer + 1) % step else "E" for layer in range(len(values["mixers"])))
+    }
+
+
+@config_reader("mixtral")
+def _mixtral(fields: ConfigFields) -> ModelFields:
+    values = _decoder(fields, "W") | _experts(fields, "num_local_experts")
+    return values | {"expert_intermediate": values["intermediate"], "intermediate": 0}
+
+
+@config_reader("grok-1", "grok")
+def _grok(fields: ConfigFields) -> ModelFields:
+    values = _mixtral(fields)
+    return values | {"norms_per_block": 2}
+
+
+@config_reader("olmoe")
+def _olmoe(fields: ConfigFields) -> ModelFields:
+    values = _mixtral(fields) | {"experts": fields.integer("num_experts")}
+    return values | {"qk_norm": (values["heads"] + values["kv_heads"]) * values["head_dim"]}
+
+
+def _experts(fields: ConfigFields, *count: str) -> ModelFields:
+    """Experts in every layer; the caller says otherwise where some layers are dense."""
+    return {
+        "feeds": "E" * fields.layers(),
+        "experts": fields.integer(*count, "num_experts", "num_local_experts"),
+        "active_experts": fields.integer("num_experts_per_tok", "num_selected_experts", "experts_per_token"),
+        "expert_intermediate": fields.integer("moe_intermediate_size", "intermediate_size"),
+    }
+
+
+@config_reader("gpt_oss")
+def _gpt_oss(fields: ConfigFields) -> ModelFields:
+    values = _decoder(fields, "WA") | _experts(fields, "num_local_experts")
+    return values | {
+        "intermediate": 0,
+        "expert_bias": True,
+        "router_bias": True,
+        "sinks": True,
+        "qkv_bias": fields.flag("attention_bias", True),
+        "output_bias": fields.flag("attention_bias", True),
+    }
+
+
+@config_reader("gemma")
+def _gemma(fields: ConfigFields) -> ModelFields:
+    return _decoder(fields) | {"tied": fields.flag("tie_word_embeddings", True)}
+
+
+@config_reader("gemma2")
+def _gemma2(fields: ConfigFields) -> ModelFields:
+    values = _decoder(fields, "WA")
+    return values | {"tied": fields.flag("tie_word_embeddings", True), "norms_per_block": 2}
+
+
+@config_reader("gemma3_text", "gemma3")
+def _gemma3(fields: ConfigFields) -> ModelFields:
+    period = fields.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    values = _decoder(fields, "W" * (period - 1) + "A")
+    return values | {
+        "tied": fields.flag("tie_word_embeddings", True),
+        "norms_per_block": 2,
+        "qk_norm": 2 * values["head_dim"],
+    }
+
+
+@config_reader("llama4_text", "llama4")
+def _llama4(fields: ConfigFields) -> ModelFields:
+    chunk = fields.integer("attention_chunk_size", default=0)
+    values = _decoder(fields, "CCCA" if chunk else "A")
+    layers, step = len(values["mixers"]), fields.integer("interleave_moe_layer_step", default=1)
+    listed = fields.numbers("moe_layers")
+    sparse = set(listed) if listed is not None else set(range(step - 1, layers, step))
+    expert = fields.integer("intermediate_size")
+    return values | {
+        "feeds": "".join("E" if layer in sparse else "D" for layer in range(layers)),
+        "window": chunk,
+        "intermediate": fields.integer("intermediate_size_mlp", "intermediate_size"),
+        "experts": fields.integer("num_local_experts"),
+        "active_experts": fields.integer("num_experts_per_tok"),
+        "expert_intermediate": expert,
+        "shared_intermediate": expert,
+    }
+
+
+@config_reader("deepseek_v2", "deepseek_v3", "kimi_k2")
+def _deepseek(fields: ConfigFields) -> ModelFields:
+    values = _latent(fields)
+    layers = fields.layers()
+    dense = fields.integer("first_k_dense_replace", default=0)
+    every = fields.integer("moe_layer_freq", default=1)
+    expert = fields.integer("moe_intermediate_size")
+    if dense > layers:
+        raise UsageError(
+            f"{fields.where}: `first_k_dense_replace` is {dense}, more than the {layers} layers; nearest {layers}."
+        )
+    return values | {
+        "feeds": "".join("E" if layer >= dense and layer % every == 0 else "D" for layer in range(layers)),
+        "intermediate": fields.integer("intermediate_size"),
+        "experts": fields.integer("n_routed_experts"),
+        "active_experts": fields.integer("num_experts_per_tok"),
+        "expert_intermediate": expert,
+        "shared_intermediate": fields.integer("n_shared_experts", default=0) * expert,
+    }
+
+
+def _latent(fields: ConfigFields) -> ModelFields:
+    """Multi-head latent attention."""
+    layers = fields.layers()
+    rope = fields.integer("qk_rope_head_dim")
+    bias = fields.flag("attention_bias", False)
+    heads = fields.integer("num_attention_heads")
+    return {
+        "mixers": "A" * layers,
+        "hidden": fields.integer("hidden_size"),
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": fields.integer("qk_nope_head_dim") + rope,
+        "v_head_dim": fields.integer("v_head_dim"),
+        "q_rank": fields.integer("q_lora_rank", default=0),
+        "kv_rank": fields.integer("kv_lora_rank"),
+        "rope_dim": rope,
+        "vocabulary": fields.integer("vocab_size"),
+        "tied": fields.flag("tie_word_embeddings", False),
+        "qkv_bias": bias,
+        "output_bias": bias,
+    }
+
+
+@config_reader("glm4_moe")
+def _glm4_moe(fields: ConfigFields) -> ModelFields:
+    values = _decoder(fields)
+    dense, expert = fields.integer("first_k_dense_replace", default=0), fields.integer("moe_intermediate_size")
+    layers = len(values["mixers"])
+    return values | {
+        "feeds": "D" * min(dense, layers) + "E" * max(0, layers - dense),
+        "experts": fields.integer("n_routed_experts"),
+        "active_experts": fields.integer("num_experts_per_tok"),
+        "expert_intermediate": expert,
+        "shared_intermediate": fields.integer("n_shared_experts", default=0) * expert,
+        "output_bias": False,
+        "qk_norm": 2 * values["head_dim"] if fields.flag("use_qk_norm", False) else 0,
+    }
+
+
+_HYBRID = {"M": ("M", "-"), "*": ("A", "-"), "-": ("-", "D"), "E": ("-", "E")}
+_HYBRID_NAMES = {
+    "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
+}  # fmt: skip
+
+
+@config_reader("gpt2")
+def _gpt2(fields: ConfigFields) -> ModelFields:
+    hidden, heads = fields.integer("n_embd", "hidden_size"), fields.integer("n_head", "num_attention_heads")
+    layers = fields.layers()
+    return {
+        "mixers": "A" * layers,
+        "feeds": "D" * layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": fields.head_dim(hidden, heads),
+        "intermediate": fields.integer("n_inner", default=4 * hidden),
+        "gated": False,
+        "feed_bias": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "norm_width": 2,
+        "vocabulary": fields.integer("vocab_size"),
+        "positions": fields.integer("n_positions", "n_ctx", "max_position_embeddings"),
+        "tied": fields.flag("tie_word_embeddings", True),
+    }
+
+
+@config_reader("gpt_neox")
+def _gpt_neox(fields: ConfigFields) -> ModelFields:
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    layers, bias = fields.layers(), fields.flag("attention_bias", True)
+    return {
+        "mixers": "A" * layers,
+        "feeds": "D" * layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": fields.head_dim(hidden, heads),
+        "intermediate": fields.integer("intermediate_size"),
+        "gated": False,
+        "feed_bias": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "norm_width": 2,
+        "vocabulary": fields.integer("vocab_size"),
+        "tied": fields.flag("tie_word_embeddings", False),
+    }
+
+
+@config_reader("opt")
+def _opt(fields: ConfigFields) -> ModelFields:
+    values = _gpt_neox(ConfigFields({"intermediate_size": fields.integer("ffn_dim"), **fields.data}, fields.where))
+    hidden = values["hidden"]
+    if fields.integer("word_embed_proj_dim", default=hidden) != hidden:
+        raise UsageError(
+            f"{fields.where}: a `word_embed_proj_dim` other than `hidden_size` is not supported; nearest {hidden}."
+        )
+    bias = fields.flag("enable_bias", True)
+    return values | {
+        "feed_bias": bias,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "positions": fields.integer("max_position_embeddings") + 2,  # the first two rows are for padding
+        "tied": fields.flag("tie_word_embeddings", True),
+    }
+
+
+@config_reader("mpt")
+def _mpt(fields: ConfigFields) -> ModelFields:
+    hidden, heads = fields.integer("d_model"), fields.integer("n_heads")
+    layers, attention = fields.layers(), fields.inner("attn_config")
+    positions = 0 if attention.flag("alibi", True) else fields.integer("max_seq_len")
+    return {
+        "mixers": "A" * layers,
+        "feeds": "D" * layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": attention.integer("kv_n_heads", default=heads),
+        "head_dim": fields.head_dim(hidden, heads),
+        "intermediate": fields.integer("expansion_ratio", default=4) * hidden,
+        "gated": False,
+        "vocabulary": fields.integer("vocab_size"),
+        "positions": positions,
+        "tied": True,
+    }
+
+
+@config_reader("nemotron")
+def _nemotron(fields: ConfigFields) -> ModelFields:
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    layers, bias = fields.layers(), fields.flag("attention_bias", False)
+    return {
+        "mixers": "A" * layers,
+        "feeds": "D" * layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", default=heads),
+        "head_dim": fields.head_dim(hidden, heads),
+        "intermediate": fields.integer("intermediate_size"),
+        "gated": False,
+        "feed_bias": fields.flag("mlp_bias", False),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "norm_width": 2,
+        "vocabulary": fields.integer("vocab_size"),
+        "tied": fields.flag("tie_word_embeddings", False),
+    }
+
+
+@config_reader("nemotron_h")
+def _nemotron_h(fields: ConfigFields) -> ModelFields:
+    named = fields.texts("layers_block_type")
+    pattern = (
+        "".join(_HYBRID_NAMES.get(name, "?") for name in named) if named else fields.text("hybrid_override_pattern")
+    )
+    unknown = sorted(set(pattern) - set(_HYBRID))
+    if not pattern or unknown:
+        raise UsageError(
+            f"{fields.where}: `hybrid_override_pattern` must be made of {', '.join(_HYBRID)}; given {pattern!r}."
+        )
+    values: ModelFields = {
+        "mixers": "".join(_HYBRID[letter][0] for letter in pattern),
+        "feeds": "".join(_HYBRID[letter][1] for letter in pattern),
+        "hidden": fields.integer("hidden_size"),
+        "heads": fields.integer("num_attention_heads"),
+        "kv_heads": fields.integer("num_key_value_heads"),
+        "head_dim": fields.integer("head_dim", "attention_head_dim"),
+        "intermediate": fields.integer("intermediate_size", default=0),
+        "gated": False,
+        "vocabulary": fields.integer("vocab_size"),
+        "tied": fields.flag("tie_word_embeddings", False),
+        "ssm_heads": fields.integer("mamba_num_heads"),
+        "ssm_head_dim": fields.integer("mamba_head_dim"),
+        "ssm_state": fields.integer("ssm_state_size"),
+        "ssm_groups": fields.integer("n_groups", "mamba_n_groups"),
+        "ssm_kernel": fields.integer("conv_kernel", default=4),
+        "predictions": fields.integer("num_nextn_predict_layers", default=0),
+    }
+    if "E" in pattern:
+        values |= {
+            "experts": fields.integer("n_routed_experts"),
+            "active_experts": fields.integer("num_experts_per_tok"),
+            "expert_intermediate": fields.integer("moe_intermediate_size"),
+            "shared_intermediate": fields.integer("moe_shared_expert_intermediate_size", default=0)
+            if fields.integer("n_shared_experts", default=1)
+            else 0,
+            "latent": fields.integer("moe_latent_size", default=0),
+        }
+    return values
+
+
+@config_reader("dbrx")
+def _dbrx(fields: ConfigFields) -> ModelFields:
+    hidden, heads, layers = fields.integer("d_model"), fields.integer("n_heads"), fields.layers()
+    attention, feed = fields.inner("attn_config"), fields.inner("ffn_config")
+    return {
+        "mixers": "A" * layers,
+        "feeds": "E" * layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": attention.integer("kv_n_heads", default=heads),
+        "head_dim": fields.head_dim(hidden, heads),
+        "experts": feed.integer("moe_num_experts"),
+        "active_experts": feed.integer("moe_top_k"),
+        "expert_intermediate": feed.integer("ffn_hidden_size"),
+        "vocabulary": fields.integer("vocab_size"),
+        "tied": fields.flag("tie_word_embeddings", False),
+    }
+
+
+@config_reader("vit")
+def _vit(fields: ConfigFields) -> ModelFields:
+    hidden, heads, layers = fields.integer("hidden_size"), fields.integer("num_attention_heads"), fields.layers()
+    image, patch = fields.integer("image_size"), fields.integer("patch_size")
+    if not patch or image % patch:
+        near = max((n for n in range(1, image + 1) if image % n == 0 and n <= max(patch, 1)), default=1)
+        raise UsageError(
+            f"{fields.where}: `patch_size` must divide `image_size` {image}; given {patch}, nearest {near}."
+        )
+    tokens = (image // patch) ** 2 + 1
+    bias = fields.flag("qkv_bias", True)
+    return {
+        "mixers": "A" * layers,
+        "feeds": "D" * layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": fields.head_dim(hidden, heads),
+        "intermediate": fields.integer("intermediate_size"),
+        "gated": False,
+        "feed_bias": True,
+        "qkv_bias": bias,
+        "output_bias": True,
+        "norm_width": 2,
+        "vocabulary": fields.integer("num_labels", default=1000),
+        "output_layer_bias": True,
+        "positions": tokens,
+        "causal": False,
+        "patch_values": fields.integer("num_channels", default=3) * patch * patch,
+        "image_tokens": tokens,
+    }
 
 
 def from_config(config: str | Path | Mapping[str, Any], *, name: str = "", source: str = "") -> Model:
@@ -28,23 +564,23 @@ def from_config(config: str | Path | Mapping[str, Any], *, name: str = "", sourc
         path = Path(config)
         if path.is_dir():
             path = path / "config.json"
-        data, where = _read(path), name or path.parent.name or path.stem
+        data, where = _read_config(path), name or path.parent.name or path.stem
         source = source or str(path)
     for inner in ("text_config", "llm_config", "language_config"):
         if isinstance(data.get(inner), Mapping):  # the language model of a multimodal one
             data = {"tie_word_embeddings": data.get("tie_word_embeddings", False), **data[inner]}
     kind = data.get("model_type")
     if not isinstance(kind, str):
-        raise UsageError(f"{where}: the config has no `model_type`. {did_you_mean('', FAMILIES)}")
-    family = FAMILIES.get(kind)
+        raise UsageError(f"{where}: the config has no `model_type`. {did_you_mean('', CONFIG_READERS)}")
+    family = CONFIG_READERS.get(kind)
     if family is None:
-        raise UsageError(f"{where}: no model_type {kind!r} is known here. {did_you_mean(kind, FAMILIES)}")
-    fields = Fields(data, where)
+        raise UsageError(f"{where}: no model_type {kind!r} is known here. {did_you_mean(kind, CONFIG_READERS)}")
+    fields = ConfigFields(data, where)
     values = family(fields)
     return Model(name=name or where, source=source or f"config of {where}", **values)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,9 @@
-"""`Model`: the shape of a network as plain data, and what its weights, FLOPs and cache follow from.
+"""`Model`: the shape of a network as plain data, with its exact parameter counts and its FLOPs.
 
 A layer is a mixer (attention, state space) and a feed (a dense or an expert network), each a letter in a string of one
-letter per layer, so that alternating, hybrid and partly dense models need no cases of their own.
+letter per layer, so that alternating, hybrid and partly dense models need no cases of their own. `count_parameters`
+counts weights by kind of layer, `forward_flops` the FLOPs of a token: a multiply-add is 2, causal attention counts what
+the mask leaves, recomputation is no model FLOP.
 
 >>> llama = Model(name="tiny", mixers="AA", feeds="DD", hidden=8, heads=2, kv_heads=1, head_dim=4, vocabulary=10,
 ...               intermediate=16)
@@ -12,6 +14,7 @@ letter per layer, so that alternating, hybrid and partly dense models need no ca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from nearpeak.errors import UsageError
 
@@ -78,7 +81,7 @@ class Model:
     ssm_groups: int = 0
     ssm_kernel: int = 4
     norms_per_block: int = 1
-    """Norms around each mixer and each feed: 2 where the output is normalised too."""
+    """Norms around each mixer and each feed: 2 where the output is normalized too."""
     norm_width: int = 1
     """Weights of a norm per channel: 1 for RMS, 2 with a bias, 0 without any."""
     final_norm: bool = True
@@ -162,18 +165,264 @@ class Model:
     @property
     def parameters(self) -> int:
         """All weights."""
-        from nearpeak.plan.models.parameters import count
 
-        return count(self).total
+        return count_parameters(self).total
 
     @property
     def active_parameters(self) -> int:
         """Weights that one token meets; all of the embedding counts."""
-        from nearpeak.plan.models.parameters import count
 
-        return count(self).active
+        return count_parameters(self).active
 
     def with_layers(self, layers: int) -> Model:
         """The model with its first `layers` layers, or with its pattern repeated."""
         repeats = -(-layers // self.layers)
         return replace(self, mixers=(self.mixers * repeats)[:layers], feeds=(self.feeds * repeats)[:layers])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """How many weights a model has, and where."""
+
+    total: int
+    active: int
+    """Those that one token meets: of the routed experts only the chosen ones."""
+    embedding: int
+    """The table of tokens and that of positions."""
+    output: int
+    """The output layer; 0 where it is tied to the embedding."""
+    final_norm: int
+    attention: int
+    """One attention layer, without its norms."""
+    state_space: int
+    """One state-space layer, without its norms."""
+    dense: int
+    """One dense feed, without its norms."""
+    expert: int
+    """One routed expert."""
+    expert_shared: int
+    """What else an expert layer has: the router, shared experts, latent projections; without its norms."""
+    norm: int
+    """The norms of one mixer or of one feed."""
+
+    def experts_of(self, model: Model) -> int:
+        """All routed experts of all layers."""
+        return model.feeds.count("E") * model.experts * self.expert
+
+
+@lru_cache(maxsize=1024)
+def count_parameters(model: Model) -> Parameters:
+    """The weights of `model`."""
+    norm = model.norms_per_block * model.norm_width * model.hidden
+    attention, state_space = attention_weights(model), state_space_weights(model)
+    dense = feed_weights(model.hidden, model.intermediate, model.gated, model.feed_bias)
+    inner = model.latent or model.hidden
+    expert = feed_weights(inner, model.expert_intermediate, model.gated, model.expert_bias)
+    router = model.hidden * model.experts + (model.experts if model.router_bias else 0)
+    shared = feed_weights(model.hidden, model.shared_intermediate, model.gated, model.expert_bias)
+    latent = 2 * model.latent * model.hidden
+    expert_shared = router + shared + latent + (model.hidden if model.shared_gate else 0)
+    embedding = model.vocabulary * model.hidden
+    if model.patch_values:
+        embedding = (model.patch_values + 1) * model.hidden + model.hidden  # a bias, and the class token
+    embedding += model.positions * model.hidden
+    output = 0 if model.tied else model.vocabulary * model.hidden
+    output += model.vocabulary if model.output_layer_bias else 0
+    final_norm = model.norm_width * model.hidden if model.final_norm else 0
+    blocks = sum(letter != "-" for letter in model.mixers + model.feeds)
+    expert_layers = model.feeds.count("E")
+    rest = (
+        embedding
+        + output
+        + final_norm
+        + blocks * norm
+        + model.attention_layers * attention
+        + model.mixers.count("M") * state_space
+        + model.feeds.count("D") * dense
+        + expert_layers * expert_shared
+    )
+    return Parameters(
+        total=rest + expert_layers * model.experts * expert,
+        active=rest + expert_layers * model.active_experts * expert,
+        embedding=embedding,
+        output=output,
+        final_norm=final_norm,
+        attention=attention,
+        state_space=state_space,
+        dense=dense,
+        expert=expert,
+        expert_shared=expert_shared,
+        norm=norm,
+    )
+
+
+def attention_matrices(model: Model) -> list[tuple[str, int, int]]:
+    """The products of one attention layer: name, inputs and outputs of each."""
+    queries, values = model.heads * model.head_dim, model.heads * model.value_dim
+    if not model.kv_rank:
+        keys = model.kv_heads * (model.head_dim + model.value_dim)
+        return [("qkv", model.hidden, queries + keys), ("output", values, model.hidden)]
+    down = [("q down", model.hidden, model.q_rank), ("q up", model.q_rank, queries)]
+    if not model.q_rank:
+        down = [("q", model.hidden, queries)]
+    return [
+        *down,
+        ("kv down", model.hidden, model.kv_rank + model.rope_dim),
+        ("kv up", model.kv_rank, model.heads * (model.head_dim - model.rope_dim + model.value_dim)),
+        ("output", values, model.hidden),
+    ]
+
+
+def attention_weights(model: Model) -> int:
+    """Weights of one attention layer, without the norms around it."""
+    if not model.heads:
+        return 0
+    matrices = attention_matrices(model)
+    weights = sum(inputs * outputs for _, inputs, outputs in matrices)
+    if model.qkv_bias:
+        weights += sum(outputs for name, _, outputs in matrices if name in ("qkv", "q", "q down", "kv down"))
+    weights += model.hidden if model.output_bias else 0
+    weights += model.q_rank + model.kv_rank  # the norms of the compressed queries, keys and values
+    return weights + model.qk_norm + (model.heads if model.sinks else 0)
+
+
+def state_space_matrices(model: Model) -> list[tuple[str, int, int]]:
+    """The products of one Mamba-2 layer: the joint projection of gate, inputs, B, C and steps; and the output."""
+    inner = model.ssm_heads * model.ssm_head_dim
+    joint = 2 * inner + 2 * model.ssm_groups * model.ssm_state + model.ssm_heads
+    return [("in", model.hidden, joint), ("out", inner, model.hidden)]
+
+
+def state_space_weights(model: Model) -> int:
+    """Weights of one Mamba-2 layer: products, convolution with bias, A, D, the steps' bias, and the gated norm."""
+    if not model.ssm_heads:
+        return 0
+    inner = model.ssm_heads * model.ssm_head_dim
+    channels = inner + 2 * model.ssm_groups * model.ssm_state
+    matrices = sum(inputs * outputs for _, inputs, outputs in state_space_matrices(model))
+    return matrices + channels * (model.ssm_kernel + 1) + 3 * model.ssm_heads + inner
+
+
+def feed_weights(hidden: int, intermediate: int, gated: bool, bias: bool) -> int:
+    """Weights of one feed; a gated one has two matrices up."""
+    ups = 2 if gated else 1
+    weights = (ups + 1) * hidden * intermediate
+    return weights + (ups * intermediate + hidden if bias and intermediate else 0)
+
+
+BACKWARD_PRODUCTS = 2.0
+"""A product's backward pass is two products."""
+BACKWARD_ATTENTION = 2.5
+"""That of fused attention is five to the forward pass's two: the scores are computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """Forward FLOPs of one token, all layers together."""
+
+    attention_products: float
+    scores: float
+    """Queries times keys, and probabilities times values."""
+    state_space_products: float
+    scan: float
+    dense: float
+    experts: float
+    shared: float
+    """Shared experts, latent projections and routers."""
+    output: float
+    embedding: float
+    """The patches of a vision model; a table costs nothing."""
+
+    @property
+    def products(self) -> float:
+        """All but attention's scores and the scan."""
+        return self.total - self.scores - self.scan
+
+    @property
+    def total(self) -> float:
+        """One token, forward."""
+        return (
+            self.attention_products
+            + self.scores
+            + self.state_space_products
+            + self.scan
+            + self.dense
+            + self.experts
+            + self.shared
+            + self.output
+            + self.embedding
+        )
+
+    @property
+    def training(self) -> float:
+        """Forward and backward by the usual convention, three times forward: recomputed scores do not count."""
+        return 3 * self.total
+
+    @property
+    def training_done(self) -> float:
+        """What fused kernels really do forward and backward: the scores are computed again in the backward pass."""
+        forward = self.scores + self.scan
+        return 3 * self.products + (1 + BACKWARD_ATTENTION) * forward
+
+
+def forward_flops(model: Model, sequence: int) -> Flops:
+    """What one token costs forward, on the average over a sequence."""
+    matrices = attention_matrices(model) if model.heads else []
+    projections = sum(2.0 * inputs * outputs for _, inputs, outputs in matrices)
+    spaces = sum(2.0 * inputs * outputs for _, inputs, outputs in state_space_matrices(model))
+    feed = 2.0 * (3 if model.gated else 2)
+    expert_layers = model.feeds.count("E")
+    inner = model.latent or model.hidden
+    shared = feed * model.hidden * model.shared_intermediate + 4.0 * model.latent * model.hidden
+    shared += 2.0 * model.hidden * (model.experts + model.shared_gate)
+    output_share = 1.0 if not model.image_tokens else 1.0 / model.image_tokens
+    return Flops(
+        attention_products=model.attention_layers * projections,
+        scores=sum(model.mixers.count(kind) * score_flops(model, kind, sequence) for kind in "AWC"),
+        state_space_products=model.mixers.count("M") * spaces,
+        scan=model.mixers.count("M") * scan_flops(model),
+        dense=model.feeds.count("D") * feed * model.hidden * model.intermediate,
+        experts=expert_layers * model.active_experts * feed * inner * model.expert_intermediate,
+        shared=expert_layers * shared,
+        output=2.0 * model.hidden * model.vocabulary * output_share,
+        embedding=2.0 * model.patch_values * model.hidden * (1 - output_share) if model.patch_values else 0.0,
+    )
+
+
+def keys_seen(model: Model, kind: str, sequence: int) -> float:
+    """How many keys a token of a sequence sees on the average in a layer of this kind."""
+    if not model.causal:
+        return float(sequence)
+    if kind == "A" or not model.window or sequence <= model.window:
+        return (sequence + 1) / 2
+    if kind == "W":
+        window = model.window
+        return (window * (window + 1) / 2 + (sequence - window) * window) / sequence
+    whole, rest = divmod(sequence, model.window)
+    return (whole * model.window * (model.window + 1) / 2 + rest * (rest + 1) / 2) / sequence
+
+
+def score_flops(model: Model, kind: str, sequence: int) -> float:
+    """FLOPs of attention itself, for one token in one layer of this kind."""
+    return 2.0 * model.heads * (model.head_dim + model.value_dim) * keys_seen(model, kind, sequence)
+
+
+def scan_flops(model: Model) -> float:
+    """FLOPs of the chunked state-space scan for one token in one layer, with chunks of 256 (Mamba-2's kernel)."""
+    if not model.ssm_heads:
+        return 0.0
+    chunk = 256
+    inside = chunk / 2 * (model.ssm_groups * model.ssm_state + model.ssm_heads * model.ssm_head_dim)
+    across = 2 * model.ssm_heads * model.ssm_head_dim * model.ssm_state
+    return 2.0 * (inside + across)
+
+
+def kv_bytes_per_token(model: Model, bytes_per_value: float = 2.0, *, layers: str = "AWC") -> float:
+    """Bytes that one token leaves in the KV cache, over all attention layers of the given kinds.
+
+    Latent attention keeps the compressed vector and the rotary key, whatever the number of heads. Layers with a window
+    stop growing at its length: ask for the kinds apart, `layers="A"` and `layers="W"`.
+    """
+    count = sum(model.mixers.count(kind) for kind in layers)
+    values = model.kv_rank + model.rope_dim if model.kv_rank else model.kv_heads * (model.head_dim + model.value_dim)
+    return count * values * bytes_per_value

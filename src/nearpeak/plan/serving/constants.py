@@ -1,6 +1,6 @@
 """The constants of serving: what products, caches and engines reach, from `serving.json`, with where they come from.
 
-`benchmarks/fit_serving.py` fits them on published runs and writes the file. Shares are of the datasheet's figure.
+`benchmarks/plan/fit_serving.py` fits them on published runs and writes the file. Shares are of the datasheet's figure.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import cache
 from importlib import resources
 from statistics import fmean
 
-from nearpeak.machines.model import Machine
+from nearpeak._records import from_json
+from nearpeak.machines.machine import Machine
 from nearpeak.plan.provenance import Provenance
-from nearpeak.records import from_json
 
 ENGINES = ("vllm", "sglang", "trtllm", "gpt-fast")
 
@@ -109,7 +109,7 @@ class ServingConstants:
         return self.without.get(source, self)
 
 
-def generation(machine: Machine) -> str:
+def serving_generation(machine: Machine) -> str:
     """The name under which constants are kept: a generation, and apart those of its cards with GDDR memory."""
     gddr = machine.memory_kind is not None and machine.memory_kind.startswith("GDDR")
     return f"{machine.architecture}-gddr" if gddr else machine.architecture
@@ -117,7 +117,7 @@ def generation(machine: Machine) -> str:
 
 def generation_constants(machine: Machine, constants: ServingConstants) -> tuple[GenerationConstants, Provenance]:
     """What `machine` reaches; a generation without rows gets the geometric mean of the others."""
-    name = generation(machine)
+    name = serving_generation(machine)
     found = constants.generations.get(name)
     if found is not None:
         count = sum(found.rows.values())

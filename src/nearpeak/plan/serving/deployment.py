@@ -1,29 +1,234 @@
-"""`Deployment`: a model on a cluster under a serving layout, a precision and an engine; and its memory.
+"""`Deployment`: a model on a cluster under a serving layout, a precision and an engine; its memory and KV cache.
 
->>> from nearpeak.plan.models.catalogue import model
->>> from nearpeak.plan.network.cluster import Cluster
->>> here = Deployment.of(model("llama-3-70b"), Cluster.of("h100-sxm x 8"), ServingLayout(tp=4), "fp8")
->>> round(here.weight_bytes / 1e9, 1), round(here.cache_bytes(8192) / 1e9, 2)
+Attention and experts share the GPUs of a pipeline stage and cut them in two ways: attention into `dp` data parallel
+groups of `tp`, experts into `ep` parts of the experts, each cut `expert_tp` ways (`ServingLayout`).
+
+>>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.cluster.cluster import Cluster
+>>> llama = Deployment.of(catalogue_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), ServingLayout(tp=4), "fp8")
+>>> round(llama.weight_bytes / 1e9, 1), round(llama.cache_bytes(8192) / 1e9, 2)
 (18.2, 0.34)
+>>> serving_precision("fp8").weight_bytes, serving_precision("int4").compute
+(1.0, 'bfloat16')
+>>> room = cache_room(Deployment.of(catalogue_model("llama-3-8b"), Cluster.of("h100-sxm x 1")))
+>>> room.tokens, round(room.sequences(8192), 1)
+(455823, 55.6)
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.plan.models.model import Model
-from nearpeak.plan.models.parameters import count
-from nearpeak.plan.network.cluster import Cluster
-from nearpeak.plan.network.collectives import Collective, collective_seconds
+from nearpeak.machines.machine import Machine
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.cluster.collectives import Collective, collective_seconds
+from nearpeak.plan.models.model import Model, count_parameters
 from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.plan.serving.constants import ENGINES
-from nearpeak.plan.serving.layout import ServingLayout
-from nearpeak.plan.serving.precision import Precision, precision, precision_on
 from nearpeak.units import GIB
 
-RESERVED = 3.0 * GIB
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLayout:
+    """Degrees of parallelism of one replica."""
+
+    tp: int = 1
+    """GPUs that share each attention and each dense layer."""
+    pp: int = 1
+    """Pipeline stages."""
+    dp: int = 1
+    """Attention data parallel groups in one stage: each has requests and a KV cache of its own."""
+    ep: int = 1
+    """Parts of the experts."""
+    expert_tp: int | None = None
+    """GPUs that share one expert; None: all that `ep` leaves."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"{item.name}={value!r} must be a whole number of at least 1. Nearest: {item.name}=1.")
+        if self.stage_gpus % self.ep:
+            near = _nearest_divisor(self.ep, self.stage_gpus)
+            raise UsageError(
+                f"ep={self.ep} does not divide the tp x dp = {self.stage_gpus} GPUs of a stage. Nearest: ep={near}."
+            )
+        if self.expert_tp is not None and self.expert_tp * self.ep != self.stage_gpus:
+            raise UsageError(
+                f"ep x expert_tp = {self.ep * self.expert_tp} and tp x dp = {self.stage_gpus} differ, and both are the "
+                f"GPUs of a stage. Nearest: expert_tp={self.stage_gpus // self.ep}."
+            )
+
+    @property
+    def stage_gpus(self) -> int:
+        """GPUs of one pipeline stage."""
+        return self.tp * self.dp
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.stage_gpus * self.pp
+
+    @property
+    def expert_tp_used(self) -> int:
+        """GPUs that share one expert."""
+        return self.stage_gpus // self.ep
+
+    def check(self, model: Model, gpus: int) -> None:
+        """UsageError where this layout does not fit `model` or is larger than `gpus` GPUs."""
+        if self.gpus > gpus:
+            raise UsageError(
+                f"tp x dp x pp = {self.gpus} is larger than the cluster of {gpus} GPUs. Nearest: gpus={self.gpus}."
+            )
+        if model.heads and model.heads % self.tp:
+            raise UsageError(
+                f"tp={self.tp} does not divide the {model.heads} heads of {model.name}. "
+                f"Nearest: tp={_nearest_divisor(self.tp, model.heads)}."
+            )
+        if self.pp > model.layers:
+            raise UsageError(
+                f"pp={self.pp} is more than the {model.layers} layers of {model.name}. Nearest: pp={model.layers}."
+            )
+        if not model.is_moe:
+            if self.ep > 1:
+                raise UsageError(f"ep={self.ep}: {model.name} has no experts. Nearest: ep=1.")
+            return
+        if model.experts % self.ep:
+            raise UsageError(
+                f"ep={self.ep} does not divide the {model.experts} experts of {model.name}. "
+                f"Nearest: ep={_nearest_divisor(self.ep, model.experts)}."
+            )
+
+    def __str__(self) -> str:
+        parts = [f"tp {self.tp}"]
+        parts += [f"{name} {value}" for name, value in (("dp", self.dp), ("ep", self.ep), ("pp", self.pp)) if value > 1]
+        return ", ".join(parts)
+
+
+def _nearest_divisor(value: int, number: int) -> int:
+    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - value), n))
+
+
+KV_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPrecision:
+    """How a served model is held and multiplied."""
+
+    name: str
+    weight_bytes: float
+    """Of one weight of a quantized matrix, its scales included."""
+    compute: str
+    """The machine's dtype that products run in."""
+    activation_bytes: float
+    """Of one input value of a product."""
+    kv_bytes: float
+    rest_bytes: float
+    """Of one weight of the products outside of the experts."""
+    rest_compute: str
+    weight_only: bool = False
+    """Whether weights are widened on the way to the multipliers, which run in `compute`."""
+
+
+_PRECISIONS: Mapping[str, ServingPrecision] = {
+    item.name: item
+    for item in (
+        ServingPrecision(
+            name="bf16",
+            weight_bytes=2.0,
+            compute="bfloat16",
+            activation_bytes=2.0,
+            kv_bytes=2.0,
+            rest_bytes=2.0,
+            rest_compute="bfloat16",
+        ),
+        ServingPrecision(
+            name="fp8",
+            weight_bytes=1.0,
+            compute="float8",
+            activation_bytes=1.0,
+            kv_bytes=1.0,
+            rest_bytes=1.0,
+            rest_compute="float8",
+        ),
+        ServingPrecision(  # blocks of 16 with a scale of 8 bits
+            name="fp4",
+            weight_bytes=0.5625,
+            compute="float4",
+            activation_bytes=0.5625,
+            kv_bytes=1.0,
+            rest_bytes=0.5625,
+            rest_compute="float4",
+        ),
+        ServingPrecision(
+            name="int8",
+            weight_bytes=1.0,
+            compute="bfloat16",
+            activation_bytes=2.0,
+            kv_bytes=2.0,
+            rest_bytes=1.0,
+            rest_compute="bfloat16",
+            weight_only=True,
+        ),
+        ServingPrecision(  # groups of 32 with a scale and a zero point of 16 bits each
+            name="int4",
+            weight_bytes=0.625,
+            compute="bfloat16",
+            activation_bytes=2.0,
+            kv_bytes=2.0,
+            rest_bytes=0.625,
+            rest_compute="bfloat16",
+            weight_only=True,
+        ),
+    )
+}
+_ALIASES = {"bfloat16": "bf16", "fp16": "bf16", "float16": "bf16", "float8": "fp8", "float4": "fp4", "nvfp4": "fp4"}
+_ALIASES |= {"mxfp4": "fp4", "int4-g32": "int4"}
+
+
+def serving_precision(name: str, *, kv: str | None = None) -> ServingPrecision:
+    """The precision of this name; `kv` replaces that of the KV cache ("bf16", "fp8")."""
+    found = _PRECISIONS.get(_ALIASES.get(name, name))
+    if found is None:
+        raise UsageError(f"precision={name!r} is not known. {did_you_mean(name, _PRECISIONS)}")
+    if kv is None:
+        return found
+    if kv not in KV_BYTES:
+        raise UsageError(f"kv={kv!r} is not a precision of the KV cache. {did_you_mean(kv, KV_BYTES)}")
+    return replace(found, kv_bytes=KV_BYTES[kv])
+
+
+def precision_on_machine(machine: Machine, model: Model, chosen: ServingPrecision) -> ServingPrecision:
+    """`chosen` as it runs on `machine`, for `model`; UsageError where the machine cannot.
+
+    Published checkpoints in 4 bits of models with latent attention or attention sinks (DeepSeek, GPT-OSS) hold only
+    their experts in 4 bits. Where multipliers of 4 bits are missing, engines widen such weights to 16 bits.
+    """
+    matrix = machine.theoretical.matrix if machine.theoretical is not None else {}
+    if chosen.compute == "float4":
+        if model.is_moe and (model.kv_rank or model.sinks):
+            chosen = replace(chosen, rest_bytes=2.0, rest_compute="bfloat16")
+        if "float4" not in matrix:
+            chosen = replace(chosen, compute="bfloat16", activation_bytes=2.0, weight_only=True)
+            if chosen.rest_compute == "float4":
+                chosen = replace(chosen, rest_compute="bfloat16")
+    for dtype in (chosen.compute, chosen.rest_compute):
+        if matrix and dtype not in matrix:
+            valid = [name for name, item in _PRECISIONS.items() if item.compute in matrix]
+            nearest = f" It has {', '.join(matrix)}."
+            if valid:
+                nearest = f" Nearest: {'int8' if 'int8' in valid else valid[0]}; it can run {', '.join(valid)}."
+            raise UsageError(f"precision={chosen.name!r}: {machine.name} has no {dtype} products.{nearest}")
+    return chosen
+
+
+RESERVED_BYTES = 3.0 * GIB
 """CUDA context, graphs, communication buffers, activations of a step, per GPU. Assumed: engines report 2 to 5 GiB."""
 
 
@@ -66,7 +271,7 @@ class Deployment:
     model: Model
     cluster: Cluster
     layout: ServingLayout
-    precision: Precision
+    precision: ServingPrecision
     engine: str
     graphs: bool
     """Whether steps without a prompt are launched as one graph."""
@@ -77,7 +282,7 @@ class Deployment:
         model: Model,
         cluster: Cluster,
         layout: ServingLayout | None = None,
-        precision_name: str | Precision = "bf16",
+        precision_name: str | ServingPrecision = "bf16",
         *,
         kv: str | None = None,
         engine: str = "vllm",
@@ -94,12 +299,12 @@ class Deployment:
             raise UsageError(f"engine={engine!r} is not known. {did_you_mean(engine, ENGINES)}")
         if not model.causal:
             raise UsageError(f"{model.name} is not causal: it has no prefill and no decode to plan.")
-        chosen = precision(precision_name, kv=kv) if isinstance(precision_name, str) else precision_name
+        chosen = serving_precision(precision_name, kv=kv) if isinstance(precision_name, str) else precision_name
         return Deployment(
             model=model,
             cluster=cluster,
             layout=layout,
-            precision=precision_on(cluster.machine, model, chosen),
+            precision=precision_on_machine(cluster.machine, model, chosen),
             engine=engine,
             graphs=graphs,
             links=links or Links(cluster),
@@ -109,7 +314,7 @@ class Deployment:
     def weight_bytes(self) -> float:
         """Of one GPU of the fullest stage: its share of the layers, the embedding and the output layer."""
         model, layout = self.model, self.layout
-        numbers = count(model)
+        numbers = count_parameters(model)
         experts = numbers.experts_of(model)
         tables = numbers.embedding + (numbers.output or 0)
         rest = numbers.total - experts - tables
@@ -140,3 +345,100 @@ class Deployment:
         if memory is None:
             raise UsageError(f"{self.cluster.machine.name}: its memory is not known. Calibrate it, or give a machine.")
         return memory
+
+
+MEMORY_SHARE = 0.92
+"""Of a GPU's memory that an engine takes: 0.90 for vLLM by default, 0.90 to 0.95 in published runs of TensorRT-LLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheRoom:
+    """Memory of one GPU of a replica."""
+
+    deployment: Deployment
+    memory_bytes: float
+    weight_bytes: float
+    reserved_bytes: float
+    """Context, graphs, buffers, and what the engine leaves alone."""
+
+    @property
+    def cache_bytes(self) -> float:
+        """What is left for the KV cache; below 0 where the weights do not fit."""
+        return self.memory_bytes - self.weight_bytes - self.reserved_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one long sequence's kind that the cache of one attention data parallel group holds."""
+        per_token = self.deployment.cache_bytes(1 << 20) / (1 << 20)
+        return max(0, int(self.cache_bytes / per_token)) if per_token else 0
+
+    def sequences(self, context: float) -> float:
+        """Sequences of `context` tokens that one attention data parallel group holds at once."""
+        return max(0.0, self.cache_bytes / self.deployment.cache_bytes(context))
+
+
+def cache_room(here: Deployment, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
+    """The memory of one GPU, split; never an error: `cache_bytes` is below 0 where the weights do not fit."""
+    if not 0 < memory_share <= 1:
+        raise UsageError(f"memory_share={memory_share!r} must lie above 0 and at most at 1. Nearest: memory_share=1.0.")
+    memory = here.memory_bytes()
+    return CacheRoom(
+        deployment=here,
+        memory_bytes=memory,
+        weight_bytes=here.weight_bytes,
+        reserved_bytes=RESERVED_BYTES + (1 - memory_share) * memory,
+    )
+
+
+def require_room(here: Deployment, context: float, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
+    """The room for at least one sequence of `context` tokens; UsageError says what would fit."""
+    room = cache_room(here, memory_share=memory_share)
+    if room.cache_bytes >= here.cache_bytes(context):
+        return room
+    if room.cache_bytes <= 0:
+        problem = f"its weights take {_gib(room.weight_bytes)} of the {_gib(room.memory_bytes)} of each GPU"
+        problem += f", beside {_gib(room.reserved_bytes)} that are not for use"
+    else:
+        problem = f"{_gib(room.cache_bytes)} are left for the KV cache, and one sequence of {context:.0f} tokens takes "
+        problem += _gib(here.cache_bytes(context))
+    raise UsageError(
+        f"{here.model.name} in {here.precision.name} with {here.layout} does not fit on "
+        f"{here.cluster.machine.name}: {problem}. {_remedies(here, context, memory_share)}"
+    )
+
+
+def _remedies(here: Deployment, context: float, memory_share: float) -> str:
+    """The cheapest changes that would fit, as a sentence."""
+    found = []
+    layout = here.layout
+    for tp in (2, 4, 8, 16, 32, 64):
+        if tp <= layout.tp or (here.model.heads and here.model.heads % tp):
+            continue
+        wider = ServingLayout(tp=tp, pp=layout.pp, dp=layout.dp, ep=layout.ep)
+        if _fits(replace(here, layout=wider), context, memory_share):
+            here_too = "" if wider.gpus <= here.cluster.gpus else f" (needs {wider.gpus} GPUs)"
+            found.append(f"tp={tp}{here_too}")
+            break
+    for name in ("fp8", "int8", "fp4", "int4"):
+        narrower = serving_precision(name)
+        if narrower.weight_bytes >= here.precision.weight_bytes:
+            continue
+        try:
+            narrower = precision_on_machine(here.cluster.machine, here.model, narrower)
+        except UsageError:
+            continue
+        if _fits(replace(here, precision=narrower), context, memory_share):
+            found.append(f"precision={name!r}")
+            break
+    room = cache_room(here, memory_share=memory_share)
+    if room.cache_bytes > 0 and room.tokens > 0:
+        found.append(f"at most {room.tokens} tokens in one sequence")
+    return "What would fit: " + ", or ".join(found) + "." if found else "Nothing up to tp=64 and 4 bits would fit."
+
+
+def _fits(here: Deployment, context: float, memory_share: float) -> bool:
+    return cache_room(here, memory_share=memory_share).cache_bytes >= here.cache_bytes(context)
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f} GiB"

@@ -1,7 +1,7 @@
 """The search over all legal serving layouts: which are on the front of throughput against speed per user.
 
 >>> from nearpeak.plan.models.catalogue import model
->>> from nearpeak.plan.network.cluster import Cluster
+>>> from nearpeak.plan.cluster.cluster import Cluster
 >>> found = search_serving(model("llama-3-70b"), Cluster.of("h100-sxm x 8"), "fp8", prompt=1024, output=512)
 >>> found.tried, str(found.front[0].layout)
 (10, 'tp 8')
@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nearpeak.errors import UsageError
+from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.model import Model
-from nearpeak.plan.network.cluster import Cluster
-from nearpeak.plan.serving.deployment import Deployment, Links
-from nearpeak.plan.serving.layout import ServingLayout
+from nearpeak.plan.serving.deployment import Deployment, Links, ServingLayout
 from nearpeak.plan.serving.serve import Serving, serve
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -6,12 +6,16 @@ requests per group, `b` prompts come along every `output` steps, so a share `f` 
     TPOT = (1 - f) x step(b) + f x step(b with a piece of a prompt)
     TTFT = first + half a step + pieces of the own prompt + prompts that came at the same time + waiting for room
 
->>> from nearpeak.plan.models.catalogue import model
->>> from nearpeak.plan.network.cluster import Cluster
->>> here = Deployment.of(model("llama-3-70b"), Cluster.of("h200-sxm x 2"), ServingLayout(tp=2), "fp8")
->>> answer = serve(here, prompt=1024, output=1024, concurrency=32)
+`serve_disaggregated` has prefill and decode on replicas of their own, `speculate` decodes with speculative tokens.
+
+>>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.cluster.cluster import Cluster
+>>> llama = Deployment.of(catalogue_model("llama-3-70b"), Cluster.of("h200-sxm x 2"), ServingLayout(tp=2), "fp8")
+>>> answer = serve(llama, prompt=1024, output=1024, concurrency=32)
 >>> answer.limiter, answer.prefill.limiter, answer.running
 ('memory', 'compute', 32.0)
+>>> round(expected_tokens(3, 0.7), 3)
+2.533
 """
 
 from __future__ import annotations
@@ -24,11 +28,8 @@ from typing import Literal, get_args
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
-from nearpeak.plan.serving.deployment import Deployment
-from nearpeak.plan.serving.kv_cache import MEMORY_SHARE, require_room
-from nearpeak.plan.serving.layout import ServingLayout
-from nearpeak.plan.serving.rates import Rates, rates
-from nearpeak.plan.serving.step import StepTime, step_time
+from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, ServingLayout, require_room
+from nearpeak.plan.serving.step import ServingRates, StepTime, serving_rates, step_time
 
 __all__ = ["Deployment", "Serving", "ServingLayout", "most_throughput", "serve", "serve_many"]
 
@@ -111,7 +112,7 @@ def serve(
 
     `offline`: the requests are all there from the start, and only throughput counts.
     """
-    _check(prompt=prompt, output=output, chunk=chunk, most_sequences=most_sequences)
+    _require_positive(prompt=prompt, output=output, chunk=chunk, most_sequences=most_sequences)
     if not (math.isfinite(concurrency) and concurrency > 0):
         raise UsageError(f"concurrency={concurrency!r} must be above 0. Nearest: concurrency=1.")
     if batching not in BATCHINGS:
@@ -124,8 +125,8 @@ def serve(
     held = held_context(here, prompt, output, constants)
     running = max(1.0, min(asked, room.sequences(held), most_sequences))
     batch = max(1.0, running / layout.pp)  # each stage works on another part of the requests
-    reached = rates(here, constants)
-    pace = _static if batching == "static" else _continuous
+    reached = serving_rates(here, constants)
+    pace = _static_pace if batching == "static" else _continuous_pace
     in_flight = min(float(layout.pp), running)
     paced = pace(here, batch, in_flight, prompt, output, context, chunk, offline, constants, reached)
     request = output * paced.tpot
@@ -190,7 +191,7 @@ class _Pace:
     prefill: StepTime
 
 
-def _continuous(
+def _continuous_pace(
     here: Deployment,
     batch: float,
     in_flight: float,
@@ -200,7 +201,7 @@ def _continuous(
     chunk: int,
     offline: bool,
     constants: ServingConstants,
-    reached: Rates,
+    reached: ServingRates,
 ) -> _Pace:
     """Prompts in pieces of at most `chunk` tokens, in steps in which the others decode."""
 
@@ -248,7 +249,7 @@ def held_context(here: Deployment, prompt: int, output: int, constants: ServingC
     return prompt + output * (1.0 if constants.engines[here.engine].reserves else 0.5)
 
 
-def _static(
+def _static_pace(
     here: Deployment,
     batch: float,
     in_flight: float,
@@ -258,7 +259,7 @@ def _static(
     chunk: int,
     offline: bool,
     constants: ServingConstants,
-    reached: Rates,
+    reached: ServingRates,
 ) -> _Pace:
     """All prompts first, then all decode together until the last is done."""
     prefill = step_time(
@@ -277,7 +278,208 @@ def _static(
     return _Pace(first=first, tpot=tpot, mixed_share=0.0, decode=decode, prefill=prefill)
 
 
-def _check(**values: int) -> None:
+def _require_positive(**values: int) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name}={value!r} must be a whole number of at least 1. Nearest: {name}=1.")
+
+
+LINK_SHARE = 0.7
+"""Of the network's bandwidth that moving a KV cache from one machine to another reaches. Assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disaggregated:
+    """Prompts on one pool of replicas, decoding on another."""
+
+    ttft: float
+    tpot: float
+    transfer_seconds: float
+    """To move the KV cache of one prompt; part of `ttft`."""
+    requests_per_second: float
+    """That both pools together can keep up with."""
+    prefill_limit: float
+    """Requests per second that the prefill pool can take."""
+    decode_limit: float
+    """Requests per second that the decode pool finishes."""
+    tokens_per_second: float
+    gpus: int
+    balance: float
+    """Prefill replicas per decode replica at which both pools are as busy."""
+    provenance: Provenance
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Output tokens per second over all GPUs of both pools."""
+        return self.tokens_per_second / self.gpus
+
+    @property
+    def limiter(self) -> str:
+        """The pool that the other one waits for."""
+        return "prefill" if self.prefill_limit < self.decode_limit else "decode"
+
+
+def serve_disaggregated(
+    prefill: Deployment,
+    decode: Deployment,
+    *,
+    prompt: int,
+    output: int,
+    concurrency: float,
+    prefill_replicas: int = 1,
+    decode_replicas: int = 1,
+    link_bandwidth: float | None = None,
+    memory_share: float = MEMORY_SHARE,
+    constants: ServingConstants | None = None,
+) -> Disaggregated:
+    """`concurrency` requests in flight over two pools; `link_bandwidth` is bytes/s per GPU between them.
+
+    No prompt delays a token: TPOT is that of a pure decode step. TTFT is a prompt, what waits before it, and the way of
+    its cache over the network.
+    """
+    for name, number in (("prefill_replicas", prefill_replicas), ("decode_replicas", decode_replicas)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise UsageError(f"{name}={number!r} must be a whole number of at least 1. Nearest: {name}=1.")
+    if not (math.isfinite(concurrency) and concurrency > 0):
+        raise UsageError(f"concurrency={concurrency!r} must be above 0. Nearest: concurrency=1.")
+    if prefill.model != decode.model:
+        raise UsageError(f"prefill serves {prefill.model.name} and decode {decode.model.name}. Give one model to both.")
+    constants = constants or load_serving_constants()
+    require_room(prefill, prompt, memory_share=memory_share)
+    room = require_room(decode, prompt + output, memory_share=memory_share)
+    groups = decode.layout.dp * decode_replicas
+    held = held_context(decode, prompt, output, constants)
+    running = max(1.0, min(concurrency / groups, room.sequences(held)))
+    context = prompt + output / 2
+    step = step_time(
+        decode,
+        sequences=max(1.0, running / decode.layout.pp),
+        context=context,
+        in_flight=min(float(decode.layout.pp), running),
+        constants=constants,
+    )
+    pieces = math.ceil(prompt / CHUNK)
+    piece = step_time(prefill, sequences=0, prompt_tokens=prompt / pieces, prompt_length=prompt, constants=constants)
+    alone = pieces * piece.seconds
+    prompts_at_once = prefill_replicas * prefill.layout.dp * prefill.layout.pp
+    prefill_limit = prompts_at_once / alone
+    decode_limit = groups * running / (output * step.seconds)
+    bandwidth = link_bandwidth if link_bandwidth is not None else _transfer_bandwidth(prefill)
+    moved = prefill.cache_bytes(prompt) * decode.precision.kv_bytes / prefill.precision.kv_bytes
+    transfer = moved / (bandwidth * LINK_SHARE)
+    rate = min(prefill_limit, decode_limit)
+    busy = min(0.95, rate / prefill_limit)
+    at_once = concurrency / prompts_at_once / 2
+    waiting = min(at_once, busy / (2 * (1 - busy))) * alone
+    first = constants.engines[prefill.engine].first + waiting + alone + transfer
+    return Disaggregated(
+        ttft=first,
+        tpot=step.seconds,
+        transfer_seconds=transfer,
+        requests_per_second=rate,
+        prefill_limit=prefill_limit,
+        decode_limit=decode_limit,
+        tokens_per_second=rate * output,
+        gpus=prefill.layout.gpus * prefill_replicas + decode.layout.gpus * decode_replicas,
+        balance=(decode_limit / decode_replicas) / (prefill_limit / prefill_replicas),
+        provenance=weakest(
+            step.provenance,
+            piece.provenance,
+            Provenance(kind="assumed", text=f"the KV cache moves at {LINK_SHARE:.0%} of the link's bandwidth"),
+        ),
+    )
+
+
+def _transfer_bandwidth(here: Deployment) -> float:
+    cluster = here.cluster
+    bandwidth = cluster.network_bandwidth or cluster.link_bandwidth
+    if not bandwidth:
+        raise UsageError("The link between prefill and decode is not known. Give link_bandwidth in bytes/s per GPU.")
+    return bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculative:
+    """Decoding with guesses."""
+
+    tpot: float
+    plain_tpot: float
+    """Without guesses."""
+    tokens_per_step: float
+    """That one verification yields on the average, its own included."""
+    verify_seconds: float
+    draft_seconds: float
+    """For all guesses of one step."""
+    break_even: float | None
+    """The acceptance rate above which guessing pays; None where it never does."""
+    provenance: Provenance
+
+    @property
+    def speedup(self) -> float:
+        """Of decoding."""
+        return self.plain_tpot / self.tpot
+
+
+def expected_tokens(guesses: int, acceptance: float) -> float:
+    """Tokens that one verification of `guesses` guesses yields, each accepted with `acceptance` if all before were."""
+    if acceptance >= 1:
+        return guesses + 1.0
+    return float((1 - acceptance ** (guesses + 1)) / (1 - acceptance))
+
+
+def speculate(
+    here: Deployment,
+    *,
+    batch: float,
+    context: float,
+    guesses: int,
+    acceptance: float,
+    draft: Deployment | None = None,
+    draft_layers: float = 1.0,
+    constants: ServingConstants | None = None,
+) -> Speculative:
+    """`batch` sequences per group decode with `guesses` guesses per step.
+
+    Guesses come from `draft`, a small model of its own, or from `draft_layers` more layers of the model itself and its
+    output layer (multi-token prediction, EAGLE).
+    """
+    if isinstance(guesses, bool) or not isinstance(guesses, int) or guesses < 1:
+        raise UsageError(f"guesses={guesses!r} must be a whole number of at least 1. Nearest: guesses=1.")
+    if not 0 <= acceptance <= 1:
+        near = min(1.0, max(0.0, acceptance))
+        raise UsageError(f"acceptance={acceptance!r} must lie between 0 and 1. Nearest: acceptance={near:g}.")
+    constants = constants or load_serving_constants()
+    plain = step_time(here, sequences=batch, context=context, constants=constants)
+    verify = step_time(here, sequences=batch, context=context, tokens_each=guesses + 1.0, constants=constants)
+    if draft is not None:
+        one = step_time(draft, sequences=batch, context=context, constants=constants).seconds
+    else:
+        head = here.model.hidden * here.model.vocabulary * 2.0 / here.layout.tp
+        read = head / (here.weight_bytes * here.layout.pp)
+        one = (plain.seconds - plain.host) * min(1.0, draft_layers / here.model.layers + read)
+    drafted = guesses * one
+    gained = expected_tokens(guesses, acceptance)
+    step = verify.seconds + drafted
+    return Speculative(
+        tpot=step / gained,
+        plain_tpot=plain.seconds,
+        tokens_per_step=gained,
+        verify_seconds=verify.seconds,
+        draft_seconds=drafted,
+        break_even=_break_even(guesses, step / plain.seconds),
+        provenance=weakest(
+            verify.provenance,
+            Provenance(kind="assumed", text="the acceptance rate is the caller's, alike for all guesses"),
+        ),
+    )
+
+
+def _break_even(guesses: int, cost: float) -> float | None:
+    """The acceptance at which the expected tokens are worth `cost` plain steps."""
+    if cost >= guesses + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if expected_tokens(guesses, middle) >= cost else (middle, high)
+    return high

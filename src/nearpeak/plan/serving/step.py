@@ -1,23 +1,188 @@
 """The time of one forward pass of a served model, by part: decode, prefill, or both in one step.
 
-Reading and multiplying of each product are joined by `serving_rates.norm`; what layers cost beyond their work, and the
-host, come from the engine's constants.
+Every GEMM takes the p-norm (p = 3) of the time to read its weights and the time to multiply: with one token it streams
+its weights, with thousands it multiplies. Experts add which of them a batch visits, the busiest GPU, and the exchange.
+Fixed costs of layers, and the host, come from the engine's constants.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from statistics import NormalDist
 
-from nearpeak.plan.models.flops import keys_seen
-from nearpeak.plan.models.model import Model
-from nearpeak.plan.models.parameters import attention_matrices, state_space_matrices
+from nearpeak.errors import UsageError
+from nearpeak.plan.models.model import Model, attention_matrices, count_parameters, keys_seen, state_space_matrices
 from nearpeak.plan.provenance import Provenance, weakest
-from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
+from nearpeak.plan.serving.constants import (
+    ServingConstants,
+    compute_share,
+    generation_constants,
+    load_serving_constants,
+)
 from nearpeak.plan.serving.deployment import Deployment
-from nearpeak.plan.serving.experts import experts_time, layer_communication, link_seconds
-from nearpeak.plan.serving.rates import Rates, norm, rates
+
+NORM_POWER = 3.0
+"""Of the p-norm. Products of A100 to GB200 with 128, 512 and 4096 tokens lie on it within 10 %."""
+ELEMENTWISE_SHARE = 0.6
+"""Share of the memory bandwidth that norms, activations and the like reach. Assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRates:
+    """Bytes/s and FLOP/s that a deployment reaches."""
+
+    stream: float
+    rest_stream: float
+    expert_stream: float
+    plain: float
+    """Bytes/s of 16-bit weights."""
+    cache: float
+    elementwise: float
+    rest_compute: float
+    expert_compute: float
+    half_compute: float
+    attention: float
+    gap: float
+    """Fixed cost of a layer, against other generations."""
+    provenance: Provenance
+
+
+def serving_rates(here: Deployment, constants: ServingConstants) -> ServingRates:
+    """What the GPUs of `here` reach in its precision."""
+    machine, chosen = here.cluster.machine, here.precision
+    ceilings = machine.theoretical
+    if ceilings is None:
+        raise UsageError(f"{machine.name} has no datasheet figures. Name a machine of the catalogue.")
+    found, provenance = generation_constants(machine, constants)
+    half, _ = compute_share(found, "bfloat16", constants)
+    expert, of_expert = compute_share(found, chosen.compute, constants)
+    rest, of_rest = compute_share(found, chosen.rest_compute, constants)
+    stream = ceilings.bandwidth * found.stream
+    narrow = constants.narrow.get(chosen.name, 1.0) if chosen.weight_only else 1.0
+    widened = constants.narrow_compute if chosen.weight_only else 1.0
+    seen = constants.engines[here.engine].rows
+    of_engine = Provenance(kind="fitted", text=f"{here.engine}: {seen} rows")
+    if not seen:
+        of_engine = Provenance(kind="transferred", text=f"{here.engine} has no rows: what servers have in common")
+    grouped = constants.engines[here.engine].grouped
+    peak = ceilings.peak
+    return ServingRates(
+        stream=stream * narrow,
+        rest_stream=stream * (narrow if chosen.rest_bytes < 2 else 1.0),
+        expert_stream=stream * narrow * (constants.expert_stream if grouped else 1.0),
+        plain=stream,
+        cache=stream * constants.cache,
+        elementwise=ceilings.bandwidth * ELEMENTWISE_SHARE,
+        rest_compute=peak(chosen.rest_compute) * rest * (widened if chosen.rest_bytes < 2 else 1.0),
+        expert_compute=peak(chosen.compute) * expert * (constants.expert_compute if grouped else 1.0) * widened,
+        half_compute=peak("bfloat16") * half,
+        attention=peak("bfloat16") * constants.attention * (constants.attention_narrow if chosen.kv_bytes < 2 else 1.0),
+        gap=found.gap,
+        provenance=weakest(provenance, of_expert, of_rest, of_engine),
+    )
+
+
+def p_norm(memory: float, compute: float) -> float:
+    """Both at once: near the larger one, above it where they are alike."""
+    return float((memory**NORM_POWER + compute**NORM_POWER) ** (1 / NORM_POWER))
+
+
+CUSTOM_ALL_REDUCE_BYTES = 2.0**21
+"""Message size at which engines go over from their own all-reduce to NCCL's."""
+
+
+def experts_hit(model: Model, tokens: float, variety: float = 1.0) -> float:
+    """How many of a layer's experts at least one of `tokens` tokens visits.
+
+    With a `variety` of 1 all experts are as likely for every token. Real tokens are alike, and so are their experts:
+    a batch counts as `tokens ** variety` independent ones.
+    """
+    if model.active_experts >= model.experts:
+        return float(model.experts)
+    independent = tokens**variety if tokens > 1 else tokens
+    return float(model.experts * -math.expm1(independent * math.log1p(-model.active_experts / model.experts)))
+
+
+def expert_imbalance(tokens: float, model: Model, parts: int, skew: float) -> float:
+    """Load of the busiest of `parts` parts of the experts against the mean: chance, and lasting skew."""
+    if parts == 1:
+        return 1.0
+    mean = max(tokens * model.active_experts / parts, 1e-9)
+    return min(float(parts), 1.0 + expected_maximum(parts) / math.sqrt(mean) + skew * (1 - 1 / parts))
+
+
+@cache
+def expected_maximum(parts: int) -> float:
+    """How many standard deviations the largest of `parts` equal chances lies above the mean (Blom)."""
+    return NormalDist().inv_cdf((parts - 0.375) / (parts + 0.25)) if parts > 1 else 0.0
+
+
+def expert_seconds(
+    here: Deployment, constants: ServingConstants, reached: ServingRates, tokens: float
+) -> tuple[float, float, float]:
+    model, layout, chosen = here.model, here.layout, here.precision
+    everywhere = tokens * layout.dp
+    share = experts_hit(model, everywhere, constants.variety) / model.experts
+    here_too = model.experts / layout.ep
+    hit = here_too * share  # and on the GPU that happens to have most, which the others wait for:
+    hit = min(here_too, hit + expected_maximum(layout.ep) * math.sqrt(hit * (1.0 - share)))
+    visits = everywhere * model.active_experts / layout.ep
+    if layout.ep > 1:
+        visits *= expert_imbalance(everywhere, model, layout.ep, constants.skew)
+    weights = count_parameters(model).expert / layout.expert_tp_used
+    inner = model.latent or model.hidden
+    moved = hit * weights * chosen.weight_bytes
+    moved += visits * (
+        inner * (chosen.activation_bytes + 2.0) + 3.0 * model.expert_intermediate / layout.expert_tp_used
+    )
+    memory = moved / reached.expert_stream
+    width = model.expert_intermediate / layout.expert_tp_used
+    narrow = width / (width + constants.expert_width)
+    compute = 2.0 * (visits + constants.expert_rows * hit) * weights / (reached.expert_compute * narrow)
+    return p_norm(memory, compute), memory, compute
+
+
+def link_seconds(here: Deployment, own: float, op: str, bytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of a collective, where `own` is the latency of the engine's own kernels against NCCL's."""
+    found = here.links(op, max(bytes, 1.0), ranks, stride)
+    share = own + (1.0 - own) * bytes / (bytes + CUSTOM_ALL_REDUCE_BYTES)
+    return found.bandwidth_seconds + share * found.latency_seconds
+
+
+def communication_seconds(here: Deployment, own: float, mixer: str, feed: str, tokens: float) -> float:
+    layout, hidden = here.layout, here.model.hidden
+    size = tokens * hidden * 2.0
+    reductions = 0
+    if layout.tp > 1:
+        reductions = (mixer != "-") + (feed == "D" or (feed == "E" and layout.dp == 1))
+    seconds = reductions * link_seconds(here, own, "all_reduce", size, layout.tp) if reductions else 0.0
+    if feed == "E" and layout.dp > 1:
+        seconds += exchange_seconds(here, own, tokens)
+    return seconds
+
+
+def exchange_seconds(here: Deployment, own: float, tokens: float) -> float:
+    """Seconds to bring tokens to their experts and back, between attention data parallel groups.
+
+    The better of two ways: every group gets all tokens (all-gather, reduce-scatter), or each token goes to the parts
+    that hold its experts (all-to-all, twice).
+    """
+    model, layout = here.model, here.layout
+    stride, width = layout.tp, here.model.latent or here.model.hidden
+    there = tokens * width * min(2.0, here.precision.activation_bytes)
+    back = tokens * width * 2.0
+    gathered = link_seconds(here, own, "all_gather", there * layout.dp, layout.dp, stride)
+    gathered += link_seconds(here, own, "reduce_scatter", back * layout.dp, layout.dp, stride)
+    if layout.ep == 1:
+        return gathered
+    parts = min(layout.ep, layout.dp)
+    copies = parts * (1.0 - (1.0 - 1.0 / parts) ** model.active_experts)
+    sent = link_seconds(here, own, "all_to_all", there * copies, layout.dp, stride)
+    sent += link_seconds(here, own, "all_to_all", back * copies, layout.dp, stride)
+    return min(gathered, sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +249,7 @@ def step_time(
     tokens_each: float = 1.0,
     in_flight: float = 1.0,
     constants: ServingConstants | None = None,
-    reached: Rates | None = None,
+    reached: ServingRates | None = None,
 ) -> StepTime:
     """One pass over all layers, on each attention data parallel group.
 
@@ -93,17 +258,19 @@ def step_time(
     pipeline at once: all its stages then take as long as the last one, which has the output layer.
     """
     constants = constants or load_serving_constants()
-    reached = reached or rates(here, constants)
+    reached = reached or serving_rates(here, constants)
     engine = constants.engines[here.engine]
     model, layout, chosen = here.model, here.layout, here.precision
     decoded = sequences * tokens_each
     tokens = decoded + prompt_tokens
     products = experts = attention = communication = memory_all = compute_all = usual_layers = 0.0
-    values = elementwise_values(here)
+    values = elementwise_bytes(here)
     mixers: dict[str, tuple[float, float, float]] = {}
     for mixer, feed, layers in layer_kinds(model):
         if mixer not in mixers:
-            mixers[mixer] = _mixer(here, reached, mixer, sequences, decoded, context, prompt_tokens, prompt_length)
+            mixers[mixer] = _mixer_seconds(
+                here, reached, mixer, sequences, decoded, context, prompt_tokens, prompt_length
+            )
         seconds, memory, compute = mixers[mixer]
         attention += layers * seconds
         memory_all += layers * memory
@@ -114,20 +281,20 @@ def step_time(
             size = inputs * outputs
             moved = size * chosen.rest_bytes + tokens * (inputs * chosen.activation_bytes + 2.0 * outputs)
             memory, compute = moved / reached.rest_stream, 2.0 * tokens * size / reached.rest_compute
-            products += layers * norm(memory, compute)
+            products += layers * p_norm(memory, compute)
             memory_all += layers * memory
             compute_all += layers * compute
         if feed == "E":
-            seconds, memory, compute = experts_time(here, constants, reached, tokens)
+            seconds, memory, compute = expert_seconds(here, constants, reached, tokens)
             experts += layers * seconds
             memory_all += layers * memory
             compute_all += layers * compute
-        communication += layers * layer_communication(here, engine.collective, mixer, feed, tokens)
+        communication += layers * communication_seconds(here, engine.collective, mixer, feed, tokens)
     rows = decoded + (prompt_tokens / prompt_length if prompt_length else 0.0)
     size = model.hidden * model.vocabulary / layout.tp
     memory = (2.0 * size + rows * (model.hidden + model.vocabulary / layout.tp) * 2.0) / reached.plain
     compute = 2.0 * rows * size / reached.half_compute
-    products += in_flight * norm(memory, compute)
+    products += in_flight * p_norm(memory, compute)
     memory_all += memory
     compute_all += compute
     if layout.tp > 1:
@@ -140,11 +307,11 @@ def step_time(
     elementwise = tokens * values / reached.elementwise
     if prompt_tokens or not here.graphs:
         launching = usual_layers * engine.launch + model.feeds.count("E") * engine.expert_launch
-        fixed = max(fixed, norm(device + elementwise + fixed, launching) - device - elementwise)
+        fixed = max(fixed, p_norm(device + elementwise + fixed, launching) - device - elementwise)
     host = layout.pp * (engine.step + engine.sequence * sequences)  # every stage prepares its own inputs
     if engine.overlaps and layout.pp == 1:  # a first stage waits for the last one's tokens before it can prepare
         busy = device + elementwise + fixed
-        host = norm(busy, host) - busy
+        host = p_norm(busy, host) - busy
     return StepTime(
         products=products,
         experts=experts,
@@ -186,7 +353,7 @@ def _matrices(model: Model, mixer: str, feed: str, tp: int) -> tuple[tuple[float
 
 
 @lru_cache(maxsize=4096)
-def _elementwise(model: Model, tp: int, dense: int) -> float:
+def _elementwise_bytes(model: Model, tp: int, dense: int) -> float:
     total = 0.0
     for mixer, feed, layers in layer_kinds(model):
         values = 8.0 * model.hidden
@@ -205,14 +372,14 @@ def _elementwise(model: Model, tp: int, dense: int) -> float:
     return total
 
 
-def elementwise_values(here: Deployment) -> float:
+def elementwise_bytes(here: Deployment) -> float:
     """Bytes that norms, rotary embeddings, activations and permutations move per token, in all layers."""
-    return _elementwise(here.model, here.layout.tp, here.layout.ep)
+    return _elementwise_bytes(here.model, here.layout.tp, here.layout.ep)
 
 
-def _mixer(
+def _mixer_seconds(
     here: Deployment,
-    reached: Rates,
+    reached: ServingRates,
     kind: str,
     sequences: float,
     decoded: float,
@@ -226,7 +393,7 @@ def _mixer(
         state = model.ssm_heads * model.ssm_head_dim * model.ssm_state * 4.0 / tp
         memory = 2.0 * sequences * state / reached.cache
         compute = (decoded + prompt_tokens) * 6.0 * state / 4.0 / reached.half_compute
-        return norm(memory, compute), memory, compute
+        return p_norm(memory, compute), memory, compute
     if kind == "-":
         return 0.0, 0.0, 0.0
     heads = model.heads / tp
@@ -234,7 +401,7 @@ def _mixer(
     memory = sequences * seen * here.cache_values() * here.precision.kv_bytes / reached.cache
     wide = 2.0 * model.kv_rank + model.rope_dim if model.kv_rank else model.head_dim + model.value_dim
     compute = 2.0 * decoded * seen * heads * wide / reached.attention
-    total = norm(memory, compute)
+    total = p_norm(memory, compute)
     if prompt_tokens:
         keys = keys_seen(model, kind, max(1, round(prompt_length)))
         scores = 2.0 * prompt_tokens * keys * heads * (model.head_dim + model.value_dim) / reached.attention

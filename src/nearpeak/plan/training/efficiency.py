@@ -1,6 +1,6 @@
 """`Efficiency`: the few constants that training time needs beyond datasheets, fitted on published runs.
 
-`benchmarks/fit_training.py` writes `training_constants.json` from the measurements, with what each constant was fitted
+`benchmarks/plan/fit_training.py` writes `training_constants.json` from the measurements, with what each constant was fitted
 on. A constant of an architecture that no run covers is taken from the nearest one, and says so.
 """
 
@@ -13,14 +13,14 @@ from importlib import resources
 
 from nearpeak.errors import UsageError
 from nearpeak.machines import catalogue
-from nearpeak.machines.model import Machine
+from nearpeak.machines.machine import Machine
 from nearpeak.plan.provenance import Provenance
 
-FLASH_2 = 2024.0
+FLASH_ATTENTION_2_YEAR = 2024.0
 """From when on training software has the second generation of fused attention."""
-POWER = 1.0
+POWER_EXPONENT = 1.0
 """Exponent of a limit on power in the rate of matrix products. Assumed."""
-STATIC_EXPERTS = 2026.4
+GRAPHED_EXPERTS_YEAR = 2026.4
 """From when on expert layers run without asking the host (Megatron Core with CUDA graphs over dropless experts)."""
 
 
@@ -38,7 +38,7 @@ class Efficiency:
     """Growth of what Blackwell reaches in 8 and 4 bits with each year of its software, from 2026 on and back. Products
     in 16 bits have not changed."""
     float8_hopper: float = 0.9
-    """Utilisation of 8-bit products against 16-bit ones."""
+    """Utilization of 8-bit products against 16-bit ones."""
     float8_blackwell: float = 0.9
     float4_blackwell: float = 0.75
     attention_ampere: float = 0.6
@@ -54,10 +54,10 @@ class Efficiency:
     traffic_eager: float = 2.0
     state_space: float = 6.0
     """Traffic of the convolution and scan of a state-space layer, as a multiple of the least."""
-    quantise_tensor: float = 1.0
+    quantize_tensor: float = 1.0
     """Traffic of casts to 8 bits with a scale per tensor, as a multiple of reading 16 and writing 8 bits twice."""
-    quantise_block: float = 1.5
-    quantise_fine: float = 2.0
+    quantize_block: float = 1.5
+    quantize_fine: float = 2.0
     launch_fused: float = 120e-6
     """Host seconds that the launches of one layer take, forward and backward, where kernels are fused."""
     launch_eager: float = 400e-6
@@ -72,7 +72,7 @@ class Efficiency:
     sharded_hidden: float = 0.8
     """The same for weights that are gathered layer by layer (ZeRO-3, FSDP)."""
     network: float = 0.7
-    """Share of the collective's modelled rate that large groups across nodes reach in training."""
+    """Share of the collective's modeled rate that large groups across nodes reach in training."""
     expert_exposed: float = 0.7
     """Share of the experts' all-to-all that is not hidden, where another microbatch's products hide it."""
     expert_traffic: float = 1.5
@@ -86,15 +86,15 @@ class Efficiency:
     expert_fused: float = 0.5
     """Share of an expert layer's casts and traffic that is left with the fused kernels since mid 2026."""
     expert_network: float = 1.0
-    """Share of the modelled rate that the experts' all-to-all reaches across nodes."""
+    """Share of the modeled rate that the experts' all-to-all reaches across nodes."""
     expert_products: float = 0.95
-    """Utilisation of grouped products against single ones. Not fitted: the rest of an expert layer hides it."""
+    """Utilization of grouped products against single ones. Not fitted: the rest of an expert layer hides it."""
     straggle: float = 0.01
     """Growth of a step with each doubling of nodes: the slowest GPU, contention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FittedEfficiency:
     """The constants and where they come from."""
 
     values: Efficiency
@@ -109,7 +109,7 @@ class Fitted:
 
 
 @cache
-def load_efficiency() -> Fitted:
+def load_efficiency() -> FittedEfficiency:
     """The constants that are part of the package."""
     text = resources.files("nearpeak.plan.training").joinpath("training_constants.json").read_text(encoding="utf-8")
     data = json.loads(text)
@@ -118,10 +118,10 @@ def load_efficiency() -> Fitted:
     provenance = {
         name: Provenance(kind=entry["kind"], text=entry["source"]) for name, entry in data["constants"].items()
     }
-    return Fitted(values=Efficiency(**values), provenance=provenance, error=float(data["error"]))
+    return FittedEfficiency(values=Efficiency(**values), provenance=provenance, error=float(data["error"]))
 
 
-def generation(machine: Machine) -> str:
+def fitted_generation(machine: Machine) -> str:
     """The name that constants go by: "blackwell" for an architecture that none was fitted on and that is newer."""
     known = {"ampere": "ampere", "ada": "ampere", "turing": "ampere", "volta": "ampere", "hopper": "hopper"}
     return known.get(machine.architecture, "blackwell" if machine.architecture.startswith("blackwell") else "hopper")
@@ -140,14 +140,14 @@ def power_share(machine: Machine) -> float:
     if machine.power_watts is None:
         return 1.0
     usual = next((known.power_watts for known in catalogue.machines() if known.id == machine.id), None)
-    return 1.0 if not usual else min(1.0, machine.power_watts / usual) ** POWER
+    return 1.0 if not usual else min(1.0, machine.power_watts / usual) ** POWER_EXPONENT
 
 
 def product_rate(machine: Machine, dtype: str, year: float, efficiency: Efficiency) -> float:
     """FLOP/s that large matrix products in `dtype` reach with software of `year`."""
     if machine.theoretical is None:
         raise UsageError(f"{machine.name} has no datasheet figures to plan with.")
-    peaks, kind = machine.theoretical.matrix, generation(machine)
+    peaks, kind = machine.theoretical.matrix, fitted_generation(machine)
     if dtype not in peaks:
         nearest = next((name for name in ("float8", "bfloat16", "float16") if name in peaks), "float32")
         raise UsageError(
@@ -171,11 +171,11 @@ def attention_rate(machine: Machine, year: float, efficiency: Efficiency) -> flo
     """FLOP/s of fused attention in 16 bits."""
     assert machine.theoretical is not None
     peaks = machine.theoretical.matrix
-    share: float = getattr(efficiency, f"attention_{generation(machine)}") * power_share(machine)
+    share: float = getattr(efficiency, f"attention_{fitted_generation(machine)}") * power_share(machine)
     if is_ultra(machine):
         share *= efficiency.products_ultra
     return (
         share
-        * (efficiency.attention_first if year < FLASH_2 else 1.0)
+        * (efficiency.attention_first if year < FLASH_ATTENTION_2_YEAR else 1.0)
         * peaks.get("bfloat16", peaks.get("float16", 0.0))
     )

@@ -1,4 +1,4 @@
-"""`Layout`: how a training run is spread over GPUs, and whether that is legal.
+"""`Layout`: how a training run is spread over GPUs, whether that is legal, and what each pipeline stage holds.
 
 Two meshes share the same GPUs: attention and dense feeds use TP x CP x DP, experts use ETP x EP x EDP, each times the
 pipeline. So a run needs a multiple of PP x TP x CP GPUs and of PP x EP x ETP, never of their product.
@@ -11,10 +11,11 @@ pipeline. So a run needs a multiple of PP x TP x CP GPUs and of PP x EP x ETP, n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.plan.models.model import Model
+from nearpeak.plan.models.model import Model, count_parameters
 
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
@@ -73,10 +74,10 @@ class Layout:
             if value not in valid:
                 raise UsageError(f"{field}={value!r} is not known. {did_you_mean(str(value), valid)}")
         if self.recompute:
-            object.__setattr__(self, "recompute", _modules(self.recompute))
-        _divides("tp x cp x pp", self.tp * self.cp * self.pp, "gpus", self.gpus)
+            object.__setattr__(self, "recompute", _recompute_modules(self.recompute))
+        _require_multiple("tp x cp x pp", self.tp * self.cp * self.pp, "gpus", self.gpus)
         if self.ep * self.etp > 1:
-            _divides("ep x etp x pp", self.ep * self.etp * self.pp, "gpus", self.gpus)
+            _require_multiple("ep x etp x pp", self.ep * self.etp * self.pp, "gpus", self.gpus)
         if self.virtual > 1 and self.pp == 1:
             raise UsageError(f"virtual={self.virtual} needs a pipeline, and pp=1. Nearest: virtual=1.")
         if self.split and (len(self.split) != self.pp or self.virtual > 1 or min(self.split) < 0):
@@ -84,7 +85,7 @@ class Layout:
                 f"split={self.split} must give the layers of each of the pp={self.pp} stages, and virtual be 1. "
                 "Nearest: split=()."
             )
-        _divides("dp x microbatch", self.dp * self.microbatch, "global_batch", self.global_batch)
+        _require_multiple("dp x microbatch", self.dp * self.microbatch, "global_batch", self.global_batch)
         if self.virtual > 1 and self.microbatches % self.pp:
             near = max(1, round(self.microbatches / self.pp)) * self.pp * self.dp * self.microbatch
             raise UsageError(
@@ -92,7 +93,7 @@ class Layout:
                 f"pp={self.pp} needs a multiple of {self.pp}. Nearest: global_batch={near}."
             )
         if self.sharding in ("zero1", "zero2", "hsdp"):
-            _divides("shard_group", self.shard_group or self.dp, "dp", self.dp)
+            _require_multiple("shard_group", self.shard_group or self.dp, "dp", self.dp)
         elif self.shard_group not in (0, self.dp):
             raise UsageError(
                 f"shard_group={self.shard_group} is for zero1, zero2 and hsdp; with sharding={self.sharding!r} the "
@@ -131,11 +132,11 @@ class Layout:
     def check(self, model: Model, sequence: int) -> None:
         """UsageError where this layout cannot run this model: names the field and the nearest legal value."""
         if model.heads:
-            _splits("tp", self.tp, f"the {model.heads} heads of {model.name}", model.heads)
+            _require_divisor("tp", self.tp, f"the {model.heads} heads of {model.name}", model.heads)
         if "M" in model.mixers:
-            _splits("tp", self.tp, f"the {model.ssm_heads} state-space heads of {model.name}", model.ssm_heads)
+            _require_divisor("tp", self.tp, f"the {model.ssm_heads} state-space heads of {model.name}", model.ssm_heads)
         if "D" in model.feeds:
-            _splits("tp", self.tp, f"the intermediate width {model.intermediate}", model.intermediate)
+            _require_divisor("tp", self.tp, f"the intermediate width {model.intermediate}", model.intermediate)
         if self.pp * self.virtual > model.layers:
             field, limit = ("virtual", model.layers // self.pp) if self.pp <= model.layers else ("pp", model.layers)
             raise UsageError(
@@ -152,8 +153,10 @@ class Layout:
             if not model.is_moe:
                 field = "ep" if self.ep > 1 else "etp"
                 raise UsageError(f"{field}={getattr(self, field)}: {model.name} has no experts. Nearest: {field}=1.")
-            _splits("ep", self.ep, f"the {model.experts} experts", model.experts)
-            _splits("etp", self.etp, f"the experts' width {model.expert_intermediate}", model.expert_intermediate)
+            _require_divisor("ep", self.ep, f"the {model.experts} experts", model.experts)
+            _require_divisor(
+                "etp", self.etp, f"the experts' width {model.expert_intermediate}", model.expert_intermediate
+            )
         pieces = self.cp * (self.tp if self.sequence_parallel else 1)
         if sequence % (2 * self.cp if self.cp > 1 else 1):
             near = round(sequence / (2 * self.cp)) * 2 * self.cp
@@ -169,7 +172,7 @@ class Layout:
             )
 
 
-def _modules(recompute: str | tuple[str, ...]) -> tuple[str, ...]:
+def _recompute_modules(recompute: str | tuple[str, ...]) -> tuple[str, ...]:
     """Modules by name, presets written out."""
     given = (recompute,) if isinstance(recompute, str) else tuple(recompute)
     modules = tuple(part for item in given for part in _PRESETS.get(item, (item,)))
@@ -190,15 +193,138 @@ def nearest_divisor(value: int, number: int) -> int:
     return min(_divisors(number), key=lambda n: (abs(n - value), n))
 
 
-def _splits(field: str, value: int, what: str, number: int) -> None:
+def _require_divisor(field: str, value: int, what: str, number: int) -> None:
     if number % value:
         raise UsageError(f"{field}={value} does not divide {what}. Nearest: {field}={nearest_divisor(value, number)}.")
 
 
-def _divides(name: str, product: int, field: str, value: int) -> None:
+def _require_multiple(name: str, product: int, field: str, value: int) -> None:
     if value % product == 0:
         return
     if product > value:
         raise UsageError(f"{name} = {product} is larger than {field}={value}. Nearest: {field}={product}.")
     near = max(1, round(value / product)) * product
     raise UsageError(f"{field}={value} is no multiple of {name} = {product}. Nearest: {field}={near}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pipeline stage."""
+
+    index: int
+    mixers: str
+    """Letters of its layers, as in `Model`."""
+    feeds: str
+    has_embedding: bool
+    has_output: bool
+    in_flight: float
+    """Microbatches, as multiples of the whole stage, whose activations are held at the peak."""
+    dense_weights: float
+    """Weights of one rank that are not routed experts, after tensor parallelism."""
+    expert_weights: float
+    """Weights of routed experts of one rank, after expert parallelism."""
+    unsharded_layer: float
+    """Weights of the largest layer with its experts, after tensor and expert parallelism."""
+    shapes: float
+    """Weights of one matrix of each shape that its layers have, after tensor parallelism."""
+    output_weights: float
+    """Of the output layer, tied or not, after tensor parallelism; 0 but on the last stage."""
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.mixers)
+
+
+def stages(model: Model, layout: Layout) -> list[Stage]:
+    """All stages."""
+    return [stage(model, layout, index) for index in range(layout.pp)]
+
+
+def stage(model: Model, layout: Layout, index: int) -> Stage:
+    """The stage `index`."""
+    held = in_flight(layout, index)
+    return _stage(
+        model, layout.tp, layout.ep * layout.etp, layout.pp, layout.virtual, layout.split, layout.etp, index, held
+    )
+
+
+@lru_cache(maxsize=8192)
+def _stage(
+    model: Model,
+    tp: int,
+    spread: int,
+    pp: int,
+    virtual: int,
+    split: tuple[int, ...],
+    etp: int,
+    index: int,
+    held: float,
+) -> Stage:
+    counts = count_parameters(model)
+    places = layers_of(model.layers, pp, virtual, split, index)
+    mixers = "".join(model.mixers[place] for place in places)
+    feeds = "".join(model.feeds[place] for place in places)
+    first, last = index == 0, index == pp - 1
+    scans = mixers.count("M")
+    attention = len(mixers) - scans - mixers.count("-")
+    experts = feeds.count("E")
+    blocks = attention + scans + len(feeds) - feeds.count("-")
+    dense = (
+        attention * counts.attention
+        + scans * counts.state_space
+        + feeds.count("D") * counts.dense
+        + experts * counts.expert_shared
+    ) / tp + blocks * counts.norm
+    if first:
+        dense += counts.embedding / tp
+    if last:
+        tied_copy = counts.embedding if model.tied and pp > 1 else 0
+        dense += (counts.output + tied_copy) / tp + counts.final_norm
+    one_layer = model.experts * counts.expert / spread if experts else 0.0
+    mixer = max(counts.attention if attention else 0, counts.state_space if scans else 0)
+    feed = counts.dense if "D" in feeds else 0
+    shapes = (counts.attention if attention else 0) + (counts.state_space if scans else 0) + feed
+    shapes += counts.expert_shared if experts else 0
+    return Stage(
+        index=index,
+        mixers=mixers,
+        feeds=feeds,
+        has_embedding=first,
+        has_output=last,
+        in_flight=held,
+        dense_weights=dense,
+        expert_weights=experts * one_layer,
+        unsharded_layer=mixer / tp + max(feed / tp, counts.expert_shared / tp + one_layer if experts else 0.0),
+        shapes=shapes / tp + (counts.expert / etp if experts else 0.0),
+        output_weights=model.vocabulary * model.hidden / tp if last else 0.0,
+    )
+
+
+def layers_of(layers: int, pp: int, virtual: int, split: tuple[int, ...], index: int) -> list[int]:
+    """Which layers stage `index` has: as `split` says, else equal pieces in turn, of which the last are smaller.
+
+    >>> layers_of(8, 2, 2, (), 0), layers_of(8, 2, 1, (5, 3), 1), layers_of(7, 2, 1, (), 1)
+    ([0, 1, 4, 5], [5, 6, 7], [4, 5, 6])
+    """
+    if split:
+        start = sum(split[:index])
+        return list(range(start, start + split[index]))
+    whole, rest = divmod(layers, pp * virtual)
+    found: list[int] = []
+    for piece in range(index, pp * virtual, pp):
+        start = piece * whole + min(piece, rest)
+        found += range(start, start + whole + (1 if piece < rest else 0))
+    return found
+
+
+def in_flight(layout: Layout, index: int) -> float:
+    """Microbatches whose activations stage `index` holds at the peak, as multiples of the stage's whole share.
+
+    1F1B: as many as there are stages after it, and its own. Interleaved: Megatron's warm-up, in pieces of a stage.
+    """
+    behind = layout.pp - index - 1
+    if layout.virtual > 1:
+        pieces = 2 * behind + (layout.virtual - 1) * layout.pp + 1
+        return min(pieces, layout.microbatches * layout.virtual) / layout.virtual
+    return float(min(behind + 1, layout.microbatches))

@@ -1,9 +1,12 @@
-"""`search`: every legal layout of a training job on a cluster, the fastest that fits, and why it wins.
+"""`search_plan`: the fastest legal layout of a model on a cluster that fits, as a plan, and why it wins.
 
->>> from nearpeak.plan.models.catalogue import model
->>> from nearpeak.plan.network.cluster import Cluster
->>> found = search(model("llama-3-8b"), Cluster.of("h100-sxm x 8"), global_batch=64, sequence=8192)
->>> found.best is not None and found.fitting <= found.legal
+`layouts` enumerates every legal layout, `search` ranks those that fit, and `search_plan` adds the plan of the winner and
+what would change it.
+
+>>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.cluster.cluster import Cluster
+>>> best = search_plan(catalogue_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), global_batch=64, sequence=8192)
+>>> best.plan is not None and best.plan.memory.fits
 True
 """
 
@@ -11,17 +14,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nearpeak.errors import UsageError
+from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.model import Model
-from nearpeak.plan.network.cluster import Cluster
 from nearpeak.plan.training.efficiency import Efficiency
 from nearpeak.plan.training.job import PRECISIONS, Job, Precision, Software
 from nearpeak.plan.training.layout import Layout, Sharding
-from nearpeak.plan.training.memory import peak
-from nearpeak.plan.training.step_time import TrainingTime
-from nearpeak.plan.training.time import Planner
+from nearpeak.plan.training.memory import memory_by_stage, peak
+from nearpeak.plan.training.plan import TrainingPlan, training_plan
+from nearpeak.plan.training.time import Planner, TrainingTime
 
 RECOMPUTES: tuple[tuple[str, ...], ...] = ((), ("norm", "feed_activation"), ("layer",))
 MICROBATCHES = (1, 2, 4, 8)
@@ -55,7 +58,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """The outcome of a search."""
 
     best: Candidate | None
@@ -83,10 +86,10 @@ def layouts(model: Model, cluster: Cluster, global_batch: int, sequence: int) ->
             for pp in _divisors(gpus // (tp * cp), model.layers):
                 dp = gpus // (tp * cp * pp)
                 for ep in _expert_degrees(model, gpus // pp):
-                    yield from _batched(model, cluster, global_batch, tp, cp, pp, dp, ep)
+                    yield from _layouts_of_mesh(model, cluster, global_batch, tp, cp, pp, dp, ep)
 
 
-def _batched(
+def _layouts_of_mesh(
     model: Model, cluster: Cluster, global_batch: int, tp: int, cp: int, pp: int, dp: int, ep: int
 ) -> Iterator[Layout]:
     gpus, domain = cluster.gpus, max(1, cluster.domain // tp)
@@ -163,7 +166,7 @@ def search(
     precision: Precision = PRECISIONS["bf16-master"],
     software: Software = "fused",
     efficiency: Efficiency | None = None,
-) -> Found:
+) -> SearchResult:
     """The fastest layout that fits, the front of time against memory, and the reasons."""
     start = time.perf_counter()
     capacity = cluster.machine.memory_bytes
@@ -190,7 +193,7 @@ def search(
     def job_of(layout: Layout) -> Job:
         return Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
 
-    return Found(
+    return SearchResult(
         best=best,
         time=planner.time(job_of(best.layout)) if best else None,
         front=tuple(_front(candidates)),
@@ -226,3 +229,120 @@ def _reasons(
         because = f"{worst} takes {growth[worst] / winner.seconds:.1%} of a step more"
         slower = other.seconds / best.seconds - 1
         yield Reason(field=field, value=value, other=other, slower=slower, because=because)
+
+
+STEP_TOKENS = 2**22
+"""Of one training step where no batch is given."""
+
+
+QUICK_SEARCH_SECONDS = 1.0
+"""Seconds of a search that is run again under other conditions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """The winner of the same search if one thing were different."""
+
+    what: str
+    layout: Layout | None
+    """None where nothing fits."""
+    tokens_per_second: float
+    """Of the winner under this condition."""
+    changed: bool
+    """Whether another layout wins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPlan:
+    """A model on a cluster without a layout: what the search found, and the winner as a plan."""
+
+    model: Model
+    cluster: Cluster
+    sequence: int
+    global_batch: int
+    found: SearchResult
+    plan: TrainingPlan | None
+    """None where nothing fits."""
+    roomy: Candidate | None = None
+    """The fastest that leaves room for fragmentation as it was seen in published runs; None where none does."""
+    conditions: tuple[Condition, ...] = ()
+    """What would change the winner; none where the search takes long."""
+
+
+def search_plan(
+    model: Model,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    global_batch: int | None = None,
+    precision: Precision = PRECISIONS["bf16-master"],
+    software: Software = "fused",
+    price: float | None = None,
+) -> SearchPlan:
+    """The fastest layout that fits; without `global_batch`, for a step of about 4 million tokens."""
+    batch = default_batch(cluster.gpus, sequence) if global_batch is None else global_batch
+    found = search(model, cluster, global_batch=batch, sequence=sequence, precision=precision, software=software)
+    plan = None
+    if found.best is not None:
+        job = Job(model=model, layout=found.best.layout, sequence=sequence, precision=precision, software=software)
+        plan = training_plan(job, cluster, price=price)
+
+    def has_room(item: Candidate) -> bool:
+        job = Job(model=model, layout=item.layout, sequence=sequence, precision=precision, software=software)
+        return max(stage.safe for stage in memory_by_stage(job)) <= (cluster.machine.memory_bytes or 0)
+
+    conditions: tuple[Condition, ...] = ()
+    if found.best is not None and found.took < QUICK_SEARCH_SECONDS:
+        best = found.best.layout
+
+        def again(what: str, there: Cluster, length: int, sequences: int) -> Condition:
+            other = search(
+                model, there, global_batch=sequences, sequence=length, precision=precision, software=software
+            ).best
+            if other is None:
+                return Condition(what=what, layout=None, tokens_per_second=0.0, changed=True)
+            same = replace(other.layout, global_batch=best.global_batch, recompute=best.recompute) == best
+            return Condition(
+                what=what,
+                layout=other.layout,
+                tokens_per_second=sequences * length / other.seconds,
+                changed=not same or other.layout.recompute != best.recompute,
+            )
+
+        conditions = tuple(again(*one) for one in _conditions(cluster, sequence, batch))
+    return SearchPlan(
+        model=model,
+        cluster=cluster,
+        sequence=sequence,
+        global_batch=batch,
+        found=found,
+        plan=plan,
+        roomy=next((item for item in found.front if has_room(item)), None),
+        conditions=conditions,
+    )
+
+
+def _conditions(cluster: Cluster, sequence: int, batch: int) -> Iterator[tuple[str, Cluster, int, int]]:
+    """Conditions that a layout depends on, each with the cluster, the sequence and the batch."""
+    machine = cluster.machine
+    if machine.memory_bytes is not None:
+        larger = replace(machine, memory_bytes=int(1.5 * machine.memory_bytes))
+        yield "memory x 1.5", replace(cluster, machine=larger), sequence, batch
+    if cluster.domains > 1:
+        for factor, words in ((2.0, "x 2"), (0.5, "/ 2")):
+            network = factor * cluster.network_bandwidth
+            yield f"network {words}", replace(cluster, network_bandwidth=network), sequence, batch
+    yield "sequence x 4", cluster, 4 * sequence, max(1, batch // 4)
+    yield "batch / 4", cluster, sequence, max(1, batch // 4)
+
+
+def default_batch(gpus: int, sequence: int) -> int:
+    """Sequences of a step of about 4 million tokens that many layouts can share out.
+
+    >>> usual_batch(64, 8192), usual_batch(72, 4096), usual_batch(16384, 8192)
+    (512, 1080, 512)
+    """
+    wanted = max(1, STEP_TOKENS // max(1, sequence))
+    if gpus > wanted or not gpus & (gpus - 1):
+        return 1 << (wanted - 1).bit_length()
+    return gpus * -(-wanted // gpus)

@@ -1,26 +1,111 @@
-"""Predictions beside measured collectives: error by system, op, group size and message size, and the worst rows.
+"""Measured collectives, and predictions for them: error by system, op, group size and message size.
 
-With `leave_out`, the rows of a system are predicted by constants that were fitted without any row of that system. A
-generation of NVLink that no other system has gets the mean of the other generations. Systems over PCIe have no other to
-learn from: their rows are predicted by constants that saw them, and `held_out` says so.
+Rows come from a CSV file with the columns of `benchmarks/measurements/measured_collectives.csv`. With `leave_out`, the
+rows of a system are predicted by constants that were fitted without any row of that system. A generation of NVLink that
+no other system has gets the mean of the other generations. Systems over PCIe have no other to learn from: their rows are
+predicted by constants that saw them, and `held_out` says so.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Literal, get_args
 
-from nearpeak.errors import UsageError
-from nearpeak.plan.network.cluster import Cluster
-from nearpeak.plan.network.collectives import Collective, collective_seconds
-from nearpeak.plan.network.constants import CollectiveConstants, load_constants
-from nearpeak.plan.validation.measured_collectives import MeasuredCollective, cluster_of, read_collectives
+from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.machines import catalogue
+from nearpeak.machines.machine import Machine
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.cluster.cluster import load_systems as systems
+from nearpeak.plan.cluster.collectives import (
+    Collective,
+    CollectiveConstants,
+    collective_seconds,
+    load_collective_constants,
+)
 
-Grouping = Literal["source", "system", "device", "op", "ranks", "size", "algorithm", "held out"]
-GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
+COLLECTIVE_COLUMNS = ("source", "system", "device", "nccl_version", "op", "num_gpus", "bytes", "time_us")
+SYSTEM_CONDITIONS = {"l40s": "l40s-server-no-peer"}
+"""Systems that were measured under a condition of their own. "l40s": 2 GB/s with 8 GPUs, a fifteenth of what PCIe
+gives: peer-to-peer was off."""
+_OPS = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCollective:
+    """One row: `op` over `ranks` GPUs of one node took `seconds`."""
+
+    source: str
+    system: str
+    device: str
+    """The driver's name of the GPU."""
+    nccl_version: str
+    op: str
+    ranks: int
+    bytes: float
+    seconds: float
+    line: int
+
+
+def read_collectives(path: Path) -> tuple[MeasuredCollective, ...]:
+    """The rows of `path`; UsageError names the line and the column that is wrong."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLLECTIVE_COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                present = ", ".join(reader.fieldnames or ()) or "none"
+                raise UsageError(f"{path}: the column {missing[0]!r} is missing. Columns found: {present}.")
+            return tuple(_measured_collective(path, number, row) for number, row in enumerate(reader, start=2))
+    except OSError as problem:
+        raise UsageError(f"{path} cannot be read: {problem.strerror}.") from None
+
+
+def cluster_of(row: MeasuredCollective) -> Cluster:
+    """The cluster that a row was measured on: `system` where the catalogue has one of that name, else the GPU's usual.
+
+    UsageError names the line of a GPU that the catalogue does not have.
+    """
+    machine = catalogue.by_driver_name(row.device)
+    if machine is None:
+        raise UsageError(f"line {row.line}: no machine of the catalogue has the device name {row.device!r}.")
+    named = SYSTEM_CONDITIONS.get(row.system, row.system)
+    known: str | Machine = named if named in systems() else machine
+    cluster = Cluster.of(known)
+    return cluster if row.ranks <= cluster.gpus else Cluster.of(known, gpus=row.ranks)
+
+
+def _measured_collective(path: Path, line: int, row: dict[str, str]) -> MeasuredCollective:
+    values: dict[str, float] = {}
+    for name in ("num_gpus", "bytes", "time_us"):
+        try:
+            values[name] = float(row[name])
+        except (TypeError, ValueError):
+            raise UsageError(f"{path}, line {line}: {name}={row[name]!r} is not a number.") from None
+        if values[name] <= 0:
+            raise UsageError(f"{path}, line {line}: {name}={row[name]!r} must be above 0.")
+    op = _OPS.get(row["op"], row["op"])
+    known = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
+    if op not in known:
+        raise UsageError(f"{path}, line {line}: op={row['op']!r} is not a collective. {did_you_mean(op, known)}")
+    return MeasuredCollective(
+        source=row["source"],
+        system=row["system"],
+        device=row["device"],
+        nccl_version=row["nccl_version"],
+        op=op,
+        ranks=int(values["num_gpus"]),
+        bytes=values["bytes"],
+        seconds=values["time_us"] * 1e-6,
+        line=line,
+    )
+
+
+CollectiveGrouping = Literal["source", "system", "device", "op", "ranks", "size", "algorithm", "held out"]
+COLLECTIVE_GROUPINGS: tuple[CollectiveGrouping, ...] = get_args(CollectiveGrouping)
 _SIZES = ((2**16, "up to 64 KiB"), (2**20, "up to 1 MiB"), (2**24, "up to 16 MiB"))
 
 
@@ -38,7 +123,7 @@ class PredictedCollective:
         """Relative: 0.1 is a prediction 10 % above the measurement."""
         return self.predicted.seconds / self.measured.seconds - 1
 
-    def group(self, by: Grouping) -> str:
+    def group(self, by: CollectiveGrouping) -> str:
         """The name of the group that this row belongs to."""
         if by == "source":
             return self.measured.source
@@ -88,9 +173,9 @@ def validate_collectives(path: Path, *, leave_out: bool = True, worst: int = 10)
     if not predictions:
         raise UsageError(f"{path} has no rows.")
     return CollectiveValidation(
-        whole=summary("all", [item.error for item in predictions]),
-        by={by: summarise(predictions, by) for by in GROUPINGS},
-        worst=worst_rows(predictions, worst),
+        whole=collective_summary("all", [item.error for item in predictions]),
+        by={by: collective_errors(predictions, by) for by in COLLECTIVE_GROUPINGS},
+        worst=worst_collectives(predictions, worst),
     )
 
 
@@ -98,7 +183,7 @@ def predict_collectives(
     rows: Iterable[MeasuredCollective], *, leave_out: bool = True, constants: CollectiveConstants | None = None
 ) -> tuple[PredictedCollective, ...]:
     """Each row with its prediction; UsageError names the line of a GPU that is not in the catalogue."""
-    whole = constants or load_constants()
+    whole = constants or load_collective_constants()
     clusters: dict[tuple[str, str, int], Cluster] = {}
     without: dict[str, CollectiveConstants | None] = {}
     found = []
@@ -115,15 +200,15 @@ def predict_collectives(
     return tuple(found)
 
 
-def summarise(predictions: Sequence[PredictedCollective], by: Grouping) -> tuple[ErrorSummary, ...]:
+def collective_errors(predictions: Sequence[PredictedCollective], by: CollectiveGrouping) -> tuple[ErrorSummary, ...]:
     """Errors by group, in the order in which groups first appear."""
     groups: dict[str, list[float]] = {}
     for item in predictions:
         groups.setdefault(item.group(by), []).append(item.error)
-    return tuple(summary(name, errors) for name, errors in groups.items())
+    return tuple(collective_summary(name, errors) for name, errors in groups.items())
 
 
-def summary(name: str, errors: Sequence[float]) -> ErrorSummary:
+def collective_summary(name: str, errors: Sequence[float]) -> ErrorSummary:
     """The errors of one group as one record."""
     sizes = [abs(error) for error in errors]
     return ErrorSummary(
@@ -136,7 +221,7 @@ def summary(name: str, errors: Sequence[float]) -> ErrorSummary:
     )
 
 
-def worst_rows(
+def worst_collectives(
     predictions: Sequence[PredictedCollective], count: int = 10
 ) -> tuple[tuple[PredictedCollective, str], ...]:
     """The rows with the largest errors, each with the likeliest reason."""

@@ -1,36 +1,442 @@
-"""`validate_training`: published training runs against the planner, by source, architecture, GPU and scale.
+"""Published training runs as jobs on clusters, and predictions for them.
 
-Step time is compared, never a printed utilisation: sources count FLOPs in different ways. Each source can be predicted
-with constants that were fitted on the other sources: `benchmarks/fit_training.py` writes these fits into
-`training_left_out.json`, so that validating takes a second.
+`read_training` reads a CSV file with the columns of `benchmarks/measurements/measured_training.csv`; what a table leaves
+out is filled in the same way for every source. Step time is compared, never a printed utilization: sources count FLOPs
+in different ways. Each source can be predicted with constants that were fitted on the other sources:
+`benchmarks.plan.fit_training` writes these fits into `training_left_out.json`, so that validating takes a second.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from nearpeak.errors import UsageError
+from nearpeak.machines.machine import Machine
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.models.catalogue import catalogue_model as catalogued
+from nearpeak.plan.models.model import Model
 from nearpeak.plan.training.efficiency import Efficiency, load_efficiency
-from nearpeak.plan.training.memory import memory_by_stage
+from nearpeak.plan.training.job import PRECISIONS, Job, Precision, Software
+from nearpeak.plan.training.layout import Layout, Sharding
+from nearpeak.plan.training.memory import memory, memory_by_stage
 from nearpeak.plan.training.time import Planner
-from nearpeak.plan.validation.measured_training import Measured, Skipped, read_training
+from nearpeak.plan.validation.names import gpu_id, model_id
 
-CLOSE = 0.05
+MODELS = {
+    "llama3-8b": "llama-3-8b", "llama3-70b": "llama-3-70b", "llama3.1-405b": "llama-3.1-405b",
+    "grok1-314b": "grok-1", "grok1": "grok-1", "llama4-maverick-400b": "llama-4-maverick",
+    "nemotron4-15b": "nemotron-4-15b", "nemotron4-340b": "nemotron-4-340b", "nemotron-3.5-lightning": "nemotron-3-nano",
+    "llama2-7b": "llama-2-7b", "llama2-13b": "llama-2-13b", "llama2-70b": "llama-2-70b",
+}  # fmt: skip
+"""Names of tables that differ from those of the catalogue."""
+NANOTRON = {
+    1.34: (16, 2048, 8192, 32),
+    3.57: (28, 3072, 8192, 24),
+    8.86: (32, 4096, 14336, 32),
+    80.0: (80, 8192, 28672, 64),
+}
+"""Layers, hidden, intermediate and heads of nanotron's models: those of Llama 3 with as many key heads as heads and a
+vocabulary of 131072, which give the printed number of weights to the last digit."""
+UNFUSED_UNTIL_YEAR = 2022.9
+"""Until when training software wrote out the scores of attention, and hid no communication."""
+RECOMPUTE_NAMES = {
+    "full": ("layer",), "selective": ("attention",), "core_attn": ("attention",), "mla_up_proj": ("mla_up",),
+    "mlp": ("feed",), "moe_act": ("feed_activation",), "layernorm": ("norm",), "moe": ("experts",),
+}  # fmt: skip
+
+
+def read_job(row: Mapping[str, str], capacity: float) -> Job:
+    """The job that a row describes, on GPUs of `capacity` bytes."""
+    gpus, sequence, batch = read_integer(row, "gpus"), read_integer(row, "seq_len"), read_integer(row, "gbs_seqs")
+    model = _read_model(row, sequence)
+    job = Job(
+        model=model,
+        layout=_read_layout(row, model, gpus, batch),
+        sequence=sequence,
+        precision=_read_precision(row),
+        software=_read_software(row),
+        year=_release_year(row),
+        dropless="tokendrop" not in row.get("extras", "").split(";")[0],
+        trainable=0.005 if "lora" in row["model"] else 1.0,
+    )
+    if job.layout.sharding == "zero1" and job.layout.pp == 1 and job.layout.dp > 1:
+        least = job.with_layout(replace(job.layout, recompute=("layer",)))
+        if memory(least).allocated > capacity:  # the recipe shards weights too, and the table does not say so
+            job = job.with_layout(replace(job.layout, sharding="zero3", shard_group=0))
+    unsaid = row.get("recompute", "").startswith("not stated") and not job.layout.recompute
+    if unsaid and not row["gpu"].startswith("GB"):  # where Grace can hold activations
+        job = _fitting_job(job, capacity)
+    return job
+
+
+def _fitting_job(job: Job, capacity: float) -> Job:
+    """The job with as little recomputation as makes it fit, where the source does not say what was recomputed."""
+    steps: tuple[tuple[str, ...], ...] = (
+        (),
+        ("norm", "feed_activation", "mla_up"),
+        ("norm", "mla_up", "experts", "feed"),
+    )
+    for modules in steps:
+        tried = job.with_layout(replace(job.layout, recompute=modules))
+        if memory(tried).allocated < 1.05 * capacity:
+            return tried
+    return job.with_layout(replace(job.layout, recompute=("layer",)))
+
+
+def read_number(row: Mapping[str, str], field: str) -> float | None:
+    text = (row.get(field) or "").strip()
+    return float(text) if text else None
+
+
+def read_integer(row: Mapping[str, str], field: str, default: int | None = None) -> int:
+    value = read_number(row, field)
+    if value is None:
+        if default is None:
+            raise UsageError(f"`{field}` is not given")
+        return default
+    return int(value)
+
+
+def _read_model(row: Mapping[str, str], sequence: int) -> Model:
+    name = row["model"].split("+")[0]
+    proxy = re.fullmatch(r"(.+) proxy (\d+)L", name)
+    base = proxy.group(1) if proxy else name
+    known = MODELS.get(base, base)
+    if base.startswith("llama-like"):
+        layers, hidden, inner, heads = NANOTRON[float(row["params_b"])]
+        return _plain_model(name, layers, hidden, inner, heads, heads, hidden // heads, 131072, tied=hidden < 4096)
+    named = model_id(known)
+    model = catalogued(named) if named else None
+    if base.startswith(("mpt", "gpt-")) and read_number(row, "hidden"):
+        model = None  # the tables print their own dimensions
+    if model is None or model.name.startswith("gpt-3"):
+        return _from_columns(row, sequence)
+    return model.with_layers(int(proxy.group(2))) if proxy else model
+
+
+def _from_columns(row: Mapping[str, str], sequence: int) -> Model:
+    """A model by the dimensions of its row: gated and tied or not, whichever gives the printed number of weights."""
+    hidden, layers, heads = read_integer(row, "hidden"), read_integer(row, "layers"), read_integer(row, "heads")
+    inner = read_integer(row, "ffn", 4 * hidden)
+    plain = inner == 4 * hidden
+    experts: dict[str, Any] = {}
+    if read_integer(row, "experts", 0):
+        experts = {
+            "experts": read_integer(row, "experts"),
+            "active_experts": read_integer(row, "topk"),
+            "expert_intermediate": read_integer(row, "moe_ffn", inner),
+        }
+
+    def built(gated: bool, tied: bool) -> Model:
+        return _plain_model(
+            row["model"],
+            layers,
+            hidden,
+            inner,
+            heads,
+            read_integer(row, "kv_heads", heads),
+            read_integer(row, "head_dim", hidden // heads),
+            read_integer(row, "vocab"),
+            gated=gated,
+            positions=0 if gated else sequence,
+            tied=tied,
+            **experts,
+        )
+
+    printed = read_number(row, "params_b")
+    if printed is None or plain:
+        return built(not plain, plain)
+    every = [built(gated, tied) for gated in (True, False) for tied in (False, True)]
+    return min(every, key=lambda model: abs(model.parameters - 1e9 * printed))
+
+
+def _plain_model(
+    name: str, layers: int, hidden: int, inner: int, heads: int, kv: int, width: int, vocabulary: int, **more: Any
+) -> Model:
+    return Model(
+        name=name,
+        mixers="A" * layers,
+        feeds=("E" if more.get("experts") else "D") * layers,
+        hidden=hidden,
+        intermediate=inner,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=width,
+        vocabulary=vocabulary,
+        **more,
+    )
+
+
+def _read_layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) -> Layout:
+    framework, sharding = row.get("framework", ""), row.get("sharding", "")
+    tp, pp, cp = read_integer(row, "tp", 1), read_integer(row, "pp", 1), read_integer(row, "cp", 1)
+    ep = read_integer(row, "ep", 1) if model.is_moe else 1
+    virtual = read_integer(row, "vp", 1) if pp > 1 else 1
+    dp = gpus // (tp * pp * cp)
+    microbatch = read_integer(row, "mbs_seqs", 0) or (4 if pp == 1 and batch // dp % 4 == 0 else 1)
+    old = _release_year(row) < UNFUSED_UNTIL_YEAR
+    if not row.get("vp") and pp > 1 and ("interleaved" in row.get("extras", "") or "2024-07" in framework):
+        per_stage = model.layers // pp if model.layers % pp == 0 else 1
+        virtual = min((n for n in range(2, per_stage + 1) if per_stage % n == 0), key=lambda n: abs(n - 4), default=1)
+    pieces = batch // (dp * microbatch)
+    # recipes count the embedding and the loss as layers, so that 126 make 8 pieces of 16 stages
+    virtual = 1 if pieces % pp else min(virtual, max(1, model.layers // pp))
+    kind: Sharding
+    fsdp = re.search(r"FSDP=(\d+)", sharding)
+    group = 0
+    if fsdp:
+        kind, group = "hsdp", int(fsdp.group(1))
+    elif sharding.startswith(("FULL_SHARD", "ZeRO-3", "Megatron-FSDP", "FSDP")):
+        kind = "zero3"
+    elif sharding.startswith(("SHARD_GRAD_OP", "ZeRO-2")):
+        kind = "zero2"
+    elif sharding in ("DDP", "ZeRO-0"):
+        kind = "none"
+    else:
+        kind = "zero1"
+        part = re.search(r"ZeRO-1\D+(\d+)", sharding)  # sharded inside groups of so many ranks
+        group = int(part.group(1)) if part and dp % int(part.group(1)) == 0 else 0
+    split = nanotron_split(model, pp) if "nanotron" in framework and pp > 1 else ()
+    extras = row.get("extras", "")
+    modules = tuple(
+        module for part in row.get("recompute", "").split("+") for module in RECOMPUTE_NAMES.get(part.strip(), ())
+    )
+    if old and not modules:
+        modules = ("layer",)
+    # recipes hide the exchange of tokens where it crosses nodes
+    crosses = ep > (72 if row["gpu"].startswith("GB") else 8) and "Megatron-Bridge" in framework
+    overlapped = "EP overlap" in extras and "no EP overlap" not in extras and "overlap off" not in extras
+    return Layout(
+        gpus=gpus,
+        global_batch=batch,
+        microbatch=microbatch,
+        tp=tp,
+        sequence_parallel=not old or "selective" in row.get("recompute", ""),
+        cp=cp,
+        pp=pp,
+        virtual=1 if split else virtual,
+        split=split,
+        ep=ep,
+        etp=read_integer(row, "etp", tp if model.is_moe and ep * tp <= gpus // pp and framework == "NeMo" else 1)
+        if model.is_moe
+        else 1,
+        sharding=kind,
+        shard_group=group,
+        recompute=modules,
+        overlap_gradients=not old and not ("nanotron" in framework and kind == "zero1"),
+        overlap_tensor=tp > 1 and not old and "nanotron" not in framework,
+        overlap_experts=overlapped or (crosses and not extras.startswith(("HybridEP", "no EP", "alltoall"))),
+        overlap_pipeline=not old,
+        scatter_pipeline="DeepSpeed" not in framework,
+    )
+
+
+def nanotron_split(model: Model, pp: int) -> tuple[int, ...]:
+    """Layers of each stage as nanotron spreads them: by weights of products, where the output layer counts.
+
+    A stage takes layers until it has passed its share, so that the first ones have more, and the last one few.
+    """
+    layer = 4 * model.heads * model.head_dim * model.hidden + 3 * model.intermediate * model.hidden
+    total = model.layers * layer + model.hidden * model.vocabulary
+    found = [0] * pp
+    stage = 0
+    for index in range(model.layers):
+        found[stage] += 1
+        if (index + 1) * layer * pp > total * (stage + 1):
+            stage += 1
+    return tuple(found)
+
+
+def _read_precision(row: Mapping[str, str]) -> Precision:
+    text, sharding = row.get("precision", "").lower(), row.get("sharding", "")
+    if "fp4" in text:
+        return PRECISIONS["fp4"]
+    if "mx" in text or "see notes" in text:
+        return PRECISIONS["mxfp8"]
+    wide = "nanotron" in row.get("framework", "") or "/DEFAULT" in sharding
+    # assumed: its recipes keep the moments in 16 bits; those for fine-tuning say that they do not
+    low = "Megatron-Bridge (2026)" in row.get("framework", "") and "sft" not in row["model"]
+    if "fp8" in text:
+        return PRECISIONS["fp8-low-moments" if low else "fp8-fp32-grads" if wide else "fp8"]
+    if low:
+        return PRECISIONS["bf16-low-moments"]
+    if "fp16" in text or text == "mixed":
+        return PRECISIONS["fp16-fp32-grads"]
+    return PRECISIONS["bf16-fp32-grads" if wide else "bf16-master"]
+
+
+def _read_software(row: Mapping[str, str]) -> Software:
+    framework, said = row.get("framework", "").lower(), f"{row.get('framework', '')} {row.get('extras', '')}".lower()
+    if "llm-foundry" in framework or "nanotron" in framework:
+        return "eager"
+    if _release_year(row) < UNFUSED_UNTIL_YEAR:
+        return "unfused"
+    native = any(word in framework for word in ("torchtitan", "fsdp", "deepspeed", "transformers", "accelerate"))
+    return "eager" if native and "compile" not in said else "fused"
+
+
+def _release_year(row: Mapping[str, str]) -> float:
+    """When software came out: by the release that a row names, else by the paper that it comes from.
+
+    "Megatron-Bridge 26.04.01" is 2026.33, "arXiv 2104.04473" 2021.33.
+    """
+    framework = row.get("framework", "")
+    found = re.search(r"\b(2\d)\.(\d\d)\b", framework)
+    if found:
+        return 2000 + int(found.group(1)) + int(found.group(2)) / 12
+    found = re.search(r"\((20\d\d)", framework)
+    if found:
+        return float(found.group(1)) + 0.5
+    found = re.search(r"\b(2\d)(0[1-9]|1[0-2])\.\d{5}\b", f"{row['source']} {row.get('source_path', '')}")
+    if found:
+        return 2000 + int(found.group(1)) + int(found.group(2)) / 12
+    return {"NeMo": 2025.3, "MaxText": 2025.3, "llm-foundry/Composer FSDP": 2023.7}.get(framework, 2024.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTraining:
+    """One published run."""
+
+    id: str
+    group: str
+    source: str
+    kind: str
+    """dense, moe, moe-mla, moe-hybrid or hybrid-ssm."""
+    job: Job
+    cluster: Cluster
+    seconds: float | None
+    """Of a step; None where the run failed or was not timed."""
+    memory: float | None
+    """Peak bytes."""
+    notes: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedTraining:
+    """A row that cannot be planned, and why."""
+
+    id: str
+    reason: str
+
+
+def read_training(path: Path) -> tuple[list[MeasuredTraining], list[SkippedTraining]]:
+    """All rows of a file with the columns of `measured_training.csv`."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise UsageError(f"Cannot read the measurements {str(path)!r}: {error.strerror or error}.") from None
+    missing = {"id", "source", "model", "gpu", "gpus", "seq_len", "gbs_seqs"} - set(rows[0] if rows else {})
+    if missing:
+        raise UsageError(f"The measurements {str(path)!r} have no column {min(missing)!r}.")
+    found: list[MeasuredTraining] = []
+    skipped: list[SkippedTraining] = []
+    for row in rows:
+        try:
+            found.append(_read_run(row))
+        except (UsageError, ValueError, KeyError) as error:
+            skipped.append(SkippedTraining(id=row.get("id") or "?", reason=str(error).split("\n")[0]))
+    return found, skipped
+
+
+def _read_run(row: Mapping[str, str]) -> MeasuredTraining:
+    cluster = _read_cluster(row)
+    job = read_job(row, cluster.machine.memory_bytes or 80e9)
+    peak = (
+        None if "OUTCOME: OOM" in row.get("notes", "") else read_number(row, "peak_mem_gib")
+    )  # a step that did not end
+    # nanotron prints bytes / 1024^3 as GB
+    unit = 2.0**30 if "GiB" in row.get("mem_kind", "") or "nanotron" in row.get("framework", "") else 1e9
+    return MeasuredTraining(
+        id=row["id"],
+        group=row.get("group") or row["source"],
+        source=row["source"],
+        kind=row.get("arch") or ("moe" if job.model.is_moe else "dense"),
+        job=job,
+        cluster=cluster,
+        seconds=_read_seconds(row, job, cluster.machine),
+        memory=None if peak is None else peak * unit,
+        notes=row.get("notes", ""),
+    )
+
+
+def _read_cluster(row: Mapping[str, str]) -> Cluster:
+    """The usual cluster of a GPU, with the network, the power limit and the memory bandwidth where a row names them."""
+    label, gpus, interconnect = row["gpu"].rstrip("?"), read_integer(row, "gpus"), row.get("interconnect", "")
+    name = gpu_id(label)
+    if name is None:
+        raise UsageError(f"no GPU {label!r} in the catalogue")
+    per_node = 4 if name.startswith("gb") else 8
+    count = gpus if gpus <= per_node or gpus % per_node == 0 else -(-gpus // per_node) * per_node
+    network = "ethernet-200" if "RoCE" in interconnect and "1600" in interconnect else None
+    cluster = Cluster.of(name, gpus=count, network=network)
+    said = f"{label} {interconnect} {row.get('notes', '')}"
+    watts, memory = re.search(r"(\d{3,4}) ?W\b", said), re.search(r"(\d\.\d+) ?TB/s", said)
+    machine = cluster.machine
+    if watts:
+        machine = replace(machine, power_watts=float(watts.group(1)))
+    if memory and machine.theoretical is not None:
+        ceilings = replace(machine.theoretical, bandwidth=1e12 * float(memory.group(1)))
+        machine = replace(machine, theoretical=ceilings)
+    return cluster if machine is cluster.machine else replace(cluster, machine=machine)
+
+
+def _read_seconds(row: Mapping[str, str], job: Job, machine: Machine) -> float | None:
+    """Seconds of a step: as printed, else from tokens per second, else from FLOP/s by the source's own formula."""
+    printed = read_number(row, "step_time_s")
+    if printed is not None:
+        return printed
+    per_gpu = read_number(row, "tokens_per_s_per_gpu")
+    if per_gpu is not None:
+        return job.tokens / (per_gpu * job.layout.gpus)
+    rate, model = read_number(row, "model_tflops_per_gpu"), job.model
+    share = read_number(row, "mfu_pct")
+    layers, hidden, sequence = model.layers, model.hidden, job.sequence
+    if rate is not None and row.get("hfu_pct"):
+        flops = (
+            96
+            * sequence
+            * layers
+            * hidden**2
+            * (1 + sequence / (6 * hidden) + model.vocabulary / (16 * layers * hidden))
+        )
+    elif rate is not None and not row.get("group", "").startswith("mbridge"):
+        flops = (
+            72
+            * sequence
+            * layers
+            * hidden**2
+            * (1 + sequence / (6 * hidden) + model.vocabulary / (12 * layers * hidden))
+        )
+    elif rate is None and share is not None:
+        # three forward passes, attention not halved, against the 16-bit peak
+        weights = 4 * hidden**2 + 3 * hidden * model.intermediate
+        flops = 6.0 * sequence * (layers * (weights + 2 * sequence * hidden) + hidden * model.vocabulary)
+        assert machine.theoretical is not None
+        rate = share / 100 * machine.theoretical.peak("bfloat16") / 1e12
+    else:
+        return None
+    return job.layout.global_batch * flops / (rate * 1e12 * job.layout.gpus)
+
+
+TIE = 0.05
 """Pairs of layouts whose speeds differ by less are not asked which is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrainingRow:
     """One run: measured and predicted."""
 
-    run: Measured
+    run: MeasuredTraining
     seconds: float
     parts: dict[str, float]
 
@@ -51,7 +457,7 @@ class Row:
 class MemoryRow:
     """One run's peak memory: measured and predicted, as the source says it: what torch reserves on the first rank."""
 
-    run: Measured
+    run: MeasuredTraining
     bytes: float
 
     @property
@@ -62,7 +468,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class LayoutPair:
     """Two runs that differ in layout: speed of the first to the second, measured and predicted."""
 
     first: str
@@ -77,7 +483,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TrainingErrors:
     """Errors of some rows."""
 
     name: str
@@ -92,52 +498,54 @@ class Group:
 class TrainingValidation:
     """All runs of a file."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TrainingRow, ...]
     memory: tuple[MemoryRow, ...]
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedTraining, ...]
     left_out: bool
     """Whether each source was predicted from a fit without it."""
 
-    def by(self, key: Callable[[Row], str]) -> tuple[Group, ...]:
+    def by(self, key: Callable[[TrainingRow], str]) -> tuple[TrainingErrors, ...]:
         """Errors by whatever `key` says of a row, largest error first."""
         found: dict[str, list[float]] = {}
         for row in self.rows:
             found.setdefault(key(row), []).append(row.error)
-        return tuple(sorted((_group(name, errors) for name, errors in found.items()), key=lambda item: -item.absolute))
+        return tuple(
+            sorted((_training_errors(name, errors) for name, errors in found.items()), key=lambda item: -item.absolute)
+        )
 
     @property
-    def by_source(self) -> tuple[Group, ...]:
+    def by_source(self) -> tuple[TrainingErrors, ...]:
         """Dense runs and runs with experts apart."""
-        return self.by(lambda row: f"{row.run.source}, {kind_of(row.run)}")
+        return self.by(lambda row: f"{row.run.source}, {dense_or_moe(row.run)}")
 
     @property
-    def by_gpu(self) -> tuple[Group, ...]:
+    def by_gpu(self) -> tuple[TrainingErrors, ...]:
         """By machine."""
         return self.by(lambda row: row.run.cluster.machine.id)
 
     @property
-    def by_scale(self) -> tuple[Group, ...]:
+    def by_scale(self) -> tuple[TrainingErrors, ...]:
         """By the number of GPUs."""
-        return self.by(lambda row: _scale(row.run.job.layout.gpus))
+        return self.by(lambda row: _gpu_range(row.run.job.layout.gpus))
 
     @property
-    def by_architecture(self) -> tuple[Group, ...]:
+    def by_architecture(self) -> tuple[TrainingErrors, ...]:
         """By kind of model."""
         return self.by(lambda row: row.run.kind)
 
-    def overall(self, kind: str) -> Group:
+    def overall(self, kind: str) -> TrainingErrors:
         """All runs of a kind, "dense" or "moe"."""
-        errors = [row.error for row in self.rows if kind_of(row.run) == kind]
+        errors = [row.error for row in self.rows if dense_or_moe(row.run) == kind]
         if not errors:
             raise UsageError(f"The measurements have no run of kind {kind!r} that can be planned.")
-        return _group(kind, errors)
+        return _training_errors(kind, errors)
 
-    def worst(self, count: int = 10) -> tuple[Row, ...]:
+    def worst(self, count: int = 10) -> tuple[TrainingRow, ...]:
         """The rows that are furthest off."""
         return tuple(sorted(self.rows, key=lambda row: -abs(row.error))[:count])
 
 
-def kind_of(run: Measured) -> str:
+def dense_or_moe(run: MeasuredTraining) -> str:
     """ "moe" for a model with experts, else "dense"."""
     return "moe" if run.job.model.is_moe else "dense"
 
@@ -151,12 +559,12 @@ def validate_training(path: Path, *, left_out: bool = True) -> TrainingValidatio
         if run.seconds is None:
             continue
         found = _planner(run, planners, left_out).time(run.job)
-        rows.append(Row(run=run, seconds=found.seconds, parts=found.parts))
+        rows.append(TrainingRow(run=run, seconds=found.seconds, parts=found.parts))
     peaks = [MemoryRow(run=run, bytes=memory_by_stage(run.job)[0].reserved) for run in runs if run.memory is not None]
     return TrainingValidation(rows=tuple(rows), memory=tuple(peaks), skipped=tuple(skipped), left_out=left_out)
 
 
-def validate_pairs(path: Path, runs: Path, *, left_out: bool = True) -> tuple[Pair, ...]:
+def validate_pairs(path: Path, runs: Path, *, left_out: bool = True) -> tuple[LayoutPair, ...]:
     """The pairs of training layouts in `path` that differ by more than `CLOSE`; `runs` has the rows they name."""
     known = {row.run.id: row for row in validate_training(runs, left_out=left_out).rows}
     found = []
@@ -166,11 +574,11 @@ def validate_pairs(path: Path, runs: Path, *, left_out: bool = True) -> tuple[Pa
             if line["kind"] != "training" or first is None or second is None or not line["a_over_b_speed"]:
                 continue
             measured = float(line["a_over_b_speed"])
-            if abs(measured - 1) <= CLOSE:
+            if abs(measured - 1) <= TIE:
                 continue
             speeds = [row.run.job.tokens / row.seconds / row.run.job.layout.gpus for row in (first, second)]
             found.append(
-                Pair(first=first.run.id, second=second.run.id, measured=measured, predicted=speeds[0] / speeds[1])
+                LayoutPair(first=first.run.id, second=second.run.id, measured=measured, predicted=speeds[0] / speeds[1])
             )
     return tuple(found)
 
@@ -186,7 +594,7 @@ def constants_without(source: str) -> Efficiency:
     return Efficiency(**{name: float(value) for name, value in values.items() if name in known})
 
 
-def _planner(run: Measured, planners: dict[tuple[object, ...], Planner], left_out: bool) -> Planner:
+def _planner(run: MeasuredTraining, planners: dict[tuple[object, ...], Planner], left_out: bool) -> Planner:
     cluster = run.cluster
     key = (cluster.machine.id, cluster.gpus, cluster.network_name, run.source if left_out else "")
     if key not in planners:
@@ -194,10 +602,10 @@ def _planner(run: Measured, planners: dict[tuple[object, ...], Planner], left_ou
     return planners[key]
 
 
-def _group(name: str, errors: Iterable[float]) -> Group:
+def _training_errors(name: str, errors: Iterable[float]) -> TrainingErrors:
     values = list(errors)
     absolute = [abs(value) for value in values]
-    return Group(
+    return TrainingErrors(
         name=name,
         rows=len(values),
         mean=fmean(values),
@@ -207,7 +615,7 @@ def _group(name: str, errors: Iterable[float]) -> Group:
     )
 
 
-def _scale(gpus: int) -> str:
+def _gpu_range(gpus: int) -> str:
     for limit in (8, 64, 256, 1024):
         if gpus <= limit:
             return f"up to {limit} GPUs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from nearpeak.render.profile_card import shortened
+from nearpeak.render.views.verdict import elide
 
 LONGEST = 300
 """Characters of a name. Longer ones are generated, and nobody reads them."""
@@ -24,7 +24,7 @@ def visible(text: str, longest: int = LONGEST) -> str:
     >>> visible("a\\u202eb\\n c"), visible("abc" * 10, 20)
     ('a\\\\u202eb c', 'abcabcab...bcabcabc')
     """
-    return shortened(text if text.isprintable() else _seen(" ".join(text.split())), longest)
+    return elide(text if text.isprintable() else _seen(" ".join(text.split())), longest)
 
 
 def visible_lines(text: str) -> str:

@@ -18,7 +18,7 @@ function figuresOf(model, mode, groups) {
     };
   }
   const kind = (row) => model.kind[row];
-  const known = (row) => model.modelled[model.kind[row]];
+  const known = (row) => model.modeled[model.kind[row]];
   return {
     what: (row) => model.whatOf[row],
     kind,
@@ -207,12 +207,12 @@ function ending(text, most) {
 }
 
 function limiterOf(model, kind) {
-  return model.modelled[kind] ? model.limiter.values[model.limiter.index[kind]] : "no bound";
+  return model.modeled[kind] ? model.limiter.values[model.limiter.index[kind]] : "no bound";
 }
 
 const LIMITERS = ["memory", "cache", "compute", "launch", "none"];
 
-// The class that colours it.
+// The class that colors it.
 function limiterClass(limiter) {
   return `l-${LIMITERS.includes(limiter) ? limiter : "other"}`;
 }

@@ -88,13 +88,13 @@ function filterBar(model, table, root) {
 
   function add(name, label, control) {
     controls[name] = control;
-    labelled(name, label, control);
+    labeled(name, label, control);
     control.addEventListener("input", () => {
       state.filter[name] = control.type === "checkbox" ? control.checked : control.value;
       apply();
     });
   }
-  function labelled(name, label, control) {
+  function labeled(name, label, control) {
     control.id = `filter-${name}`;
     root.append(make("span", { class: "filter" }, make("label", { for: control.id, text: label }), control));
   }
@@ -133,7 +133,7 @@ function filterBar(model, table, root) {
     state.mode = single.checked ? "ops" : "groups";
     apply();
   });
-  labelled("single", "One by one", single);
+  labeled("single", "One by one", single);
   const chip = button(
     "",
     () => {

@@ -1,4 +1,4 @@
-// The modules as an icicle: width by measured time, colour by how much of it the bound is. A click goes into one.
+// The modules as an icicle: width by measured time, color by how much of it the bound is. A click goes into one.
 
 const LEVEL = 24;
 const MOST_LEVELS = 12;

@@ -18,6 +18,6 @@ function main() {
     strip = timeline(model, byId("timeline-plot"), byId("timeline-tools"), byId("timeline-gaps"), filters.goTo);
   }
   themeButton(() => {
-    if (strip) strip.redraw();
+    if (strip) strip.resample();
   });
 }

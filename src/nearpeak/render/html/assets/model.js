@@ -50,7 +50,7 @@ function readModel(data) {
   model.short = { values: model.name.values.map((name) => shorts.get(name)), index: model.name.index };
   model.what = Uint32Array.from(sumsOf(ops.what));
   model.kernels = numbersOf(ops.kernels);
-  model.modelled = Uint8Array.from(columnOf(ops.modelled));
+  model.modeled = Uint8Array.from(columnOf(ops.modeled));
   for (const name of ["flops", "bytes"]) model[name] = numbersOf(ops[name].column, ops[name].unit);
   for (const name of ["bound", "expected", "fused"]) model[name] = numbersOf(ops[name], 1e-9);
   model.kind = Uint32Array.from(sumsOf(ops.kind));
@@ -98,7 +98,7 @@ function groupsOf(model, ops) {
     groups.flops[what] += model.flops[kind];
     groups.bytes[what] += model.bytes[kind];
     groups.kernels[what] += model.kernels[kind];
-    groups[model.modelled[kind] ? "known" : "unknown"][what] += 1;
+    groups[model.modeled[kind] ? "known" : "unknown"][what] += 1;
     if (model.bound[kind] > model.bound[groups.kind[what]]) groups.kind[what] = kind;
   }
   return groups;
@@ -144,7 +144,7 @@ function modulesOf(model) {
     const kind = model.kind[op];
     node.ops += 1;
     node.measured += model.measured[op];
-    node.bound += model.modelled[kind] ? model.bound[kind] : 0;
+    node.bound += model.modeled[kind] ? model.bound[kind] : 0;
   }
   const all = [root];
   for (let i = 0; i < all.length; i += 1) all[i].children.forEach((child) => all.push(child));

@@ -34,14 +34,14 @@ function chooser(name, label, names, start) {
 }
 
 // One bar of pieces, to the limit or to the longest where there is one.
-function stackBar(pieces, limit, longest = null, colour = 0) {
+function stackBar(pieces, limit, longest = null, color = 0) {
   const whole = pieces.reduce((sum, [, value]) => sum + value, 0);
   const end = longest ?? Math.max(whole, limit ?? 0) * 1.03;
   const bar = makeSvg("svg", { class: "stack-bar", viewBox: "0 0 1000 26", preserveAspectRatio: "none", role: "img", "aria-hidden": "true" });
   let begun = 0;
   pieces.forEach(([, value], number) => {
     const width = end > 0 ? (1000 * value) / end : 0;
-    bar.append(makeSvg("rect", { class: `c-${number + colour}`, x: begun, y: 0, width, height: 26 }));
+    bar.append(makeSvg("rect", { class: `c-${number + color}`, x: begun, y: 0, width, height: 26 }));
     begun += width;
   });
   if (limit) {

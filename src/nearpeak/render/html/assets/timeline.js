@@ -12,7 +12,7 @@ function timeline(model, root, toolbar, list, goTo) {
   const largest = data.gaps.map((_, at) => at).sort((a, b) => data.gaps[b].length - data.gaps[a].length);
   const toured = largest.slice(0, 50).sort((a, b) => a - b);
   let width = 0;
-  let colours = null;
+  let colors = null;
   let stop = -1;
 
   function draw() {
@@ -21,11 +21,11 @@ function timeline(model, root, toolbar, list, goTo) {
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
     canvas.style.height = `${height}px`;
-    colours = colours || canvasColours(root);
+    colors = colors || canvasColors(root);
     const context = canvas.getContext("2d");
     context.scale(scale, scale);
-    drawRuler(context, range, width, height, colours);
-    const hatch = hatched(context, colours, scale);
+    drawRuler(context, range, width, height, colors);
+    const hatch = hatched(context, colors, scale);
     const pixels = width / (range.to - range.from);
     for (const gap of data.gaps) {
       if (gap.start > range.to || gap.start + gap.length < range.from) continue;
@@ -35,7 +35,7 @@ function timeline(model, root, toolbar, list, goTo) {
       context.fillRect((gap.start - range.from) * pixels, RULER, wide, height - RULER);
     }
     data.lanes.forEach((lane, number) =>
-      drawLane(context, data, lane, RULER + number * LANE, range, pixels, colours, title),
+      drawLane(context, data, lane, RULER + number * LANE, range, pixels, colors, title),
     );
   }
 
@@ -154,7 +154,7 @@ function timeline(model, root, toolbar, list, goTo) {
       "span",
       { class: "legend" },
       ...[...PHASES, "communication", "idle"]
-        .filter((name) => (name === "idle" ? data.gaps.length : data.colour.includes(SPAN_CLASSES.indexOf(name))))
+        .filter((name) => (name === "idle" ? data.gaps.length : data.color.includes(SPAN_CLASSES.indexOf(name))))
         .map((name) => make("span", { class: `key s-${name}`, text: name })),
     ),
   );
@@ -181,8 +181,8 @@ function timeline(model, root, toolbar, list, goTo) {
     draw();
   });
   return {
-    redraw: () => {
-      colours = null;
+    resample: () => {
+      colors = null;
       draw();
     },
   };

@@ -11,7 +11,7 @@ function readTimeline(model) {
   const merged = columnOf(data.merged);
   const streams = [...new Set(stream)].sort((a, b) => a - b);
   const phases = model.phase.values;
-  const colour = Uint8Array.from(start, (_, at) => {
+  const color = Uint8Array.from(start, (_, at) => {
     if (communication[at]) return COMMUNICATION;
     if (op[at] < 0 || op[at] >= model.opCount) return UNKNOWN;
     return PHASES.indexOf(phases[model.phase.index[model.whatOf[op[at]]]]) + 1 || UNKNOWN;
@@ -27,7 +27,7 @@ function readTimeline(model) {
   for (let at = 0; at < start.length; at += 1) end = Math.max(end, start[at] + length[at]);
   const gaps = readGaps(data.gaps);
   const last = gaps.length ? gaps[gaps.length - 1] : { start: 0, length: 0 };
-  return { start, length, op, name, merged, colour, lanes, gaps, end: Math.max(end, last.start + last.length) };
+  return { start, length, op, name, merged, color, lanes, gaps, end: Math.max(end, last.start + last.length) };
 }
 
 const PHASES = ["forward", "backward", "optimizer"];

@@ -3,8 +3,8 @@
 const LANE = 32;
 const RULER = 18;
 
-// The colours of the theme, as a canvas needs them.
-function canvasColours(root) {
+// The colors of the theme, as a canvas needs them.
+function canvasColors(root) {
   const found = {};
   for (const name of [...SPAN_CLASSES.filter(Boolean), "idle", "ink", "faint", "card"]) {
     const probe = make("span", { class: `probe p-${name}` });
@@ -15,12 +15,12 @@ function canvasColours(root) {
   return found;
 }
 
-function hatched(context, colours, scale) {
+function hatched(context, colors, scale) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 6 * scale;
   const pen = tile.getContext("2d");
   pen.scale(scale, scale);
-  pen.strokeStyle = colours.idle;
+  pen.strokeStyle = colors.idle;
   pen.lineWidth = 1;
   for (const from of [-3, 3, 9]) {
     pen.beginPath();
@@ -33,18 +33,18 @@ function hatched(context, colours, scale) {
   return pattern;
 }
 
-// Neighbours that fall into the same pixel are one rectangle, so that a strip of 100,000 spans is drawn at once.
-function drawLane(context, data, lane, top, range, pixels, colours, name) {
+// Neighbors that fall into the same pixel are one rectangle, so that a strip of 100,000 spans is drawn at once.
+function drawLane(context, data, lane, top, range, pixels, colors, name) {
   const first = Math.max(0, lastBefore(data.start, lane.spans, range.from));
   let open = null;
   const flush = () => {
     if (!open) return;
-    context.fillStyle = colours[SPAN_CLASSES[open.colour]];
+    context.fillStyle = colors[SPAN_CLASSES[open.color]];
     context.fillRect(open.x, top + 3, Math.max(0.6, open.end - open.x), LANE - 6);
     const left = Math.max(0, open.x);
     const room = Math.min(open.end, (range.to - range.from) * pixels) - left - 8;
     if (open.span === null || room < 24) return;
-    context.fillStyle = colours.card;
+    context.fillStyle = colors.card;
     context.fillText(fitted(name(open.span), room, 11), left + 4, top + LANE / 2 + 4);
   };
   for (let i = first; i < lane.spans.length; i += 1) {
@@ -53,18 +53,18 @@ function drawLane(context, data, lane, top, range, pixels, colours, name) {
     const x = (data.start[span] - range.from) * pixels;
     const end = x + data.length[span] * pixels;
     const gap = end - x > 3 ? 0.5 : 0; // long ones are told apart
-    if (open && open.colour === data.colour[span] && x - open.end < 0.4 && end - x < 3 && open.end - open.x < 400) {
+    if (open && open.color === data.color[span] && x - open.end < 0.4 && end - x < 3 && open.end - open.x < 400) {
       open.end = Math.max(open.end, end);
       open.span = null; // several
       continue;
     }
     flush();
-    open = { x, end: end - gap, colour: data.colour[span], span };
+    open = { x, end: end - gap, color: data.color[span], span };
   }
   flush();
 }
 
-function drawRuler(context, range, width, height, colours) {
+function drawRuler(context, range, width, height, colors) {
   const length = range.to - range.from;
   const rough = (length * 90) / width;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -72,9 +72,9 @@ function drawRuler(context, range, width, height, colours) {
   context.font = "11px system-ui, sans-serif";
   for (let number = Math.ceil(range.from / step); number * step <= range.to; number += 1) {
     const x = ((number * step - range.from) / length) * width;
-    context.fillStyle = colours.faint;
+    context.fillStyle = colors.faint;
     context.fillRect(x, 0, 1, height);
-    context.fillStyle = colours.ink;
+    context.fillStyle = colors.ink;
     const digits = Math.min(8, Math.max(3, Math.ceil(Math.log10(Math.abs(number * step) / step || 1)) + 1));
     context.fillText(number === 0 ? "0" : seconds(number * step, digits).replace(/\.0+ /, " "), x + 3, 11);
   }

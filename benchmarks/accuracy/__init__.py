@@ -1,0 +1,1 @@
+"""How accurate the harness is: device times beside the profiler and other harnesses."""

@@ -1,0 +1,1 @@
+"""Estimates: whether every bound is one, expected times, what an estimate costs."""

@@ -1,0 +1,146 @@
+"""What `benchmarks/kernels/run.py` measures of losses: forward and backward pass together, and memory.
+
+Each way gives the gradients. Logits that a way overwrites are written anew before each call, outside of what is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.kernels import cases
+from benchmarks.kernels.cases import liger, random_tensor
+from nearpeak import kernels
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSizes:
+    """Of logits, and of the hidden states that they are made of."""
+
+    tokens: int = 8192
+    hidden: int = 4096
+    vocabulary: int = 128256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCase:
+    """A loss at one size, with its inputs."""
+
+    operation: str
+    tokens: int
+    vocabulary: int
+    ways: dict[str, Call]
+    resets: dict[str, Call] = field(default_factory=dict)
+    given_bytes: int = 0
+    """What must be there beside the inputs whatever the way: gradients that are no input."""
+    bar_seconds: float | None = None
+
+
+def loss_cases(sizes: LossSizes | None = None, device: str = "cuda") -> Iterator[Callable[[], LossCase]]:
+    """What makes the cases: they are large, and made one by one."""
+    sizes = sizes or LossSizes()
+    yield lambda: cross_entropy_case(sizes, device)
+    yield lambda: linear_cross_entropy_case(sizes, device)
+
+
+def cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
+    tokens, vocabulary = sizes.tokens, sizes.vocabulary
+    kept = random_tensor(tokens, vocabulary, device=device, grad=False)
+    logits = _Made.apply(torch.ones((), requires_grad=True), kept)  # type: ignore[no-untyped-call]
+    leaf = kept.detach().requires_grad_()  # for those that only read
+    target = torch.randint(vocabulary, (tokens,), device=device)
+
+    def both(loss: Callable[[Tensor, Tensor], Tensor], on: Tensor) -> Call:
+        return lambda: torch.autograd.grad(loss(on, target), on)
+
+    @torch.no_grad()
+    def reset() -> None:
+        logits.detach().copy_(kept)
+
+    compiled = torch.compile(functional.cross_entropy, dynamic=False, fullgraph=True, backend=cases.BACKEND)
+    ways = {
+        "nearpeak": both(lambda x, t: kernels.cross_entropy(x, t, inplace=True), logits),
+        "eager": both(functional.cross_entropy, leaf),
+        "compile": both(compiled, leaf),
+    }
+    resets = {"nearpeak": reset}
+    found = liger("cross_entropy")
+    if found is not None:
+        ways["liger"] = both(found, logits)
+        resets["liger"] = reset
+    return LossCase(
+        operation="cross_entropy",
+        tokens=tokens,
+        vocabulary=vocabulary,
+        ways=ways,
+        resets=resets,
+        bar_seconds=1.65e-3,
+    )
+
+
+def linear_cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
+    tokens, width, vocabulary = sizes.tokens, sizes.hidden, sizes.vocabulary
+    hidden = random_tensor(tokens, width, device=device)
+    weight = (random_tensor(vocabulary, width, device=device, grad=False) / width**0.5).requires_grad_()
+    target = torch.randint(vocabulary, (tokens,), device=device)
+
+    def both(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Call:
+        return lambda: torch.autograd.grad(loss(hidden, weight, target), (hidden, weight))
+
+    products = _Products(hidden.detach(), weight.detach())
+    ways: dict[str, Call] = {
+        "nearpeak": both(lambda h, w, t: kernels.linear_cross_entropy(h, w, t)),
+        "eager": both(lambda h, w, t: functional.cross_entropy(functional.linear(h, w), t)),
+        "three products": products,
+    }
+    found = liger("linear_cross_entropy")
+    if found is not None:
+        ways["liger"] = both(found)
+    return LossCase(
+        operation="linear_cross_entropy",
+        tokens=tokens,
+        vocabulary=vocabulary,
+        ways=ways,
+        resets={"three products": products.prepare},
+        given_bytes=2 * (tokens + vocabulary) * width,
+    )
+
+
+class _Made(torch.autograd.Function):
+    """Logits that are the result of something, as those of a model: a way may overwrite them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Products:
+    """The matrix products that the layer and its gradients need, into tensors that are there."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self.hidden, self.weight = hidden, weight
+        self.results: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def prepare(self) -> None:
+        if self.results is None:
+            logits = self.hidden.new_empty(len(self.hidden), len(self.weight))
+            self.results = logits, torch.empty_like(self.hidden), torch.empty_like(self.weight)
+
+    def __call__(self) -> None:
+        self.prepare()
+        assert self.results is not None
+        logits, by_hidden, by_weight = self.results
+        torch.mm(self.hidden, self.weight.t(), out=logits)
+        torch.mm(logits, self.weight, out=by_hidden)
+        torch.mm(logits.t(), self.hidden, out=by_weight)

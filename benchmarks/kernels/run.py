@@ -1,0 +1,461 @@
+"""The kernels of nearpeak beside everything that a user could call instead: on this GPU, in one run.
+
+    PYTHONPATH=src python benchmarks/kernels/run.py --json benchmarks/results/kernels_h200.json
+    python benchmarks/kernels/run.py --show benchmarks/results/kernels_h200.json
+
+Sections, all or those of `--only`: "losses" (both passes, with memory), "copies" (float8, transposes, tokens, AdamW),
+"launch" (what a call takes on the host), "rows" (operations on rows, each pass), "attention" (each pass), "decoding"
+(with caches of all kinds), "attention_memory" (very many tokens), "products" (of matrices, with what follows them),
+"experts" (grouped products and layers of experts) and "linear_attention" (beside attention, by tokens). First
+everything is compiled by several processes. Then all ways to do the same are timed in turns by one process: device time
+with cold caches, and mostly the error against float64. "Of copy" is the rate at which a way moves the bytes that the
+operation must move at the least, as a share of the rate of a copy in the same run. Sections of the file that are not
+measured now stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, set_compiler, without_failures, work_through
+from benchmarks.kernels.tables import TABLES, shown
+
+COMPILED_WAYS = ("nearpeak", "compile", "liger", "portable", "flex")
+SELF_MEASURED = ("attention", "decoding", "attention_memory", "products", "experts", "linear_attention")
+"""Sections whose cases say what has to be compiled, `steps`, and measure themselves, `rows`."""
+CASES = {
+    "rows": "kernel_cases:row_cases",
+    "copies": "kernel_copies:copy_cases",
+    "losses": "kernel_losses:loss_cases",
+    "attention": "kernel_attention:attention_cases",
+    "decoding": "kernel_decoding:decoding_cases",
+    "attention_memory": "kernel_attention_memory:memory_cases",
+    "products": "kernel_products:product_cases",
+    "experts": "kernel_experts:expert_cases",
+    "linear_attention": "kernel_linear_attention:linear_cases",
+}
+"""By section, the module and the function that makes its cases."""
+Ways = dict[str, Callable[[], Any]]
+
+
+class Setting:
+    """What is measured, where, and what is known of it before."""
+
+    def __init__(self, device: str = "cuda", jobs: Jobs | None = None, check: bool = True, **sizes: Any) -> None:
+        self.device, self.jobs, self.check, self.sizes = device, jobs, check, sizes
+        self.copy_rate = 1.0
+        self.operations: set[str] | None = None
+
+    def wants(self, operation: str) -> bool:
+        return self.operations is None or operation in self.operations or operation.split()[0] in self.operations
+
+    def cases(self, section: str) -> Iterator[Any]:
+        """The cases of a section; of "losses" what makes them."""
+        module, _, name = CASES[section].partition(":")
+        make: Any = getattr(importlib.import_module(module), name)
+        given = {section: self.sizes[section]} if section in self.sizes else {}
+        return make(*given.values(), device=self.device)  # type: ignore[no-any-return]
+
+    def allowed(self, ways: Ways, job: str, compiled: Sequence[str] = COMPILED_WAYS) -> tuple[Ways, dict[str, str]]:
+        """The ways that were compiled, and why the others were not; `compiled` are those that had to be."""
+        if self.jobs is None:
+            return ways, {}
+        failed = {}
+        whole = self.jobs.outcome(job, "all")
+        for name in compiled:
+            outcome = whole or self.jobs.outcome(job, name)
+            if name not in ways or outcome == DONE or (outcome is None and name == "nearpeak"):
+                continue
+            if name == "nearpeak":
+                raise RuntimeError(outcome)
+            failed[name] = outcome or "was not compiled in time"
+        return {name: way for name, way in ways.items() if name not in failed}, failed
+
+
+def rehearsal() -> dict[str, Any]:
+    """Sizes at which all that is measured runs in seconds, also in Triton's interpreter: whether it runs at all."""
+    from benchmarks.kernels.attention import AttentionSizes, DecodingSizes, MemorySizes
+    from benchmarks.kernels.copies import CopySizes
+    from benchmarks.kernels.gemm import ProductSizes
+    from benchmarks.kernels.linear_attention import LinearSizes
+    from benchmarks.kernels.losses import LossSizes
+    from benchmarks.kernels.moe import ExpertSizes
+
+    copies = CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=32, width=8, layers=2, vocabulary=16)
+    losses = LossSizes(tokens=6, hidden=16, vocabulary=96)
+    return {
+        "rows": [(4, 256)],
+        "copies": copies,
+        "losses": losses,
+        "launch": {"side": 16},
+        "attention": AttentionSizes(together=48, tokens=(24,), heads={16: 1}, repeats=2),
+        "decoding": DecodingSizes(sequences=((1, 33), (2, 5)), heads=4, key_heads=2, dim=16),
+        "attention_memory": MemorySizes(dim=16, beside_others=32, alone=64),
+        "products": ProductSizes(cubes=(32, 48), gradients=32, tokens=24, features=32, hidden=40, eight=128),
+        "experts": ExpertSizes(experts=4, tokens=10, choices=2, columns=64, inner=32, routings=("even", "uniform")),
+        "linear_attention": LinearSizes(together=16, tokens=(8, 16), heads=1, dim=16),
+    }
+
+
+COPY_BYTES = 2**30
+
+
+def forward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> Ways:
+    import torch
+
+    def bound(way: Any, given: Sequence[Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            with torch.no_grad():
+                return way(*given)
+
+        return call
+
+    return {name: bound(way, _given(name, inputs)) for name, way in case.ways(only).items()}
+
+
+def backward_ways(case: Any, inputs: Sequence[Any], only: str | None = None) -> Ways:
+    """A way that fails in its forward pass raises that error when it is called."""
+    import torch
+
+    def bound(way: Any, given: Sequence[Any]) -> Callable[[], Any]:
+        wanted = [one for one in given if one.requires_grad]
+        kept: list[Any] = []
+
+        def call() -> Any:
+            if not kept:
+                results = way(*given)
+                results = results if isinstance(results, tuple) else (results,)
+                results = [one for one in results if one.requires_grad]
+                kept.extend([results, [torch.randn_like(one) for one in results]])
+            return torch.autograd.grad(kept[0], wanted, kept[1], retain_graph=True)
+
+        return call
+
+    return {name: bound(way, _given(name, inputs)) for name, way in case.ways(only).items()}
+
+
+def _given(name: str, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Liger overwrites its inputs in some passes: it has its own."""
+    if name != "liger":
+        return inputs
+    return [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+
+
+PASSES: dict[str, Callable[..., Ways]] = {"forward": forward_ways, "backward": backward_ways}
+
+
+def least_bytes(case: Any, name: str) -> int | None:
+    found: int | None = case.forward_bytes if name == "forward" else case.backward_bytes
+    return found
+
+
+def errors(case: Any, without: Mapping[str, str]) -> dict[str, float]:
+    """The largest error of the first result of each way against float64, relative to the largest value."""
+    import torch
+
+    inputs = case.inputs()
+    wide = [one.detach().double() if one.is_floating_point() else one for one in inputs]
+    with torch.no_grad():
+        exact = case.eager(*wide)
+        exact = exact[0] if isinstance(exact, tuple) else exact
+        found = {}
+        for name, way in case.ways().items():
+            if name == "compile" or name in without:
+                continue
+            try:
+                result = way(*[one.detach().clone() for one in inputs])
+            except Exception:  # said where it is timed
+                continue
+            result = result[0] if isinstance(result, tuple) else result
+            found[name] = float((result.double() - exact).abs().max() / exact.abs().max())
+    return found
+
+
+def measured(case: Any, setting: Setting, section: str, number: int) -> list[dict[str, Any]]:
+    """The rows of a case, one for each pass."""
+    from benchmarks.kernels.timing import in_turns
+
+    rows = []
+    inputs = case.inputs()
+    for name, make in PASSES.items():
+        least = least_bytes(case, name)
+        if least is None:
+            continue
+        ways, late = setting.allowed(make(case, inputs), f"{section}-{number}-{name}")
+        ways, failed = without_failures(ways)
+        waiting: list[str] = []
+        seconds = in_turns(ways, waiting=waiting)
+        checked = setting.check and case.checked and name == "forward"
+        rows.append(
+            {
+                "operation": case.operation,
+                "pass": name,
+                "rows": case.rows,
+                "columns": case.columns,
+                "bytes": least,
+                "seconds": seconds,
+                "of_copy": least / seconds["nearpeak"] / setting.copy_rate,
+                "errors": errors(case, {**late, **failed}) if checked else {},
+                "waiting": waiting,
+                "failed": {**late, **failed},
+                "note": case.note,
+            }
+        )
+        del ways
+    return rows
+
+
+def measured_loss(case: Any, setting: Setting, number: int) -> list[dict[str, Any]]:
+    from benchmarks.kernels import timing
+    from benchmarks.kernels.timing import extra_bytes, in_turns
+
+    ways, late = setting.allowed(case.ways, f"losses-{number}-both")
+    ways, failed = without_failures(ways, case.resets)
+    extra = {}
+    for name, way in ways.items():
+        found = extra_bytes(way, case.resets.get(name))
+        if found is not None and name != "three products":
+            extra[name] = max(found - case.given_bytes, 0)
+    waiting: list[str] = []
+    # a block is one call of these: twice as many blocks
+    seconds = in_turns(ways, 2 * timing.ROUNDS, resets=case.resets, waiting=waiting)
+    products = seconds.get("three products")
+    row = {
+        "operation": case.operation,
+        "tokens": case.tokens,
+        "vocabulary": case.vocabulary,
+        "seconds": seconds,
+        "of_products": {} if products is None else {name: value / products for name, value in seconds.items()},
+        "extra_bytes": extra,
+        "bar_seconds": case.bar_seconds,
+        "waiting": waiting,
+        "failed": {**late, **failed},
+    }
+    return [row]
+
+
+def measured_launch(case: Any) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.kernels.timing import host_in_turns
+
+    with torch.no_grad():
+        seconds = host_in_turns({"nearpeak": case.nearpeak, "eager": case.eager})
+    ratio = seconds["nearpeak"] / seconds["eager"]
+    return {"operation": case.operation, "torch_ops": case.torch_ops, "seconds": seconds, "ratio": ratio}
+
+
+def measured_copy(device: str, size: int = COPY_BYTES) -> float:
+    """The rate of a copy, in bytes that are read or written in a second."""
+    import torch
+
+    from benchmarks.kernels.timing import in_turns
+
+    source, target = (torch.randn(size // 2, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size / in_turns({"copy": lambda: target.copy_(source)})["copy"]
+
+
+SECTIONS = tuple(TABLES)
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+COMPILE_SECONDS = 150.0
+
+
+def run_section(section: str, setting: Setting) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
+    """Of each case its name, and what measures it."""
+    if section == "launch":
+        from benchmarks.kernels.launches import launch_cases
+
+        for case in launch_cases(**setting.sizes.get("launch", {}), device=setting.device):
+            if setting.wants(case.operation):
+                yield case.operation, lambda case=case: [measured_launch(case)]  # type: ignore[misc]
+        return
+    for number, case in enumerate(setting.cases(section)):
+        if section == "losses":
+            name = LOSSES[number]
+            if setting.wants(name):
+                yield name, lambda case=case, number=number: measured_loss(case(), setting, number)  # type: ignore[misc]
+        elif section in SELF_MEASURED:
+            if setting.wants(case.operation):
+                yield case.name, partial(case.rows, setting, f"{section}-{number}")
+        elif setting.wants(case.operation):
+            yield (
+                f"{case.operation} {case.rows} x {case.columns}",
+                lambda case=case, number=number: measured(case, setting, section, number),  # type: ignore[misc]
+            )
+
+
+def compile_jobs(sections: Sequence[str], setting: Setting) -> Iterator[tuple[str, Callable[[], Ways]]]:
+    """All that has to be compiled: names as `measured` has them, and what makes their steps."""
+    for section in sections:
+        if section == "launch":
+            continue
+        for number, case in enumerate(setting.cases(section)):
+            if section == "losses":
+                if not setting.wants(LOSSES[number]):
+                    continue
+                yield f"losses-{number}-both", lambda case=case: _reset_first(case())  # type: ignore[misc]
+            elif section in SELF_MEASURED:
+                if setting.wants(case.operation):
+                    yield f"{section}-{number}", case.steps
+                    for name, steps in getattr(case, "jobs_apart", dict)().items():
+                        yield f"{section}-{name}", steps
+            elif setting.wants(case.operation):
+                for name, make in PASSES.items():
+                    if least_bytes(case, name) is not None:
+                        yield (
+                            f"{section}-{number}-{name}",
+                            lambda case=case, make=make: _compiled(make(case, case.inputs())),  # type: ignore[misc]
+                        )
+
+
+def _compiled(ways: Ways) -> Ways:
+    return {name: way for name, way in ways.items() if name in COMPILED_WAYS}
+
+
+def _reset_first(case: Any) -> Ways:
+    def bound(name: str, way: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> None:
+            case.resets.get(name, lambda: None)()
+            way()
+
+        return call
+
+    return {name: bound(name, way) for name, way in _compiled(case.ways).items()}
+
+
+def clean() -> None:
+    """Forgets what torch compiled for a case, as it keeps no more than 8 variants of a function, and frees memory."""
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure(sections: Sequence[str], setting: Setting, content: dict[str, Any], write: Callable[[], Any]) -> None:
+    """Measures into `content`, which is written after each case."""
+    start = time.perf_counter()
+    for section in sections:
+        content[section] = []
+        for name, rows in run_section(section, setting):
+            print(f"{time.perf_counter() - start:6.1f} s  {section}: {name}", file=sys.stderr, flush=True)
+            try:
+                content[section] += rows()
+            except Exception as error:
+                traceback.print_exc()
+                content["failed"][f"{section}: {name}"] = f"{type(error).__name__}: {str(error)[:300]}"
+            clean()
+            write()
+
+
+def new_content(copy_rate: float) -> dict[str, Any]:
+    import torch
+
+    versions = {"torch": str(torch.__version__)}
+    for name in ("triton", "liger_kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": versions,
+        "copy_bytes_per_second": copy_rate,
+        "failed": {},
+    }
+
+
+def started(file: Path | None, fresh: dict[str, Any], sections: Sequence[str]) -> dict[str, Any]:
+    """What the file has of other sections of the same machine, with a new head."""
+    if file is None or not file.exists():
+        return fresh
+    before = json.loads(file.read_text(encoding="utf-8"))
+    if before.get("machine") != fresh["machine"]:
+        return fresh
+    return {**fresh, **{name: before[name] for name in SECTIONS if name in before and name not in sections}}
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--show", type=Path, help="print the tables of results that were written, and measure nothing")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
+    parser.add_argument("--operations", help="only these, with commas between")
+    parser.add_argument("--no-check", action="store_true", help="leave the comparison with float64 out")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 12), help="that compile; 0: none")
+    parser.add_argument("--compile-seconds", type=float, default=COMPILE_SECONDS, help="for compiling, at most")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    found = parser.parse_args(arguments)
+    found.sections = [name for name in SECTIONS if name in found.only.split(",")]
+    unknown = set(found.only.split(",")) - set(SECTIONS)
+    if unknown:
+        parser.error(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    return found
+
+
+def main() -> int:
+    arguments = parsed()
+    if arguments.show:
+        only = arguments.sections if len(arguments.sections) < len(SECTIONS) else ()
+        print(shown(json.loads(arguments.show.read_text(encoding="utf-8")), only))
+        return 0
+    set_caches()
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.rehearse and device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    set_compiler()
+    setting = Setting(device, check=not arguments.no_check, **(rehearsal() if arguments.rehearse else {}))
+    setting.operations = set(arguments.operations.split(",")) if arguments.operations else None
+    from benchmarks.kernels import timing
+    from nearpeak import kernels
+
+    if arguments.rehearse:
+        timing.ROUNDS, timing.CALLS, timing.IN_A_ROW = 1, 4, 2
+    with kernels.using("require"):  # a reference that runs in place of a kernel is an error
+        return run(arguments, setting)
+
+
+def run(arguments: argparse.Namespace, setting: Setting) -> int:
+    if arguments.work:
+        work_through(Jobs(arguments.work), compile_jobs(arguments.sections, setting), clean)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
+        if arguments.processes and set(arguments.sections) != {"launch"}:
+            command = [sys.executable, __file__, "--only", ",".join(arguments.sections), "--work", folder]
+            command += ["--operations", arguments.operations] if arguments.operations else []
+            command += ["--rehearse"] if arguments.rehearse else []
+            took = run_workers(command, arguments.processes, arguments.compile_seconds)
+            print(f"compiled in {took:.0f} s", file=sys.stderr, flush=True)
+            setting.jobs = Jobs(Path(folder))
+        setting.copy_rate = measured_copy(setting.device, 2**16 if arguments.rehearse else COPY_BYTES)
+        content = started(arguments.json, new_content(setting.copy_rate), arguments.sections)
+
+        def write() -> None:
+            if arguments.json:
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+        measure(arguments.sections, setting, content, write)
+    print(shown(content, arguments.sections))
+    return 1 if content["failed"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

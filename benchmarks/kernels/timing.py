@@ -1,0 +1,184 @@
+"""Times of several ways to do the same, taken in turns, so that a drift meets all of them.
+
+`in_turns` is the device time of a call with cold caches, `host_in_turns` what a call takes on the host. On a CPU, where
+tests run this, both are wall time.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from nearpeak.measure.bench import quiet_collector
+from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device, host_seconds
+from nearpeak.measure.instrument import zero_of
+from nearpeak.measure.prepared import IDLE_SHARE, LONGEST_PACE_SECONDS
+from nearpeak.measure.samplers import STAGE_SECONDS, EventSampler
+from nearpeak.measure.statistics import median
+
+ROUNDS = 7
+WAIT_SECONDS = 0.01
+"""A call that takes so much longer behind a busy device waits for it."""
+IN_A_ROW = 200
+"""Calls on the host between two waits for the device: the queue of launches holds about a thousand."""
+CALLS = 2000
+Way = Callable[[], Any]
+
+
+class _Sampler(Protocol):
+    def seconds(self) -> float:
+        """The time of a call, from one block of calls."""
+        ...
+
+
+class _Behind:
+    """Calls behind a spin that hides their launches."""
+
+    def __init__(self, device: CudaDevice, way: Way, reset: Way | None, enqueue_seconds: float) -> None:
+        zero = zero_of(device.index, "cold").events
+        rough = EventSampler(
+            device,
+            way,
+            Stage(device, "cold", reset=reset),
+            call_seconds=1e-3,
+            enqueue_seconds=enqueue_seconds,
+            zero_seconds=zero,
+            calls=2,
+        )
+        estimate = max(1e-7, rough.block().seconds)
+        pace = min(LONGEST_PACE_SECONDS, max(0.0, IDLE_SHARE * estimate - STAGE_SECONDS))
+        self._sampler = EventSampler(
+            device,
+            way,
+            Stage(device, "cold", reset=reset, pace_seconds=pace),
+            call_seconds=estimate,
+            enqueue_seconds=max(enqueue_seconds, 5e-6),
+            zero_seconds=zero,
+        )
+
+    def seconds(self) -> float:
+        return self._sampler.block().seconds
+
+
+class _Waiting:
+    """A call that waits for the device itself: between two events, and all that its user waits for counts."""
+
+    def __init__(self, device: CudaDevice, way: Way, reset: Way | None) -> None:
+        self._device, self._way, self._stage = device, way, Stage(device, "cold", reset=reset)
+
+    def seconds(self) -> float:
+        start, end = self._device.events(2)
+        self._stage()
+        self._device.synchronize()
+        start.record()
+        self._way()
+        end.record()
+        self._device.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+
+
+class _Host:
+    def __init__(self, way: Way, reset: Way | None) -> None:
+        self._way, self._reset = way, reset
+
+    def seconds(self) -> float:
+        if self._reset is not None:
+            self._reset()
+        return host_seconds(self._way)
+
+
+def _sampler(way: Way, reset: Way | None, may_wait: bool) -> tuple[_Sampler, bool]:
+    """What measures a way, and whether that waits for the device."""
+    if not torch.cuda.is_available():
+        return _Host(way, reset), False
+    device = cuda_device(torch.cuda.current_device())
+    enqueue = []
+    for _ in range(2):
+        if reset is not None:
+            reset()
+        device.synchronize()
+        enqueue.append(host_seconds(way))
+    device.synchronize()
+    if may_wait:
+        if reset is not None:
+            reset()
+        device.synchronize()
+        device.spin(2 * WAIT_SECONDS)
+        # of the second call: the first may still have loaded and allocated
+        waits = host_seconds(way) > enqueue[1] + WAIT_SECONDS
+        device.synchronize()
+        if waits:
+            return _Waiting(device, way, reset), True
+    return _Behind(device, way, reset, enqueue[1]), False
+
+
+def in_turns(
+    ways: Mapping[str, Way],
+    rounds: int | None = None,
+    *,
+    resets: Mapping[str, Way] | None = None,
+    may_wait: bool = True,
+    waiting: list[str] | None = None,
+) -> dict[str, float]:
+    """The median device time of each way with cold caches, in seconds; the first of all rounds warms up.
+
+    `resets` run before calls, outside of what is timed. `waiting` gets the names of the ways that wait for the device.
+    """
+    samplers: dict[str, _Sampler] = {}
+    for name, way in ways.items():
+        samplers[name], waits = _sampler(way, (resets or {}).get(name), may_wait)
+        if waits and waiting is not None:
+            waiting.append(name)
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in samplers}
+    with quiet_collector():
+        for turn in range((ROUNDS if rounds is None else rounds) + 1):
+            for name in order.sample(list(samplers), len(samplers)):
+                found = samplers[name].seconds()
+                if turn:
+                    seconds[name].append(found)
+    return {name: median(series) for name, series in seconds.items()}
+
+
+def host_in_turns(ways: Mapping[str, Way], calls: int | None = None) -> dict[str, float]:
+    """What a call of each way takes on the host: the median of rows of calls, the device idle before each row."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    order = random.Random(0)
+    with quiet_collector():
+        for turn in range(max(1, (calls or CALLS) // IN_A_ROW) + 1):
+            for name in order.sample(list(ways), len(ways)):
+                way = ways[name]
+                _synchronize()
+                start = time.perf_counter()
+                for _ in range(IN_A_ROW):
+                    way()
+                found = (time.perf_counter() - start) / IN_A_ROW
+                if turn:
+                    seconds[name].append(found)
+    _synchronize()
+    return {name: median(series) for name, series in seconds.items()}
+
+
+def extra_bytes(way: Way, reset: Way | None = None) -> int | None:
+    """How much more memory a call takes at its highest than before; None where there is no GPU."""
+    if not torch.cuda.is_available():
+        way()
+        return None
+    if reset is not None:
+        reset()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = way()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

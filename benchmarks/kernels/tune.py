@@ -1,0 +1,892 @@
+"""Measures which configuration of each kernel is fastest on this GPU, and writes the table that the kernels use.
+
+    PYTHONPATH=src python benchmarks/kernels/tune.py --table src/nearpeak/kernels/tables/sm90.json
+
+Kernels of different candidates are compiled by several processes first; what is not compiled in time is left out. Then
+all candidates for one size are measured in turns. One that does not reproduce the result of the default, or its own, is
+left out and named. Entries of the table for operations or sizes that are not measured now stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from benchmarks.kernels.attention import portable
+from benchmarks.kernels.cases import SIZES, KernelCase, random_tensor, row_cases
+from benchmarks.kernels.copies import CopySizes, copy_cases
+from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, work_through
+from benchmarks.kernels.run import backward_ways, forward_ways
+from nearpeak import kernels
+from nearpeak.kernels.attention import sm90_launch
+from nearpeak.kernels.attention import triton as attention_triton
+from nearpeak.kernels.attention import tuning as attention_tuning
+from nearpeak.kernels.decode import triton as decode_triton
+from nearpeak.kernels.gemm import grouped_triton
+from nearpeak.kernels.gemm import triton as gemm_triton
+from nearpeak.kernels.linear_attention import tuning as linear_attention_tuning
+from nearpeak.kernels.losses import triton as losses_triton
+from nearpeak.kernels.moe import triton as moe_triton
+from nearpeak.kernels.norms import triton as norms_triton
+from nearpeak.kernels.norms import tuning as norms_tuning
+from nearpeak.kernels.norms.tuning import table_key
+from nearpeak.kernels.optimizer import triton as optimizer_triton
+from nearpeak.kernels.pointwise import triton as pointwise_triton
+from nearpeak.kernels.quantize import triton as quantize_triton
+from nearpeak.kernels.rotary import triton as rotary_triton
+from nearpeak.kernels.softmax import tuning as softmax_tuning
+from nearpeak.kernels.transpose import triton as transpose_triton
+
+if TYPE_CHECKING:
+    import torch
+
+MANY = 2**40
+"""Up to so many: no end."""
+FEW = 2**22
+"""Elements from which on a GPU is busy, and their number no longer matters."""
+Config = dict[str, Any]
+
+
+class Where(NamedTuple):
+    """The size at which an entry is measured, and for which it holds: above one, up to the other."""
+
+    size: int
+    above: int
+    up_to: int
+
+
+def near_of(size: int) -> Where:
+    """An entry that holds for sizes whose next power of 2 is that of this one."""
+    longest = 1 << (size - 1).bit_length()
+    return Where(size, longest // 2, longest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tunable:
+    """One entry of the table: a kernel at a size, measured through an operation."""
+
+    kernel: str
+    operation: str
+    where: Where
+    candidates: list[Config]
+    make: Callable[[], Callable[[], Any]]
+    """Makes inputs, and what to call."""
+    least_bytes: int
+    checked: bool = True
+    """Whether all candidates give the same numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedSizes:
+    """At which kernels are tuned."""
+
+    rows: Sequence[tuple[int, int]] = SIZES
+    activations: Sequence[tuple[int, int]] = ((16384, 4096), (4096, 16384))
+    quantized_rows: Sequence[tuple[int, int]] = ((16384, 4096), (8192, 8192))
+    long_rows: tuple[int, int] = (2048, 65536)
+    losses: Sequence[tuple[int, int]] = ((8192, 32000), (2048, 128256))
+    copies: CopySizes = field(default_factory=CopySizes)
+    cache: tuple[int, int, int, int] = (32, 8, 8192, 128)
+    """Sequences, heads of keys, capacity, numbers of a head."""
+    attention: Sequence[int] = (2048, 4096, 8192, 16384)
+    """Tokens of a sequence, of as many sequences as have the most of these tokens together."""
+    attention_heads: int = 16
+    portable_attention: int = 8192
+    products: Sequence[tuple[int, int]] = ((4096, 4096), (8192, 8192))
+    """Rows and columns of the result, and the depth."""
+    experts: Sequence[tuple[int, int, int, int]] = ((128, 512, 1536, 2048), (8, 4096, 8192, 4096))
+    """How many, rows of each, and columns and depth of their matrices."""
+    experts_of_few: tuple[int, int, int] = (128, 1536, 2048)
+    """How many, and columns and depth, where each has but a few rows."""
+    routed: tuple[int, Sequence[int]] = (65536, (8, 128))
+    """Tokens, and numbers of experts."""
+    linear_attention: tuple[int, int, int, Sequence[int]] = (2, 16, 8192, (64, 128))
+    """Sequences, heads, tokens, and numbers of a head."""
+
+    @classmethod
+    def tiny(cls) -> TunedSizes:
+        """At which every kernel runs in a moment, also in Triton's interpreter."""
+        return cls(
+            rows=[(4, 256)],
+            activations=[(4, 256)],
+            quantized_rows=[(4, 128)],
+            long_rows=(2, 16_400),
+            losses=[(3, 4160)],
+            copies=CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=1024, width=8, layers=2, vocabulary=16),
+            cache=(1, 1, 128, 64),
+            attention=(32, 64),
+            attention_heads=1,
+            portable_attention=64,
+            products=[(768, 64)],  # as many tiles as the kernel for Hopper wants to have
+            experts=[(2, 64, 64, 64)],
+            experts_of_few=(4, 64, 64),
+            routed=(5, (8,)),
+            linear_attention=(1, 1, 300, (64,)),  # of two segments
+        )
+
+
+KINDS = ("16_bits", "16_bits_gated", "8_bits", "8_bits_gated", "8_bits_fast", "8_bits_fast_gated")
+HEIGHTS = (16, 64)
+"""Rows of tiles of experts that have few rows."""
+
+
+def product_tunables(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for side, depth in sizes.products:
+        for kind in KINDS:
+            yield _product(side, depth, kind, False, device)
+        for kind in KINDS[:2]:
+            yield _product(side, depth, kind, True, device)
+    yield from _experts(sizes, device)
+    yield from _experts_of_few(sizes, device)
+    yield from _routed(sizes, device)
+    yield from _linear_attention(sizes, device)
+
+
+def _product(side: int, depth: int, kind: str, keep: bool, device: str) -> Tunable:
+    gated, eight = kind.endswith("_gated"), kind.startswith("8_bits")
+    results = 2 * side if gated else side
+    activation = "silu" if gated or keep else None
+
+    def make() -> Callable[[], Any]:
+        x, weight = (random_tensor(lines, depth, device=device, grad=keep) for lines in (side, results))
+        if not eight:
+            return lambda: kernels.gemm(x, weight, activation=activation, gated=gated)
+        x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        scale = torch.ones((), device=device)
+        options = {"activation": activation, "gated": gated, "fast_accumulate": "fast" in kind}
+        return lambda: kernels.gemm(x, weight, scale_x=scale, scale_weight=scale, **options)
+
+    # tiles that are left over at the end decide, so that an entry holds for results of nearly this size alone
+    numbers = side * side
+    return Tunable(
+        kernel=f"product_hopper_{kind}" + ("_kept" if keep else ""),
+        operation="product",
+        where=Where(numbers, numbers - numbers // 32, numbers + numbers // 32),
+        candidates=gemm_triton.sm90_candidates(numbers, kind, keep=keep),
+        make=make,
+        least_bytes=(side + results) * depth * (1 if eight else 2) + 2 * numbers * (1 + (2 if gated else 1) * keep),
+    )
+
+
+def _grouped(experts: int, rows: int, columns: int, depth: int, device: str, **options: Any) -> Callable[[], Any]:
+    """The product of as many rows for each expert."""
+    x = random_tensor(experts * rows, depth, device=device, grad=False)
+    weight = random_tensor(experts, columns, depth, device=device, grad=False)
+    counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
+    groups = kernels.row_groups(counts, rows=experts * rows)
+    return lambda: kernels.grouped_gemm(x, weight, counts, groups=groups, **options)
+
+
+def _experts(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for number, (experts, rows, columns, depth) in enumerate(sizes.experts):
+
+        def gradient(
+            experts: int = experts, rows: int = rows, columns: int = columns, depth: int = depth
+        ) -> Callable[[], Any]:
+            x = random_tensor(experts * rows, depth, device=device, grad=False)
+            weight = random_tensor(experts, columns, depth, device=device)
+            counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
+            result = kernels.grouped_gemm(x, weight, counts)
+            upstream = torch.randn_like(result)
+            return lambda: torch.autograd.grad(result, weight, upstream, retain_graph=True)
+
+        def forward(shape: tuple[int, int, int, int] = (experts, rows, columns, depth), **options: Any) -> Any:
+            return _grouped(*shape, device, **options)
+
+        where = near_of(rows)
+        if number == len(sizes.experts) - 1:
+            where = where._replace(up_to=MANY)
+        least = 2 * experts * (rows * depth + columns * depth + rows * columns)
+        found: list[tuple[str, Any, Callable[[], Any]]] = [
+            ("grouped_product_hopper", grouped_triton.SM90_CONFIGS, forward),
+            (
+                "grouped_product_hopper_gated",
+                grouped_triton.SM90_CONFIGS,
+                lambda forward=forward: forward(activation="silu"),
+            ),
+            ("grouped_gradient_hopper", grouped_triton.SM90_GRADIENT_CONFIGS, gradient),
+        ]
+        for kernel, candidates, make in found:
+            yield Tunable(
+                kernel=kernel,
+                operation="grouped_product",
+                where=where,
+                candidates=list(candidates),
+                make=make,
+                least_bytes=least,
+            )
+
+
+def _experts_of_few(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    experts, columns, depth = sizes.experts_of_few
+    for height in HEIGHTS:
+        for gated in (False, True):
+
+            def make(height: int = height, gated: bool = gated) -> Callable[[], Any]:
+                options = {"activation": "silu"} if gated else {}
+                return _grouped(experts, 3 * height // 8, columns, depth, device, **options)
+
+            yield Tunable(
+                kernel="grouped_product" + ("_gated" if gated else ""),
+                operation="grouped_product",
+                where=near_of(height),
+                candidates=grouped_triton.candidates(height, gated),
+                make=make,
+                least_bytes=2 * experts * columns * depth,
+            )
+
+
+def _routed(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    tokens, numbers = sizes.routed
+    for experts in numbers:
+
+        def forward(experts: int = experts) -> Callable[[], Any]:
+            logits = random_tensor(tokens, experts, device=device, grad=False)
+            return lambda: kernels.route(logits, min(8, experts // 4), renormalize=True)
+
+        def backward(experts: int = experts) -> Callable[[], Any]:
+            logits = random_tensor(tokens, experts, device=device)
+            weights, _ = kernels.route(logits, min(8, experts // 4), renormalize=True)
+            upstream = torch.randn_like(weights)
+            return lambda: torch.autograd.grad(weights, logits, upstream, retain_graph=True)
+
+        for kernel, make, passes in (("route", forward, 1), ("route_backward", backward, 2)):
+            yield Tunable(
+                kernel=kernel,
+                operation="route",
+                where=near_of(experts),
+                candidates=moe_triton.route_candidates(experts),
+                make=make,
+                least_bytes=2 * passes * tokens * experts,
+            )
+
+
+def _linear_attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    sequences, heads, tokens, dims = sizes.linear_attention
+    for dim in dims:
+        shape = (sequences, heads, tokens, dim)
+        one = 2 * sequences * heads * tokens * dim
+
+        def forward(shape: tuple[int, ...] = shape) -> Callable[[], Any]:
+            given = [random_tensor(*shape, device=device, grad=False) for _ in "qkv"]
+            return lambda: kernels.linear_attention(*given)
+
+        def backward(wanted: str, shape: tuple[int, ...] = shape) -> Callable[[], Any]:
+            given = [random_tensor(*shape, device=device, grad=name == wanted) for name in ("query", "key", "value")]
+            result = kernels.linear_attention(*given)
+            (of,) = (tensor for tensor in given if tensor.requires_grad)
+            upstream = torch.randn_like(result)
+            return lambda: torch.autograd.grad(result, of, upstream, retain_graph=True)
+
+        for name in ("", "_states", "_query", "_key", "_value"):
+            is_forward = name in ("", "_states")
+            kernel = f"linear_attention{name}"
+            yield Tunable(
+                kernel=kernel,
+                operation="linear_attention",
+                where=near_of(dim),
+                candidates=linear_attention_tuning.candidates(dim, kernel),
+                make=forward if is_forward else lambda name=name, backward=backward: backward(name[1:]),  # type: ignore[misc]
+                least_bytes=(4 if is_forward else 6) * one,
+            )
+
+
+REHEARSAL = TunedSizes.tiny()
+"""Sizes at which every kernel runs in a moment, also in Triton's interpreter."""
+
+
+def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[Tunable]:
+    sizes = sizes or TunedSizes()
+    yield from _rows(sizes, device)
+    yield from _activations(sizes, device)
+    yield from _copies(sizes, device)
+    for side_bytes, dtype in ((1, torch.int8), (4, torch.float32), (8, torch.float64)):
+        yield _transpose(sizes.copies.side, side_bytes, dtype, device)
+    yield from _quantized(sizes, device)
+    yield from _losses(sizes, device)
+    yield from _caches(sizes, device)
+    yield from _attention(sizes, device)
+    yield from _portable_attention(sizes, device)
+    yield from product_tunables(sizes, device)
+
+
+def _from(case: KernelCase, kernel: str, backward: bool, candidates: list[Config], where: Where) -> Tunable:
+    ways = backward_ways if backward else forward_ways
+    least = case.backward_bytes if backward else case.forward_bytes
+    assert least is not None
+    return Tunable(
+        kernel=kernel,
+        operation=case.operation.split()[0],
+        candidates=candidates,
+        make=lambda: ways(case, case.inputs(), only="nearpeak")["nearpeak"],
+        least_bytes=least,
+        checked=case.operation != "dropout_add",
+        where=where,
+    )
+
+
+def _rows(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for number, (rows, columns) in enumerate(sizes.rows):
+        cases = {case.operation: case for case in row_cases([(rows, columns)], device)}
+        near = near_of(columns)
+        case = cases["softmax"]
+        yield _from(case, "softmax", False, softmax_tuning.candidates(columns), near)
+        yield _from(case, "softmax_backward", True, softmax_tuning.candidates(columns, backward=True), near)
+        yield from _norms([cases[name] for name in ("rms_norm", "layer_norm", "add_rms_norm")], device)
+        if number:
+            continue
+        elements = rows * columns
+        # contiguous tensors are one row to these kernels
+        flat = Where(elements, FEW, MANY)
+        yield _from(cases["swiglu"], "gated_forward", False, pointwise_triton.tile_candidates(elements), flat)
+        yield _from(cases["swiglu"], "gated_backward", True, pointwise_triton.tile_candidates(elements), flat)
+        yield _from(cases["dropout_add"], "dropout_add", False, pointwise_triton.dropout_candidates(elements), flat)
+        heads = cases["rotary"].columns // 128
+        yield _from(cases["rotary"], "rotary", False, rotary_triton.candidates(128, heads), near_of(128))
+
+
+def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
+    """RMSNorm, LayerNorm, RMSNorm after an addition, and LayerNorm after one, which is measured for this alone."""
+    alone, centered, added = cases
+    rows, columns = alone.rows, alone.columns
+
+    def inputs() -> list[torch.Tensor]:
+        tensors = [random_tensor(rows, columns, device=device) for _ in range(2)]
+        return tensors + [random_tensor(columns, device=device) for _ in range(2)]
+
+    both = KernelCase(
+        operation="add_layer_norm",
+        rows=rows,
+        columns=columns,
+        inputs=inputs,
+        eager=kernels.add_layer_norm.reference,  # type: ignore[attr-defined]
+        nearpeak=kernels.add_layer_norm,
+        forward_bytes=added.forward_bytes,
+        backward_bytes=added.backward_bytes,
+    )
+    for case in (alone, centered, added, both):
+        is_centered, is_added = case in (centered, both), case in (added, both)
+        forward, backward = (table_key(name, is_centered, is_added) for name in ("norm_forward", "norm_backward"))
+        yield _from(case, forward, False, norms_triton.forward_candidates(columns), near_of(columns))
+        found = norms_tuning.backward_candidates(columns, centered=is_centered, added=is_added)
+        yield _from(case, backward, True, found, near_of(columns))
+
+
+def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for rows, columns in sizes.activations:
+        one = 2 * rows * columns
+
+        def inputs(rows: int = rows, columns: int = columns, grad: bool = True) -> list[torch.Tensor]:
+            return [random_tensor(rows, columns, device=device), random_tensor(columns, device=device, grad=grad)]
+
+        with_bias, without = (
+            KernelCase(
+                operation="bias_gelu",
+                rows=rows,
+                columns=columns,
+                inputs=lambda inputs=inputs, grad=grad: inputs(grad=grad),  # type: ignore[misc]
+                eager=lambda x, bias: torch.nn.functional.gelu(x + bias),
+                nearpeak=lambda x, bias: kernels.bias_gelu(x, bias),
+                forward_bytes=2 * one,
+                backward_bytes=3 * one,
+            )
+            for grad in (True, False)
+        )
+        for case, kernel, backward in (
+            (with_bias, "activation_forward", False),
+            (without, "activation_backward", True),
+            (with_bias, "activation_backward_bias", True),
+        ):
+            yield _from(case, kernel, backward, pointwise_triton.tile_candidates(columns, kernel), near_of(columns))
+
+
+def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    cases = {case.operation: case for case in copy_cases(sizes.copies, device)}
+    side, hidden = sizes.copies.side, sizes.copies.hidden
+    flat = Where(side * side, FEW, MANY)
+    for name, kernel, backward, found in (
+        ("permute_tokens", "permute_copy", False, moe_triton.permute_candidates(hidden)),
+        ("unpermute_tokens", "unpermute_sum", False, moe_triton.permute_candidates(hidden)),
+        ("unpermute_tokens", "unpermute_backward", True, moe_triton.unpermute_backward_candidates(hidden)),
+    ):
+        yield _from(cases[name], kernel, backward, found, near_of(hidden))
+    elements = cases["adamw bfloat16"].columns
+    step = cases["adamw bfloat16"]
+    yield _from(step, "adamw", False, optimizer_triton.candidates(elements), Where(elements, FEW, MANY))
+    found = transpose_triton.candidates(side, 2)
+    yield _from(cases["transpose_copy"], "transpose_2", False, found, Where(side, 512, MANY))
+    found = quantize_triton.candidates(128)
+    yield _from(cases["quantize 1x128"], "quantize_pieces", False, found, Where(128, 64, 128))
+    tiles = quantize_triton.other_candidates("quantize_tiles")
+    yield _from(cases["quantize 128x128"], "quantize_tiles", False, tiles, near_of(128 * 128))
+    whole = quantize_triton.other_candidates("quantize_whole")
+    yield _from(cases["quantize tensor"], "quantize_whole", False, whole, flat)
+    back = quantize_triton.other_candidates("dequantize")
+    yield _from(cases["dequantize 1x128"], "dequantize", False, back, flat)
+    yield _from(cases["dequantize 128x128"], "dequantize", False, back, near_of(side))
+
+
+def _transpose(side: int, side_bytes: int, dtype: torch.dtype, device: str) -> Tunable:
+    def make() -> Callable[[], Any]:
+        # numbers of any dtype are moved as integers of their size
+        x = torch.randint(-128, 128, (side, side * side_bytes), dtype=torch.int8, device=device).view(dtype)
+        return lambda: kernels.transpose_copy(x)
+
+    return Tunable(
+        kernel=f"transpose_{side_bytes}",
+        operation="transpose_copy",
+        where=Where(side, 512, MANY),
+        candidates=transpose_triton.candidates(side, side_bytes),
+        make=make,
+        least_bytes=2 * side * side * side_bytes,
+        checked=False,  # among random bits are some that are not a number
+    )
+
+
+def _quantized(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    def entry(rows: int, columns: int, kernel: str, candidates: list[Config], where: Where) -> Tunable:
+        def make() -> Callable[[], Any]:
+            x = random_tensor(rows, columns, device=device, grad=False)
+            return lambda: kernels.quantize(x, block="row")
+
+        return Tunable(
+            kernel=kernel,
+            operation="quantize",
+            candidates=candidates,
+            make=make,
+            least_bytes=3 * rows * columns,
+            where=where,
+        )
+
+    for rows, columns in sizes.quantized_rows:
+        near = near_of(columns)
+        yield entry(rows, columns, "quantize_pieces", quantize_triton.candidates(near.up_to), near)
+    rows, columns = sizes.long_rows
+    found = quantize_triton.other_candidates("quantize_long_rows")
+    yield entry(rows, columns, "quantize_long_rows", found, Where(columns, quantize_triton.MAX_REGISTER_ROW, MANY))
+
+
+def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    for number, (rows, columns) in enumerate(sizes.losses):
+        is_last = number == len(sizes.losses) - 1
+        near = near_of(columns)
+        if is_last:
+            near = near._replace(up_to=MANY)
+
+        def given(rows: int = rows, columns: int = columns) -> tuple[torch.Tensor, torch.Tensor]:
+            return random_tensor(rows, columns, device=device), torch.randint(columns, (rows,), device=device)
+
+        def mean(given: Callable[[], Any] = given) -> Callable[[], Any]:
+            logits, target = given()
+            return lambda: torch.autograd.grad(kernels.cross_entropy(logits, target), logits)
+
+        def by_rows(given: Callable[[], Any] = given) -> Callable[[], Any]:
+            logits, target = given()
+            losses = kernels.cross_entropy(logits, target, reduction="none")
+            upstream = torch.rand_like(losses)
+            return lambda: torch.autograd.grad(losses, logits, upstream, retain_graph=True)
+
+        yield Tunable(
+            kernel="cross_entropy",
+            operation="cross_entropy",
+            candidates=losses_triton.cross_entropy_candidates(columns),
+            make=mean,
+            least_bytes=4 * rows * columns,
+            where=near,
+        )
+        if is_last:
+            yield Tunable(
+                kernel="cross_entropy_gradient",
+                operation="cross_entropy",
+                where=Where(columns, losses_triton.LONGEST_WHOLE_ROW, MANY),
+                candidates=[
+                    {"elements": elements, "warps": warps}
+                    for elements in (2048, 4096, 8192, 16384)
+                    for warps in (4, 8, 16)
+                    if 8 <= elements // (32 * warps) <= 64
+                ],
+                make=by_rows,
+                least_bytes=4 * rows * columns,
+            )
+
+
+def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    batch, key_heads, capacity, dim = sizes.cache
+    row, near = 2 * dim, near_of(2 * dim)
+
+    def attend(heads: int, page_size: int | None) -> Callable[[], Any]:
+        cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device, page_size)
+        for tensor in (cache.keys, cache.values):
+            tensor.normal_()
+        if cache.pages is not None:
+            cache.pages.copy_(torch.randperm(cache.pages.numel(), device=device).view(cache.pages.shape))
+        cache.lengths.fill_(capacity)
+        query = random_tensor(batch, heads, 1, dim, device=device, grad=False)
+        return lambda: cache.attend(query)
+
+    def write() -> Callable[[], Any]:
+        cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device)
+        key, query = (random_tensor(batch, heads, 1, dim, device=device, grad=False) for heads in (key_heads, 32))
+        angles = random_tensor(capacity, dim // 2, device=device, grad=False)
+        options = {"cosines": angles, "sines": angles, "query": query}
+        return lambda: kernels.append(cache.keys, cache.values, key, key, cache.lengths, **options)
+
+    for alone, page_size in ((False, None), (False, 16), (True, None), (True, 16)):
+        heads = key_heads if alone else 4 * key_heads
+        yield Tunable(
+            kernel=("decode_row" if alone else "decode") + ("" if page_size is None else "_paged"),
+            operation="decode_attention",
+            where=near,
+            candidates=decode_triton.decode_candidates(row, alone, page_size is not None),
+            make=lambda heads=heads, page_size=page_size: attend(heads, page_size),  # type: ignore[misc]
+            least_bytes=2 * batch * key_heads * capacity * row,
+        )
+    yield Tunable(
+        kernel="cache_append",
+        operation="append",
+        where=near_of(dim),
+        candidates=decode_triton.append_candidates(dim, key_heads),
+        make=write,
+        least_bytes=2 * batch * (2 * key_heads + 32) * row,
+    )
+
+
+def _attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    most = max(sizes.attention)
+    for dim, heads in ((128, sizes.attention_heads), (64, 2 * sizes.attention_heads)):
+        for causal in (False, True):
+            for tokens in sizes.attention:
+
+                def make(tokens: int = tokens, dim: int = dim, heads: int = heads, causal: bool = causal) -> Any:
+                    shape = most // tokens, heads, tokens, dim
+                    given = [random_tensor(*shape, device=device, grad=False) for _ in range(3)]
+                    return lambda: kernels.attention(*given, causal=causal)
+
+                where = near_of(tokens)
+                if tokens == most:
+                    where = where._replace(up_to=MANY)
+                yield Tunable(
+                    kernel=sm90_launch.sm90_kernel_name(dim, causal),
+                    operation="attention",
+                    where=where,
+                    candidates=sm90_launch.sm90_candidates(dim, causal),
+                    make=make,
+                    least_bytes=8 * most * heads * dim,
+                )
+
+
+def _portable_attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
+    """The kernels in plain Triton, each through the pass that it is in, at a size that fills a GPU."""
+    tokens = sizes.portable_attention
+    for dim, heads in ((128, sizes.attention_heads), (64, 2 * sizes.attention_heads)):
+        for causal in (False, True):
+
+            def make(wanted: Sequence[int], dim: int = dim, heads: int = heads, causal: bool = causal) -> Any:
+                given = [
+                    random_tensor(1, heads, tokens, dim, device=device, grad=number in wanted) for number in range(3)
+                ]
+                if not wanted:
+                    return lambda: portable(*given, causal)
+                result = portable(*given, causal)
+                above = torch.randn_like(result)
+                leaves = [given[number] for number in wanted]
+                return lambda: torch.autograd.grad(result, leaves, above, retain_graph=True)
+
+            for kernel, wanted in (("forward", ()), ("keys", (1, 2)), ("queries", (0,))):
+                name = f"attention_{kernel}"
+                yield Tunable(
+                    kernel=attention_triton.portable_kernel_name(name, causal),
+                    operation="portable_attention",
+                    where=near_of(dim),
+                    candidates=attention_tuning.candidates(name, dim),
+                    make=lambda wanted=wanted, make=make: make(wanted),  # type: ignore[misc]
+                    least_bytes=8 * tokens * heads * dim,
+                )
+
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+ROUNDS = 4
+MOST = 16
+"""Candidates of an entry that are measured, at most."""
+TOGETHER = 4
+"""Candidates that a process compiles before it looks for others."""
+COMPILE_SECONDS = 170.0
+MARGIN = 0.005
+"""A candidate must be faster than the default by this share."""
+SAME = 2e-2
+REPEATS = 3
+"""How often a candidate must give the same to the last bit: some products of many warps do not."""
+
+
+def wanted_tunables(
+    operations: Sequence[str] | None, at: Sequence[int] | None = None, variant: str | None = None, **given: Any
+) -> list[Tunable]:
+    """Those of these operations, and of kernels by name, and of these sizes.
+
+    With a variant, only candidates of it, and what the table has now.
+    """
+
+    found = [
+        one
+        for one in tunables(**given)
+        if (operations is None or one.operation in operations or one.kernel in operations)
+        and (at is None or one.where.size in at)
+    ]
+    if variant is None:
+        return found
+    return [
+        replace(one, candidates=some + _present(one))
+        for one in found
+        if (some := [candidate for candidate in one.candidates if candidate.get("variant") == variant])
+    ]
+
+
+def _present(tunable: Tunable) -> list[dict[str, Any]]:
+    """What the table has for an entry."""
+    import torch
+
+    from nearpeak.kernels._runtime.tuning import tuned
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    found = tuned(tunable.kernel, tunable.where.size, device)
+    return [] if found is None else [found]
+
+
+def spread(candidates: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """As many as allowed, from the first to the last."""
+    if len(candidates) <= most:
+        return list(candidates)
+    step = (len(candidates) - 1) / max(most - 1, 1)
+    return [candidates[round(number * step)] for number in range(most)]
+
+
+def using(kernel: str, candidate: dict[str, Any] | None) -> None:
+    """From now on a kernel is launched with this candidate, whatever its size; None: by its heuristic."""
+    from nearpeak.kernels._runtime import tuning as _runtime_tuning
+
+    table = _runtime_tuning._table(_generation())
+    if candidate is None:
+        table.pop(kernel, None)
+    else:
+        table[kernel] = [{"up_to": float("inf"), **candidate}]
+    _runtime_tuning._tuned.cache_clear()
+
+
+def _generation() -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def compile_jobs(
+    wanted: Sequence[Tunable], most: int
+) -> Iterator[tuple[str, Callable[[], dict[str, Callable[[], Any]]]]]:
+    """All candidates, some at a time."""
+    for number, tunable in enumerate(wanted):
+        candidates = spread(tunable.candidates, most)
+        for first in range(0, len(candidates), TOGETHER):
+            some = dict(enumerate(candidates[first : first + TOGETHER], first))
+            yield f"{number}-{first}", lambda tunable=tunable, some=some: _steps(tunable, some)  # type: ignore[misc]
+
+
+def _steps(tunable: Tunable, candidates: dict[int, dict[str, Any]]) -> dict[str, Callable[[], Any]]:
+    from nearpeak.kernels._runtime import tuning as _runtime_tuning
+
+    _runtime_tuning._table(_generation()).clear()  # what another job left there
+    using(tunable.kernel, None)
+    way = tunable.make()
+    return {str(number): _with(tunable.kernel, candidate, way) for number, candidate in candidates.items()}
+
+
+def compiled(tunable: Tunable, number: int, most: int, jobs: Jobs | None) -> tuple[list[Any], list[Any]]:
+    """The candidates that can be measured, and those that failed with why."""
+    found, failed = [], []
+    for place, candidate in enumerate(spread(tunable.candidates, most)):
+        name = f"{number}-{place // TOGETHER * TOGETHER}"
+        outcome = DONE if jobs is None else jobs.outcome(name, "all") or jobs.outcome(name, str(place))
+        if outcome == DONE:
+            found.append(candidate)
+        else:
+            failed.append({"candidate": candidate, "why": outcome or "was not compiled in time"})
+    return found, failed
+
+
+def measured(tunable: Tunable, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The times of candidates of one entry, the fastest first."""
+    from benchmarks.kernels.timing import in_turns
+
+    using(tunable.kernel, None)
+    way = tunable.make()
+    right = _tensors(way())
+    if tunable.kernel == "adamw":
+        right = []
+    ways: dict[str, Callable[[], Any]] = {"default": _with(tunable.kernel, None, way)}
+    failed = []
+    for candidate in candidates:
+        one = _with(tunable.kernel, candidate, way)
+        try:
+            found = _tensors(one())
+            if tunable.checked and not all(map(_alike, found, right)):
+                failed.append({"candidate": candidate, "why": "another result than the default"})
+                continue
+            if tunable.checked and right and not all(_repeats(found, one) for _ in range(REPEATS)):
+                failed.append({"candidate": candidate, "why": "another result in each run"})
+                continue
+        except Exception as error:
+            failed.append({"candidate": candidate, "why": str(error)[:200]})
+            continue
+        ways[json.dumps(candidate)] = one
+    del right
+    seconds = in_turns(ways, ROUNDS, may_wait=False)
+    using(tunable.kernel, None)
+    order = sorted(seconds, key=lambda name: seconds[name])
+    return {
+        "kernel": tunable.kernel,
+        **tunable.where._asdict(),
+        "default_s": seconds["default"],
+        "best_s": seconds[order[0]],
+        "best": None if order[0] == "default" else json.loads(order[0]),
+        "terabytes_per_second": tunable.least_bytes / seconds[order[0]] / 1e12,
+        "seconds": {name: seconds[name] for name in order},
+        "failed": failed,
+    }
+
+
+def _with(kernel: str, candidate: dict[str, Any] | None, way: Callable[[], Any]) -> Callable[[], Any]:
+    def call() -> Any:
+        using(kernel, candidate)
+        return way()
+
+    return call
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if result is None:
+        return []
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _repeats(found: Sequence[torch.Tensor], way: Callable[[], Any]) -> bool:
+    import torch
+
+    return all(map(torch.equal, found, _tensors(way())))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    difference = (one.float() - other.float()).abs().max()
+    return bool(difference <= SAME * other.float().abs().max())
+
+
+def merged(table: dict[str, list[dict[str, Any]]], rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The table with what was measured; a default that nothing beats has no entry."""
+    for row in rows:
+        entries = {entry["up_to"]: entry for entry in table.get(row["kernel"], [])}
+        entries.pop(row["up_to"], None)
+        if row["best"] is not None and row["best_s"] < (1 - MARGIN) * row["default_s"]:
+            entries[row["up_to"]] = {"above": row["above"], "up_to": row["up_to"], **row["best"]}
+        table[row["kernel"]] = [entries[size] for size in sorted(entries)]
+    return {kernel: table[kernel] for kernel in sorted(table) if table[kernel]}
+
+
+def line(row: dict[str, Any]) -> str:
+    gained = row["default_s"] / row["best_s"] - 1
+    return (
+        f"{row['kernel']} {row['size']}: {row['best_s'] * 1e6:.1f} us, {row['terabytes_per_second']:.2f} TB/s, "
+        f"{gained * 100:.1f} % over the default, {len(row['seconds']) - 1} measured, {len(row['failed'])} failed: "
+        f"{row['best']}"
+    )
+
+
+def tuned_rows(wanted: Sequence[Tunable], most: int, jobs: Jobs | None) -> Iterator[dict[str, Any]]:
+    for number, tunable in enumerate(wanted):
+        candidates, failed = compiled(tunable, number, most, jobs)
+        try:
+            row = measured(tunable, candidates)
+        except Exception as error:
+            print(f"{tunable.kernel} {tunable.where.size} failed: {error}", file=sys.stderr, flush=True)
+            continue
+        row["failed"] += failed
+        yield row
+        clean()
+
+
+def clean() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", type=Path, help="the table to renew")
+    parser.add_argument("--json", type=Path, help="write all times here")
+    parser.add_argument("--operations", help="only these, or kernels, with commas between")
+    parser.add_argument("--sizes", help="only these, with commas between")
+    parser.add_argument("--variant", help="only candidates of this variant, beside what the table has")
+    parser.add_argument("--most", type=int, default=MOST, help="candidates of an entry")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14), help="that compile; 0: none")
+    parser.add_argument("--compile-seconds", type=float, default=COMPILE_SECONDS, help="for compiling, at most")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rehearse and arguments.table and arguments.table.resolve().is_relative_to(SOURCE):
+        parser.error("--rehearse is not for the table of the package")
+    set_caches()
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.rehearse and device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+    from nearpeak import kernels
+    from nearpeak.kernels._runtime.replay import ReplayCache
+
+    ReplayCache.enabled = False  # a call that is remembered would not look at another candidate
+    sizes = {"sizes": REHEARSAL} if arguments.rehearse else {}
+    operations = arguments.operations.split(",") if arguments.operations else None
+    at = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else None
+    wanted = wanted_tunables(operations, at, arguments.variant, device=device, **sizes)
+    with kernels.using("require"):
+        if arguments.work:
+            work_through(Jobs(arguments.work), compile_jobs(wanted, arguments.most), clean)
+            return 0
+        start = time.perf_counter()
+        rows = []
+        with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
+            if arguments.processes:
+                command = [sys.executable, __file__, "--most", str(arguments.most), "--work", folder]
+                command += ["--operations", arguments.operations] if arguments.operations else []
+                command += ["--sizes", arguments.sizes] if arguments.sizes else []
+                command += ["--variant", arguments.variant] if arguments.variant else []
+                command += ["--rehearse"] if arguments.rehearse else []
+                took = run_workers(command, arguments.processes, arguments.compile_seconds)
+                print(f"compiled in {took:.0f} s", flush=True)
+            for row in tuned_rows(wanted, arguments.most, Jobs(Path(folder)) if arguments.processes else None):
+                rows.append(row)
+                print(f"{time.perf_counter() - start:6.1f} s  {line(row)}", flush=True)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                if arguments.table:  # after each: what was measured is kept if the rest is not
+                    table = json.loads(arguments.table.read_text(encoding="utf-8"))
+                    arguments.table.write_text(json.dumps(merged(table, rows), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

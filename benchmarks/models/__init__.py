@@ -1,0 +1,1 @@
+"""Models of `transformers`: profiles, the fixes that findings propose, and generation."""

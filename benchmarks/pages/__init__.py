@@ -1,0 +1,1 @@
+"""Writers of pages of docs/ from the files in benchmarks/results."""

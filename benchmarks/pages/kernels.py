@@ -1,0 +1,331 @@
+"""The results of `benchmarks/kernels/run.py` in docs/kernels.md, and their plots.
+
+    python benchmarks/pages/kernels.py benchmarks/results/kernels_h200.json
+
+writes docs/images/kernels_forward.svg, kernels_backward.svg and those of attention, products, experts and linear
+attention, and replaces what stands between the marks of the page. A test holds the page to the data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels.tables import (
+    ATTENTION_WAYS,
+    LINEAR,
+    SOFTMAX,
+    attention_table,
+    cell,
+    copies_table,
+    decoding_table,
+    flops_table,
+    head_line,
+    launches_table,
+    linear_table,
+    losses_table,
+    memory_table,
+    rows_table,
+    teraflops,
+)
+from benchmarks.pages.plots import Bar, BarAxis, BarGroup, BarPanel, bar_panels, curves
+from nearpeak.render.picture.scene import Scene
+from nearpeak.render.picture.svg import svg
+
+Row = Mapping[str, Any]
+COLORS = dict(zip(ATTENTION_WAYS, ("0", "4", "1", "2", "5"), strict=True))
+RATES = BarAxis(highest=750.0, lines={300.0: "300", 600.0: "600"})
+SHARES = BarAxis(highest=1.1, lines={0.5: "50 %", 1.0: "100 %"})
+CACHES = {"one piece": "0", "pages of 1": "1", "pages of 16": "2", "pages of 256": "3", "sdpa of torch": "5"}
+
+
+def attention_scene(content: Row, name: str) -> Scene:
+    """TFLOP/s of one pass, a panel for each size of heads and mask."""
+    rows = [row for row in content["attention"] if row["pass"] == name]
+    by_panel: dict[str, list[BarGroup]] = {}
+    for row in rows:
+        rates = {way: teraflops(row, way) for way in ATTENTION_WAYS}
+        bars = {
+            way: Bar(value=rate, text=f"{rate:.0f}", title=f"{way}, {cell(row)}: {rate:.1f} TFLOP/s")
+            for way, rate in rates.items()
+            if rate is not None
+        }
+        group = BarGroup(label=f"{row['batch']} x {row['tokens']}", bars=bars)
+        by_panel.setdefault(f"{row['dim']} {'causal' if row['causal'] else 'full'}", []).append(group)
+    title = f"Attention, {name} pass: TFLOP/s"
+    described = f"{title} in bfloat16 on an {content['machine']}, for heads of {', '.join(by_panel)}."
+    shown = [BarPanel(name=panel, groups=groups) for panel, groups in by_panel.items()]
+    return bar_panels(title, described, COLORS, RATES, shown)
+
+
+def decoding_scene(content: Row) -> Scene:
+    """Shares of a copy, a panel for each dtype of the cache."""
+    shown = []
+    for dtype, start in (("bfloat16", ""), ("float8", "float8, ")):
+        groups = []
+        for row in content["decoding"]:
+            bars = {}
+            for way in CACHES:
+                key = {"one piece": "float8" if start else "nearpeak", "sdpa of torch": "sdpa"}.get(way, start + way)
+                share = row["of_copy"].get(key)
+                if share is not None and not (start and key == "sdpa"):
+                    title = f"{start}{way}, {row['batch']} x {row['tokens']}: {row['seconds'][key] * 1e6:.1f} us"
+                    bars[way] = Bar(value=share, text=f"{share * 100:.0f}", title=title)
+            groups.append(BarGroup(label=f"{row['batch']} x {row['tokens']}", bars=bars))
+        shown.append(BarPanel(name=dtype, groups=groups))
+    title = "Decoding: bytes of the cache, by time, as a share of a copy"
+    described = f"{title}, on an {content['machine']}, by dtype of the cache and number of tokens."
+    return bar_panels(title, described, CACHES, SHARES, shown)
+
+
+def attention_plots(content: Row) -> dict[str, Scene]:
+    """By name of the file, what there is to see of these results."""
+    found = {}
+    if content.get("attention"):
+        found = {f"kernels_attention_{name}": attention_scene(content, name) for name in ("forward", "backward")}
+    if content.get("decoding"):
+        found["kernels_decoding"] = decoding_scene(content)
+    return found
+
+
+def attention_parts(content: Row) -> list[str]:
+    """Paragraphs and tables, of what was measured."""
+    found = []
+    if content.get("attention"):
+        found += [
+            f"![TFLOP/s of attention, {name} pass](images/kernels_attention_{name}.svg)"
+            for name in ("forward", "backward")
+        ]
+        repeats = {row["repeated"]["runs"] for row in content["attention"]}
+        different = sum(row["repeated"]["different"] for row in content["attention"] if row["pass"] == "forward")
+        found += [
+            "**Attention**, in bfloat16: TFLOP/s of nearpeak, of its portable kernels, and in torch of cuDNN,"
+            " FlashAttention-2 and FlexAttention. Causal attention counts as half. The gradients of nearpeak are summed"
+            f" in a fixed order: of {max(repeats)} runs of both passes in each cell {different or 'none'} had another"
+            " result than the first.",
+            attention_table(content["attention"]),
+        ]
+    if content.get("decoding"):
+        row = content["decoding"][0]
+        found += [
+            "![Share of a copy of decoding, by kind of cache](images/kernels_decoding.svg)",
+            f"**Decoding**, one new token for each sequence: {row['heads']} heads of queries and {row['key_heads']} of"
+            f" keys, of {row['dim']}. Pages lie in memory in a random order. The error of float8 is that of its keys"
+            " and values.",
+            decoding_table(content["decoding"]),
+        ]
+    if content.get("attention_memory"):
+        found += [
+            "**Memory** of causal attention of one head beyond its inputs: results and gradients count.",
+            memory_table(content["attention_memory"]),
+        ]
+    return found
+
+
+PRODUCT_COLORS = {
+    "nearpeak": "0",
+    "cublas": "5",
+    "cublas fused": "5",
+    "cublas + torch": "ink",
+    "cublas + nearpeak": "4",
+    "cublas + liger": "2",
+    "compile": "1",
+    "max-autotune": "3",
+    "scaled_mm": "5",
+}
+EXPERT_COLORS = {
+    "nearpeak": "0",
+    "torch": "5",
+    "torch + nearpeak": "4",
+    "compile": "1",
+    "max-autotune": "3",
+    "liger": "2",
+    "scaled_grouped_mm": "5",
+}
+LINEAR_COLORS = dict(zip((*LINEAR, *SOFTMAX), ("0", "2", "3", "4", "5"), strict=True))
+SIXTEEN = BarAxis(highest=900.0, lines={400.0: "400", 800.0: "800"})
+EIGHT = BarAxis(highest=1800.0, lines={800.0: "800", 1600.0: "1600"})
+
+
+def bars_scene(title: str, content: Row, rows: Sequence[Row], colors: Mapping[str, str], axis: BarAxis) -> Scene:
+    """TFLOP/s, a panel for each operation and pass, a group of bars for each size and kind."""
+    by_panel: dict[str, list[BarGroup]] = {}
+    for row in rows:
+        bars = {}
+        for way in row["seconds"]:
+            rate = teraflops(row, way) or 0.0
+            bars[way] = Bar(value=rate, text=f"{rate:.0f}", title=f"{way}, {row['size']} {row['kind']}: {rate:.1f}")
+        name = row["operation"].removeprefix("grouped_product ").removeprefix("experts ")
+        name = name.replace("grouped_product", "product")
+        if row["pass"].startswith("by "):  # a gradient of the product
+            name = row["pass"]
+        panel = f"{name}, both" if row["pass"] == "both" else name
+        by_panel.setdefault(panel, []).append(BarGroup(label=row["kind"] or row["size"], bars=bars))
+    described = f"{title} on an {content['machine']}: {', '.join(by_panel)}."
+    used = {way: color for way, color in colors.items() if any(way in row["seconds"] for row in rows)}
+    return bar_panels(
+        title, described, used, axis, [BarPanel(name=name, groups=groups) for name, groups in by_panel.items()]
+    )
+
+
+def linear_scene(content: Row) -> Scene:
+    rows = content["linear_attention"]
+    shown = {}
+    for step, name in (("forward", "Forward"), ("both", "Both passes")):
+        mine = [row for row in rows if row["pass"] == step]
+        shown[name] = {
+            way: {row["tokens"]: row["seconds"][way] for row in mine if way in row["seconds"]} for way in LINEAR_COLORS
+        }
+    title = "Causal linear attention and attention: time by tokens of a sequence"
+    return curves(title, f"{title}, on an {content['machine']}.", LINEAR_COLORS, shown)
+
+
+def product_plots(content: Row) -> dict[str, Scene]:
+    """By name of the file, what there is to see of these results."""
+    found = {}
+    for section, name, colors in (
+        ("products", "Products of matrices", PRODUCT_COLORS),
+        ("experts", "Experts", EXPERT_COLORS),
+    ):
+        for end, kind in (("", ""), ("_fused", ", with what follows"), ("_float8", ", float8")):
+            rows = [row for row in content.get(section, ()) if _file_end(row["operation"]) == end]
+            if rows:
+                axis = EIGHT if end == "_float8" else SIXTEEN
+                scene = bars_scene(f"{name}{kind}: TFLOP/s", content, rows, colors, axis)
+                found[f"kernels_{section}{end}"] = scene
+    if content.get("linear_attention"):
+        found["kernels_linear_attention"] = linear_scene(content)
+    return found
+
+
+def _file_end(operation: str) -> str:
+    """In which file an operation is."""
+    if "fp8" in operation:
+        return "_float8"
+    return "_fused" if operation in ("swiglu", "bias gelu", "residual") else ""
+
+
+def product_parts(content: Row) -> list[str]:
+    """Paragraphs and tables, of what was measured."""
+    pictures = product_plots(content)
+
+    def shown(section: str) -> list[str]:
+        names = [name for name in pictures if name.startswith(f"kernels_{section}")]
+        return [f"![TFLOP/s of {section}](images/{name}.svg)" for name in names]
+
+    found = []
+    if content.get("products"):
+        found += [
+            *shown("products"),
+            "**Products** of matrices, in bfloat16 and in float8, beside cuBLAS and what else there is. `exact` adds"
+            " sums of 128 products in float32, `fast` leaves sums to the tensor cores.",
+            flops_table(content["products"]),
+        ]
+    if content.get("experts"):
+        found += [
+            *shown("experts"),
+            "**Experts**: grouped products and whole layers. Tokens choose experts evenly, uniformly at random, or by"
+            " chances from Beta(1, 5). What products need to know of the rows of experts is made before.",
+            flops_table(content["experts"]),
+        ]
+    if content.get("linear_attention"):
+        row = content["linear_attention"][0]
+        found += [
+            "![Time of linear attention and attention by tokens](images/kernels_linear_attention.svg)",
+            f"**Linear attention**, causal, {row['heads']} heads of {row['dim']}, beside the same written as its"
+            " formula reads, with all weights written out, and beside attention by softmax: that of nearpeak, and what"
+            " torch picks. `-` does not fit into memory.",
+            linear_table(content["linear_attention"]),
+        ]
+    return found
+
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "kernels.md"
+RESULT = ROOT / "benchmarks" / "results" / "kernels_h200.json"
+IMAGES = ROOT / "docs" / "images"
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+NOT_YET = "Not on this page yet: results will be here, each with the command that gave it."
+PASSES = ("forward", "backward")
+ROW_WAYS = {"nearpeak": "0", "eager": "5", "compile": "1", "liger": "2"}
+"""The ways of the plot, with the numbers of their colors."""
+
+
+def plot(content: Row, name: str) -> str:
+    """The plot of one pass, as an SVG file."""
+    return svg(scene(content, name))
+
+
+def scene(content: Row, name: str) -> Scene:
+    """Shares of a copy, one panel for each operation, a group of bars for each size, a bar for each way."""
+    rows = [row for row in content["rows"] if row["pass"] == name]
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    title = f"{name.capitalize()} pass: bytes that must move, by time, as a share of a copy"
+    described = f"{title}, of {len(operations)} operations on an {content['machine']}: {', '.join(operations)}."
+    shown = [
+        BarPanel(name=operation, groups=[_group(row, content) for row in rows if row["operation"] == operation])
+        for operation in operations
+    ]
+    return bar_panels(title, described, ROW_WAYS, SHARES, shown)
+
+
+def _group(row: Row, content: Row) -> BarGroup:
+    size = f"{row['rows']} x {row['columns']}"
+    bars = {}
+    for way, seconds in row["seconds"].items():
+        share = row["bytes"] / seconds / content["copy_bytes_per_second"]
+        title = f"{way}, {row['operation']} {size}: {seconds * 1e6:.1f} us, {share * 100:.0f} %"
+        bars[way] = Bar(value=share, text=f"{share * 100:.0f}", title=title)
+    return BarGroup(label=size, bars=bars)
+
+
+def part(content: Row | None) -> str:
+    """What stands between the marks."""
+    if content is None:
+        return NOT_YET
+    pictures = [
+        f"![Share of a copy of each operation on rows, {name} pass](images/kernels_{name}.svg)" for name in PASSES
+    ]
+    return "\n\n".join(
+        [
+            head_line(content) + ".",
+            *pictures,
+            "**Operations on rows**, in bfloat16. The last column is how many times as long the fastest of the others"
+            " takes; `-` is what a library does not take.",
+            rows_table(content["rows"]),
+            "**Losses**, both passes together, in bfloat16. Memory is what is taken beyond inputs, and beyond gradients"
+            " where the logits are no input.",
+            losses_table(content["losses"]),
+            "**Copies.** Of a tensor with one scale for the whole, which is read twice, 5 bytes are counted for each"
+            " element; of AdamW, 7 numbers for each parameter.",
+            copies_table(content["copies"]),
+            *attention_parts(content),
+            *product_parts(content),
+            "**Calls** of operations on 256 x 256 without gradients, on the host.",
+            launches_table(content["launch"]),
+        ]
+    )
+
+
+def page_with_results(text: str, content: Row | None) -> str:
+    """The page with what stands between the marks replaced."""
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    return f"{before}{BEGIN}\n\n{part(content)}\n\n{END}{after}"
+
+
+def main() -> None:
+    content = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    IMAGES.mkdir(exist_ok=True)
+    for name in PASSES:
+        (IMAGES / f"kernels_{name}.svg").write_text(plot(content, name), encoding="utf-8")
+    for file, picture in (attention_plots(content) | product_plots(content)).items():
+        (IMAGES / f"{file}.svg").write_text(svg(picture), encoding="utf-8")
+    PAGE.write_text(page_with_results(PAGE.read_text(encoding="utf-8"), content), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The planner: fits of its constants, validation against other planners and against `transformers`."""

@@ -1,0 +1,39 @@
+"""Writes the error bars of training plans: the mean error by kind of model and generation of GPUs, sources left out.
+
+    python benchmarks/plan/error_bars.py
+
+To be run after `benchmarks/plan/fit_training.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+from nearpeak.plan.training.plan import error_group
+from nearpeak.plan.validation.training import validate_training
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
+FILE = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_error_bars.json"
+
+
+def groups() -> dict[str, dict[str, float]]:
+    """Error and number of runs by group."""
+    found: dict[str, list[float]] = {}
+    for row in validate_training(RUNS, left_out=True).rows:
+        model, machine = row.run.job.model, row.run.cluster.machine
+        for name in ("all runs", error_group(model), error_group(model, machine)):
+            found.setdefault(name, []).append(abs(row.error))
+    return {name: {"error": round(fmean(errors), 4), "rows": len(errors)} for name, errors in sorted(found.items())}
+
+
+def main() -> None:
+    about = "Mean absolute error of step times on benchmarks/measurements/measured_training.csv, each source predicted "
+    about += "by constants fitted without it. Written by benchmarks/plan/error_bars.py."
+    FILE.write_text(json.dumps({"about": about, "groups": groups()}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Fits the constants of eager code's memory on published peaks, where too low weighs more than too high.
+
+    python benchmarks/plan/fit_memory.py [--weight 4]
+
+Prints the constants of `plan/activations.py` and what they give, by source, and with each source left out. The rest of
+the memory model has no fitted constants: `measurements/peer_predictions.json` has 43 peaks that were in no fit, and
+this prints the errors there too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.plan.peers import own_row
+from nearpeak.plan import activations, memory
+from nearpeak.plan.validation.training import MeasuredTraining, read_training
+
+DATA = Path(__file__).parent / "measurements"
+NAMES = ("EAGER_BLOCK", "EAGER_ACTIVATION", "EAGER_RUNNING", "EAGER_LOGITS")
+START, LEAST, MOST = (6.5, 2.0, 40.0, 8.0), (0.0, 2.0, 0.0, 6.5), (20.0, 3.0, 60.0, 12.0)
+"""A gated feed keeps at least its activated half; logits take at least what fused losses do."""
+STEPS = (4.0, 0.5, 20.0, 1.0)
+ALLOWED = 0.03
+"""What a prediction may lie below the measured peak."""
+
+
+def use(values: Sequence[float]) -> None:
+    """Puts constants in place, here and where they were imported to."""
+    for name, value in zip(NAMES, values, strict=True):
+        setattr(activations, name, value)
+        if hasattr(memory, name):
+            setattr(memory, name, value)
+    activations._layer_bytes.cache_clear()
+
+
+def errors(runs: Sequence[MeasuredTraining]) -> list[float]:
+    return [memory.memory_by_stage(run.job)[0].reserved / (run.memory or 1.0) - 1 for run in runs]
+
+
+def cost(runs: Sequence[MeasuredTraining], values: Sequence[float], weight: float) -> float:
+    use(values)
+    found = errors(runs)
+    return sum(abs(error) + weight * max(0.0, -ALLOWED - error) for error in found) / len(found)
+
+
+def fit(runs: Sequence[MeasuredTraining], weight: float) -> list[float]:
+    """One constant after the other, in steps that shrink."""
+    values, best, scale = list(START), cost(runs, START, weight), 1.0
+    for _ in range(6):
+        for index, step in enumerate(STEPS):
+            for sign in (1, -1):
+                while True:
+                    tried = list(values)
+                    tried[index] = min(MOST[index], max(LEAST[index], tried[index] + sign * scale * step))
+                    found = cost(runs, tried, weight)
+                    if found >= best - 1e-6:
+                        break
+                    values, best = tried, found
+        scale /= 2
+    return values
+
+
+def show(title: str, found: Sequence[float]) -> None:
+    low = sum(error < -ALLOWED for error in found)
+    mean = sum(map(abs, found)) / len(found)
+    print(f"  {title:44}{len(found):4}  mean {mean:5.1%}  lowest {min(found):+6.1%}  too low {low}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--weight", type=float, default=4.0, help="of what is too low, against too high")
+    weight = parser.parse_args().weight
+    now = [getattr(activations, name) for name in NAMES]
+    runs = [run for run in read_training(DATA / "measured_training.csv")[0] if run.memory is not None]
+    print("in the package:", dict(zip(NAMES, now, strict=True)))
+    show("all", errors(runs))
+    for source in sorted({run.source for run in runs}):
+        show(source, errors([run for run in runs if run.source == source]))
+    published = json.loads((DATA / "peer_predictions.json").read_text(encoding="utf-8"))["published"]["rows"]
+    show("SimuMax's rows, in no fit", [own_row(row)[1] / row["memory_bytes"] - 1 for row in published])
+    print("fitted:", dict(zip(NAMES, fit(runs, weight), strict=True)))
+    show("all", errors(runs))
+    eager = [run for run in runs if run.job.software == "eager"]
+    for model in sorted({run.job.model.name for run in eager}):
+        use(fit([run for run in runs if run.job.model.name != model], weight))
+        show(f"{model}, fitted on the others", errors([run for run in eager if run.job.model.name == model]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Findings, comparisons of runs, the scatter of kernel times, and reading trace files."""

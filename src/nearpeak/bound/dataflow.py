@@ -1,0 +1,68 @@
+"""`Touches`: which storages an op reads and writes, whether or not bytes are charged for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nearpeak.ops.cost import Cost, Family
+from nearpeak.ops.op import Op, Trace
+from nearpeak.ops.op_classes import OpClasses
+
+CHAINED: frozenset[Family] = frozenset({"pointwise", "movement", "creation", "random"})
+"""Families whose ops can run inside another op's kernel."""
+
+
+class Touches(NamedTuple):
+    """Storages that an op depends on and storages that it changes. A view has neither."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+_NOTHING = Touches((), ())
+
+
+def touches_in(trace: Trace, costs: Sequence[Cost], kinds: OpClasses | None = None) -> tuple[Touches, ...]:
+    """For each op of a trace; `kinds` are those of its ops, for a caller that has them."""
+    if kinds is None:
+        return tuple([touches_of(op, cost) for op, cost in zip(trace.ops, costs, strict=True)])
+    known: list[Touches | None] = [found.get("touches") for found in kinds.found]
+    found = []
+    for index, (kind, storages) in enumerate(zip(kinds.kinds, kinds.storages, strict=True)):
+        touches = known[kind]
+        if touches is _NOTHING:
+            found.append(_NOTHING)
+        elif touches is not None:
+            found.append(
+                Touches(tuple([storages[at] for at in touches.reads]), tuple([storages[at] for at in touches.writes]))
+            )
+        else:
+            touches = touches_of(trace.ops[index], costs[index])
+            found.append(touches)
+            places = {storage: place for place, storage in enumerate(storages)}
+            if touches is _NOTHING:
+                known[kind] = kinds.found[kind]["touches"] = _NOTHING
+            elif all(storage in places for storage in (*touches.reads, *touches.writes)):
+                known[kind] = kinds.found[kind]["touches"] = Touches(
+                    tuple(places[storage] for storage in touches.reads),
+                    tuple(places[storage] for storage in touches.writes),
+                )
+    return tuple(found)
+
+
+def touches_of(op: Op, cost: Cost) -> Touches:
+    """From the tensors as well as from the cost: a formula may charge nothing for a tensor that is read."""
+    if cost.family == "view":
+        return _NOTHING
+    reads = {tensor.storage: None for tensor in op.inputs}
+    for access in cost.reads:
+        reads[access.storage] = None
+    writes = {access.storage: None for access in cost.writes}
+    if cost.family != "creation" or writes:  # `empty` writes nothing
+        for tensor in op.outputs:
+            writes[tensor.storage] = None
+    if op.mutated:
+        for tensor in op.tensors(*op.mutated):
+            writes[tensor.storage] = None
+    return Touches(tuple(reads), tuple(writes))

@@ -1,1 +1,0 @@
-"""The ops of real code, from live or fake execution, as plain data."""

@@ -1,1 +1,0 @@
-"""Trace files of torch.profiler as a `Trace` and its measured kernels."""

@@ -1,1 +1,0 @@
-"""Ops as the CUDA build of torch runs them, for tensors that are on the CPU."""

@@ -1,0 +1,65 @@
+"""What changed from one run to another, and whether it is real.
+
+A and B are saved profiles, traces of torch.profiler, or kept runs: @last is the last one, @2 the one before. The times
+of a step, the parts of its waterfall, its ops, idle time, memory and findings of B are compared with those of A. Ops
+are matched across renamed modules, other kernels and fusion.
+
+--fail-over 3% ends with exit code 1 where a step of B is really slower by more than 3 %, with 3 where that cannot be
+told, and with 0 otherwise. A line on stderr says why.
+
+examples:
+  nearpeak diff @2 @last
+  nearpeak diff main.json.gz change.json.gz --fail-over 3%
+  nearpeak diff main.json.gz change.json.gz --markdown > comment.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from nearpeak.cli.argument_types import share
+from nearpeak.cli.output import narrate, print_result, terminal_style
+from nearpeak.errors import UsageError
+
+CODES = {"passed": 0, "failed": 1, "not known": 3}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's arguments."""
+    parser.add_argument("before", metavar="A", help="the run to compare with")
+    parser.add_argument("after", metavar="B", help="the run that is compared")
+    parser.add_argument(
+        "--fail-over", type=share, metavar="SHARE", help="exit code 1 where a step is slower by more: 3%% or 0.03"
+    )
+    parser.add_argument("--top", type=int, default=12, help="how many ops to list at most (12)")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown, for a comment on a pull request")
+    parser.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare two runs, print what changed, and say whether the gate holds."""
+    from nearpeak.diffs.difference import difference
+    from nearpeak.diffs.gate import gate
+    from nearpeak.profiling.load import load
+    from nearpeak.render.views import difference as as_text
+    from nearpeak.render.views import difference_markdown as as_markdown
+
+    if arguments.top < 1:
+        raise UsageError(f"--top {arguments.top}: a table has at least one row.")
+    limit = arguments.fail_over
+    if limit is not None and not 0.0 <= limit < float("inf"):
+        raise UsageError(f"--fail-over {limit:g}: a share is not below zero; 3% allows a step to take 3 % longer.")
+    found = difference(load(arguments.before), load(arguments.after))
+    result = None if limit is None else gate(found, limit)
+    names = arguments.before, arguments.after
+    if arguments.markdown:
+        report = as_markdown.markdown(found, arguments.top, names=names, result=result)
+    else:
+        report = as_text.text(found, arguments.top, terminal_style(sys.stdout), names=names)
+    print_result(report, found, arguments.json)
+    if result is None:
+        return 0
+    sys.stdout.flush()
+    narrate(f"nearpeak: {result.outcome}: {result.reason}.")
+    return CODES[result.outcome]

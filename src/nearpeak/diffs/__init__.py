@@ -1,0 +1,1 @@
+"""What changed between two profiles, and whether the change is significant. No torch."""

@@ -1,0 +1,266 @@
+"""Attention is written as product, softmax and product: the matrix of all pairs goes through memory many times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nearpeak.bound.dataflow import CHAINED
+from nearpeak.findings.engine import rule
+from nearpeak.findings.regions import (
+    FUSIBLE,
+    launches_removed,
+    measured_over_expected,
+    ops_that_launch,
+    proportional_gains,
+)
+from nearpeak.findings.step import Step
+from nearpeak.findings.what_if import AttentionShape, fused_attention_seconds
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+MAX_HOPS = 24
+
+
+@rule("attention-written-out", needs=["storages"])
+def attention_written_out(step: Step) -> Iterator[Waste]:
+    """From each softmax back to a product and on to one, and all of backward that touches what lies between."""
+    for seed, op in enumerate(step.ops):
+        if op.phase != "forward" or op.packet not in ("aten._softmax", "aten.exp", "aten.exp_"):
+            continue
+        found = _find_attention(step, seed)
+        if found is None:
+            continue
+        predicted = fused_attention_seconds(step, found.shape, backward=bool(found.backward))
+        if predicted is None:
+            continue
+        members = found.forward | found.backward
+        predicted *= min(1.0, measured_over_expected(step, members))
+        took = step.seconds(members)
+        pairs = op.outputs[0]
+        moved = step.bytes(ops_that_launch(step, members))
+        passes = "forward and backward" if found.backward else "forward"
+        yield Waste(
+            title="Attention is written as product, softmax and product.",
+            at=seed,
+            gains=proportional_gains(step, members, predicted),
+            gone=launches_removed(step, members, predicted),
+            evidence=f"{len(ops_that_launch(step, members))} ops in {passes} move {quantity(moved, 'B')} in "
+            f"{seconds(took)}, for a matrix of {' x '.join(map(str, pairs.shape))} that nothing else reads.",
+            reasoning=f"One kernel that never writes this matrix takes {seconds(predicted)} for {passes} here.",
+            remedy=_remedy(found.shape),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WrittenOutAttention:
+    forward: set[int]
+    backward: set[int]
+    shape: AttentionShape
+
+
+def _find_attention(step: Step, seed: int) -> _WrittenOutAttention | None:
+    pairs = step.ops[seed].outputs[0] if step.ops[seed].outputs else None
+    if (
+        pairs is None
+        or len(pairs.shape) < 2
+        or step.ops[seed].arguments.get("dim", -1) not in (-1, len(pairs.shape) - 1)
+    ):
+        return None
+    above = _walk(step, seed, pairs, forward=False)
+    below = _walk(step, seed, pairs, forward=True)
+    if above is None or below is None:
+        return None
+    first, last = above[-1], below[-1]
+    forward = {seed, *above, *below} | _side_members(step, {seed, *above, *below} - {last}, pairs)
+    normalized = step.ops[seed].packet == "aten._softmax" or _sums(step, forward)
+    backward = _backward_members(step, forward - {last}, last)
+    if not normalized or backward is None:
+        return None
+    shape = _shape(step, first, last, forward, pairs)
+    if shape is None:
+        return None
+    forward |= _copies(step, (first, last), forward | backward)
+    return _WrittenOutAttention(forward=forward, backward=backward, shape=shape)
+
+
+def _walk(step: Step, at: int, pairs: Tensor, *, forward: bool) -> list[int] | None:
+    """The ops from the softmax to a product, through what can run inside a kernel."""
+    path: list[int] = []
+    for _ in range(MAX_HOPS):
+        if forward:
+            ways = [index for index in step.flow.consumers[at] if step.ops[index].phase == "forward"]
+            ways = [index for index in ways if step.costs[index].family not in ("reduction", "view")]
+        else:
+            whole = {tensor.storage for tensor in step.ops[at].inputs if tensor.elements == pairs.elements}
+            ways = [index for storage, index in step.flow.producers[at].items() if storage in whole]
+            ways = [index for index in ways if step.costs[index].family not in ("random", "creation")]
+        ways = list(dict.fromkeys(ways))
+        if len(ways) != 1 or step.ops[ways[0]].phase != "forward":
+            return None
+        at = ways[0]
+        path.append(at)
+        if step.costs[at].family == "matrix":
+            return path
+        if step.costs[at].family not in CHAINED:
+            return None
+    return None
+
+
+def _side_members(step: Step, path: set[int], pairs: Tensor) -> set[int]:
+    """What the path alone reads or feeds: the numbers of dropout, the maximum and the sum of each row."""
+    found: set[int] = set()
+    for index in sorted(path):
+        for producer in step.flow.producers[index].values():
+            whole = any(tensor.elements == pairs.elements for tensor in step.ops[producer].outputs)
+            if producer not in path and whole and step.costs[producer].family in CHAINED:
+                found |= {producer, *_writers_before(step, producer)}
+        for reader in step.flow.consumers[index]:
+            if step.ops[reader].phase == "forward" and step.costs[reader].family == "reduction":
+                found.add(reader)
+    return found - path
+
+
+def _writers_before(step: Step, index: int) -> set[int]:
+    """An op that works in place goes on with what earlier ones wrote there."""
+    found: set[int] = set()
+    waiting = [index]
+    while waiting:
+        at = waiting.pop()
+        for storage, producer in step.flow.producers[at].items():
+            if storage in step.flow.written_by[at] and producer not in found:
+                found.add(producer)
+                waiting.append(producer)
+    return found
+
+
+def _sums(step: Step, forward: set[int]) -> bool:
+    """Whether exponentials are divided by their sum over the last dimension."""
+    for index in forward:
+        op = step.ops[index]
+        if op.packet != "aten.sum" or step.costs[index].family != "reduction":
+            continue
+        size = op.inputs[0].shape[-1]
+        if op.outputs[0].elements * size == op.inputs[0].elements:
+            return any(step.ops[reader].packet in ("aten.div", "aten.div_") for reader in step.flow.consumers[index])
+    return False
+
+
+def _backward_members(step: Step, inner: set[int], last: int) -> set[int] | None:
+    """The ops of backward that read what lies between the products; None where someone else reads or wants it."""
+    between = {storage for index in inner for storage in step.flow.written_by[index]}
+    if between & step.flow.results:
+        return None
+    members: set[int] = set()
+    waiting = sorted({reader for index in inner for reader in step.flow.consumers[index]} - inner - {last})
+    while waiting:
+        at = waiting.pop()
+        if at in members:
+            continue
+        family = step.costs[at].family
+        if step.ops[at].phase != "backward" or family not in FUSIBLE | {"matrix", "normalization"}:
+            return None
+        members.add(at)
+        if family == "matrix":
+            continue
+        if set(step.flow.written_by[at]) & step.flow.results:
+            return None
+        waiting += [reader for reader in step.flow.consumers[at] if reader not in members]
+        for storage, producer in step.flow.producers[at].items():  # the gradient of the probabilities
+            product = step.ops[producer].phase == "backward" and step.costs[producer].family == "matrix"
+            if product and step.flow.written_by[producer] == (storage,):
+                members.add(producer)
+    return members
+
+
+def _copies(step: Step, products: tuple[int, int], members: set[int]) -> set[int]:
+    """Copies that only make operands contiguous: fused attention reads through strides."""
+    found = set()
+    for product in products:
+        for producer in step.flow.producers[product].values():
+            op = step.ops[producer]
+            if op.packet in ("aten.clone", "aten.contiguous") and set(step.flow.consumers[producer]) <= members:
+                found.add(producer)
+    return found - members
+
+
+def _shape(step: Step, first: int, last: int, forward: set[int], pairs: Tensor) -> AttentionShape | None:
+    queries, keys = pairs.shape[-2:]
+    left = _operands(step.ops[first])
+    right = _operands(step.ops[last])
+    heads = math.prod(pairs.shape[:-2])
+    if not (left and right and heads):
+        return None
+    width = left[0].shape[-1]
+    depth = step.ops[last].outputs[0].elements / (heads * queries)
+    probabilities = [tensor for tensor in right if tensor.elements == pairs.elements]
+    if step.ops[first].outputs[0].elements != pairs.elements or not probabilities or depth != int(depth):
+        return None
+    mask, causal = _mask(step, forward - {last}, first, pairs)
+    dropout = any(step.costs[index].family == "random" for index in forward)
+    return AttentionShape(
+        lead=pairs.shape[:-2],
+        queries=queries,
+        keys=keys,
+        width=width,
+        depth=int(depth),
+        dtype=left[0].dtype,
+        mask=mask,
+        causal=causal,
+        dropout=dropout,
+        tf32=step.ops[first].tf32_products,
+    )
+
+
+def _operands(op: Op) -> list[Tensor]:
+    names = (
+        ("batch1", "batch2")
+        if "batch1" in op.arguments
+        else ("mat1", "mat2")
+        if "mat1" in op.arguments
+        else ("self", "mat2")
+    )
+    found = [op.arguments.get(name) for name in names]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)] if all(found) else []
+
+
+def _mask(step: Step, inner: set[int], first: int, pairs: Tensor) -> tuple[Tensor | None, bool]:
+    """The tensor that is added to the scores or says which to fill, and whether it is known to be causal."""
+    written = {storage for index in inner for storage in step.flow.written_by[index]}
+    for index in sorted(inner - {first}):
+        for tensor in step.ops[index].inputs:
+            if tensor.storage not in written and tensor.shape and tensor.shape[-1] == pairs.shape[-1]:
+                producer = step.flow.producers[index].get(tensor.storage)
+                return tensor, producer is not None and _causal(step, producer)
+    return None, False
+
+
+def _causal(step: Step, index: int) -> bool:
+    """Whether a mask was made in the step by `tril` of ones, or by `triu` above the diagonal."""
+    for _ in range(6):
+        op = step.ops[index]
+        if op.packet in ("aten.tril", "aten.tril_", "aten.triu", "aten.triu_"):
+            return bool(op.arguments.get("diagonal", 0) == (0 if "tril" in op.packet else 1))
+        before = list(dict.fromkeys(step.flow.producers[index].values()))
+        if len(before) != 1:
+            return False
+        index = before[0]
+    return False
+
+
+def _remedy(shape: AttentionShape) -> str:
+    arguments = ["query", "key", "value"]
+    if shape.causal:
+        arguments.append("is_causal=True")
+    elif shape.mask is not None:
+        arguments.append("attn_mask=mask")
+    if shape.dropout:
+        arguments.append("dropout_p=p")
+    call = f"torch.nn.functional.scaled_dot_product_attention({', '.join(arguments)})"
+    note = "  # scale=... if it is not 1 / sqrt(head)"
+    if shape.mask is not None and not shape.causal:
+        note += "; is_causal=True in place of the mask if it is causal, which is faster still"
+    return call + note

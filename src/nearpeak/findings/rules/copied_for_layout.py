@@ -1,0 +1,81 @@
+"""A tensor is made contiguous for a product or attention that reads through strides just as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+_ATTENTION = ("aten._scaled_dot_product_flash", "aten._scaled_dot_product_cudnn", "aten._scaled_dot_product_efficient")
+_ALIGNED = 8
+"""Elements: kernels for GPUs read rows that begin at multiples of this."""
+
+
+@rule("copied-for-layout", needs=["storages"])
+def copied_for_layout(step: Step) -> Iterator[Waste]:
+    """Copies into contiguous memory which only ops read that could have read what was copied."""
+    for index, op in enumerate(step.ops):
+        if not _copies(step, index):
+            continue
+        source, copy = op.inputs[0], op.outputs[0]
+        readers = step.flow.consumers[index]
+        if not readers or copy.storage in step.flow.results or not _unchanged(step, index, source, copy):
+            continue
+        if not all(_reads_strides(step.ops[reader], source, copy) for reader in readers):
+            continue
+        took = step.measured[index].measured_s
+        first = step.ops[readers[0]]
+        yield Waste(
+            title="A tensor is made contiguous for an op that would read it as it is.",
+            at=index,
+            gains={index: took},
+            evidence=f"{op.packet} copies {'x'.join(map(str, source.shape))} with strides "
+            f"{tuple(source.strides)}: {quantity(step.bytes([index]), 'B')} in {seconds(took)}. Only "
+            f"{', '.join(dict.fromkeys(step.ops[reader].packet for reader in readers))} "
+            f"at {first.source or 'a later op'} read it.",
+            reasoning="The copy goes away. The ops after it read the same number of bytes, in whole rows as before.",
+            remedy="Leave `.contiguous()` or `.clone()` out, and pass the view.",
+        )
+
+
+def _copies(step: Step, index: int) -> bool:
+    """Whether an op of forward only puts the elements of an activation into another order."""
+    op = step.ops[index]
+    if op.packet != "aten.clone" or op.phase != "forward" or op.recomputed:
+        return False
+    source, copy = op.inputs[0], op.outputs[0]
+    known = step.trace.storages[source.storage]
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(source.shape, source.strides, strict=True))
+    return known.kind != "parameter" and not expanded and source.strides != copy.strides and source.shape == copy.shape
+
+
+def _unchanged(step: Step, index: int, source: Tensor, copy: Tensor) -> bool:
+    """Whether neither side is written to until the copy is read for the last time."""
+    last = max(step.flow.consumers[index])
+    return not any(
+        storage in (source.storage, copy.storage)
+        for at in range(index + 1, last + 1)
+        for storage in step.flow.written_by[at]
+    )
+
+
+def _reads_strides(op: Op, source: Tensor, copy: Tensor) -> bool:
+    """Whether an op takes the source in place of the copy, and is as fast with it."""
+    operands = [tensor for tensor in op.inputs if tensor.storage == copy.storage]
+    if op.packet.startswith(_ATTENTION):
+        given = [op.arguments.get(name) for name in ("query", "key", "value")]
+        aligned = all(stride % _ALIGNED == 0 for stride in (*source.strides[:-1], source.offset))
+        return source.strides[-1] == 1 and aligned and all(tensor in given and tensor == copy for tensor in operands)
+    if op.packet not in _PRODUCTS or len(source.shape) not in (2, 3):
+        return False
+    turned = (*source.shape[:-2], source.shape[-1], source.shape[-2])
+    rows, columns = source.shape[-2:]
+    down, across = source.strides[-2:]
+    dense = (across == 1 and down >= columns) or (down == 1 and across >= rows)
+    return dense and all(tensor.shape in (source.shape, turned) for tensor in operands)

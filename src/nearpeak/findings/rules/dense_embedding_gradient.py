@@ -1,0 +1,131 @@
+"""A large table, of which a step uses few rows, gets a dense gradient, and the optimizer goes over all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.ops.cost import Access
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+FEW = 0.25
+"""Of the rows of a table: with more, sorting and gathering them costs what is saved."""
+_PASSES = {0: 3, 2: 14}
+"""Passes over the used rows that a sparse step makes, by the tensors of state: plain SGD, and Adam."""
+_LAUNCHES = {0: 10, 2: 80}
+"""Kernels of these steps: sorting and gathering rows takes many small ones. SparseAdam takes 1.1 ms on an H200, all of
+it the host's."""
+
+
+@rule("dense-embedding-gradient", needs=["storages"])
+def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
+    """Dense gradients of tables that are only looked up in, where plain SGD or Adam is the one to read them."""
+    for index, op in enumerate(step.ops):
+        if op.packet != "aten.embedding_dense_backward":
+            continue
+        gradient, used = op.outputs[0], op.tensor("indices").elements
+        lookup = _lookup(step, index)
+        if lookup is None or used > FEW * gradient.shape[0]:
+            continue
+        table = step.ops[lookup].tensor("weight")
+        shares, touched = _optimizer(step, {table.storage, gradient.storage}, gradient.elements)
+        states = sum(_stays(step, storage) for storage in touched - {table.storage, gradient.storage})
+        if states not in _PASSES or not shares or not _only_looked_up(step, table, gradient, index):
+            continue
+        took = step.measured[index].measured_s
+        fill = step.expected_for_work((), (Access(storage=gradient.storage, bytes=gradient.bytes),), kind="creation")
+        gains = {at: share * step.measured[at].measured_s for at, share in shares.items()}
+        gains[index] = min(took, fill)
+        before = sum(gains.values())
+        rows = Access(storage=-1, bytes=used * gradient.shape[-1] * gradient.item_bytes)
+        rest = _PASSES[states] * step.expected_for_work(
+            (rows,), (Access(storage=-2, bytes=rows.bytes),), kind="indexing"
+        )
+        launch = step.machine.achievable.launch.enqueue if step.machine.achievable else None
+        rest = max(rest, _LAUNCHES[states] * (launch or 0.0))
+        if rest >= before:
+            continue
+        yield Waste(
+            title="A large table gets a dense gradient, though few of its rows are used.",
+            at=lookup,
+            gains={at: gain * (1 - rest / before) for at, gain in gains.items()},
+            evidence=f"{used} of {gradient.shape[0]} rows are looked up, and {op.packet} writes all of "
+            f"{quantity(gradient.bytes, 'B')} in {seconds(took)}. The optimizer's share for this table takes "
+            f"{seconds(before - gains[index])}.",
+            reasoning="The fill of the gradient and the optimizer's passes over the table go away; "
+            f"{_PASSES[states]} passes over the rows that are used come instead, in some {_LAUNCHES[states]} kernels: "
+            f"{seconds(rest)}.",
+            remedy=_remedy(gradient, states),
+        )
+
+
+def _lookup(step: Step, backward: int) -> int | None:
+    """The op that looked up what a gradient goes back to."""
+    op = step.ops[backward]
+    for index, other in enumerate(step.ops[:backward]):
+        if other.packet != "aten.embedding" or other.tensor("weight").shape != op.outputs[0].shape:
+            continue
+        if other.tensor("indices").storage == op.tensor("indices").storage:
+            return index
+    return None
+
+
+def _stays(step: Step, storage: int) -> bool:
+    """Whether a storage is state: it was there before the step, or is wanted after it."""
+    return step.trace.storages[storage].kind != "intermediate" or storage in step.flow.results
+
+
+def _only_looked_up(step: Step, table: Tensor, gradient: Tensor, backward: int) -> bool:
+    """Whether nothing but the optimizer needs the table or its gradient as a whole: no tied head, no clipping."""
+    for index, op in enumerate(step.ops):
+        if op.phase == "optimizer" or op.packet == "aten.embedding" or index == backward:
+            continue
+        if not {table.storage, gradient.storage}.isdisjoint(step.flow.read_by[index]):
+            return False
+    return True
+
+
+def _optimizer(step: Step, storages: set[int], elements: int) -> tuple[dict[int, float], set[int]]:
+    """The share that a tensor's update has of each of the optimizer's ops; and the storages of its state and steps."""
+    members = set(storages)
+    ops = [(index, op) for index, op in enumerate(step.ops) if op.phase == "optimizer"]
+    shares: dict[int, float] = {}
+    while True:
+        before = len(members)
+        for index, op in ops:
+            mine, total = _touched(op, members)
+            members |= {tensor.storage for tensor in mine if tensor.elements == elements}
+            if mine and step.costs[index].family != "view":
+                shares[index] = min(1.0, sum(tensor.bytes for tensor in mine) / total) if total else 0.0
+        if len(members) == before:
+            return shares, members
+
+
+def _touched(op: Op, members: set[int]) -> tuple[list[Tensor], float]:
+    """The tensors of an op that go with some storages, and the bytes of all; of lists, those at the same places."""
+    values = [value for value in (*op.arguments.values(), op.outputs) if isinstance(value, tuple)]
+    lists = [[item for item in value if isinstance(item, Tensor)] for value in values]
+    longest = max((len(value) for value in lists), default=0)
+    if longest <= 1:
+        tensors = [*op.inputs, *op.outputs]
+        mine = tensors if any(tensor.storage in members for tensor in tensors) else []
+        return mine, sum(tensor.bytes for tensor in tensors)
+    whole = [value for value in lists if len(value) == longest]
+    places = {place for value in whole for place, tensor in enumerate(value) if tensor.storage in members}
+    mine = [value[place] for value in whole for place in sorted(places)]
+    return mine, sum(tensor.bytes for value in whole for tensor in value)
+
+
+def _remedy(gradient: Tensor, states: int) -> str:
+    rows, width = gradient.shape
+    table = f"table = torch.nn.Embedding({rows}, {width}, sparse=True)"
+    if not states:
+        return f"{table}  # torch.optim.SGD takes sparse gradients as they are"
+    return (
+        f"{table}\noptimizers = [torch.optim.SparseAdam(table.parameters()), torch.optim.AdamW(the_others)]\n"
+        "# Rows that a step does not use keep their moments, and there is no weight decay for the table."
+    )

@@ -1,0 +1,78 @@
+"""Gradients are filled with zeros in every step, and the new ones are added to the zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+ADDS = ("aten.add", "aten.add_")
+COPIED = 2 / 3
+"""Of an addition's traffic: a gradient that others have too is copied where there is none yet, without reading one."""
+
+
+@rule("gradients-zeroed", needs=["storages"])
+def gradients_zeroed(step: Step) -> Iterator[Waste]:
+    """Fills of older storages, to which the next op that touches them adds something in a backward pass."""
+    touched: dict[int, list[int]] = {}
+    for index, (reads, writes) in enumerate(step.touches):
+        for storage in {*reads, *writes}:
+            touched.setdefault(storage, []).append(index)
+    for fill, cost in enumerate(step.costs):
+        op = step.ops[fill]
+        if cost.reads or not cost.writes or not op.mutated or not _zeroes(op.packet) or op.phase == "backward":
+            continue
+        adds: dict[int, float] = {}
+        zeroed = 0.0
+        for access in cost.writes:
+            ops = touched[access.storage]
+            # The step after this one begins as this one did.
+            after = ops[(ops.index(fill) + 1) % len(ops)]
+            if step.trace.storages[access.storage].kind == "intermediate" or not _accumulates(
+                step, after, access.storage
+            ):
+                continue
+            adds[after] = step.measured[after].measured_s * (
+                1.0 if _is_its_own(step, after, access.storage) else 1 - COPIED
+            )
+            zeroed += access.bytes
+        if not adds:
+            continue
+        took = step.measured[fill].measured_s
+        share = zeroed / sum(access.bytes for access in cost.writes)
+        yield Waste(
+            title="Gradients are filled with zeros, to which the backward pass adds the new ones.",
+            at=fill,
+            gains={fill: share * took, **adds},
+            evidence=f"{op.packet} fills {quantity(zeroed, 'B')} of gradients in {seconds(share * took)}; "
+            f"{len(adds)} addition{'s' * (len(adds) > 1)} of the backward pass to these zeros took "
+            f"{seconds(step.seconds(adds))}.",
+            reasoning="Without old gradients the new ones are kept as they are: the fill and the additions go away.",
+            remedy="optimizer.zero_grad()  # set_to_none=True, the default; by hand: parameter.grad = None",
+        )
+
+
+def _zeroes(packet: str) -> bool:
+    return packet.rpartition(".")[2] in ("zero_", "fill_", "_foreach_zero_")
+
+
+def _accumulates(step: Step, index: int, storage: int) -> bool:
+    """Whether an op of the backward pass adds to all of a storage."""
+    op = step.ops[index]
+    return (
+        op.phase == "backward"
+        and op.packet in ADDS
+        and len(op.inputs) == 2
+        and op.inputs[0].shape == op.inputs[1].shape
+        and storage in {tensor.storage for tensor in op.inputs}
+    )
+
+
+def _is_its_own(step: Step, index: int, storage: int) -> bool:
+    """Whether nobody else has what is added: then autograd keeps it without a copy."""
+    added = next((tensor.storage for tensor in step.ops[index].inputs if tensor.storage != storage), storage)
+    producer = step.flow.producers[index].get(added)
+    return producer is not None and step.flow.consumers[producer] == (index,) and added not in step.trace.results

@@ -1,0 +1,63 @@
+"""The device waits for the next batch, because a data loader does not have it ready."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step, is_source_line
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import seconds
+
+HANDOVER = 2e-4
+"""Seconds to take a batch that a worker has ready: a message, and memory that is mapped."""
+MOST_WORKERS = 16
+
+
+@rule("input-stall", needs=["host"])
+def input_stall(step: Step) -> Iterator[Waste]:
+    """Idle time inside of a data loader, beyond what it takes to take over a batch."""
+    stalls = [cause for cause in step.profile.idle if cause.cause == "input"]
+    idle_s = sum(cause.seconds for cause in stalls)
+    batches = sum(cause.count for cause in stalls)
+    saving = idle_s - batches * HANDOVER
+    if saving <= 0.0:
+        return
+    rest_s = max(step.profile.wall_s - idle_s, 1e-9)
+    has_workers = any("with workers" in cause.what for cause in stalls)
+    places = sorted((cause for cause in stalls if is_source_line(cause.where)), key=lambda cause: -cause.seconds)
+    yield Waste(
+        title="The device waits for a data loader.",
+        at=None,
+        source=places[0].where if places else "",
+        idle={"input": saving},
+        evidence=f"The loader was asked for {batches} {'batch' if batches == 1 else 'batches'}, and the device was "
+        f"idle for {seconds(idle_s)} until it had {'it' if batches == 1 else 'them'}; the rest of the step takes "
+        f"{seconds(rest_s)}. "
+        + ("It has workers already." if has_workers else "It has no workers: batches are made in the step."),
+        reasoning=f"Workers make the next batches during the step. To take one over takes {seconds(HANDOVER)}. Work of "
+        "theirs that needs the same cores as the step is not counted.",
+        remedy=_more(idle_s, rest_s) if has_workers else _workers(math.ceil(1.2 * idle_s / rest_s)),
+    )
+
+
+def _workers(needed: int) -> str:
+    workers = min(max(2, needed), MOST_WORKERS)
+    too_few = (
+        f"\nMore than {MOST_WORKERS} workers would be needed: make samples cheaper too (decode them beforehand)."
+        if needed > MOST_WORKERS
+        else ""
+    )
+    return (
+        f"DataLoader(..., num_workers={workers}, prefetch_factor=2, persistent_workers=True, pin_memory=True)\n"
+        f"batch = batch.to(device, non_blocking=True){too_few}"
+    )
+
+
+def _more(idle_s: float, rest_s: float) -> str:
+    return (
+        f"num_workers times {1.0 + idle_s / rest_s:.1f}, as long as there are cores for them; a larger prefetch_factor "
+        "where samples differ in cost; and less work for each sample (decode and tokenize beforehand, collate whole "
+        "arrays)."
+    )

@@ -1,0 +1,135 @@
+"""Rules "launch-bound" and "graph-breaks": the device waits for the host to launch the next kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.profiles.compiler import GraphBreak
+from nearpeak.profiles.finding import Waste
+from nearpeak.profiles.idle import BETWEEN_OPS, LAUNCHED_LATE, PROFILER_SLOWDOWN, IdleCause
+from nearpeak.profiles.profile import Profile
+from nearpeak.units import percent, seconds
+
+MIN_IDLE_SHARE = 0.1
+"""Of the step: what is idle for less of it gains too little by a graph to be worth its constraints."""
+GRAPH_LAUNCH_S = 1e-6
+"""Seconds between two kernels of a graph, where it was not measured."""
+
+
+@rule("launch-bound", needs=["host"], general=True)
+def launch_bound(step: Step) -> Iterator[Waste]:
+    """Idle time in which the host was launching, or between two ops, beyond what remains with a CUDA graph."""
+    profile = step.profile
+    late = late_launches(profile)
+    if step.machine.kind != "gpu" or not late or breaks_of(step):  # of breaks, "graph-breaks" has more to say
+        return
+    idle_s = sum(cause.seconds for cause in late)
+    clean_s = idle_without_profiler(profile, idle_s)
+    kernels = sum(op.kernels for op in profile.ops)
+    if not kernels:  # all of them are in CUDA graphs already
+        return
+    gaps = min(kernels, max(cause.count for cause in late))
+    launch = step.machine.achievable.launch.in_graph if step.machine.achievable else None
+    remains_s = gaps * (launch or GRAPH_LAUNCH_S)
+    if clean_s - remains_s < MIN_IDLE_SHARE * profile.wall_s:
+        return
+    waits = sum(cause.count for cause in profile.idle if cause.cause == "synchronization")
+    yield Waste(
+        title="The device waits for the host: ops are launched more slowly than they run.",
+        at=None,
+        idle=split_saving(late, clean_s - remains_s),
+        evidence=f"{kernels:,} kernels ran for {seconds(profile.kernel_s)}, "
+        f"{seconds(profile.kernel_s / max(1, kernels))} each; the device was idle for {seconds(idle_s)} of "
+        f"{seconds(profile.wall_s)} because the next was not launched yet{_slowest_place(late)}.",
+        reasoning=f"A CUDA graph launches them all at once. {seconds(remains_s)} remain between {gaps:,} kernels."
+        + (
+            ""
+            if profile.steps
+            else f" The step ran under the profiler, which makes the host {PROFILER_SLOWDOWN:g} times slower."
+        ),
+        remedy=_remedy(profile, waits),
+    )
+
+
+def breaks_of(step: Step) -> tuple[GraphBreak, ...]:
+    """Where compiled code of the step leaves its graphs."""
+    return () if step.profile.compiler is None else step.profile.compiler.breaks
+
+
+def late_launches(profile: Profile) -> list[IdleCause]:
+    """Idle time in which the host was launching what comes next, or was between two ops."""
+    kinds = (("launching", LAUNCHED_LATE), ("python", BETWEEN_OPS))
+    return [cause for cause in profile.idle if (cause.cause, cause.what) in kinds]
+
+
+def idle_without_profiler(profile: Profile, idle_s: float) -> float:
+    """What of the idle time there is without the profiler, which makes the host slower."""
+    if profile.steps:
+        return idle_s
+    return min(idle_s, max(0.0, profile.wall_s / PROFILER_SLOWDOWN - profile.kernel_s))
+
+
+def split_saving(late: Sequence[IdleCause], saving_s: float) -> dict[str, float]:
+    """A saving of these causes together, by the name of the cause."""
+    total = sum(cause.seconds for cause in late)
+    found: dict[str, float] = {}
+    for cause in late:
+        found[cause.cause] = found.get(cause.cause, 0.0) + cause.seconds * saving_s / total
+    return found
+
+
+def _slowest_place(late: Sequence[IdleCause]) -> str:
+    most = max(late, key=lambda cause: cause.seconds)
+    return f", most of it before {most.where}" if most.where else ""
+
+
+def _remedy(profile: Profile, waits: int) -> str:
+    times = profile.wall_s / profile.kernel_s if profile.kernel_s else 2.0
+    first = f"First remove the {waits} synchronizations of the step: a graph cannot have them.\n" if waits > 1 else ""
+    return (
+        f"{first}step = torch.compile(step, mode='reduce-overhead')   # records CUDA graphs, and fuses ops\n"
+        "graph = torch.cuda.CUDAGraph()                       # or by hand, with inputs that stay where they are\n"
+        "with torch.cuda.graph(graph):\n"
+        "    step()\n"
+        "graph.replay()                                       # in every step\n"
+        f"Or give each kernel more to do: a batch {times:.1f} times as large hides the launches. "
+        f"The device works for {percent(profile.kernel_s / profile.wall_s)} of the step now."
+    )
+
+
+ENQUEUE_S = 5e-6
+"""Seconds of the host for a launch from compiled code, where it was not measured."""
+
+
+@rule("graph-breaks", needs=["host"])
+def graph_breaks(step: Step) -> Iterator[Waste]:
+    """Idle time in which the host was between compiled regions, beyond what launches of one region take."""
+    profile = step.profile
+    late = late_launches(profile)
+    found = breaks_of(step)
+    if step.machine.kind != "gpu" or not found or not late:
+        return
+    idle_s = sum(cause.seconds for cause in late)
+    launch = (step.machine.achievable.launch.enqueue if step.machine.achievable else None) or ENQUEUE_S
+    kernels = sum(op.kernels for op in profile.ops)
+    remains_s = max(0.0, kernels * launch - profile.kernel_s)
+    saving = idle_without_profiler(profile, idle_s) - remains_s
+    if saving < MIN_IDLE_SHARE * profile.wall_s:
+        return
+    first = next((item for item in found if item.source), found[0])
+    named = "; ".join(f"{item.source or 'an unknown line'} ({item.reason})" for item in found[:3])
+    yield Waste(
+        title="Compiled code leaves its graphs, and the device waits for what the host does in between.",
+        at=None,
+        source=first.source,
+        idle=split_saving(late, saving),
+        evidence=f"torch.compile left its graphs at {len(found)} lines: {named}. The device was idle for "
+        f"{seconds(idle_s)} of {seconds(profile.wall_s)} because the next kernel was not launched yet.",
+        reasoning=f"In one graph the host launches a kernel in {seconds(launch)}. Beside {seconds(profile.kernel_s)} "
+        f"of {kernels:,} kernels, {seconds(remains_s)} of waiting remain.",
+        remedy="torch.compile(step, fullgraph=True)   # stops at the first break, and says why\n"
+        "Take what it names out of the code that is compiled: prints, `.item()`, decisions on values, calls of other "
+        "libraries. Then mode='reduce-overhead' records the whole as a CUDA graph.",
+    )

@@ -1,0 +1,59 @@
+"""`nan_to_num` goes through a whole tensor where a fill would do: of new memory, or of rows that are masked whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+FILL_SHARE = 0.63
+"""Of a pass that reads and writes: measured on an H200, where a fill reaches 3.37 TB/s and a copy 4.25 TB/s."""
+
+
+@rule("nan-to-num-for-fill", needs=["storages"])
+def nan_to_num_for_fill(step: Step) -> Iterator[Waste]:
+    """Those whose input nobody wrote in the step though it is new, or is a softmax of masked scores."""
+    for index, op in enumerate(step.ops):
+        if op.packet not in ("aten.nan_to_num", "aten.nan_to_num_") or op.phase != "forward":
+            continue
+        given, took = op.inputs[0], step.measured[index].measured_s
+        writes = step.flow.producers[index].get(given.storage)
+        if writes is None and step.trace.storages[given.storage].kind == "intermediate":
+            fill = FILL_SHARE * took
+            yield Waste(
+                title="`nan_to_num` cleans memory that nobody has written yet: a fill would do.",
+                at=index,
+                gains={index: took - fill},
+                evidence=f"{op.packet} reads and writes {_size(given)} in {seconds(took)}, right after it was "
+                "allocated: what it keeps is what happened to be there.",
+                reasoning=f"A fill only writes, half the bytes at four fifths of the speed: {seconds(fill)}.",
+                remedy=f"torch.zeros({given.shape}, dtype=torch.{given.dtype}, device=...)  # or buffer.zero_()",
+            )
+        elif writes is not None and _masked_softmax(step, writes):
+            rows = Tensor(shape=given.shape[:-1], strides=(0,) * (len(given.shape) - 1), dtype="bool", storage=0)
+            yield Waste(
+                title="`nan_to_num` goes through all of a softmax for the rows that are masked whole.",
+                at=index,
+                gains={index: took},
+                evidence=f"{op.packet} reads and writes {_size(given)} in {seconds(took)}; only a softmax over masked "
+                f"scores wrote it, so that only rows without any key can be NaN, out of {rows.elements}.",
+                reasoning="The pass goes away; a mask that leaves one key in each such row costs nothing more, as its "
+                "result is not used.",
+                remedy="mask[..., 0] |= ~mask.any(-1)  # once, where the mask is made: an empty row then sees one key\n"
+                "# and zero the few rows of the result afterwards, where they are read at all",
+            )
+
+
+def _masked_softmax(step: Step, index: int) -> bool:
+    if step.ops[index].packet != "aten._softmax":
+        return False
+    before = set(step.flow.producers[index].values())
+    return any(step.ops[at].packet in ("aten.masked_fill", "aten.masked_fill_", "aten.where") for at in before)
+
+
+def _size(tensor: Tensor) -> str:
+    return f"{' x '.join(map(str, tensor.shape))} of {tensor.dtype}, {quantity(tensor.bytes, 'B')},"

@@ -1,0 +1,102 @@
+"""A text that grows by one token a step runs through the model as a whole each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import seconds
+
+
+@rule("no-kv-cache", needs=["storages"])
+def no_kv_cache(step: Step) -> Iterator[Waste]:
+    """Steps of an inference with causal attention of as many queries as keys, one more than in the step before it."""
+    if step.trains:
+        return
+    attention = [index for index, cost in enumerate(step.costs) if cost.family == "attention"]
+    grown = [index for index in attention if _grew_by_one(step, index)]
+    if not grown or len(grown) != len(attention):
+        return
+    length = step.ops[grown[0]].tensor("query").shape[-2]
+    left = {}
+    for index in step.trace.shapes_before:
+        share = _share_of_one_token(step, index, length)
+        if share is not None:
+            left[index] = min(share, 1.0) * step.measured[index].measured_s
+    took = step.seconds(left)
+    remaining = max(sum(left.values()), _launching(step, len(left)))
+    if not left or took <= remaining:
+        return
+    scale = (took - remaining) / (took - sum(left.values()))
+    yield Waste(
+        title="Each step runs the whole text through the model, where one new token would do: there is no KV cache.",
+        at=grown[0],
+        gains={index: scale * (step.measured[index].measured_s - seconds_left) for index, seconds_left in left.items()},
+        evidence=f"{len(grown)} causal attention{'s' * (len(grown) > 1)} of {length} queries with {length} keys, one "
+        f"more of each than in the step before; {len(left)} ops that grow with the text took {seconds(took)}.",
+        reasoning=f"For one token with the keys and values of {length - 1} others kept, these ops take "
+        f"{seconds(remaining)}: products read their weights once more, attention reads the cache.",
+        remedy="Keep keys and values of each layer, and give the model the new token alone "
+        "(transformers: model.generate(..., use_cache=True), or past_key_values from the call before).",
+    )
+
+
+def _grew_by_one(step: Step, index: int) -> bool:
+    """Whether an attention is causal, and has got one more query and one more key with each step."""
+    before, op = step.trace.shapes_before.get(index, {}), step.ops[index]
+    query, key, by = op.arguments.get("query"), op.arguments.get("key"), step.trace.steps_since
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or op.arguments.get("is_causal") is not True:
+        return False
+    was = before.get("query"), before.get("key")
+    return (
+        query.shape[-2] == key.shape[-2] > by
+        and was[0] == (*query.shape[:-2], query.shape[-2] - by, query.shape[-1])
+        and was[1] == (*key.shape[:-2], key.shape[-2] - by, key.shape[-1])
+    )
+
+
+def _share_of_one_token(step: Step, index: int, length: int) -> float | None:
+    """Of what a good kernel takes, the share that is left for one token; None for what does not grow with the text."""
+    op, before = step.ops[index], step.trace.shapes_before[index]
+    by = step.trace.steps_since
+    per_token = {
+        now: (now - was) // by
+        for name, shape in before.items()
+        for now, was in zip(op.tensor(name).shape, shape, strict=True)
+        if now != was and now * by == (now - was) * length
+    }
+    if not per_token or step.costs[index].family == "view":
+        return None
+    names = ("query",) if step.costs[index].family == "attention" else tuple(before)
+    whole, one = step.expected(op), step.expected(_shrunk(op, names, per_token))
+    return one / whole if whole and one is not None else None
+
+
+def _shrunk(op: Op, names: tuple[str, ...], per_token: Mapping[int, int]) -> Op:
+    """The op for one token."""
+    arguments: dict[str, Any] = dict(op.arguments)
+    for name in names:
+        arguments[name] = _smaller(op.tensor(name), per_token)
+    outputs = tuple(_smaller(tensor, per_token) for tensor in op.outputs)
+    return dataclasses.replace(op, arguments=arguments, outputs=outputs)
+
+
+def _smaller(tensor: Tensor, per_token: Mapping[int, int]) -> Tensor:
+    shape = tuple(per_token.get(size, size) for size in tensor.shape)
+    strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    return dataclasses.replace(tensor, shape=shape, strides=strides, offset=0)
+
+
+def _launching(step: Step, ops: int) -> float:
+    """What the host needs at the least to launch so many ops: with one token they are short."""
+    if step.machine.achievable is None:
+        return 0.0
+    launch = step.machine.achievable.launch
+    return ops * (launch.enqueue or launch.host_call or 0.0)

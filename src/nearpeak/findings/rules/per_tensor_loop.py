@@ -1,0 +1,127 @@
+"""The same small op runs for tensor after tensor, where one op takes a list of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
+from nearpeak.findings.step import Step
+from nearpeak.ops.cost import Access
+from nearpeak.ops.formulas.optimizer import FOREACH_POINTWISE
+from nearpeak.ops.op import Op
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import seconds
+
+LEAST = 16
+"""Ops in a run: what is shorter can be an unrolled formula."""
+SHORT = 1e-4
+"""Seconds: ops that take longer than this have enough to do, each by itself."""
+FOREACH = {
+    **{f"aten.{name}{end}": f"torch._foreach_{name}{end}" for name in FOREACH_POINTWISE for end in ("", "_")},
+    "aten.linalg_vector_norm": "torch._foreach_norm",
+    "aten.norm": "torch._foreach_norm",
+    "aten.zero_": "torch._foreach_zero_",
+    "aten.copy_": "torch._foreach_copy_",
+}
+"""The operators with a form for lists."""
+PIECE = 65536
+"""Elements of a tensor that a block of threads of a list op takes (torch, MultiTensorApply.cuh: kChunkSize)."""
+MOST_PIECES, MOST_TENSORS = 320, 110
+"""That a kernel of a list op takes at most (depth_to_max_blocks, and depth_to_max_tensors for a single list), as in
+torch 2.11; torch 2.13 built for CUDA 13 takes seven times as many, which saves a little more."""
+NOT_CHANGED = ("dtype", "dim", "keepdim", "ord", "value", "alpha", "p")
+
+
+@rule("per-tensor-loop", needs=["storages"])
+def per_tensor_loop(step: Step) -> Iterator[Waste]:
+    """Runs of one op at one line on tensors of which none needs the result of another."""
+    for members in _runs(step):
+        op = step.ops[members[0]]
+        reads, writes = _distinct(step, members)
+        took = step.seconds(members)
+        kind = "reduction" if "norm" in op.packet else "optimizer"
+        launches = _launches(step, members)
+        # Each begins and ends as a kernel that has nothing to do; list ops of the optimizer were measured as they are.
+        empty_s = (launches - 1) * step.expected_for_work((), ()) if kind == "reduction" else 0.0
+        # Of one list op; where the ops ran from a cache, it does too, and takes no more than they did.
+        listed = min(step.expected_for_work(reads, writes, kind=kind) + empty_s, took)
+        joined = launches_removed(step, members, listed)[launches - 1 :]
+        if took + launch_wait_seconds(step, joined) <= listed:
+            continue
+        yield Waste(
+            title="One small op runs for tensor after tensor, where one op takes them all as a list.",
+            at=members[0],
+            gains=proportional_gains(step, members, listed),
+            gone=joined,
+            evidence=f"{op.packet} runs {len(members)} times in a row, on another tensor each time: {seconds(took)}, "
+            f"{seconds(took / len(members))} each.",
+            reasoning=f"One pass over all of the tensors takes {seconds(listed)}"
+            + (f", in {launches} kernels." if launches > 1 else "."),
+            remedy=_remedy(op),
+        )
+
+
+def _runs(step: Step) -> Iterator[list[int]]:
+    """Ops of one name, line and phase in a row, views aside; each on storages that no other of them touches."""
+    run: list[int] = []
+    written: set[int] = set()
+    for index, op in enumerate(step.ops):
+        if step.costs[index].family == "view" or not (step.touches[index].reads or step.touches[index].writes):
+            continue
+        reads, writes = step.touches[index]
+        joins = bool(run) and _alike(op, step.ops[run[0]]) and not written.intersection((*reads, *writes))
+        if not joins:
+            if _counts(step, run):
+                yield run
+            run, written = [], set()
+        if _can_be_listed(step, index):
+            run.append(index)
+            written.update(writes)
+    if _counts(step, run):
+        yield run
+
+
+def _alike(op: Op, first: Op) -> bool:
+    return (op.name, op.source, op.phase) == (first.name, first.source, first.phase) and all(
+        op.arguments.get(name) == first.arguments.get(name) for name in NOT_CHANGED
+    )
+
+
+def _can_be_listed(step: Step, index: int) -> bool:
+    op = step.ops[index]
+    if op.packet not in FOREACH or op.phase == "optimizer":
+        return False
+    return "norm" not in op.packet or not op.arguments.get("dim")
+
+
+def _counts(step: Step, run: Sequence[int]) -> bool:
+    """Whether it is long, of short ops, and has as many different tensors."""
+    firsts = {step.ops[index].inputs[0].storage for index in run}
+    return len(run) >= LEAST and len(firsts) == len(run) and step.seconds(run) < SHORT * len(run)
+
+
+def _launches(step: Step, members: Sequence[int]) -> int:
+    """How many kernels a list op takes for the tensors of these ops."""
+    if step.machine.kind != "gpu":
+        return 1
+    pieces = sum(math.ceil(step.ops[index].inputs[0].elements / PIECE) for index in members)
+    return max(math.ceil(pieces / MOST_PIECES), math.ceil(len(members) / MOST_TENSORS))
+
+
+def _distinct(step: Step, members: Sequence[int]) -> tuple[list[Access], list[Access]]:
+    found: tuple[dict[int, Access], dict[int, Access]] = ({}, {})
+    for index in members:
+        for known, accesses in zip(found, (step.costs[index].reads, step.costs[index].writes), strict=True):
+            known.update((access.storage, access) for access in accesses)
+    return list(found[0].values()), list(found[1].values())
+
+
+def _remedy(op: Op) -> str:
+    call = FOREACH[op.packet]
+    if call.endswith("norm"):
+        return f"norms = {call}(tensors)  # a list of norms; torch.nn.utils.clip_grad_norm_(..., foreach=True) uses it"
+    if call.endswith("zero_"):
+        return f"{call}(tensors)"
+    return f"{call}(tensors, ...)  # in place of a loop over tensors with {op.packet.rpartition('.')[2]}"

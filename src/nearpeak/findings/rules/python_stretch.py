@@ -1,0 +1,41 @@
+"""Long stretches of Python inside of the step, in which nothing runs on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import seconds
+
+LEAST = 0.03
+"""Of the step, at one line: less may be the work that calling ops takes, or another process."""
+STRETCH = 5e-4
+"""Seconds that one stretch has at the least: shorter ones are the cost of calling ops."""
+
+
+@rule("python-stretch", needs=["host"])
+def python_stretch(step: Step) -> Iterator[Waste]:
+    """Idle time in stretches of code outside of any op, by the line of the op that came next."""
+    profile = step.profile
+    for cause in profile.idle:
+        if cause.cause != "python" or cause.what or not cause.where:
+            continue  # what no op follows may be the end of the step, where others do their work too
+        each = cause.seconds / max(1, cause.count)
+        if each < STRETCH or cause.seconds < LEAST * profile.wall_s:
+            continue
+        if step.machine.kind == "cpu" and not is_recurring_stall(profile, cause.seconds):
+            continue
+        lines = is_source_line(cause.where)
+        yield Waste(
+            title="Python runs for long outside of any op, and the device has nothing to do.",
+            at=next((index for index, op in enumerate(step.ops) if op.source == cause.where), None) if lines else None,
+            idle={"python": cause.seconds},
+            evidence=f"{cause.count} {'stretch' if cause.count == 1 else 'stretches'} of {seconds(each)} in the step, "
+            f"before {cause.where}: no op ran on the host, and nothing on the device.",
+            reasoning="Work that is not in the step costs it nothing: all of the stretch is saved.",
+            remedy=f"Look at what runs before {cause.where}. Take it out of the step: compute it once before the first "
+            "step, or in the data loader's workers; log and save once in many steps, in a thread. Loops over "
+            "elements become ops on whole tensors.",
+        )

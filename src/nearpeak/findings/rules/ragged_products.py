@@ -1,0 +1,84 @@
+"""A 16-bit product has a size that is no multiple of 8, so that rows do not begin at 16 bytes and slow kernels run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nearpeak.bound.tiles import FACTORS, product_sizes
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.findings.what_if import gemm_op, median_slowness
+from nearpeak.ops.formulas.matrix import result
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import seconds
+
+ALIGNMENT = 16
+"""Bytes at which rows must begin for the copies that feed the matrix engine."""
+_PADDED = 64
+"""What a ragged size is rounded up to: whole lines of memory in 16 bits, and whole steps of a tile's depth."""
+LEAST_RATIO = 1.1
+"""How many times as long as the padded product it must take before the sizes are blamed."""
+
+
+@rule("ragged-product")
+def ragged_products(step: Step) -> Iterator[Waste]:
+    """Products in 16 bits on a GPU, with rows at odd places, that take longer than those with padded sizes would."""
+    if step.machine.kind != "gpu":
+        return
+    ragged = {index: sizes for index, op in enumerate(step.ops) if (sizes := _ragged(op)) is not None}
+    if not ragged:
+        return
+    usual = _usual(step, ragged)
+    for index, sizes in ragged.items():
+        op, took = step.ops[index], step.measured[index].measured_s
+        batch, *edges = sizes
+        padded = [math.ceil(size / _PADDED) * _PADDED if size * _width(op) % ALIGNMENT else size for size in edges]
+        if padded == edges:
+            continue  # a view of something larger: its sizes are not to blame
+        good = step.expected(gemm_op(batch, *padded, dtype=op.inputs[-1].dtype))
+        if good is None or took < LEAST_RATIO * good * usual:
+            continue
+        m, n, k = edges
+        changed = ", ".join(f"{old} to {new}" for old, new in zip(edges, padded, strict=True) if old != new)
+        yield Waste(
+            title=f"A product has a size that is no multiple of {ALIGNMENT // _width(op)}.",
+            at=index,
+            gains={index: took - good * usual},
+            evidence=f"{op.packet} of {m} x {k} by {k} x {n} in {op.inputs[-1].dtype} takes {seconds(took)}; its rows "
+            f"do not begin at multiples of {ALIGNMENT} bytes.",
+            reasoning=f"With {changed}, a good kernel takes {seconds(good)}"
+            + (f", times {usual:.2f} as the other products of this step." if usual > 1 else "."),
+            remedy=f"Pad {changed}: a vocabulary, say, as torch.nn.Linear(width, {max(padded)}, bias=False)\n"
+            "with the rows beyond the real ones never a target, and logits[..., :real] where they are read out.",
+        )
+
+
+def _width(op: Op) -> int:
+    return int(op.inputs[-1].item_bytes)
+
+
+def _ragged(op: Op) -> tuple[int, int, int, int] | None:
+    """The sizes of a 16-bit product with an operand or result whose rows begin at odd places."""
+    if op.packet not in FACTORS or op.inputs[-1].dtype not in ("bfloat16", "float16"):
+        return None
+    tensors = (*op.tensors(*FACTORS[op.packet]), result(op))
+    return product_sizes(op) if any(_misaligned(tensor) for tensor in tensors) else None
+
+
+def _misaligned(tensor: Tensor) -> bool:
+    if len(tensor.shape) < 2 or min(tensor.shape[-2:]) == 1:
+        return False
+    return max(tensor.strides[-2:]) * tensor.item_bytes % ALIGNMENT != 0
+
+
+def _usual(step: Step, ragged: dict[int, tuple[int, int, int, int]]) -> float:
+    """How many times as long as a good kernel the other 16-bit products of the step take; at least 1."""
+    others = [
+        index
+        for index, op in enumerate(step.ops)
+        if index not in ragged and op.packet in FACTORS and op.inputs[-1].dtype in ("bfloat16", "float16")
+    ]
+    return median_slowness(step, others)

@@ -1,0 +1,82 @@
+"""Probabilities are computed of which only the order is asked: the order of the logits is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+SOFTMAXES = ("aten._softmax", "aten._log_softmax")
+
+
+@rule("softmax-for-argmax", needs=["storages"])
+def softmax_for_argmax(step: Step) -> Iterator[Waste]:
+    """Softmaxes that only an `argmax` over the same dimension reads."""
+    for index, op in enumerate(step.ops):
+        if op.packet not in SOFTMAXES:
+            continue
+        readers = step.flow.consumers[index]
+        if not readers or _is_kept(step, index, op.outputs[0]):
+            continue
+        if not all(_asks_for_order(step, reader, op) for reader in readers):
+            continue
+        took, moved = step.measured[index].measured_s, step.bytes([index])
+        first = step.ops[readers[0]]
+        yield Waste(
+            title="Probabilities are computed only to find where the largest are.",
+            at=index,
+            gains={index: took},
+            evidence=f"{op.packet} over {' x '.join(str(size) for size in op.outputs[0].shape)} takes {seconds(took)} "
+            f"for {quantity(moved, 'B')}; only {first.packet} at {first.source or 'a later op'} reads the result.",
+            reasoning="The order of the logits is that of the probabilities: the op goes away, and its reader takes "
+            "as long on the logits.",
+            remedy=_remedy(op, first),
+        )
+
+
+def _asks_for_order(step: Step, index: int, softmax: Op) -> bool:
+    """Whether an op takes only places of the largest from a softmax, over the dimension of the softmax."""
+    op, outputs = step.ops[index], softmax.outputs[0]
+    dimensions = len(outputs.shape)
+    if op.packet == "aten.argmax":
+        along = op.arguments.get("dim")
+        if along is None:
+            return dimensions == 1 or all(
+                size == 1 for at, size in enumerate(outputs.shape) if at != softmax.arguments["dim"] % dimensions
+            )
+    elif op.name in ("aten.max.dim", "aten.topk.default"):
+        if not _values_unused(step, index):
+            return False
+        along = op.arguments.get("dim", -1)
+    else:
+        return False
+    seen = op.tensor("self")
+    return seen.shape == outputs.shape and along % dimensions == softmax.arguments["dim"] % dimensions
+
+
+def _values_unused(step: Step, index: int) -> bool:
+    """Whether nobody wants the values beside the places: they are probabilities."""
+    values = step.ops[index].outputs[0]
+    if _is_kept(step, index, values):
+        return False
+    return not any(values.storage in step.flow.read_by[reader] for reader in step.flow.consumers[index])
+
+
+def _is_kept(step: Step, index: int, tensor: Tensor) -> bool:
+    """Whether somebody has a result of an op when the step is over: its caller, a list of theirs, or autograd."""
+    size = step.trace.storages[tensor.storage].bytes
+    lives = step.trace.lives.lives if step.trace.lives is not None else ()
+    return tensor.storage in step.flow.results or any(
+        life.born == index and life.died is None and life.bytes == size for life in lives
+    )
+
+
+def _remedy(softmax: Op, reader: Op) -> str:
+    name = reader.packet.rpartition(".")[2]
+    amount = f"{reader.arguments['k']}, " if name == "topk" else ""
+    return f"logits.{name}({amount}dim={softmax.arguments['dim']})  # without {softmax.packet.rpartition('._')[2]}"

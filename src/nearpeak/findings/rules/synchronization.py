@@ -1,0 +1,265 @@
+"""Rules "pageable-copy" and "synchronization": the host waits for the device or for a copy, or copies unpinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step, is_source_line
+from nearpeak.ops.cost import Access
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.profiles.idle import IdleCause
+from nearpeak.units import quantity, seconds
+
+COPIES = ("aten._to_copy", "aten.copy", "aten.copy_")
+SMALL_COPY_BYTES = 65536.0
+"""Bytes: up to this a copy is one value or a short list, and costs its call."""
+
+
+@rule("pageable-copy", needs=["storages", "host"])
+def pageable_copy(step: Step) -> Iterator[Waste]:
+    """Copies to the device at each line, from memory that is not pinned or with a wait."""
+    rate = step.machine.achievable.host_to_device if step.machine.achievable is not None else None
+    if not rate:
+        return
+    for where, indices in _copies_by_place(step).items():
+        pageable = [index for index in indices if not _is_pinned(step, step.ops[index])]
+        moved = {index: sum(tensor.bytes for tensor in _copy_sources(step.ops[index])) for index in indices}
+        waited = sum(
+            cause.seconds
+            for cause in step.profile.idle
+            if cause.cause == "synchronization" and cause.what == "copy" and cause.where == where
+        )
+        small = all(size <= SMALL_COPY_BYTES for size in moved.values())
+        gains = {
+            index: max(0.0, step.measured[index].measured_s - (0.0 if small else moved[index] / rate))
+            for index in pageable
+        }
+        took, total = step.seconds(indices), sum(moved.values())
+        yield Waste(
+            title=_copy_title(small, bool(pageable)),
+            at=indices[0],
+            source=where if is_source_line(where) else "",
+            gains=gains,
+            idle={"synchronization": waited} if waited else {},
+            evidence=f"{quantity(total, 'B')} go to the device in {seconds(took)}"
+            + (f", {quantity(total / took, 'B/s')}" if took and not small else "")
+            + (f"; for {seconds(waited)} nothing ran because the host waited for it." if waited else "."),
+            reasoning=(
+                "Made on the device, or once before the steps, there is no copy and no wait."
+                if small
+                else f"From pinned memory this machine copies {quantity(rate, 'B/s')}, which is "
+                f"{seconds(total / rate)}; a copy that does not block leaves the host free to launch what follows. On "
+                "a stream of its own, behind the kernels of the step before, the rest can go too."
+            ),
+            remedy=_copy_remedy(step.ops[indices[0]], small=small, pageable=bool(pageable)),
+        )
+
+
+def copies_from_host(step: Step, where: str) -> bool:
+    """Whether the ops at a place copy from the host's memory to the device's; False where storages are not known."""
+    return any((op.source or op.module) == where and _is_copy_to_device(step, op) for op in step.ops)
+
+
+def copies_to_host(step: Step, where: str) -> bool:
+    """Whether the ops at a place copy from the device's memory to the host's; False where storages are not known."""
+    host = step.trace.on_host
+    return any(
+        (op.source or op.module) == where
+        and op.packet in COPIES
+        and any(tensor.storage in host for tensor in op.written)
+        and not all(tensor.storage in host for tensor in _copy_sources(op))
+        for op in step.ops
+    )
+
+
+def _copies_by_place(step: Step) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for index, op in enumerate(step.ops):
+        if _is_copy_to_device(step, op):
+            found.setdefault(op.source or op.module, []).append(index)
+    return found
+
+
+def _is_copy_to_device(step: Step, op: Op) -> bool:
+    written = op.written
+    return (
+        op.packet in COPIES
+        and bool(written)
+        and not any(tensor.storage in step.trace.on_host for tensor in written)
+        and any(tensor.storage in step.trace.on_host for tensor in _copy_sources(op))
+    )
+
+
+def _copy_sources(op: Op) -> Sequence[Tensor]:
+    return op.tensors("src") if op.packet != "aten._to_copy" else op.tensors("self")
+
+
+def _is_pinned(step: Step, op: Op) -> bool:
+    return all(tensor.storage in step.trace.pinned for tensor in _copy_sources(op))
+
+
+def _copy_title(small: bool, pageable: bool) -> str:
+    if small:
+        return "A small value is copied to the device in the step."
+    if pageable:
+        return "Data goes to the device from memory that is not pinned."
+    return "The host waits for a copy to the device."
+
+
+def _copy_remedy(op: Op, *, small: bool, pageable: bool) -> str:
+    shape = tuple(op.written[0].shape)
+    if small:
+        return (
+            f"Make the tensor of shape {shape} on the device (torch.full, torch.arange with device='cuda'), or once "
+            "before the steps."
+        )
+    if pageable:
+        return (
+            "DataLoader(..., pin_memory=True), or batch.pin_memory() ahead of the step; then\n"
+            f"    batch.to('cuda', non_blocking=True)    # {shape}"
+        )
+    return f"batch.to('cuda', non_blocking=True)    # {shape}: the memory is pinned already"
+
+
+class _Form(NamedTuple):
+    title: str
+    remedy: str
+
+
+_READ = _Form(
+    "A number is read from the device (`.item()`), and the host waits for it.",
+    "Keep it on the device, and read it every so many steps:\n"
+    "    total += loss.detach()\n"
+    "    if step % 100 == 0:\n"
+    "        print(total.item() / 100)",
+)
+_SELECT = _Form(
+    "A boolean mask or `nonzero` makes the host wait: it must know how many elements there are.",
+    "Keep the shape, so that nobody need count:\n"
+    "    torch.where(mask, x, 0)        # in place of x[mask]\n"
+    "    x.masked_fill_(mask, value)    # in place of x[mask] = value",
+)
+_TO_HOST = _Form(
+    "A copy to the host makes the host wait.",
+    "Copy into pinned memory without waiting, and read it a step later:\n"
+    "    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)   # once\n"
+    "    host.copy_(x, non_blocking=True)\n"
+    "    copied = torch.cuda.Event(); copied.record()                  # copied.synchronize() before it is read",
+)
+_COPY = _Form(
+    "A copy between the host and the device makes the host wait.",
+    "A tensor of the host's numbers, torch.tensor(..., device='cuda'): make it once before the steps, or on the device "
+    "with torch.full or torch.arange. A result: copy it into pinned memory with non_blocking=True, and read it a step "
+    "later.",
+)
+_EXPLICIT = _Form(
+    "The host waits for the whole device (`torch.cuda.synchronize()`).",
+    "Leave the call out: kernels of one stream run in order anyway, and a number that is read waits for itself. Times "
+    "are taken with torch.cuda.Event(enable_timing=True).",
+)
+_SAME_TIME_S = 1e-9
+"""Seconds: times that are less apart are the same."""
+_READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
+_SELECTS = ("nonzero", "index", "index_put", "index_put_", "_index_put_impl_", "masked_select", "argwhere")
+
+
+@rule("synchronization", needs=["host"])
+def synchronization(step: Step) -> Iterator[Waste]:
+    """Each line at which the host waited while, or so that, nothing ran on the device."""
+    for cause in step.profile.idle:
+        if cause.cause != "synchronization" or (cause.what == "copy" and copies_from_host(step, cause.where)):
+            continue
+        form = _form(step, cause)
+        goes = _removed_work(step, cause.where, form)
+        stays_s = min(_queued_copy_seconds(step, cause.where), cause.seconds) if form is _TO_HOST else 0.0
+        place = "" if is_source_line(cause.where) or not cause.where else f" (in {cause.where})"
+        yield Waste(
+            title=form.title + place,
+            at=next((index for index, op in enumerate(step.ops) if op.source == cause.where and op.source), None),
+            source=cause.where if is_source_line(cause.where) else "",
+            gains=goes,
+            gone=goes,
+            idle={"synchronization": cause.seconds - stays_s},
+            evidence=f"{cause.what or 'A call'} made the host wait {_times(cause.count)} in the step; for "
+            f"{seconds(cause.seconds)} nothing ran on the device because of it.",
+            reasoning="Without the wait the host launches what follows while the device still works: the idle time "
+            "that the wait is charged with goes away. What the host takes for launching is not in it."
+            + (f" Between kernels and the copies, which stay, {seconds(stays_s)} remain." if stays_s else ""),
+            remedy=form.remedy,
+        )
+
+
+def _removed_work(step: Step, where: str, form: _Form) -> dict[int, float]:
+    """What ops at a line take that nobody needs any more: to count, or to bring a number to the host."""
+    if form is _SELECT:
+        return _mask_counting_seconds(step, where)
+    if form is _READ:
+        return {
+            index: step.measured[index].measured_s
+            for index, op in enumerate(step.ops)
+            if op.packet in _READS and (op.source or op.module) == where
+        }
+    return {}
+
+
+def _queued_copy_seconds(step: Step, where: str) -> float:
+    """How long the device took from a kernel to the copy behind it, for all copies to the host at a line.
+
+    The copies are queued while a kernel runs, so this is no wait for the host, and copies that do not block have it
+    too. They have another one behind them; but the profiler makes both longer: on an H200, 5.0 us under it before each
+    copy, against 5.3 us without it before and after a copy that does not block.
+    """
+    copies = [kernel.start_s for kernel in step.profile.timeline if _is_copy_at(step, kernel.op, where)]
+    ends = [
+        (gap.start_s + gap.seconds, gap.seconds)
+        for gap in step.profile.gaps
+        if (gap.cause, gap.where) == ("synchronization", where)
+    ]
+    return sum(length for end, length in ends if any(abs(start - end) < _SAME_TIME_S for start in copies))
+
+
+def _is_copy_at(step: Step, index: int | None, where: str) -> bool:
+    op = None if index is None else step.ops[index]
+    return op is not None and op.packet in COPIES and (op.source or op.module) == where
+
+
+def _mask_counting_seconds(step: Step, where: str) -> dict[int, float]:
+    """What ops at a line take to find out where a mask is true, which nobody needs to know if the shape is kept."""
+    found = {}
+    for index, op in enumerate(step.ops):
+        masks = [tensor for tensor in op.inputs if tensor.dtype in ("bool", "uint8")]
+        if (op.source or op.module) != where or (not masks and op.packet != "aten.nonzero"):
+            continue
+        if op.packet == "aten.nonzero":
+            found[index] = step.measured[index].measured_s
+        elif op.packet in ("aten.index", "aten.masked_select"):
+            whole = op.tensor("self")
+            kept = Access(storage=whole.storage, bytes=whole.bytes)
+            read = [Access(storage=mask.storage, bytes=mask.bytes) for mask in masks]
+            found[index] = max(0.0, step.measured[index].measured_s - step.expected_for_work([kept, *read], [kept]))
+    return found
+
+
+def _form(step: Step, cause: IdleCause) -> _Form:
+    what = cause.what.partition(".")[0]
+    if what == "item":
+        return _READ
+    if what in _SELECTS:
+        return _SELECT
+    if what == "copy":
+        return _TO_HOST if copies_to_host(step, cause.where) else _COPY
+    if "Synchronize" in what:
+        return _EXPLICIT
+    return _Form(
+        f"{cause.what or 'A call'} makes the host wait for the device.",
+        "Its result has a size or a value that the host must know. Use a form whose shape does not depend on the data, "
+        "or do it once before the steps.",
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

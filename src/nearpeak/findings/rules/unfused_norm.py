@@ -1,0 +1,196 @@
+"""A normalization of rows is written as ops, a kernel each: square, mean, root, product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nearpeak.bound.dataflow import CHAINED
+from nearpeak.findings.engine import rule
+from nearpeak.findings.regions import (
+    describe_ops,
+    launches_removed,
+    measured_over_expected,
+    ops_that_launch,
+    proportional_gains,
+    reduces_last_dim,
+    remaining_seconds,
+    total_bytes,
+    traffic,
+    with_backward,
+)
+from nearpeak.findings.step import Step
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+MAX_HOPS = 6
+KINDS = ("aten.native_layer_norm", "aten.native_layer_norm_backward")
+SHORT_ROW = 256
+"""Elements: torch's kernels have a block of threads for each row, most of which have nothing to do in a shorter one. On
+an H200 `rms_norm` of rows of 64 and 1024 in training Qwen3-MoE took 2.4 times as long as was expected of it."""
+_ROOTS = ("aten.rsqrt", "aten.rsqrt_", "aten.sqrt", "aten.sqrt_", "aten.pow")
+_BEFORE = ("aten._to_copy", "aten.pow", "aten.square", "aten.mul", "aten.sub", "aten.mean", "aten.abs")
+"""What may come between a tensor and the mean of its squares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    members: frozenset[int]
+    root: int
+    given: Tensor
+    size: int
+    centered: bool
+    """Whether the mean is taken off: a LayerNorm."""
+
+
+@rule("unfused-norm", needs=["storages"])
+def unfused_norm(step: Step) -> Iterator[Waste]:
+    """From each root of a mean of rows: back to the rows, and on to where they are divided by it."""
+    norms = [norm for index in range(len(step.ops)) if (norm := _find_norm(step, index)) is not None]
+    by_members = {norm.members: norm for norm in norms}
+    for region in with_backward(step, list(by_members)):
+        norm = by_members[region.forward]
+        members = ops_that_launch(step, region.members)
+        took = step.seconds(members)
+        remaining = remaining_seconds(step, region, times=min(1.0, measured_over_expected(step, members)), kinds=KINDS)
+        reads, writes = traffic(step, region)
+        name = "LayerNorm" if norm.centered else "RMSNorm"
+        passes = "forward and backward" if region.backward else "forward"
+        yield Waste(
+            title=f"{name} is written as {len(ops_that_launch(step, norm.members))} ops, a kernel each.",
+            at=norm.root,
+            gains=proportional_gains(step, members, remaining),
+            gone=launches_removed(step, members, remaining),
+            evidence=f"{describe_ops(step, members)} on rows of {norm.size} move {quantity(step.bytes(members), 'B')} in "
+            f"{seconds(took)}, {passes}; as one op {quantity(total_bytes([*reads, *writes]), 'B')} would do.",
+            reasoning=f"One kernel for each of {passes}, at the speed of torch's LayerNorm: {seconds(remaining)}.",
+            remedy=_remedy(step, norm),
+            fix=step.nearpeak_kernel("layer_norm(x, weight, bias)" if norm.centered else "rms_norm(x, weight)"),
+        )
+
+
+def _find_norm(step: Step, root: int) -> _Norm | None:
+    op = step.ops[root]
+    if op.phase != "forward" or op.packet not in _ROOTS or not op.outputs:
+        return None
+    if op.packet == "aten.pow" and op.arguments.get("exponent") not in (0.5, -0.5):
+        return None
+    rows = op.outputs[0].elements
+    reduced = _reduction(step, root, rows)
+    if reduced is None:
+        return None
+    first, above = reduced
+    given = step.ops[first].inputs[0]
+    size = given.elements // rows
+    below = _applied(step, root, rows, given.elements)
+    if below is None or size < 2 or not reduces_last_dim(step.ops[first]):
+        return None
+    members = {root, *above, *below}
+    members |= _leading(step, members, given.elements)
+    members |= _trailing(step, below[-1], given.elements, size)
+    source = _source(step, members, given.elements)
+    squares = [index for index in members if step.ops[index].packet in ("aten.pow", "aten.square", "aten.mul")]
+    if source is None or not (squares or "var" in step.ops[first].packet or "norm" in step.ops[first].packet):
+        return None
+    centered = "var" in step.ops[first].packet or any(step.ops[index].packet == "aten.sub" for index in members)
+    return _Norm(members=frozenset(members), root=root, given=source, size=size, centered=centered)
+
+
+def _reduction(step: Step, root: int, rows: int) -> tuple[int, list[int]] | None:
+    """The reduction of rows that a root is taken of, with the ops on the way."""
+    at, way = root, list[int]()
+    for _ in range(MAX_HOPS):
+        before = list(dict.fromkeys(step.flow.producers[at].values()))
+        if len(before) != 1 or step.ops[before[0]].phase != "forward":
+            return None
+        at = before[0]
+        way.append(at)
+        if step.costs[at].family == "reduction" and step.ops[at].outputs[0].elements == rows:
+            return at, way
+        if step.costs[at].family != "pointwise" or step.ops[at].outputs[0].elements != rows:
+            return None
+    return None
+
+
+def _applied(step: Step, root: int, rows: int, elements: int) -> list[int] | None:
+    """The ops from a root to the one that multiplies or divides whole rows by it."""
+    at, way = root, list[int]()
+    for _ in range(MAX_HOPS):
+        after = [reader for reader in step.flow.consumers[at] if step.ops[reader].phase == "forward"]
+        if len(after) != 1 or step.costs[after[0]].family != "pointwise":
+            return None
+        at = after[0]
+        way.append(at)
+        made = step.ops[at].outputs[0].elements
+        if made == elements:
+            return way if step.ops[at].packet in ("aten.mul", "aten.div", "aten.mul_", "aten.div_") else None
+        if made != rows:
+            return None
+    return None
+
+
+def _leading(step: Step, members: set[int], elements: int) -> set[int]:
+    """Squares, means, differences and casts before, which only the norm reads."""
+    found: set[int] = set()
+    for _ in range(MAX_HOPS):
+        inside = members | found
+        new = {
+            producer
+            for index in inside
+            for producer in step.flow.producers[index].values()
+            if producer not in inside
+            and step.ops[producer].phase == "forward"
+            and step.ops[producer].packet in _BEFORE
+            and all(reader in inside or step.ops[reader].phase != "forward" for reader in step.flow.consumers[producer])
+            and step.ops[producer].inputs[0].elements == elements
+        }
+        if not new:
+            break
+        found |= new
+    return found
+
+
+def _trailing(step: Step, last: int, elements: int, size: int) -> set[int]:
+    """Weight, bias and casts after it."""
+    found: set[int] = set()
+    at = last
+    for _ in range(MAX_HOPS):
+        after = [reader for reader in step.flow.consumers[at] if step.ops[reader].phase == "forward"]
+        if len(after) != 1 or step.costs[after[0]].family not in CHAINED:
+            return found
+        at = after[0]
+        others = [
+            tensor for tensor in step.ops[at].inputs if tensor.elements != elements and tensor.elements not in (1, size)
+        ]
+        weighted = any(tensor.elements == size for tensor in step.ops[at].inputs)
+        cast = step.ops[at].packet == "aten._to_copy"
+        if others or not (cast or (weighted and step.ops[at].packet in ("aten.mul", "aten.add", "aten.mul_"))):
+            return found
+        found.add(at)
+    return found
+
+
+def _source(step: Step, members: set[int], elements: int) -> Tensor | None:
+    """The one tensor of whole rows that comes from outside."""
+    outside: dict[int, Tensor] = {}
+    for index in sorted(members):
+        for tensor in step.ops[index].inputs:
+            producer = step.flow.producers[index].get(tensor.storage)
+            if tensor.elements == elements and producer not in members:
+                outside[tensor.storage] = tensor
+    return next(iter(outside.values())) if len(outside) == 1 else None
+
+
+def _remedy(step: Step, norm: _Norm) -> str:
+    if norm.size < SHORT_ROW and step.machine.kind == "gpu":
+        return (
+            f"Compile the function that has this line, `@torch.compile`: rows of {norm.size} are too short for torch's "
+            "own kernels."
+        )
+    if norm.centered:
+        return f"torch.nn.functional.layer_norm(x, ({norm.size},), weight, bias, eps)"
+    if step.machine.kind == "cpu":
+        return "Compile the function that has this line, `@torch.compile`: torch has no kernel of RMSNorm for CPUs."
+    cast = f"  # x as {norm.given.dtype}: the kernel sums in float32" if norm.given.dtype != "float32" else ""
+    return f"torch.nn.functional.rms_norm(x, ({norm.size},), weight, eps){cast}"

@@ -1,0 +1,95 @@
+"""An optimizer goes over its state in many ops, where one fused kernel reads and writes everything once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.regions import launches_removed
+from nearpeak.findings.step import Step
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+PASSES = 1.3
+"""So many times the least traffic, and the state is gone over more than once: with momentum alone it is 1.6 times."""
+SINGLE_OPS = 8
+"""Ops on one tensor each, from which on lists of tensors are worth it."""
+FAMILIES = ("pointwise", "optimizer", "movement", "creation", "view")
+"""What a fused optimizer can do in one pass; norms and products need their results first."""
+
+
+@rule("unfused-optimizer", needs=["storages"])
+def unfused_optimizer(step: Step) -> Iterator[Waste]:
+    """Optimizer steps whose ops move far more than parameters, gradients and states once."""
+    for members in _steps(step):
+        if any(step.costs[index].family not in FAMILIES for index in members):
+            continue
+        passing = [index for index in members if any(len(tensor.shape) for tensor in step.ops[index].inputs)]
+        passing = [index for index in passing if step.costs[index].family in ("pointwise", "optimizer")]
+        reads, writes = step.border(passing)
+        least = sum(access.bytes for access in (*reads, *writes))
+        moved = step.bytes(passing)
+        alone = [index for index in passing if len(step.touches[index].writes) == 1]
+        if not least or (moved < PASSES * least and len(alone) < SINGLE_OPS):
+            continue
+        took = step.seconds(passing)
+        expected = sum(step.measured[index].expected_s or 0.0 for index in passing)
+        one_pass = step.expected_for_work(reads, writes, kind=_kind(step, passing))
+        if expected <= one_pass:
+            continue
+        share = 1 - one_pass / expected
+        yield Waste(
+            title="The optimizer goes over its state in many ops; a fused one does it in one pass.",
+            at=max(passing, key=lambda index: step.measured[index].measured_s),
+            gains={index: share * step.measured[index].measured_s for index in passing},
+            gone=launches_removed(step, members, one_pass),
+            evidence=f"{len(passing)} ops of the optimizer move {quantity(moved, 'B')} in {seconds(took)}; the "
+            f"parameters, gradients and states that they read and write are {quantity(least, 'B')}"
+            + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),
+            reasoning=f"Good kernels take {seconds(expected)} for these ops as they are, and {seconds(one_pass)} for "
+            f"one pass over {quantity(least, 'B')}; what the ops took shrinks as much.",
+            remedy=_remedy(step, passing),
+        )
+
+
+def _steps(step: Step) -> list[list[int]]:
+    """The ops of each optimizer: those of one line, and of lines that write the same storages."""
+    lines: dict[str, list[int]] = {}
+    for index, op in enumerate(step.ops):
+        if op.phase == "optimizer":
+            lines.setdefault(op.source, []).append(index)
+    groups: list[tuple[list[int], set[int]]] = []
+    for members in lines.values():
+        written = {storage for index in members for storage in step.touches[index].writes}
+        related = [group for group in groups if group[1] & written]
+        groups = [group for group in groups if not group[1] & written]
+        groups.append(
+            (
+                sorted([*members, *(index for group in related for index in group[0])]),
+                written.union(*(group[1] for group in related)),
+            )
+        )
+    return [members for members, _ in groups]
+
+
+def _kind(step: Step, members: Sequence[int]) -> str:
+    """Kernels over lists load few elements at once: those of 2 bytes come less near to the bandwidth."""
+    sizes = {tensor.item_bytes for index in members for tensor in step.ops[index].inputs if tensor.elements > 1}
+    return "aten._foreach_addcdiv_" if min(sizes, default=4) >= 4 else "optimizer"
+
+
+def _remedy(step: Step, members: Sequence[int]) -> str:
+    storages = {storage for index in members for storage in step.touches[index].writes}
+    existing = [storage for storage in storages if step.trace.storages[storage].kind != "intermediate"]
+    parameters = sum(step.trace.storages[storage].kind == "parameter" for storage in existing)
+    tensors = {t.storage for index in members for t in step.ops[index].inputs if t.elements > 1}
+    states = len([storage for storage in existing if storage in tensors]) - parameters
+    roots = any("sqrt" in step.ops[index].packet for index in members)
+    if parameters and roots and states >= 2 * parameters:
+        return "torch.optim.AdamW(parameters, lr=..., fused=True)  # Adam has it too"
+    if parameters and not roots and states <= parameters:
+        return "torch.optim.SGD(parameters, lr=..., momentum=..., fused=True)"
+    return (
+        "fused=True for the optimizer, where it has it (Adam, AdamW, SGD, Adagrad); else foreach=True, or "
+        "torch.compile(optimizer.step)"
+    )

@@ -1,0 +1,121 @@
+"""Chains of small ops, one kernel each: what lies between them goes through memory for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.bound.fusion import fusion_groups
+from nearpeak.findings.engine import rule
+from nearpeak.findings.regions import (
+    FUSIBLE,
+    Region,
+    connected_pieces,
+    describe_ops,
+    launches_removed,
+    measured_over_expected,
+    ops_that_launch,
+    proportional_gains,
+    reduces_last_dim,
+    remaining_seconds,
+    slowest_op,
+    total_bytes,
+    traffic,
+    with_backward,
+)
+from nearpeak.findings.step import Step
+from nearpeak.ops.op import Op
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+LEAST_OPS = 3
+LEAST_SAVED = 0.2
+"""Of the time of a chain: less is no more than the noise of what compilers do."""
+LONGEST_ROW = 1 << 16
+"""Elements: longer rows than that are not reduced and used again in one kernel."""
+
+
+@rule("unfused-pointwise", needs=["storages"], general=True)
+def unfused_pointwise(step: Step) -> Iterator[Waste]:
+    """What the fused floor groups, without products and without what other rules have named.
+
+    A chain goes with the ops that ran backward through it: compiled together, they need no more kept than it reads.
+    """
+    joins = {index for index in range(len(step.ops)) if _joins(step, index)} - _dropout(step)
+    chains = [
+        piece
+        for group in fusion_groups(step.trace, step.costs, step.touches)
+        for piece in connected_pieces(step, joins.intersection(group.members), siblings=False)
+        if ops_that_launch(step, piece)
+    ]
+    forward = [chain for chain in chains if step.ops[min(chain)].phase == "forward"]
+    regions = [Region(forward=found.forward, backward=found.backward & joins) for found in with_backward(step, forward)]
+    covered = {index for found in regions for index in found.backward}
+    alone = [chain - covered for chain in chains if step.ops[min(chain)].phase == "backward"]
+    regions += [Region(forward=frozenset(chain)) for chain in alone if chain]
+    products = {
+        (op.source, op.module) for op, cost in zip(step.ops, step.costs, strict=True) if cost.family == "matrix"
+    }
+    for found in regions:
+        # At lines of products alone it is autocast that casts, and autograd that adds: there are no lines to compile.
+        if all((step.ops[index].source, step.ops[index].module) in products for index in found.forward):
+            continue
+        waste = _waste(step, found) if len(ops_that_launch(step, found.members)) >= LEAST_OPS else None
+        if waste is not None:
+            yield waste
+
+
+def _joins(step: Step, index: int) -> bool:
+    op, cost = step.ops[index], step.costs[index]
+    if index in step.named or op.phase == "optimizer" or op.recomputed or cost.family not in FUSIBLE:
+        return False
+    if op.name.startswith("inductor."):  # a compiler has looked at it
+        return False
+    if _leaves_device(step, op):  # what goes between a device and its host is a copy for good
+        return False
+    if cost.family == "reduction" and op.inputs and op.outputs:
+        by_rows = reduces_last_dim(op) and op.inputs[0].shape[-1] <= LONGEST_ROW
+        return by_rows or not any(step.ops[reader].phase == op.phase for reader in step.flow.consumers[index])
+    return True
+
+
+def _leaves_device(step: Step, op: Op) -> bool:
+    """Whether an op has memory of the host on one side and the device's on the other."""
+    on_host = {tensor.storage in step.trace.on_host for tensor in (*op.inputs, *op.written) if tensor.elements > 1}
+    return len(on_host) > 1
+
+
+def _dropout(step: Step) -> set[int]:
+    """What torch's own dropout runs on a CPU: it is one call there too, and no other would be better."""
+    drawn = {
+        storage
+        for index, op in enumerate(step.ops)
+        if op.packet == "aten.bernoulli_"
+        for storage in step.flow.written_by[index]
+    }
+    return {index for index in range(len(step.ops)) if drawn.intersection(step.flow.read_by[index])}
+
+
+def _waste(step: Step, region: Region) -> Waste | None:
+    members = ops_that_launch(step, region.members)
+    took = step.seconds(members)
+    kind = "reduction" if any(step.costs[index].family == "reduction" for index in members) else "pointwise"
+    # Kernels that are slower than others of their kind stay so: they read through strides, say.
+    remaining = remaining_seconds(step, region, times=measured_over_expected(step, members), kinds=(kind, kind))
+    if took - remaining < LEAST_SAVED * took:
+        return None
+    reads, writes = traffic(step, region)
+    moved, needed = step.bytes(members), total_bytes([*reads, *writes])
+    lines = sorted({step.ops[index].source for index in members} - {""})
+    where = f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""
+    passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
+    return Waste(
+        title=f"{len(members)} small ops, each a kernel of its own, could be one.",
+        at=slowest_op(step, region.forward),
+        gains=proportional_gains(step, members, remaining),
+        gone=launches_removed(step, members, remaining),
+        evidence=f"{describe_ops(step, members)}{where} move {quantity(moved, 'B')} in {seconds(took)}; fused, "
+        f"{quantity(needed, 'B')} would do.",
+        reasoning=f"{passes} that reads and writes only what others want would take {seconds(remaining)}.",
+        remedy="Put these lines into a function of its own and compile it:\n"
+        "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
+    )

@@ -1,0 +1,174 @@
+"""A rotary embedding as ops, `x * cos + rotated(x) * sin`: copies and products of queries and keys, a kernel each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.regions import (
+    describe_ops,
+    launches_removed,
+    measured_over_expected,
+    ops_that_launch,
+    proportional_gains,
+    remaining_seconds,
+    total_bytes,
+    traffic,
+    with_backward,
+)
+from nearpeak.findings.step import Step
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+_SUMS = ("aten.add", "aten.sub", "aten.add_", "aten.sub_")
+_PRODUCTS = ("aten.mul", "aten.mul_")
+_JOINS = ("aten.cat", "aten.stack")
+_TURNS = (*_JOINS, "aten.neg", "aten.clone", "aten.roll", "aten.index_select", "aten.index")
+"""What may lie between a tensor and its rotated copy."""
+
+
+_STRIDED = 2.0
+"""How many times as long as a good pointwise kernel compiled code takes where heads and positions are swapped in what
+it reads, as they are in most models. On an H200, 2.3 times in training Qwen3-MoE, 5 times in training Llama-1B; 1.1
+times for tensors that lie in memory as they are read."""
+
+
+@rule("unfused-rotary", needs=["storages"])
+def unfused_rotary(step: Step) -> Iterator[Waste]:
+    """Sums of two products with tables that are smaller than what they multiply, both of one tensor."""
+    found = {}
+    for index in range(len(step.ops)):
+        inner = _whole(step, index) or _halves(step, index)
+        if inner is not None:
+            found[frozenset(inner | _casts(step, inner, index))] = index
+    for region in with_backward(step, list(found)):
+        at = found[region.forward]
+        members = ops_that_launch(step, region.members)
+        took = step.seconds(members)
+        strided = _STRIDED if _swapped(step, members) else 1.0
+        remaining = remaining_seconds(step, region, times=strided * min(1.0, measured_over_expected(step, members)))
+        reads, writes = traffic(step, region)
+        passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
+        yield Waste(
+            title=f"A rotary embedding is written as {len(ops_that_launch(step, region.forward))} ops, a kernel each.",
+            at=at,
+            gains=proportional_gains(step, members, remaining),
+            gone=launches_removed(step, members, remaining),
+            evidence=f"{describe_ops(step, members)} on {' x '.join(map(str, step.ops[at].outputs[0].shape))} move "
+            f"{quantity(step.bytes(members), 'B')} in {seconds(took)}; fused, "
+            f"{quantity(total_bytes([*reads, *writes]), 'B')} would do.",
+            reasoning=f"{passes} that reads the tensor and the tables and writes the result would take "
+            f"{seconds(remaining)} as a compiler writes it.",
+            remedy="@torch.compile\ndef rotate(x, cos, sin):\n    left, right = x.chunk(2, dim=-1)\n"
+            "    return x * cos + torch.cat((-right, left), dim=-1) * sin\n# and rotate(query, cos, sin), "
+            "rotate(key, cos, sin) at this line",
+            fix=step.nearpeak_kernel("rotary_pair(query, key, cos, sin)"),
+        )
+
+
+def _swapped(step: Step, members: Collection[int]) -> bool:
+    """Whether a whole tensor that is turned does not lie in memory in the order of its dimensions."""
+    given = [tensor for index in members for tensor in step.ops[index].inputs]
+    largest = max(tensor.elements for tensor in given)
+    return any(tensor.elements == largest and list(tensor.strides) != _in_order(tensor) for tensor in given)
+
+
+def _in_order(tensor: Tensor) -> list[int]:
+    """Its strides, if it lay in memory in the order of its dimensions."""
+    return [math.prod(tensor.shape[place + 1 :]) for place in range(len(tensor.shape))]
+
+
+def _whole(step: Step, index: int) -> set[int] | None:
+    """A sum of x times a table and of a turned copy of x times another."""
+    products = _products(step, index)
+    if products is None:
+        return None
+    made = step.ops[index].outputs[0]
+    sources = [_sources(step, product, made) for product in products]
+    for straight, turned in (sources, sources[::-1]):
+        way = turned[1]
+        joined = any(step.ops[at].packet in _TURNS[:2] or step.ops[at].packet in _TURNS[3:] for at in way)
+        if straight[0] and straight[0] == turned[0] and joined and not straight[1]:
+            return {index, *products, *way}
+    return None
+
+
+def _halves(step: Step, index: int) -> set[int] | None:
+    """Two sums of products of the halves of x, put together."""
+    op = step.ops[index]
+    if op.phase != "forward" or op.packet not in _JOINS or len(op.inputs) != 2:
+        return None
+    sums = list(dict.fromkeys(step.flow.producers[index].values()))
+    products = [_products(step, at) for at in sums]
+    if len(sums) != 2 or products[0] is None or products[1] is None:
+        return None
+    members = {index, *sums, *products[0], *products[1]}
+    half = step.ops[sums[0]].outputs[0]
+    sources = {source for at in (*products[0], *products[1]) for source in _sources(step, at, half)[0]}
+    return members if len(sources) == 1 else None
+
+
+def _products(step: Step, index: int) -> list[int] | None:
+    """The two products with tables that a sum adds, which nobody else reads."""
+    op = step.ops[index]
+    if op.phase != "forward" or op.recomputed or op.packet not in _SUMS:
+        return None
+    found = list(dict.fromkeys(step.flow.producers[index].values()))
+    if len(found) != 2 or any(step.ops[at].packet not in _PRODUCTS or _table(step, at) is None for at in found):
+        return None
+    alone = all(set(_forward(step, at)) == {index} for at in found)
+    return found if alone else None
+
+
+def _table(step: Step, product: int) -> Tensor | None:
+    """The factor that is broadcast over heads or batch, and has the positions and the width."""
+    made = step.ops[product].outputs[0]
+    for tensor in step.ops[product].inputs:
+        strides = zip(tensor.shape, tensor.strides, strict=True)
+        distinct = 1
+        for size, stride in strides:
+            distinct *= size if stride else 1
+        wide = len(tensor.shape) >= 2 and tensor.shape[-1] == made.shape[-1]
+        if wide and distinct < made.elements and distinct > tensor.shape[-1]:
+            return tensor
+    return None
+
+
+def _sources(step: Step, product: int, made: Tensor) -> tuple[frozenset[int], list[int]]:
+    """The storages that the other factor of a product comes from, and the ops that turned it."""
+    table = _table(step, product)
+    waiting = [(product, tensor) for tensor in step.ops[product].inputs if tensor is not table]
+    found, way = set[int](), list[int]()
+    while waiting:
+        at, tensor = waiting.pop()
+        producer = step.flow.producers[at].get(tensor.storage)
+        turns = producer is not None and step.ops[producer].packet in _TURNS and tensor.elements <= made.elements
+        if turns and producer is not None and step.ops[producer].phase == "forward" and len(way) < 8:
+            if producer not in way:
+                way.append(producer)
+                waiting += [(producer, given) for given in step.ops[producer].inputs if given.is_floating]
+        else:
+            found.add(tensor.storage)
+    return frozenset(found), way
+
+
+def _casts(step: Step, members: Collection[int], last: int) -> set[int]:
+    """A cast before that nobody else reads, and one after."""
+    before = {
+        producer
+        for index in members
+        for producer in step.flow.producers[index].values()
+        if producer not in members
+        and step.ops[producer].packet == "aten._to_copy"
+        and set(_forward(step, producer)) <= set(members)
+        and step.ops[producer].outputs[0].elements >= step.ops[last].outputs[0].elements
+    }
+    after = _forward(step, last)
+    cast = len(after) == 1 and step.ops[after[0]].packet == "aten._to_copy"
+    return before | ({after[0]} if cast else set())
+
+
+def _forward(step: Step, index: int) -> list[int]:
+    return [reader for reader in step.flow.consumers[index] if step.ops[reader].phase == "forward"]

@@ -1,0 +1,99 @@
+"""The tiles of a matrix product do not fill the multiprocessors: many wait while a few compute the last ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nearpeak.bound.tiles import Tiling, tiling
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import percent, seconds
+
+_FULL_ENOUGH = 0.8
+"""The share of places in all waves that have a tile, above which nothing is said."""
+_SLOWER = 1.15
+"""How many times as long as a good kernel it must take: a library may have filled the machine by other means."""
+
+
+@rule("wave-quantization")
+def wave_quantization(step: Step) -> Iterator[Waste]:
+    """Products limited by compute whose tiles leave places empty, and that took longer than a good kernel by it."""
+    for index, op in enumerate(step.ops):
+        measured = step.measured[index]
+        if measured.limiter != "compute":
+            continue
+        tiles = tiling(op, step.machine)
+        if tiles is None or tiles.fill > _FULL_ENOUGH:
+            continue
+        expected = step.expected(op)
+        took = measured.measured_s
+        if not expected or took < _SLOWER * expected:
+            continue
+        few = tiles.waves == 1
+        emptier = tiles.fill / (1.0 if few else _fill_with_remedy(tiles))
+        gain = min(took - (expected if few else measured.bound_s), took * (1 - emptier))
+        power_s = _power_loss(step, index, gain, emptier)
+        shape = f"{tiles.batch} x " if tiles.batch > 1 else ""
+        yield Waste(
+            title="A matrix product has fewer tiles than the GPU has multiprocessors."
+            if few
+            else "The last wave of a matrix product's tiles leaves most multiprocessors without work.",
+            at=index,
+            gains={index: gain - power_s},
+            evidence=f"{op.packet} of {shape}{tiles.m} x {tiles.k} by {tiles.k} x {tiles.n} is {tiles.tiles} tiles of "
+            f"{tiles.tile[0]} x {tiles.tile[1]} for {tiles.processors} multiprocessors: {tiles.waves} "
+            f"wave{'s' if tiles.waves > 1 else ''}, {percent(tiles.fill, 0)} full. It took {seconds(took)}, a product "
+            f"that fills the machine {seconds(expected)} for as much work.",
+            reasoning="Its time in the empty places, or what it took beyond "
+            + ("a good kernel, if that is less." if few else "its bound, if that is less.")
+            + (
+                f" {percent(power_s / gain, 0)} of it is lost to a lower clock: so fast, products draw more power than "
+                "the machine can have for long."
+                if power_s
+                else ""
+            ),
+            remedy=_remedy(tiles),
+        )
+
+
+def _power_loss(step: Step, index: int, gain: float, emptier: float) -> float:
+    """What of a gain is lost where the filled product would run faster than the machine sustains.
+
+    A GPU at its limit of power lowers its clock. Power goes with the multiprocessors that work and with the third power
+    of the clock, as the voltage goes down with it: at the limit, the clock falls by the third root of what is filled
+    more. Both products are slower then, so that this is taken off their ratio, as far as products are what the device
+    does. But at the sustained rate the product does run.
+    """
+    limits, took = step.machine.achievable, step.measured[index].measured_s
+    rates = {} if limits is None else limits.matrix_sustained
+    sustained = sum(count / rates[dtype] for dtype, count in step.costs[index].flops.items() if dtype in rates)
+    if took - gain >= sustained:
+        return 0.0
+    at_limit = max(took - sustained, took * (1 - math.pow(emptier, 2 / 3)))
+    return max(0.0, gain - at_limit) * step.matrix_time_share
+
+
+def _fill_with_remedy(tiles: Tiling) -> float:
+    """The share of the places that have a tile with the rows of the remedy."""
+    per_row = tiles.batch * math.ceil(tiles.n / tiles.tile[1])
+    places = tiles.waves * tiles.processors
+    return max(places // per_row * per_row / places, tiles.fill)
+
+
+def _remedy(tiles: Tiling) -> str:
+    """The sizes next to these with which the waves are full."""
+    per_row = tiles.batch * math.ceil(tiles.n / tiles.tile[1])
+    rows = tiles.waves * tiles.processors // per_row * tiles.tile[0]
+    fewer = (tiles.waves - 1) * tiles.processors // per_row * tiles.tile[0]
+    if tiles.waves == 1:
+        return (
+            f"Join it with products of the same input (their weights side by side: torch.cat), or give it more rows: "
+            f"{max(rows, tiles.tile[0])} of them would take about as long as {tiles.m} do now."
+        )
+    also = f", or {fewer} rows for {tiles.waves - 1} full waves" if fewer >= tiles.tile[0] else ""
+    return (
+        f"Choose the batch so that the waves are full: {max(rows, tiles.m)} rows would take as long as {tiles.m} "
+        f"do now{also}."
+    )

@@ -1,0 +1,80 @@
+"""A weight is copied in every step, into another order or dtype, before it is multiplied with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import rule
+from nearpeak.findings.step import Step
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.finding import Waste
+from nearpeak.units import quantity, seconds
+
+COPIES = ("aten.clone", "aten._to_copy", "aten.copy_")
+PRODUCTS = ("matrix", "convolution", "attention")
+SIDES = 2
+"""Of a weight: what has fewer dimensions is a bias, and small."""
+NARROWEST = 2
+"""Bytes of an element: weights of fewer are quantized, to save memory."""
+
+
+@rule("weight-copied", needs=["storages"])
+def weight_copied(step: Step) -> Iterator[Waste]:
+    """Copies of parameters that products read; a cast is needed where the parameter is trained."""
+    trained = step.trains
+    for index, op in enumerate(step.ops):
+        if op.packet not in COPIES or op.phase != "forward" or not _is_weight(step, op):
+            continue
+        source, copy = _ends(op)
+        cast = source.dtype != copy.dtype
+        if trained and (cast or any(step.ops[reader].phase != "forward" for reader in step.flow.consumers[index])):
+            continue
+        products = [reader for reader in step.flow.consumers[index] if step.costs[reader].family in PRODUCTS]
+        if not products or len(products) != len(step.flow.consumers[index]) or copy.storage in step.flow.results:
+            continue
+        took = step.measured[index].measured_s
+        first = step.ops[products[0]]
+        changes = f"from {source.dtype} to {copy.dtype}" if cast else "into another order"
+        yield Waste(
+            title=f"A weight is copied {changes} in every step, before a product with it.",
+            at=index,
+            gains={index: took},
+            evidence=f"{op.packet} copies a parameter of {' x '.join(str(size) for size in source.shape)} {changes}: "
+            f"{quantity(step.bytes([index]), 'B')} in {seconds(took)}; {first.packet} at "
+            f"{first.source or 'a later op'} reads the copy.",
+            reasoning="The copy goes away; the product reads as many bytes as before.",
+            remedy=_remedy(step, index, cast=cast),
+        )
+
+
+def _ends(op: Op) -> tuple[Tensor, Tensor]:
+    copy = op.outputs[0]
+    source = op.tensor("src") if op.packet == "aten.copy_" else op.tensor("self")
+    return source, copy
+
+
+def _is_weight(step: Step, op: Op) -> bool:
+    """Whether all of a parameter is copied that is none of the small ones, and that this step does not change."""
+    source, copy = _ends(op)
+    storage = step.trace.storages[source.storage]
+    if storage.kind != "parameter" or len(source.shape) < SIDES or source.storage == copy.storage:
+        return False
+    if not source.is_floating or source.item_bytes < NARROWEST:
+        return False
+    if (source.storage in step.trace.on_host) != (copy.storage in step.trace.on_host):
+        return False  # it is kept on the host for want of memory
+    return source.bytes >= storage.bytes and copy.elements == source.elements
+
+
+def _remedy(step: Step, index: int, *, cast: bool) -> str:
+    source, copy = _ends(step.ops[index])
+    name = step.trace.storages[source.storage].name or "weight"
+    if cast:
+        return f"model.to(torch.{copy.dtype})  # once, before predicting: {name} is then stored as it is used"
+    if any(step.costs[reader].family == "convolution" for reader in step.flow.consumers[index]):
+        return f"model.to(memory_format=torch.channels_last)  # once: {name} is then stored in the order that is used"
+    return (
+        f"Multiply with the view of {name} (.t(), .mT or .permute(...)) without .contiguous(): products read either "
+        "order. Or store it once in the order that is used."
+    )

@@ -1,0 +1,131 @@
+"""What ops would take in another form: another dtype, other sizes, or torch's fused attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from nearpeak.findings.step import Step
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+
+
+def with_dtype(op: Op, old: str, new: str) -> Op:
+    """An op with all tensors of one dtype in another."""
+    arguments = {name: _with_dtype(value, old, new) for name, value in op.arguments.items()}
+    return dataclasses.replace(op, arguments=arguments, outputs=_with_dtype(op.outputs, old, new))
+
+
+def _with_dtype(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, Tensor):
+        return dataclasses.replace(value, dtype=new) if value.dtype == old else value
+    if isinstance(value, (tuple, list)):
+        return tuple(_with_dtype(item, old, new) for item in value)
+    return value
+
+
+def gemm_op(batch: int, m: int, n: int, k: int, *, dtype: str, tf32: bool = False) -> Op:
+    """A product of dense matrices of these sizes, none of which the step has."""
+    sizes = ((m, k), (k, n), (m, n))
+    left, right, out = (
+        Tensor(
+            shape=(batch, rows, columns) if batch > 1 else (rows, columns),
+            strides=(rows * columns, columns, 1) if batch > 1 else (columns, 1),
+            dtype=dtype,
+            storage=-1 - number,
+        )
+        for number, (rows, columns) in enumerate(sizes)
+    )
+    name = "aten.bmm.default" if batch > 1 else "aten.mm.default"
+    return Op(name=name, arguments={"self": left, "mat2": right}, outputs=(out,), tf32_products=tf32)
+
+
+def slowness(step: Step, index: int) -> float:
+    """How many times as long an op took as a good kernel would take; 1 where it was not slower."""
+    expected = step.expected(step.ops[index])
+    return max(1.0, step.measured[index].measured_s / expected) if expected else 1.0
+
+
+def median_slowness(step: Step, products: Collection[int]) -> float:
+    """The median of how many times as long products took as good kernels take; at least 1."""
+    ratios = [
+        step.measured[index].measured_s / expected
+        for index in products
+        if (expected := step.expected(step.ops[index])) and step.measured[index].measured_s
+    ]
+    return max(1.0, median(ratios)) if ratios else 1.0
+
+
+MAX_HEAD_DIM = 256
+"""Of a head: beyond it torch's kernels for GPUs do not go."""
+CUDNN_MAX_HEAD_DIM = 128
+_CUDNN_FIRST = ("hopper", "blackwell")
+"""Where torch takes the kernels of cuDNN first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Attention: `lead` are batch and heads."""
+
+    lead: tuple[int, ...]
+    queries: int
+    keys: int
+    width: int
+    depth: int
+    """Of a value."""
+    dtype: str
+    mask: Tensor | None
+    causal: bool
+    dropout: bool
+    tf32: bool
+
+
+def fused_attention_seconds(step: Step, shape: AttentionShape, *, backward: bool) -> float | None:
+    """With backward or without; None where torch would write the matrix of pairs all the same."""
+    name = _attention_operator(step, shape)
+    if name is None:
+        return None
+    heads = math.prod(shape.lead)
+    last = max(step.trace.storages, default=0)
+
+    def tensor(at: int, *size: int, dtype: str = shape.dtype) -> Tensor:
+        strides = tuple(math.prod(size[place + 1 :]) for place in range(len(size)))
+        return Tensor(shape=size, strides=strides, dtype=dtype, storage=last + at)
+
+    query = tensor(1, 1, heads, shape.queries, shape.width)
+    key = tensor(2, 1, heads, shape.keys, shape.width)
+    value = tensor(3, 1, heads, shape.keys, shape.depth)
+    out = tensor(4, 1, heads, shape.queries, shape.depth)
+    statistics = tensor(5, 1, heads, shape.queries, dtype="float32")
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "is_causal": shape.causal}
+    if shape.mask is not None and not shape.causal:
+        given["attn_mask" if "for_cpu" in name else "attn_bias"] = shape.mask
+    forward = Op(name=f"aten.{name}.default", arguments=given, outputs=(out, statistics), tf32_products=shape.tf32)
+    total = step.expected(forward)
+    if total is None or not backward:
+        return total
+    gradients = (tensor(7, *query.shape), tensor(8, *key.shape), tensor(9, *value.shape))
+    given |= {"grad_out": tensor(6, *out.shape), "out": out, "logsumexp": statistics}
+    given |= {"grad_input_mask": (True, True, True, False)}
+    again = Op(name=f"aten.{name}_backward.default", arguments=given, outputs=gradients, tf32_products=shape.tf32)
+    behind = step.expected(again)
+    return None if behind is None else total + behind
+
+
+def _attention_operator(step: Step, shape: AttentionShape) -> str | None:
+    """The operator that torch's choice falls on, with its own preferences and a torch from 2.11."""
+    if step.machine.kind == "cpu":
+        return None if shape.dropout else "_scaled_dot_product_flash_attention_for_cpu"
+    if shape.width > MAX_HEAD_DIM or shape.depth > MAX_HEAD_DIM:
+        return None
+    half = shape.dtype in ("bfloat16", "float16")
+    if half and step.machine.architecture in _CUDNN_FIRST and max(shape.width, shape.depth) <= CUDNN_MAX_HEAD_DIM:
+        return "_scaled_dot_product_cudnn_attention"
+    masked = shape.mask is not None and not shape.causal
+    if half and not masked and shape.width == shape.depth:
+        return "_scaled_dot_product_flash_attention"
+    return "_scaled_dot_product_efficient_attention" if half or shape.dtype == "float32" else None

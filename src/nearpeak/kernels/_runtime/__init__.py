@@ -1,0 +1,1 @@
+"""What all operations share: torch operators with an eager fast path, which kernel runs when, recorded calls, tuning tables, launching Triton kernels, and building blocks of kernels. Importing the package imports nothing; the modules that import Triton are launch, interpreter, gluon and the kernels' building blocks."""

@@ -1,0 +1,152 @@
+"""`repair`: makes Triton's interpreter compute in bfloat16, which it otherwise does on the bits, without a word.
+
+It holds a bfloat16 as an integer of 16 bits and adds and multiplies these; it cuts float32 off instead of rounding, and
+casts to float8 wrongly. Repaired: arithmetic is done in float32 and rounded to the nearest, ties to even, as a GPU
+does; casts are torch's. This touches private names of Triton 3.6 to 3.9, so it checks its own work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from nearpeak.errors import KernelUnavailable
+
+_FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+_NUMPY = {tl.float16: numpy.float16, tl.float32: numpy.float32}
+_is_patched = False
+
+
+def patch_interpreter() -> None:
+    """Repairs the interpreter of this process, once."""
+    global _is_patched
+    if _is_patched:
+        return
+    try:
+        _patch_builder(interpreter.InterpreterBuilder)
+    except AttributeError as error:
+        raise KernelUnavailable(
+            f"Triton's interpreter has changed ({error}), and computes wrongly in bfloat16 without a repair."
+            " Unset TRITON_INTERPRET, or install triton 3.6 to 3.9."
+        ) from error
+    _is_patched = True
+
+
+def _to_float32(handle: Any) -> Any:
+    """A bfloat16 as float32; anything else as it is."""
+    if not _is_bfloat16(handle):
+        return handle
+    bits = handle.data.astype(numpy.uint32) << 16
+    return interpreter.TensorHandle(bits.view(numpy.float32), tl.float32)
+
+
+def _bfloat16_bits(values: Any) -> Any:
+    """float32 as the bits of bfloat16, to the nearest, ties to even."""
+    bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
+    near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+    return numpy.where(numpy.isnan(values), numpy.uint16(0x7FC0), near).reshape(numpy.shape(values))
+
+
+def _is_bfloat16(handle: Any) -> bool:
+    return isinstance(handle, interpreter.TensorHandle) and handle.dtype.scalar == tl.bfloat16
+
+
+def _patch_builder(builder: Any) -> None:
+    for name in ("binary_op", "unary_op", "ternary_op"):
+        setattr(builder, name, _in_float32(getattr(builder, name)))
+    builder.create_masked_load = _with_boolean_mask(builder.create_masked_load, 1)
+    builder.create_masked_store = _with_boolean_mask(builder.create_masked_store, 2)
+    _skip_overflow_checks(interpreter.interpreter_builder)
+    interpreter._patch_lang_tensor = _loop_bounds_as_items(interpreter._patch_lang_tensor)
+    interpreter.InterpretedFunction.__call__ = _patch_language_once(interpreter._patch_lang)
+    dot, cast = builder.create_dot, builder.cast_impl
+    builder.create_dot = lambda self, a, b, *rest: dot(self, _to_float32(a), _to_float32(b), *rest)
+    builder.cast_impl = lambda self, source, target: _cast(self, cast, source, target)
+    rounded = builder.create_fp_to_fp
+    builder.create_fp_to_fp = lambda self, source, target, rounding: _cast(
+        self, lambda self, source, target: rounded(self, source, target, rounding), source, target
+    )
+
+
+def _skip_overflow_checks(builder: Any) -> None:
+    """Leaves out what is computed in vain: whether integers pass their range, which nobody hears of without `debug`."""
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    asked, of_scalar = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (asked if dtype.scalar.is_ptr() else of_scalar)(dtype.scalar)
+
+
+def _patch_language_once(patch: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a function from a kernel, without patching the language again, which takes longer than the call.
+
+    The launch has patched what kernels see of it; what functions of Triton's own see stays patched after the first.
+    """
+    known = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn not in known:
+            patch(self.fn)
+            known.add(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    return call
+
+
+def _with_boolean_mask(operation: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Masks as bits: from Triton 3.9 on, one that was joined with a scalar comes as integers, which are refused."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[place]  # of a copy by a descriptor it is an array
+        bits = (given if isinstance(given, numpy.ndarray) else given.data).astype(numpy.bool_)
+        mask = interpreter.TensorHandle(bits, tl.int1)
+        return operation(self, *args[:place], mask, *args[place + 1 :], **kwargs)
+
+    return call
+
+
+def _loop_bounds_as_items(patch: Callable[..., None]) -> Callable[..., None]:
+    """Bounds of loops are arrays of one element, which numpy no longer takes for a number, or warns of."""
+
+    def call(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return call
+
+
+def _in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any) -> Any:
+        *operands, function = args
+        if not any(map(_is_bfloat16, operands)):
+            return operation(self, *args)
+        result = operation(self, *map(_to_float32, operands), function)
+        if result.data.dtype == numpy.float32:
+            return interpreter.TensorHandle(_bfloat16_bits(result.data), tl.bfloat16)
+        return result
+
+    return call
+
+
+def _cast(self: Any, original: Callable[..., Any], source: Any, target: Any) -> Any:
+    to = target.scalar
+    if source.dtype.scalar in _FP8 and to not in _FP8:  # Triton's own has no infinity and no NaN
+        values = torch.from_numpy(numpy.ascontiguousarray(source.data)).view(_FP8[source.dtype.scalar]).float()
+        source = interpreter.TensorHandle(values.numpy().reshape(source.data.shape), tl.float32)
+    if to == tl.bfloat16:
+        if _is_bfloat16(source):
+            return source
+        return interpreter.TensorHandle(_bfloat16_bits(source.data.astype(numpy.float32)), tl.bfloat16)
+    source = _to_float32(source)
+    if to in _FP8 and source.data.dtype.kind == "f":
+        values = torch.from_numpy(numpy.ascontiguousarray(source.data, numpy.float32)).to(_FP8[to])
+        return interpreter.TensorHandle(values.view(torch.uint8).numpy(), to)
+    if to in _NUMPY and source.data.dtype.kind == "f":
+        return interpreter.TensorHandle(source.data.astype(_NUMPY[to]), to)
+    return original(self, source, target)

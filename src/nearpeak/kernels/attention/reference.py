@@ -1,0 +1,162 @@
+"""Attention in plain torch: what the kernels compute, with all scores in memory, for any device and dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nearpeak.kernels._runtime.philox import attention_keep_mask, keep_scale
+
+_MINUS_INF = float("-inf")
+
+
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
+    seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, longest_query: int, longest_key: int,
+    left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result and the logarithms of sums of exponentials.
+
+    Products are in the dtype of their tensors and all between them is in float32 at least, as the kernels have it.
+    """
+    scores, _ = _scores(query, key, bias, slopes, query_starts, key_starts, left, right, bottom_right, scale, softcap)
+    keys = scores.shape[-1]
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        if query_starts is not None:  # tokens of no sequence have no sink either
+            number, _, _ = _sequence_of_tokens(query_starts, query.shape[2])
+            sink = sink.masked_fill((number >= len(query_starts) - 1)[:, None], _MINUS_INF)
+        scores = torch.cat([scores, sink], -1)
+    hidden = scores == _MINUS_INF
+    nothing = hidden.all(-1, keepdim=True)
+    # torch has not a number for a row without keys, backward too, so it gets zeros and these are hidden afterwards
+    scores = scores.masked_fill(nothing, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(nothing.squeeze(-1), _MINUS_INF)
+    weights = torch.softmax(scores, -1).masked_fill(hidden, 0.0)[..., :keys]
+    if seed is not None:
+        kept = _dropout_mask(weights, seed, query_starts, key_starts, dropout)
+        weights = torch.where(kept, weights * keep_scale(dropout), 0.0)
+    result = weights.to(value.dtype) @ _repeat_heads(value, query)
+    return result, lse.to(torch.promote_types(lse.dtype, torch.float32))
+
+
+def attention_backward(
+    gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
+    seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, longest_query: int, longest_key: int,
+    left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
+    for_query: bool, for_keys: bool, for_bias: bool, for_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key, value, bias and sinks; empty tensors for those that nobody wants."""
+    scores, derivative = _scores(
+        query, key, bias, slopes, query_starts, key_starts, left, right, bottom_right, scale, softcap
+    )
+    wide = scores.dtype
+    above = gradient.to(wide)
+    weights = (scores - lse.masked_fill(lse == _MINUS_INF, 0.0)[..., None]).exp()
+    means = (above * result.to(wide)).sum(-1)
+    if lse_gradient is not None:
+        means = means - lse_gradient
+    by_weight = above @ _repeat_heads(value, query).to(wide).mT
+    used = weights
+    if seed is not None:
+        kept = _dropout_mask(weights, seed, query_starts, key_starts, dropout)
+        used, by_weight = (torch.where(kept, one * keep_scale(dropout), 0.0) for one in (weights, by_weight))
+    by_score = weights * (by_weight - means[..., None])
+    by_product = by_score * derivative * scale
+    by_query = by_key = by_value = by_bias = by_sinks = query.new_empty(0)
+    if for_query:
+        by_query = to_token_major((by_product @ _repeat_heads(key, query).to(wide)).to(query.dtype))
+    if for_keys:
+        shape = (key.shape[1], -1)
+        by_key = (by_product.mT @ query.to(wide)).unflatten(1, shape).sum(2)
+        by_value = (used.mT @ above).unflatten(1, shape).sum(2)
+        by_key, by_value = to_token_major(by_key.to(key.dtype)), to_token_major(by_value.to(value.dtype))
+    if for_bias and bias is not None:
+        by_bias = by_score.sum_to_size(bias.shape).to(bias.dtype).contiguous()
+    if for_sinks and sinks is not None:
+        of_sink = torch.where(lse == _MINUS_INF, 0.0, (sinks.to(lse.dtype)[:, None] - lse).exp())
+        by_sinks = -(of_sink * means).sum((0, 2)).to(sinks.dtype)
+    return by_query, by_key, by_value, by_bias, by_sinks
+
+
+def empty_token_major(like: Tensor, batches: int, heads: int, tokens: int, dim: int) -> Tensor:
+    """An empty tensor [batch, heads, tokens, dim] with tokens before heads in memory."""
+    return like.new_empty_strided((batches, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim, 1))
+
+
+def to_token_major(x: Tensor) -> Tensor:
+    batches, heads, tokens, dim = x.shape
+    return empty_token_major(x, batches, heads, tokens, dim).copy_(x)
+
+
+def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values for each head of queries."""
+    group = query.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, slopes: Tensor | None, query_starts: Tensor | None,
+    key_starts: Tensor | None, left: int, right: int, bottom_right: bool, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor | float]:  # fmt: skip
+    """Scores, -inf for keys that are not seen, and their derivatives by scaled products."""
+    products = (query * scale) @ _repeat_heads(
+        key, query
+    ).mT  # scaled first: in float16 they may be too large otherwise
+    scores = products.to(torch.promote_types(products.dtype, torch.float32))
+    derivative: Tensor | float = 1.0
+    if softcap:
+        share = torch.tanh(scores / softcap)
+        scores, derivative = share * softcap, 1.0 - share * share
+    distance, seen = _distances(query, key, query_starts, key_starts, bottom_right)
+    if slopes is not None:
+        scores = scores - slopes.to(scores.dtype)[..., None, None] * distance.abs()
+    if bias is not None:
+        scores = scores.masked_fill(~bias, _MINUS_INF) if bias.dtype == torch.bool else scores + bias.to(scores.dtype)
+    if left >= 0:
+        seen = seen & (distance <= left)
+    if right >= 0:
+        seen = seen & (distance >= -right)
+    return scores.masked_fill(~seen, _MINUS_INF), derivative
+
+
+def _sequence_of_tokens(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token the number of its sequence, its place there, and how long that is."""
+    at = torch.arange(tokens, device=starts.device)
+    number = torch.searchsorted(starts[1:].to(at.dtype).contiguous(), at, right=True)
+    known = number.clamp(max=max(len(starts) - 2, 0))
+    return number, at - starts[known], (starts.diff())[known] if len(starts) > 1 else at
+
+
+def _distances(
+    query: Tensor, key: Tensor, query_starts: Tensor | None, key_starts: Tensor | None, bottom_right: bool
+) -> tuple[Tensor, Tensor]:
+    """How far left of a query's diagonal each key is, and which keys are of the same sequence."""
+    queries, keys = query.shape[2], key.shape[2]
+    if query_starts is None or key_starts is None:
+        query_at = torch.arange(queries, device=query.device)[:, None] + (keys - queries if bottom_right else 0)
+        distance = query_at - torch.arange(keys, device=query.device)
+        return distance, torch.ones_like(distance, dtype=torch.bool)
+    query_number, query_at, query_count = _sequence_of_tokens(query_starts, queries)
+    key_number, key_at, _ = _sequence_of_tokens(key_starts, keys)
+    if bottom_right and len(key_starts) > 1:
+        query_at = query_at + key_starts.diff()[query_number.clamp(max=len(key_starts) - 2)] - query_count
+    together = (query_number[:, None] == key_number) & (query_number < len(query_starts) - 1)[:, None]
+    return query_at[:, None] - key_at, together
+
+
+def _dropout_mask(
+    weights: Tensor, seed: Tensor, query_starts: Tensor | None, key_starts: Tensor | None, dropout: float
+) -> Tensor:
+    """Which weights a dropout keeps, as `is_kept` of the kernels."""
+    batches, heads, queries, keys = weights.shape
+    device = weights.device
+    query_at, key_at = (torch.arange(size, device=device) for size in (queries, keys))
+    sequence = torch.arange(batches, device=device)[:, None, None, None]
+    if query_starts is not None and key_starts is not None:
+        number, query_at, _ = _sequence_of_tokens(query_starts, queries)
+        _, key_at, _ = _sequence_of_tokens(key_starts, keys)
+        sequence = number[:, None]
+    head = torch.arange(heads, device=device)[:, None, None]
+    return attention_keep_mask(seed, sequence * heads + head, query_at[:, None], key_at, dropout)

@@ -1,1 +1,0 @@
-"""The Triton kernels and their launchers, one module per operation. These need Triton; nothing else imports it."""

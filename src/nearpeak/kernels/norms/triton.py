@@ -1,0 +1,835 @@
+"""Portable Triton kernels of the norms, forward and backward, and their launchers. CENTERED is a LayerNorm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearpeak.kernels._runtime.gluon import runs_on
+from nearpeak.kernels._runtime.launch import launch, next_power_of_2
+from nearpeak.kernels._runtime.ring_buffer import ring_forward_candidates
+from nearpeak.kernels._runtime.row_barrier import (
+    ALL,
+    FIRST,
+    LAST,
+    MAX_PARTS,
+    PHASES,
+    adapt_to_rows,
+    arrive,
+    arrive_and_wait,
+    barrier_counters,
+    claim_part,
+    split_candidates,
+    split_row,
+    wait,
+)
+from nearpeak.kernels._runtime.rows import rematerialize
+from nearpeak.kernels._runtime.strided_rows import StridedRows, row_start, strided_rows
+from nearpeak.kernels._runtime.tuning import processors, tuned
+from nearpeak.kernels.norms.tuning import backward_heuristic, registers_per_thread, table_key
+
+MAX_FORWARD_TILE = 32768
+"""A row of more than so many times 16 bits does not fit into the registers of 32 warps."""
+
+MAX_ROWS = 128
+"""Of a program: each takes registers of its own for its address and its statistics."""
+
+
+@triton.jit
+def forward_tile(
+    x, residual, weight, bias, result, total, statistics,
+    rows, columns, middle, inner,
+    x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
+    eps, offset,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Whole rows in registers: PACKED, as the 16 bits that were read, so that more programs run at a time."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    in_rows = row < rows
+    in_columns = column < columns
+    inside = in_rows[:, None] & in_columns[None, :]
+    start = row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
+    kept = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0)
+    values = kept.to(tl.float32)
+    written = (row * columns)[:, None] + column[None, :]
+    if residual is not None:
+        start = row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
+        values += tl.load(residual + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        # normalized as it is written, and as a model computes it that adds and normalizes apart
+        kept = values.to(total.dtype.element_ty)
+        tl.store(total + written, kept, mask=inside)
+        values = kept.to(tl.float32)
+    share = 1.0 / columns
+    if CENTERED:
+        mean = tl.div_rn(tl.sum(values, 1), tl.cast(columns, tl.float32))  # exact where it can be, unlike "/" on a GPU
+        if PACKED:
+            values = rematerialize(kept, columns, mean[:, None]).to(tl.float32)
+        values = tl.where(inside, values - mean[:, None], 0.0)
+        tl.store(statistics + rows + row, mean, mask=in_rows)
+    rstd = tl.math.rsqrt(tl.sum(values * values, 1) * share + tl.cast(eps, tl.float32))
+    tl.store(statistics + row, rstd, mask=in_rows)
+    if PACKED:
+        values = rematerialize(kept, columns, rstd[:, None]).to(tl.float32)
+        if CENTERED:
+            values -= mean[:, None]
+    values *= rstd[:, None]
+    if weight is not None:
+        factor = tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)
+        values *= (factor + tl.cast(offset, tl.float32))[None, :]
+    if bias is not None:
+        values += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(result + written, values.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def read_part(x_row, residual_row, total_row, column, stop, HINTS: tl.constexpr):
+    """Some columns, 0 from `stop` on; with a residual the sum, which is written."""
+    inside = column < stop
+    # what is read again soon is to stay in the cache, the sum if there is one
+    again: tl.constexpr = "evict_last" if HINTS and residual_row is None else ""
+    values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy=again)
+    if residual_row is not None:
+        added = tl.load(residual_row + column, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(total_row.dtype.element_ty)
+        tl.store(total_row + column, values, mask=inside, eviction_policy="evict_last" if HINTS else "")
+    return values
+
+
+@triton.jit
+def part_statistics(
+    x_row, residual_row, total_row, first, begin, stop,
+    CENTERED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
+):  # fmt: skip
+    """Of the columns from `begin` to `stop` the mean, and the sum of squares, of differences from it if CENTERED.
+
+    The mean of what is read `first`, c, is taken off all others. That loses few digits: where c is the mean of a share
+    f of the numbers, its square distance from the mean of all is at most their variance divided by f.
+    """
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    near = 0.0
+    values = first.to(tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    if CENTERED:
+        count = tl.minimum(stop - begin, STEPS * BLOCK).to(tl.float32)
+        near = tl.div_rn(tl.sum(tl.sum(values, 0), 0), tl.maximum(count, 1.0))
+        values = tl.where(begin + lane < stop, values - near, 0.0)
+        sums = tl.sum(values, 0)
+    squares = tl.sum(values * values, 0)
+    for start in tl.range(begin + STEPS * BLOCK, stop, STEPS * BLOCK, num_stages=STAGES):
+        values = read_part(x_row, residual_row, total_row, start + lane, stop, HINTS).to(tl.float32)
+        if CENTERED:
+            values = tl.where(start + lane < stop, values - near, 0.0)
+            sums += tl.sum(values, 0)
+        squares += tl.sum(values * values, 0)
+    if CENTERED:
+        total = tl.sum(sums, 0)
+        moved = tl.div_rn(total, tl.maximum(stop - begin, 1).to(tl.float32))
+        return near + moved, tl.maximum(tl.sum(squares, 0) - total * moved, 0.0)
+    return 0.0, tl.sum(squares, 0)
+
+
+@triton.jit
+def write_columns(
+    values, weight, bias, result_row, column, stop, mean, rstd, offset, CENTERED: tl.constexpr,
+):  # fmt: skip
+    inside = column < stop
+    values = values.to(tl.float32)
+    if CENTERED:
+        values -= mean
+    values *= rstd
+    if weight is not None:
+        factor = tl.load(weight + column, mask=inside, other=0.0)
+        values *= factor.to(tl.float32) + tl.cast(offset, tl.float32)
+    if bias is not None:
+        values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result_row + column, values.to(result_row.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_part(
+    x_row, weight, bias, result_row, first, begin, stop, mean, rstd, offset,
+    CENTERED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
+    """Reads the columns from `begin` to `stop` again, from their end to their start, and writes them.
+
+    What was read `first` is at hand if it was KEPT.
+    """
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(stop - begin, STEPS * BLOCK)
+    if KEPT:
+        values = rematerialize(first, stop, rstd)
+        write_columns(values, weight, bias, result_row, begin + lane, stop, mean, rstd, offset, CENTERED)
+    for index in tl.range(0, blocks - (1 if KEPT else 0), num_stages=STAGES):
+        column = begin + (blocks - 1 - index) * (STEPS * BLOCK) + lane
+        values = tl.load(
+            x_row + column, mask=column < stop, other=0.0, eviction_policy="evict_first" if HINTS else ""
+        )  # fmt: skip
+        write_columns(values, weight, bias, result_row, column, stop, mean, rstd, offset, CENTERED)
+
+
+@triton.jit
+def forward_split(
+    x, residual, weight, bias, result, total, statistics, partial, counters,
+    rows, columns, middle, inner,
+    x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
+    eps, offset, part, parts,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """One part of one row; a row of one part needs to wait for nobody."""
+    number = tl.program_id(0)
+    if PARTS > 1:
+        number = claim_part(counters, PHASE)
+    row = (number // parts).to(tl.int64)
+    own = number % parts
+    begin = own * part
+    stop = tl.minimum(begin + part, columns)
+    x_row = x + row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
+    residual_row = None
+    if residual is not None:
+        residual_row = residual + row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
+    total_row = total + row * columns
+    mean = 0.0
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    first = read_part(x_row, residual_row, total_row, begin + lane, stop, HINTS)
+    if PARTS == 1 or PHASE != LAST:
+        mean, squares = part_statistics(
+            x_row, residual_row, total_row, first, begin, stop, CENTERED, STEPS, BLOCK, STAGES, HINTS
+        )
+    if PARTS > 1:
+        partial += row * 2 * parts
+        if PHASE != LAST:
+            if CENTERED:
+                tl.store(partial + own, mean)
+            tl.store(partial + parts + own, squares)
+        if PHASE == ALL:
+            arrive_and_wait(counters, row, parts)
+        if PHASE != FIRST:
+            each = tl.arange(0, PARTS)
+            among = each < parts
+            all_squares = tl.load(partial + parts + each, mask=among, other=0.0, cache_modifier=".cg")
+            if CENTERED:
+                counts = tl.where(among, tl.minimum(part, columns - each * part), 0).to(tl.float32)
+                means = tl.load(partial + each, mask=among, other=0.0, cache_modifier=".cg")
+                mean = tl.div_rn(tl.sum(means * counts, 0), columns.to(tl.float32))
+                all_squares += counts * (means - mean) * (means - mean)
+            squares = tl.sum(all_squares, 0)
+    if PARTS == 1 or PHASE != FIRST:
+        rstd = tl.math.rsqrt(squares / columns + tl.cast(eps, tl.float32))
+        if own == 0:
+            tl.store(statistics + row, rstd)
+            if CENTERED:
+                tl.store(statistics + rows + row, mean)
+        if residual is not None:
+            x_row = total_row
+            tl.debug_barrier()  # the sum may be read by other threads than those that wrote it
+        write_part(
+            x_row, weight, bias, result + row * columns, first, begin, stop, mean, rstd, offset,
+            CENTERED, STEPS, BLOCK, STAGES, HINTS, KEPT,
+        )  # fmt: skip
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    *,
+    config: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    result, _, statistics = _forward(x, None, weight, bias, eps, offset, False, config)
+    return result, statistics
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, config: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    result, _, statistics = _forward(x, None, weight, bias, eps, 0.0, True, config)
+    return result, statistics
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    *, config: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _forward(x, residual, weight, bias, eps, offset, False, config)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    *, config: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _forward(x, residual, weight, bias, eps, 0.0, True, config)
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    centered: bool, config: dict[str, Any] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The result, the sum (x itself without a residual) and [1 or 2, rows] of float32: 1 / deviation, and the mean."""
+    columns = x.shape[-1]
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    rows = x.numel() // columns if columns else x.shape[:-1].numel()
+    statistics = torch.empty((2 if centered else 1, rows), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return result, total, statistics.zero_()
+    size = columns * max(x.element_size(), total.element_size()) // 2
+    found = strided_rows(x, residual)
+    if weight is not None:
+        weight = weight.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    tensors = (*found.tensors, weight, bias, result, total, statistics)
+    sizes = (rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], eps, offset)
+    key = table_key("norm_forward", centered, residual is not None)
+    config = config or adapt_to_rows(tuned(key, size, x.device), rows) or forward_heuristic(size)
+    if config["variant"] == "parts":
+        if runs_on(x.device):
+            from nearpeak.kernels.norms import sm90 as norms_sm90
+
+            written = (result, total, statistics)
+            if norms_sm90.forward(found, weight, bias, *written, rows, columns, eps, offset, centered, config):
+                return written
+        config = forward_heuristic(size)
+    if config["variant"] == "tile":
+        grid = (triton.cdiv(rows, config["rows"]), 1, 1)
+        block = next_power_of_2(columns)
+        launch(
+            forward_tile, grid, *tensors, *sizes, centered, found.levels, config["rows"], block,
+            config.get("packed", False), warps=config["warps"],
+            registers=registers_per_thread(config["warps"], config["programs"]) if "programs" in config else None,
+        )  # fmt: skip
+        return result, total, statistics
+    part, parts = split_row(rows, columns, columns * total.element_size(), x.device, config.get("part"))
+    partial, counted = statistics, statistics
+    if parts > 1:
+        partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)
+        counted = barrier_counters(rows, x.device)
+    block = min(16 // x.element_size() * 32 * config["warps"], next_power_of_2(part))
+    for phase in PHASES if parts > 1 else PHASES[:1]:
+        launch(
+            forward_split, (rows * parts, 1, 1), *tensors, partial, counted, *sizes, part, parts, centered, found.levels,
+            next_power_of_2(parts), config["steps"], block, config["stages"], config["hints"], config["kept"], phase,
+            warps=config["warps"],
+        )  # fmt: skip
+    return result, total, statistics
+
+
+def forward_heuristic(size: int) -> dict[str, Any]:
+    """What to launch with where nobody measured, for rows of so many times 16 bits."""
+    block = next_power_of_2(size)
+    if block <= MAX_FORWARD_TILE:
+        warps = min(max(block // 1024, 4), 32)
+        # 32 elements by thread, in 4 loads of 16 bytes
+        rows = min(max(32 * 32 * warps // block, 1), MAX_ROWS)
+        found = {"variant": "tile", "rows": rows, "warps": warps}
+        return {**found, "programs": 2} if _fills_registers(warps, block) else found
+    return {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "kept": False}
+
+
+def _fills_registers(warps: int, block: int) -> bool:
+    """Whether a row takes half of the registers, and the compiler may take a few more than half for it."""
+    return warps == 16 and block == MAX_FORWARD_TILE // 2
+
+
+def forward_candidates(size: int) -> list[dict[str, Any]]:
+    """Configurations worth measuring for rows of so many times 16 bits."""
+    block = next_power_of_2(size)
+    found: list[dict[str, Any]] = []
+    if block <= MAX_FORWARD_TILE:
+        for warps in (1, 2, 4, 8, 16, 32):
+            for elements in (8, 16, 32, 64):  # by thread
+                rows = min(elements * 32 * warps // block, MAX_ROWS)
+                if rows and elements * warps <= 1024 and (rows > 1 or elements * 32 * warps == block):
+                    config = {"variant": "tile", "rows": rows, "warps": warps}
+                    found += [config] if config not in found else []
+        found += [{**one, "programs": 2} for one in found if one["rows"] == 1 and _fills_registers(one["warps"], block)]
+        found += [{**one, "packed": True} for one in found if one["rows"] == 1 and block >= 4096]
+    if block >= MAX_FORWARD_TILE // 2:
+        found += split_candidates(size) + ring_forward_candidates(size, weights=True)
+    return found
+
+
+@triton.jit
+def row_and_column_masks(index, count, column, columns, ROWS: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
+    """Which rows and which columns there are, and both together; with FULL and EVEN all, which costs nothing."""
+    if FULL:
+        in_rows = tl.full([ROWS], True, tl.int1)
+    else:
+        in_rows = index + tl.arange(0, ROWS) < count
+    if EVEN:
+        in_columns = tl.full(column.shape, True, tl.int1)
+    else:
+        in_columns = column < columns
+    if FULL and EVEN:
+        inside = tl.full([ROWS, column.shape[0]], True, tl.int1)
+    else:
+        inside = in_rows[:, None] & in_columns[None, :]
+    return in_rows, in_columns, inside
+
+
+@triton.jit
+def as_float32(values):
+    """The same numbers; of two of bfloat16 in a register the second is one instruction from this, and not two."""
+    if values.dtype == tl.bfloat16:
+        return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def read_rows(
+    tensor, row, column, inside, middle, inner, outer_stride, middle_stride, inner_stride,
+    LEVELS: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    start = row_start(row, middle, inner, outer_stride, middle_stride, inner_stride, LEVELS)
+    return tl.load(tensor + start[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def read_weight(weight, column, in_columns):
+    """From the L1 cache again for each row: its registers are worth more than this load."""
+    # as a row, so that it arrives in the threads that have the columns of others
+    return tl.load(weight + column[None, :], mask=in_columns[None, :], other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def effective_weight(factor, offset):
+    """The weight as it counts; without an offset None is given."""
+    factor = as_float32(factor)
+    if offset is not None:
+        factor += tl.cast(offset, tl.float32)
+    return factor
+
+
+@triton.jit
+def gradient_coefficients(along, level, rstd, columns, CENTERED: tl.constexpr):
+    """What the elements of a row less their mean are multiplied by, and what is added.
+
+    `along` is the sum of g * w * d along the row, and `level` that of g * w.
+    """
+    share = rstd / columns
+    if CENTERED:
+        level = -level * share
+    return -along * share * rstd * rstd, level
+
+
+@triton.jit
+def write_rows(result, added, dx, dresidual, row, column, inside, columns):
+    """Writes a gradient of rows, with that of their sum added where there was an addition."""
+    if added is not None:
+        result += as_float32(added)
+    written = (row * columns)[:, None] + column[None, :]
+    if dx is not None:
+        tl.store(dx + written, result.to(dx.dtype.element_ty), mask=inside)
+    if dresidual is not None:
+        tl.store(dresidual + written, result.to(dresidual.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_partials(
+    partials, weight_sum, bias_sum, part, parts, column, in_columns, columns,
+    WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Leaves the sums over the rows of one part: first all parts for the weight, then all for the bias."""
+    part = part.to(tl.int64)
+    if WANTS_WEIGHT:
+        tl.store(partials + part * columns + column, weight_sum, mask=in_columns)
+        part += parts
+    if WANTS_BIAS:
+        tl.store(partials + part * columns + column, bias_sum, mask=in_columns)
+
+
+def empty_partials(wants: list[bool], parts: int, columns: int, device: torch.device) -> Tensor | None:
+    count = wants[2] + wants[3]
+    return torch.empty((count, parts, columns), dtype=torch.float32, device=device) if count else None
+
+
+CACHE_BYTES = 34 * 2**20
+"""Bytes of the two tensors that are read twice that stay in the L2 cache (50 MB) beside what is written."""
+
+
+@triton.jit
+def sum_over_parts(sums, row, parts, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """The sums along rows, of all parts of each."""
+    each = tl.arange(0, PARTS)[None, :]
+    found = tl.load(sums + (row * PARTS)[:, None] + each, cache_modifier=".cg")
+    if PADDED:
+        found = tl.where(each < parts, found, 0.0)
+    return tl.sum(found, 1)
+
+
+@triton.jit
+def backward_shared(
+    gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials, sums, counters,
+    rows, columns, middle, inner,
+    gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner, sum_outer, sum_middle, sum_inner,
+    offset, parts, groups, batch,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    EVEN: tl.constexpr, AHEAD: tl.constexpr, HINTS: tl.constexpr, STAGES: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """One part of the rows of one group; a row of one part needs to wait for nobody."""
+    # what is read again soon is to stay in the cache, and to leave it then
+    FIRST_POLICY: tl.constexpr = "evict_last" if HINTS else ""
+    LAST_POLICY: tl.constexpr = "evict_first" if HINTS else ""
+    number = tl.program_id(0)
+    if PARTS > 1:
+        number = claim_part(counters, PHASE)
+    group = number // parts
+    own = number % parts
+    column = own * BLOCK + tl.arange(0, BLOCK)
+    weight_sum = tl.zeros([BLOCK], tl.float32)
+    bias_sum = tl.zeros([BLOCK], tl.float32)
+    # AHEAD there is one more turn, in which nothing is left to be read
+    for turn_of in range(group, tl.cdiv(rows, batch) + (groups if AHEAD else 0), groups):
+        if PHASE != LAST:
+            first = tl.cast(turn_of, tl.int64) * batch
+            count = tl.minimum(rows - first, batch).to(tl.int32)
+            for index in tl.range(0, count, ROWS, num_stages=STAGES):
+                in_rows, in_columns, inside = row_and_column_masks(index, count, column, columns, ROWS, FULL, EVEN)
+                row = first + index + tl.arange(0, ROWS)
+                g = read_rows(
+                    gradient, row, column, inside, middle, inner,
+                    gradient_outer, gradient_middle, gradient_inner, LEVELS, FIRST_POLICY,
+                )  # fmt: skip
+                n = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, FIRST_POLICY)
+                g, n = as_float32(g), as_float32(n)
+                if CENTERED:
+                    n -= tl.load(statistics + rows + row, mask=in_rows, other=0.0)[:, None]
+                n *= g
+                if WANTS_WEIGHT:
+                    weight_sum += tl.sum(n * tl.load(statistics + row, mask=in_rows, other=0.0)[:, None], 0)
+                if WANTS_BIAS:
+                    bias_sum += tl.sum(g, 0)
+                if dx is not None or dresidual is not None:
+                    if weight is not None:
+                        scale = effective_weight(read_weight(weight, column, in_columns), offset)
+                        n *= scale
+                        if CENTERED:
+                            g *= scale
+                    tl.store(sums + row * PARTS + own, tl.sum(n, 1), mask=in_rows)
+                    if CENTERED:
+                        tl.store(sums + (rows + row) * PARTS + own, tl.sum(g, 1), mask=in_rows)
+            if PHASE == ALL:
+                if PARTS == 1:
+                    tl.debug_barrier()  # sums are read by other threads than those that wrote them
+                elif count > 0:
+                    arrive(counters, turn_of)
+        if PHASE != FIRST:
+            before = turn_of - (groups if AHEAD else 0)
+            if before >= 0:
+                if PHASE == ALL and PARTS > 1:
+                    wait(counters, before, parts)
+                first = tl.cast(before, tl.int64) * batch
+                count = tl.minimum(rows - first, batch).to(tl.int32)
+                last = (count - 1) // ROWS * ROWS
+                for back in tl.range(0, count, ROWS, num_stages=STAGES):
+                    index = last - back  # what was read last is nearest
+                    in_rows, in_columns, inside = row_and_column_masks(index, count, column, columns, ROWS, FULL, EVEN)
+                    row = first + index + tl.arange(0, ROWS)
+                    g = read_rows(
+                        gradient, row, column, inside, middle, inner,
+                        gradient_outer, gradient_middle, gradient_inner, LEVELS, LAST_POLICY,
+                    )  # fmt: skip
+                    n = read_rows(
+                        x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, LAST_POLICY
+                    )
+                    added = None
+                    if sum_gradient is not None:
+                        added = read_rows(
+                            sum_gradient, row, column, inside, middle, inner,
+                            sum_outer, sum_middle, sum_inner, LEVELS, "",
+                        )  # fmt: skip
+                    # without a mask: what rows after the last make of the sums of another is not written
+                    known = row if FULL else tl.minimum(row, rows - 1)
+                    along = sum_over_parts(sums, known, parts, PARTS, PADDED)
+                    level = 0.0
+                    rstd = tl.load(statistics + row, mask=in_rows, other=0.0)
+                    n = as_float32(n)
+                    if CENTERED:
+                        n -= tl.load(statistics + rows + row, mask=in_rows, other=0.0)[:, None]
+                        level = sum_over_parts(sums, rows + known, parts, PARTS, PADDED)
+                    slope, level = gradient_coefficients(along, level, rstd, columns, CENTERED)
+                    factor = rstd[:, None]
+                    if weight is not None:
+                        factor *= effective_weight(read_weight(weight, column, in_columns), offset)
+                    result = n * slope[:, None]
+                    if CENTERED:
+                        result += level[:, None]
+                    result += as_float32(g) * factor
+                    write_rows(result, added, dx, dresidual, row, column, inside, columns)
+    if PHASE != LAST:
+        write_partials(
+            partials, weight_sum, bias_sum, group, groups, column, column < columns, columns, WANTS_WEIGHT, WANTS_BIAS
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """How rows are shared."""
+
+    block: int
+    """Columns of a part."""
+    parts: int
+    """Of a row, and programs of a group."""
+    groups: int
+    batch: int
+    """Rows that a group reads before it meets."""
+    warps: int
+    registers: int
+    """Of a thread, so that as many programs run on each processor as there are for it."""
+    meets: bool
+    """Whether there are few enough parts for their programs to wait for each other."""
+
+
+def plan_groups(rows: int, columns: int, widest: int, processors: int, config: dict[str, Any]) -> GroupPlan:
+    """How rows are shared; `widest` are the bytes of an element, and blocks of configurations are of 16 bits each."""
+    most = min(MAX_PARTS, processors)
+    block, warps = min(config["block"] * 2 // widest, next_power_of_2(columns)), config["warps"]
+    programs = config["programs"]
+    while triton.cdiv(columns, block) > most and warps < 32:  # as many elements by thread
+        block, warps, programs = 2 * block, 2 * warps, max(programs // 2, 1)
+    parts = triton.cdiv(columns, block)
+    groups = max(programs * processors // parts, 1)
+    room = CACHE_BYTES // (groups * parts * block * 2 * widest * (2 if config["ahead"] else 1))
+    batch = max(config.get("batch") or room, 1)
+    # all groups are to have the same to do, and few rows are for as many of them as there can be
+    batch = triton.cdiv(rows, groups * triton.cdiv(rows, groups * batch))
+    if batch > config["rows"]:
+        batch -= batch % config["rows"]
+    batches = triton.cdiv(rows, batch)
+    groups = triton.cdiv(batches, triton.cdiv(batches, groups))
+    return GroupPlan(
+        block=block,
+        parts=parts,
+        groups=groups,
+        batch=batch,
+        warps=warps,
+        registers=registers_per_thread(warps, programs),
+        meets=parts <= most,
+    )
+
+
+def _backward_by_groups(
+    found: StridedRows, tensors: tuple[Tensor | None, ...], rows: int, columns: int, offset: float | None, centered: bool,
+    wants: list[bool], processors: int, config: dict[str, Any],
+) -> tuple[Tensor | None, int]:  # fmt: skip
+    """Writes the gradients of rows; what is left are sums over rows, and of how many parts they are."""
+    gradient, x, _ = found.tensors
+    assert gradient is not None
+    assert x is not None
+    chosen = plan_groups(rows, columns, max(gradient.element_size(), x.element_size()), processors, config)
+    parts, height = chosen.parts, config["rows"]
+    partials = empty_partials(wants, chosen.groups, columns, gradient.device)
+    counted = sums = x
+    phases: tuple[Any, ...]
+    if not wants[0] and not wants[1]:
+        phases = (FIRST,)
+    else:
+        # some may never be written: a power of 2 of them is read at once
+        sums = torch.empty((2 if centered else 1, rows, next_power_of_2(parts)), dtype=torch.float32, device=x.device)
+        if parts == 1:
+            phases = (ALL,)
+        else:
+            phases = PHASES if chosen.meets else (FIRST, LAST)
+            if phases[0] is ALL:
+                counted = barrier_counters(triton.cdiv(rows, chosen.batch), x.device)
+    for phase in phases:
+        launch(
+            backward_shared, (chosen.groups * parts, 1, 1), *found.tensors, *tensors, partials, sums, counted,
+            rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], *found.strides[2], offset,
+            parts, chosen.groups, chosen.batch, centered, found.levels, wants[2], wants[3],
+            next_power_of_2(parts), parts != next_power_of_2(parts), height, chosen.block,
+            height == 1 or (rows % height == 0 and chosen.batch % height == 0), columns % chosen.block == 0,
+            config["ahead"], config["hints"], config["stages"], phase,
+            warps=chosen.warps, registers=chosen.registers,
+        )  # fmt: skip
+    return partials, chosen.groups
+
+
+@triton.jit
+def backward_tile(
+    gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials,
+    rows, columns, middle, inner,
+    gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner, sum_outer, sum_middle, sum_inner,
+    offset,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    weight_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * ROWS
+        row = first + tl.arange(0, ROWS)
+        in_rows, in_columns, inside = row_and_column_masks(first, rows, column, columns, ROWS, FULL, EVEN)
+        g_read = read_rows(
+            gradient, row, column, inside, middle, inner, gradient_outer, gradient_middle, gradient_inner, LEVELS, ""
+        )
+        x_read = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, "")
+        added = None
+        if sum_gradient is not None and (dx is not None or dresidual is not None):
+            added = read_rows(
+                sum_gradient, row, column, inside, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS, ""
+            )
+        rstd = tl.load(statistics + row, mask=in_rows, other=0.0)
+        g = as_float32(g_read)
+        n = as_float32(x_read)
+        if CENTERED:
+            mean = tl.load(statistics + rows + row, mask=in_rows, other=0.0)[:, None]
+            n -= mean
+        product = n * g
+        if WANTS_WEIGHT:
+            weight_sum += product * rstd[:, None]
+        if WANTS_BIAS:
+            bias_sum += g
+        if dx is not None or dresidual is not None:
+            level = 0.0
+            if weight is not None:
+                factor = read_weight(weight, column, in_columns)
+                scale = effective_weight(factor, offset)
+                product *= scale
+                g *= scale
+            along = tl.sum(product, 1)
+            if CENTERED:
+                level = tl.sum(g, 1)
+            slope, level = gradient_coefficients(along, level, rstd, columns, CENTERED)
+            if AGAIN:
+                # rows wait for their sums as the 16 bits that were read, and not as float32
+                n = rematerialize(x_read, columns, along[:, None]).to(tl.float32)
+                if CENTERED:
+                    n -= mean
+                g = rematerialize(g_read, columns, along[:, None]).to(tl.float32)
+                if weight is not None:
+                    if ROWS == 1 and weight.dtype.element_ty.primitive_bitwidth == 16:
+                        scale = effective_weight(rematerialize(factor, columns, along[:, None]), offset)
+                    g *= scale
+            result = n * slope[:, None]
+            if CENTERED:
+                result += level[:, None]
+            result += g * rstd[:, None]
+            write_rows(result, added, dx, dresidual, row, column, inside, columns)
+    write_partials(
+        partials, tl.sum(weight_sum, 0), tl.sum(bias_sum, 0), program, programs, column, column < columns, columns,
+        WANTS_WEIGHT, WANTS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_partials(
+    partials, dweight, dbias, programs, columns,
+    WANTS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of [programs, columns] of float32, one after the other for weight and bias."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_columns = column < columns
+    row = tl.arange(0, ROWS)
+    which = tl.program_id(1).to(tl.int64)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, programs, ROWS):
+        at = (which * programs + first + row) * columns
+        inside = (first + row < programs)[:, None] & in_columns[None, :]
+        total += tl.load(partials + at[:, None] + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(total, 0)
+    if WANTS_WEIGHT:
+        mine = in_columns & (which == 0)
+        tl.store(dweight + column, result.to(dweight.dtype.element_ty), mask=mine)
+    if dbias is not None:
+        mine = in_columns & (which == (1 if WANTS_WEIGHT else 0))
+        tl.store(dbias + column, result.to(dbias.dtype.element_ty), mask=mine)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def norm_backward(
+    gradient: Tensor, x: Tensor, sum_gradient: Tensor | None, statistics: Tensor, weight: Tensor | None,
+    bias: Tensor | None, offset: float, centered: bool, wants: list[bool], *, config: dict[str, Any] | None = None,
+) -> Gradients:  # fmt: skip
+    """The gradients of x, residual, weight and bias, each of no elements where it is not wanted.
+
+    `x` is what was normalized: the sum where there was an addition. The gradient of x has the dtype of `gradient`, that
+    of the residual has the dtype of `x`.
+    """
+    dx = _empty_gradient(gradient, gradient.dtype, wants[0])
+    dresidual = _empty_gradient(gradient, x.dtype, wants[1])
+    dweight = _empty_parameter_gradient(gradient, weight, wants[2])
+    dbias = _empty_parameter_gradient(gradient, bias, wants[3])
+    if not gradient.numel():
+        return dx, dresidual, dweight.zero_(), dbias.zero_()
+    if not any(wants):
+        return dx, dresidual, dweight, dbias
+    columns = gradient.shape[-1]
+    size = columns * max(gradient.element_size(), x.element_size()) // 2
+    found = strided_rows(gradient, x, sum_gradient)
+    if weight is not None:
+        weight = weight.contiguous()
+    added = sum_gradient is not None
+    config = config or tuned(table_key("norm_backward", centered, added), size, x.device)
+    config = config or backward_heuristic(size, centered=centered, added=added)
+    tensors = (statistics, weight, dx if wants[0] else None, dresidual if wants[1] else None)
+    rows, at_hand = gradient.numel() // columns, processors(x.device)
+    left = None
+    if config["variant"] == "parts":
+        if runs_on(x.device):
+            from nearpeak.kernels.norms import sm90 as norms_sm90
+
+            left = norms_sm90.backward(found, *tensors, rows, columns, offset or None, centered, wants, config)
+        config = backward_heuristic(size, centered=centered, added=added)
+    if left is None:
+        run = _backward_by_tiles if config["variant"] == "tile" else _backward_by_groups
+        left = run(found, tensors, rows, columns, offset or None, centered, wants, at_hand, config)
+    partials, parts = left
+    if wants[2] or wants[3]:
+        # all is read at once: programs are few, and have little to do
+        height = min(next_power_of_2(parts), 1024)
+        width = max(4096 // height, 32 if columns > 2048 else 8)
+        launch(
+            add_partials, (triton.cdiv(columns, width), wants[2] + wants[3], 1),
+            partials, dweight, dbias if wants[3] else None, parts, columns, wants[2], height, width,
+            warps=height * width // 1024,
+        )  # fmt: skip
+    return dx, dresidual, dweight, dbias
+
+
+def _backward_by_tiles(
+    found: StridedRows, tensors: tuple[Tensor | None, ...], rows: int, columns: int, offset: float | None, centered: bool,
+    wants: list[bool], at_hand: int, config: dict[str, Any],
+) -> tuple[Tensor | None, int]:  # fmt: skip
+    gradient, x, _ = found.tensors
+    assert gradient is not None
+    assert x is not None
+    device = gradient.device
+    height, block = config["rows"], next_power_of_2(columns)
+    programs = min(triton.cdiv(rows, height), config["programs"] * at_hand)
+    partials = empty_partials(wants, programs, columns, device)
+    launch(
+        backward_tile, (programs, 1, 1), *found.tensors, *tensors, partials,
+        rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], *found.strides[2], offset,
+        centered, found.levels, wants[2], wants[3], height, block, rows % height == 0, columns == block,
+        config["stages"], max(gradient.element_size(), x.element_size()) == 2,
+        warps=config["warps"], registers=registers_per_thread(config["warps"], config["programs"]) if height <= 4 else None,
+    )  # fmt: skip
+    return partials, programs
+
+
+def _empty_gradient(gradient: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
+    return torch.empty(gradient.shape if wanted else (0,), dtype=dtype, device=gradient.device)
+
+
+def _empty_parameter_gradient(gradient: Tensor, parameter: Tensor | None, wanted: bool) -> Tensor:
+    if parameter is None or not wanted:
+        return gradient.new_empty((0,))
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=gradient.device)

@@ -1,0 +1,366 @@
+"""The kernels of `quantize` and `dequantize`.
+
+A tensor is seen as rows, cut into pieces of COLUMNS elements that are numbered through all rows. A program has several
+pieces, so that short rows, odd ones and those with a stride of their own are all one case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearpeak.kernels._runtime.launch import launch, next_power_of_2
+from nearpeak.kernels._runtime.policy import INTERPRETED
+from nearpeak.kernels._runtime.rows import assume_multiple, common_width
+from nearpeak.kernels._runtime.tuning import tuned
+from nearpeak.kernels.quantize import scales_shape
+
+MAX_REGISTER_ROW = 16384
+"""Elements of a row that a program holds in registers; longer ones are read twice, the second time from the cache."""
+CLAMPS = tl.constexpr(INTERPRETED)
+"""A GPU converts what is beyond the largest number, as an infinity, to that; the interpreter does not."""
+_MAX_PARTIAL_MAXIMA = 1024
+"""Partial maxima of a whole tensor, at most: each program of the second launch reads them all."""
+
+
+@triton.jit
+def _finite_magnitude(x):
+    """Absolute values, and 0 for what is not finite."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def _largest(x):
+    """The largest of each row that is finite, without a look at each element where all are."""
+    found = tl.max(tl.abs(x), 1)
+    if not (tl.max(found, 0) < float("inf")):
+        found = tl.max(_finite_magnitude(x), 1)
+    return found
+
+
+@triton.jit
+def _scale(largest, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    # rounded as torch does, and not below the least normal number, whose inverse is the largest that is finite
+    scale = tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
+    scale = tl.maximum(scale, 1.1754943508222875e-38)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(largest > 0.0, scale, 1.0)
+
+
+@triton.jit
+def _values(x, inverse, LARGEST: tl.constexpr, dtype: tl.constexpr):
+    y = x * inverse
+    if CLAMPS:  # by comparisons, which leave what is not a number as it is
+        y = tl.where(y > LARGEST, LARGEST, y)
+        y = tl.where(y < -LARGEST, -LARGEST, y)
+    return y.to(dtype)
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
+def locate_pieces(
+    columns, stride, per_row, pieces,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr, ONE_ROW: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of the pieces of a program: their numbers, where they are read and written, and how long they are.
+
+    ONE_ROW: all are of one row, so that a division of small numbers by each program is enough.
+    """
+    each = tl.arange(0, PIECES)
+    if ONE_ROW:
+        programs = (per_row + (PIECES - 1)) // PIECES
+        row = tl.program_id(0) // programs
+        first = (tl.program_id(0) % programs).to(tl.int64) * PIECES
+        own = first + each
+        piece = row.to(tl.int64) * per_row + own
+        exists = own < per_row
+        begin = first * COLUMNS
+        left = tl.minimum(tl.maximum(columns - begin, 0), PIECES * COLUMNS).to(tl.int32) - each * COLUMNS
+        reads = assume_multiple(row.to(tl.int64) * stride + begin, WIDTH) + each * COLUMNS
+        writes = assume_multiple(row.to(tl.int64) * columns + begin, WIDTH) + each * COLUMNS
+    else:
+        piece = tl.program_id(0).to(tl.int64) * PIECES + each
+        row = piece // per_row
+        own = piece % per_row
+        exists = piece < pieces
+        # what is left of the row in 32 bits, and nothing behind the last row
+        left = tl.where(exists, tl.minimum(columns - own * COLUMNS, COLUMNS), 0).to(tl.int32)
+        reads = assume_multiple(row * stride + own * COLUMNS, WIDTH)
+        writes = assume_multiple(row * columns + own * COLUMNS, WIDTH)
+    return piece, exists, row, own, reads, writes, left
+
+
+@triton.jit
+def pieces_kernel(
+    x, values, scales, columns, stride, per_row, pieces,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    ONE_ROW: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    piece, exists, _, _, reads, writes, left = locate_pieces(
+        columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH
+    )
+    at = tl.arange(0, COLUMNS)[None, :]
+    inside = at < assume_multiple(left, WIDTH)[:, None]
+    given = tl.load(x + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(_largest(given), LARGEST, POWER_OF_TWO)
+    found = _values(given, _inverse(scale)[:, None], LARGEST, values.dtype.element_ty)
+    tl.store(values + writes[:, None] + at, found, mask=inside)
+    tl.store(scales + piece, scale, mask=exists)
+
+
+@triton.jit
+def tiles_kernel(
+    x, values, scales, rows, columns, stride, down, across,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    begin = (program % across) * COLUMNS
+    tile = program // across
+    matrix = tile // down
+    first = (tile % down) * ROWS
+    row = (tl.arange(0, ROWS))[:, None]
+    at = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows - first) & (at < columns - begin)
+    top = matrix * rows + first
+    given = tl.load(x + (top + row) * stride + (begin + at), mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(tl.max(_largest(given), 0), LARGEST, POWER_OF_TWO)
+    found = _values(given, _inverse(scale), LARGEST, values.dtype.element_ty)
+    tl.store(values + (top + row) * columns + (begin + at), found, mask=inside)
+    tl.store(scales + program, scale)
+
+
+@triton.jit
+def long_rows_kernel(
+    x, values, scales, columns, stride, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    values += row * columns
+    at = tl.arange(0, COLUMNS)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    for begin in range(0, columns, COLUMNS):
+        inside = begin + at < columns
+        given = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        largest = tl.maximum(largest, _finite_magnitude(given))
+    scale = _scale(tl.max(largest, 0), LARGEST, POWER_OF_TWO)
+    inverse = _inverse(scale)
+    for begin in range(0, columns, COLUMNS):
+        inside = begin + at < columns
+        given = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(values + begin + at, _values(given, inverse, LARGEST, values.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def maxima_kernel(x, maxima, columns, stride, per_row, pieces, COLUMNS: tl.constexpr):
+    at = tl.arange(0, COLUMNS)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    # neighbors in memory are read at the same time, and the end of the tensor last: the second launch begins there
+    for number in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        piece = tl.cast(number, tl.int64)
+        begin = (piece % per_row) * COLUMNS
+        inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
+        given = tl.load(x + (piece // per_row) * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _finite_magnitude(given))
+    tl.store(maxima + tl.program_id(0), tl.max(largest, 0))
+
+
+@triton.jit
+def whole_kernel(
+    x, values, scales, maxima, parts, columns, stride, per_row, pieces,
+    LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    part = tl.arange(0, PARTS)
+    scale = _scale(tl.max(tl.load(maxima + part, mask=part < parts, other=0.0), 0), LARGEST, POWER_OF_TWO)
+    piece = pieces - 1 - tl.program_id(0).to(tl.int64)  # backwards: the end is still in the cache
+    row = piece // per_row
+    begin = (piece % per_row) * COLUMNS
+    at = tl.arange(0, COLUMNS)
+    inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
+    given = tl.load(x + row * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+    found = _values(given, _inverse(scale), LARGEST, values.dtype.element_ty)
+    tl.store(values + row * columns + begin + at, found, mask=inside)
+    if piece == 0:
+        tl.store(scales, scale)
+
+
+@triton.jit
+def dequantize_kernel(
+    values, scales, result, columns, stride, per_row, pieces, matrix, down, across, rows_of_scale,
+    BY_PIECE: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, ONE_ROW: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    _, exists, row, own, reads, writes, left = locate_pieces(
+        columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH
+    )
+    at = tl.arange(0, COLUMNS)[None, :]
+    inside = at < assume_multiple(left, WIDTH)[:, None]
+    of_scale = ((row // matrix) * down + (row % matrix) // rows_of_scale) * across
+    if BY_PIECE:  # else a row has one
+        of_scale += own
+    scale = tl.load(scales + of_scale + tl.zeros([PIECES], tl.int32), mask=exists, other=1.0)
+    given = tl.load(values + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    found = given * scale.to(tl.float32)[:, None]
+    tl.store(result + writes[:, None] + at, found.to(result.dtype.element_ty), mask=inside)
+
+
+def quantize(
+    x: Tensor, rows: int, columns: int, dtype: torch.dtype, power_of_two: bool, *, config: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values and scales. `rows` and `columns` of a block; 0 stands for all. Copies `x` if its rows have holes."""
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(scales_shape(x.shape, rows, columns), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return values, scales.fill_(1.0)
+    lines = as_rows(x)
+    constants = torch.finfo(dtype).max, power_of_two
+    if rows == 0:
+        _quantize_tensor(lines, values, scales, constants, config)
+    elif rows > 1:
+        _quantize_tiles(x.shape[-2], lines, values, scales, rows, columns, constants, config)
+    elif columns == 0 and lines.shape[1] > MAX_REGISTER_ROW:
+        size = lines.shape[1]
+        chosen = config or tuned("quantize_long_rows", size, x.device) or {"block": 8192, "warps": 16}
+        launch(
+            long_rows_kernel, (len(lines), 1, 1), lines, values, scales, size, lines.stride(0), *constants,
+            chosen["block"], warps=chosen["warps"],
+        )  # fmt: skip
+    else:
+        _quantize_pieces(lines, values, scales, columns or next_power_of_2(lines.shape[1]), constants, config)
+    return values, scales
+
+
+def _quantize_pieces(
+    lines: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    columns: int,
+    constants: tuple[Any, ...],
+    config: dict[str, Any] | None,
+) -> None:
+    if lines.shape[1] % columns == 0:
+        lines = _flat(lines)
+    size = lines.shape[1]
+    chosen = config or tuned("quantize_pieces", columns, lines.device) or heuristic(columns)
+    per_row = triton.cdiv(size, columns)
+    pieces = len(lines) * per_row
+    one_row, programs = _programs(len(lines), per_row, chosen["pieces"])
+    launch(
+        pieces_kernel, (programs, 1, 1), lines, values, scales, size, lines.stride(0), per_row, pieces, *constants,
+        columns, chosen["pieces"], one_row, common_width(size, lines.stride(0), columns), warps=chosen["warps"],
+    )  # fmt: skip
+
+
+def _programs(rows: int, per_row: int, together: int) -> tuple[bool, int]:
+    """Whether the pieces of a program are all of one row, where that leaves few of them empty; and the programs."""
+    one_row = rows == 1 or per_row % together == 0 or per_row > 8 * together
+    return one_row, rows * triton.cdiv(per_row, together) if one_row else triton.cdiv(rows * per_row, together)
+
+
+def _quantize_tiles(
+    matrix: int, lines: Tensor, values: Tensor, scales: Tensor, rows: int, columns: int, constants: tuple[Any, ...],
+    config: dict[str, Any] | None,
+) -> None:  # fmt: skip
+    chosen = (
+        config or tuned("quantize_tiles", rows * columns, lines.device) or {"warps": max(1, rows * columns // 2048)}
+    )
+    down, across = triton.cdiv(matrix, rows), triton.cdiv(lines.shape[1], columns)
+    launch(
+        tiles_kernel, (len(lines) // matrix * down * across, 1, 1), lines, values, scales, matrix, lines.shape[1],
+        lines.stride(0), down, across, *constants, rows, columns, warps=chosen["warps"],
+    )  # fmt: skip
+
+
+def _quantize_tensor(
+    lines: Tensor, values: Tensor, scales: Tensor, constants: tuple[Any, ...], config: dict[str, Any] | None
+) -> None:
+    lines = _flat(lines)
+    size = lines.shape[1]
+    chosen = config or tuned("quantize_whole", lines.numel(), lines.device) or {"block": 8192, "warps": 8}
+    block = min(chosen["block"], next_power_of_2(size))
+    per_row = triton.cdiv(size, block)
+    pieces = len(lines) * per_row
+    parts = min(pieces, _MAX_PARTIAL_MAXIMA)
+    maxima = torch.empty(parts, dtype=torch.float32, device=lines.device)
+    strides = size, lines.stride(0), per_row, pieces
+    launch(maxima_kernel, (parts, 1, 1), lines, maxima, *strides, block, warps=chosen["warps"])
+    launch(
+        whole_kernel, (pieces, 1, 1), lines, values, scales, maxima, parts, *strides, *constants, block, _MAX_PARTIAL_MAXIMA,
+        warps=chosen["warps"],
+    )  # fmt: skip
+
+
+def dequantize(
+    values: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype, *, config: dict[str, Any] | None = None
+) -> Tensor:
+    """Values times their scales. Copies values whose rows have holes, and scales that are not contiguous."""
+    result = torch.empty(values.shape, dtype=dtype, device=values.device)
+    if not values.numel():
+        return result
+    lines = as_rows(values)
+    if rows == 0 or (rows == 1 and columns and lines.shape[1] % columns == 0):
+        lines = _flat(lines)
+    count, size = lines.shape
+    matrix = values.shape[-2] if rows > 1 else count
+    chosen = config or tuned("dequantize", size, values.device) or {"elements": 4096, "warps": 8}
+    block = min(next_power_of_2(size), columns or 1024)
+    per_row = triton.cdiv(size, block)
+    pieces = count * per_row
+    together = max(1, chosen["elements"] // block)
+    one_row, programs = _programs(count, per_row, together)
+    launch(
+        dequantize_kernel, (programs, 1, 1), lines, scales.contiguous(), result, size, lines.stride(0), per_row, pieces,
+        matrix, triton.cdiv(matrix, rows or matrix), triton.cdiv(size, columns or size), rows or matrix,
+        columns == block, block, together, one_row, common_width(size, lines.stride(0), block), warps=chosen["warps"],
+    )  # fmt: skip
+    return result
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """A tensor as a matrix of its rows, each without holes: a view if it can be one."""
+    x = x.reshape(1, 1) if x.dim() == 0 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _flat(lines: Tensor) -> Tensor:
+    """All rows as one if nothing is between them."""
+    return lines.view(1, -1) if lines.is_contiguous() else lines
+
+
+def heuristic(columns: int) -> dict[str, Any]:
+    """Some thousand elements for a program, 32 for a thread at most."""
+    elements = max(columns, 4096)
+    return {"pieces": elements // columns, "warps": min(16, max(4, elements // 1024))}
+
+
+def candidates(columns: int) -> list[dict[str, Any]]:
+    """What is worth measuring of `quantize_pieces`; `columns` of a block, or of a row, a power of 2."""
+    return [
+        {"pieces": elements // columns, "warps": warps}
+        for elements in (1024, 2048, 4096, 8192, 16384)
+        for warps in (1, 2, 4, 8, 16, 32)
+        if elements >= columns and 8 <= elements // (32 * warps) <= 64
+    ]
+
+
+def other_candidates(kernel: str) -> list[dict[str, Any]]:
+    """What is worth measuring of "quantize_tiles", "quantize_long_rows", "quantize_whole" and "dequantize"."""
+    if kernel == "quantize_tiles":
+        return [{"warps": warps} for warps in (4, 8, 16, 32)]
+    name = "elements" if kernel == "dequantize" else "block"
+    return [
+        {name: size, "warps": warps}
+        for size in (1024, 2048, 4096, 8192, 16384)
+        for warps in (4, 8, 16, 32)
+        if 8 <= size // (32 * warps) <= 64
+    ]

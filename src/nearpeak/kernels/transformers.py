@@ -1,0 +1,294 @@
+"""`register_transformers`: attention of nearpeak as an attention implementation of Hugging Face `transformers`.
+
+    kernels.register_transformers()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="nearpeak")
+
+`transformers` asks an attention implementation for the mask of each pattern once per forward pass and passes it to all
+layers. A boolean mask of [batch, 1, queries, keys] is as large as the scores of one head. The kernels compute
+causality, a window to the left and padding themselves, so `make_mask` returns a `PatternMask`, which describes the mask
+and is materialized only when another op reads it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nearpeak.errors import UsageError
+from nearpeak.kernels.attention import attention, attention_packed
+from nearpeak.kernels.decode import MAX_NEW_TOKENS, decode_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """Which keys a query sees, by its place."""
+
+    causal: bool
+    left: int | None = None
+    """How many keys before its own, at most."""
+    bottom_right: bool = True
+    """Whether the last query is beside the last key, or the first beside the first."""
+
+
+class PatternMask(Tensor):
+    """A mask of [batch, 1, queries, keys], True where a key is seen, that is written out when an op of torch needs it.
+
+    Args:
+        make: Writes it out.
+        pattern: What it is without padding; None where that is known to `make` alone.
+        padding: [batch, keys], False for keys that nobody sees; None where there are none.
+    """
+
+    make: Callable[[], Tensor]
+    pattern: Pattern | None
+    padding: Tensor | None
+    _written: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device, make: Callable[[], Tensor], pattern: Pattern | None,
+        padding: Tensor | None,
+    ) -> PatternMask:  # fmt: skip
+        mask: PatternMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.make, mask.pattern, mask.padding, mask._written = make, pattern, padding, None
+        return mask
+
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def written(self) -> Tensor:
+        """The mask as a plain tensor; the same one each time, as all layers ask."""
+        if self._written is None:
+            self._written = self.make()
+        return self._written
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def plain(one: Any) -> Any:
+            return one.written() if isinstance(one, PatternMask) else one
+
+        args, kwargs = tree_map(plain, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PatternMask({tuple(self.shape)}, {self.pattern}, padding={self.padding is not None})"
+
+
+def make_mask(masking: Any, *, batch_size: int, q_length: int, kv_length: int, **rest: Any) -> Tensor | None:
+    """What `transformers` calls for a mask: with what it gives to `sdpa_mask`, and returned by the same rules.
+
+    None is causal attention from the top left, or full attention where the module is not causal, and for one query.
+    `masking` is its module `masking_utils`.
+    """
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    padding, at = rest.get("attention_mask"), rest.get("q_offset", 0)
+    # where a token is in a cache of fixed size is known to the device: the mask of one query is small enough
+    if _is_opaque(padding) or _is_opaque(at) or (q_length == 1 and isinstance(at, Tensor)):
+        return _materialized_mask(masking, sizes, rest)
+    offset = int(rest.get("kv_offset", 0))
+    if padding is not None:
+        padding = masking.prepare_padding_mask(padding, kv_length, offset)[:, offset : offset + kv_length]
+        padding = None if bool(padding.all()) else padding
+    pattern = _pattern_of_function(masking, rest.get("mask_function"), q_length, kv_length, int(at) - offset)
+    if pattern is not None and padding is None:
+        is_free = pattern.left is None or pattern.left >= kv_length - 1
+        is_all_seen = not pattern.causal and rest.get("allow_is_bidirectional_skip", False)
+        is_plain = q_length in (1, kv_length) and pattern.bottom_right and rest.get("allow_is_causal_skip", True)
+        if is_all_seen or (pattern.causal and is_plain and is_free):
+            return None
+    elif q_length == 1:
+        return _materialized_mask(masking, sizes, rest)
+    options = {**rest, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    device = torch.device(rest.get("device", "cpu"))
+    shape = (batch_size, 1, q_length, kv_length)
+    return PatternMask(shape, device, partial(masking.sdpa_mask, **sizes, **options), pattern, padding)
+
+
+def _materialized_mask(masking: Any, sizes: dict[str, int], rest: dict[str, Any]) -> Tensor | None:
+    found: Tensor | None = masking.sdpa_mask(**sizes, **rest)
+    return found
+
+
+def _is_opaque(one: Any) -> bool:
+    """Whether a tensor's numbers are not to be looked at, or code is compiled in any case."""
+    return torch.compiler.is_compiling() or (isinstance(one, Tensor) and type(one) is not Tensor)
+
+
+def _pattern_of_function(masking: Any, function: Any, queries: int, keys: int, shift: int) -> Pattern | None:
+    """The pattern of a function of `transformers`; `shift` is the place of the first query among the keys."""
+    if function is masking.bidirectional_mask_function:
+        return Pattern(causal=False)
+    left = None
+    if function is not masking.causal_mask_function and function is not None:
+        window = _window_of_function(masking, function)
+        if window is None:
+            return None
+        left = window - 1
+    if shift == keys - queries:
+        return Pattern(causal=True, left=left)
+    return Pattern(causal=True, left=left, bottom_right=False) if shift == 0 else None
+
+
+def _window_of_function(masking: Any, function: Any) -> int | None:
+    """The window of a function that is a causal one with a window and nothing else.
+
+    These are made on the fly, so they are told by their code; of anything else nothing is known.
+    """
+    model = masking.sliding_window_causal_mask_function(1)
+    parts, others = _closure_functions(function), _closure_functions(model)
+    if not others or len(parts) != len(others) or _code_of(function) is not _code_of(model):
+        return None
+    if any(_code_of(one) is not _code_of(other) for one, other in zip(parts, others, strict=True)):
+        return None
+    found = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
+    return found[0] if len(found) == 1 and isinstance(found[0], int) and found[0] > 0 else None
+
+
+def _closure_functions(function: Any) -> tuple[Any, ...]:
+    """The functions that one is put together of."""
+    found = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return found[0] if len(found) == 1 and isinstance(found[0], tuple) else ()
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(function, "__code__", function)
+
+
+NAME = "nearpeak"
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def register_transformers(name: str = NAME) -> None:
+    """Makes `attn_implementation="nearpeak"` known to `transformers`; more than once does no harm.
+
+    Models hand their keys, masks and options to `attention`, or for a few new tokens without a mask and without
+    gradients to `decode_attention`: causality, sliding windows, softcaps, sinks, dropout and heads that share keys as
+    they are, padding as a mask of [batch, 1, 1, keys]. Patterns that neither knows, as of chunked attention or packed
+    sequences without `cu_seq_lens_q`, are written out as masks. Where no kernel can run, on a CPU for one, plain torch
+    computes the same, with all scores in memory.
+
+    For versions of `transformers` that say to a mask where queries are, as 5.17 does; older ones raise an error here.
+    Queries that see nothing, as those of padding, have a result of 0; with "eager" it is a mean of all values.
+    """
+    try:
+        transformers = import_module("transformers")
+        masking = import_module("transformers.masking_utils")
+        attentions, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
+        if "q_offset" not in inspect.signature(masking.sdpa_mask).parameters:
+            raise ImportError(f"masks of {transformers.__version__} do not know where queries are")
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"register_transformers needs transformers 5.17 or newer: {error}. Install it: pip install -U transformers"
+        ) from None
+    attentions.register(name, attention_forward)
+    masks.register(name, partial(make_mask, masking))
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls for the attention of a layer.
+
+    Args:
+        module: The layer; `is_causal` of it counts where no mask says anything.
+        query: [batch, heads, queries, dim].
+        key: [batch, key heads, keys, dim].
+        value: [batch, key heads, keys, value dim].
+        attention_mask: What `mask_of` returned, or a mask of the user's own: booleans, or what is added to scores.
+        sliding_window: How many keys a query sees, its own included. Used without a mask alone: a mask says it itself.
+        s_aux: Sinks.
+        position_bias: Added to scores.
+
+    Returns the result as [batch, queries, heads, value dim], and None for the weights.
+    """
+    if rest.get("output_attentions"):
+        raise UsageError("nearpeak's attention has no weights to return. Use attn_implementation='eager' for these.")
+    if rest.get("cache") is not None:
+        raise UsageError("nearpeak's attention has no continuous batching. Use attn_implementation='sdpa' for it.")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings in float32 leave theirs
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap or None,
+        "sinks": None if s_aux is None else s_aux.reshape(-1),
+    }
+    if all(rest.get(name) is not None for name in _PACKED) and _is_empty_mask(attention_mask):
+        window = None if sliding_window is None else (sliding_window - 1, None)
+        found = attention_packed(
+            *(one.squeeze(0).transpose(0, 1) for one in (query, key, value)), *(rest[name] for name in _PACKED),
+            causal=causal, window=window, dropout=dropout, **options,
+        )  # fmt: skip
+        return found.unsqueeze(0), None
+    pattern, bias = _pattern_and_bias(attention_mask, query.shape[2], key.shape[2], causal, sliding_window)
+    bias = _combine_bias_and_mask(position_bias, bias)
+    result: Tensor
+    if bias is None and pattern.bottom_right and _is_decoding(pattern, query, key, value, dropout, options["sinks"]):
+        lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
+        result = decode_attention(query, key, value, lengths, window=pattern.left, **options)  # type: ignore[assignment]
+    else:
+        result = attention(
+            query, key, value, causal=pattern.causal, alignment="bottom right" if pattern.bottom_right else "top left",
+            window=None if pattern.left is None else (pattern.left, None), bias=bias, dropout=dropout, **options,
+        )  # fmt: skip
+    return result.transpose(1, 2).contiguous(), None
+
+
+def _is_empty_mask(mask: Tensor | None) -> bool:
+    """Whether a mask says no more than the starts of packed sequences do."""
+    return mask is None or (isinstance(mask, PatternMask) and mask.padding is None)
+
+
+def _pattern_and_bias(
+    mask: Tensor | None, queries: int, keys: int, causal: bool, sliding_window: int | None
+) -> tuple[Pattern, Tensor | None]:
+    """Which keys are seen: by a pattern, and by a mask beside it."""
+    if isinstance(mask, PatternMask):
+        if mask.pattern is not None:
+            return mask.pattern, None if mask.padding is None else mask.padding[:, None, None]
+        mask = mask.written()
+    if mask is not None:
+        return Pattern(causal=False), mask[..., :keys]
+    left = None if sliding_window is None else sliding_window - 1
+    if queries == 1:  # it is the last token
+        return Pattern(causal=False, left=left), None
+    return Pattern(causal=causal, left=left if causal else None, bottom_right=queries == keys), None
+
+
+def _combine_bias_and_mask(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """A bias and a mask, of booleans or of numbers, as one."""
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
+def _is_decoding(
+    pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, dropout: float, sinks: Tensor | None
+) -> bool:
+    """Whether these are the last tokens of sequences, which nobody differentiates."""
+    queries = query.shape[2]
+    if queries > min(MAX_NEW_TOKENS, key.shape[2] - 1) or dropout or not (pattern.causal or queries == 1):
+        return False
+    tensors = (query, key, value, sinks)
+    return not torch.is_grad_enabled() or not any(one is not None and one.requires_grad for one in tensors)

@@ -1,0 +1,566 @@
+"""`PreparedCase`: a case that was probed, with the sampler that suits it.
+
+The probe comes before any time is taken: does the call run, where, does it wait for the device, keep memory, change its
+inputs? The sampler follows from what it found and from the options. A cold cache is made by eviction, or by rotation:
+every call then works on another copy of the inputs, until all of them have left the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nearpeak.errors import CaseError, EnvironmentProblem, NearpeakError, UsageError
+from nearpeak.machines.detect import detect_cpu
+from nearpeak.measure.case import Case, describe_error
+from nearpeak.measure.conditions import ConditionsReader, CpuConditions
+from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device, host_seconds
+from nearpeak.measure.instrument import InstrumentZero, eviction_ratio, host_eviction_ratio, zero_of
+from nearpeak.measure.kernel_times import busy_seconds, profile_calls
+from nearpeak.measure.options import Options
+from nearpeak.measure.page_faults import page_faults
+from nearpeak.measure.samplers import (
+    STAGE_SECONDS,
+    UNKNOWN_CACHE_BYTES,
+    EventSampler,
+    GraphSampler,
+    HostEviction,
+    HostSampler,
+    RegressionSampler,
+    Sampler,
+    WallSampler,
+)
+from nearpeak.measure.statistics import median
+from nearpeak.measure.timing import Flag, make_flag
+from nearpeak.units import seconds as seconds_text
+
+PROBE_CALLS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the first calls showed."""
+
+    call_seconds: float
+    """Wall time of one call, device idle before and after."""
+    enqueue_seconds: float
+    memory_growth: float
+    """Bytes that every call keeps."""
+    mutated: tuple[int, ...]
+    """Positions of tensors whose values differ after every call."""
+    nonfinite: bool
+    """The inputs are finite and the result is not."""
+    synchronizes: bool = False
+    kernels: tuple[str, ...] | None = None
+    """Names, in order; None where the profiler sees none."""
+    kernel_seconds: float | None = None
+    """In which at least one kernel ran, by the profiler."""
+    off_stream: bool = False
+    page_faults: float = 0.0
+    """Of a call on the CPU: pages that it gets from the system anew, each time."""
+
+
+@contextlib.contextmanager
+def case_errors(case: Case, when: str) -> Iterator[None]:
+    """Turns an error of the user's code into a `CaseError` with the original as its cause."""
+    try:
+        yield
+    except NearpeakError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise CaseError(
+            f"{case.name} ran out of memory {when}: {describe_error(error)}. Use smaller inputs, or free memory."
+        ) from error
+    except Exception as error:
+        raise CaseError(f"{case.name} raised an error {when}: {describe_error(error)}") from error
+
+
+def device_of(case: Case) -> torch.device:
+    """Where the case's tensors are; for a case without tensors, where its kernels run."""
+    for tensors in (case.tensors(), case.hidden_tensors()):
+        devices: set[torch.device] = {tensor.device for tensor in tensors}
+        on_gpu = sorted((device for device in devices if device.type == "cuda"), key=str)
+        if len(on_gpu) > 1:
+            raise CaseError(
+                f"{case.name} has tensors on several GPUs ({', '.join(map(str, on_gpu))}). Time one device at a time."
+            )
+        if on_gpu:
+            return on_gpu[0]
+        if devices:
+            return torch.device("cpu")
+    if torch.cuda.is_available():
+        with case_errors(case, "on its first call"):
+            case.call()
+            calls = profile_calls(case.call, 1, synchronize=torch.cuda.synchronize)
+        if calls and calls[0]:
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def probe_host(case: Case) -> Probe:
+    """The probe of a case that runs on the CPU."""
+    common = _probe(case, synchronize=lambda: None, memory=_resident_bytes)
+    available = _available_bytes() or math.inf
+    _refuse_endless_growth(case, common.memory_growth, available)
+    with case_errors(case, "on a repeated call"):
+        growth, faults = _steady_memory(case, common.call_seconds)
+    _refuse_endless_growth(case, growth, available)
+    return replace(common, memory_growth=growth, page_faults=faults)
+
+
+def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe:
+    """The probe of a case on a GPU, with what only a GPU can tell: waiting, kernels, streams."""
+    common = _probe(case, synchronize=device.synchronize, memory=lambda: torch.cuda.memory_allocated(device.device))
+    _refuse_endless_growth(case, common.memory_growth, torch.cuda.mem_get_info(device.device)[0])
+    with case_errors(case, "while it was probed"):
+        common = replace(common, synchronizes=_synchronizes(case, device, common.enqueue_seconds))
+    try:
+        profiled = profile_calls(case.call, 3, synchronize=device.synchronize) if kernels else []
+    except RuntimeError:  # no CUPTI, or the caller is being profiled already
+        return common
+    seen = [call for call in profiled if call]
+    if not seen:
+        return common
+    seconds = median([busy_seconds(call) for call in seen])
+    several_streams = len({kernel.stream for kernel in seen[-1]}) > 1
+    return replace(
+        common,
+        kernels=tuple(kernel.name for kernel in seen[-1]),
+        kernel_seconds=seconds,
+        off_stream=several_streams and _off_stream(case, device, seconds),
+    )
+
+
+def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
+    tensors = list(case.tensors())
+    finite_before = all(_finite(tensor) for tensor in tensors)
+    with case_errors(case, "on its first call"):
+        if case.reset is not None:
+            case.reset()
+        result = case.call()
+        synchronize()
+    samples, sizes, walls, enqueues = [], [], [], []
+    for _ in range(PROBE_CALLS):
+        del result
+        with case_errors(case, "on a repeated call"):
+            if case.reset is not None:
+                case.reset()
+            synchronize()
+            start = time.perf_counter()
+            result = case.call()
+            enqueues.append(time.perf_counter() - start)
+            synchronize()
+            walls.append(time.perf_counter() - start)
+        samples.append([_sample(tensor) for tensor in tensors])
+        sizes.append(memory())
+    outputs_finite = all(_finite(tensor) for tensor in Case(lambda: None, result).tensors())
+    growths = [b - a for a, b in itertools.pairwise(sizes)]
+    mutated = tuple(i for i in range(len(tensors)) if all(_differ(a[i], b[i]) for a, b in itertools.pairwise(samples)))
+    return Probe(
+        call_seconds=median(walls),
+        enqueue_seconds=min(enqueues),
+        memory_growth=float(min(growths)) if min(growths) > 0 else 0.0,
+        mutated=mutated,
+        nonfinite=finite_before and not outputs_finite,
+    )
+
+
+def _steady_memory(case: Case, call_seconds: float) -> tuple[float, float]:
+    """Resident bytes that a call adds, and page faults that it has, in the long run.
+
+    The first calls may live on what the allocator had in store.
+    """
+    calls = max(2, min(20, int(0.1 / max(call_seconds, 1e-6))))
+    sizes, faults = [_resident_bytes()], [page_faults()]
+    for _ in range(3):
+        for _ in range(calls):
+            if case.reset is not None:
+                case.reset()
+            case.call()
+        sizes.append(_resident_bytes())
+        faults.append(page_faults())
+    growth, faulted = (min(b - a for a, b in itertools.pairwise(counts[1:])) / calls for counts in (sizes, faults))
+    return max(0.0, growth), faulted
+
+
+def _synchronizes(case: Case, device: CudaDevice, enqueue_seconds: float) -> bool:
+    """Whether the call waits for the device: behind a long spin it then returns late."""
+    spin = 0.02 + 2 * enqueue_seconds
+    if spin > 0.3:  # a call that occupies the host this long cannot be told apart from one that waits
+        return False
+    device.synchronize()
+    device.spin(spin)
+    waited = host_seconds(case.call)
+    device.synchronize()
+    return waited > enqueue_seconds + 0.5 * spin
+
+
+def _off_stream(case: Case, device: CudaDevice, kernel_seconds: float) -> bool:
+    """Whether work is still running on another stream when the current stream is done with the call.
+
+    Waking up from a wait takes the host some ten microseconds, so only a real share of the call counts.
+    """
+    end = torch.cuda.Event()
+    open_ends = 0
+    for _ in range(5):
+        device.synchronize()
+        case.call()
+        end.record()
+        end.synchronize()
+        start = time.perf_counter()
+        device.synchronize()
+        open_ends += time.perf_counter() - start > max(50e-6, 0.1 * kernel_seconds)
+    return open_ends >= 4
+
+
+def _refuse_endless_growth(case: Case, growth: float, available: float) -> None:
+    if growth * 200 > available:
+        raise CaseError(
+            f"{case.name} keeps {growth / 2**20:.0f} MiB more with every call; a few hundred calls would fill the "
+            "memory. Do not append results to a list or keep graphs of autograd alive between calls."
+        )
+
+
+def _sample(tensor: torch.Tensor, size: int = 4096) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return torch.empty(0)  # sparse, nested or without data: not watched
+    flat = tensor.detach()
+    if not flat.is_contiguous() or flat.dtype.itemsize == 1:
+        flat = flat.to(torch.float32) if flat.is_floating_point() else flat
+    flat = flat.reshape(-1)
+    step = max(1, flat.numel() // size)
+    return flat[::step][:size].cpu().clone()
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # by bits, as a NaN equals not even itself
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    return bool(torch.isfinite(_sample(tensor).to(torch.float32)).all())
+
+
+def _resident_bytes() -> int:
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _available_bytes() -> float | None:
+    if sys.platform != "linux":
+        return None
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    return None
+
+
+MOST_COPIES = 256
+
+
+def rotating(case: Case, cache_bytes: float) -> Callable[[], Any]:
+    """The case's call on a new copy of its tensors each time, over at least three times the cache."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in case.tensors())
+    if not size:
+        raise UsageError(f"{case.name} has no tensor arguments to rotate: pass them as arguments or use evict='flush'.")
+    copies = math.ceil(3 * cache_bytes / size) + 1
+    if copies > MOST_COPIES:
+        raise UsageError(
+            f"{case.name} would need {copies} copies of its inputs to leave the cache: use evict='flush' instead."
+        )
+    cases = [case, *(_copy_of(case) for _ in range(copies - 1))]
+    position = 0
+
+    def call() -> Any:
+        nonlocal position
+        position = (position + 1) % copies
+        return cases[position].call()
+
+    return call
+
+
+def _copy_of(case: Case) -> Case:
+    def copy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, (list, tuple)):
+            return type(value)(copy(item) for item in value)
+        if isinstance(value, dict):
+            return {key: copy(item) for key, item in value.items()}
+        return value
+
+    return case.with_arguments(copy(case.args), copy(dict(case.kwargs)))
+
+
+SMALL_SECONDS = 100e-6
+"""Below this a single kernel is timed in a CUDA graph, where the zero of the events is better known."""
+
+RESOLUTION = 0.1
+"""A zero that is known no better than this share of the time is flagged."""
+
+IDLE_SHARE = 3.0
+"""In a burst the device idles this many times as long as it works, so that power does not limit its clocks."""
+
+LONGEST_PACE_SECONDS = 0.05
+PROVEN_EVICTION = 1.15
+"""A read after eviction must take this many times as long as a repeated read, or the eviction did nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PreparedCase:
+    """What is being measured, and how."""
+
+    case: Case
+    probe: Probe
+    sampler: Sampler
+    device: CudaDevice | None
+    conditions: ConditionsReader
+    flags: list[Flag] = field(default_factory=list)
+    other_seconds: dict[str, float] = field(default_factory=dict)
+    blocks: int = 0
+    """How many blocks were taken: the seed of inputs that are resampled."""
+
+    @property
+    def device_name(self) -> str:
+        """For messages and records."""
+        return self.device.name if self.device is not None else "cpu"
+
+
+def prepare(case: Case, options: Options, calls: int | None = None) -> PreparedCase:
+    """Probes the case and chooses its sampler; `calls` per block are chosen to fit unless they are given."""
+    place = device_of(case)
+    if place.type == "cpu":
+        return _prepare_host(case, options, calls)
+    with torch.cuda.device(place):
+        return _prepare_cuda(case, options, cuda_device(torch.cuda.current_device()), calls)
+
+
+def prepare_pair(a: Case, b: Case, options: Options) -> tuple[PreparedCase, PreparedCase]:
+    """Two subjects for a comparison, exchangeable if their code is the same.
+
+    Two captures of one call have their own memory and differ by some ten nanoseconds, so a graph is used only where it
+    is asked for. Loops of different length differ by more than 1 % on a CPU, so subjects of similar length get blocks
+    of the same number of calls.
+    """
+    if options.method == "auto" and options.kind != "graph":
+        options = replace(options, method="events")
+    first, second = prepare(a, options), prepare(b, options)
+    calls = (first.sampler.calls, second.sampler.calls)
+    if calls[0] != calls[1] and max(calls) < 2 * min(calls):
+        second = prepare(b, options, calls[0])
+    return first, second
+
+
+def _prepare_host(case: Case, options: Options, calls: int | None) -> PreparedCase:
+    if options.kind not in ("auto", "cpu"):
+        raise UsageError(f"{case.name} runs on the CPU, which has no {options.kind} time: use kind='cpu' or 'auto'.")
+    probe = probe_host(case)
+    flags: list[Flag] = []
+    call, evict = case.call, None
+    if options.cache == "cold":
+        if options.evict == "rotate":
+            call = rotating(case, detect_cpu().cache_bytes or UNKNOWN_CACHE_BYTES)
+        else:
+            evict = HostEviction()
+            flags += _eviction_flags(host_eviction_ratio(), evict.cache_bytes)
+    sampler = HostSampler(
+        call, options.cache, call_seconds=probe.call_seconds, reset=case.reset, evict=evict, calls=calls
+    )
+    return PreparedCase(case=case, probe=probe, sampler=sampler, device=None, conditions=CpuConditions(), flags=flags)
+
+
+def _prepare_cuda(case: Case, options: Options, device: CudaDevice, calls: int | None) -> PreparedCase:
+    if options.kind == "cpu":
+        raise UsageError(f"{case.name} runs on {device.name}: kind='cpu' is for code on the CPU.")
+    probe = probe_cuda(case, device)
+    flags: list[Flag] = []
+    subject = PreparedCase(
+        case=case,
+        probe=probe,
+        sampler=WallSampler(device, case.call, "latency", call_seconds=probe.call_seconds, reset=case.reset),
+        device=device,
+        conditions=device.conditions,
+        flags=flags,
+    )
+    if options.kind in ("pipelined", "latency", "enqueue"):
+        subject.sampler = WallSampler(
+            device,
+            case.call,
+            options.kind,
+            call_seconds=probe.call_seconds,
+            reset=case.reset,
+            calls=calls,
+        )
+    elif probe.synchronizes and "graph" in (options.kind, options.method):
+        raise CaseError(f"{case.name} cannot be captured in a CUDA graph: it waits for the device.")
+    elif probe.synchronizes:
+        flags.append(make_flag("SYNC_IN_REGION", "behind a busy device the call returned only when it was done"))
+    elif probe.off_stream:
+        flags.append(make_flag("OFF_STREAM", "work was still running after the current stream had finished the call"))
+    else:
+        _choose_device_sampler(subject, options, device, calls)
+        if options.cache == "cold" and options.evict == "flush":
+            flags += _eviction_flags(eviction_ratio(device.index, device.sweep_bytes), device.cache_bytes)
+    return subject
+
+
+def _choose_device_sampler(subject: PreparedCase, options: Options, device: CudaDevice, calls: int | None) -> None:
+    """Events behind a spin; a graph for small single kernels, and where a spin cannot hide the launches."""
+    case, probe = subject.case, subject.probe
+    call: Callable[[], Any] = case.call
+    rotates = options.cache == "cold" and options.evict == "rotate"
+    if rotates:
+        call = rotating(case, device.cache_bytes)
+    zero = zero_of(device.index, options.cache)
+    estimate, hidden = _first_estimate(subject, call, options, zero)
+    if probe.kernel_seconds is not None and estimate < 0.5 * probe.kernel_seconds - 2e-6:
+        evidence = f"the current stream is done in {seconds_text(estimate)}, the kernels run for "
+        subject.flags.append(make_flag("OFF_STREAM", evidence + seconds_text(probe.kernel_seconds)))
+        return
+    stage = _stage(subject, options, estimate)
+    single = probe.kernels is not None and len(probe.kernels) == 1
+    # A graph replays the copies that it captured: too few of them would stay in the cache.
+    small = options.method == "auto" and single and estimate < SMALL_SECONDS and not rotates
+    wants_graph = options.kind == "graph" or options.method == "graph"
+    if wants_graph and rotates:
+        raise UsageError("A CUDA graph replays the same inputs: use evict='flush' for a cold graph time.")
+    uncertainty = zero.uncertainty
+    try:
+        if wants_graph or (options.method == "auto" and options.kind == "auto" and not hidden):
+            subject.sampler = _graph_sampler(device, call, stage, estimate, zero, "graph", calls)
+            return
+        candidate: Sampler | None = None
+        if small and options.cache == "hot":
+            candidate = RegressionSampler(
+                device,
+                call,
+                call_seconds=estimate,
+                gap_seconds=zero.gap,
+                reset=case.reset,
+                calls=calls,
+                seed=options.seed,
+            )
+        elif small and zero.graph_events is not None:
+            candidate = _graph_sampler(device, call, stage, estimate, zero, "device", calls)
+            uncertainty = zero.graph_uncertainty
+        if candidate is not None and _agrees(candidate, estimate, zero.events):
+            subject.sampler = candidate
+            _flag_resolution(subject, uncertainty if zero.proven else zero.events, estimate)
+            return
+    except RuntimeError as error:
+        device.recover_from_capture()
+        if wants_graph:
+            raise CaseError(f"{case.name} cannot be captured in a CUDA graph: {_first_line(error)}") from error
+        subject.flags.append(make_flag("NO_GRAPH", _first_line(error)))
+    subject.sampler = EventSampler(
+        device,
+        call,
+        stage,
+        call_seconds=estimate,
+        enqueue_seconds=max(probe.enqueue_seconds, 5e-6),
+        zero_seconds=zero.events,
+        calls=calls,
+    )
+    _flag_resolution(subject, zero.uncertainty if zero.proven else zero.events, estimate)
+
+
+def _stage(subject: PreparedCase, options: Options, estimate: float) -> Stage:
+    """What stands before a call; in a burst it idles in proportion to the call's time."""
+    assert subject.device is not None
+    pace = 0.0
+    if options.regime == "burst":
+        pace = min(LONGEST_PACE_SECONDS, max(0.0, IDLE_SHARE * estimate - STAGE_SECONDS))
+    evict = options.evict == "flush"
+    return Stage(subject.device, options.cache, reset=subject.case.reset, pace_seconds=pace, evict=evict)
+
+
+def _flag_resolution(subject: PreparedCase, uncertainty: float, estimate: float) -> None:
+    if uncertainty > RESOLUTION * estimate:
+        evidence = f"the instrument's zero is known to {seconds_text(uncertainty, 2)}"
+        subject.flags.append(make_flag("BELOW_RESOLUTION", f"{evidence}, the call takes {seconds_text(estimate)}"))
+
+
+def _agrees(candidate: Sampler, by_events: float, zero: float) -> bool:
+    """Whether a captured call takes what the same call takes in a stream: capture can change the program.
+
+    A clone, for example, becomes a copy node that runs at two thirds of the speed of the kernel.
+    """
+    by_graph = median([candidate.block().seconds for _ in range(3)])
+    return abs(by_graph - by_events) <= 0.15 * by_events + 0.5 * zero
+
+
+def _first_estimate(
+    subject: PreparedCase, call: Callable[[], Any], options: Options, zero: InstrumentZero
+) -> tuple[float, bool]:
+    """About how long a call takes, and whether a spin can hide its launches."""
+    assert subject.device is not None
+    rough = EventSampler(
+        subject.device,
+        call,
+        Stage(subject.device, options.cache, reset=subject.case.reset, evict=options.evict == "flush"),
+        call_seconds=subject.probe.call_seconds,
+        enqueue_seconds=subject.probe.enqueue_seconds,
+        zero_seconds=zero.events,
+    )
+    with case_errors(subject.case, "while it was first timed"):
+        blocks = [rough.block() for _ in range(3)]
+    return max(1e-7, median([block.seconds for block in blocks])), all(block.launch_hidden for block in blocks)
+
+
+def _graph_sampler(
+    device: CudaDevice,
+    call: Callable[[], Any],
+    stage: Stage,
+    estimate: float,
+    zero: InstrumentZero,
+    kind: Literal["device", "graph"],
+    calls: int | None = None,
+) -> GraphSampler:
+    if zero.graph_events is None:
+        raise EnvironmentProblem(
+            f"torch {torch.__version__} cannot record timing events inside a CUDA graph; torch 2.8 or later can."
+        )
+    return GraphSampler(
+        device, call, stage, call_seconds=estimate, zero_seconds=zero.graph_events, kind=kind, calls=calls
+    )
+
+
+def graph_seconds(subject: PreparedCase, options: Options) -> float | None:
+    """What a call takes in a CUDA graph; None where it was measured already or cannot be captured."""
+    device, probe = subject.device, subject.probe
+    rotates = options.cache == "cold" and options.evict == "rotate"
+    if device is None or subject.sampler.kind != "device" or probe.synchronizes or rotates:
+        return None
+    estimate = max(1e-6, subject.sampler.block().seconds)
+    stage = _stage(subject, options, estimate)
+    zero = zero_of(device.index, options.cache)
+    try:
+        sampler = _graph_sampler(device, subject.case.call, stage, estimate, zero, "graph")
+    except (RuntimeError, EnvironmentProblem):
+        device.recover_from_capture()
+        return None
+    return median([sampler.block().seconds for _ in range(5)])
+
+
+def _eviction_flags(ratio: float, cache_bytes: float | None) -> list[Flag]:
+    if not cache_bytes:
+        return [make_flag("CACHE_STATE_UNPROVEN", "the system does not tell the size of the last-level cache")]
+    if ratio < PROVEN_EVICTION:
+        evidence = f"a read after the eviction took {ratio:.2f} times as long as a repeated read"
+        return [make_flag("CACHE_NOT_COLD", evidence)]
+    return []
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

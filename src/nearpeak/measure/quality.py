@@ -1,0 +1,166 @@
+"""From a series of blocks to flags: each check looks at one thing and says what it saw."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nearpeak.measure.options import Options
+from nearpeak.measure.prepared import PreparedCase
+from nearpeak.measure.samplers import EventSampler, GraphSampler, RegressionSampler
+from nearpeak.measure.statistics import Interval, inflation, lag1, median, median_interval, modality, quantile, trend
+from nearpeak.measure.timing import Block, Flag, make_flag
+from nearpeak.units import percent, seconds
+
+CLOCK_SPREAD = 0.02
+EVENT_JITTER_SECONDS = 2e-6
+"""Events scatter by this much (seen on an H200): two humps so close are the instrument's own."""
+FULL_CLOCK = 0.98
+"""A power cap at this share of the highest clock costs nothing worth a flag."""
+MANY_FAULTS = 256
+"""In a call: of a MiB in pages of 4 KiB, each some tenths of a microsecond or, on a virtual machine, more."""
+SHARED_BLOCKS = 0.25
+"""A condition that held in fewer blocks than this is not worth a flag."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Counts that must not move while timing."""
+
+    allocations: int
+    compilations: int
+
+    @staticmethod
+    def now(subject: PreparedCase) -> Counters:
+        """The counts at this moment."""
+        allocations = 0
+        if subject.device is not None:
+            statistics: dict[str, Any] = torch.cuda.memory_stats(subject.device.device)
+            allocations = statistics.get("num_device_alloc", 0) + statistics.get("num_alloc_retries", 0)
+        return Counters(allocations=allocations, compilations=_compilations())
+
+
+def interval_of(blocks: Sequence[Block], options: Options) -> tuple[float, Interval]:
+    """Median and interval of the blocks' readings, widened where neighbors agree too much."""
+    values = [block.seconds for block in blocks]
+    return median(values), median_interval(values, options.confidence, inflate=inflation(values))
+
+
+def quality_flags(
+    subject: PreparedCase,
+    blocks: Sequence[Block],
+    options: Options,
+    before: Counters,
+    after: Counters,
+    *,
+    converged: bool,
+) -> list[Flag]:
+    """All flags of a finished series."""
+    flags = [*subject.flags]
+    flags += _series_flags(subject, blocks, options, converged)
+    flags += _condition_flags(subject, blocks)
+    flags += _case_flags(subject, before, after)
+    return flags
+
+
+def _series_flags(subject: PreparedCase, blocks: Sequence[Block], options: Options, converged: bool) -> Iterator[Flag]:
+    values = [block.seconds for block in blocks]
+    middle, interval = interval_of(blocks, options)
+    if not converged:
+        half = interval.half_width(middle)
+        evidence = f"half the interval is {percent(half, 2)} of the median, {percent(options.precision, 2)} was asked"
+        yield make_flag("PRECISION_NOT_REACHED", f"{evidence} ({len(blocks)} blocks)")
+    drift = trend(values)
+    if drift.p_value < 0.01 and abs(drift.change) > max(0.01, 2 * options.precision):
+        evidence = f"{percent(drift.change, 1)} from the first to the last block (p = {drift.p_value:.1e}"
+        yield make_flag("DRIFT", f"{evidence}, neighbors correlate by {lag1(values):.2f})")
+    hidden = [block.launch_hidden for block in blocks if block.launch_hidden is not None]
+    exposed = hidden.count(False)
+    if exposed > 0.1 * len(hidden):
+        evidence = f"in {exposed} of {len(hidden)} blocks the device ran dry while calls were enqueued"
+        yield make_flag("LAUNCH_NOT_HIDDEN", evidence)
+    readings = values
+    if not isinstance(subject.sampler, RegressionSampler):  # whose readings are two sums, not calls
+        readings = [reading for block in blocks for reading in block.readings]
+    humps = modality(readings)
+    jitter = EVENT_JITTER_SECONDS if isinstance(subject.sampler, (EventSampler, GraphSampler)) else 0.0
+    if len(readings) >= 40 and humps > 2.8 and quantile(readings, 0.9) > 1.05 * quantile(readings, 0.1) + jitter:
+        evidence = f"m-value {humps:.1f} over {len(readings)} readings, 10 % to 90 %: "
+        spread = f"{seconds(quantile(readings, 0.1))} to {seconds(quantile(readings, 0.9))}"
+        yield make_flag("MULTIMODAL", evidence + spread)
+    slowest, usual = quantile(readings, 0.99), median(readings)
+    if len(readings) >= 40 and slowest > 1.5 * usual + jitter:
+        # a call that takes no longer than to read the clock has a median of 0
+        took = f"{seconds(slowest)}, and the median nothing"
+        if usual > 0.0:
+            took = f"{slowest / usual:.1f} times the median"
+        yield make_flag("HEAVY_TAIL", f"the slowest hundredth takes {took}")
+
+
+_THROTTLES = {
+    "power cap": "POWER_CAP",
+    "thermal (software)": "THERMAL",
+    "thermal (hardware)": "THERMAL",
+    "hardware slowdown": "HARDWARE_SLOWDOWN",
+    "power brake": "HARDWARE_SLOWDOWN",
+    "cpu quota": "CPU_THROTTLED",
+    "cpu contended": "CPU_CONTENDED",
+}
+
+
+def _condition_flags(subject: PreparedCase, blocks: Sequence[Block]) -> Iterator[Flag]:
+    seen: dict[str, int] = {}
+    fastest = subject.device.conditions.highest_clock_hz() if subject.device is not None else None
+    for block in blocks:
+        clock = block.conditions.clock_hz
+        at_full_clock = fastest is not None and clock is not None and clock >= FULL_CLOCK * fastest
+        for reason in block.conditions.throttle:
+            if not at_full_clock:
+                seen[reason] = seen.get(reason, 0) + 1
+    for reason, count in seen.items():
+        if count >= SHARED_BLOCKS * len(blocks):
+            yield make_flag(_THROTTLES[reason], f"{reason} in {count} of {len(blocks)} blocks")
+    clocks = [block.conditions.clock_hz for block in blocks if block.conditions.clock_hz]
+    if len(clocks) >= 6:
+        low, high = quantile(clocks, 0.1), quantile(clocks, 0.9)
+        if high - low > CLOCK_SPREAD * high:
+            yield make_flag("CLOCK_VARIED", f"10 % to 90 % of the blocks: {low / 1e6:.0f} to {high / 1e6:.0f} MHz")
+    if subject.device is not None:
+        processes = subject.device.conditions.processes()
+        if processes is not None and processes > 1:
+            yield make_flag("GPU_SHARED", f"{processes} processes hold compute contexts")
+
+
+def _case_flags(subject: PreparedCase, before: Counters, after: Counters) -> Iterator[Flag]:
+    case, probe = subject.case, subject.probe
+    if after.allocations > before.allocations:
+        evidence = f"{after.allocations - before.allocations} allocations from the driver during the timed blocks"
+        yield make_flag("MEMORY_ALLOCATED", evidence)
+    if after.compilations > before.compilations:
+        evidence = f"compilations during the timed blocks: {after.compilations - before.compilations}"
+        yield make_flag("COMPILED_DURING_TIMING", evidence)
+    if probe.memory_growth > 0 and (subject.device is not None or probe.memory_growth > 2**20):
+        yield make_flag("MEMORY_GROWS", f"{probe.memory_growth / 2**20:.3g} MiB more after every call")
+    if probe.page_faults >= MANY_FAULTS and probe.memory_growth == 0.0:
+        faults = round(probe.page_faults)
+        yield make_flag("PAGE_FAULTS", f"{faults:,} page faults in each call, before the first byte of each page")
+    if probe.mutated and case.reset is None:
+        places = ", ".join(str(i) for i in probe.mutated)
+        yield make_flag("INPUT_MUTATED", f"the values of tensor argument {places} differ after every call")
+    if probe.nonfinite:
+        yield make_flag("OUTPUT_NONFINITE", "the inputs are finite, the result is not")
+    if not any(True for _ in case.tensors()):
+        yield make_flag("CLOSURE_INPUTS", "no tensor among the arguments")
+
+
+def _compilations() -> int:
+    """Frames that torch.compile has compiled so far; 0 if it was never imported."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0
+    counters: Any = dynamo.counters
+    return int(counters["frames"]["total"])

@@ -1,0 +1,166 @@
+"""Results in files: `save`, `load_result`, and `against`, which holds a run beside a saved one. No torch.
+
+A file is one JSON object. `nearpeak` names what it holds (timing, comparison or sweep), `schema` its version; the rest
+are the fields of that result. Reading builds declared fields from plain data and executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from nearpeak._records import from_json, to_json
+from nearpeak.errors import UsageError
+from nearpeak.measure.timing import SCHEMA, Comparison, Environment, Sweep, Timing
+
+Result = Timing | Comparison | Sweep
+
+_KINDS: dict[str, type[Result]] = {"timing": Timing, "comparison": Comparison, "sweep": Sweep}
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The result as plain JSON data, with what it is and its schema first."""
+    kind = next(name for name, cls in _KINDS.items() if isinstance(result, cls))
+    return {"nearpeak": kind, "schema": SCHEMA, **to_json(result)}
+
+
+def save(result: Result, path: str | Path) -> None:
+    """Writes the result to a file that `load_result` reads."""
+    content = json.dumps(as_json(result), indent=1, allow_nan=False)
+    try:
+        Path(path).write_text(content + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from None
+
+
+def load_result(path: str | Path) -> Result:
+    """The timing, comparison or sweep in a file that `save` wrote; UsageError for anything else."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not a result of nearpeak: it is not a text file.") from None
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not a result of nearpeak: it is not JSON ({error}).") from None
+    kind = data.get("nearpeak") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        holds = f'it says "nearpeak": {kind!r}' if kind is not None else 'it has no field "nearpeak"'
+        raise UsageError(
+            f"{path} is not a result of nearpeak: {holds}. Files with a {', '.join(_KINDS)} are written by "
+            "`nearpeak bench ... --json FILE`."
+        )
+    if data.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{path} has schema {data.get('schema')!r} and this version reads {SCHEMA}: measure it again, or use the "
+            "nearpeak that wrote it."
+        )
+    fields = {key: value for key, value in data.items() if key != "nearpeak"}
+    try:
+        result = from_json(_KINDS[kind], fields)
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}.") from None
+    for timing in _timings(result):
+        if not (math.isfinite(timing.high - timing.low) and timing.low <= timing.seconds <= timing.high):
+            raise UsageError(
+                f"{path} is damaged: {timing.name} has {timing.seconds!r} s in [{timing.low!r}, {timing.high!r}]."
+            )
+    return result
+
+
+def as_sweep(result: Result) -> Sweep:
+    """A sweep itself, or a timing as a sweep of one point, so that either can be a baseline."""
+    if isinstance(result, Sweep):
+        return result
+    if isinstance(result, Timing):
+        grid = {key: (value,) for key, value in result.parameters.items()}
+        return Sweep(name=result.name, parameters=grid, timings=(result,), partial=result.partial)
+    raise UsageError("A comparison is no baseline: save a timing or a sweep, `nearpeak bench CASE --json FILE`.")
+
+
+def label(parameters: Mapping[str, Any]) -> str:
+    """A grid point in words: "rows=4096, dtype=float16"."""
+    return ", ".join(f"{name}={value}" for name, value in parameters.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One grid point, then and now. The runs were not interleaved, so this is no verdict."""
+
+    point: str
+    old: Timing
+    new: Timing
+    ratio: float | None
+    """The new time over the old one; None where the two are not the same kind of time."""
+    state: Literal["apart", "overlap", "not comparable"]
+    """Whether the intervals of the two runs are apart."""
+    reason: str = ""
+    """Why the two are not comparable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineComparison:
+    """A run beside a saved one."""
+
+    rows: tuple[Change, ...]
+    environment: tuple[str, ...]
+    """What differs between the two environments, in words; empty where device, driver, torch and threads agree."""
+    only_old: tuple[str, ...]
+    only_new: tuple[str, ...]
+
+
+def compare_to_baseline(new: Sweep | Timing, old: Sweep | Timing) -> BaselineComparison:
+    """Point by point: the ratio of the times, and whether the intervals are apart.
+
+    Two runs at different times differ by heat, clocks and neighbors as well as by the code, and an interval covers
+    only its own run. Use `compare` for a verdict.
+    """
+    new_points = {label(timing.parameters): timing for timing in as_sweep(new).timings}
+    old_points = {label(timing.parameters): timing for timing in as_sweep(old).timings}
+    both = [point for point in new_points if point in old_points]
+    differences: dict[str, None] = {}
+    for point in both:
+        differences |= dict.fromkeys(_differences(old_points[point].environment, new_points[point].environment))
+    return BaselineComparison(
+        rows=tuple(_change(point, old_points[point], new_points[point]) for point in both),
+        environment=tuple(differences),
+        only_old=tuple(point for point in old_points if point not in new_points),
+        only_new=tuple(point for point in new_points if point not in old_points),
+    )
+
+
+def _change(point: str, old: Timing, new: Timing) -> Change:
+    for what in ("kind", "cache", "regime"):
+        before, now = getattr(old, what), getattr(new, what)
+        if before != now:
+            reason = f"{what} {before} then, {now} now"
+            return Change(point=point, old=old, new=new, ratio=None, state="not comparable", reason=reason)
+    if old.seconds <= 0:
+        reason = "the old time is not above zero"
+        return Change(point=point, old=old, new=new, ratio=None, state="not comparable", reason=reason)
+    apart = new.high < old.low or new.low > old.high
+    ratio = new.seconds / old.seconds
+    return Change(point=point, old=old, new=new, ratio=ratio, state="apart" if apart else "overlap")
+
+
+def _differences(old: Environment, new: Environment) -> Iterator[str]:
+    for what in ("device", "driver", "torch", "threads"):
+        before, now = getattr(old, what), getattr(new, what)
+        if before != now:
+            yield f"{what}: {before} then, {now} now"
+
+
+def _timings(result: Result) -> tuple[Timing, ...]:
+    if isinstance(result, Timing):
+        return (result,)
+    return (result.a, result.b) if isinstance(result, Comparison) else result.timings
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,201 @@
+"""`Cost`: what one op must do at the least, memory by storage; and the one registry of formulas.
+
+A formula is a function of an `Op` that returns a `Cost`, registered under the exact names of the operators that it
+serves. A name with its overload ("aten.sum.dim_IntList") goes before the operator ("aten.sum"), which stands for all of
+its overloads. A name that is registered twice is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nearpeak.ops.fast_init import fast_init, positional_constructor
+from nearpeak.ops.op import Op
+from nearpeak.ops.op_classes import OpClasses, classify_ops
+from nearpeak.ops.tensor import Tensor
+from nearpeak.ops.work import Work
+
+Family = Literal[
+    "matrix",
+    "attention",
+    "convolution",
+    "recurrent",
+    "linalg",
+    "pointwise",
+    "reduction",
+    "normalization",
+    "loss",
+    "indexing",
+    "sorting",
+    "movement",
+    "creation",
+    "pooling",
+    "fourier",
+    "random",
+    "optimizer",
+    "quantization",
+    "collective",
+    "declared",
+    "view",
+    "unknown",
+]
+Model = Literal["formula", "operands", "none"]
+"""How a cost was found: by a formula, as the bytes of the operands (a floor all the same), or not at all."""
+
+_PRODUCTS = frozenset({"matrix", "attention", "convolution", "recurrent"})
+"""Families whose FLOPs are those of products."""
+
+
+@fast_init
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Bytes of one storage that are read or written."""
+
+    storage: int
+    bytes: float
+
+
+@fast_init
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The least that an op must do: reads and writes by storage, FLOPs by engine and the dtype that it works in."""
+
+    family: Family
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    flops: Mapping[str, float] = field(default_factory=dict)
+    """On the matrix engine, by the dtype names of ceilings: "bfloat16", "tfloat32", "float8", ..."""
+    vector_flops: Mapping[str, float] = field(default_factory=dict)
+    model: Model = "formula"
+    products: Mapping[str, float] | None = None
+    """FLOPs of its products in the direct form, where they are not just the FLOPs above: see `product_flops`."""
+
+    @property
+    def product_flops(self) -> Mapping[str, float]:
+        """What products, convolutions and attention ask for in the direct form, by dtype, wherever it runs.
+
+        The fields above are the least: fast algorithms of convolutions count there, and vector work beside products.
+        """
+        if self.products is not None:
+            return self.products
+        if self.family in _PRODUCTS:
+            return self.flops or self.vector_flops
+        return self.flops if self.family == "declared" else {}
+
+    @property
+    def work(self) -> Work:
+        """The sums."""
+        return Work(
+            flops=self.flops,
+            vector_flops=self.vector_flops,
+            bytes_read=sum(access.bytes for access in self.reads),
+            bytes_written=sum(access.bytes for access in self.writes),
+        )
+
+
+Formula = Callable[[Op], Cost]
+"""What it gives follows from the name, the arguments, the outputs and the flags of an op, and not from its place."""
+
+_FORMULAS: dict[str, Formula] = {}
+
+
+def formula(*names: str) -> Callable[[Formula], Formula]:
+    """Registers a formula under operator names."""
+
+    def register(function: Formula) -> Formula:
+        for name in names:
+            if name in _FORMULAS:
+                raise ValueError(f"{name} has a formula already: {_FORMULAS[name].__qualname__}")
+            _FORMULAS[name] = function
+        return function
+
+    return register
+
+
+def registered() -> dict[str, Formula]:
+    """All formulas by name."""
+    from nearpeak.ops import formulas  # noqa: F401  # importing a family registers its formulas
+
+    return _FORMULAS
+
+
+def accesses(*items: Tensor | tuple[Tensor, float] | None) -> tuple[Access, ...]:
+    """Accesses to tensors: all bytes behind each, or as many as are given with it. The same memory counts once.
+
+    Two views of one storage that are not the same view count both, up to what they can hold together.
+    """
+    seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], float] = {}
+    for item in items:
+        if item is None:
+            continue
+        tensor, size = item if isinstance(item, tuple) else (item, item.bytes)
+        key = (tensor.storage, tensor.offset, tensor.shape, tensor.strides)
+        seen[key] = max(seen.get(key, 0.0), size)
+    return tuple(Access(storage=key[0], bytes=size) for key, size in seen.items() if size)
+
+
+def accesses_to_all(tensors: Iterable[Tensor]) -> tuple[Access, ...]:
+    """Accesses to all of these tensors."""
+    return accesses(*tensors)
+
+
+def cost_of(op: Op) -> Cost:
+    """The cost of an op: by its formula, else nothing for a view, else the bytes of its operands."""
+    found = _formula_of(op)
+    if found is not None:
+        return found(op)
+    storages = {tensor.storage for tensor in op.inputs}
+    if not op.mutated and op.outputs and all(tensor.storage in storages for tensor in op.outputs):
+        return Cost(family="view")
+    if not op.outputs and not op.mutated:
+        return Cost(family="unknown", model="none")
+    return Cost(family="unknown", writes=accesses_to_all(op.outputs), model="operands")
+
+
+def _formula_of(op: Op) -> Formula | None:
+    formulas = registered()
+    return formulas.get(op.name) or formulas.get(op.packet)
+
+
+def costs_of(ops: Sequence[Op], kinds: OpClasses | None = None) -> tuple[Cost, ...]:
+    """The costs of many ops: `cost_of` is asked once for all that are alike, whose flops are then the same mappings."""
+    kinds = kinds or classify_ops(ops)
+    known: list[Cost | None] = []
+    for first, found in zip(kinds.firsts, kinds.found, strict=True):
+        formula = _formula_of(ops[first])
+        if found.get("formula") is not formula:  # a cost may have been declared since
+            found.clear()
+        found["formula"] = formula
+        known.append(found.get("cost"))
+    costs = []
+    for index, (kind, storages) in enumerate(zip(kinds.kinds, kinds.storages, strict=True)):
+        cost = known[kind]
+        if cost is not None:
+            costs.append(_renamed(cost, storages))
+            continue
+        made = cost_of(ops[index])
+        costs.append(made)
+        places = {storage: place for place, storage in enumerate(storages)}
+        if all(access.storage in places for access in (*made.reads, *made.writes)):
+            known[kind] = kinds.found[kind]["cost"] = _renamed(made, places)
+    return tuple(costs)
+
+
+def _renamed(cost: Cost, storages: Mapping[int, int] | Sequence[int]) -> Cost:
+    reads, writes = cost.reads, cost.writes
+    if not (reads or writes):
+        return cost
+    return _make_cost(
+        cost.family,
+        tuple([_make_access(storages[access.storage], access.bytes) for access in reads]),
+        tuple([_make_access(storages[access.storage], access.bytes) for access in writes]),
+        cost.flops,
+        cost.vector_flops,
+        cost.model,
+        cost.products,
+    )
+
+
+_make_access, _make_cost = positional_constructor(Access), positional_constructor(Cost)

@@ -1,0 +1,145 @@
+"""`Op` and `Trace`: executed operations as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nearpeak.ops.fast_init import fast_init
+from nearpeak.ops.lifetimes import Lifetimes
+from nearpeak.ops.tensor import Tensor
+
+Phase = Literal["forward", "backward", "optimizer"]
+StorageKind = Literal["parameter", "buffer", "input", "intermediate"]
+
+
+class OpSignature:
+    """Stands for everything of an op but its storages, its place and its flags; whoever records ops makes these."""
+
+    __slots__ = ("found",)
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[bool, bool], dict[str, Any]] = {}
+        """What was found out about ops of this form, by their flags: see `nearpeak.ops.op_classes`."""
+
+
+class _HasSignature:
+    """Has room for a note of whoever records an op: its form and the numbers of its storages.
+
+    An op with other arguments, made by `dataclasses.replace`, does not have it, nor a copy.
+    """
+
+    __slots__ = ("form",)
+
+    form: tuple[OpSignature, tuple[int, ...]]
+
+
+@fast_init
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op(_HasSignature):
+    """One executed operation.
+
+    `arguments` has the arguments by the names of the operator's schema, defaults included: a `Tensor`, a list of them
+    as a tuple, a number, a bool, a string (dtypes, layouts and devices are strings: "bfloat16", "cuda"), None, or a
+    tuple of those.
+    """
+
+    name: str
+    """Namespace, operator and overload: "aten.add.Tensor"."""
+    arguments: Mapping[str, Any]
+    outputs: tuple[Tensor, ...]
+    mutated: tuple[str, ...] = ()
+    """Names of the arguments that it writes: `self` of an in-place operator, `out` of an out variant."""
+    phase: Phase = "forward"
+    module: str = ""
+    """Path of the module that ran it: "model.layers.0.mlp"."""
+    source: str = ""
+    """The line of the user's code: "train.py:41"."""
+    tf32_products: bool = False
+    """Whether float32 matrix products ran in tf32, by torch's flags at that moment."""
+    tf32_convolutions: bool = True
+    recomputed: bool = False
+    """Whether it ran a forward again inside a backward pass, as activation checkpointing does; False in a trace file,
+    which does not tell."""
+
+    @property
+    def packet(self) -> str:
+        """The name without its overload: "aten.add"."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """All tensors among the arguments, in order."""
+        found: list[Tensor] = []
+        for value in self.arguments.values():
+            if type(value) is Tensor:
+                found.append(value)
+            elif type(value) is tuple or type(value) is list:
+                found.extend(_tensors(value))
+        return tuple(found)
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """The tensors that it writes: its results and what it mutates. A resized `out` counts as its result."""
+        storages = {tensor.storage for tensor in self.outputs}
+        return (*self.outputs, *(tensor for tensor in self.tensors(*self.mutated) if tensor.storage not in storages))
+
+    def tensors(self, *arguments: str) -> tuple[Tensor, ...]:
+        """The tensors of these arguments, each a tensor, a list of them, None or absent."""
+        return tuple(tensor for name in arguments for tensor in _tensors(self.arguments.get(name)))
+
+    def tensor(self, argument: str) -> Tensor:
+        """The tensor that is passed as `argument`; a KeyError or TypeError of ours where it is none."""
+        value = self.arguments[argument]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{self.name}: the argument {argument!r} is {value!r}, not a tensor")
+        return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One piece of memory and where it comes from. Whatever is no intermediate exists before the trace."""
+
+    bytes: float
+    kind: StorageKind
+    name: str = ""
+    """Of a parameter or buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The ops of a step in order, the storages that they touch, and which storages are its results."""
+
+    ops: tuple[Op, ...]
+    storages: Mapping[int, Storage]
+    results: frozenset[int] = frozenset()
+    """Storages that are still wanted afterwards: returned tensors, gradients, updated parameters and state."""
+    truncated: bool = False
+    """The trace stopped at its limit; what follows is not in it."""
+    guessed_storages: bool = False
+    """Storages are not known by identity. A tensor has that of the last one that looks like it, so as much of it may be
+    in the cache as can be. Nobody is known to want what an op wrote, all that an op was given may be in the cache
+    afterwards, and the cache may be full of what is asked for first."""
+    notes: tuple[str, ...] = field(default=())
+    lives: Lifetimes | None = None
+    """What was in memory during the ops; None where they did not really run here."""
+    on_host: frozenset[int] = frozenset()
+    """Of ops that really ran: storages in the memory of the host."""
+    pinned: frozenset[int] = frozenset()
+    """Those among them that the device can reach by itself."""
+    graph_recorded: bool = False
+    """Of ops that really ran: whether autograd recorded any of a forward, to be able to run it backward."""
+    shapes_before: Mapping[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Of a step whose ops were seen in another one before it: the shapes of arguments that were others then, by the
+    index of the op and the name of the argument."""
+    steps_since: int = 1
+    """How many steps after that one this step came."""

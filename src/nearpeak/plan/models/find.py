@@ -1,0 +1,119 @@
+"""`find_model`: a model by whatever names it: the catalogue, a config.json, a dict, or a dozen numbers.
+
+>>> find_model("llama-3-8b").layers
+32
+>>> find_model("layers=2, hidden=64, heads=4, intermediate=128, vocabulary=100").parameters
+95040
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.plan.models.catalogue import catalogue_model, catalogue_names
+from nearpeak.plan.models.config import from_config
+from nearpeak.plan.models.model import Model
+
+NUMBERS = "layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocabulary=128256"
+_DERIVED = ("name", "source", "mixers", "feeds")
+_FLAGS = ("true", "false")
+_SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
+
+
+def find_model(what: str | Path | Mapping[str, Any] | Model) -> Model:
+    """The model of the catalogue, of a config.json (path or dict), or of numbers: "layers=32,hidden=4096,..."."""
+    if isinstance(what, Model):
+        return what
+    if isinstance(what, Mapping):
+        return from_config(what)
+    text = str(what).strip()
+    if text in catalogue_names():
+        return catalogue_model(text)
+    if "=" in text:
+        return from_numbers(text)
+    if isinstance(what, Path) or text.endswith(".json") or "/" in text or Path(text).exists():
+        return from_config(text)
+    return catalogue_model(text.lower())  # which says what is near
+
+
+def from_numbers(text: str) -> Model:
+    """A model from "name=value" pairs, separated by commas or spaces: the fields of `Model`, and `layers`.
+
+    `kv_heads` is that of the heads, `head_dim` the hidden width shared out, unless they are given. Every layer has
+    experts where `experts` is given, but for the first `dense_layers`.
+    """
+    given = _pairs(text)
+    layers = _required(given, "layers")
+    dense = int(given.pop("dense_layers", 0))
+    if given.get("experts", 0):
+        given.setdefault("intermediate", 0)
+    else:
+        dense = layers
+    hidden, heads = _required(given, "hidden", keep=True), _required(given, "heads", keep=True)
+    given.setdefault("kv_heads", heads)
+    if "head_dim" not in given:
+        if hidden % heads:
+            near = min((n for n in range(1, hidden + 1) if hidden % n == 0), key=lambda n: (abs(n - heads), n))
+            raise UsageError(
+                f"heads={heads} does not divide hidden={hidden}, and head_dim is not given. Nearest: heads={near}."
+            )
+        given["head_dim"] = hidden // heads
+    _required(given, "vocabulary", keep=True)
+    window = bool(given.get("window"))
+    if not 0 <= dense <= layers:
+        near = min(max(dense, 0), layers)
+        raise UsageError(f"dense_layers={dense} is not between 0 and layers={layers}. Nearest: dense_layers={near}.")
+    return Model(
+        name="by numbers",
+        mixers=("W" if window else "A") * layers,
+        feeds="D" * dense + "E" * (layers - dense),
+        **given,
+    )
+
+
+def size_in_name(name: str) -> float | None:
+    """The number of weights that a name says, such as 7e9 for "llama-2-7b"; None where it says none.
+
+    >>> named_size("llama-2-7b"), named_size("qwen3-0.6b"), named_size("grok-1")
+    (7000000000.0, 600000000.0, None)
+    """
+    found = re.search(r"(?:^|[-_ ])(\d+(?:\.\d+)?)b(?:$|[-_ ])", name.lower())
+    return float(found.group(1)) * 1e9 if found else None
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    known = {field.name: str(field.type) for field in fields(Model) if field.name not in _DERIVED}
+    valid = ["layers", "dense_layers", *known]
+    found: dict[str, Any] = {}
+    for part in re.split(r"[,\s]+", text.strip(", ")):
+        field, equals, value = part.partition("=")
+        if not equals or not field:
+            raise UsageError(f"{part!r} is not NAME=NUMBER. A model by numbers reads {NUMBERS}")
+        if field not in valid:
+            raise UsageError(f"A model has no number {field!r}. {did_you_mean(field, valid)}")
+        if field in found:
+            raise UsageError(f"{field} is given twice: {found[field]} and {value}.")
+        if known.get(field) == "bool":
+            if value.lower() not in _FLAGS:
+                raise UsageError(f"{field}={value!r} must be true or false.")
+            found[field] = value.lower() == "true"
+            continue
+        number = re.fullmatch(r"(\d+)([km]?)", value.lower())
+        if number is None:
+            raise UsageError(f"{field}={value!r} must be a whole number of at least 0, such as 4096 or 4k.")
+        found[field] = int(number.group(1)) * _SUFFIXES[number.group(2)]
+    return found
+
+
+def _required(given: dict[str, Any], field: str, *, keep: bool = False) -> int:
+    if field not in given:
+        raise UsageError(f"A model by numbers needs {field}, which is not given. An example: {NUMBERS}")
+    value = int(given[field] if keep else given.pop(field))
+    if value < 1:
+        raise UsageError(f"{field}={value} must be at least 1. Nearest: {field}=1.")
+    return value

@@ -1,1 +1,0 @@
-"""Clusters, and what collectives take on them."""

@@ -1,0 +1,137 @@
+"""Measured and predicted values side by side: the records of a validation, and relative errors by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Literal
+
+from nearpeak.errors import UsageError
+
+ValidationKind = Literal["training", "inference", "collectives", "pairs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorGroup:
+    """Relative errors of some rows."""
+
+    name: str
+    rows: int
+    mean_absolute: float
+    median_absolute: float
+    mean: float
+    """Signed: above 0 where predictions are too large."""
+    worst: float
+    """The error with the largest size, signed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow:
+    """One quantity of one row, measured and predicted."""
+
+    id: str
+    what: str
+    """The quantity: "step", "memory", "tpot", "ttft", "decode", "throughput", "collective", "speed ratio"."""
+    unit: str
+    source: str
+    about: str
+    """Model, GPU and layout in a few words."""
+    measured: float
+    predicted: float
+    why: str
+    """What the prediction is mostly made of, or what is odd about the measurement."""
+
+    @property
+    def error(self) -> float:
+        """Relative: 0.1 is a prediction 10 % above the measurement."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Errors over one file."""
+
+    kind: ValidationKind
+    path: str
+    left_out: bool
+    """Whether each source was predicted by constants that were fitted without it."""
+    whole: tuple[ErrorGroup, ...]
+    """One for each quantity."""
+    by: Mapping[str, tuple[ErrorGroup, ...]]
+    """By source, architecture, GPU, scale and what else the file has."""
+    worst: tuple[ComparedRow, ...]
+    rows: tuple[ComparedRow, ...]
+    skipped: tuple[tuple[str, str], ...]
+    """Rows that cannot be planned: id and reason."""
+    right: float | None = None
+    """Pairs: the share whose winner is predicted."""
+
+
+def summarize_errors(name: str, rows: Iterable[ComparedRow]) -> ErrorGroup:
+    """The errors of one group as one record."""
+    found = [row.error for row in rows]
+    sizes = [abs(error) for error in found]
+    return ErrorGroup(
+        name=name,
+        rows=len(found),
+        mean_absolute=fmean(sizes),
+        median_absolute=median(sizes),
+        mean=fmean(found),
+        worst=max(found, key=abs),
+    )
+
+
+def errors_by_key(rows: Sequence[ComparedRow], keys: Sequence[str]) -> tuple[ErrorGroup, ...]:
+    """Errors by key and quantity, the largest group first; `keys` has one for each row."""
+    several = len({row.what for row in rows}) > 1
+    found: dict[str, list[ComparedRow]] = {}
+    for row, key in zip(rows, keys, strict=True):
+        found.setdefault(f"{key}: {row.what}" if several else key, []).append(row)
+    return tuple(
+        summarize_errors(name, items)
+        for name, items in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+    )
+
+
+def gpu_range(gpus: int) -> str:
+    """A number of GPUs as a range."""
+    for low, high in ((1, 1), (2, 8), (9, 64), (65, 256), (257, 1024)):
+        if gpus <= high:
+            return f"{low} GPU" if low == high else f"{low} to {high} GPUs"
+    return "more than 1024 GPUs"
+
+
+def make_validation(
+    kind: ValidationKind,
+    path: Path,
+    leave_out: bool,
+    rows: Sequence[ComparedRow],
+    keys: Mapping[str, Sequence[str]],
+    skipped: Iterable[tuple[str, str]],
+    worst: Sequence[ComparedRow],
+    right: float | None = None,
+    overall: Sequence[str] | None = None,
+) -> Validation:
+    """The record; UsageError where no row could be planned."""
+    if not rows:
+        reasons = sorted({reason for _, reason in skipped})[:3]
+        raise UsageError(f"{path} has no row that can be planned. {' '.join(reasons)}".strip())
+    return Validation(
+        kind=kind,
+        path=str(path),
+        left_out=leave_out,
+        whole=errors_by_key(rows, overall or ["all"] * len(rows)),
+        by={name: errors_by_key(rows, values) for name, values in keys.items()},
+        worst=tuple(worst),
+        rows=tuple(rows),
+        skipped=tuple(skipped),
+        right=right,
+    )
+
+
+def worst_rows(rows: Sequence[ComparedRow], count: int) -> list[ComparedRow]:
+    """By ratio, so that half counts as much as double."""
+    ranked = sorted(rows, key=lambda row: -max(row.predicted / row.measured, row.measured / max(row.predicted, 1e-30)))
+    return ranked[:count]

@@ -1,0 +1,289 @@
+"""`validate`: a file of measurements against the planner, whatever it holds: training, serving, collectives or pairs.
+
+The columns of a file say what it holds. Every source is predicted by constants that were fitted without it, where it
+had a part in the fit. Pairs are two runs that differ in layout: the question is which is faster.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nearpeak.errors import UsageError
+from nearpeak.plan.serving.constants import load_serving_constants
+from nearpeak.plan.validation.collectives import (
+    MeasuredCollective,
+    PredictedCollective,
+    predict_collectives,
+    read_collectives,
+    worst_collectives,
+)
+from nearpeak.plan.validation.errors import (
+    ComparedRow,
+    Validation,
+    ValidationKind,
+    gpu_range,
+    make_validation,
+    worst_rows,
+)
+from nearpeak.plan.validation.inference import PredictedInference, predict_inference, predict_quantities, read_inference
+from nearpeak.plan.validation.training import (
+    TIE,
+    MeasuredTraining,
+    TrainingRow,
+    dense_or_moe,
+    validate_pairs,
+    validate_training,
+)
+
+
+def validate_pairs_file(path: Path, folder: Path, leave_out: bool, worst: int) -> Validation:
+    """Speed ratios of all pairs that differ by more than `CLOSE`; `folder` has the files whose rows they name."""
+    rows: list[ComparedRow] = []
+    kinds: list[str] = []
+    training, inference = folder / "measured_training.csv", folder / "measured_inference.csv"
+    if training.exists():
+        for pair in validate_pairs(path, training, left_out=leave_out):
+            rows.append(_compared_pair(pair.first, pair.second, "training", pair.measured, pair.predicted))
+            kinds.append("training")
+    if inference.exists():
+        found = _served_pairs(path, inference, leave_out)
+        rows += found
+        kinds += ["inference"] * len(found)
+    if not rows:
+        raise UsageError(
+            f"{path} names rows of measured_training.csv and measured_inference.csv, and {folder} has none that can be "
+            "planned. Name their folder with --runs."
+        )
+    wrong = [row for row in rows if (row.measured > 1) != (row.predicted > 1)]
+    return make_validation(
+        "pairs", path, leave_out, rows, {"kind": kinds}, (), worst_rows(wrong, worst), 1 - len(wrong) / len(rows)
+    )
+
+
+def _served_pairs(path: Path, runs: Path, leave_out: bool) -> list[ComparedRow]:
+    constants = load_serving_constants()
+    known = {row.id: row for row in read_inference(runs)[0]}
+    speeds: dict[str, float] = {}
+    found = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            first, second = line["row_a"], line["row_b"]
+            if (
+                line.get("kind") == "training"
+                or first not in known
+                or second not in known
+                or not line["a_over_b_speed"]
+            ):
+                continue
+            measured = float(line["a_over_b_speed"])
+            if abs(measured - 1) <= TIE:
+                continue
+            for name in (first, second):
+                if name not in speeds:
+                    row = known[name]
+                    used = constants.leaving_out(row.source) if leave_out else constants
+                    try:
+                        answer = predict_quantities(row, used)["throughput"]
+                    except (KeyError, UsageError):
+                        continue
+                    speeds[name] = answer[0] / row.deployment.layout.gpus
+            if first in speeds and second in speeds:
+                found.append(_compared_pair(first, second, "inference", measured, speeds[first] / speeds[second]))
+    return found
+
+
+def _compared_pair(first: str, second: str, kind: str, measured: float, predicted: float) -> ComparedRow:
+    return ComparedRow(
+        id=f"{first} / {second}",
+        what="speed ratio",
+        unit="",
+        source=kind,
+        about=kind,
+        measured=measured,
+        predicted=predicted,
+        why="",
+    )
+
+
+KIND_COLUMNS: Mapping[ValidationKind, frozenset[str]] = {
+    "collectives": frozenset({"op", "num_gpus", "bytes", "time_us"}),
+    "pairs": frozenset({"row_a", "row_b", "a_over_b_speed"}),
+    "inference": frozenset({"isl", "osl", "engine", "gpu"}),
+    "training": frozenset({"seq_len", "gbs_seqs", "gpu", "gpus"}),
+}
+"""Columns that tell one kind from the others."""
+
+
+def kind_of_file(path: Path) -> ValidationKind:
+    """What a CSV file holds, by its columns; UsageError says which columns are needed."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            columns = set(next(csv.reader(file), ()))
+    except OSError as problem:
+        raise UsageError(f"{path} cannot be read: {problem.strerror or problem}.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text in UTF-8.") from None
+    for kind, needed in KIND_COLUMNS.items():
+        if needed <= columns:
+            return kind
+    nearest = max(KIND_COLUMNS, key=lambda kind: len(KIND_COLUMNS[kind] & columns))
+    missing = ", ".join(sorted(KIND_COLUMNS[nearest] - columns))
+    raise UsageError(
+        f"{path} holds no measurements that are known here. Nearest: {nearest}, which needs the columns {missing} too."
+    )
+
+
+def validate(path: Path, *, leave_out: bool = True, worst: int = 10, runs: Path | None = None) -> Validation:
+    """Predictions for all rows of `path`, and how far they are from what was measured.
+
+    `runs` is the folder with the files that pairs take their rows from; the folder of `path` where it is None.
+    """
+    kind = kind_of_file(path)
+    if kind == "training":
+        return _training(path, leave_out, worst)
+    if kind == "inference":
+        return _inference(path, leave_out, worst)
+    if kind == "collectives":
+        return _collectives(path, leave_out, worst)
+    return validate_pairs_file(path, runs or path.parent, leave_out, worst)
+
+
+def _training(path: Path, leave_out: bool, worst: int) -> Validation:
+    found = validate_training(path, left_out=leave_out)
+    rows = [_compared_step(row) for row in found.rows]
+    runs = [row.run for row in found.rows]
+    for peak in found.memory:
+        assert peak.run.memory is not None
+        rows.append(
+            ComparedRow(
+                id=peak.run.id,
+                what="memory",
+                unit="B",
+                source=peak.run.source,
+                about=_job_summary(peak.run),
+                measured=peak.run.memory,
+                predicted=peak.bytes,
+                why="reserved on the first rank",
+            )
+        )
+        runs.append(peak.run)
+    return make_validation(
+        "training",
+        path,
+        leave_out,
+        rows,
+        {
+            "source": [run.source + (", moe" if run.job.model.is_moe else "") for run in runs],
+            "architecture": [run.kind for run in runs],
+            "GPU": [run.cluster.machine.id for run in runs],
+            "scale": [gpu_range(run.job.layout.gpus) for run in runs],
+        },
+        [(item.id, item.reason) for item in found.skipped],
+        worst_rows(rows, worst),
+        overall=["all" if row.what == "memory" else dense_or_moe(run) for row, run in zip(rows, runs, strict=True)],
+    )
+
+
+def _compared_step(row: TrainingRow) -> ComparedRow:
+    assert row.run.seconds is not None
+    return ComparedRow(
+        id=row.run.id,
+        what="step",
+        unit="s",
+        source=row.run.source,
+        about=_job_summary(row.run),
+        measured=row.run.seconds,
+        predicted=row.seconds,
+        why=row.why,
+    )
+
+
+def _job_summary(run: MeasuredTraining) -> str:
+    job, cluster = run.job, run.cluster
+    layout = job.layout
+    return f"{job.model.name}, {layout.gpus} {cluster.machine.id}, tp {layout.tp} pp {layout.pp} ep {layout.ep}"
+
+
+def _inference(path: Path, leave_out: bool, worst: int) -> Validation:
+    measured, skipped = read_inference(path)
+    predictions, failed = predict_inference(measured, leave_out=leave_out)
+    rows = [_compared_serving(item) for item in predictions]
+    where = [item.measured for item in predictions]
+    return make_validation(
+        "inference",
+        path,
+        leave_out,
+        rows,
+        {
+            "source": [row.source for row in where],
+            "architecture": ["moe" if row.deployment.model.is_moe else "dense" for row in where],
+            "GPU": [row.deployment.cluster.machine.id for row in where],
+            "scale": [gpu_range(row.deployment.layout.gpus) for row in where],
+            "engine": [row.deployment.engine for row in where],
+        },
+        [(item.id, item.reason) for item in (*skipped, *failed)],
+        worst_rows(rows, worst),
+    )
+
+
+def _compared_serving(item: PredictedInference) -> ComparedRow:
+    here = item.measured.deployment
+    return ComparedRow(
+        id=item.measured.id,
+        what=item.quantity,
+        unit="tokens/s" if item.quantity == "throughput" else "s",
+        source=item.measured.source,
+        about=f"{here.model.name}, {here.layout.gpus} {here.cluster.machine.id}, {here.layout}, {here.engine}",
+        measured=item.actual,
+        predicted=item.predicted,
+        why=item.reason,
+    )
+
+
+def _collectives(path: Path, leave_out: bool, worst: int) -> Validation:
+    groups: dict[tuple[str, str], list[MeasuredCollective]] = {}
+    for row in read_collectives(path):
+        groups.setdefault((row.system, row.device), []).append(row)
+    predictions: list[PredictedCollective] = []
+    skipped: list[tuple[str, str]] = []
+    for rows in groups.values():
+        try:
+            predictions += predict_collectives(rows, leave_out=leave_out)
+        except UsageError as problem:  # a GPU that is not in the catalogue takes its rows along, and no others
+            skipped += [(f"line {row.line}", str(problem)) for row in rows]
+    furthest = (
+        [_compared_collective(item, why) for item, why in worst_collectives(predictions, worst)] if predictions else []
+    )
+    keys: dict[str, Callable[[PredictedCollective], str]] = {
+        "source": lambda item: item.measured.source.partition("@")[0],
+        "architecture": lambda item: item.measured.system,
+        "GPU": lambda item: item.measured.device,
+        "scale": lambda item: item.group("ranks"),
+        "op": lambda item: item.group("op"),
+        "size": lambda item: item.group("size"),
+    }
+    return make_validation(
+        "collectives",
+        path,
+        leave_out,
+        [_compared_collective(item, "") for item in predictions],
+        {name: [key(item) for item in predictions] for name, key in keys.items()},
+        skipped,
+        furthest,
+    )
+
+
+def _compared_collective(item: PredictedCollective, why: str) -> ComparedRow:
+    row = item.measured
+    return ComparedRow(
+        id=f"line {row.line}",
+        what="collective",
+        unit="s",
+        source=row.source.partition("@")[0],
+        about=f"{row.op}, {row.ranks} {row.system}, {row.bytes:.0f} B",
+        measured=row.seconds,
+        predicted=item.predicted.seconds,
+        why=why,
+    )

@@ -1,0 +1,1 @@
+"""A profiled step as plain data, the file that it is saved to, and figures derived from it. No torch."""

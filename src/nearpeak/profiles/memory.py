@@ -1,0 +1,88 @@
+"""`Memory`: how much memory a step needs at its peak, what for, and where the peak is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from nearpeak.ops.lifetimes import Category, Lifetime, Lifetimes
+from nearpeak.ops.op import Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """The bytes of a device at the op of a step during which tensors need most. What shares memory counts once.
+
+    Parameters (with the buffers of modules), gradients and optimizer state are what they are called. Activations are
+    all other tensors that ops of the step use: what is saved for the backward pass, inputs, temporaries.
+    """
+
+    device: str
+    """As torch names it: "cpu", "cuda:0"."""
+    capacity_bytes: float | None
+    peak_bytes: float
+    """The sum of all that follow but `unused_bytes`."""
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    other_bytes: float | None = None
+    """Given out by the allocator and used by no op of the step: other tensors, libraries, what is rounded up. None
+    where there is no allocator to ask."""
+    workspace_bytes: float | None = None
+    """What ops take inside and give back, at most: the peak of the allocator so far less what it had given out here.
+    None where there is no allocator to ask."""
+    unused_bytes: float | None = None
+    """Taken from the device by the allocator and given out to nobody, at its peak. None where there is none to ask."""
+    op: str = ""
+    """The op at the peak, and where it is."""
+    phase: str = ""
+    module: str = ""
+    source: str = ""
+
+
+def peak_memory(lives: Lifetimes, ops: Sequence[Op]) -> PeakMemory | None:
+    """The peak over the ops of a trace; None without any."""
+    if not ops:
+        return None
+    peak = _peak_op(lives.lives, len(ops))
+    sums: dict[Category, float] = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "activations": 0.0}
+    for life in lives.lives:
+        if life.born <= peak and (life.died is None or life.died >= peak):
+            sums[life.category] += life.bytes
+    known = sum(sums.values())
+    level = lives.levels.get(peak)
+    other = None if level is None else max(0.0, level - known)
+    highest = known + (other or 0.0)
+    workspace = None if lives.peak_bytes is None else max(0.0, lives.peak_bytes - highest)
+    total = highest + (workspace or 0.0)
+    at = ops[peak]
+    return PeakMemory(
+        device=lives.device,
+        capacity_bytes=lives.capacity_bytes,
+        peak_bytes=total,
+        parameters_bytes=sums["parameters"],
+        gradients_bytes=sums["gradients"],
+        optimizer_bytes=sums["optimizer"],
+        activations_bytes=sums["activations"],
+        other_bytes=other,
+        workspace_bytes=workspace,
+        unused_bytes=None if lives.reserved_bytes is None else max(0.0, lives.reserved_bytes - total),
+        op=at.name,
+        phase=at.phase,
+        module=at.module,
+        source=at.source,
+    )
+
+
+def _peak_op(lives: Sequence[Lifetime], ops: int) -> int:
+    """The first op during which all that lives is largest."""
+    changes = [0.0] * (ops + 1)
+    for life in lives:
+        if life.died is None or life.died >= 0:
+            changes[min(max(life.born, 0), ops)] += life.bytes
+            if life.died is not None:
+                changes[min(life.died + 1, ops)] -= life.bytes
+    levels = list(accumulate(changes[:ops]))
+    return max(range(ops), key=levels.__getitem__)

@@ -1,0 +1,123 @@
+"""`Rates`: how fast a step computed and moved memory, as figures that can be compared with others: MFU, HFU, shares.
+
+The convention, which is not everybody's:
+
+* FLOPs are those of products, convolutions and attention, which a matrix engine is made for. A multiply-add is 2.
+  Vector work (norms, activations, optimizers) is not counted.
+* They are counted op by op as they ran, not by a formula for a whole model. Causal attention counts the unmasked half;
+  a convolution counts in the direct form, without taps on padding, whatever algorithm ran.
+* Model FLOPs are what the mathematics asks for. What is computed twice counts among hardware FLOPs only: a forward that
+  runs again in the backward pass, and the scores that the backward of a fused attention computes again.
+* The peak is the dense rate of the datasheet for the dtype of each op: of the matrix engine, or of the vector units
+  where it has none, as for float32 without tf32 on a GPU. With several dtypes, the utilization is the time that all
+  FLOPs take at their own peaks over the wall time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nearpeak.bound.estimate import Estimate
+from nearpeak.machines.machine import Achievable, Machine, Theoretical
+from nearpeak.ops.cost import Cost, costs_of
+from nearpeak.ops.op import Op, Trace
+from nearpeak.ops.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRates:
+    """Rates of one step; None where the machine has no such ceiling, or no kernel was measured.
+
+    Shares are of the achievable ceilings: over the wall time, and over the time in which kernels ran.
+    """
+
+    model_flops: float
+    hardware_flops: float
+    mfu: float | None
+    """Model FLOPs utilization: against the datasheet's dense peak, over the wall time."""
+    hfu: float | None
+    """The same of the hardware FLOPs."""
+    recompute_known: bool
+    """False for a trace file, which does not tell what ran again: then that counts as model FLOPs too."""
+    memory_bytes: float
+    """The least that the ops as written must move to and from memory, so rates of it are at least as high."""
+    flops_per_s: float
+    """Hardware FLOPs over the wall time."""
+    bytes_per_s: float
+    """`memory_bytes` over the wall time."""
+    compute_share: float | None
+    bandwidth_share: float | None
+    kernel_flops_per_s: float | None
+    """The same four over the time in which kernels ran."""
+    kernel_bytes_per_s: float | None
+    kernel_compute_share: float | None
+    kernel_bandwidth_share: float | None
+
+
+def step_rates(
+    trace: Trace, estimate: Estimate, machine: Machine, *, wall_s: float, kernel_s: float, recompute_known: bool = True
+) -> StepRates | None:
+    """The rates of a step that was traced; None where it took no time."""
+    if wall_s <= 0.0:
+        return None
+    model: dict[str, float] = {}
+    hardware: dict[str, float] = {}
+    for op, cost in zip(trace.ops, costs_of(trace.ops), strict=True):
+        flops = cost.product_flops
+        if flops:
+            share = 0.0 if op.recomputed else 1.0 - _recomputed_scores_share(op, cost)
+            for dtype, count in flops.items():
+                hardware[dtype] = hardware.get(dtype, 0.0) + count
+                model[dtype] = model.get(dtype, 0.0) + share * count
+    total = sum(hardware.values())
+    moved = estimate.memory_bytes
+    at_ceiling = _seconds_at_peak(hardware, machine.achievable)
+    bandwidth = None if machine.achievable is None else machine.achievable.bandwidth
+    kernels = kernel_s if kernel_s > 0.0 else None
+    return StepRates(
+        model_flops=sum(model.values()),
+        hardware_flops=total,
+        mfu=_per_second(_seconds_at_peak(model, machine.theoretical), wall_s),
+        hfu=_per_second(_seconds_at_peak(hardware, machine.theoretical), wall_s),
+        recompute_known=recompute_known,
+        memory_bytes=moved,
+        flops_per_s=total / wall_s,
+        bytes_per_s=moved / wall_s,
+        compute_share=_per_second(at_ceiling, wall_s),
+        bandwidth_share=None if bandwidth is None else moved / wall_s / bandwidth,
+        kernel_flops_per_s=_per_second(total, kernels),
+        kernel_bytes_per_s=_per_second(moved, kernels),
+        kernel_compute_share=_per_second(at_ceiling, kernels),
+        kernel_bandwidth_share=None if bandwidth is None else _per_second(moved / bandwidth, kernels),
+    )
+
+
+def _per_second(value: float | None, seconds: float | None) -> float | None:
+    return None if value is None or seconds is None else value / seconds
+
+
+def _seconds_at_peak(flops: Mapping[str, float], ceilings: Theoretical | Achievable | None) -> float | None:
+    """How long FLOPs take at the peaks of their dtypes; None where one has no peak."""
+    total = 0.0
+    for dtype, count in flops.items():
+        peak = None if ceilings is None else ceilings.matrix.get(dtype) or ceilings.vector.get(dtype)
+        if not peak:
+            if count:
+                return None
+            continue
+        total += count / peak
+    return None if ceilings is None else total
+
+
+def _recomputed_scores_share(op: Op, cost: Cost) -> float:
+    """The share of a fused attention's backward that computes the scores again: usually one product of five."""
+    if cost.family != "attention" or "_backward" not in op.name:
+        return 0.0
+    query, value = (op.arguments.get(name, op.arguments.get(place)) for name, place in (("query", "0"), ("value", "2")))
+    if not isinstance(query, Tensor) or not isinstance(value, Tensor):
+        return 0.0
+    for_query, for_key, for_value, *rest = op.arguments.get("grad_input_mask") or (True, True, True)
+    scores = for_query or for_key or any(rest)
+    width = query.shape[-1] * (1 + for_query + for_key) + value.shape[-1] * (scores + for_value)
+    return query.shape[-1] / width if width else 0.0

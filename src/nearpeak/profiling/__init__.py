@@ -1,0 +1,1 @@
+"""Runs code, profiles and traces its steps, and assembles the records into a `Profile`."""

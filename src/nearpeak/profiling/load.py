@@ -1,0 +1,74 @@
+"""`load`: a profile from a file, one of ours or a trace of torch.profiler from anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Literal
+
+from nearpeak.bound.estimate import estimate_trace
+from nearpeak.bound.roofline import Ceilings
+from nearpeak.errors import UsageError
+from nearpeak.findings.engine import add_findings
+from nearpeak.findings.step import StepFact
+from nearpeak.machines.machine import Machine
+from nearpeak.profiles import file as profiles_file
+from nearpeak.profiles import history
+from nearpeak.profiles.profile import Profile, add_idle, build_profile
+from nearpeak.profiles.rates import step_rates
+
+
+def load(path: str | Path) -> Profile:
+    """A profile that was saved before, without torch; or the profile of a trace that torch.profiler wrote.
+
+    "@last" is the last run that the command line kept, "@2" the one before.
+    """
+    file = history.resolve(path)
+    return profiles_file.read(file) if profiles_file.is_profile_file(file) else profile_trace(file)
+
+
+def profile_trace(
+    path: str | Path,
+    *,
+    on: str | Machine | None = None,
+    step: int | Literal["all"] | None = None,
+    ceilings: Ceilings = "achievable",
+) -> Profile:
+    """The profile of a trace file: its kernels as they were measured, against the bounds of its ops.
+
+    Args:
+        path: A Chrome trace of torch.profiler with shapes, as .json or .json.gz.
+        on: The machine whose bounds count; the one that the file names where it is None.
+        step: The number of a step of the profiler's schedule, "all", or None for the last step.
+        ceilings: Against what the machine achieves, or against its datasheet.
+    """
+    from nearpeak.calibrate.machine import machine_of_file
+    from nearpeak.profiling.assemble import attribute_idle, device_kernels
+    from nearpeak.trace.kineto.read import read_trace  # a saved profile needs no torch
+
+    recorded = read_trace(path, step=step, storages="likely")  # "least" would call most traffic a loss of the kernel
+    if not recorded.kernels:
+        raise UsageError(
+            f"{path} has no kernels of a device, so there is no measured time to account for. `nearpeak estimate "
+            "--trace` gives the bounds of its ops."
+        )
+    machine = machine_of_file(path, recorded.device, on)
+    changed = datetime.datetime.fromtimestamp(Path(path).stat().st_mtime, datetime.UTC)
+    estimate = estimate_trace(recorded.trace, machine, ceilings=ceilings)
+    found = build_profile(
+        estimate,
+        device_kernels(recorded),
+        wall_s=recorded.wall_s,
+        source=str(path),
+        date=changed.isoformat(timespec="seconds"),
+        device=recorded.device,
+    )
+    times = {"wall_s": found.wall_s, "kernel_s": found.kernel_s}
+    idle = attribute_idle(recorded, idle_s=found.waterfall.seconds("idle"), clean=False)
+    found = dataclasses.replace(
+        add_idle(found, idle),
+        rates=step_rates(recorded.trace, estimate, machine, **times, recompute_known=False),
+    )
+    lines: frozenset[StepFact] = frozenset({"lines"}) if any(op.source for op in recorded.trace.ops) else frozenset()
+    return add_findings(found, recorded.trace, machine, lines | {"host"})

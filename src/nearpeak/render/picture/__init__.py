@@ -1,0 +1,1 @@
+"""Pictures as lists of shapes, written as SVG and PNG."""

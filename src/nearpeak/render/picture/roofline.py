@@ -1,0 +1,566 @@
+"""The roofline as a picture: what the machine allows at each intensity, and where the ops lie.
+
+Both axes are logarithmic. A slanted roof is a bandwidth, a flat one the rate of an engine for a dtype; roofs that no op
+uses are muted. Each mark is at (FLOP per byte, FLOP/s), in a circle whose area is its share of the time. Ops without FLOPs
+have no place on such axes and stand in a column of their own. Labels are placed so that none covers another label or mark.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from nearpeak.bound.estimate import Estimate
+from nearpeak.machines.machine import Achievable, Machine
+from nearpeak.ops.cost import Family
+from nearpeak.render.picture.axis import Axis, trim_zeros
+from nearpeak.render.picture.roofline_points import (
+    OpPoint,
+    Roof,
+    ceilings_of,
+    estimate_points,
+    estimate_roofs,
+    is_above_bandwidth,
+)
+from nearpeak.render.picture.scene import Circle, Line, Point, Polygon, Scene, Shape, Text, marker, text_width, truncate
+from nearpeak.render.views.estimate import CEILINGS
+from nearpeak.units import percent, quantity, seconds, significant
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+MARK_RADIUS = 7.0
+"""How far leaders stay from the middle of a disc, where its mark is."""
+_DISTANCES = (5.0, 18.0, 34.0, 52.0, 74.0, 100.0, 130.0)
+_ANGLES = (0, 25, -25, 50, -50, 90, -90, 130, -130, 155, -155, 180)
+"""Degrees clockwise from the right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What to write beside a disc, the most important first."""
+
+    lines: tuple[str, ...]
+    x: float
+    y: float
+    radius: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedLabel:
+    """Where a label goes; `leader` is the line to its disc where it is not beside it."""
+
+    lines: tuple[tuple[float, float, str], ...]
+    """Each with its place: x where `anchor` says, y of the baseline."""
+    anchor: Literal["start", "end"]
+    leader: tuple[Point, Point] | None
+
+
+@dataclass(slots=True)
+class Obstacles:
+    """What labels keep away from: `boxes` always, lines and `discs` where they can. They stay inside `frame`."""
+
+    frame: Box
+    boxes: list[Box] = field(default_factory=list)
+    lines: list[tuple[Point, Point]] = field(default_factory=list)
+    thin_lines: list[tuple[Point, Point]] = field(default_factory=list)
+    discs: list[tuple[float, float, float]] = field(default_factory=list)
+
+
+def place_labels(labels: Sequence[Label], obstacles: Obstacles, *, size: float) -> list[PlacedLabel]:
+    """The labels that have a place, each at its best one; the others are left out."""
+    taken = list(obstacles.boxes)
+    leaders: list[tuple[Point, Point]] = []
+    found = []
+    for label in labels:
+        best: tuple[float, PlacedLabel, Box] | None = None
+        for candidate, box in _label_candidates(label, size):
+            if any(_boxes_overlap(box, other) for other in taken) or not _box_inside(box, obstacles.frame):
+                continue
+            leader = candidate.leader
+            if any(_line_crosses_box(line, box) for line in leaders):
+                continue
+            if leader is not None and any(
+                _line_crosses_box(leader, other) for other in taken if not _box_contains(other, label)
+            ):
+                continue
+            cost = _label_cost(label, candidate, box, obstacles)
+            if best is None or cost < best[0]:
+                best = (cost, candidate, box)
+        if best is None:
+            continue
+        _, chosen, box = best
+        found.append(chosen)
+        taken.append(box)
+        if chosen.leader is not None:
+            leaders.append(chosen.leader)
+    return found
+
+
+def _label_candidates(label: Label, size: float) -> Iterator[tuple[PlacedLabel, Box]]:
+    """Places around the disc, nearest first."""
+    width, step = max(text_width(line, size) for line in label.lines), 1.25 * size
+    height = step * len(label.lines)
+    anchors: tuple[Literal["start", "end"], ...] = ("start", "end")
+    for distance in _DISTANCES:
+        for degrees in _ANGLES:
+            right, down = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+            reach = label.radius + distance
+            x, y = label.x + reach * right, label.y + reach * down
+            top = y - height / 2 + down * (height - step) / 2  # a block above its disc ends there, one below begins
+            for anchor in anchors:
+                if (anchor == "start" and right < -0.1) or (anchor == "end" and right > 0.1):
+                    continue
+                left = x if anchor == "start" else x - width
+                leader = None
+                if distance > _DISTANCES[0]:
+                    mark = (label.x + MARK_RADIUS * right, label.y + MARK_RADIUS * down)
+                    leader = (mark, (x - 3 * right, y - 3 * down))
+                lines = tuple((x, top + step * i + 0.86 * size, line) for i, line in enumerate(label.lines))
+                box = (left - 2, top, left + width + 2, top + height)
+                yield PlacedLabel(lines=lines, anchor=anchor, leader=leader), box
+
+
+def _label_cost(label: Label, candidate: PlacedLabel, box: Box, obstacles: Obstacles) -> float:
+    near = (min(max(label.x, box[0]), box[2]), min(max(label.y, box[1]), box[3]))
+    cost = 0.04 * math.hypot(near[0] - label.x, near[1] - label.y)
+    cost += 3.0 * sum(_line_crosses_box(line, box) for line in obstacles.lines)
+    cost += 1.0 * sum(_line_crosses_box(line, box) for line in obstacles.thin_lines)
+    for x, y, radius in obstacles.discs:
+        near = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
+        cost += 1.5 * (math.hypot(near[0] - x, near[1] - y) < radius)
+    return cost + (0.5 if candidate.leader is not None else 0.0)
+
+
+def _box_contains(box: Box, label: Label) -> bool:
+    return box[0] <= label.x <= box[2] and box[1] <= label.y <= box[3]
+
+
+def _box_inside(box: Box, frame: Box) -> bool:
+    return box[0] >= frame[0] and box[1] >= frame[1] and box[2] <= frame[2] and box[3] <= frame[3]
+
+
+def _boxes_overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def _line_crosses_box(line: tuple[Point, Point], box: Box) -> bool:
+    """Whether a straight line has a point in a box: what is left of it after cutting at the four edges."""
+    (x0, y0), (x1, y1) = line
+    low, high = 0.0, 1.0
+    for start, step, least, most in ((x0, x1 - x0, box[0], box[2]), (y0, y1 - y0, box[1], box[3])):
+        if step == 0:
+            if not least <= start <= most:
+                return False
+            continue
+        ends = sorted(((least - start) / step, (most - start) / step))
+        low, high = max(low, ends[0]), min(high, ends[1])
+    return low <= high
+
+
+WIDTH = 960
+LEFT, RIGHT, TOP, BOTTOM = 92, 186, 72, 560
+COLUMN = 92
+"""How wide the column of ops without FLOPs is."""
+LARGEST = 36.0
+"""Radius of the largest circle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The axes, and how large a share is drawn."""
+
+    x: Axis
+    y: Axis
+    radius: float
+    """Of a circle for all of the time."""
+
+    def spot(self, point: OpPoint) -> tuple[float, float]:
+        return self.x.place(point.intensity or 0.0)[0], self.y.place(point.rate)[0]
+
+    def size(self, point: OpPoint) -> float:
+        return max(3.0, self.radius * math.sqrt(point.share))
+
+
+def fit_frame(
+    computing: Sequence[OpPoint], moving: Sequence[OpPoint], levels: Mapping[str, float], ceilings: Sequence[Roof]
+) -> Frame:
+    """Axes around all points and the roofs that they use, with room above for the circles at the highest.
+
+    Roofs that no op uses are within the picture if they lie above the lowest point.
+    """
+    used = [roof.rate for roof in ceilings if roof.used] or [roof.rate for roof in ceilings[:1]] or [1e12]
+    intensities = [one.intensity for one in computing if one.intensity and math.isfinite(one.intensity)]
+    intensities += [rate / levels["memory"] for rate in used]
+    rates = [*(one.rate for one in computing), *used]
+    lowest, highest = min(rates) / 4, max([*rates, *(roof.rate for roof in ceilings)]) * 1.5
+    largest = max((one.share for one in (*computing, *moving)), default=1.0)
+    left = LEFT + (COLUMN if moving else 0)
+    limits = (min(intensities) / 3, max(intensities) * 3)
+    x = Axis.around([], log=True, start=left, end=WIDTH - RIGHT, limits=limits)
+    while True:
+        y = Axis.around([], log=True, start=BOTTOM, end=TOP, limits=(lowest, highest))
+        frame = Frame(x=x, y=y, radius=min(64.0, LARGEST / math.sqrt(largest or 1.0)))
+        if all(frame.spot(point)[1] - frame.size(point) > TOP + 4 for point in computing):
+            return frame
+        highest *= 1.25
+
+
+def draw_grid(frame: Frame, *, has_column: bool, rate: str) -> Iterator[Shape]:
+    left, right = frame.x.start, frame.x.end
+    for value in _decades(frame.x):
+        at, _ = frame.x.place(value)
+        yield Line(points=((at, TOP), (at, BOTTOM)), stroke="faint")
+        yield Text(x=at, y=BOTTOM + 18, text=trim_zeros(significant(value)), anchor="middle")
+    for value in _decades(frame.y):
+        at, _ = frame.y.place(value)
+        yield Line(points=((left, at), (right, at)), stroke="faint")
+        yield Text(x=LEFT - 8, y=at + 4, text=trim_zeros(quantity(value, "")), anchor="end")
+    yield Line(points=((left, TOP), (left, BOTTOM), (right, BOTTOM)), stroke="ink")
+    if has_column:
+        corners = ((LEFT, TOP), (left - 8, TOP), (left - 8, BOTTOM), (LEFT, BOTTOM))
+        yield Polygon(points=corners, fill="faint", opacity=0.5)
+        yield Text(x=LEFT + (COLUMN - 8) / 2, y=BOTTOM + 18, text="no FLOP", anchor="middle")
+    yield Text(x=(left + right) / 2, y=BOTTOM + 40, text="FLOP per byte", anchor="middle", size=13)
+    middle = (TOP + BOTTOM) / 2
+    yield Text(x=24, y=middle, text=rate, anchor="middle", angle=90, size=13)
+
+
+def _decades(axis: Axis) -> list[float]:
+    """The powers of ten on an axis, or its round values where there are fewer than three."""
+    found = [10.0**power for power in range(math.ceil(axis.low), math.floor(axis.high) + 1)]
+    return found if len(found) >= 3 else axis.ticks()
+
+
+@dataclass(slots=True)
+class RoofShapes:
+    """The roofs as shapes, and what of them labels keep away from."""
+
+    shapes: list[Shape] = field(default_factory=list)
+    lines: list[tuple[Point, Point]] = field(default_factory=list)
+    thin_lines: list[tuple[Point, Point]] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+
+
+def draw_roofs(
+    frame: Frame, levels: Mapping[str, float], ceilings: Sequence[Roof], computing: Sequence[OpPoint]
+) -> RoofShapes:
+    """Slanted ones with their names along them, flat ones with their names at the right, unused ones muted."""
+    roofing = RoofShapes()
+    ceilings = [roof for roof in ceilings if roof.rate > 10.0**frame.y.low]
+    highest = max((roof.rate for roof in ceilings), default=10.0**frame.y.high)
+    spots = [(*frame.spot(point), frame.size(point)) for point in computing]
+    high = [point.rate for point in computing if is_above_bandwidth(point, max(levels.values()))]
+    for name, bandwidth in levels.items():
+        low = max(10.0**frame.x.low, 10.0**frame.y.low / bandwidth)
+        top = min(10.0**frame.x.high, highest / bandwidth)
+        if low < top:
+            start, end = ((frame.x.place(at)[0], frame.y.place(at * bandwidth)[0]) for at in (low, top))
+            described = f"{name}: {quantity(bandwidth, 'B/s')}"
+            roofing.shapes.append(Line(points=(start, end), stroke="ink", width=1.6, title=described))
+            roofing.lines.append((start, end))
+            _label_slope(roofing, described, start, end, spots)
+    heights = _spread_apart([frame.y.place(roof.rate)[0] for roof in ceilings], 14.0)
+    for roof, height in sorted(zip(ceilings, heights, strict=True), key=lambda item: item[0].used):
+        beyond = any(0.98 * roof.rate < rate < 1.02 * roof.rate for rate in high)
+        _draw_flat_roof(roofing, frame, roof, height, levels, beyond=beyond)
+    return roofing
+
+
+def _label_slope(
+    roofing: RoofShapes, text: str, start: Point, end: Point, spots: Sequence[tuple[float, float, float]]
+) -> None:
+    """Writes along a line, where it is farthest from all points."""
+    (x0, y0), (x1, y1) = start, end
+    angle = math.atan2(y0 - y1, x1 - x0)
+    half = text_width(text, 12) / 2
+
+    def free(share: float) -> float:
+        x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
+        return min((math.hypot(a - x, b - y) - radius for a, b, radius in spots), default=0.0)
+
+    share = max((step / 20 for step in range(4, 16)), key=lambda at: (round(min(free(at), half + 10)), -at))
+    x, y = x0 + share * (x1 - x0) - 6 * math.sin(angle), y0 + share * (y1 - y0) - 6 * math.cos(angle)
+    roofing.shapes.append(Text(x=x, y=y, text=text, angle=math.degrees(angle), halo=True, anchor="middle"))
+    for step in range(-3, 4):
+        along = half * step / 3
+        roofing.boxes.append(box_around(x + along * math.cos(angle), y - 4 - along * math.sin(angle), 9.0))
+
+
+def _draw_flat_roof(
+    roofing: RoofShapes, frame: Frame, roof: Roof, height: float, levels: Mapping[str, float], *, beyond: bool
+) -> None:
+    """One flat roof; `beyond` shows how it goes on above the memory's."""
+    at, end = frame.y.place(roof.rate)[0], frame.x.end
+    start = frame.x.place(max(roof.rate / max(levels.values()), 10.0**frame.x.low))[0]
+    color, width = ("ink", 1.6) if roof.used else ("muted", 0.8)
+    described = f"{roof.name}: {quantity(roof.rate, 'FLOP/s')}"
+    roofing.shapes += [
+        Line(points=((start, at), (end, at)), stroke=color, width=width, dashed=not roof.used, title=described),
+        Line(points=((end, at), (end + 8, height)), stroke=color, width=0.8),
+        Text(
+            x=end + 12,
+            y=height + 4,
+            text=f"{_short_dtypes(roof.name)} {quantity(roof.rate, '')}",
+            color=color,
+            size=11,
+            bold=roof.used,
+        ),
+    ]
+    if not roof.used:
+        roofing.thin_lines.append(((start, at), (end, at)))
+        return
+    roofing.lines.append(((start, at), (end, at)))
+    if beyond:
+        roofing.shapes.append(Line(points=((frame.x.start, at), (start, at)), stroke="muted", width=0.8, dashed=True))
+        roofing.thin_lines.append(((frame.x.start, at), (start, at)))
+    ridge = roof.rate / levels["memory"]
+    foot, shown = frame.x.place(ridge)
+    if shown:
+        text = f"ridge {significant(ridge)}"
+        roofing.shapes.append(Line(points=((foot, at), (foot, BOTTOM)), stroke="muted", width=0.8, dashed=True))
+        roofing.thin_lines.append(((foot, at), (foot, BOTTOM)))
+        roofing.shapes.append(Text(x=foot + 5, y=BOTTOM - 7, text=text, size=11, color="muted", halo=True))
+        roofing.boxes.append((foot, BOTTOM - 20, foot + 6 + text_width(text, 11), BOTTOM - 3))
+
+
+def _short_dtypes(name: str) -> str:
+    for long, short in (("bfloat", "bf"), ("tfloat", "tf"), ("float", "fp")):
+        name = name.replace(long, short)
+    return name
+
+
+def _spread_apart(heights: Sequence[float], least: float) -> list[float]:
+    """Heights in rising order moved down where they are too near to the one before."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + least) if moved else height)
+    return moved
+
+
+def box_around(x: float, y: float, reach: float) -> Box:
+    return x - reach, y - reach, x + reach, y + reach
+
+
+MOST_LABELS = 14
+LEAST_LABELED = 0.01
+"""Points with a smaller share of the time have their name in the hover text alone."""
+MOST_IN_COLUMN = 6
+LABEL_SIZE = 11.5
+"""Height of the names of points."""
+_FIRST = ("matrix", "attention", "pointwise", "normalization", "optimizer", "movement", "convolution", "random")
+FAMILIES = (*_FIRST, *(family for family in get_args(Family) if family not in (*_FIRST, "view")))
+"""In the order of their colors and marks, so that a family looks the same in every picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """What the words of a roofline are about."""
+
+    title: str
+    subtitle: str
+    described: str
+    rate: str = "FLOP/s that the machine allows"
+    """What is upwards."""
+    time: str = "as-written time"
+    """What circles are shares of."""
+
+
+def roofline(estimate: Estimate, machine: Machine, *, title: str = "") -> Scene:
+    """The picture of an estimate on the machine that it was made for."""
+    limits = ceilings_of(machine, estimate)
+    levels = {"memory": limits.bandwidth}
+    if isinstance(limits, Achievable) and limits.cache_bandwidth and limits.cache_bandwidth > limits.bandwidth:
+        levels["last-level cache"] = limits.cache_bandwidth
+    wording = Wording(
+        title=title or f"Roofline on {machine.name}",
+        subtitle=_subtitle(estimate, machine),
+        described=f"{title or 'Roofline'} on {machine.name}: FLOP per byte against FLOP per second.",
+    )
+    return draw_roofline(estimate_points(estimate), levels, estimate_roofs(estimate, limits), wording)
+
+
+def draw_roofline(
+    found: Sequence[OpPoint], levels: Mapping[str, float], ceilings: Sequence[Roof], wording: Wording
+) -> Scene:
+    """Points under roofs: `levels` are the bandwidths of the memory and its caches."""
+    computing, moving = [one for one in found if one.flops], [one for one in found if not one.flops]
+    frame = fit_frame(computing, moving, levels, ceilings)
+    column, in_column = _draw_column(moving, frame)
+    roofing = draw_roofs(frame, levels, ceilings, computing)
+    shapes: list[Shape] = [
+        Text(x=LEFT, y=28, text=truncate(wording.title, 90), size=17, bold=True),
+        Text(x=LEFT, y=50, text=truncate(wording.subtitle, 130), size=12, color="muted"),
+        *draw_grid(frame, has_column=bool(moving), rate=wording.rate),
+        *roofing.shapes,
+        *_draw_points(computing, frame),
+        *_draw_labels(computing, frame, roofing),
+        *column,
+    ]
+    if not found:
+        shapes.append(Text(x=(LEFT + WIDTH - RIGHT) / 2, y=TOP + 80, text="nothing to show", anchor="middle"))
+    legend, bottom = _legend(found, frame, BOTTOM + 70, wording.time)
+    shapes += legend
+    for line in _caption(computing, moving, in_column, levels):
+        shapes.append(Text(x=LEFT, y=bottom, text=line, size=11.5, color="muted"))
+        bottom += 17
+    return Scene(width=WIDTH, height=round(bottom), described=wording.described, shapes=tuple(shapes))
+
+
+def _subtitle(estimate: Estimate, machine: Machine) -> str:
+    return (
+        f"{machine.name}, {CEILINGS.get(estimate.how, estimate.how)}: as written {seconds(estimate.as_written_s)}, "
+        f"fused {seconds(estimate.fused_s)}, ideal {seconds(estimate.ideal_s)}"
+    )
+
+
+def _draw_points(computing: Sequence[OpPoint], frame: Frame) -> Iterator[Shape]:
+    """Circles first, the largest at the bottom, then all marks, so that none is hidden."""
+    for point in computing:
+        x, y = frame.spot(point)
+        yield _circle(point, x, y, frame)
+    for point in computing:
+        x, y = frame.spot(point)
+        yield marker(x, y, _family_index(point.family), title=_point_facts(point))
+
+
+def _circle(point: OpPoint, x: float, y: float, frame: Frame) -> Circle:
+    color = str(_family_index(point.family) % 6)
+    return Circle(
+        x=x,
+        y=y,
+        radius=frame.size(point),
+        fill=color,
+        opacity=0.2,
+        stroke=color,
+        width=1.2,
+        title=_point_facts(point),
+    )
+
+
+def _family_index(family: str) -> int:
+    """Of its color and mark; a family from an estimate of another version looks like the last."""
+    return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES) - 1
+
+
+def _point_facts(point: OpPoint) -> str:
+    where = f" in {point.place}" if point.place else ""
+    intensity = point.intensity
+    computed = (
+        f"{quantity(point.flops, 'FLOP')}, {significant(intensity)} FLOP per byte, {quantity(point.rate, 'FLOP/s')}; "
+        if intensity is not None and math.isfinite(intensity)
+        else ""
+    )
+    return (
+        f"{point.name}{where}{f', {point.phase}' if point.phase else ''}, {point.count} times: {computed}"
+        f"{quantity(point.bytes, 'B')}; {seconds(point.seconds)}, {percent(point.share)} of the time; "
+        f"limit: {point.limiter}"
+    )
+
+
+def _draw_labels(computing: Sequence[OpPoint], frame: Frame, roofing: RoofShapes) -> Iterator[Shape]:
+    spots = [(*frame.spot(point), frame.size(point)) for point in computing]
+    obstacles = Obstacles(
+        frame=(frame.x.start + 2, TOP + 2, frame.x.end - 2, BOTTOM - 4),
+        boxes=[*(box_around(x, y, 7.0) for x, y, _ in spots), *roofing.boxes],
+        lines=roofing.lines,
+        thin_lines=roofing.thin_lines,
+        discs=spots,
+    )
+    labels = [
+        Label(lines=tuple(_point_name(point) for point in together), x=x, y=y, radius=max(radius, 6.0))
+        for together, (x, y, radius) in _group_labels(computing, spots)
+    ]
+    for placed in place_labels(labels, obstacles, size=LABEL_SIZE):
+        if placed.leader is not None:
+            yield Line(points=placed.leader, stroke="muted", width=0.8)
+        for x, y, text in placed.lines:
+            yield Text(x=x, y=y, text=text, size=LABEL_SIZE, anchor=placed.anchor, halo=True)
+
+
+def _group_labels(
+    computing: Sequence[OpPoint], spots: Sequence[tuple[float, float, float]]
+) -> list[tuple[list[OpPoint], tuple[float, float, float]]]:
+    """Points to be named, those at nearly the same spot together."""
+    found: list[tuple[list[OpPoint], tuple[float, float, float]]] = []
+    for point, spot in zip(computing[:MOST_LABELS], spots, strict=False):
+        if point.share < LEAST_LABELED:
+            continue
+        near = [one for one, (x, y, _) in found if math.hypot(x - spot[0], y - spot[1]) < 7 and len(one) < 4]
+        if near:
+            near[0].append(point)
+        else:
+            found.append(([point], spot))
+    return found
+
+
+def _point_name(point: OpPoint) -> str:
+    name = point.name.removeprefix("_scaled_dot_product_").removeprefix("native_").replace("_for_cpu", "")
+    place = ".".join(point.place.split(".")[-2:])
+    where = f" {truncate(place, 22)}" if place and place != name else ""
+    backward = " (bwd)" if point.phase == "backward" else ""
+    return f"{truncate(name, 26)}{where}{backward} {percent(point.share, 0)}"
+
+
+def _draw_column(moving: Sequence[OpPoint], frame: Frame) -> tuple[list[Shape], int]:
+    """Ops without FLOPs below each other, the largest at the top, as many as there is room for; and how many."""
+    shapes: list[Shape] = []
+    x, y = LEFT + (COLUMN - 8) / 2, TOP + 10.0
+    shown = 0
+    for point in moving[:MOST_IN_COLUMN]:
+        radius = max(frame.size(point), 6.0)
+        if y + 2 * radius + 34 > BOTTOM:
+            break
+        shapes += [
+            _circle(point, x, y + radius, frame),
+            marker(x, y + radius, _family_index(point.family), title=_point_facts(point)),
+        ]
+        y += 2 * radius + 13
+        shapes.append(Text(x=x, y=y, text=truncate(point.name, 14), size=10.5, anchor="middle"))
+        shapes.append(Text(x=x, y=y + 12, text=percent(point.share), size=10.5, anchor="middle", color="muted"))
+        y += 24
+        shown += 1
+    return shapes, shown
+
+
+def _legend(found: Sequence[OpPoint], frame: Frame, top: float, time: str) -> tuple[list[Shape], float]:
+    """Families with their shares, in rows; then what an area means. And where it ends."""
+    shares: dict[str, float] = {}
+    for point in found:
+        shares[point.family] = shares.get(point.family, 0.0) + point.share
+    shapes: list[Shape] = []
+    x = float(LEFT)
+    for family, share in sorted(shares.items(), key=lambda item: -item[1]):
+        text = f"{family} {percent(share)}"
+        wide = 18 + text_width(text, 12) + 22
+        if x + wide > WIDTH - 20:
+            x, top = float(LEFT), top + 22
+        shapes += [marker(x + 6, top - 4, _family_index(family)), Text(x=x + 18, y=top, text=text)]
+        x += wide
+    if found:
+        top += 16 + frame.radius * math.sqrt(0.1)
+        x = float(LEFT)
+        for share in (0.1, 0.01):
+            radius = frame.radius * math.sqrt(share)
+            shapes.append(Circle(x=x + radius, y=top - 4, radius=radius, fill="muted", opacity=0.15, stroke="muted"))
+            text = f"{percent(share, 0)} of the {time}"
+            shapes.append(Text(x=x + 2 * radius + 6, y=top, text=text, size=11.5))
+            x += 2 * radius + 6 + text_width(text, 11.5) + 24
+    return shapes, top + 14 + frame.radius * math.sqrt(0.1)
+
+
+def _caption(
+    computing: Sequence[OpPoint], moving: Sequence[OpPoint], in_column: int, levels: Mapping[str, float]
+) -> list[str]:
+    text = "A mark is an operator at one place in the code, over all layers; its circle is its share of the time."
+    if moving:
+        share = sum(point.share for point in moving)
+        left = len(moving) - in_column
+        text += f" {percent(share)} of the time goes to ops that compute nothing; they are in the column at the left"
+        text += f", but for {left} small ones." if left else "."
+    if any(is_above_bandwidth(point, levels["memory"]) for point in computing):
+        text += " What lies above the memory's roof is served by the last-level cache"
+        text += "." if len(levels) > 1 else ", whose speed is not known for this machine."
+    return textwrap.wrap(text, 140)

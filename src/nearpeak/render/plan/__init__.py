@@ -1,1 +1,0 @@
-"""Answers of the planner: text, tables, pictures and pages."""

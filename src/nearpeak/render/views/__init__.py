@@ -1,0 +1,1 @@
+"""One module per result: each makes the `Document` that all formats are written from."""

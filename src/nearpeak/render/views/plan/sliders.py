@@ -1,0 +1,228 @@
+"""`Sliders`: what a page of the planner computes again when its sliders move, as data for `assets/plan*.js`.
+
+The page repeats the planner's own arithmetic for a few choices. What depends on more than those comes along as numbers:
+bytes that activations take per token, for each degree and kind of recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from nearpeak.errors import UsageError
+from nearpeak.plan.models.model import count_parameters
+from nearpeak.plan.serving.plan import ServingPlan
+from nearpeak.plan.training import memory as arithmetic
+from nearpeak.plan.training.job import Job
+from nearpeak.plan.training.memory import EAGER_LOGITS, EAGER_RUNNING, LOGITS, layer_bytes
+from nearpeak.plan.training.plan import MemoryPlan
+
+RECOMPUTES = {"none": (), "parts": ("norm", "feed_activation"), "full": ("layer",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sliders:
+    """The arithmetic that the page knows, and the numbers that it needs."""
+
+    kind: Literal["memory", "decode"]
+    title: str
+    note: str
+    data: Mapping[str, Any]
+
+
+def memory_sliders(plan: MemoryPlan) -> Sliders | None:
+    """Memory against degrees, microbatch, sequence, sharding and recomputation; None where something is offloaded."""
+    job, layout, model = plan.job, plan.job.layout, plan.job.model
+    if layout.offload != "none" or layout.sharding == "hsdp" or layout.virtual > 1 or layout.split:
+        plain = replace(
+            layout, offload="none", sharding=_plain_sharding(layout.sharding), shard_group=0, virtual=1, split=()
+        )
+        job = replace(job, layout=plain)
+        layout = job.layout
+    numbers = count_parameters(model)
+    degrees = [tp for tp in _powers(64) if _legal_tp(job, tp)]
+    kept = {
+        name: {str(tp): values for tp in degrees if (values := _activation_bytes(job, tp, modules)) is not None}
+        for name, modules in RECOMPUTES.items()
+    }
+    started = next((name for name, modules in RECOMPUTES.items() if set(modules) == set(layout.recompute)), None)
+    if started is None:
+        started = "as planned"
+        kept[started] = {
+            str(tp): values for tp in degrees if (values := _activation_bytes(job, tp, layout.recompute)) is not None
+        }
+    precision, eager = job.precision, job.software == "eager"
+    trained = job.trainable >= 0.5
+    data = {
+        "mixers": model.mixers,
+        "feeds": model.feeds,
+        "weights": {
+            **dict.fromkeys("AWC", numbers.attention),
+            "M": numbers.state_space,
+            "D": numbers.dense,
+            "E": numbers.expert_shared,
+        },
+        "norm": numbers.norm,
+        "embedding": numbers.embedding,
+        "output": numbers.output,
+        "tied_copy": numbers.embedding if model.tied else 0,
+        "final_norm": numbers.final_norm,
+        "expert": numbers.expert,
+        "experts": model.experts,
+        "bytes": {
+            "parameters": precision.parameters,
+            "gradients": precision.gradients,
+            "optimizer": precision.optimizer,
+        },
+        "trainable": job.trainable,
+        "cp": layout.cp,
+        "etp": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "logits": 0.0 if model.image_tokens else (EAGER_LOGITS if eager else LOGITS) * model.vocabulary,
+        "gathered": 2.0 * model.hidden,
+        "dispatched": 2.0 * model.active_experts * (model.latent or model.hidden),
+        "buckets": 0.2e9,
+        "copied_buckets": eager,
+        "workspace": arithmetic.WORKSPACE,
+        "placeholders": trained and job.software == "fused",
+        "output_placeholder": model.vocabulary * model.hidden
+        if trained and (precision.gradients > 2 or job.software == "fused")
+        else 0,
+        "running": EAGER_RUNNING * model.hidden if trained and eager else 0.0,
+        "slack": arithmetic.SLACK,
+        "context": [arithmetic.CONTEXT, arithmetic.CONTEXT + arithmetic.COMMUNICATORS],
+        "kept": kept,
+        "capacity": plan.capacity,
+        "choices": {
+            "gpus": _including([1 << n for n in range(15)], layout.gpus),
+            "tp": degrees,
+            "pp": _including([pp for pp in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if pp <= model.layers], layout.pp),
+            "ep": _including([ep for ep in _powers(256) if model.experts % ep == 0], layout.ep)
+            if model.is_moe
+            else [1],
+            "microbatch": _including([1, 2, 4, 8, 16], layout.microbatch),
+            "microbatches": _including([1, 2, 4, 8, 16, 32, 64, 128], layout.microbatches),
+            "sequence": _including([1 << n for n in range(9, 18)], job.sequence),
+        },
+        "start": {
+            "gpus": layout.gpus,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "ep": layout.ep,
+            "microbatch": layout.microbatch,
+            "microbatches": layout.microbatches,
+            "sequence": job.sequence,
+            "sharding": layout.sharding,
+            "recompute": started,
+        },
+    }
+    if layout.tp not in degrees:
+        return None
+    return Sliders(
+        kind="memory",
+        title="What if",
+        note="The sliders compute memory again, in this page: states, activations, logits and buffers of the "
+        "fullest pipeline stage, for a plain 1F1B schedule without offload. The tables below, and "
+        "times, stay as planned.",
+        data=data,
+    )
+
+
+def decode_sliders(plan: ServingPlan) -> Sliders | None:
+    """The roofline of a decode step against batch and context; None where a model is no plain one of attention."""
+    theoretical = plan.cluster.machine.theoretical
+    if theoretical is None:
+        return None
+    model, layout, precision = plan.model, plan.layout, plan.precision
+    values = (
+        model.kv_rank + model.rope_dim
+        if model.kv_rank
+        else -(-model.kv_heads // layout.tp) * (model.head_dim + model.value_dim)
+    )
+    full, windowed = model.mixers.count("A"), model.mixers.count("W") + model.mixers.count("C")
+    scores = 2.0 * model.heads * (model.head_dim + model.value_dim) / (layout.tp * layout.pp)
+    peak = theoretical.matrix.get(precision.rest_compute)
+    if peak is None:
+        return None
+    at = max(1, round(plan.at.running / layout.dp))
+    context = plan.load.prompt + plan.load.output // 2
+    data = {
+        "weights": plan.room.weights,
+        "cache_full": full * values * precision.kv_bytes / layout.pp,
+        "cache_window": windowed * values * precision.kv_bytes / layout.pp,
+        "window": model.window,
+        "flops": plan.flops_per_token / (layout.tp * layout.pp),
+        "flops_full": full * scores,
+        "flops_window": windowed * scores,
+        "bandwidth": theoretical.bandwidth,
+        "peak": peak,
+        "cache_room": plan.room.cache,
+        "choices": {
+            "batch": _including([1 << n for n in range(12)], at),
+            "context": _including([1 << n for n in range(7, 18)], context),
+            "share": list(range(40, 101, 5)),
+        },
+        "start": {"batch": at, "context": context, "share": 80},
+    }
+    return Sliders(
+        kind="decode",
+        title="What if",
+        note="The sliders compute the roofline of one decode step again, in this page: reading all weights and the "
+        "cache against multiplying, on one GPU, without communication, launches and waiting. The tables below have all "
+        "of that, and stay as planned.",
+        data=data,
+    )
+
+
+def _plain_sharding(sharding: str) -> Any:
+    return "zero3" if sharding == "hsdp" else sharding
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
+
+
+def _including(values: Sequence[int], value: int) -> list[int]:
+    return sorted({*values, value})
+
+
+def _legal_tp(job: Job, tp: int) -> bool:
+    return _job(job, tp, ()) is not None
+
+
+def _job(job: Job, tp: int, recompute: tuple[str, ...]) -> Job | None:
+    """One GPU of each kind and one sequence: what a token leaves behind at this degree."""
+    layout = job.layout
+    try:
+        tried = replace(
+            layout,
+            gpus=tp * layout.cp * max(1, layout.ep * layout.etp),
+            global_batch=max(1, layout.ep * layout.etp),
+            microbatch=1,
+            tp=tp,
+            pp=1,
+            virtual=1,
+            split=(),
+            sharding="none",
+            shard_group=0,
+            recompute=recompute,
+            offload="none",
+        )
+        return replace(job, layout=tried)
+    except UsageError:
+        return None
+
+
+def _activation_bytes(job: Job, tp: int, recompute: tuple[str, ...]) -> dict[str, Any] | None:
+    """Bytes of a token in one mixer and one feed of each kind, and those that are computed again at once."""
+    alone = _job(job, tp, recompute)
+    if alone is None:
+        return None
+    mixers, feeds = ("".join(sorted(set(letters) - {"-"})) for letters in (job.model.mixers, job.model.feeds))
+
+    def of(whole: bool) -> dict[str, float]:
+        found = {letter: layer_bytes(alone, letter, "-", whole=whole)[1] for letter in mixers}
+        return found | {letter: layer_bytes(alone, "", letter, whole=whole)[1] for letter in feeds}
+
+    return {"held": of(False), "again": of(True) if "layer" in recompute else None}

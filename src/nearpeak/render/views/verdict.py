@@ -1,0 +1,216 @@
+"""Verdict, why and next of a profile, in one or two sentences each."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.idle import CAUSE_MEANINGS as CAUSES
+from nearpeak.profiles.idle import CauseName
+from nearpeak.profiles.profile import Profile, ProfiledOp
+from nearpeak.profiles.ranking import RankedOps, ranking
+from nearpeak.profiles.waterfall import PART_MEANINGS, PartName
+from nearpeak.render.text import PLAIN, Style
+from nearpeak.render.views.timing import plain
+from nearpeak.units import percent, seconds, significant
+
+WIDTH = 80
+LABEL = 9
+SMALL_LOSS = 0.05
+"""A loss below this share of the step is not worth a change."""
+TYPICAL_RATIO = 1.25
+"""Kernels that take at most this much of what is expected of good ones are no slower than others."""
+
+
+def card(profile: Profile, style: Style = PLAIN, findings: Sequence[Finding] = ()) -> str:
+    """Verdict, why and next, in lines of 80 columns."""
+    return "\n".join(_labeled(name, line, style) for name, line in sentences(profile, findings).items())
+
+
+def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, str]:
+    """Verdict, why and next, which is the finding that saves most where there is one."""
+    loss = profile.waterfall.largest_loss
+    why, next_ = _ADVICE[loss.name](profile)
+    share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
+    if share < SMALL_LOSS:
+        next_ = "Little is left to gain with the same work: do less of it, in a lower precision or on another machine."
+    if findings:
+        first = findings[0]
+        where = f" at {elide_start(first.source)}" if first.source else ""
+        saves = f"{seconds(first.saving_s)}, {percent(first.share)}"
+        next_ = f"{plain(first.title)} Changing that{where} saves {saves}: {plain(first.rule, 40)} below."
+    return {
+        "Verdict": verdict(profile),
+        "Why": f"Most is lost to {loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step "
+        f"({PART_MEANINGS[loss.name]}). {why}".strip(),
+        "Next": next_,
+    }
+
+
+def verdict(profile: Profile) -> str:
+    """How long a step takes against how long it could."""
+    machine = plain(profile.machine, 30)
+    if profile.ideal_s <= 0.0:
+        return f"{seconds(profile.wall_s)} a step on {machine}, of which nothing has a bound."
+    times = significant(profile.wall_s / profile.ideal_s)
+    return f"{seconds(profile.wall_s)} a step, {times} x the ideal {seconds(profile.ideal_s)} on {machine}."
+
+
+def short_name(op: str) -> str:
+    """An operator's name as people say it; a kernel of Inductor's by what it fuses.
+
+    >>> short_name("aten.gelu_backward.default"), short_name("aten.sum.dim_IntList"), short_name("mine.kernel")
+    ('gelu_backward', 'sum.dim_IntList', 'mine.kernel')
+    """
+    return plain(op.removeprefix("aten.").removeprefix("inductor.triton_").removesuffix(".default"))
+
+
+def elide(name: str, room: int) -> str:
+    """A name in at most `room` columns, its middle left out: the ends tell one from another.
+
+    >>> shortened("triton_red_fused__log_softmax_backward_12", 24)
+    'triton_red_f...ckward_12'
+    """
+    tail = 9 if room >= 20 else room // 3
+    return name if len(name) <= room else f"{name[: room - tail - 3]}...{name[-tail:]}"
+
+
+def elide_start(source: str, longest: int = 30) -> str:
+    """A source line, its beginning left out where it is too long: the file and the line are at its end."""
+    safe = plain(source)
+    return safe if len(safe) <= longest else "..." + safe[3 - longest :]
+
+
+def _slow_kernels(profile: Profile) -> tuple[str, str]:
+    ranks = [rank for rank in ranking(profile, "op") if rank.modeled and rank.lost_s > 0.0]
+    if not ranks:
+        return "", "Look at the top of the ranking."
+    worst = ranks[0]
+    ops = [op for op in profile.ops if f"{op.name} {op.phase}" == worst.key]
+    name = elide(short_name(ops[0].name), 48)
+    where = _costliest(ops, lambda op: op.source, lambda op: op.lost_s)
+    where = where or _costliest(ops, lambda op: op.module, lambda op: op.lost_s)
+    times = f", {significant(worst.measured_s / worst.bound_s, 2)} x the bound" if worst.bound_s > 0.0 else ""
+    why = f"{name} ({plain(ops[0].phase, 12)}) loses most: {seconds(worst.lost_s)} in {_count(worst.ops, 'op')}{times}."
+    at = f" at {elide_start(where)}" if where else ""
+    return why, f"Begin with {name}{at}: {_slow_kernel_remedy(worst)}"
+
+
+def _slow_kernel_remedy(worst: RankedOps) -> str:
+    if worst.expected_s is None:
+        return "try another backend, layout or shape for it."
+    if worst.measured_s <= TYPICAL_RATIO * worst.expected_s:
+        return (
+            f"its kernels are as fast as such kernels are ({seconds(worst.expected_s)} expected). Fuse it with its "
+            "neighbors, or change its shape or dtype."
+        )
+    return (
+        f"good kernels take {seconds(worst.expected_s)} for {'it' if worst.ops == 1 else f'all {worst.ops:,}'}, these "
+        f"took {seconds(worst.measured_s)}. Try another backend, layout or shape."
+    )
+
+
+def _fusion(profile: Profile) -> tuple[str, str]:
+    """Where regrouping saves most: by line, or by module where lines are not known."""
+    advice = "torch.compile fuses them, or fused kernels for norms, activations and the loss do."
+    known = [op for op in profile.ops if op.fused_s is not None]
+    line = _costliest(known, lambda op: op.source, _fusion_saving)
+    module = _costliest(known, lambda op: op.module, _fusion_saving)
+    if not line and not module:
+        return "", f"Fuse the ops in between: {advice}"
+    same = [op for op in known if (op.source == line if line else op.module == module)]
+    where = elide_start(line) if line else plain(module, 40)
+    why = f"{where} has most of it: {seconds(sum(map(_fusion_saving, same)))} in {_count(len(same), 'op')}."
+    return why, f"Fuse the ops at {where}: {advice}"
+
+
+def _fusion_saving(op: ProfiledOp) -> float:
+    return op.bound_s - op.fused_s if op.fused_s is not None else 0.0
+
+
+_IDLE_ADVICE: Mapping[CauseName, str] = {
+    "synchronization": "Keep results on the device there, and read them once in many steps.",
+    "input": "Load the next batch while this one runs: more workers, pinned memory, less work per sample.",
+    "allocator": "Keep shapes the same from step to step, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    "garbage collection": "Call gc.freeze() after the first steps, or collect between steps with gc.collect().",
+    "compilation": "Keep shapes and dtypes the same from step to step, and let more steps pass before measuring.",
+    "profiler": "This is the profiler's own time: a script that nearpeak runs itself has clean steps without it.",
+    "launching": "Launch less: torch.compile, CUDA graphs (mode='reduce-overhead'), fused optimizers, larger batches.",
+    "python": "Take that work out of the step, or compile the step with torch.compile.",
+    "unknown": "Keep the device busy: CUDA graphs or torch.compile, no synchronization, faster input.",
+}
+
+
+def _idle(profile: Profile) -> tuple[str, str]:
+    """The cause with most of the time, all its places together, and the place with most of it."""
+    totals: dict[CauseName, float] = {}
+    for entry in profile.idle:
+        totals[entry.cause] = totals.get(entry.cause, 0.0) + entry.seconds
+    if not totals:
+        return "", _IDLE_ADVICE["unknown"]
+    cause = max(totals, key=lambda name: totals[name])
+    worst = max((entry for entry in profile.idle if entry.cause == cause), key=lambda entry: entry.seconds)
+    what = f" ({plain(worst.what, 40)})" if worst.what else ""
+    where = f", most at {elide_start(worst.where)}" if worst.where else ""
+    return f"Its largest cause is {cause}{what}, {seconds(totals[cause])}: {CAUSES[cause]}{where}.", _IDLE_ADVICE[cause]
+
+
+def _not_modeled(profile: Profile) -> tuple[str, str]:
+    unknown = [op for op in profile.ops if not op.modeled]
+    name = _costliest(unknown, lambda op: op.name, lambda op: op.measured_s)
+    if not name:
+        return "", "Kernels without an op: nothing can be said about them."
+    took = sum(op.measured_s for op in unknown if op.name == name)
+    short = elide(short_name(name), 48)
+    why = f"{short} takes most of it: {seconds(took)}."
+    return why, f"Tell what {short} costs with nearpeak.declare_cost, and profile again."
+
+
+def _traffic(profile: Profile) -> tuple[str, str]:
+    return "", "The traffic itself is needed: larger batches reuse more of it, a lower precision makes it less."
+
+
+def _communication(profile: Profile) -> tuple[str, str]:
+    return "", "Overlap communication with computation, or send less."
+
+
+def _ideal(profile: Profile) -> tuple[str, str]:
+    return "", ""
+
+
+_ADVICE: Mapping[PartName, Callable[[Profile], tuple[str, str]]] = {
+    "ideal": _ideal,
+    "traffic": _traffic,
+    "fusion": _fusion,
+    "slow kernels": _slow_kernels,
+    "not modeled": _not_modeled,
+    "communication": _communication,
+    "idle": _idle,
+}
+"""For each part of the wall time, why it is so large and what to do."""
+
+
+def _costliest(ops: Iterable[ProfiledOp], key: Callable[[ProfiledOp], str], cost: Callable[[ProfiledOp], float]) -> str:
+    """The key whose ops cost most together; "" where no key is known or nothing costs anything."""
+    totals: dict[str, float] = {}
+    for op in ops:
+        totals[key(op)] = totals.get(key(op), 0.0) + cost(op)
+    best = max((name for name in totals if name), key=lambda name: totals[name], default="")
+    return best if best and totals[best] > 0.0 else ""
+
+
+def wrap_text(line: str, indent: int = 0) -> str:
+    """The text in lines of 80 columns; no line begins with a percent sign."""
+    together = line.replace(" %", "\xa0%")
+    wrapped = textwrap.fill(together, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return wrapped.replace("\xa0", " ")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _labeled(name: str, line: str, style: Style) -> str:
+    label = f"{name + ':':{LABEL}}"
+    return style.paint(f"{name}:", "bold") + wrap_text(label + line.strip(), LABEL)[len(name) + 1 :]

@@ -1,0 +1,1 @@
+"""The ops that torch's CUDA build would run, for code that runs on fake CPU tensors."""

@@ -1,0 +1,198 @@
+"""`lowered`: while it is entered, operators on the CPU's tensors are taken apart as on the target.
+
+A lowering is a function for an operator that torch composes of others, differently by device. It is registered with
+torch's dispatcher for the CPU's autograd, in place of torch's own composition, for as long as a trace for a GPU runs.
+Tensors on a GPU do not come here: torch's own choice for them is the truth.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from nearpeak.trace.cuda_ops.target import Target
+from nearpeak.trace.patches.shared_patch import SharedPatch
+
+_IMPLICIT_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
+
+Lowering = Callable[..., Any]
+"""Takes the target and the operator's arguments."""
+
+
+class DispatcherKernel(NamedTuple):
+    """What is registered for one operator under one key of the dispatcher."""
+
+    operator: str
+    key: str
+    function: Callable[..., Any]
+
+
+class _ActiveTrace(NamedTuple):
+    """A trace: what it is for, and what is undone at its end."""
+
+    target: Target
+    undo: ExitStack
+    entered: set[SharedPatch]
+
+
+class _ActiveTraces(threading.local):
+    """The traces that run on this thread; other threads see torch's own operators."""
+
+    def __init__(self) -> None:
+        self.traces: list[_ActiveTrace] = []
+
+
+LOWERINGS: dict[str, Lowering] = {}
+"""By the operator's name as torch writes it: "dropout", "softmax.int"."""
+OPAQUE_OPERATORS: set[str] = set()
+"""Operators that torch can take apart, and that a GPU runs as one."""
+RECOMPOSED_OPERATORS: set[torch._ops.OpOverload] = set()
+"""Operators that have a composition of ours now, in place of torch's."""
+META_KERNELS: list[DispatcherKernel] = []
+"""What else is registered: shapes that torch does not know."""
+_active_traces = _ActiveTraces()
+
+
+def lowers(*operators: str) -> Callable[[Lowering], Lowering]:
+    """Makes a function the lowering of operators."""
+
+    def register(function: Lowering) -> Lowering:
+        for operator in operators:
+            if operator in LOWERINGS:
+                raise ValueError(f"{operator} has two lowerings")
+            LOWERINGS[operator] = function
+        return function
+
+    return register
+
+
+def current_target() -> Target | None:
+    """The target of the trace that runs on this thread."""
+    return _active_traces.traces[-1].target if _active_traces.traces else None
+
+
+@contextmanager
+def lowering_for(target: Target) -> Iterator[None]:
+    """Inside, on this thread, the CPU's tensors stand for the target's. Can be nested."""
+    with _shared_registration(), ExitStack() as undo:
+        _active_traces.traces.append(_ActiveTrace(target, undo, set()))
+        try:
+            yield
+        finally:
+            _active_traces.traces.pop()
+
+
+def enter_for_trace(context: SharedPatch) -> None:
+    """Enters a context, once, that the trace on this thread leaves when it ends."""
+    running = _active_traces.traces[-1]
+    if context not in running.entered:
+        running.entered.add(context)
+        running.undo.enter_context(context())
+
+
+@contextmanager
+def register_kernels(kernels: Callable[[], list[DispatcherKernel]]) -> Iterator[None]:
+    """Inside, torch's dispatcher has these kernels."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel of torch's is replaced
+            for operator, key, function in kernels():
+                if overload_of(operator) is not None:
+                    library.impl(operator, function, key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def overload_of(operator: str) -> torch._ops.OpOverload | None:
+    """The operator "name" or "name.overload" of aten; None where this torch has none."""
+    name, _, overload = operator.partition(".")
+    return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+
+
+def run_native(operator: str | torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """The operator taken apart as torch itself does it."""
+    overload = overload_of(operator) if isinstance(operator, str) else operator
+    assert overload is not None
+    return overload._op_dk(_IMPLICIT_KEY, *args, **kwargs)
+
+
+@contextmanager
+def _register_lowerings() -> Iterator[None]:
+    overloads = {operator: overload_of(operator) for operator in (*LOWERINGS, *OPAQUE_OPERATORS)}
+    compositions = {
+        overload: _lowering_kernel(overload, LOWERINGS[operator]) if operator in LOWERINGS else _no_composition
+        for operator, overload in overloads.items()
+        if overload is not None
+    }
+    before = {overload: overload.py_kernels.get(_IMPLICIT_KEY) for overload in compositions}
+
+    def kernels() -> list[DispatcherKernel]:
+        lowerings = [(operator, overloads[operator]) for operator in LOWERINGS]
+        found = [
+            DispatcherKernel(operator, "AutogradCPU", compositions[overload])
+            for operator, overload in lowerings
+            if overload
+        ]
+        return [*found, *(kernel for kernel in META_KERNELS if not _has_meta_kernel(kernel))]
+
+    with register_kernels(kernels):
+        try:
+            for overload, composition in compositions.items():  # inference mode passes by autograd and asks for these
+                _set_composition(
+                    overload,
+                    _no_composition if overload.name().removeprefix("aten::") in OPAQUE_OPERATORS else composition,
+                )
+            yield
+        finally:
+            for overload, composition_before in before.items():
+                _set_composition(overload, composition_before)
+            RECOMPOSED_OPERATORS.clear()
+
+
+_shared_registration = SharedPatch(_register_lowerings)
+
+
+def _has_meta_kernel(kernel: DispatcherKernel) -> bool:
+    overload = overload_of(kernel.operator)
+    return overload is not None and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), kernel.key)
+
+
+def _set_composition(overload: torch._ops.OpOverload, composition: Callable[..., Any] | None) -> None:
+    RECOMPOSED_OPERATORS.add(overload)
+    if composition is None:
+        overload.py_kernels.pop(_IMPLICIT_KEY, None)
+    else:
+        overload.py_kernels[_IMPLICIT_KEY] = composition
+    overload._dispatch_cache.clear()
+
+
+def _lowering_kernel(overload: torch._ops.OpOverload, function: Lowering) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        target = current_target()
+        if target is None or not _in_fake_mode() or not _on_cpu(args):
+            return overload._op_dk(_IMPLICIT_KEY, *args, **kwargs)
+        return function(target, *args, **kwargs)
+
+    return kernel
+
+
+def _no_composition(*args: Any, **kwargs: Any) -> Any:
+    """No composition: also on the threads on which autograd works for a GPU, where a forward pass may run again."""
+    return NotImplemented
+
+
+def _in_fake_mode() -> bool:
+    """Whether a fake mode is active: real values, computed on the side, take torch's own way."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _on_cpu(args: tuple[Any, ...]) -> bool:
+    first = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    return first is None or first.device.type == "cpu"

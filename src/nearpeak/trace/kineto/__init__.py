@@ -1,0 +1,1 @@
+"""Trace files of torch.profiler (Kineto) as a `Trace` and its measured kernels."""

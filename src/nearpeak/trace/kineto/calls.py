@@ -1,0 +1,292 @@
+"""The calls of a recording that are its ops: what a dispatch mode below autograd would have seen, each once.
+
+Events nest: `aten::linear` holds `aten::addmm`, `aten::to` holds `aten::_to_copy`, which holds `aten::copy_`. An
+operator that is composite is taken apart before autograd, and the calls inside it are the ops. Any other operator is an
+op, and what it calls inside is how it does its work; so is a composite one that ran a kernel of its own. Whatever else
+launches kernels itself, a custom operator that torch here does not know, an autograd function, Inductor's kernels, a
+CUDA graph, is an op of unknown results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from nearpeak.ops.op import Phase
+from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, parse_arguments
+from nearpeak.trace.kineto.host import GARBAGE_COLLECTION, STEP_END_WAIT, HostCall, kind_of_range, kind_of_runtime_call
+from nearpeak.trace.kineto.operators import RecordedOperator, find_operator
+from nearpeak.trace.kineto.recording import Recording, Span
+
+CallKind = Literal["operator", "inductor", "graph", "unknown"]
+
+_BACKWARD_NODE = "autograd::engine::evaluate_function"
+_ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+_OPTIMIZER_PREFIX = "Optimizer.step#"
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
+_STEP_PREFIX = "ProfilerStep#"
+_COMPILED_REGION_PREFIX = "Torch-Compiled Region: "
+
+
+class ProfilerStep(NamedTuple):
+    """One step of the profiler's schedule. Times are microseconds."""
+
+    number: int
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class OpCall:
+    """One op, as the recording has it."""
+
+    span: Span
+    kind: CallKind
+    arguments: tuple[Argument, ...]
+    operator: RecordedOperator | None
+    phase: Phase
+    module: str
+    source: str
+    behind: int | None
+    """In the backward pass: the sequence number of the forward op behind it."""
+    thread: int
+    """Numbers the threads of the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCalls:
+    """All ops in the order of time, and which of them something on the device belongs to."""
+
+    calls: Sequence[OpCall]
+    by_external: Mapping[int, OpCall]
+    by_correlation: Mapping[int, OpCall]
+    launches: Mapping[int, Span]
+    """Of what runs on the device, when it was launched."""
+    steps: Sequence[ProfilerStep]
+    gradients: Sequence[tuple[float, RecordedTensor]]
+    """What the backward pass added to the gradients of leaves, with the time in microseconds; in the order of time."""
+    missing_kernels: Sequence[OpCall]
+    """Ops that launched a kernel which is not in the file, once for each."""
+    host: Sequence[HostCall] = ()
+    """What can leave the device idle."""
+    regions: Sequence[Span] = ()
+    """Runs of code that torch.compile made."""
+
+
+class _OpenSpan(NamedTuple):
+    """A span that is open, and what holds for everything inside."""
+
+    end: float
+    span: Span
+    owner: OpCall | None
+    hidden: bool
+    """Inside of a query or of the compiler: nothing in here is an op."""
+    phase: Phase
+    module: str
+    source: str
+    behind: int | None
+
+
+def find_op_calls(recording: Recording) -> OpCalls:
+    """Walks through every thread."""
+    walk = _ThreadWalk(recording)
+    for spans in recording.threads.values():
+        walk.thread(spans)
+    walk.locate()
+    walk.calls.sort(key=lambda call: call.span.start)
+    steps = sorted(walk.steps.values(), key=lambda step: step.start)
+    return OpCalls(
+        walk.calls,
+        walk.by_external,
+        walk.by_correlation,
+        walk.launches,
+        steps,
+        sorted(walk.gradients),
+        walk.missing_kernels,
+        walk.host,
+        walk.regions,
+    )
+
+
+class _ThreadWalk:
+    def __init__(self, recording: Recording) -> None:
+        self.calls: list[OpCall] = []
+        self.by_external: dict[int, OpCall] = {}
+        self.by_correlation: dict[int, OpCall] = {}
+        self.launches: dict[int, Span] = {}
+        self.steps: dict[int, ProfilerStep] = {}
+        self.gradients: list[tuple[float, RecordedTensor]] = []
+        self.missing_kernels: list[OpCall] = []
+        self.host: list[HostCall] = []
+        self.regions: list[Span] = []
+        self._launched = {item.correlation for item in recording.device_spans}
+        self._launchers = {item.external for item in recording.device_spans if not item.in_graph} - {None}
+        self._thread = -1
+        self._forward: dict[int, tuple[str, str]] = {}
+        self._parsed: dict[int, tuple[Argument, ...]] = {}
+
+    def thread(self, spans: Sequence[Span]) -> None:
+        self._thread += 1
+        stack: list[_OpenSpan] = []
+        parents: set[int] = set()
+        """Positions of ops that hold others."""
+        unknown: list[tuple[int, Span, _OpenSpan | None]] = []
+        positions: list[int] = []
+        launches, host = len(self.launches), len(self.host)
+        for position, span in enumerate(spans):
+            while stack and stack[-1].end <= span.start:
+                stack.pop()
+                positions.pop()
+            outer = stack[-1] if stack else None
+            if span.kind == "launch":
+                self._launch(span, outer)
+                continue
+            if span.kind == "op" and positions and not span.name.startswith(GARBAGE_COLLECTION):
+                parents.add(positions[-1])
+            frame = self._enter(span, outer)
+            if span.kind == "op" and frame.owner is None and not frame.hidden and "::" in span.name:
+                unknown.append((position, span, outer))
+            stack.append(frame)
+            positions.append(position if span.kind == "op" else positions[-1] if positions else -1)
+        if len(self.launches) == launches:  # one that only watches the device, which does not hold it up
+            self.host[host:] = [call for call in self.host[host:] if call.span.kind != "launch"]
+        for position, span, outer in unknown:
+            if position not in parents and not span.name.startswith(("autograd::", "torch::")):
+                self._leaf(span, outer)
+
+    def locate(self) -> None:
+        """Gives the ops of the backward pass the place of the forward op behind them."""
+        for call in self.calls:
+            if call.behind is not None and call.behind in self._forward:
+                module, source = self._forward[call.behind]
+                call.module, call.source = call.module or module, call.source or source
+
+    def _enter(self, span: Span, outer: _OpenSpan | None) -> _OpenSpan:
+        frame = _inherit(span, outer)
+        if span.kind == "python":
+            return _enter_python_frame(frame, span.name)
+        meaning = kind_of_range(span.name)
+        if meaning is not None:
+            self.host.append(HostCall(meaning, span, frame.owner))
+            if meaning == "compilation":  # it runs the code on tensors without data
+                return frame._replace(hidden=True)
+        if span.name.startswith(_COMPILED_REGION_PREFIX):
+            self.regions.append(span)
+        if span.kind == "annotation":
+            return self._annotated(frame, span)
+        if span.name.startswith(_BACKWARD_NODE):
+            return frame._replace(phase="backward", behind=span.sequence, module="", source="")
+        if span.name == _ACCUMULATE_GRAD:
+            self.gradients.extend(
+                (span.start, item) for item in self._arguments(span)[:1] if isinstance(item, RecordedTensor)
+            )
+        if frame.hidden or frame.owner is not None:
+            if frame.owner is not None and span.external is not None:
+                self.by_external[span.external] = frame.owner
+            return frame
+        stack = span.facts.get("Call stack") if span.facts else None
+        if isinstance(stack, str) and not frame.source:
+            frame = frame._replace(source=_user_line(stack.partition(";")[0]))
+        if span.sequence is not None and frame.phase == "forward":
+            self._forward[span.sequence] = (frame.module, frame.source)
+        return self._op(frame, span)
+
+    def _op(self, frame: _OpenSpan, span: Span) -> _OpenSpan:
+        arguments = self._arguments(span)
+        if span.facts is not None and "kernel_backend" in span.facts:
+            return frame._replace(owner=self._call(frame, span, "inductor", arguments, None))
+        operator = find_operator(span.name, arguments) if "::" in span.name and span.inputs is not None else None
+        if operator is not None and operator.query:
+            return frame._replace(hidden=True)
+        if operator is not None and not operator.composite:
+            return frame._replace(owner=self._call(frame, span, "operator", arguments, operator))
+        if span.external in self._launchers:  # it launches kernels itself
+            if operator is not None:
+                return frame._replace(owner=self._call(frame, span, "operator", arguments, operator))
+            self._call(frame, span, "unknown", arguments, None)  # what it calls is an op of its own all the same
+        return frame
+
+    def _call(
+        self,
+        frame: _OpenSpan,
+        span: Span,
+        kind: CallKind,
+        arguments: tuple[Argument, ...],
+        operator: RecordedOperator | None,
+    ) -> OpCall:
+        call = OpCall(
+            span=span,
+            kind=kind,
+            arguments=arguments,
+            operator=operator,
+            phase=frame.phase,
+            module=frame.module,
+            source=frame.source,
+            behind=frame.behind,
+            thread=self._thread,
+        )
+        self.calls.append(call)
+        if span.external is not None:
+            self.by_external[span.external] = call
+        return call
+
+    def _leaf(self, span: Span, outer: _OpenSpan | None) -> None:
+        """An operator that calls no other and that torch here does not know: it must do something itself."""
+        if span.external is None or span.external not in self.by_external:
+            arguments = self._arguments(span)
+            operator = find_operator(span.name, arguments) if span.inputs is not None else None
+            if operator is None:
+                self._call(_inherit(span, outer), span, "unknown", arguments, None)
+
+    def _arguments(self, span: Span) -> tuple[Argument, ...]:
+        if span.inputs is None:
+            return ()
+        found = self._parsed.get(id(span.inputs))  # the recording keeps them all, so an id stays taken
+        if found is None:
+            found = self._parsed[id(span.inputs)] = parse_arguments(span.inputs)
+        return found
+
+    def _launch(self, span: Span, outer: _OpenSpan | None) -> None:
+        meaning = kind_of_runtime_call(span.name)
+        if meaning is not None and (outer is None or outer.span.name != STEP_END_WAIT):
+            self.host.append(HostCall(meaning, span, None if outer is None else outer.owner))
+        if span.correlation is None or span.correlation not in self._launched:
+            if "LaunchKernel" in span.name and outer is not None and outer.owner is not None:
+                self.missing_kernels.append(outer.owner)
+            return
+        self.launches[span.correlation] = span
+        if span.name.startswith(_GRAPH_LAUNCHES):
+            frame = _inherit(span, outer)
+            self.by_correlation[span.correlation] = self._call(frame, span._replace(external=None), "graph", (), None)
+        elif outer is not None and outer.owner is not None:
+            self.by_correlation[span.correlation] = outer.owner
+
+    def _annotated(self, frame: _OpenSpan, span: Span) -> _OpenSpan:
+        if span.name.startswith(_STEP_PREFIX):
+            number = span.name.removeprefix(_STEP_PREFIX)
+            if number.isdigit():
+                self.steps[int(number)] = ProfilerStep(int(number), span.start, span.end)
+        if span.name.startswith(_OPTIMIZER_PREFIX) and frame.phase == "forward":
+            return frame._replace(phase="optimizer")
+        return frame
+
+
+def _inherit(span: Span, outer: _OpenSpan | None) -> _OpenSpan:
+    if outer is None:
+        return _OpenSpan(span.end, span, None, False, "forward", "", "", None)
+    return outer._replace(end=min(span.end, outer.end), span=span)
+
+
+def _enter_python_frame(frame: _OpenSpan, name: str) -> _OpenSpan:
+    if name.startswith("nn.Module: "):
+        inner = name.removeprefix("nn.Module: ")
+        return frame._replace(module=f"{frame.module}.{inner}" if frame.module else inner)
+    return frame._replace(source=_user_line(name))
+
+
+def _user_line(name: str) -> str:
+    """ "train.py:41" for a frame "src/train.py(41): step"; the line is that of the function's definition."""
+    file, _, rest = name.partition("(")
+    line = rest.partition(")")[0]
+    return f"{file.rpartition('/')[2]}:{line}" if line.isdigit() else ""

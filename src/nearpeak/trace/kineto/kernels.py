@@ -1,0 +1,121 @@
+"""`Kernel`: what ran on the device, each part of exactly one op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nearpeak.trace.kineto.calls import OpCall, OpCalls
+from nearpeak.trace.kineto.recording import DeviceKind, DeviceSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRun:
+    """A kernel, a copy or a fill that ran on the device."""
+
+    name: str
+    kind: DeviceKind
+    start_s: float
+    """From the start of what was read."""
+    seconds: float
+    device: int
+    stream: int
+    op: int | None
+    """The index of the op that launched it; None where the file does not tell."""
+    in_graph: bool = False
+    """It was launched by a CUDA graph, with all others of the graph."""
+    bytes: float | None = None
+    """Of a copy or a fill."""
+    launched_s: float | None = None
+    """When the CPU was done launching it, from the start of what was read; None where the file does not tell. A graph
+    has one launch, so that of its kernels is over when the first of them starts."""
+
+
+def owner_of(span: DeviceSpan, calls: OpCalls) -> OpCall | None:
+    """The op that something on the device belongs to.
+
+    A graph's kernels belong to its launch. Otherwise the number of the innermost event at the launch says it, or, where
+    that is missing, the event that holds the launch.
+    """
+    launched_by = calls.by_correlation.get(span.correlation) if span.correlation is not None else None
+    if launched_by is not None and launched_by.kind == "graph":
+        return launched_by
+    named = calls.by_external.get(span.external) if span.external is not None else None
+    return named or launched_by
+
+
+def launch_time(span: DeviceSpan, calls: OpCalls, owner: OpCall | None) -> float:
+    """When it was launched, in microseconds; its own start where the file does not tell."""
+    launch = calls.launches.get(span.correlation) if span.correlation is not None else None
+    if launch is not None:
+        return launch.start
+    return owner.span.start if owner is not None else span.start
+
+
+def kernel_runs(
+    spans: Sequence[tuple[DeviceSpan, OpCall | None]], indices: Mapping[int, int], origin: float, calls: OpCalls
+) -> tuple[KernelRun, ...]:
+    """The kernels with the indices of their ops, which are by the identity of their calls; in order of time."""
+    begun: dict[int | None, float] = {}
+    """Of each launch of a graph, when the device began with it."""
+    for span, owner in spans:
+        if is_in_graph(span, owner):
+            begun[span.correlation] = min(span.start, begun.get(span.correlation, span.start))
+    return tuple(
+        KernelRun(
+            name=span.name,
+            kind=span.kind,
+            start_s=(span.start - origin) / 1e6,
+            seconds=span.duration / 1e6,
+            device=span.device,
+            stream=span.stream,
+            op=indices.get(id(owner)) if owner is not None else None,
+            in_graph=is_in_graph(span, owner),
+            bytes=span.bytes,
+            launched_s=_launch_end_s(span, calls, origin, begun.get(span.correlation)),
+        )
+        for span, owner in spans
+    )
+
+
+def is_in_graph(span: DeviceSpan, owner: OpCall | None) -> bool:
+    """Whether a CUDA graph launched it."""
+    return span.in_graph or (owner is not None and owner.kind == "graph")
+
+
+def graph_note(kernels: Sequence[KernelRun]) -> str:
+    """What is not known of kernels that CUDA graphs launched; "" where there are none.
+
+    >>> run = dict(name="k", kind="kernel", start_s=0.0, seconds=2e-6, device=0, stream=7, op=None)
+    >>> graph_note([Kernel(in_graph=True, **run), Kernel(in_graph=True, **run), Kernel(**run)])
+    '2 kernels of 0.004 ms were launched by CUDA graphs and have no ops, so they are measured without bounds.'
+    """
+    inside = [kernel for kernel in kernels if kernel.in_graph]
+    if not inside:
+        return ""
+    total = sum(kernel.seconds for kernel in inside)
+    return (
+        f"{len(inside)} kernels of {total * 1e3:.3f} ms were launched by CUDA graphs and have no ops, so they are "
+        "measured without bounds."
+    )
+
+
+def _launch_end_s(span: DeviceSpan, calls: OpCalls, origin: float, begun: float | None) -> float | None:
+    """The end of its launch, or when the device had begun with it already: a long graph runs while it is launched."""
+    launch = calls.launches.get(span.correlation) if span.correlation is not None else None
+    if launch is None:
+        return None
+    return ((launch.end if begun is None else min(launch.end, begun)) - origin) / 1e6
+
+
+def seconds_by_op(kernels: Sequence[KernelRun]) -> dict[int | None, float]:
+    """Measured device time by the index of the op; under None what belongs to none.
+
+    >>> run = dict(kind="kernel", start_s=0.0, device=0, stream=7)
+    >>> seconds_by_op([Kernel(name=name, seconds=1.0, op=op, **run) for name, op in (("a", 3), ("b", 3), ("c", None))])
+    {3: 2.0, None: 1.0}
+    """
+    total: dict[int | None, float] = {}
+    for kernel in kernels:
+        total[kernel.op] = total.get(kernel.op, 0.0) + kernel.seconds
+    return total

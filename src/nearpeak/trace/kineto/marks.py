@@ -1,0 +1,70 @@
+"""Ranges that nearpeak adds to what torch.profiler records: garbage collections and batches of data loaders."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd.profiler import record_function
+
+from nearpeak.trace.kineto.host import DATA_LOADER_RANGE, GARBAGE_COLLECTION, LINE_SEPARATOR
+from nearpeak.trace.source import user_line
+
+
+@contextmanager
+def mark_garbage_collections() -> Iterator[None]:
+    """Inside, each collection on a thread that is profiled is a range named `GARBAGE_COLLECTION` and the user's line.
+
+    The range is one that Inductor uses too: it goes through no dispatcher. A collection can begin in the middle of
+    anything, where running an operator would not be safe.
+    """
+    open_ranges: list[_RecordFunctionFast] = []
+    process = os.getpid()
+
+    def mark(phase: str, _facts: Mapping[str, int]) -> None:
+        if os.getpid() != process:  # a worker of a data loader has the callback too, and no profiler
+            return
+        if phase == "start":
+            line = user_line()[0]
+            entered = _RecordFunctionFast(f"{GARBAGE_COLLECTION}{LINE_SEPARATOR}{line}" if line else GARBAGE_COLLECTION)
+            entered.__enter__()
+            open_ranges.append(entered)
+        elif open_ranges:
+            open_ranges.pop().__exit__(None, None, None)
+
+    gc.callbacks.append(mark)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(mark)
+        while open_ranges:  # left inside of a collection: by a finalizer that ends the profile
+            open_ranges.pop().__exit__(None, None, None)
+
+
+@contextmanager
+def mark_data_loading() -> Iterator[None]:
+    """Inside, each batch that a DataLoader gives is a range around torch's own one, with the line that asked for it."""
+    module = sys.modules.get("torch.utils.data.dataloader")
+    if module is None:  # then nobody has a loader
+        yield
+        return
+    loader_iterator: Any = module._BaseDataLoaderIter
+    original = loader_iterator.__next__
+
+    def marked(self: Any) -> Any:
+        line = user_line(sys._getframe(1))[0]
+        with record_function(
+            f"{DATA_LOADER_RANGE}{type(self).__name__}.__next__" + (f"{LINE_SEPARATOR}{line}" if line else "")
+        ):
+            return original(self)
+
+    loader_iterator.__next__ = marked
+    try:
+        yield
+    finally:
+        loader_iterator.__next__ = original

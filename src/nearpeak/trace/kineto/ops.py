@@ -1,0 +1,425 @@
+"""Recorded calls as ops with storages; `GuessedStorages`: which memory a tensor has.
+
+The profiler writes shapes, strides and dtypes, and no addresses, so the choice is the one that keeps the bound a
+bound:
+
+* A result of an op has memory of its own, unless the operator returns a view or its own argument.
+* An argument is either the result of an earlier op, views included, or was there before: so it looks exactly like a
+  tensor that the trace has seen, or it is new. Of all that look like it, the one that was used last is taken. If it
+  was another one, that has been out of use for longer, and less of it is in the cache: no byte is charged that may
+  come from there.
+* Arguments of one op that look the same, or like each other's transpose, are taken to be one tensor, since `x * x`
+  and `x @ x.T` cannot be told from `x * y`. Only an argument that the op writes, and the members of one list of a
+  `_foreach_` or `_fused_` op, are taken to be separate.
+* Compiled code looks at its buffers with other shapes, and does not say so. After its first kernel, a tensor is
+  compared by dtype and number of elements; one with gaps, by whether it fits into the other.
+* What looks like nothing seen before, after an op of unknown results, may be one of these results: it is noted there.
+
+The other choice, `likely`, takes the arguments of an op for different tensors where that is possible. It comes nearer
+to what ran, and is no longer certain to be a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nearpeak.ops.cost import Cost, cost_of
+from nearpeak.ops.op import Op, Storage, StorageKind
+from nearpeak.ops.tensor import ITEM_BYTES, Tensor
+from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar, TensorList
+from nearpeak.trace.kineto.calls import OpCall
+from nearpeak.trace.kineto.inductor import min_traffic
+from nearpeak.trace.kineto.operators import (
+    RecordedOperator,
+    SchemaParameter,
+    as_torch_value,
+    dtype_name,
+    infer_results,
+    is_python_number,
+    tensor_arguments,
+)
+from nearpeak.trace.kineto.truncated_lists import TruncatedLists
+
+_MAX_LOOK_BACK = 1000
+"""Storages to look at for one that a tensor with gaps can lie in."""
+
+
+@dataclass(slots=True)
+class _GuessedStorage:
+    bytes: float
+    kind: StorageKind
+    looks: list[Hashable]
+
+
+class GuessedStorages:
+    """Numbers the storages of a trace, op by op."""
+
+    def __init__(self, *, likely: bool = False) -> None:
+        self._likely = likely
+        self.results: set[int] = set()
+        """Storages that were there before and that an op writes."""
+        self.unexplained: list[Tensor] = []
+        """New tensors since this list was last taken, which an op of unknown results may have made."""
+        self._known: list[_GuessedStorage] = []
+        self._by_look: dict[Hashable, OrderedDict[int, None]] = {}
+        self._by_use: OrderedDict[int, None] = OrderedDict()
+        self._before: dict[str, list[Tensor]] = {}
+        self._dtypes: dict[Hashable, dict[str, None]] = {}
+        self._compiled = False
+        self._unknown = False
+
+    def dtype_of(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+        """The dtype of a member of a list, which the file does not say: the smallest of those that look like it."""
+        seen = self._dtypes.get((shape, strides)) or self._dtypes.get(shape)
+        return min(seen, key=lambda dtype: ITEM_BYTES[dtype]) if seen else None
+
+    def arguments(
+        self, tensors: Sequence[tuple[SchemaParameter, RecordedTensor]], *, lists_differ: bool, results_known: bool
+    ) -> tuple[Tensor, ...]:
+        """The tensors of one op with their storages, in order. All of them have a dtype by now."""
+        chosen: dict[Hashable, int] = {}
+        taken: set[int] = set()
+        places: dict[str, int] = {}
+        found = []
+        for parameter, seen in tensors:
+            place = places.get(parameter.name, -1) + 1
+            places[parameter.name] = place
+            alike: Hashable = (*_memory_layout(seen), place if lists_differ else 0)
+            same = None if parameter.mutated else chosen.get(alike)
+            storage = None if self._likely else same
+            if storage is None:
+                storage = None if parameter.name == "out" else self._last_like(seen, taken)
+                if storage is None:
+                    storage = same
+                if storage is None:
+                    # One that looks like an argument that this op writes may be another part of its memory.
+                    part = not lists_differ and next(self._alike(seen), None) is not None
+                    storage = self._new(
+                        seen, _span_bytes(seen), "intermediate" if part or parameter.name == "out" else None
+                    )
+                taken.add(storage)
+                if not parameter.mutated:
+                    chosen[alike] = storage
+            tensor = self._tensor(seen, storage, 0)
+            self._use(storage, seen)
+            if parameter.mutated and self._known[storage].kind != "intermediate":
+                self.results.add(storage)
+            found.append(tensor)
+        if not results_known:
+            self._unknown = True
+        return tuple(found)
+
+    def compiled(self) -> None:
+        """From here on buffers are looked at with other shapes."""
+        self._compiled = self._unknown = True
+
+    def view(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, offset: int, storage: int) -> Tensor:
+        """A result that has the memory of an argument."""
+        seen = RecordedTensor(shape, strides, dtype)
+        known = self._known[storage]
+        known.bytes = max(known.bytes, _span_bytes(seen))  # an `out` that was resized
+        self._use(storage, seen)
+        return self._tensor(seen, storage, offset)
+
+    def result(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, size: float) -> Tensor:
+        """A result with memory of its own."""
+        seen = RecordedTensor(shape, strides, dtype)
+        return self._tensor(seen, self._new(seen, size, "intermediate"), 0)
+
+    def before(self, dtype: str) -> list[Tensor]:
+        """The tensors of this dtype that were there before, as they were seen first."""
+        return [*self._before.get(dtype, ())]
+
+    def facts(self) -> dict[int, Storage]:
+        """All storages by number."""
+        return {number: Storage(bytes=known.bytes, kind=known.kind) for number, known in enumerate(self._known)}
+
+    def _last_like(self, seen: RecordedTensor, taken: set[int]) -> int | None:
+        for storage in self._alike(seen):
+            if storage not in taken:
+                return storage
+        return None
+
+    def _alike(self, seen: RecordedTensor) -> Iterator[int]:
+        """Storages that may hold it, the last used one first."""
+        if not self._compiled:
+            yield from reversed(self._by_look.get(seen, ()))
+            return
+        span = _span_bytes(seen)
+        if math.prod(seen.shape) * ITEM_BYTES[str(seen.dtype)] >= span:
+            yield from reversed(self._by_look.get(_dtype_and_size(seen), ()))
+            return
+        for count, storage in enumerate(reversed(self._by_use)):
+            if count == _MAX_LOOK_BACK:
+                return
+            known = self._known[storage]
+            if known.bytes >= span and any(
+                isinstance(look, RecordedTensor) and look.dtype == seen.dtype for look in known.looks
+            ):
+                yield storage
+
+    def _new(self, seen: RecordedTensor, size: float, kind: StorageKind | None) -> int:
+        number = len(self._known)
+        explained = kind is not None
+        if kind is None:
+            kind = "intermediate" if self._unknown else "input"
+        self._known.append(_GuessedStorage(size, kind, []))
+        self._use(number, seen)
+        if kind != "intermediate":
+            self._before.setdefault(str(seen.dtype), []).append(self._tensor(seen, number, 0))
+        if self._unknown and not explained:
+            self.unexplained.append(self._tensor(seen, number, 0))
+        return number
+
+    def _use(self, storage: int, seen: RecordedTensor) -> None:
+        known = self._known[storage]
+        for look in (seen, _dtype_and_size(seen)):
+            if look not in known.looks:
+                known.looks.append(look)
+                self._by_look.setdefault(look, OrderedDict())[storage] = None
+        for look in known.looks:
+            self._by_look[look].move_to_end(storage)
+        self._by_use[storage] = None
+        self._by_use.move_to_end(storage)
+        dtype = str(seen.dtype)
+        self._dtypes.setdefault((seen.shape, seen.strides), {})[dtype] = None
+        self._dtypes.setdefault(seen.shape, {})[dtype] = None
+
+    @staticmethod
+    def _tensor(seen: RecordedTensor, storage: int, offset: int) -> Tensor:
+        return Tensor(shape=seen.shape, strides=seen.strides, dtype=str(seen.dtype), storage=storage, offset=offset)
+
+
+def _dtype_and_size(seen: RecordedTensor) -> Hashable:
+    return seen.dtype, math.prod(seen.shape)
+
+
+def _span_bytes(seen: RecordedTensor) -> float:
+    """Bytes from its first element to its last."""
+    if 0 in seen.shape:
+        return 0.0
+    last = sum((size - 1) * abs(stride) for size, stride in zip(seen.shape, seen.strides, strict=True))
+    return (last + 1) * ITEM_BYTES[str(seen.dtype)]
+
+
+def _memory_layout(seen: RecordedTensor) -> tuple[Hashable, ...]:
+    """The same for a tensor and its transposes."""
+    return seen.dtype, tuple(sorted((s, step) for s, step in zip(seen.shape, seen.strides, strict=True) if s != 1))
+
+
+_LIST_OPERATOR_PREFIXES = ("_foreach", "_fused_", "_amp_foreach")
+_MAYBE_TOUCHED = "may_have_touched"
+"""The name of an argument of ours: tensors that an op of unknown results may have made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOps:
+    """The ops of the calls, in the same order; and how often which operator's results could not be found."""
+
+    ops: tuple[Op, ...]
+    storages: GuessedStorages
+    unknown: Counter[str]
+    exact_lists: int = 0
+    """Ops on lists that the file leaves out and whose members are known all the same."""
+    least_lists: int = 0
+    """Ops on such lists of which only the least number of elements is known."""
+
+
+@dataclass(slots=True)
+class _DraftOp:
+    """An op before it is final: later ones may show what it touched."""
+
+    name: str
+    arguments: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+    mutated: tuple[str, ...]
+
+
+def build_ops(
+    calls: Sequence[OpCall], *, tf32: bool, likely: bool = False, lists: Mapping[int, TruncatedLists] | None = None
+) -> RecordedOps:
+    """All calls as ops. `tf32`: whether float32 products may have run in it; the file does not say.
+
+    `lists` has the arguments of calls whose long lists the file leaves out, by the identity of the call.
+    """
+    lists = lists or {}
+    exact = least = 0
+    storages = GuessedStorages(likely=likely)
+    drafts: list[_DraftOp] = []
+    unknown: Counter[str] = Counter()
+    touched: list[Tensor] = []
+    for call in calls:
+        filled = lists.get(id(call))
+        if filled is not None and not filled.exact:
+            draft: _DraftOp | None = _draft_of_min_elements(call, filled, storages)
+            least += 1
+        else:
+            draft = _draft_op(call, storages, filled.arguments if filled else call.arguments)
+            exact += filled is not None and draft is not None
+        if storages.unexplained:  # new tensors: the last op of unknown results may have made them
+            touched.extend(storages.unexplained)
+            storages.unexplained.clear()
+        if draft is None:
+            unknown[call.span.name] += 1
+        if draft is None or call.kind == "inductor" or draft.name.startswith("least."):
+            draft = draft or _DraftOp(
+                f"unknown.{call.span.name}", _positional_arguments(call.arguments, storages), (), ()
+            )
+            touched = draft.arguments.get(_MAYBE_TOUCHED, [])
+            draft.arguments[_MAYBE_TOUCHED] = touched
+        drafts.append(draft)
+    ops = tuple(_finish_op(draft, call, tf32) for draft, call in zip(drafts, calls, strict=True))
+    return RecordedOps(ops=ops, storages=storages, unknown=unknown, exact_lists=exact, least_lists=least)
+
+
+def _finish_op(draft: _DraftOp, call: OpCall, tf32: bool) -> Op:
+    arguments = {name: tuple(value) if name == _MAYBE_TOUCHED else value for name, value in draft.arguments.items()}
+    return Op(
+        name=draft.name,
+        arguments=arguments,
+        outputs=draft.outputs,
+        mutated=draft.mutated,
+        phase=call.phase,
+        module=call.module,
+        source=call.source,
+        tf32_products=tf32,
+    )
+
+
+def _draft_of_min_elements(call: OpCall, lists: TruncatedLists, storages: GuessedStorages) -> _DraftOp:
+    """An op of which only the least number of elements is known: it reads or writes each of its lists once.
+
+    Lists of one `_foreach_` op may be the same. What the cache holds afterwards is of their members, which may be
+    anything of that dtype that was there before.
+    """
+    arguments = _positional_arguments(call.arguments, storages)
+    (flat,) = lists.members
+    size = flat.shape[0] * ITEM_BYTES[str(flat.dtype)]
+    arguments["touched"] = tuple(
+        storages.result(flat.shape, (1,), str(flat.dtype), size) for _ in range(lists.separate)
+    )
+    arguments[_MAYBE_TOUCHED] = storages.before(str(flat.dtype))
+    return _DraftOp(f"least.{call.span.name}", arguments, (), ())
+
+
+def _cost_or_none(draft: _DraftOp) -> Cost | None:
+    """None where the formula cannot do with what the file shows; an argument that it needs may not be in there."""
+    arguments = {name: tuple(value) if name == _MAYBE_TOUCHED else value for name, value in draft.arguments.items()}
+    try:
+        return cost_of(Op(name=draft.name, arguments=arguments, outputs=draft.outputs, mutated=draft.mutated))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _draft_op(call: OpCall, storages: GuessedStorages, arguments: tuple[Argument, ...]) -> _DraftOp | None:
+    if call.kind == "inductor":
+        return _draft_inductor_op(call, storages)
+    operator = call.operator
+    if operator is None:
+        return None
+    arguments = tuple(_fill_dtypes(argument, storages) for argument in arguments)
+    results = infer_results(operator, arguments)
+    if results is None:
+        return None
+    tensors = tuple(tensor_arguments(operator, arguments))
+    if any(seen.dtype is None for _, seen in tensors):
+        return None
+    inputs = storages.arguments(
+        tensors, lists_differ=operator.overload._opname.startswith(_LIST_OPERATOR_PREFIXES), results_known=True
+    )
+    own: dict[int, int] = {}
+    outputs = []
+    for result in results:
+        if result.memory < len(inputs) or result.memory in own:
+            storage = inputs[result.memory].storage if result.memory < len(inputs) else own[result.memory]
+            output = storages.view(result.shape, result.strides, result.dtype, result.offset, storage)
+        else:
+            output = storages.result(result.shape, result.strides, result.dtype, float(result.bytes))
+            own[result.memory] = output.storage
+        outputs.append(output)
+    draft = _DraftOp(operator.name, _named_arguments(operator, arguments, inputs), tuple(outputs), operator.mutated)
+    return draft if _cost_or_none(draft) is not None else None
+
+
+def _fill_dtypes(argument: Argument, storages: GuessedStorages) -> Argument:
+    """The members of a list with their dtypes, found by their shapes. One that holds nothing has that of the others."""
+    if not isinstance(argument, TensorList):
+        return argument
+    members = [
+        member if member.dtype else member._replace(dtype=storages.dtype_of(member.shape, member.strides))
+        for member in argument.tensors
+    ]
+    known = [member.dtype for member in members if member.dtype and 0 not in member.shape]
+    dtype = min(known, key=lambda name: ITEM_BYTES[name]) if known else None
+    if dtype is None and all(not member.shape for member in members):
+        dtype = "float32"  # what optimizers count their steps in, seen nowhere else: whatever it is, it is a few bytes
+    return TensorList(tuple(member if member.dtype else member._replace(dtype=dtype) for member in members))
+
+
+def _named_arguments(
+    operator: RecordedOperator, arguments: tuple[Argument, ...], inputs: tuple[Tensor, ...]
+) -> dict[str, Any]:
+    """The arguments by the names of the schema."""
+    tensors = iter(inputs)
+    named: dict[str, Any] = {}
+    for place, parameter in enumerate(operator.parameters):
+        argument = arguments[place] if place < len(arguments) else None
+        if isinstance(argument, RecordedTensor):
+            named[parameter.name] = None if is_python_number(parameter, argument) else next(tensors)
+        elif isinstance(argument, Scalar):
+            named[parameter.name] = _plain_value(as_torch_value(parameter.kind, argument.value))
+        elif isinstance(argument, TensorList):
+            named[parameter.name] = tuple(next(tensors) for _ in argument.tensors)
+        else:
+            named[parameter.name] = _plain_value(parameter.default) if place >= len(arguments) else None
+    return named
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    return dtype_name(value)
+
+
+def _positional_arguments(arguments: Sequence[Argument], storages: GuessedStorages) -> dict[str, Any]:
+    """What an op of unknown results was given, by position."""
+    named: dict[str, Any] = {}
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, Scalar):
+            named[str(place)] = argument.value
+        elif not isinstance(argument, (RecordedTensor, TensorList)):
+            named[str(place)] = None
+        else:
+            members = (argument,) if isinstance(argument, RecordedTensor) else argument.tensors
+            seen = [member for member in members if member.dtype is not None]
+            parameter = SchemaParameter(str(place), "Tensor", False, False, None, False, False)
+            pairs = [(parameter, member) for member in seen]
+            tensors = storages.arguments(pairs, lists_differ=True, results_known=False)
+            named[str(place)] = tensors[0] if isinstance(argument, RecordedTensor) and tensors else tensors
+    if not named:
+        storages.arguments((), lists_differ=True, results_known=False)
+    return named
+
+
+def _draft_inductor_op(call: OpCall, storages: GuessedStorages) -> _DraftOp:
+    storages.compiled()
+    arguments = _positional_arguments(call.arguments, storages)
+    least = min_traffic(call.span.name, call.arguments, call.span.facts or {})
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    if least.read is not None:
+        arguments["read"] = tensors[least.read]
+    if least.product is not None:
+        arguments |= {"inner": least.product.inner, "product": least.product.dtype}
+        arguments["read"] = tuple(tensors[place] for place in least.product.operands)
+    arguments["touched"] = tuple(tensors[place] for place in least.touched)
+    outputs: tuple[Tensor, ...] = ()
+    if least.written is not None:
+        elements, dtype = least.written
+        outputs = (storages.result((elements,), (1,), dtype, elements * ITEM_BYTES[dtype]),)
+    return _DraftOp(f"inductor.{call.span.name}", arguments, outputs, ())

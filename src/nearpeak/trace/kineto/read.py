@@ -1,0 +1,426 @@
+"""`read_trace`: a file of torch.profiler as a `Trace` and its measured kernels.
+
+Of several profiled steps that run the same kernels, the median step is read: the clock of a GPU at its power limit
+varies by some percent from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.ops.op import Trace
+from nearpeak.trace.kineto.arguments import RecordedTensor
+from nearpeak.trace.kineto.calls import OpCall, OpCalls, ProfilerStep, find_op_calls
+from nearpeak.trace.kineto.host import HostSpan, blocking_copies, busy_intervals, host_spans, overhead_calls
+from nearpeak.trace.kineto.kernels import (
+    KernelRun,
+    graph_note,
+    is_in_graph,
+    kernel_runs,
+    launch_time,
+    owner_of,
+    seconds_by_op,
+)
+from nearpeak.trace.kineto.ops import RecordedOps, build_ops
+from nearpeak.trace.kineto.recording import DeviceSpan, Recording, load_recording
+from nearpeak.trace.kineto.truncated_lists import (
+    KernelLaunch,
+    TruncatedLists,
+    has_truncated_lists,
+    min_gathered,
+    restore_lists,
+)
+
+_AMPERE = 8
+"""The first compute capability with tf32."""
+
+
+def device_name(recording: Recording) -> str:
+    """What ran the kernels as its driver names it, or "cpu"."""
+    properties = recording.metadata.get("deviceProperties")
+    used = {span.device for span in recording.device_spans}
+    if isinstance(properties, list):
+        for item in properties:
+            if isinstance(item, dict) and item.get("id") in used and item.get("name"):
+                return str(item["name"])
+    return "unknown device" if used else "cpu"
+
+
+def has_tf32(metadata: Mapping[str, Any], on_device: bool) -> bool:
+    """Whether the device has tf32; true for one that the file does not describe."""
+    properties = metadata.get("deviceProperties")
+    if not on_device:
+        return False
+    if isinstance(properties, list) and properties and isinstance(properties[0], dict):
+        major = properties[0].get("computeMajor")
+        return not isinstance(major, int) or major >= _AMPERE
+    return True
+
+
+LaunchedSpan = tuple[DeviceSpan, OpCall | None]
+
+
+class MedianStep(NamedTuple):
+    """A step, and of each of its kernels, by its identity, the seconds in all steps with the same kernels."""
+
+    step: ProfilerStep
+    seconds: Mapping[int, tuple[float, ...]]
+
+
+def find_median_step(steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls) -> MedianStep | None:
+    """The step whose kernels take the median time, of the steps that run what most of them run.
+
+    None where no kernels are known. Where as many steps run something else, the later ones count.
+    """
+    ran = _spans_by_step(steps, spans, calls)
+    alike: dict[tuple[tuple[int, str], ...], list[ProfilerStep]] = {}
+    for step in reversed(steps):  # max() takes the first of those that are as many
+        if ran[step.number]:
+            alike.setdefault(tuple((span.stream, span.name) for span in ran[step.number]), []).append(step)
+    if not alike:
+        return None
+    most = max(alike.values(), key=len)
+    chosen = sorted(most)
+    totals = {step.number: sum(span.duration for span in ran[step.number]) for step in chosen}
+    middle = sorted(chosen, key=lambda step: totals[step.number])[(len(chosen) - 1) // 2]
+    columns = zip(*(ran[step.number] for step in chosen), strict=True)
+    seconds = [tuple(span.duration / 1e6 for span in column) for column in columns]
+    return MedianStep(middle, {id(span): row for span, row in zip(ran[middle.number], seconds, strict=True)})
+
+
+def _spans_by_step(
+    steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls
+) -> dict[int, list[DeviceSpan]]:
+    """What each step launched, in an order that is the same whichever stream is ahead."""
+    ordered = sorted(steps, key=lambda step: step.start)
+    starts = [step.start for step in ordered]
+    found: dict[int, list[tuple[float, int, float, DeviceSpan]]] = {step.number: [] for step in steps}
+    for span, owner in spans:
+        when = launch_time(span, calls, owner)
+        at = bisect_right(starts, when) - 1
+        if at >= 0 and when < ordered[at].end:
+            found[ordered[at].number].append((when, span.stream, span.start, span))
+    return {
+        number: [span for *_, span in sorted(launched, key=lambda item: item[:3])] for number, launched in found.items()
+    }
+
+
+_STORAGE_NOTES = {
+    "least": "The file has no addresses: a tensor may be any earlier one that looks like it, and arguments that look "
+    "alike may be one. The least is counted, so the bound can be well below that of a live trace, and the fused and "
+    "ideal floors follow a guess at the flow of data.",
+    "likely": "The file has no addresses: which tensors share memory is guessed, so the floors are estimates, not "
+    "bounds.",
+}
+
+
+def trace_notes(
+    recording: Recording,
+    found: RecordedOps,
+    kernels: Sequence[KernelRun],
+    calls: Sequence[OpCall],
+    step: ProfilerStep | None,
+    *,
+    cut: bool,
+    storages: Literal["least", "likely"],
+) -> Iterator[str]:
+    """Sentences for people.
+
+    Args:
+        recording: All of the file.
+        found: The ops of what was read.
+        kernels: Its kernels.
+        calls: The calls of its ops.
+        step: The step that was read; None for all of the file.
+        cut: Whether some of it may be missing.
+        storages: How tensors that share memory were guessed.
+    """
+    if calls or not kernels:
+        yield _STORAGE_NOTES[storages]
+    if recording.truncated:
+        yield "The file ends in the middle; what follows is not in the trace."
+    if cut:
+        what = "What was read" if step is None else f"Step {step.number}"
+        yield f"{what} is not whole: ops or kernels of it may be missing, and its times are those of what is there."
+        if not recording.device_spans and recording.metadata.get("deviceProperties"):
+            yield "The file has no kernels. They are written last, so it may have been cut off before them."
+    if recording.damaged:
+        yield f"{recording.damaged} events are not valid JSON and were left out."
+    unknown = found.unknown - Counter(call.span.name for call in calls if call.kind == "graph")
+    if unknown:
+        listed = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
+        yield f"{unknown.total()} ops have no cost, because the file does not show enough of them: {listed}."
+    if found.exact_lists:
+        yield (
+            f"{found.exact_lists} ops on long lists have the tensors of the gradients of the backward pass: these make "
+            "as many chunks as their kernels have blocks."
+        )
+    if found.least_lists:
+        yield (
+            f"{found.least_lists} ops on long lists or with index tensors count the elements that they have at the "
+            "least, from the blocks of their kernels."
+        )
+    compiled = sum(call.kind == "inductor" for call in calls)
+    if compiled:
+        yield (
+            f"Of {compiled} compiled kernels only what they must move counts: the file does not say which part of a "
+            "tensor they read, so it is all of it only where no operator in their name takes a part."
+        )
+    if graphs := graph_note(kernels):
+        yield graphs
+    if recording.device_spans and calls:
+        yield "Products of float32 count as tf32 where the device has it, since the file does not say what was allowed."
+    lost = [kernel for kernel in kernels if kernel.op is None and not kernel.in_graph]
+    if lost:
+        seconds = sum(kernel.seconds for kernel in lost)
+        yield f"{len(lost)} kernels of {seconds * 1e3:.3f} ms belong to no op in the file."
+
+
+_GATHER_OPERATOR = "aten::index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KinetoTrace:
+    """What a trace file says of one step, or of all of it."""
+
+    path: str
+    trace: Trace
+    kernels: tuple[KernelRun, ...]
+    """In order of time; empty where the file has no device."""
+    spans: tuple[tuple[float, float], ...]
+    """Of each op on the CPU: when it began, from the start of what was read, and its seconds."""
+    device: str
+    """The device as its driver names it, or "cpu"."""
+    steps: tuple[int, ...]
+    """Numbers of the steps in the file that have ops, or launches of CUDA graphs."""
+    step: int | None
+    """The one that was read; None for all of the file."""
+    wall_s: float
+    """Of the step on the CPU, or of its kernels from the first to the last where that is longer."""
+    notes: tuple[str, ...]
+    """What the file cannot tell."""
+    partial: frozenset[int] = frozenset()
+    """Ops that may have had more kernels than the file has: it was cut off there, or lost some. What was measured of
+    them says nothing about their speed."""
+    host: tuple[HostSpan, ...] = ()
+    """What the CPU did that can leave the device idle, in the order of time."""
+    host_working: tuple[tuple[float, float], ...] = ()
+    """When any thread was inside of an op or a call of the device's runtime: starts and ends, disjoint, in order."""
+    free_from_s: float = 0.0
+    """When the device was done with what had been launched before this."""
+    compiled_regions: frozenset[str] = frozenset()
+    """Code of torch.compile that ran, by the names that torch gives it: "Torch-Compiled Region: 0/1"."""
+    repeats: tuple[tuple[float, ...], ...] = ()
+    """Of each kernel, its seconds in all steps that were looked at and run the same kernels, in their order; empty
+    where one step was."""
+
+    @property
+    def device_seconds(self) -> Mapping[int | None, float]:
+        """Measured device time by the index of the op; under None what belongs to none."""
+        return seconds_by_op(self.kernels)
+
+
+def read_trace(
+    path: str | Path,
+    *,
+    step: int | Literal["all"] | None = None,
+    among: Collection[int] = (),
+    storages: Literal["least", "likely"] = "least",
+) -> KinetoTrace:
+    """The ops and kernels of a file that torch.profiler wrote with `record_shapes=True`.
+
+    A step that only launches CUDA graphs has kernels and no ops.
+
+    Args:
+        path: A Chrome trace, as .json or .json.gz.
+        step: The number of a step of the profiler's schedule, "all" for the whole file, or None for the last step; for
+            the whole file where it has no steps. Of a file that was cut off, None is the last step that is whole, or
+            the first where none is.
+        among: Numbers of steps that should be alike. Instead of the last step, the one of these counts whose kernels
+            take the median time.
+        storages: The file does not say which tensors share memory. "least" takes what moves the fewest bytes, so that
+            the bounds are bounds; "likely" what is usual, which comes nearer and can be wrong.
+    """
+    if storages not in ("least", "likely"):
+        raise UsageError(f"storages={storages!r} is not known. {did_you_mean(str(storages), ('least', 'likely'))}")
+    recording = load_recording(path)
+    calls = find_op_calls(recording)
+    spans = [(span, owner_of(span, calls)) for span in recording.device_spans]
+    _require_shapes(recording, path, graphs=any(is_in_graph(span, owner) for span, owner in spans))
+    launched = [(launch_time(span, calls, owner), owner) for span, owner in spans] if recording.truncated else []
+    chosen, steps = _choose_step(calls, step, path)
+    if step is None and chosen is not None and recording.truncated:
+        chosen = next((item for item in reversed(steps) if _is_whole(item, calls, launched)), steps[0])
+    middle = find_median_step([item for item in steps if item.number in among], spans, calls) if among else None
+    if middle is not None:
+        chosen = middle.step
+    inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
+    free_from = 0.0
+    if chosen is not None:
+        before = [span.end for span, owner in spans if launch_time(span, calls, owner) < chosen.start]
+        free_from = max(0.0, max(before, default=chosen.start) - chosen.start) / 1e6
+        spans = [(span, owner) for span, owner in spans if _is_in_step(span, owner, calls, chosen)]
+    origin, wall = _time_window(inside, spans, chosen)
+    if all(call.kind == "graph" for call in inside):  # beside ops a launch is one of unknown results; alone it is none
+        inside = []
+    found = build_ops(
+        inside,
+        tf32=has_tf32(recording.metadata, bool(recording.device_spans)),
+        likely=storages == "likely",
+        lists=_restore_truncated_lists(inside, spans, calls),
+    )
+    indices = {id(call): index for index, call in enumerate(inside)}
+    kernels = kernel_runs(spans, indices, origin, calls)
+    last = max([origin + wall * 1e6, *(span.end for span, _ in spans)])
+    host = [*calls.host, *overhead_calls(recording), *blocking_copies(recording, calls.launches, calls.by_correlation)]
+    partial = _incomplete_calls(recording, calls)
+    cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
+    notes = tuple(trace_notes(recording, found, kernels, inside, chosen, cut=cut, storages=storages))
+    return KinetoTrace(
+        path=str(path),
+        trace=Trace(
+            ops=found.ops,
+            storages=found.storages.facts(),
+            results=frozenset(found.storages.results if storages == "likely" else ()),
+            truncated=recording.truncated,
+            guessed_storages=storages == "least",
+            notes=notes,
+        ),
+        kernels=kernels,
+        spans=tuple(((call.span.start - origin) / 1e6, (call.span.end - call.span.start) / 1e6) for call in inside),
+        device=device_name(recording),
+        steps=tuple(item.number for item in steps),
+        step=None if chosen is None else chosen.number,
+        wall_s=wall,
+        notes=notes,
+        partial=frozenset(indices[number] for number in partial if number in indices),
+        host=host_spans(host, indices, origin, last),
+        host_working=busy_intervals(recording.threads.values(), origin, last),
+        free_from_s=free_from,
+        repeats=() if middle is None else tuple(middle.seconds[id(span)] for span, _ in spans),
+        compiled_regions=frozenset(
+            region.name for region in calls.regions if chosen is None or chosen.start <= region.start < chosen.end
+        ),
+    )
+
+
+def _is_whole(step: ProfilerStep, calls: OpCalls, launched: Sequence[tuple[float, OpCall | None]]) -> bool:
+    """Whether a file that was cut off has all of a step: of each thread that ran ops, something later is there.
+
+    What runs on the device is written after all ops, thread by thread or together, in the order of the launches.
+    """
+    latest: dict[int, float] = {}
+    for when, call in launched or [(call.span.start, call) for call in calls.calls]:
+        if call is not None:
+            latest[call.thread] = max(when, latest.get(call.thread, when))
+    inside = {call.thread for call in calls.calls if not launched or step.start <= call.span.start < step.end}
+    return all(latest.get(thread, -math.inf) >= step.end for thread in inside)
+
+
+def _incomplete_calls(recording: Recording, calls: OpCalls) -> set[int]:
+    """The identities of calls whose kernels may not all be there: those that were written last, of each stream."""
+    found = {id(call) for call in calls.missing_kernels}
+    if recording.truncated:
+        found |= {id(owner_of(span, calls)) for span in recording.last_written}
+    return found
+
+
+def _require_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> None:
+    """An error for a file of which nothing can be said. `graphs`: it has kernels that CUDA graphs launched."""
+    ops = [span for spans in recording.threads.values() for span in spans if span.kind == "op"]
+    if graphs and not any("::" in span.name for span in ops):  # what is left are torch.compile's own marks
+        return
+    if not ops and recording.truncated:
+        raise UsageError(f"{path} was cut off before its first op, so there is nothing to read. Record it again.")
+    if not ops:
+        raise UsageError(
+            f"{path} has no ops of the CPU. Record it with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
+            "ProfilerActivity.CUDA], record_shapes=True)."
+        )
+    if not any(span.inputs is not None and span.inputs.types for span in ops):
+        raise UsageError(
+            f"{path} has {len(ops)} ops and no shapes, and without these nothing can be said about them. Record it "
+            "again with torch.profiler.profile(record_shapes=True)."
+        )
+
+
+def _choose_step(
+    calls: OpCalls, wanted: int | str | None, path: str | Path
+) -> tuple[ProfilerStep | None, Sequence[ProfilerStep]]:
+    """The step to read. One without ops was opened by the last call of `step()`, and nothing ran in it."""
+    starts = [call.span.start for call in calls.calls]
+    steps = [step for step in calls.steps if bisect_left(starts, step.start) < bisect_left(starts, step.end)]
+    if wanted == "all" or (wanted is None and not steps):
+        return None, steps
+    if wanted is None:
+        return steps[-1], steps
+    for step in steps:
+        if step.number == wanted:
+            return step, steps
+    numbers = ", ".join(str(step.number) for step in steps) or "none, so leave it out"
+    raise UsageError(f"{path} has no step {wanted!r}. Its steps: {numbers}.")
+
+
+def _is_in_step(span: DeviceSpan, owner: OpCall | None, calls: OpCalls, step: ProfilerStep) -> bool:
+    """By the time of the launch: the device runs behind the CPU, often beyond the end of the step."""
+    return step.start <= launch_time(span, calls, owner) < step.end
+
+
+def _restore_truncated_lists(
+    calls: Sequence[OpCall], spans: Sequence[tuple[DeviceSpan, OpCall | None]], everything: OpCalls
+) -> dict[int, TruncatedLists]:
+    """What is known of lists that the profiler left out, by the identity of the call."""
+    wanted = {
+        id(call): call
+        for call in calls
+        if call.span.name == _GATHER_OPERATOR or has_truncated_lists(call.operator, call.arguments)
+    }
+    launches: dict[int, list[KernelLaunch]] = {}
+    for span, owner in spans if wanted else ():
+        if id(owner) in wanted:
+            launches.setdefault(id(owner), []).append(KernelLaunch(span.name, span.blocks))
+    steps = [call.span.start for call in everything.calls if call.phase == "optimizer"] if wanted else []
+    found = {}
+    for number, call in wanted.items():
+        if call.span.name == _GATHER_OPERATOR or call.operator is None:
+            known = min_gathered(call.arguments, launches.get(number, ()))
+            if known is not None:
+                found[number] = known
+            continue
+        gradients = _gradients_before(call.span.start, everything, steps) if call.phase == "optimizer" else ()
+        known = restore_lists(call.operator, call.arguments, launches.get(number, ()), gradients)
+        if known is not None:
+            found[number] = known
+    return found
+
+
+def _gradients_before(time: float, calls: OpCalls, steps: Sequence[float]) -> list[RecordedTensor]:
+    """What the backward passes added since the op of an optimizer before them, whose ops start at `steps`."""
+    last = bisect_left(calls.gradients, time, key=lambda item: item[0])
+    if not last:
+        return []
+    earlier = bisect_left(steps, calls.gradients[last - 1][0])
+    first = bisect_left(calls.gradients, steps[earlier - 1], key=lambda item: item[0]) if earlier else 0
+    return [seen for _, seen in calls.gradients[first:last]]
+
+
+def _time_window(
+    calls: Sequence[OpCall], spans: Sequence[tuple[DeviceSpan, OpCall | None]], step: ProfilerStep | None
+) -> tuple[float, float]:
+    """Where the time of what was read begins, in microseconds, and how many seconds it lasts."""
+    starts = [span.start for span, _ in spans]
+    ends = [span.end for span, _ in spans]
+    device = max(ends) - min(starts) if spans else 0.0
+    if step is not None:
+        return step.start, max(step.end - step.start, device) / 1e6
+    if not calls:
+        return (min(starts) if starts else 0.0), device / 1e6
+    first = min(call.span.start for call in calls)
+    return first, (max([call.span.end for call in calls] + ends) - first) / 1e6

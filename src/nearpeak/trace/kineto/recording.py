@@ -1,0 +1,406 @@
+"""`Recording`: the spans of a trace file, as small tuples: what the CPU threads did, and what ran on a device.
+
+`EventFile` reads the events of the Chrome trace one at a time: the file is never held whole, and nothing in it is
+executed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from nearpeak.errors import UsageError
+
+_CHUNK = 1 << 20
+"""Bytes read at a time."""
+_MAX_EVENT_CHARS = 1 << 26
+"""Characters that one event may have; what is longer is damaged."""
+_LONGEST_WORD = len("-Infinity")
+_GZIP = b"\x1f\x8b"
+_GZIP_FORMAT = 16 + zlib.MAX_WBITS
+_SPACE = re.compile(r"[\s,]*")
+_EVENT_BOUNDARY = re.compile(r"\}\s*,\s*(?=\{)")
+"""Where one event ends and the next begins. Inside of events, objects never follow each other."""
+_BARE_NONFINITE = re.compile(r"(?<=[:,\[])\s*-?(?:nan|inf|infinity)(?:\([^)]*\))?\s*(?=[,}\]])", re.IGNORECASE)
+"""Numbers that C++ writes and JSON does not have."""
+
+
+class EventFile:
+    """The events of one file in its order; afterwards `metadata` has its other fields, and the flags what was wrong.
+
+    A file that ends in the middle, as one of a job that was killed does, gives the events up to there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self.truncated = False
+        """The file ends before its JSON does."""
+        self.damaged = 0
+        """Events that are no JSON, and were left out."""
+        self._decoder = json.JSONDecoder()
+        self._buffer = ""
+        self._at = 0
+        self._text: Iterator[str] = iter(())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as raw:
+                self._text = self._decoded(raw)
+                yield from self._document()
+        except FileNotFoundError:
+            raise UsageError(f"{self.path}: there is no such file.") from None
+        except (IsADirectoryError, PermissionError) as error:
+            raise UsageError(f"{self.path} cannot be read: {error.strerror}.") from None
+
+    def _decoded(self, raw: BinaryIO) -> Iterator[str]:
+        """The text of the file in pieces, up to where a compressed one was cut off."""
+        decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+        packed = raw.read(len(_GZIP)) == _GZIP
+        raw.seek(0)
+        for piece in self._unpacked(raw) if packed else iter(lambda: raw.read(_CHUNK), b""):
+            yield decoder.decode(piece)
+
+    def _unpacked(self, raw: BinaryIO) -> Iterator[bytes]:
+        """What a gzip file holds. The standard library's reader gives nothing of a last part that is not whole."""
+        unpacker = zlib.decompressobj(_GZIP_FORMAT)
+        rest = b""
+        while piece := rest or raw.read(_CHUNK):
+            if unpacker.eof:  # several files, one after the other
+                unpacker = zlib.decompressobj(_GZIP_FORMAT)
+            try:
+                yield unpacker.decompress(piece, _CHUNK)
+            except zlib.error:
+                break
+            rest = unpacker.unconsumed_tail or unpacker.unused_data
+        if not unpacker.eof:
+            self.truncated = True
+
+    def _document(self) -> Iterator[dict[str, Any]]:
+        first = self._peek()
+        if first == "[":  # Chrome's other form: the array alone
+            self._at += 1
+            yield from self._events()
+            return
+        if first != "{":
+            raise self._no_trace(f"it starts with {first!r}" if first else self._why_empty())
+        self._at += 1
+        found = False
+        while (key := self._value()) is not None:
+            if self._peek() == ":":
+                self._at += 1
+            if key == "traceEvents" and self._peek() == "[":
+                self._at += 1
+                found = True
+                yield from self._events()
+            else:
+                self.metadata[str(key)] = self._value()
+        if not found and not self.truncated:
+            fields = ", ".join([*self.metadata][:8]) or "none"
+            raise self._no_trace(f"it has no list of traceEvents. Its fields: {fields}")
+
+    def _why_empty(self) -> str:
+        if not self.path.stat().st_size:
+            return "it is empty"
+        return "nothing of it can be unpacked" if self.truncated else "there is nothing in it"
+
+    def _no_trace(self, why: str) -> UsageError:
+        return UsageError(
+            f"{self.path} is no Chrome trace: {why}. Pass a file that torch.profiler's export_chrome_trace wrote, as "
+            ".json or .json.gz."
+        )
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        while True:
+            following = self._peek()
+            if following == "]":
+                self._at += 1
+                return
+            if not following:
+                self.truncated = True
+                return
+            event = self._value()
+            if isinstance(event, dict):
+                yield event
+
+    def _peek(self) -> str:
+        """The next character that is neither space nor comma; nothing at the end."""
+        while True:
+            match = _SPACE.match(self._buffer, self._at)
+            self._at = match.end() if match else self._at
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            if not self._fill():
+                return ""
+
+    def _value(self) -> Any:
+        """The next value; None at the end of the object or the file, and for an event that is damaged."""
+        if self._peek() in ("", "}", "]"):
+            if not self._peek():
+                self.truncated = True
+            self._at += 1
+            return None
+        wanted = _CHUNK
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                if not self._unfinished(error) or len(self._buffer) - self._at > _MAX_EVENT_CHARS:
+                    return self._repaired()
+                if not self._fill(wanted):
+                    return self._repaired()
+                wanted *= 2  # so that a long event is not decoded again for every piece
+                continue
+            if isinstance(value, (int, float)) and end >= len(self._buffer) - len(".e-") and self._fill():
+                continue  # a number may go on
+            self._at = end
+            return value
+
+    def _unfinished(self, error: json.JSONDecodeError) -> bool:
+        """Whether an error only says that the buffer ends too early. The place of a string's is where it starts."""
+        return error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - _LONGEST_WORD
+
+    def _repaired(self) -> Any:
+        """A value that is no JSON, up to where the next one begins, with bare NaN and infinity replaced."""
+        match = _EVENT_BOUNDARY.search(self._buffer, self._at)
+        while match is None and len(self._buffer) - self._at <= _MAX_EVENT_CHARS and self._fill():
+            match = _EVENT_BOUNDARY.search(self._buffer, self._at)
+        end = match.start() + 1 if match else len(self._buffer)
+        text = _BARE_NONFINITE.sub("null", self._buffer[self._at : end])
+        try:
+            value, used = self._decoder.raw_decode(text)
+        except json.JSONDecodeError:
+            if match is None:
+                self.truncated = True
+            else:
+                self.damaged += 1
+            self._at = end
+            return None
+        self._at = end if match else end - (len(text) - used)
+        return value
+
+    def _fill(self, size: int = 1) -> bool:
+        """Reads on, at least `size` characters where there are as many, and forgets what has been used."""
+        pieces = [self._buffer[self._at :]]
+        added = 0
+        for piece in self._text:
+            pieces.append(piece)
+            added += len(piece)
+            if added >= size:
+                break
+        if not added:
+            return False
+        self._buffer = "".join(pieces)
+        self._at = 0
+        return True
+
+
+SpanKind = Literal["op", "annotation", "python", "launch", "overhead"]
+DeviceKind = Literal["kernel", "memcpy", "memset"]
+
+_DEVICE: dict[str, DeviceKind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_SPANS: dict[str, SpanKind] = {
+    "cpu_op": "op",
+    "operator": "op",  # before torch 1.12
+    "user_annotation": "annotation",
+    "python_function": "python",
+    "cuda_runtime": "launch",
+    "cuda_driver": "launch",
+    "hip_runtime": "launch",
+    "xpu_runtime": "launch",
+    "runtime": "launch",
+    "overhead": "overhead",
+}
+_LIBRARY_PREFIXES = ("torch/", "nearpeak/", "<")
+"""How the names of Python frames begin that lead to no line of the user's."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of an op as the profiler wrote them, None where it wrote none. One object for all that are equal."""
+
+    dims: Any
+    strides: Any
+    types: Any
+    values: Any
+
+
+class Span(NamedTuple):
+    """Something that a thread of the CPU did. Times are microseconds."""
+
+    start: float
+    end: float
+    kind: SpanKind
+    name: str
+    external: int | None = None
+    """The number that kernels refer to."""
+    correlation: int | None = None
+    """Of a launch: the number that it shares with what it started on the device."""
+    sequence: int | None = None
+    """Of a forward op and of the backward node that it made."""
+    inputs: Inputs | None = None
+    facts: Mapping[str, Any] | None = None
+    """What else is known: of Inductor's kernels their blocks, of an old file's op its call stack."""
+
+
+class DeviceSpan(NamedTuple):
+    """A kernel, a copy or a fill on the device. Times are microseconds."""
+
+    start: float
+    end: float
+    kind: DeviceKind
+    name: str
+    stream: int
+    device: int
+    external: int | None
+    correlation: int | None
+    bytes: float | None
+    in_graph: bool
+    blocks: int | None
+    """Of a kernel: the product of its grid."""
+    duration: float
+    """As the file has it: the difference of two times since the start of the machine has fewer digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """One file. `threads` are by process and thread, each in the order of time, outer spans before inner ones."""
+
+    threads: Mapping[tuple[Any, Any], list[Span]]
+    device_spans: list[DeviceSpan]
+    metadata: Mapping[str, Any]
+    truncated: bool
+    damaged: int
+    last_written: tuple[DeviceSpan, ...] = ()
+    """Of each stream, what comes last in the file."""
+    overheads: tuple[Span, ...] = ()
+    """What the profiler or the driver did besides, on threads that the file does not name."""
+
+
+def load_recording(path: str | Path) -> Recording:
+    """Reads a file in one pass. Python frames of torch, the standard library and built-in functions are dropped."""
+    file = EventFile(path)
+    threads: dict[tuple[Any, Any], list[Span]] = {}
+    device_spans: list[DeviceSpan] = []
+    inputs: dict[str, Inputs] = {}
+    overheads: list[Span] = []
+    for event in file:
+        if event.get("ph") != "X":
+            continue
+        category = str(event.get("cat", "")).lower()
+        kind = _SPANS.get(category)
+        on_device = _DEVICE.get(category)
+        start = _finite_number(event.get("ts"))
+        name = event.get("name")
+        if start is None or not isinstance(name, str) or (kind is None and on_device is None):
+            continue
+        end = start + max(_finite_number(event.get("dur")) or 0.0, 0.0)
+        args = event.get("args")
+        facts = args if isinstance(args, dict) else {}
+        if on_device is not None:
+            device_spans.append(_device_span(start, end, on_device, sys.intern(name), facts, event))
+        elif kind == "overhead":
+            overheads.append(Span(start, end, kind, sys.intern(name)))
+        elif kind is not None and (kind != "python" or _is_user_frame(name)):
+            thread = threads.setdefault((event.get("pid"), event.get("tid")), [])
+            thread.append(_span(start, end, kind, sys.intern(name), facts, inputs))
+    for spans in threads.values():
+        spans.sort(key=_outer_first)
+    last = {(span.device, span.stream): span for span in device_spans}
+    device_spans.sort(key=lambda span: span.start)
+    return Recording(
+        threads=threads,
+        device_spans=device_spans,
+        metadata=file.metadata,
+        truncated=file.truncated,
+        damaged=file.damaged,
+        last_written=tuple(last.values()),
+        overheads=tuple(overheads),
+    )
+
+
+def _outer_first(span: Span) -> tuple[float, float]:
+    return span.start, -span.end
+
+
+def _is_user_frame(name: str) -> bool:
+    if name.startswith("nn.Module: "):
+        return True
+    if name.startswith(_LIBRARY_PREFIXES) or "(" not in name:
+        return False
+    head = name.partition("(")[0].removesuffix(".py")
+    return head.partition("/")[0] not in sys.stdlib_module_names and "/torch/" not in head
+
+
+def _span(
+    start: float, end: float, kind: SpanKind, name: str, facts: Mapping[str, Any], inputs: dict[str, Inputs]
+) -> Span:
+    if kind == "python":
+        return Span(start, end, kind, name)
+    external = _integer(facts.get("External id", facts.get("external id")))
+    if kind != "op":
+        return Span(start, end, kind, name, external, _integer(facts.get("correlation")))
+    seen: Inputs | None = None
+    if "Input Dims" in facts or "Input dims" in facts:
+        seen = Inputs(
+            facts.get("Input Dims", facts.get("Input dims")),
+            facts.get("Input Strides"),
+            facts.get("Input type"),
+            facts.get("Concrete Inputs"),
+        )
+        seen = inputs.setdefault(repr(seen), seen)
+    kept = {key: facts[key] for key in ("kernel_backend", "kernel_kwargs", "Call stack") if facts.get(key)}
+    return Span(start, end, kind, name, external, None, _integer(facts.get("Sequence number")), seen, kept or None)
+
+
+def _device_span(
+    start: float, end: float, kind: DeviceKind, name: str, facts: Mapping[str, Any], event: Mapping[str, Any]
+) -> DeviceSpan:
+    stream = _integer(facts.get("stream"))
+    device = _integer(facts.get("device"))
+    return DeviceSpan(
+        start=start,
+        end=end,
+        kind=kind,
+        name=name,
+        stream=(_integer(event.get("tid")) or 0) if stream is None else stream,
+        device=(_integer(event.get("pid")) or 0) if device is None else device,
+        external=_integer(facts.get("External id", facts.get("external id"))),
+        correlation=_integer(facts.get("correlation")),
+        bytes=_finite_number(facts.get("bytes", facts.get("Bytes"))),
+        in_graph=bool(facts.get("graph node id") or facts.get("graph id")),
+        blocks=_grid_blocks(facts.get("grid")),
+        duration=max(_finite_number(event.get("dur")) or 0.0, 0.0),
+    )
+
+
+def _grid_blocks(grid: Any) -> int | None:
+    if not isinstance(grid, list) or not grid or not all(isinstance(size, int) and size > 0 for size in grid):
+        return None
+    return math.prod(grid)
+
+
+def _finite_number(value: Any) -> float | None:
+    """A finite number; None for what is none, as in an event that was damaged."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0:
+        return float(value)
+    return None
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    number = _finite_number(value)
+    return None if number is None else int(number)

@@ -1,0 +1,513 @@
+"""Memoized results of ops on fake tensors: a call with the same signature has the same result.
+
+torch derives the shapes, strides and dtypes of every result anew, which takes several times as long as everything
+else in a trace. Most ops of a model ran before, in another layer, on tensors of the same shapes, strides and dtypes.
+So the result of a call is stored by its `CallSignature`: each result is either an argument itself (`SameTensor`), or
+a view of an argument's storage or a tensor with a new storage (`NewTensor`).
+
+A recipe is stored only if it was replayed next to torch's own result and gave the same in everything that the next op
+could see. Where it did not, and wherever results depend on values, torch is asked each time. Ops on lists of tensors,
+as those of optimizers, are memoized row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from nearpeak.ops.fast_init import positional_constructor
+from nearpeak.ops.op import OpSignature
+from nearpeak.ops.tensor import Tensor
+from nearpeak.trace.patches.shared_patch import SharedPatch
+from nearpeak.trace.schema import OperatorSchema
+from nearpeak.trace.storages import KnownView, Storages, View, dtype_name, setting_name
+
+_SETTINGS = frozenset({torch.dtype, torch.layout, torch.memory_format, torch.device})
+_DTYPES_WITH_EXTRA_STATE = frozenset(
+    {"complex32", "complex64", "complex128", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
+)
+"""Dtypes whose tensors have more than a form: a conjugation, a quantizer."""
+
+_layout_ids: dict[tuple[Any, ...], int] = {}
+
+
+def layout_id(device: torch.device, view: View) -> int:
+    """A number for all that a view has beside its storage; the bytes of the storage belong to it."""
+    return _layout_ids.setdefault(
+        (device, view[1:]), 2 * len(_layout_ids)
+    )  # the odd numbers are those that require gradients
+
+
+class CallSignature(NamedTuple):
+    """The form of one call."""
+
+    key: tuple[Any, ...]
+    arguments: dict[str, Any]
+    """As plain data, by name."""
+    tensors: list[FakeTensor]
+    plain: list[Tensor]
+    """`tensors` as plain data."""
+    storages: dict[int, int]
+    """Numbered from 0 by their first use."""
+
+
+TENSOR_NOTE = "nearpeak_note"
+"""Where a tensor that was made in a trace has what is known of it, in its `__dict__`: its next op need not ask again.
+
+It is a tuple: an object that stands for the trace, address and bytes of the storage, the number of its look, and the
+tensor as plain data. Code can give a tensor another storage, or its storage another size, without an op.
+"""
+
+_Draft = tuple[list[Any], list[FakeTensor], list[Tensor], dict[int, int], bool, bool]
+"""A form while it is made: parts of the key, tensors, the same as plain data, storages; whether the op writes to its
+arguments, and whether it runs in inference mode."""
+
+
+class CallSignatures:
+    """Forms of calls within one trace.
+
+    The same form is: the same shapes, strides, dtypes, devices, and sizes of storages, the same tensors sharing theirs,
+    the same other arguments. There is none where an argument has no form, or may have more than its form says: a real
+    tensor, a tensor that torch knows the value of, a generator.
+    """
+
+    def __init__(self, storages: Storages, mode: FakeTensorMode) -> None:
+        self.trace = object()
+        self.storages = storages
+        self.mode = mode
+
+    def of(self, schema: OperatorSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallSignature | None:
+        """The form of a call. Ask where torch functions are disabled."""
+        inference = _inference_mode_enabled()
+        parts: list[Any] = [schema.name, len(args), _default_dtype(), inference]
+        arguments = schema.defaults.copy()
+        tensors: list[FakeTensor] = []
+        plain: list[Tensor] = []
+        storages: dict[int, int] = {}
+        draft: _Draft = (parts, tensors, plain, storages, bool(schema.mutated), inference)
+        for name, item in zip(schema.arguments, args, strict=False):
+            kind = type(item)
+            if kind is FakeTensor:
+                arguments[name] = self._tensor(item, draft)
+            elif kind is int or item is None or kind is str:
+                parts.append(item)
+                arguments[name] = item
+                continue
+            else:
+                arguments[name] = self._value(item, draft)
+            if arguments[name] is NotImplemented:
+                return None
+        for name, item in kwargs.items():
+            parts.append(name)
+            arguments[name] = self._value(item, draft)
+            if arguments[name] is NotImplemented:
+                return None
+        form: CallSignature = _new_tuple(CallSignature, (tuple(parts), arguments, tensors, plain, storages))
+        return form
+
+    def _value(self, value: Any, draft: _Draft) -> Any:
+        """A value as plain data, NotImplemented where it has no form."""
+        kind = type(value)
+        parts = draft[0]
+        if kind is int or value is None or kind is str:
+            parts.append(value)
+            return value
+        if kind is float or kind is bool:
+            parts.append(kind)  # 1, 1.0 and True are equal
+            parts.append(value)
+            return value
+        if kind is list or kind is tuple:
+            parts.append(kind)
+            if _INTEGERS.issuperset(map(type, value)):
+                parts.append(tuple(value))
+                return parts[-1]
+            parts.append(len(value))
+            items = tuple([self._value(item, draft) for item in value])
+            return NotImplemented if any(item is NotImplemented for item in items) else items
+        if kind is FakeTensor:
+            return self._tensor(value, draft)
+        if kind in _SETTINGS:
+            parts.append(value)
+            return setting_name(value)
+        return NotImplemented
+
+    def _tensor(self, tensor: FakeTensor, draft: _Draft) -> Any:
+        parts, tensors, plains, local, mutated, inference = draft
+        note = tensor.__dict__.get(TENSOR_NOTE)
+        if note is not None and note[0] is self.trace and not inference:
+            storage = tensor.untyped_storage()
+            if storage._cdata == note[1] and storage.nbytes() == note[2]:
+                look, plain = note[3], note[4]
+                parts.append(look + 1 if tensor.requires_grad else look)
+                parts.append(local.setdefault(plain.storage, len(local)))
+                tensors.append(tensor)
+                plains.append(plain)
+                return plain
+        if tensor.constant is not None and (mutated or tensor.numel()):
+            return NotImplemented
+        if tensor.layout is not torch.strided or tensor.fake_mode is not self.mode:
+            return NotImplemented
+        storage = tensor.untyped_storage()
+        view: View = (
+            storage._cdata,
+            storage.nbytes(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),  # type: ignore[assignment]
+            tensor.dtype,
+            tensor.is_neg(),
+        )
+        seen = self.storages.views.get(view) or self._first_seen(tensor, view)
+        if seen is None:
+            return NotImplemented
+        look, plain = seen
+        parts.append(look + 1 if tensor.requires_grad else look)
+        parts.append(local.setdefault(plain.storage, len(local)))
+        if inference:
+            parts.append(tensor.is_inference())
+        if tensor.constant is not None:  # without elements: `torch.tensor([])`, which a list of states begins with
+            parts.append("constant")
+        tensors.append(tensor)
+        plains.append(plain)
+        return plain
+
+    def _first_seen(self, tensor: FakeTensor, view: View) -> KnownView | None:
+        if dtype_name(tensor.dtype) in _DTYPES_WITH_EXTRA_STATE:
+            return None
+        plain = self.storages.tensor(tensor, "input")
+        seen = self.storages.views[view] = (layout_id(tensor.fake_device, view), plain)
+        return seen
+
+
+@contextmanager
+def _drop_notes_on_assignment() -> Iterator[None]:
+    """`tensor.data = other` changes a tensor without an op: its note is dropped."""
+    data: Any = FakeTensor.data
+
+    def assign(tensor: FakeTensor, value: torch.Tensor) -> None:
+        drop_notes(tensor)
+        data.__set__(tensor, value)
+
+    FakeTensor.data = property(data.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.data
+
+
+tensor_notes = SharedPatch(_drop_notes_on_assignment)
+"""Tensors have notes inside only."""
+
+
+def drop_notes(value: Any) -> None:
+    """Drops the notes of all tensors in a value: an op may have changed their views."""
+    if isinstance(value, FakeTensor):
+        value.__dict__.pop(TENSOR_NOTE, None)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            drop_notes(item)
+
+
+_INTEGERS = frozenset({int})
+_new_tuple: Any = tuple.__new__
+_inference_mode_enabled: Any = torch.is_inference_mode_enabled
+_default_dtype: Any = torch.get_default_dtype
+
+MAX_TENSORS = 64
+"""An op on more tensors is an optimizer's: it runs once in a step."""
+MAX_SIGNATURES = 100_000
+"""Forms after which everything is forgotten, so that a long session does not grow without end."""
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class SameTensor:
+    """A result that is one of the tensors among the arguments."""
+
+    argument: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A result that is a view of an argument's storage, or has a storage of its own."""
+
+    argument: int
+    """The tensor whose storage it views; -1 for a storage of its own."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    dtype_name: str
+    offset: int
+    device: torch.device
+    attributes: dict[str, Any]
+    """Those of the Python object."""
+    look: int
+    view: tuple[Any, ...]
+    """The view without the address of its storage, and the number of its look: as its next op will ask for them."""
+
+    def make(self, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> FakeTensor:
+        """The result. Call it where dispatch and torch functions are disabled."""
+        if self.argument < 0:
+            memory = _empty(self.shape, self.strides, dtype=self.dtype, device=_META)
+        else:
+            memory = _scratch_tensors[self.dtype]
+            memory.set_(tensors[self.argument].untyped_storage(), self.offset, self.shape, self.strides)
+        tensor = _make_subclass(FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=self.device)
+        _forbid_data(tensor)
+        attributes = tensor.__dict__ = self.attributes.copy()
+        attributes["fake_mode"] = mode
+        return tensor  # type: ignore[no-any-return]
+
+
+class Recipe(NamedTuple):
+    """How the results of an op are made."""
+
+    container: type | None
+    """list or tuple; None for a result alone."""
+    items: tuple[NewTensor | SameTensor | int | None, ...]
+    """Tensors, and values that follow from the form."""
+    form: OpSignature
+    makes: bool
+    """Whether a tensor is made."""
+
+
+recipes: dict[Any, Recipe | None] = {}
+"""By the key of a form; None where torch has to be asked."""
+row_op_forms: dict[Any, OpSignature] = {}
+"""By the key of a form of which the rows are remembered, and not the whole."""
+_scratch_tensors: dict[torch.dtype, Any] = {}
+"""Tensors to set to a storage. The result is a copy that shares it."""
+_empty: Any = torch.empty_strided
+_make_subclass: Any = torch.Tensor._make_subclass
+_forbid_data: Any = torch._C._set_throw_on_mutable_data_ptr
+
+
+def can_memoize(mode: FakeTensorMode | None) -> bool:
+    """Whether the results of a fake mode can be remembered: not with symbolic shapes, nor with real values beside."""
+    return (
+        mode is not None
+        and mode.shape_env is None
+        and bool(getattr(mode, "cache_enabled", True))
+        and not getattr(mode, "propagate_real_tensors", False)
+    )
+
+
+def memoize(form: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], result: Any) -> None:
+    """Remembers how to make `result` from the tensors among the arguments, if that gives the same."""
+    if len(tensors) > MAX_TENSORS:
+        return
+    if len(recipes) >= MAX_SIGNATURES:
+        recipes.clear()
+        row_op_forms.clear()
+    recipes[form] = None
+    container = type(result) if type(result) in (tuple, list) else None
+    items = (result,) if container is None else result
+    made = [_describe_result(item, tensors) for item in items]
+    if any(how is NotImplemented for how in made):
+        return
+    own = [item.untyped_storage()._cdata for item, how in zip(items, made, strict=True) if _has_own_storage(how)]
+    if len(set(own)) < len(own):  # results that share a new storage
+        return
+    for item, how in zip(items, made, strict=True):
+        if isinstance(how, NewTensor) and not _equivalent(how.make(mode, tensors), item):
+            return
+    recipes[form] = Recipe(container, tuple(made), OpSignature(), any(isinstance(how, NewTensor) for how in made))
+
+
+def replay(
+    form: CallSignature, recipe: Recipe, forms: CallSignatures, results: list[Any], outputs: list[Tensor]
+) -> None:
+    """Adds the results of a known form, the same as plain data, and to the form the storages that it makes.
+
+    Call it where torch functions are disabled, and dispatch as well if the recipe makes tensors.
+    """
+    tensors, plain = form.tensors, form.plain
+    for how in recipe.items:
+        if type(how) is NewTensor:
+            result = how.make(forms.mode, tensors)
+            storage = result.untyped_storage()
+            size = how.view[0]
+            if how.argument >= 0:
+                number = plain[how.argument].storage
+            else:
+                number = forms.storages.new(storage, size)
+                form.storages[number] = len(form.storages)
+            output = _make_tensor(how.shape, how.strides, how.dtype_name, number, how.offset)
+            result.__dict__[TENSOR_NOTE] = (forms.trace, storage._cdata, size, how.look, output)
+            results.append(result)
+            outputs.append(output)
+        elif type(how) is SameTensor:
+            results.append(tensors[how.argument])
+            outputs.append(plain[how.argument])
+        else:
+            results.append(how)
+
+
+_make_tensor = positional_constructor(Tensor)
+
+
+def constant_tensor(mode: FakeTensorMode, value: torch.Tensor) -> FakeTensor:
+    """A fake tensor of one element or none that keeps its value."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+        kept = value.clone()
+        tensor = FakeTensor(mode, memory, value.device, constant=kept)
+        converter = mode.fake_tensor_converter
+        converter.add_constant_storage_mapping(tensor)
+        converter.set_tensor_memo(kept, tensor)  # an op in place gives it back, and a view shares its storage
+        meta = converter.meta_converter
+        meta.storage_memo[meta.describer.get_storage_id(kept.untyped_storage())] = memory.untyped_storage()
+    return tensor
+
+
+def constant_values(args: Sequence[Any]) -> list[Any] | None:
+    """Arguments with all tensors replaced by their values; None where there are tensors without, or none at all."""
+    found: list[Any] = []
+    tensors = 0
+    for argument in args:
+        items = argument if type(argument) is list else [argument]
+        fakes = [item for item in items if isinstance(item, torch.Tensor)]
+        if any(type(item) is not FakeTensor or item.constant is None for item in fakes):
+            return None
+        tensors += len(fakes)
+        values = [item.constant if type(item) is FakeTensor else item for item in items]
+        found.append(values if type(argument) is list else values[0])
+    return found if tensors else None
+
+
+def _has_own_storage(how: Any) -> bool:
+    return isinstance(how, NewTensor) and how.argument < 0
+
+
+def _describe_result(item: Any, tensors: Sequence[FakeTensor]) -> Any:
+    """How an item is made; NotImplemented where it cannot be."""
+    if item is None or type(item) is int:
+        return item
+    if type(item) is not FakeTensor or item.layout is not torch.strided or item.constant is not None:
+        return NotImplemented
+    for index, tensor in enumerate(tensors):
+        if item is tensor:
+            return SameTensor(index)
+    device = item.fake_device
+    attributes = dict(item.__dict__)
+    mode = attributes.pop("fake_mode")
+    if any(value is not None and value is not device for value in attributes.values()):
+        return NotImplemented
+    storage = item.untyped_storage()
+    shared = (index for index, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage._cdata)
+    offset: Any = item.storage_offset()
+    view = (storage.nbytes(), item.shape, item.stride(), offset, item.dtype, item.is_neg())
+    if item.dtype not in _scratch_tensors:
+        _scratch_tensors[item.dtype] = torch.empty(0, dtype=item.dtype, device=_META)
+    return NewTensor(
+        argument=next(shared, -1),
+        shape=tuple(item.shape),
+        strides=item.stride(),
+        dtype=item.dtype,
+        dtype_name=dtype_name(item.dtype),
+        offset=offset,
+        device=device,
+        attributes={**attributes, "fake_mode": mode},
+        look=layout_id(device, (0, *view)),
+        view=view,
+    )
+
+
+def _equivalent(a: FakeTensor, b: FakeTensor) -> bool:
+    return _visible_state(a) == _visible_state(b) and torch._C._dispatch_key_set(a) == torch._C._dispatch_key_set(b)
+
+
+def _visible_state(tensor: FakeTensor) -> tuple[Any, ...]:
+    """All that an op could see of a tensor."""
+    return (
+        *(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.layout, tensor.fake_device),
+        *(tensor.untyped_storage().nbytes(), tensor.requires_grad, tensor.is_inference()),
+        *(tensor.is_conj(), tensor.is_neg(), tensor.__dict__),
+    )
+
+
+RowSignature = tuple[CallSignature, Recipe]
+
+
+_row_recipes: dict[tuple[Any, ...], Recipe] = {}
+"""By what the key of a form has for a row and for the arguments that all rows share."""
+
+
+def memoized_rows(
+    operator: Callable[..., Any],
+    schema: OperatorSchema,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    form: CallSignature,
+    forms: CallSignatures,
+) -> list[RowSignature] | None:
+    """How the results of each row are made, asking torch for rows of a new form; None where they do not follow."""
+    lists = [len(item) for item in args if type(item) is list]
+    if not lists or len(set(lists)) > 1 or any(type(item) in (list, tuple) for item in kwargs.values()):
+        return None
+    if len(_row_recipes) >= MAX_SIGNATURES or not recipes:
+        _row_recipes.clear()
+    keys = _row_keys(args, form, lists[0])
+    rows: list[RowSignature] = []
+    for index in range(lists[0]):
+        recipe = _row_recipes.get(keys[index]) if keys else None
+        if recipe is not None:
+            tensors, plain = form.tensors[index :: lists[0]], form.plain[index :: lists[0]]
+            rows.append((CallSignature((), {}, tensors, plain, {}), recipe))
+            continue
+        row = tuple([[item[index]] if type(item) is list else item for item in args])
+        alone = forms.of(schema, row, kwargs)
+        if alone is None:
+            return None
+        if alone.key not in recipes:
+            result = operator(*row, **kwargs)
+            with torch._C._DisableTorchDispatch():
+                memoize(alone.key, forms.mode, alone.tensors, result)
+        recipe = recipes.get(alone.key)
+        if recipe is None or len(recipe.items) != 1:
+            return None
+        if keys:
+            _row_recipes[keys[index]] = recipe
+        rows.append((alone, recipe))
+    return rows
+
+
+def _row_keys(args: Sequence[Any], form: CallSignature, count: int) -> list[tuple[Any, ...]]:
+    """What decides over each row; nothing where that is not as simple as in most optimizers.
+
+    It is simple where all tensors stand in lists and have storages of their own, and have two parts of the key each.
+    """
+    parts = form.key
+    if len(form.storages) < len(form.tensors) or parts[3]:
+        return []
+    columns: list[Any] = []
+    shared: list[Any] = []
+    at = 4
+    for item in args:
+        if type(item) is not list:
+            if isinstance(item, torch.Tensor) or type(item) is tuple:
+                return []
+            width = 2 if type(item) in (float, bool) else 1
+            shared += parts[at : at + width]
+            at += width
+            continue
+        width = 2 * count
+        if parts[at] is not list or parts[at + 1] != count or {type(value) for value in item} not in _SIMPLE_ROW_TYPES:
+            return []
+        columns.append(parts[at + 2 : at + 2 + width : 2])
+        if type(item[0]) is float:
+            columns.append(parts[at + 3 : at + 3 + width : 2])
+        elif any(value.constant is not None for value in item):
+            return []
+        at += 2 + width
+    return list(zip(repeat((*parts[:4], *shared, *parts[at:]), count), *columns, strict=True))
+
+
+_SIMPLE_ROW_TYPES = ({FakeTensor}, {float})

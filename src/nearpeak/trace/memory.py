@@ -1,0 +1,226 @@
+"""`MemoryWatch`: when the storages that a live trace meets come and go.
+
+The death of a storage is told by a weak reference to its Python object, which torch keeps for as long as the storage
+lives, whoever owns it. Where the object should go earlier, its storage is asked after every op from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nearpeak.machines.cgroups import memory_limit
+from nearpeak.ops.lifetimes import Category, Lifetime, Lifetimes
+from nearpeak.ops.op import Op, Storage, StorageKind
+from nearpeak.trace.state_snapshot import StateSnapshot
+from nearpeak.trace.storages import innermost, tensors_in
+
+_BEFORE_TRACE = -1
+_GRADIENT_ACCUMULATION_OPS = frozenset(
+    f"aten.{name}"
+    for name in ("detach.default", "add.Tensor", "add_.Tensor", "clone.default", "new_empty_strided.default")
+)
+"""What autograd runs to put a gradient into its leaf."""
+
+
+class _StorageLifetime(weakref.ref[torch.UntypedStorage]):
+    """A storage that is watched; the reference itself, so that its callback knows which one died."""
+
+    __slots__ = ("address", "born", "bytes", "category", "died", "level")
+
+    address: int
+    born: int
+    bytes: int
+    category: Category
+    died: int | None
+    level: _DeviceUsage
+
+
+class _DeviceUsage:
+    """How much of one device is in use."""
+
+    __slots__ = ("bytes", "device", "high", "levels", "peaks")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes = 0
+        self.high = 0
+        self.levels: dict[int, float] = {}
+        self.peaks = _allocator_bytes(device, "peak")
+        """Of the allocator before the trace: bytes that were given out, and taken from the device."""
+
+    def note(self, op: int) -> None:
+        """Asks the allocator where the storages are more than ever before: asking costs as much as an op on it."""
+        if self.bytes > self.high:
+            self.high = self.bytes
+            if self.peaks is not None:
+                found = _allocator_bytes(self.device, "current")
+                if found is not None:
+                    self.levels[op] = found[0]
+
+
+class MemoryTracker:
+    """Notes the storages of one live trace. The allocator's own statistics are read, never reset."""
+
+    def __init__(self) -> None:
+        self._ops = 0
+        self._by_number: dict[int, _StorageLifetime] = {}
+        self._by_address: dict[int, _StorageLifetime] = {}
+        self._held: list[StorageWeakRef] = []  # an address stays taken as long as something refers to it
+        self._levels: dict[torch.device, _DeviceUsage] = {}
+        self._gone: list[_StorageLifetime] = []
+        self._asked: list[_StorageLifetime] = []
+        self._died = self._gone.append
+
+    def met(self, number: int, storage: torch.UntypedStorage, kind: StorageKind) -> None:
+        """An op uses a storage for the first time; `kind` says whether it has just made it."""
+        life = self._by_address.get(storage._cdata)
+        if life is None:
+            category: Category = "parameters" if kind in ("parameter", "buffer") else "activations"
+            life = self._watched(storage, self._ops if kind == "intermediate" else _BEFORE_TRACE, category)
+        self._by_number[number] = life
+
+    def module(self, module: torch.nn.Module) -> None:
+        """Parameters, buffers and gradients are there, whether ops use them or not."""
+        for parameter in module.parameters():
+            self._existing(parameter, "parameters")
+            if parameter.grad is not None:
+                self._existing(parameter.grad, "gradients")
+        for buffer in module.buffers():
+            self._existing(buffer, "parameters")
+
+    def recorded(self, op: Op) -> None:
+        """An op has run; its results were met before."""
+        if self._gone or self._asked:
+            self._bury()
+        for level in self._levels.values():
+            if level.bytes > level.high:
+                level.note(self._ops)
+        self._ops += 1
+        if op.phase == "backward" and op.name in _GRADIENT_ACCUMULATION_OPS:
+            node: Any = torch._C._current_autograd_node()
+            if getattr(node, "variable", None) is not None:
+                for tensor in op.outputs:
+                    life = self._by_number.get(tensor.storage)
+                    if life is not None:
+                        life.category = "gradients"
+
+    def lives(self, untouched: StateSnapshot, storages: Mapping[int, Storage]) -> Lifetimes | None:
+        """What was noted, for the device that holds most, a CPU only where nothing else is used. Ends the watch."""
+        self._bury()
+        for leaf in untouched.leaves():
+            if isinstance(leaf, torch.nn.Parameter):
+                self._existing(leaf, "parameters")
+            if leaf.grad is not None:
+                self._existing(leaf.grad, "gradients")
+        for optimizer in untouched.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._existing(parameter, "parameters")
+            for tensor in tensors_in(dict(optimizer.state)):
+                self._existing(tensor, "optimizer")
+        for number, life in self._by_number.items():
+            life.bytes = max(life.bytes, int(storages[number].bytes))  # it may have grown
+        found = list(self._by_address.values())
+        self._by_number.clear()
+        self._by_address.clear()  # without references nobody is told of what dies from here on
+        return self._of_one_device(found)
+
+    def _of_one_device(self, found: list[_StorageLifetime]) -> Lifetimes | None:
+        sums: dict[torch.device, int] = {}
+        for life in found:
+            sums[life.level.device] = sums.get(life.level.device, 0) + life.bytes
+        sums.pop(torch.device("meta"), None)
+        if not sums:
+            return None
+        device = max(sums, key=lambda each: (each.type != "cpu", sums[each]))
+        level = self._levels[device]
+        peaks = level.peaks
+        if peaks is not None and peaks[0] < max(level.levels.values(), default=0.0):
+            peaks = _allocator_bytes(device, "peak")  # the statistics were reset not long ago
+        return Lifetimes(
+            device=str(device),
+            capacity_bytes=_device_capacity(device),
+            lives=tuple(
+                Lifetime(bytes=float(life.bytes), born=life.born, died=life.died, category=life.category)
+                for life in found
+                if life.level is level
+            ),
+            levels=level.levels,
+            peak_bytes=None if peaks is None else peaks[0],
+            reserved_bytes=None if peaks is None else peaks[1],
+        )
+
+    def _watched(self, storage: torch.UntypedStorage, born: int, category: Category) -> _StorageLifetime:
+        device = storage.device
+        level = self._levels.get(device)
+        if level is None:
+            level = self._levels[device] = _DeviceUsage(device)
+        life = _StorageLifetime(storage, self._died)
+        life.address = storage._cdata
+        life.born = born
+        life.bytes = storage.nbytes()
+        life.category = category
+        life.died = None
+        life.level = level
+        level.bytes += life.bytes
+        self._by_address[life.address] = life
+        self._held.append(StorageWeakRef(storage))
+        return life
+
+    def _existing(self, tensor: torch.Tensor, category: Category) -> None:
+        for part in _memory_tensors(innermost(tensor)):
+            storage = part.untyped_storage()
+            life = self._by_address.get(storage._cdata)
+            if life is None:
+                self._watched(storage, _BEFORE_TRACE, category)
+            elif life.category == "activations" or category == "parameters":
+                life.category = category
+
+    def _bury(self) -> None:
+        """Takes note of what died since the op before, during which it was still there."""
+        last = self._ops - 1
+        gone, self._asked = [*self._gone, *self._asked], []
+        self._gone.clear()
+        for life in gone:
+            if torch.UntypedStorage._expired(life.address):
+                life.died = last
+                life.level.bytes -= life.bytes
+            else:
+                self._asked.append(life)
+
+
+def _memory_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that one is made of: itself, where it is no wrapper around others."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names: Iterable[str] = flatten()[0]
+        for name in names:
+            yield from _memory_tensors(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+
+
+def _allocator_bytes(device: torch.device, which: str) -> tuple[float, float] | None:
+    """Bytes that torch's allocator has given out and taken from the device: "current", or the "peak" so far."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    try:
+        return float(found["allocated_bytes"]["all"][which]), float(found["reserved_bytes"]["all"][which])
+    except KeyError:  # an allocator of the user's own keeps none
+        return None
+
+
+def _device_capacity(device: torch.device) -> float | None:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    installed = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(installed, memory_limit() or installed)

@@ -1,0 +1,255 @@
+"""Which module runs, by its path; and which modules and optimizers a callable refers to.
+
+`watch_module_calls` does not use torch's global hooks: torch.compile would trace these into what it compiles and
+compile again when they change, a module's own `compile()` bypasses them, and they slow every call down. Since Python
+3.12 the interpreter reports calls (`sys.monitoring`), and nothing is changed that compiled code looks at. Before
+that, the call itself is replaced. Compiled code checks for that where it goes through `super().__call__`, so the call
+is torch's own again, for good, as soon as anything is compiled: modules are then watched by the next
+`watch_module_calls`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
+
+from nearpeak.trace.patches.shared_patch import SharedPatch
+
+BeforeCall = Callable[[nn.Module, tuple[Any, ...]], None]
+AfterCall = Callable[[nn.Module], None]
+
+_watchers: list[tuple[BeforeCall, AfterCall]] = []
+
+
+@contextmanager
+def watch_module_calls(before: BeforeCall, after: AfterCall) -> Iterator[None]:
+    """Inside, `before` is told a module and its arguments, and `after` the module, also when its call raised."""
+    watcher = (before, after)
+    with _call_events():
+        _watchers.append(watcher)
+        try:
+            yield
+        finally:
+            _watchers.remove(watcher)
+
+
+@contextmanager
+def _patched_call() -> Iterator[None]:
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        told = tuple(_watchers)
+        for before, _ in told:
+            before(self, args)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for _, after in reversed(told):
+                after(self)
+
+    def withdraw(_: Any = None) -> None:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    callback_handler.register_start_callback(withdraw)
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if withdraw in callback_handler.start_callbacks:  # torch._dynamo.reset() forgets them all
+            callback_handler.remove_start_callback(withdraw)
+        withdraw()
+
+
+if sys.version_info >= (3, 12):
+    _TOOL_IDS = (5, 4, 3, 2)
+    """Numbers to call ourselves by, the ones that nobody else uses first."""
+
+    @contextmanager
+    def _monitored_call() -> Iterator[None]:
+        """The interpreter tells about each start and end of the call's code, on any thread."""
+        monitoring = sys.monitoring
+        code = nn.Module.__call__.__code__
+        tool = next((number for number in _TOOL_IDS if monitoring.get_tool(number) is None), None)
+        if tool is None:
+            with _patched_call():
+                yield
+            return
+
+        def started(_code: Any, _offset: int) -> None:
+            found = sys._getframe(1).f_locals
+            for before, _ in tuple(_watchers):
+                before(found["self"], found["args"])
+
+        def ended(ending: Any, _offset: int, _result: Any) -> None:
+            if ending is code:  # what raises is told of any code
+                module = sys._getframe(1).f_locals["self"]
+                for _, after in tuple(reversed(_watchers)):
+                    after(module)
+
+        events = monitoring.events
+        monitoring.use_tool_id(tool, "nearpeak")
+        monitoring.register_callback(tool, events.PY_START, started)
+        monitoring.register_callback(tool, events.PY_RETURN, ended)
+        monitoring.register_callback(tool, events.PY_UNWIND, ended)
+        monitoring.set_local_events(tool, code, events.PY_START | events.PY_RETURN)
+        monitoring.set_events(tool, events.PY_UNWIND)
+        try:
+            yield
+        finally:
+            monitoring.set_events(tool, 0)
+            monitoring.set_local_events(tool, code, 0)
+            for event in (events.PY_START, events.PY_RETURN, events.PY_UNWIND):
+                monitoring.register_callback(tool, event, None)
+            monitoring.free_tool_id(tool)
+
+    _call_events = SharedPatch(_monitored_call)
+else:
+    _call_events = SharedPatch(_patched_call)
+
+_MAX_DEPTH = 4
+"""How far to look into containers and objects."""
+
+
+class ModulePaths:
+    """Paths of modules below their roots, and the stack of those that run now.
+
+    `met` is called with every root before anything of it runs.
+    """
+
+    def __init__(self, met: Callable[[nn.Module, str], None]) -> None:
+        self._met = met
+        self._paths: dict[int, str] = {}
+        self._held: list[nn.Module] = []  # an id stays taken as long as its object lives
+        self.stack: list[tuple[int, str, int]] = []
+        """Of modules whose forward runs, the innermost last: id, path, and the backward pass in which it was called."""
+        self._roots: set[str] = set()
+
+    def add_root(self, module: nn.Module, name: str) -> None:
+        """Gives a module and all below it their paths; one without a name is the origin of paths."""
+        self._held.append(module)
+        self._roots.add(name)
+        for path, part in module.named_modules(prefix=name):
+            self._paths.setdefault(id(part), strip_compile_wrapper(path))
+        self._met(module, name)
+
+    def meet(self, module: nn.Module) -> None:
+        """Makes a module that is below no known one a root."""
+        if id(module) not in self._paths:
+            self.add_root(module, self._unused(type(module).__name__))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follows every module's forward."""
+        with watch_module_calls(self._enter, self._leave):
+            yield
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self.meet(module)
+        self.stack.append((id(module), self._paths[id(module)], torch._C._current_graph_task_id()))
+
+    def _leave(self, module: nn.Module) -> None:
+        while self.stack and self.stack.pop()[0] != id(module):
+            pass
+
+    def _unused(self, name: str) -> str:
+        number = 1
+        candidate = name
+        while candidate in self._roots:
+            number += 1
+            candidate = f"{name}_{number}"
+        return candidate
+
+
+def strip_compile_wrapper(path: str) -> str:
+    """A path without what `torch.compile` puts around a module.
+
+    >>> without_wrapper("_orig_mod.0.weight"), without_wrapper("block._orig_mod")
+    ('0.weight', 'block')
+    """
+    return path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
+
+
+class ReachableModules:
+    """The modules and optimizers that a callable and its arguments hold, by the names of their variables."""
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._seen: set[int] = set()
+        self._look("", fn, 0)
+        for index, value in enumerate(args):
+            self._look(f"argument_{index}", value, 0)
+        for name, value in kwargs.items():
+            self._look(name, value, 0)
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """Modules that are inside no other one. The only one with parameters is the origin of paths: its name is ""."""
+        inside = {id(part) for _, module in self.modules for part in module.modules() if part is not module}
+        roots = [(name, module) for name, module in self.modules if id(module) not in inside]
+        main = [module for _, module in roots if next(module.parameters(), None) is not None]
+        if len(main) == 1:
+            return [("" if module is main[0] else name, module) for name, module in roots]
+        return roots
+
+    def _look(self, name: str, value: Any, depth: int) -> None:
+        if (
+            depth > _MAX_DEPTH
+            or id(value) in self._seen
+            or isinstance(value, (str, bytes, int, float, torch.Tensor, type))
+        ):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self.modules.append((name, value))
+        elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers.append(value)
+        else:
+            for inner_name, inner in _referenced_objects(name, value):
+                self._look(inner_name, inner, depth + 1)
+
+
+def _referenced_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, MethodType):
+        yield name, value.__self__
+        yield name, value.__func__
+    elif isinstance(value, functools.partial):
+        yield name, value.func
+        for item in (*value.args, *value.keywords.values()):
+            yield name, item
+    elif isinstance(value, FunctionType):
+        yield from _referenced_variables(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key), item
+    elif isinstance(value, (list, tuple, set)):
+        for index, item in enumerate(value):
+            yield f"{name}_{index}", item
+    elif hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "builtins")):
+        yield from vars(value).items()
+
+
+def _referenced_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function refers to: its closure, its defaults, and the globals that its code names."""
+    if hasattr(function, "__wrapped__"):
+        yield "", function.__wrapped__
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a cell that is not filled yet
+            continue
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield "default", value
+    if function.__module__.partition(".")[0] in ("torch", "nearpeak"):
+        return
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, (nn.Module, torch.optim.Optimizer, FunctionType, list, tuple, dict)):
+            yield name, value

@@ -1,0 +1,365 @@
+"""`record_inductor_kernels`: inside a live trace, compiled code runs as it is, and each Inductor kernel is an op.
+
+Compiled code bypasses torch's dispatcher, except for the operators that Inductor leaves to libraries. What a kernel
+reads and writes follows from its source (`touched_elements`): Inductor writes every kernel in one style, with loops
+over `xnumel` (`ynumel`, `znumel`) points and, in a reduction, over `r0_numel`; variables that are digits of the loop
+index, `x0 = xindex % 64`, `x1 = xindex // 64`; and loads and stores at sums of such variables. So the number of
+distinct addresses of a load follows from its index. What does not follow counts as nothing: addresses that come from
+another load, loads under a condition. Of templates, which have another style, a part is known (`kineto/inductor.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.callback import callback_handler
+
+from nearpeak.ops.tensor import Tensor
+from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar
+from nearpeak.trace.kineto.inductor import min_traffic
+from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
+from nearpeak.trace.recorder import Recorder, active_recorder
+from nearpeak.trace.schema import OperatorSchema
+from nearpeak.trace.storages import dtype_name
+
+_LOOP_INDEX = re.compile(r"^([xyz]|r\d*_?)index$")
+_LOOP_SIZE = re.compile(r"^([xyz]|r\d*_?)numel$")
+_LOOP_MASK = re.compile(r"^([xyz]|r\d*_?)mask$")
+
+
+class IndexDigits(NamedTuple):
+    """Some digits of a loop's index: `(index // divisor) % extent`."""
+
+    loop: str
+    divisor: int
+    extent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TouchedElements:
+    """Elements by the name of the argument."""
+
+    read: Mapping[str, int]
+    written: Mapping[str, int]
+    complete: bool
+    """Whether every load and store was understood; else what is here is the least."""
+
+
+@functools.lru_cache(maxsize=4096)
+def touched_elements(code: str, sizes: tuple[tuple[str, int], ...] = ()) -> TouchedElements | None:
+    """What a kernel touches at the least; None for code that is of another manner.
+
+    >>> found = touched_by('''
+    ... def triton_poi_fused_add_0(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
+    ...     xnumel = 4096
+    ...     xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
+    ...     xmask = xindex < xnumel
+    ...     x2 = xindex
+    ...     x0 = (xindex % 64)
+    ...     tmp0 = tl.load(in_ptr0 + (x2), xmask)
+    ...     tmp1 = tl.load(in_ptr1 + (x0), xmask, eviction_policy='evict_last')
+    ...     tl.store(out_ptr0 + (x2), tmp0 + tmp1, xmask)
+    ... ''')
+    >>> found.read, found.written, found.complete
+    ({'in_ptr0': 4096, 'in_ptr1': 64}, {'out_ptr0': 4096}, True)
+
+    Args:
+        code: The definition of the kernel.
+        sizes: The numbers that it was launched with, by the names of its arguments, for sizes that it leaves open.
+    """
+    try:
+        tree = ast.parse(code.strip())
+    except SyntaxError:
+        return None
+    function = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+    if function is None:
+        return None
+    reading = _KernelReader(dict(sizes))
+    reading.body(function.body)
+    if not reading.written and not reading.read and reading.complete:
+        return None
+    return TouchedElements(read=reading.read, written=reading.written, complete=reading.complete)
+
+
+class _KernelReader:
+    """Goes through the statements in order; a name means what it was given last."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.digits: dict[str, IndexDigits] = {}
+        self.read: dict[str, int] = {}
+        self.written: dict[str, int] = {}
+        self.complete = True
+
+    def body(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            if isinstance(statement, (ast.For, ast.If, ast.While)):  # blocks of a kernel that is several
+                self.body(statement.body)
+                self.body(statement.orelse)
+            elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                self._assign(statement.targets[0].id, statement.value)
+                self._calls(statement.value)
+            else:
+                self._calls(statement)
+
+    def _assign(self, name: str, value: ast.expr) -> None:
+        if _LOOP_SIZE.match(name):
+            size = _integer_constant(value)
+            if size is not None:
+                self.sizes[name] = size
+            return
+        found = self._as_digits(value)
+        if found is not None:
+            self.digits[name] = found
+        else:
+            self.digits.pop(name, None)
+
+    def _as_digits(self, value: ast.expr) -> IndexDigits | None:
+        """An index, digits of it, or digits of digits."""
+        if isinstance(value, ast.Name):
+            loop = _LOOP_INDEX.match(value.id)
+            if loop is not None:
+                size = self.sizes.get(f"{loop[1]}numel")
+                return None if size is None else IndexDigits(loop[1], 1, max(size, 1))
+            return self.digits.get(value.id)
+        if not isinstance(value, ast.BinOp) or not isinstance(value.op, (ast.Mod, ast.FloorDiv)):
+            return None
+        inner, number = self._as_digits(value.left), _integer_constant(value.right)
+        if inner is None or not number or number < 1:
+            return None
+        if isinstance(value.op, ast.Mod):
+            return inner._replace(extent=min(inner.extent, number))
+        return IndexDigits(inner.loop, inner.divisor * number, -(-inner.extent // number))
+
+    def _calls(self, node: ast.AST) -> None:
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                if call.func.attr == "load" and call.args:
+                    self._access(call, self.read, mask=1)
+                elif call.func.attr == "store" and call.args:
+                    self._access(call, self.written, mask=2)
+                elif call.func.attr.startswith("atomic"):
+                    self.complete = False
+
+    def _access(self, call: ast.Call, into: dict[str, int], *, mask: int) -> None:
+        place = call.args[0]
+        if (
+            not isinstance(place, ast.BinOp)
+            or not isinstance(place.op, ast.Add)
+            or not isinstance(place.left, ast.Name)
+        ):
+            self.complete = False
+            return
+        masks = call.args[mask : mask + 1] + [item.value for item in call.keywords if item.arg == "mask"]
+        count = self._places(place.right) if all(_masks_only_bounds(item) for item in masks) else None
+        if count is None:
+            self.complete = False
+            return
+        name = place.left.id
+        if into is self.read and name in self.written:  # its own result once more
+            return
+        into[name] = max(into.get(name, 0), count)
+
+    def _places(self, index: ast.expr) -> int | None:
+        """How many different values a sum of digits has at the least; None where it is something else."""
+        terms: list[tuple[int, IndexDigits]] = []
+        if not self._terms(index, 1, terms):
+            return None
+        terms = [(abs(factor), digits) for factor, digits in terms if digits.extent > 1 and factor]
+        if not terms:
+            return 1
+        if any(_digits_overlap(one, other) for at, (_, one) in enumerate(terms) for _, other in terms[:at]):
+            return max(digits.extent for _, digits in terms)
+        places, reach = 1, 0
+        for factor, digits in sorted(terms):
+            if factor > reach:
+                places *= digits.extent
+            else:  # the same place can be reached in more than one way
+                places = max(places, digits.extent)
+            reach += factor * (digits.extent - 1)
+        sizes = {digits.loop: self.sizes[f"{digits.loop}numel"] for _, digits in terms}
+        return min(places, max(1, math.prod(sizes.values())))
+
+    def _terms(self, node: ast.expr, factor: int, terms: list[tuple[int, IndexDigits]]) -> bool:
+        if _integer_constant(node) is not None:
+            return True
+        found = self._as_digits(node)
+        if found is not None:
+            terms.append((factor, found))
+            return True
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return self._terms(node.operand, -factor, terms)
+        if isinstance(node, ast.BinOp):
+            if isinstance(node.op, (ast.Add, ast.Sub)):
+                sign = 1 if isinstance(node.op, ast.Add) else -1
+                return self._terms(node.left, factor, terms) and self._terms(node.right, sign * factor, terms)
+            if isinstance(node.op, ast.Mult):
+                for number, rest in ((node.left, node.right), (node.right, node.left)):
+                    value = _integer_constant(number)
+                    if value is not None:
+                        return self._terms(rest, factor * value, terms)
+        if isinstance(node, ast.Call):  # `tl.full([1], 0, tl.int32).broadcast_to(...)` is how a scalar is stored
+            return _is_scalar_index(node)
+        return False
+
+
+def _digits_overlap(one: IndexDigits, other: IndexDigits) -> bool:
+    """Whether two come from the same digits of one index, so that they do not vary on their own."""
+    if one.loop != other.loop:
+        return False
+    low, high = sorted((one, other), key=lambda digits: digits.divisor)
+    return low.divisor * low.extent > high.divisor
+
+
+def _is_scalar_index(node: ast.Call) -> bool:
+    inner = node
+    while isinstance(inner.func, ast.Attribute) and isinstance(inner.func.value, ast.Call):
+        inner = inner.func.value
+    return isinstance(inner.func, ast.Attribute) and inner.func.attr == "full"
+
+
+def _masks_only_bounds(mask: ast.expr) -> bool:
+    """Whether a mask only cuts off what is beyond the ends of the loops."""
+    if isinstance(mask, ast.Constant):
+        return mask.value is None
+    if isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd):
+        return _masks_only_bounds(mask.left) and _masks_only_bounds(mask.right)
+    return isinstance(mask, ast.Name) and _LOOP_MASK.match(mask.id) is not None
+
+
+def _integer_constant(node: ast.expr) -> int | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _integer_constant(node.operand)
+        return None if inner is None else -inner
+    return None
+
+
+_HEURISTICS = "torch._inductor.runtime.triton_heuristics"
+_REDUCTION_PREFIXES = ("triton_red_", "triton_per_")
+
+
+@contextmanager
+def _autotuner_patch() -> Iterator[None]:
+    """Nothing is imported for it: where kernels were compiled, Inductor is there."""
+    kind = getattr(sys.modules.get(_HEURISTICS), "CachingAutotuner", None)
+    if kind is None:
+        yield
+        return
+    with patch_attribute(kind, "run", _recording_run(kind.run)):
+        yield
+
+
+_shared_autotuner_patch = SharedPatch(_autotuner_patch)
+
+
+@contextmanager
+def record_inductor_kernels(recorder: Recorder) -> Iterator[None]:
+    """Inside, the recorder sees compiled kernels, and nothing of a compiler that has to work once more."""
+
+    def pause(_: Any) -> None:
+        recorder.paused = True
+
+    def go_on(_: Any) -> None:
+        recorder.paused = False
+
+    callbacks = ((callback_handler.start_callbacks, pause), (callback_handler.end_callbacks, go_on))
+    for register, callback in callbacks:
+        register.append(callback)
+    try:
+        with _shared_autotuner_patch():
+            yield
+    finally:
+        for register, callback in callbacks:
+            if callback in register:  # torch._dynamo.reset() forgets them all
+                register.remove(callback)
+
+
+def _recording_run(launch: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = active_recorder()
+        if recorder is not None and not recorder.paused and not kwargs.get("benchmark_run"):
+            _record_launch(recorder, self, args)
+        return launch(self, *args, **kwargs)
+
+    return run
+
+
+def _record_launch(recorder: Recorder, kernel: Any, args: Sequence[Any]) -> None:
+    name = str(kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__)
+    given = dict(zip(kernel.fn.arg_names, args, strict=False))
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    sizes = tuple((key, value) for key, value in given.items() if type(value) is int)
+    touched = touched_elements(kernel.fn.src, sizes) if name.startswith("triton_") else None
+    if touched is None or not (touched.read or touched.written):
+        arguments = _arguments_from_template(recorder, name, list(given.values()), tensors)
+    else:
+        arguments = _arguments_from_code(recorder, touched, tensors)
+    arguments["family"] = "reduction" if name.startswith(_REDUCTION_PREFIXES) else "pointwise"
+    schema = OperatorSchema(
+        name=f"inductor.{name}",
+        arguments=tuple(arguments),
+        defaults={},
+        mutated=("written",),
+        query=False,
+        lift=False,
+        composite=False,
+        memoizable=False,
+        by_rows=False,
+    )
+    recorder.recorded(schema, arguments)
+
+
+def _arguments_from_code(
+    recorder: Recorder, touched: TouchedElements, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What is written and was never seen before, the compiled code has made itself."""
+    read = [
+        _partial_tensor(recorder, tensors[name], count, "input")
+        for name, count in touched.read.items()
+        if name in tensors
+    ]
+    written = [
+        _partial_tensor(recorder, tensors[name], count, "intermediate")
+        for name, count in touched.written.items()
+        if name in tensors
+    ]
+    return {"read": tuple(read), "written": tuple(written), "complete": touched.complete}
+
+
+def _partial_tensor(recorder: Recorder, tensor: torch.Tensor, count: int, kind: Any) -> Tensor:
+    whole = recorder.storages.tensor(tensor, kind)
+    count = min(count, whole.elements)
+    return Tensor(shape=(count,), strides=(1,), dtype=whole.dtype, storage=whole.storage, offset=whole.offset)
+
+
+def _arguments_from_template(
+    recorder: Recorder, name: str, values: Sequence[Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """A matrix product with what is fused into it; the last tensor is its result."""
+    seen: list[Argument] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            seen.append(RecordedTensor(tuple(value.shape), value.stride(), dtype_name(value.dtype)))
+        elif isinstance(value, int):
+            seen.append(Scalar(value))
+    least = min_traffic(name, seen, {})
+    *inputs, out = tensors.values() if tensors else (None,)
+    plain = [recorder.storages.tensor(tensor, "input") for tensor in inputs if tensor is not None]
+    arguments: dict[str, Any] = {"read": (), "written": (), "complete": False}
+    if out is not None and least.written is not None:
+        arguments["written"] = (recorder.storages.tensor(out, "intermediate"),)
+    if least.product is not None:
+        arguments |= {"inner": least.product.inner, "product": least.product.dtype}
+        arguments["read"] = tuple(plain[place] for place in least.product.operands if place < len(plain))
+    return arguments

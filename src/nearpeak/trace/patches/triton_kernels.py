@@ -1,0 +1,97 @@
+"""`kernels_seen`: inside a trace, a Triton kernel that the code launches itself is an op of its own.
+
+`kernel[grid](x, y, n)` passes by torch's dispatcher. On fake tensors nothing is launched, compiled or tuned; live, the
+launch follows. What a kernel reads and writes does not show from outside: each tensor may be written, and none is
+charged unless `declare_cost("triton::kernel", ...)` says what it must do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
+from nearpeak.trace.recorder import active_recorder
+from nearpeak.trace.schema import OperatorSchema
+
+_LAUNCHERS = (
+    ("triton.runtime.jit", "JITFunction", "run"),
+    ("triton.runtime.autotuner", "Autotuner", "run"),
+    ("triton.runtime.autotuner", "Heuristics", "run"),
+    ("triton.runtime.interpreter", "InterpretedFunction", "run"),
+    ("torch._higher_order_ops.triton_kernel_wrap", "TraceableTritonKernelWrapper", "run"),
+    ("torch._higher_order_ops.triton_kernel_wrap", "TraceableTritonKernelWrapper", "__call__"),
+)
+_LAUNCH_OPTIONS = ("grid", "warmup")
+
+
+@contextmanager
+def _launcher_patches() -> Iterator[None]:
+    """Nothing is imported for it: code that has kernels has imported Triton."""
+    with ExitStack() as stack:
+        for module, name, method in _LAUNCHERS:
+            kind = getattr(sys.modules.get(module), name, None)
+            if kind is not None and method in vars(kind):
+                stack.enter_context(patch_attribute(kind, method, _recording_launch(vars(kind)[method])))
+        yield
+
+
+record_triton_kernels = SharedPatch(_launcher_patches)
+
+
+def _recording_launch(launch: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = active_recorder()
+        if recorder is None or kwargs.get("warmup"):
+            return launch(self, *args, **kwargs)
+        arguments = _named_arguments(self, args, kwargs)
+        tensors = tuple(name for name, value in arguments.items() if isinstance(value, torch.Tensor))
+        schema = OperatorSchema(
+            name=f"triton.{_kernel_name(self)}",
+            arguments=tuple(arguments),
+            defaults={},
+            mutated=tensors,
+            query=False,
+            lift=False,
+            composite=False,
+            memoizable=False,
+            by_rows=False,
+        )
+        if not recorder.launched(schema, arguments):
+            return None
+        with _disable_current_modes():  # tuning runs ops of its own
+            return launch(self, *args, **kwargs)
+
+    return run
+
+
+def _innermost_function(kernel: Any) -> Any:
+    """The function below its tuning, its heuristics and torch's wrapper."""
+    while type(kernel).__name__ in ("Autotuner", "Heuristics", "TraceableTritonKernelWrapper"):
+        kernel = kernel.kernel if hasattr(kernel, "kernel") else kernel.fn
+    return kernel
+
+
+def _kernel_name(kernel: Any) -> str:
+    function = _innermost_function(kernel)
+    name = getattr(function, "__name__", None) or getattr(function.fn, "__name__", "kernel")
+    return str(name)
+
+
+def _named_arguments(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name; what else is given, as the number of warps, belongs to the launch."""
+    names = _innermost_function(kernel).arg_names
+    given = dict(zip(names, args, strict=False))
+    given.update((name, value) for name, value in kwargs.items() if name not in _LAUNCH_OPTIONS)
+    return {name: _underlying_tensor(given[name]) for name in names if name in given}
+
+
+def _underlying_tensor(value: Any) -> Any:
+    """A tensor behind a descriptor of its blocks counts as itself."""
+    base = getattr(value, "base", None)
+    return base if isinstance(base, torch.Tensor) and not isinstance(value, torch.Tensor) else value

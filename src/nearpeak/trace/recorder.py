@@ -1,0 +1,563 @@
+"""`Recorder`: a dispatch mode that records every op which torch dispatches below autograd.
+
+With a fake mode, real tensors are replaced by their fake copies (`FakeCopies`). Each op has the module and the user's
+line that it comes from (`Locations`), in the backward pass those of the forward op, and says whether it recomputes a
+forward (`RecomputeDetector`). `active_recorder` is the recorder of this thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, Self
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from nearpeak.ops.fast_init import positional_constructor
+from nearpeak.ops.lifetimes import Lifetimes
+from nearpeak.ops.low_gc import low_gc
+from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind
+from nearpeak.ops.tensor import Tensor
+from nearpeak.trace import memo
+from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
+from nearpeak.trace.memo import (
+    CallSignature,
+    CallSignatures,
+    Recipe,
+    RowSignature,
+    drop_notes,
+    memoized_rows,
+    tensor_notes,
+)
+from nearpeak.trace.memory import MemoryTracker
+from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
+from nearpeak.trace.schema import OperatorSchema, schema_of
+from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines
+from nearpeak.trace.state_snapshot import StateSnapshot
+from nearpeak.trace.storages import Storages, below_transforms, innermost
+
+
+class FakeCopies:
+    """One fake copy for each real tensor."""
+
+    def __init__(self, mode: FakeTensorMode, untouched: StateSnapshot) -> None:
+        self._mode = mode
+        self._untouched = untouched
+        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake copy of a real tensor: its strides, its storage shared with the copies of its other views."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        known = self._fakes.get(id(tensor))
+        if known is not None:
+            return known[1]
+        self._untouched.leaf(tensor)
+        if _is_step_count(tensor):  # an optimizer's count of steps, say: its value may be asked for
+            with no_dispatch():
+                value = tensor.clone()
+            copy = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
+        else:
+            copy = self._mode.from_tensor(tensor)
+        self._fakes[id(tensor)] = (tensor, copy)
+        return copy
+
+    def faked(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
+        """A value with copies for all real tensors, which are added to `originals` by the ids of their copies."""
+        if isinstance(value, FakeTensor):
+            return value
+        if isinstance(value, torch.Tensor):
+            copy = self.of(value)
+            if copy is not value:
+                originals[id(copy)] = value
+            return copy
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)([self.faked(item, originals) for item in value])
+        if isinstance(value, dict):
+            return {key: self.faked(item, originals) for key, item in value.items()}
+        return value
+
+
+def restore_originals(result: Any, originals: dict[int, torch.Tensor]) -> Any:
+    """In-place operators give back the tensor they were given, not its copy."""
+    if isinstance(result, torch.Tensor):
+        return originals.get(id(result), result)
+    if type(result) in (list, tuple):
+        return type(result)([restore_originals(item, originals) for item in result])
+    return result
+
+
+def _is_step_count(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dim() == 0
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.untyped_storage().nbytes() == tensor.element_size()
+    )
+
+
+def keeps_its_value(tensor: torch.Tensor) -> bool:
+    """Whether torch keeps the value of a real tensor in its fake copy: it has one element or none."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.numel() <= 1
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
+
+
+Location = tuple[str, str]
+"""Where an op comes from: the path of its module and the user's line."""
+
+
+class Locations:
+    """Where the ops of one trace come from; ask once for each op, in order."""
+
+    def __init__(self, modules: ModulePaths, untouched: StateSnapshot) -> None:
+        self.parameters: dict[int, str] = {}
+        """Paths of parameters, by the ids of the tensors."""
+        self.lines = UserLines()
+        self._modules = modules
+        self._untouched = untouched
+        self._sequence: int = torch._C._autograd._get_sequence_nr()
+        self._by_sequence: dict[int, Location] = {}
+        self._last_backward: Location = ("", "")
+
+    def here(self, graph_task: int) -> Location:
+        """The running module and the user's line; for an op of autograd's own those of the forward op behind it.
+
+        A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
+        here: all numbers that are new since the op before belong to this op.
+        """
+        if graph_task == -1:
+            self.lines.forget()  # a pass that is over; its frame would hold tensors that nobody else does
+        stack = self._modules.stack
+        module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
+        line, crossed = self.lines.nearest(_frame_at(2))  # from whoever records the op
+        if graph_task != -1 and (crossed or module is None):
+            behind = self._behind_current_node()
+            module = behind[0] if module is None else module
+            line = behind[1] or line if crossed else line
+            location = self._last_backward = (module, line)
+        else:
+            location = (module or "", line)
+        sequence = _next_sequence_number()
+        if sequence > self._sequence:
+            for number in range(self._sequence, sequence):
+                self._by_sequence[number] = location
+            self._sequence = sequence
+        return location
+
+    def _behind_current_node(self) -> Location:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._last_backward
+        variable = getattr(node, "variable", None)
+        if variable is not None:  # gradients are accumulated into a leaf
+            self._untouched.leaf(variable)
+            name = self.parameters.get(id(variable))
+            module = self._last_backward[0] if name is None else name.rpartition(".")[0]
+            return (module, self._last_backward[1])
+        return self._by_sequence.get(node._sequence_nr(), self._last_backward)
+
+
+_frame_at = sys._getframe
+_next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+_CREATE_GRAPH = 2
+"""Among the arguments of torch's function that starts its engine, after the outputs: gradients, retain_graph, this."""
+
+
+class RecomputeDetector:
+    """Asked for each op of a backward pass.
+
+    Autograd runs without recording for a backward pass of its own, unless the pass shall itself be differentiated. So
+    what is recorded there is a forward; and whatever a module does that was called in this very pass.
+    """
+
+    def __init__(self, modules: ModulePaths) -> None:
+        self._modules = modules
+        self._differentiated: dict[int, bool] = {}
+        """Passes whose own ops are recorded."""
+
+    def here(self, graph_task: int) -> bool:
+        """Whether the op that runs now, in this pass, is of a forward."""
+        stack = self._modules.stack
+        if stack and stack[-1][2] == graph_task:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        known = self._differentiated.get(graph_task)
+        if known is None:
+            known = self._differentiated[graph_task] = _creates_graph(sys._getframe(1))
+        return not known
+
+
+def _creates_graph(frame: FrameType | None) -> bool:
+    """Whether the pass around a frame was asked for its graph. Engines' own threads have no frames of who asked."""
+    asked = _nearest_engine_frame(frame)
+    found = [asked] if asked is not None else [_nearest_engine_frame(other) for other in sys._current_frames().values()]
+    return any(_requested_graph(each) for each in found if each is not None)
+
+
+def _nearest_engine_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not AUTOGRAD_ENGINE_CODE:
+        frame = frame.f_back
+    return frame
+
+
+def _requested_graph(frame: FrameType) -> bool:
+    arguments = frame.f_locals.get("args", ())
+    return len(arguments) > _CREATE_GRAPH and bool(arguments[_CREATE_GRAPH])
+
+
+def _tf32_flag_reader() -> Callable[[], tuple[bool, bool]]:
+    read: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if read is None:
+        return lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    return lambda: (read("cuda", "matmul") == "tf32", read("cuda", "conv") == "tf32")
+
+
+tf32_flags = _tf32_flag_reader()
+"""Whether float32 matrix products and convolutions run in tf32, by torch's flags now."""
+
+
+def without_tf32(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """The same ops on a CPU, where these flags mean nothing."""
+    return tuple(
+        dataclasses.replace(op, tf32_products=False, tf32_convolutions=False)
+        if op.tf32_products or op.tf32_convolutions
+        else op
+        for op in ops
+    )
+
+
+_DEVICE = torch.ops.prim.device.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+class LimitReached(BaseException):
+    """Stops a trace at its limit; no Exception, so that the traced code does not catch it."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records ops while it is entered. With a fake `mode`, real tensors are replaced by their fake copies."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Lets through what calls the compiler itself, as flex attention does; torch refuses that for other modes."""
+        return True
+
+    def __init__(self, *, mode: FakeTensorMode | None, limit: int, untouched: StateSnapshot) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Op] = []
+        self._memory = MemoryTracker() if mode is None else None  # fake tensors have none
+        self.storages = Storages(None if self._memory is None else self._memory.met)
+        self.mutated: set[int] = set()
+        self.modules = ModulePaths(self._met_root)
+        self.optimizers_running = 0
+        self.graph_recorded = False
+        """Whether autograd has recorded an op of a forward."""
+        self.paused = False
+        """Whether ops pass unrecorded, as those of a compiler at work do."""
+        self._untouched = untouched
+        self._mode = mode
+        self._remembers = memo.can_memoize(mode)
+        self._limit = limit
+        self._copies = None if mode is None else FakeCopies(mode, untouched)
+        self._forms = CallSignatures(self.storages, mode) if mode is not None and self._remembers else None
+        self._locations = Locations(self.modules, untouched)
+        self._recompute = RecomputeDetector(self.modules)
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        if self._mode is not None:  # the tensors have no memory that a collection could free
+            entered = ExitStack()
+            entered.enter_context(low_gc())
+            entered.enter_context(tensor_notes())
+            self._entered.append(entered)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._locations.lines.forget()
+        if self._mode is not None:
+            self._entered.pop().close()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from wrapping `__torch_dispatch__`, which looks for itself whether code is being compiled."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for more often than there are ops
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        if _frame_compiler() is not None:
+            return _dispatch_uncompiled(self, func, types, args, kwargs)
+        return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for kind in types:
+            if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # a tensor made of others: its own ops come here afterwards
+        schema = schema_of(func)
+        forms = self._forms if schema.memoizable and len(self.ops) < self._limit else None
+        if forms is None:
+            return self._asked(schema, func, args, kwargs, None, None)
+        with torch._C.DisableTorchFunction():
+            form = forms.of(schema, args, kwargs)
+            if form is not None:
+                recipe = memo.recipes.get(form.key)
+                if recipe is not None:
+                    return self._again(schema, form, recipe, forms)
+                if schema.by_rows:
+                    rows = memoized_rows(func, schema, args, kwargs, form, forms)
+                    if rows:
+                        return self._replay_rows(schema, form, rows, forms)
+        return self._asked(schema, func, args, kwargs, form, forms)
+
+    def _asked(
+        self,
+        schema: OperatorSchema,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        form: CallSignature | None,
+        forms: CallSignatures | None,
+    ) -> Any:
+        """The result of an op from torch, and recorded."""
+        mode = self._mode
+        if schema.query:
+            return func(*args, **kwargs)
+        if schema.composite:  # inference mode passes by the layer that takes these apart
+            with self:
+                result = (
+                    func.decompose(*args, **kwargs)
+                    if func in RECOMPOSED_OPERATORS
+                    else run_native(func, *args, **kwargs)
+                )
+            if result is not NotImplemented:
+                return result
+        if schema.lift:
+            if self._forms is not None and mode is not None and keeps_its_value(args[0]):
+                result = memo.constant_tensor(mode, args[0])  # a number keeps its value: optimizers count steps so
+            else:
+                result = func(*args, **kwargs)
+            self.storages.value(result, "intermediate")
+            return result
+        if len(self.ops) >= self._limit:
+            raise LimitReached
+        originals: dict[int, torch.Tensor] = {}
+        with torch._C.DisableTorchFunction():
+            if self._copies is not None and form is None:
+                args, kwargs = self._copies.faked(args, originals), self._copies.faked(kwargs, originals)
+                if originals and forms is not None:  # real tensors have a form as soon as they are fake
+                    form = forms.of(schema, args, kwargs)
+                    recipe = memo.recipes.get(form.key) if form is not None else None
+                    if form is not None and recipe is not None:
+                        return restore_originals(self._again(schema, form, recipe, forms), originals)
+            arguments = form.arguments if form is not None else self._arguments(schema, args, kwargs)
+            self._note_mutations(schema, arguments)
+            if mode is None and not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
+                self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
+            if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
+                self._record(schema, arguments, ())
+                with torch._C._DisableTorchDispatch():
+                    return args[0].constant.item()
+            if schema.by_rows and mode is not None and not func._schema.returns:
+                values = memo.constant_values(args)
+                if values is not None:  # counts of steps: they are kept by value, and count on
+                    self._record(schema, arguments, ())
+                    with torch._C._DisableTorchDispatch():
+                        return func(*values, **kwargs)
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if schema.mutated and not schema.memoizable:
+                drop_notes((*args, *kwargs.values()))
+            if mode is not None and form is not None and form.key not in memo.recipes:
+                with torch._C._DisableTorchDispatch():
+                    memo.memoize(form.key, mode, form.tensors, result)
+            self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
+        return restore_originals(result, originals) if originals else result
+
+    def _again(self, schema: OperatorSchema, form: CallSignature, recipe: Recipe, forms: CallSignatures) -> Any:
+        """The result of an op on arguments of a form that is known, made without torch, and recorded."""
+        if schema.mutated:
+            self._note_mutations(schema, form.arguments)
+        results: list[Any] = []
+        outputs: list[Tensor] = []
+        if recipe.makes:
+            with torch._C._DisableTorchDispatch():
+                memo.replay(form, recipe, forms, results, outputs)
+        else:
+            memo.replay(form, recipe, forms, results, outputs)
+        self._record(schema, form.arguments, tuple(outputs), (recipe.form, tuple(form.storages)))
+        return results[0] if recipe.container is None else recipe.container(results)
+
+    def _replay_rows(
+        self, schema: OperatorSchema, form: CallSignature, rows: list[RowSignature], forms: CallSignatures
+    ) -> Any:
+        """The same for an op on rows of tensors."""
+        self._note_mutations(schema, form.arguments)
+        results: list[Any] = []
+        outputs: list[Tensor] = []
+        with torch._C._DisableTorchDispatch():
+            for row, recipe in rows:
+                memo.replay(row, recipe, forms, results, outputs)
+        for output in outputs:
+            form.storages.setdefault(output.storage, len(form.storages))
+        stands_for = memo.row_op_forms.setdefault(form.key, OpSignature())
+        self._record(schema, form.arguments, tuple(outputs), (stands_for, tuple(form.storages)))
+        return results if rows[0][1].container is list else None
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake copy of a real tensor, where tensors are fake."""
+        return tensor if self._copies is None else self._copies.of(tensor)
+
+    def finished(self) -> tuple[Op, ...]:
+        """The ops in order. Where any ran on a device, what the host did for itself is `host.NAME`."""
+        host = self.storages.on_host
+        if not host or len(host) == self.storages.count:
+            return tuple(self.ops)
+        return tuple(_as_host_op(op) if _uses_only(op, host) else op for op in self.ops)
+
+    def lives(self) -> Lifetimes | None:
+        """What was in memory during the ops, where they really ran. Ask once, at the end."""
+        return None if self._memory is None else self._memory.lives(self._untouched, self.storages.facts())
+
+    def _met_root(self, module: torch.nn.Module, name: str) -> None:
+        self._untouched.module(module)
+        if self._memory is not None:
+            self._memory.module(module)
+        prefix = f"{name}." if name else ""
+        with below_transforms():
+            for path, parameter in module.named_parameters():
+                path = strip_compile_wrapper(prefix + path)
+                self._locations.parameters.setdefault(id(parameter), path)
+                self.storages.name(self.fake_of(innermost(parameter)), "parameter", path)
+            for path, buffer in module.named_buffers():
+                self.storages.name(self.fake_of(innermost(buffer)), "buffer", strip_compile_wrapper(prefix + path))
+
+    def launched(self, schema: OperatorSchema, arguments: dict[str, Any]) -> bool:
+        """Records a kernel that passes by torch's dispatcher; whether it shall really run."""
+        if len(self.ops) >= self._limit:
+            raise LimitReached
+        with torch._C.DisableTorchFunction():
+            if self._copies is not None:
+                arguments = self._copies.faked(arguments, {})
+            self.recorded(schema, self._arguments(schema, (), arguments))
+        return self._mode is None
+
+    def recorded(self, schema: OperatorSchema, arguments: dict[str, Any]) -> None:
+        """Records an op whose arguments are plain data already."""
+        self._note_mutations(schema, arguments)
+        self._record(schema, arguments, ())
+
+    def _arguments(self, schema: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        value = self.storages.value
+        arguments = dict(schema.defaults)
+        for index, item in enumerate(args):
+            name = schema.arguments[index] if index < len(schema.arguments) else str(index)
+            arguments[name] = value(item, "input")
+        for name, item in kwargs.items():
+            # compiled code makes the memory for results without torch's dispatcher: what is written is not older
+            kind: StorageKind = "intermediate" if self._mode is None and name in schema.mutated else "input"
+            arguments[name] = value(item, kind)
+        return arguments
+
+    def _note_mutations(self, schema: OperatorSchema, arguments: dict[str, Any]) -> None:
+        for name in schema.mutated:
+            self._note_mutated(arguments.get(name))
+
+    def _note_mutated(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if self.storages.existed(value.storage):
+                self.mutated.add(value.storage)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._note_mutated(item)
+
+    def _record(
+        self,
+        schema: OperatorSchema,
+        arguments: dict[str, Any],
+        outputs: tuple[Tensor, ...],
+        form: tuple[OpSignature, tuple[int, ...]] | None = None,
+    ) -> None:
+        graph_task = _current_graph_task()
+        phase: Phase = "backward" if graph_task != -1 else "optimizer" if self.optimizers_running else "forward"
+        module, source = self._locations.here(graph_task)
+        products, convolutions = tf32_flags()
+        again = graph_task != -1 and self._recompute.here(graph_task)
+        op = _make_op(
+            schema.name, arguments, outputs, schema.mutated, phase, module, source, products, convolutions, again
+        )
+        if form is not None:
+            _set_field(op, "form", form)
+        self.ops.append(op)
+        if self._memory is not None:
+            self._memory.recorded(op)
+
+
+def _any_requires_grad(values: Any) -> bool:
+    """Whether any tensor of nested lists does. Nothing is kept of them: their deaths are watched."""
+    if isinstance(values, (list, tuple)):
+        return any(_any_requires_grad(value) for value in values)
+    return isinstance(values, torch.Tensor) and values.requires_grad
+
+
+def _uses_only(op: Op, host: AbstractSet[int]) -> bool:
+    storages = [tensor.storage for tensor in (*op.inputs, *op.outputs)]
+    return bool(storages) and all(storage in host for storage in storages)
+
+
+def _as_host_op(op: Op) -> Op:
+    return dataclasses.replace(op, name=f"host.{op.packet.rpartition('.')[2]}")
+
+
+_make_op = positional_constructor(Op)
+_set_field = object.__setattr__
+_current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def _flat_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple):
+        return [tensor for item in value for tensor in _flat_tensors(item)]
+    return []
+
+
+_frame_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+"""What compiles the frames that run now, if anything does; where torch cannot say, something might."""
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _dispatch_uncompiled(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """An op inside code that is being compiled: the recording of it is not part of that code."""
+    return recorder._dispatch(func, types, args, kwargs or {})
+
+
+def active_recorder() -> Recorder | None:
+    """The innermost recorder that sees what runs here; None outside of traces and inside of an op.
+
+    Asked of torch, which hands its modes on to the threads of autograd.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Recorder)), None)

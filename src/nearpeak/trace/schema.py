@@ -1,0 +1,102 @@
+"""`Schema`: what is asked of an operator again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from nearpeak.trace.storages import Storages
+
+_QUERY_NAMESPACES = frozenset({"prim", "profiler"})
+"""Namespaces whose operators ask about tensors or mark time, and touch no data."""
+_LIFT_OPERATORS = frozenset({"aten.lift_fresh.default", "aten.lift.default", "aten.lift_fresh_copy.default"})
+"""What `torch.tensor(...)` calls on the data it was given."""
+
+_PURE_NAMESPACES = frozenset({"aten", "prims"})
+"""Operators whose results are known to follow from their arguments; a custom operator's may not."""
+_VALUE_DEPENDENT_TAGS = ("data_dependent_output", "dynamic_output_shape", "inplace_view")
+"""Tags of operators whose results depend on values, or that change the shape of an argument."""
+_BACKENDS = ("CPU", "CUDA", "MPS")
+_INDEXING = frozenset({"aten.index.Tensor"})
+"""Tagged as dynamic, and so only for masks, which are refused by dtype."""
+_CHANGES_STORAGE = ("resize", "set_", "_resize", "swap", "lift", "rename")
+"""How the names of operators begin that change an argument's storage or name, or that torch treats specially."""
+
+
+class OperatorSchema(NamedTuple):
+    """The facts of one operator."""
+
+    name: str
+    arguments: tuple[str, ...]
+    defaults: dict[str, Any]
+    """All arguments in the order of the schema; None stands for those that have no default, which are always given."""
+    mutated: tuple[str, ...]
+    query: bool
+    lift: bool
+    composite: bool
+    memoizable: bool
+    """Its results follow from the form of its arguments: torch need be asked once for each form."""
+    by_rows: bool
+    """It does one thing to each row of its lists of tensors: what it gives for a row follows from the row alone."""
+
+
+_schemas: dict[int, tuple[Any, OperatorSchema]] = {}
+"""With the operator, by its id: its own hash is a function in Python."""
+
+
+def schema_of(operator: Any) -> OperatorSchema:
+    """The facts of an operator, found once."""
+    found = _schemas.get(id(operator))
+    if found is None:
+        found = _schemas[id(operator)] = (operator, _build_schema(operator))
+    return found[1]
+
+
+def _build_schema(operator: Any) -> OperatorSchema:
+    if not isinstance(operator, torch._ops.OpOverload):  # a higher-order operator has no schema
+        return OperatorSchema(f"higher_order.{operator.name()}", (), {}, (), False, False, False, False, False)
+    arguments = operator._schema.arguments
+    query = operator.namespace in _QUERY_NAMESPACES or operator._opname.startswith(
+        ("sym_", "is_pinned", "is_same_size")
+    )
+    lift = str(operator) in _LIFT_OPERATORS
+    composite = not query and is_composite(operator)
+    return OperatorSchema(
+        name=str(operator),
+        arguments=tuple(argument.name for argument in arguments),
+        defaults={
+            argument.name: Storages().value(argument.default_value, "input") if argument.has_default_value() else None
+            for argument in arguments
+        },
+        mutated=tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        query=query,
+        lift=lift,
+        composite=composite,
+        memoizable=not (query or lift or composite) and _is_memoizable(operator),
+        by_rows=operator.namespace == "aten" and operator._opname.startswith("_foreach_"),
+    )
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether torch itself runs other operators in its place: it is composed of them, and no device has its own kernel.
+
+    Asked of the dispatcher: the operator's own method counts decompositions in Python, which torch does not run here.
+    """
+    has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operator.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(has_kernel(name, key) for key in _BACKENDS)
+
+
+def _is_memoizable(operator: Any) -> bool:
+    """Whether the results of an operator depend on the form of its arguments alone."""
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _PURE_NAMESPACES:
+        return False
+    arguments = operator._schema.arguments
+    if any(argument.kwarg_only and argument.alias_info is not None for argument in arguments):  # `out` may be resized
+        return False
+    if operator._opname.startswith(_CHANGES_STORAGE):
+        return False
+    tags = {getattr(torch.Tag, name, None) for name in _VALUE_DEPENDENT_TAGS}
+    return str(operator) in _INDEXING or not any(tag in tags for tag in operator.tags)

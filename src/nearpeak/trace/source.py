@@ -1,0 +1,98 @@
+"""The line of the user's code that an op comes from."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_SCRIPTS = sysconfig.get_paths()["scripts"]
+AUTOGRAD_ENGINE_CODE = _engine_run_backward.__code__
+_user_file_names: dict[str, str] = {}
+"""What `_user_file` said of files before: asked for every frame of every op."""
+_user_lines: dict[tuple[int, int], tuple[CodeType, str]] = {}
+"""Lines by code and instruction, to find which goes through a table. The code is kept, so that its id stays its own."""
+
+
+def _user_file(filename: str) -> str:
+    """The name of a file of the user's.
+
+    Nothing for torch's and ours, for the standard library, installed commands and generated code.
+    """
+    if filename.startswith(("<frozen", "<string", "<eval_with_key", "<__array_function__")):
+        return ""
+    if any(filename.startswith(folder + "/") for folder in _LIBRARY_FOLDERS):
+        return ""
+    if _is_inductor_file(filename):
+        return ""
+    if "/triton/runtime/" in filename:  # what launches the user's kernels
+        return ""
+    if filename.startswith(_STANDARD + "/") and "-packages" not in filename:
+        return ""
+    if filename.startswith(_SCRIPTS + "/"):  # the entry point of a command, our own among them
+        return ""
+    return Path(filename).name
+
+
+def _is_inductor_file(filename: str) -> bool:
+    """Whether Inductor wrote it: into its own cache, two letters of a hash and the hash."""
+    path = Path(filename)
+    folder = path.parent.name
+    return len(folder) == 2 and len(path.stem) > 40 and path.stem[1:3] == folder
+
+
+def user_line(frame: FrameType | None = None) -> tuple[str, bool]:
+    """The nearest line of the user's code at or above a frame, and whether autograd's engine lies between the two.
+
+    Without a frame, that of the caller.
+    """
+    return UserLines().nearest(frame or sys._getframe(1))
+
+
+class UserLines:
+    """Lines of the user's code, for one op after the other."""
+
+    def __init__(self) -> None:
+        self._engine: FrameType | None = None
+        self._above = ""
+
+    def nearest(self, frame: FrameType | None) -> tuple[str, bool]:
+        """As `user_line`."""
+        while frame is not None:
+            code = frame.f_code
+            if code is AUTOGRAD_ENGINE_CODE:
+                if frame is not self._engine:  # whoever called it waits in the same line for the whole backward pass
+                    self._engine, self._above = frame, UserLines().nearest(frame.f_back)[0]
+                return self._above, True
+            name = _user_file_names.get(code.co_filename)
+            if name is None:
+                name = _user_file_names[code.co_filename] = _user_file(code.co_filename)
+            if name:
+                at = (id(code), frame.f_lasti)
+                known = _user_lines.get(at)
+                if known is None:
+                    known = _user_lines[at] = (code, f"{name}:{frame.f_lineno}")
+                return known[1], False
+            frame = frame.f_back
+        return "", True  # a thread of the engine's own
+
+    def forget(self) -> None:
+        """Lets go of the frames, which hold everything that their code has."""
+        self._engine = None
+
+
+def failing_line(traceback: TracebackType | None) -> str:
+    """The user's line that is nearest to where an error was raised."""
+    line = ""
+    while traceback is not None:
+        name = _user_file(traceback.tb_frame.f_code.co_filename)
+        if name:
+            line = f"{name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line

@@ -1,0 +1,210 @@
+"""`Storages`: tensors and arguments as plain data, with a number for every storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nearpeak.ops.op import Storage, StorageKind
+from nearpeak.ops.tensor import Tensor
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor below the wrappers of `grad`, `vmap` and `jvp`: it has the memory."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def below_transforms() -> Iterator[None]:
+    """Inside, tensors are made and converted as if no transform ran: else they come out wrapped."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+_PLAIN = (int, float, bool, str, complex, type(None))
+_DTYPES: dict[torch.dtype, str] = {}
+_NAMES: dict[Any, str] = {}
+
+
+_INTERMEDIATE: tuple[StorageKind, str] = ("intermediate", "")
+
+View = tuple[int, int, tuple[int, ...], tuple[int, ...], int, torch.dtype, bool]
+"""Address and bytes of the storage, shape, strides, offset, dtype, and whether values are read with their signs turned.
+An address stands for one storage as long as a weak reference holds it."""
+
+
+KnownView = tuple[int, Tensor]
+"""The number of everything that a view has beside its storage (see `nearpeak.trace.memo`), and the plain data."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: "bfloat16"."""
+    name = _DTYPES.get(dtype)
+    if name is None:
+        name = _DTYPES[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def setting_name(value: torch.device | torch.dtype | torch.layout | torch.memory_format) -> str:
+    """The name of a setting: "cuda", "strided"."""
+    name = _NAMES.get(value)
+    if name is None:
+        name = _NAMES[value] = value.type if isinstance(value, torch.device) else str(value).removeprefix("torch.")
+    return name
+
+
+class Storages:
+    """Numbers storages by identity.
+
+    A weak reference to each is kept. It keeps no data alive, but the address that identifies the storage is not given
+    to another one as long as it exists, so numbers are never reused. `met` is called with each new number.
+    """
+
+    def __init__(self, met: Callable[[int, torch.UntypedStorage, StorageKind], None] | None = None) -> None:
+        self._met = met
+        self.on_host: set[int] = set()
+        """Of real tensors: those in the memory of the host."""
+        self.pinned: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        self._held: list[StorageWeakRef | torch.UntypedStorage] = []
+        self._known: dict[int, tuple[StorageKind, str]] = {}
+        self._bytes: list[int] = []
+        self._kinds: list[tuple[StorageKind, str]] = []
+        self.views: dict[View, KnownView] = {}
+        """What is known of the views of these storages that were seen before."""
+
+    def name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
+        """Says what the storage of a tensor is, for when it is first used."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            self._held.append(StorageWeakRef(storage))
+            self._known.setdefault(storage._cdata, (kind, name))
+            number = self._numbers.get(storage._cdata)
+            if number is not None and self.existed(number) and not self._kinds[number][1]:
+                self._kinds[number] = self._known[storage._cdata]  # an op used it before its module was met
+
+    def number(self, tensor: torch.Tensor, kind: StorageKind) -> int:
+        """The number of the storage behind a tensor; `kind` is what it is if it is seen for the first time."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        size = storage.nbytes()
+        number = self._numbers.get(address)
+        if number is None:
+            number = len(self._bytes)
+            self._numbers[address] = number
+            self._held.append(StorageWeakRef(storage))
+            self._bytes.append(size)
+            if kind == "input" and isinstance(tensor, torch.nn.Parameter):
+                kind = "parameter"
+            self._kinds.append((kind, "") if kind == "intermediate" else self._known.get(address, (kind, "")))
+            if self._met is not None:
+                self._met(number, storage, self._kinds[number][0])
+                if storage.device.type == "cpu":
+                    self.on_host.add(number)
+                    if torch.cuda.is_initialized() and tensor.is_pinned():
+                        self.pinned.add(number)
+        elif size > self._bytes[number]:
+            self._bytes[number] = size
+        return number
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._bytes)
+
+    def existed(self, number: int) -> bool:
+        """Whether a storage is older than the trace."""
+        return self._kinds[number][0] != "intermediate"
+
+    def used(self, tensor: torch.Tensor) -> int | None:
+        """The number of the storage behind a tensor, where an op has used it."""
+        tensor = innermost(tensor)
+        if tensor.layout is not torch.strided:
+            return None
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def facts(self) -> dict[int, Storage]:
+        """All storages by number."""
+        return {
+            number: Storage(bytes=float(size), kind=kind, name=name)
+            for number, (size, (kind, name)) in enumerate(zip(self._bytes, self._kinds, strict=True))
+        }
+
+    def new(self, storage: torch.UntypedStorage, size: int) -> int:
+        """The number of a storage that an op on fake tensors has just made."""
+        number = len(self._bytes)
+        self._numbers[storage._cdata] = number
+        self._held.append(storage)  # which has no memory: it is fake
+        self._bytes.append(size)
+        self._kinds.append(_INTERMEDIATE)
+        return number
+
+    def tensor(self, tensor: torch.Tensor, kind: StorageKind) -> Tensor:
+        """A tensor as plain data. What has no strides (a sparse tensor) is empty: of its bytes nothing is known."""
+        dtype = dtype_name(tensor.dtype)
+        if tensor.layout is not torch.strided:
+            self._bytes.append(0)
+            self._kinds.append((kind, ""))
+            return Tensor(shape=(0,), strides=(1,), dtype=dtype, storage=len(self._bytes) - 1)
+        return Tensor(
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+            dtype=dtype,
+            storage=self.number(tensor, kind),
+            offset=tensor.storage_offset(),  # type: ignore[arg-type]
+        )
+
+    def value(self, value: Any, kind: StorageKind) -> Any:
+        """An argument as plain data."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, kind)
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple([self.value(item, kind) for item in value])
+        if isinstance(value, dict):
+            return tuple([(str(key), self.value(item, kind)) for key, item in value.items()])
+        if isinstance(value, torch.device):
+            return value.type
+        if isinstance(value, torch.SymInt):
+            return int(value)
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return str(value).removeprefix("torch.")
+        return type(value).__name__  # a generator, a function of a higher-order operator
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors inside nested containers, dataclasses and model outputs included."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def look(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif id(item) in seen:
+            return
+        elif isinstance(item, dict):
+            seen.add(id(item))
+            for inner in item.values():
+                look(inner)
+        elif isinstance(item, (list, tuple, set)):
+            seen.add(id(item))
+            for inner in item:
+                look(inner)
+        elif hasattr(item, "__dict__") and not isinstance(item, (type, torch.nn.Module)):
+            seen.add(id(item))
+            for inner in vars(item).values():
+                look(inner)
+
+    look(value)
+    return found

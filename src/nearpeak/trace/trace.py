@@ -1,0 +1,238 @@
+"""`trace`: the ops of any PyTorch callable, from running it on fake tensors or live."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from nearpeak.errors import UsageError
+from nearpeak.ops.op import Op, Trace
+from nearpeak.trace.cuda_ops.lower import emulate_target
+from nearpeak.trace.cuda_ops.target import Target
+from nearpeak.trace.fake import allow_building, fake_mode, fresh_conversions
+from nearpeak.trace.modules import ReachableModules
+from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
+from nearpeak.trace.patches.flex_attention import count_mask_pairs
+from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
+from nearpeak.trace.patches.module_calls import encoder_fast_path, track_functional_calls
+from nearpeak.trace.patches.no_compile import no_compile, python_control_flow
+from nearpeak.trace.patches.shared_patch import Since
+from nearpeak.trace.patches.triton_kernels import record_triton_kernels
+from nearpeak.trace.recorder import LimitReached, Recorder, without_tf32
+from nearpeak.trace.source import failing_line
+from nearpeak.trace.state_snapshot import StateSnapshot, restore_grad_scalers
+from nearpeak.trace.storages import innermost, tensors_in
+
+MAX_OPS = 2_000_000
+"""Ops after which a trace stops."""
+
+_VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+_MEMORY_ERRORS = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
+"""How torch's errors begin where code wants more of a fake tensor than its shape."""
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    grad: bool | None = None,
+    live: bool = False,
+    as_it_runs: bool = False,
+    limit: int = MAX_OPS,
+    target: Target | None = None,
+) -> Trace:
+    """The ops that `fn(*args, **kwargs)` runs, in order. Nothing is computed and no memory is used.
+
+    Modules, optimizers and gradients are afterwards as they were before.
+
+    >>> [op.name for op in trace(torch.mm, torch.empty(8, 4), torch.empty(4, 2)).ops]
+    ['aten.mm.default']
+
+    Args:
+        fn: A function, a module, or a whole training step that calls `backward()` and `optimizer.step()` itself.
+        *args: Its arguments; real and fake tensors alike.
+        kwargs: Its keyword arguments.
+        grad: True also runs the backward pass from all results that require gradients; False runs without autograd;
+            None runs `fn` as it is.
+        live: Run on the real tensors, for code that looks at values. Then everything happens that `fn` does.
+        as_it_runs: With `live`: compiled code stays compiled, and its kernels are the ops.
+        limit: The most ops to record; the trace then ends, and says so.
+        target: What the code shall run on, by `lowering.target.target_of(machine)`: for a GPU, fake tensors on the CPU
+            run the operators that torch's build for CUDA runs on it. None is this machine. Not with `live`.
+    """
+    named = dict(kwargs or {})
+    holdings = ReachableModules(fn, args, named)
+    untouched = StateSnapshot(live=live)
+    mode = None if live else _find_fake_mode(args, named, holdings)
+    recorder = Recorder(mode=mode, limit=limit, untouched=untouched)
+    truncated = False
+    redirection: Since | None = None
+    compiled: Since | None = None
+    with ExitStack() as stack:
+        if mode is not None:
+            args, named = pytree.tree_map_only(torch.Tensor, _without_history, (args, named))
+            stack.enter_context(fresh_conversions(mode))
+            stack.enter_context(untouched.restoring())
+            stack.enter_context(mode)
+            stack.enter_context(allow_building())
+            stack.enter_context(_no_duplicate_error_logs())
+            redirection = stack.enter_context(cuda_on_cpu())
+            stack.enter_context(emulate_target(target))
+            stack.enter_context(encoder_fast_path())
+            stack.enter_context(restore_grad_scalers())
+        if as_it_runs:
+            stack.enter_context(record_inductor_kernels(recorder))
+        else:
+            compiled = stack.enter_context(no_compile())
+            stack.enter_context(python_control_flow())
+            stack.enter_context(count_mask_pairs())
+        stack.enter_context(record_triton_kernels())
+        stack.enter_context(track_functional_calls())
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
+        for name, module in holdings.roots():
+            recorder.modules.add_root(module, name)
+        for optimizer in holdings.optimizers:
+            untouched.optimizer(optimizer)
+        stack.enter_context(recorder.modules.watching())
+        stack.enter_context(_watch_optimizers(recorder, untouched))
+        returned: Any = None
+        try:
+            with recorder:
+                returned = fn(*args, **named)
+            if grad:
+                _backward(recorder, returned)
+        except LimitReached:
+            truncated = True
+        except _VALUE_ERRORS as error:
+            raise UsageError(_value_error_message(error)) from None
+        except UnsupportedOperatorException as error:
+            raise UsageError(
+                f"{failing_line(error.__traceback__)}: {error.func} has no implementation for fake tensors. Register "
+                "one with torch.library.register_fake, or pass live=True to run on real tensors."
+            ) from None
+        except RuntimeError as error:
+            if mode is None or not str(error).startswith(_MEMORY_ERRORS):
+                raise
+            raise UsageError(
+                f"{failing_line(error.__traceback__)}: the code asks for the memory of a tensor (.numpy(), "
+                ".data_ptr(), copy.deepcopy, a kernel that torch does not know), and fake ones have none. Make kernels "
+                "operators with torch.library.custom_op and register_fake, or pass live=True to run on real tensors."
+            ) from None
+        wanted = {
+            recorder.storages.used(recorder.fake_of(innermost(item)))
+            for item in (*tensors_in(returned), *untouched.wanted())
+        }
+    return Trace(
+        ops=_final_ops(recorder, target),
+        storages=recorder.storages.facts(),
+        results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
+        truncated=truncated,
+        notes=tuple(_trace_notes(truncated, limit, redirection, target, compiled)),
+        lives=recorder.lives(),
+        on_host=frozenset(recorder.storages.on_host),
+        pinned=frozenset(recorder.storages.pinned),
+        graph_recorded=recorder.graph_recorded,
+    )
+
+
+def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], holdings: ReachableModules) -> FakeTensorMode:
+    """The fake mode of the tensors that are fake already, or ours."""
+    tensors = tensors_in((args, kwargs))
+    tensors += [tensor for _, module in holdings.modules for tensor in (*module.parameters(), *module.buffers())]
+    modes = {id(tensor.fake_mode): tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)}
+    if len(modes) > 1:
+        raise UsageError(
+            f"The fake tensors among the arguments come from {len(modes)} different fake modes. Build all of them "
+            "inside nearpeak.fake()."
+        )
+    return next(iter(modes.values()), None) or fake_mode()
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """An argument that was computed before is a leaf here: its graph is not part of the call."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+
+
+def _backward(recorder: Recorder, returned: Any) -> None:
+    outputs = [tensor for tensor in tensors_in(returned) if tensor.requires_grad]
+    if not outputs:
+        raise UsageError(
+            "grad=True asks for the backward pass, and no result of the call requires gradients. Let an argument or a "
+            "parameter require them, or leave grad out."
+        )
+    gradients = [torch.ones_like(tensor) for tensor in outputs]  # they come from outside: not an op of the call
+    with recorder:
+        torch.autograd.backward(outputs, gradients)
+
+
+@contextmanager
+def _watch_optimizers(recorder: Recorder, untouched: StateSnapshot) -> Iterator[None]:
+    def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        untouched.optimizer(optimizer)
+        recorder.optimizers_running += 1
+
+    def after(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        recorder.optimizers_running -= 1
+
+    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _no_duplicate_error_logs() -> Iterator[None]:
+    """torch logs an error of the traced code, with a stack of its own, before it raises it: that says it twice."""
+    logger = logging.getLogger(FakeTensor.__module__)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _value_error_message(error: DataDependentOutputException | DynamicOutputShapeException) -> str:
+    if isinstance(error, DataDependentOutputException):
+        what = "asks for a value (.item(), .tolist(), a branch on a tensor)"
+    else:
+        what = "gives a result whose shape depends on values"
+    return (
+        f"{failing_line(error.__traceback__)}: {error.func} {what}, and fake tensors have none. Pass live=True to run "
+        "on real tensors, or replace that line by one whose result depends on shapes alone."
+    )
+
+
+def _final_ops(recorder: Recorder, target: Target | None) -> tuple[Op, ...]:
+    """What was recorded; torch's flags for tf32 mean nothing on a CPU."""
+    return recorder.finished() if target is None or target.kind == "gpu" else without_tf32(recorder.ops)
+
+
+def _trace_notes(
+    truncated: bool, limit: int, redirection: Since | None, target: Target | None, compiled: Since | None
+) -> Iterator[str]:
+    if truncated:
+        yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
+    if compiled is not None and compiled.asked:
+        yield "Code that torch.compile was given is traced uncompiled: the ops are those of eager mode."
+    for_gpu = target is not None and target.kind == "gpu"
+    if redirection is not None and redirection.asked and not for_gpu:
+        yield "The code asks for CUDA; it is traced for a CPU, so the ops are those of the CPU."
+    if redirection is None and for_gpu and not torch.cuda.is_available():
+        yield "The code ran live on this CPU, so the ops are those of the CPU."

@@ -1,0 +1,164 @@
+import types
+
+import pytest
+import torch
+
+from nearpeak.calibrate import ceilings as calibrate_ceilings
+from nearpeak.calibrate.ceilings import CeilingCollector, best_rate, calibrate_host, median_duration
+from nearpeak.machines.machine import Ceiling
+from nearpeak.measure.timing import Block
+
+
+class FakeSampler:
+    kind, method, calls = "cpu", "made up", 1
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def block(self):
+        value = self.values.pop(0)
+        return Block(seconds=value, readings=(value,))
+
+
+def ceiling(value):
+    return Ceiling(value=value, spread=0.0, how="made up")
+
+
+def test_a_rate_is_the_best_of_the_blocks_after_the_first():
+    sampler = FakeSampler(1e-9, 2.0, 1.0, 4.0)
+    found = best_rate(sampler, 100.0, "copy", blocks=3)
+    assert found.value == 100.0
+    assert found.how == "copy"
+    assert found.spread == pytest.approx((90 - 30) / 50)  # 10 % to 90 % of 25, 50 and 100, over the middle one
+    assert sampler.values == []
+
+
+def test_a_duration_is_the_median_of_the_blocks_after_the_first():
+    found = median_duration(FakeSampler(99.0, 3.0, 1.0, 2.0), "small", blocks=3)
+    assert found.value == 2.0
+    assert found.spread == pytest.approx(0.8)
+
+
+def test_steady_blocks_have_no_spread():
+    assert best_rate(FakeSampler(*[2.0] * 10), 1.0, "").spread == 0
+
+
+def test_the_best_of_several_ways_is_kept():
+    ceilings = CeilingCollector(None)
+    for value in (2.0, 3.0, 1.0):
+        ceilings.best("cache_bandwidth", ceiling(value))
+    assert ceilings.value("cache_bandwidth") == 3.0
+    ceilings.set("cache_bandwidth", ceiling(1.0))
+    assert ceilings.value("cache_bandwidth") == 1.0
+    assert ceilings.value("nothing") is None
+
+
+def test_a_group_is_what_follows_its_prefix():
+    ceilings = CeilingCollector(None)
+    for name in ("matrix.bfloat16", "matrix.float8", "matrix_sustained.bfloat16", "vector.float32"):
+        ceilings.set(name, ceiling(len(name)))
+    assert ceilings.group("matrix") == {"bfloat16": 15, "float8": 13}
+    assert ceilings.group("matrix_sustained") == {"bfloat16": 25}
+    assert ceilings.group("launch") == {}
+
+
+def test_progress_is_told():
+    lines = []
+    CeilingCollector(lines.append).say("memory: copy")
+    CeilingCollector(None).say("nobody listens")
+    assert lines == ["memory: copy"]
+
+
+def test_what_was_found_becomes_the_ceilings_of_a_machine():
+    ceilings = CeilingCollector(None)
+    found = {
+        "bandwidth.copy": 3.0,
+        "bandwidth.read": 4.0,
+        "cache_bandwidth": 9.0,
+        "matrix.bfloat16": 100.0,
+        "matrix_sustained.bfloat16": 80.0,
+        "vector.float32": 10.0,
+        "host_to_device.pinned": 0.5,
+        "host_to_device.pageable": 0.2,
+        "launch.enqueue": 4e-6,
+        "launch.event_tick": 3.2e-8,
+    }
+    for name, value in found.items():
+        ceilings.set(name, ceiling(value))
+    achievable = ceilings.achievable()
+    assert achievable.how == "measured"
+    assert f"torch {torch.__version__}" in achievable.note
+    assert achievable.bandwidth == 4.0
+    assert achievable.cache_bandwidth == 9.0
+    assert achievable.matrix == {"bfloat16": 100.0}
+    assert achievable.matrix_sustained == {"bfloat16": 80.0}
+    assert achievable.vector == {"float32": 10.0}
+    assert (achievable.host_to_device, achievable.host_to_device_pageable) == (0.5, 0.2)
+    assert (achievable.device_to_host, achievable.device_to_device) == (None, None)
+    assert (achievable.launch.enqueue, achievable.launch.event_tick, achievable.launch.in_graph) == (4e-6, 3.2e-8, None)
+    assert {name: c.value for name, c in achievable.ceilings.items()} == found
+
+
+def test_a_small_calibration_of_this_cpu(monkeypatch):
+    facts = types.SimpleNamespace(cache_bytes=2**16, matrix_engine=None)
+    monkeypatch.setattr(calibrate_ceilings, "detect_cpu", lambda: facts)
+    monkeypatch.setattr(calibrate_ceilings, "HOST_GEMM_SIZES", (16, 32))
+    monkeypatch.setattr(calibrate_ceilings, "HOST_SUSTAINED_SECONDS", 0.01)
+    sizes = []
+    bandwidths = calibrate_ceilings._host_bandwidths
+
+    def small_bandwidths(ceilings, size):
+        sizes.append(size)
+        bandwidths(ceilings, 2**20)
+
+    monkeypatch.setattr(calibrate_ceilings, "_host_bandwidths", small_bandwidths)
+    lines = []
+    found = calibrate_host(lines.append)
+    assert sizes == [2**27]  # at least this, and past the cache
+    assert 1e6 < found.bandwidth < 1e14
+    assert found.bandwidth == max(found.ceilings[f"bandwidth.{way}"].value for way in ("copy", "read", "fill", "triad"))
+    assert found.cache_bandwidth > 0
+    assert found.matrix == {}
+    assert {"float32", "float64"} <= set(found.vector)
+    assert all(1e6 < rate < 1e15 for rate in found.vector.values())
+    assert found.matrix_sustained["float32"] > 0
+    assert 1e-8 < found.launch.host_call < 1e-3
+    assert 0.0 <= found.launch.cold_start < 1e-2
+    assert found.launch.enqueue is None
+    assert "matrix product in float32" in lines
+
+
+def test_a_matrix_engine_makes_its_dtypes_matrix_rates(monkeypatch):
+    monkeypatch.setattr(calibrate_ceilings, "HOST_GEMM_SIZES", (16,))
+    ceilings = CeilingCollector(None)
+    calibrate_ceilings._host_gemms(ceilings, torch.bfloat16, "AMX")
+    assert set(ceilings.found) == {"matrix.bfloat16"}
+
+
+def test_products_stop_before_one_takes_too_long(monkeypatch):
+    sizes = []
+
+    def product(size, dtype):
+        sizes.append(size)
+        return lambda: None
+
+    monkeypatch.setattr(calibrate_ceilings, "_host_gemm", product)
+    monkeypatch.setattr(
+        calibrate_ceilings, "_hot_sampler", lambda call: FakeSampler(*[1.0] * 20)
+    )  # 1 s, whatever the size
+    monkeypatch.setattr(calibrate_ceilings, "HOST_GEMM_SIZES", (16, 32, 64))
+    calibrate_ceilings._host_gemms(CeilingCollector(None), torch.float64, None)
+    assert sizes == [16]
+
+
+def test_a_product_that_this_torch_lacks_is_left_out(monkeypatch):
+    def product(size, dtype):
+        def call():
+            raise RuntimeError('"addmm_impl_cpu_" not implemented for this dtype')
+
+        return call
+
+    monkeypatch.setattr(calibrate_ceilings, "_host_gemm", product)
+    ceilings = CeilingCollector(None)
+    calibrate_ceilings._host_gemms(ceilings, torch.float16, None)
+    assert ceilings.found == {}

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from gpu_steps import examined
+
+from nearpeak.findings.rules.dense_embedding_gradient import dense_embedding_gradient
+
+ROWS, WIDTH = 200_000, 64
+
+
+def training(make, *, used=512, tied=False, clip=False, rows=ROWS):
+    """A table beside a product of a quarter of its size, trained by what `make` gives."""
+
+    def build():
+        table = torch.nn.Embedding(rows, WIDTH)
+        layer = torch.nn.Linear(WIDTH, ROWS // 4, bias=False)
+        parameters = [*table.parameters(), *layer.parameters()]
+        optimizer = make(parameters)
+        ids = torch.randint(rows, (used,))
+
+        def step():
+            hidden = table(ids)
+            out = hidden @ table.weight.t() if tied else layer(hidden)
+            out.sum().backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+def foreach(parameters):
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def fused(parameters):
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+@pytest.mark.parametrize("make", [foreach, fused])
+def test_of_an_optimizer_that_takes_all_at_once_the_share_of_the_table_counts(make):
+    step = examined(training(make))
+    (waste,) = dense_embedding_gradient(step)
+    optimizer = [index for index, op in enumerate(step.ops) if op.phase == "optimizer"]
+    claimed = sum(gain for index, gain in waste.gains.items() if index in set(optimizer))
+    # The table has four fifths of all parameters, of which a few passes over the used rows are left.
+    assert 0.6 * step.seconds(optimizer) < claimed < 0.8 * step.seconds(optimizer)
+    assert "SparseAdam" in waste.remedy and str(ROWS) in waste.remedy
+    assert step.ops[waste.at].packet == "aten.embedding"
+
+
+def test_plain_sgd_takes_sparse_gradients_itself():
+    (waste,) = dense_embedding_gradient(examined(training(lambda all_of: torch.optim.SGD(all_of, lr=0.1))))
+    assert "SparseAdam" not in waste.remedy and "SGD" in waste.remedy
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        training(fused, used=ROWS // 2),
+        training(fused, tied=True),
+        training(fused, clip=True),
+        training(lambda all_of: torch.optim.SGD(all_of, lr=0.1, momentum=0.9)),
+        training(fused, rows=2048),  # so small that launches are all it costs
+    ],
+    ids=["many rows", "tied", "clipped", "momentum", "small"],
+)
+def test_silent(build):
+    assert not list(dense_embedding_gradient(examined(build)))

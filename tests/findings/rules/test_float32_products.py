@@ -1,0 +1,67 @@
+import dataclasses
+
+import pytest
+import torch
+from gpu_steps import H200, examined, found_in
+from planted import load, planted
+
+from nearpeak.findings.rules.float32_products import float32_products
+
+
+def products(dtype=torch.float32):
+    x, weight = torch.randn(1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype, requires_grad=True)
+    return lambda: (x @ weight).sum().backward()
+
+
+@pytest.fixture
+def precision():
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_the_corpus(precision):
+    module = load("float32_products")
+    (finding,) = found_in(examined(lambda: module.waste("cpu")), "float32-products")
+    assert finding.source == planted("float32_products")
+    assert 0.6 < finding.share < 1.0
+    assert not found_in(examined(lambda: module.clean("cpu")))
+
+
+def test_forward_and_backward_are_one_finding():
+    step = examined(products)
+    (waste,) = float32_products(step)
+    assert [step.ops[index].packet for index in waste.gains] == ["aten.mm", "aten.mm"]
+    assert 0.6 * step.seconds(waste.gains) < waste.saving_s < step.seconds(waste.gains)
+    assert "set_float32_matmul_precision" in waste.remedy and "cudnn.allow_tf32" not in waste.remedy
+
+
+def test_a_slower_kernel_leaves_more_to_gain():
+    (usual,) = float32_products(examined(products))
+    (slow,) = float32_products(examined(products, times=lambda op, expected: 2 * expected))
+    assert slow.saving_s > 2 * usual.saving_s
+
+
+def test_silent_with_tf32(precision):
+    precision("high")
+    assert not list(float32_products(examined(products)))
+
+
+def test_silent_in_bfloat16_and_where_there_is_no_engine():
+    assert not list(float32_products(examined(lambda: products(torch.bfloat16))))
+    volta = dataclasses.replace(H200, achievable=dataclasses.replace(H200.achievable, matrix={"float16": 1e14}))
+    assert not list(float32_products(examined(products, machine=volta)))
+    assert not list(float32_products(examined(products, machine=dataclasses.replace(H200, kind="cpu"))))
+
+
+def test_convolutions_have_their_own_switch():
+    def build():
+        layer, x = torch.nn.Conv2d(64, 64, 3), torch.randn(8, 64, 64, 64)
+        return lambda: layer(x)
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        (waste,) = float32_products(examined(build))
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    assert "cudnn.allow_tf32" in waste.remedy and "matmul_precision" not in waste.remedy

@@ -1,0 +1,84 @@
+import pytest
+from stalled import CPU, findings, idle
+
+from nearpeak.profiles.compiler import CompilerFacts
+
+
+def test_a_loader_without_workers_gets_as_many_as_it_needs():
+    (found,) = findings("input-stall", idle("input", 15.0, where="train.py:3", what="DataLoader"))
+    assert found.saving_s == pytest.approx(15.0 - 2e-4)
+    assert found.source == "train.py:3"
+    assert "num_workers=4," in found.remedy  # 15 s beside 5 s, and a fifth more
+
+
+def test_more_workers_than_a_machine_has_are_not_all_of_the_remedy():
+    (found,) = findings("input-stall", idle("input", 19.5, what="DataLoader"))
+    assert "num_workers=16," in found.remedy
+    assert "make samples cheaper" in found.remedy
+
+
+def test_a_loader_with_workers_needs_more_of_them():
+    (found,) = findings("input-stall", idle("input", 10.0, what="DataLoader with workers"))
+    assert "num_workers times 2.0" in found.remedy
+
+
+def test_a_batch_that_is_ready_is_no_stall():
+    assert not findings("input-stall", idle("input", 1e-4, what="DataLoader"))
+
+
+def test_a_collection_in_every_step_is_found_at_its_line():
+    (found,) = findings("garbage-collection", idle("garbage collection", 4.0, where="train.py:9"))
+    assert (found.source, found.saving_s) == ("train.py:9", pytest.approx(3.96))
+
+
+@pytest.mark.parametrize(("rule", "cause"), [("garbage-collection", "garbage collection"), ("compilation",) * 2])
+def test_what_made_only_the_profiled_step_longer_is_not_in_every_step(rule, cause):
+    assert findings(rule, idle(cause, 4.0), profiled_s=21.0)
+    assert not findings(rule, idle(cause, 4.0), profiled_s=24.0)
+
+
+def test_compilation_and_loading_have_different_remedies():
+    facts = CompilerFacts(graphs=9, breaks=(), recompiled_in_steps=7)
+    (compiled,) = findings("compilation", idle("compilation", 4.0, what="_compile.compile_inner"), compiler=facts)
+    (loaded,) = findings("compilation", idle("compilation", 4.0, what="cuModuleLoadData"))
+    assert "dynamic=True" in compiled.remedy
+    assert "7 of 9 graphs" in compiled.evidence
+    assert "CUDA_MODULE_LOADING" in loaded.remedy
+
+
+def test_as_many_graphs_as_steps_are_compiled_in_every_step():
+    facts = CompilerFacts(graphs=9, breaks=(), recompiled_in_steps=5)  # 5 clean steps
+    few = CompilerFacts(graphs=9, breaks=(), recompiled_in_steps=1)
+    assert findings("compilation", idle("compilation", 4.0), profiled_s=24.0, compiler=facts)
+    assert not findings("compilation", idle("compilation", 4.0), profiled_s=24.0, compiler=few)
+
+
+def test_long_stretches_of_python_are_found_and_short_ones_are_not():
+    (found,) = findings("python-stretch", idle("python", 2.0, count=4, where="train.py:5"))
+    assert found.saving_s == 2.0
+    assert "4 stretches of 500 ms" in found.evidence
+    assert not findings("python-stretch", idle("python", 2.0, count=10_000, where="train.py:5"))
+    assert not findings("python-stretch", idle("python", 2.0, what="between ops"))
+    assert not findings("python-stretch", idle("python", 0.5, where="train.py:5"))
+    assert not findings("python-stretch", idle("python", 2.0))  # no op follows
+
+
+def test_on_a_cpu_another_process_may_have_had_the_processor():
+    assert findings("python-stretch", idle("python", 4.0, where="train.py:5"), machine=CPU)
+    assert not findings("python-stretch", idle("python", 4.0, where="train.py:5"), machine=CPU, profiled_s=24.0)
+
+
+@pytest.mark.parametrize(
+    ("calls", "remedy"),
+    [
+        (["cudaMalloc"], "expandable_segments"),
+        (["cudaFree", "cudaMalloc"], "empty_cache"),
+        (["cudaHostAlloc"], "pin_memory"),
+    ],
+)
+def test_calls_of_the_driver_for_memory_have_the_remedy_of_their_kind(calls, remedy):
+    (found,) = findings("allocator-growth", *(idle("allocator", 1.0, where="train.py:2", what=call) for call in calls))
+    assert found.saving_s == pytest.approx(len(calls))
+    assert found.source == "train.py:2"
+    assert remedy in found.remedy
+    assert calls[0] in found.evidence

@@ -1,0 +1,220 @@
+"""Findings claim each op's time once, are merged by line, and can be silenced."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import nearpeak
+from nearpeak.bound.estimate import estimate_trace
+from nearpeak.errors import UsageError
+from nearpeak.findings.engine import add_rules, check_ignored_rules, find, forget_rule, rule, rules
+from nearpeak.findings.step import Step, between
+from nearpeak.machines.catalogue import find as find_machine
+from nearpeak.profiles.idle import IdleCause
+from nearpeak.profiles.profile import DeviceKernel, build_profile
+from nearpeak.trace.trace import trace
+
+pytestmark = pytest.mark.usefixtures("own_rules")
+
+
+@pytest.fixture
+def own_rules(monkeypatch):
+    """Only the rules of a test, and none of them afterwards."""
+    from nearpeak.findings import engine
+
+    rules()
+    monkeypatch.setattr(engine, "_RULES", {})
+
+
+def chain(x, y):
+    a = x + y
+    b = a * 2
+    c = b.relu()
+    return c.sum(), a
+
+
+def examined(took=1.0, idle=(), knows=("storages", "lines", "host", "memory")):
+    """A step of four ops that took a second each, in a wall time of ten."""
+    traced = trace(chain, torch.ones(64, 64), torch.ones(64, 64), live=True)
+    machine = find_machine("h200-sxm")
+    kernels = [
+        DeviceKernel(name=op.name, start_s=number * took, seconds=took, op=number)
+        for number, op in enumerate(traced.ops)
+    ]
+    profile = build_profile(
+        estimate_trace(traced, machine), kernels, wall_s=10.0, source="test", date="", device="made up"
+    )
+    profile = dataclasses.replace(profile, idle=tuple(idle))
+    return Step(trace=traced, profile=profile, machine=machine, knows=frozenset(knows))
+
+
+def waste(at, gains=None, **others):
+    return nearpeak.Waste(
+        **{"title": "Too much.", "evidence": "seen", "reasoning": "so", "remedy": "less", **others},
+        at=at,
+        gains=gains or {},
+    )
+
+
+def test_the_larger_claim_on_an_op_comes_first_and_both_are_no_more_than_it_took():
+    rule("one")(lambda step: [waste(0, {0: 0.8, 1: 0.6})])
+    rule("other")(lambda step: [waste(0, {0: 0.5})])
+    found, undecided = find(examined())
+    assert [(item.rule, pytest.approx(item.saving_s)) for item in found] == [("one", 1.4), ("other", 0.2)]
+    assert undecided == ()
+    assert found[0].share == pytest.approx(0.14)
+
+
+def test_a_general_rule_gets_the_ops_that_no_other_claims():
+    rule("general", general=True)(lambda step: [waste(0, {0: 0.9, 1: 0.9})])
+    rule("special")(lambda step: [waste(0, {0: 0.2})])
+    found, _ = find(examined())
+    assert [(item.rule, pytest.approx(item.saving_s)) for item in found] == [("general", 0.9), ("special", 0.2)]
+
+
+def test_a_claim_beyond_what_an_op_took_is_cut():
+    rule("greedy")(lambda step: [waste(0, {0: 100.0})])
+    assert find(examined())[0][0].saving_s == 1.0
+
+
+def test_idle_time_is_claimed_by_its_cause():
+    idle = (IdleCause(cause="input", seconds=2.0, count=1, where="", what=""),)
+    rule("input")(lambda step: [waste(None, idle={"input": 1.5})])
+    rule("more-input")(lambda step: [waste(None, idle={"input": 1.0, "compilation": 3.0})])
+    found, _ = find(examined(idle=idle))
+    assert sum(item.saving_s for item in found) == 2.0
+
+
+LAUNCHING = (IdleCause(cause="launching", seconds=3.0, count=4, where="", what="launched late"),)
+
+
+def late(step, *seconds):
+    """The same step, whose ops were launched so late."""
+    ops = (
+        dataclasses.replace(op, launch_wait_s=launch_wait_s)
+        for op, launch_wait_s in zip(step.profile.ops, seconds, strict=True)
+    )
+    return dataclasses.replace(step, profile=dataclasses.replace(step.profile, ops=tuple(ops)))
+
+
+def test_an_op_that_goes_takes_what_the_device_waited_for_it():
+    rule("merged")(lambda step: [waste(0, {0: 0.5, 1: 0.5}, gone=[1])])
+    rule("gone")(lambda step: [waste(2, {2: 1.0})])  # all of its time: it runs no more
+    rule("quicker")(lambda step: [waste(3, {3: 0.9})])
+    found, _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
+    assert {item.rule: item.saving_s for item in found} == pytest.approx({"merged": 1.8, "gone": 1.7, "quicker": 0.9})
+    assert next(item for item in found if item.rule == "gone").reasoning.startswith(
+        "so 700 ms in which the device waited"
+    )
+    assert next(item for item in found if item.rule == "quicker").reasoning == "so"
+
+
+def test_what_was_waited_for_a_launch_is_claimed_once():
+    rule("one")(lambda step: [waste(0, {0: 0.5}, gone=[0])])
+    rule("other")(lambda step: [waste(0, {0: 0.4}, gone=[0])])
+    rule("rest", general=True)(lambda step: [waste(None, idle={"launching": 3.0})])
+    found, _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
+    assert {item.rule: item.saving_s for item in found} == pytest.approx({"one": 1.5, "other": 0.4, "rest": 2.0})
+
+
+def test_a_waste_of_launches_alone_is_one():
+    rule("launches")(lambda step: [waste(0, gone=[0, 1])])
+    (found,), _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
+    assert found.saving_s == pytest.approx(1.8)
+
+
+def test_idle_time_is_worth_less_where_products_cannot_keep_their_speed():
+    left, right = torch.ones(2, 64, 64, dtype=torch.bfloat16)
+    traced = trace(lambda: left @ right, live=True)
+    machine = find_machine("h200-sxm")
+    limits = dataclasses.replace(machine.achievable, matrix_sustained={"bfloat16": 2 * 64**3 / 1.5})
+    machine = dataclasses.replace(machine, achievable=limits)
+    kernels = [DeviceKernel(name="mm", start_s=0.0, seconds=1.0, op=0)]
+    profile = build_profile(estimate_trace(traced, machine), kernels, wall_s=3.0, source="", date="", device="")
+    wait = IdleCause(cause="synchronization", seconds=2.0, count=1, where="", what="item")
+    step = Step(
+        trace=traced, profile=dataclasses.replace(profile, idle=(wait,)), machine=machine, knows=frozenset({"host"})
+    )
+    assert step.idle_value == pytest.approx(0.75)  # half a second of two: that is what the product takes longer
+    rule("waits", needs=["host"])(lambda step: [waste(None, idle={"synchronization": 2.0})])
+    (found,), _ = find(step)
+    assert found.saving_s == pytest.approx(1.5) and "25 % less of the waiting" in found.reasoning
+
+
+def test_places_of_one_line_are_one_finding():
+    rule("twice")(lambda step: [waste(0, {0: 0.5}), waste(0, {1: 0.4})])
+    (found,), _ = find(examined())
+    assert (found.places, found.saving_s, found.ops) == (2, 0.9, (0, 1))
+    assert found.source.startswith("test_findings.py:")
+
+
+def test_little_is_not_shown_and_can_be_asked_for():
+    rule("little")(lambda step: [waste(0, {0: 0.05})])
+    assert find(examined())[0] == ()
+    assert len(find(examined(), least_share=0.001)[0]) == 1
+
+
+def test_rules_and_single_lines_can_be_silenced():
+    rule("loud")(lambda step: [waste(0, {0: 0.5}), waste(1, {1: 0.5})])
+    step = examined()
+    assert find(step, ignore=["loud"])[0] == ()
+    (left,), _ = find(step, ignore=[f"loud@{step.ops[0].source}"])
+    assert left.source == step.ops[1].source
+    with pytest.raises(UsageError, match="no rule called 'lout'"):
+        check_ignored_rules(["lout"])
+
+
+def test_a_rule_that_needs_more_than_is_known_is_undecided():
+    rule("needs-storages", needs=["storages"])(lambda step: [waste(0, {0: 1.0})])
+    assert find(examined(knows=("lines",))) == ((), ("needs-storages",))
+
+
+def test_names_are_checked_and_taken_once():
+    with pytest.raises(UsageError, match="small letters"):
+        rule("Not a Name")
+    rule("taken")(lambda step: [])
+    with pytest.raises(UsageError, match="already"):
+        rule("taken")(lambda step: [])
+    forget_rule("taken")
+    rule("taken")(lambda step: [])
+
+
+def test_a_file_of_the_user_adds_rules(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import nearpeak\n@nearpeak.rule('mine')\ndef mine(step):\n    return []\n", encoding="utf-8")
+    add_rules(file)
+    assert "mine" in rules()
+    file.write_text("x = 1\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="defines no rule"):
+        add_rules(file)
+    with pytest.raises(UsageError, match="no such file"):
+        add_rules(tmp_path / "none.py")
+
+
+def test_the_flow_of_data():
+    step = examined()
+    flow = step.flow
+    assert flow.consumers[:3] == [(1,), (2,), (3,)]
+    assert set(flow.producers[1].values()) == {0}
+    assert list(between(flow, 0, 3)) == [0, 1, 2, 3]
+    inner = set(flow.written_by[1]) | set(flow.written_by[2])
+    assert flow.private([1, 2, 3]) >= inner
+    assert not set(flow.written_by[0]) & flow.private([0, 1, 2])  # it is returned
+
+
+def test_one_kernel_reads_and_writes_what_crosses_its_border():
+    step = examined()
+    reads, writes = step.border([1, 2])
+    assert [access.bytes for access in reads] == [4 * 64 * 64]
+    assert [access.bytes for access in writes] == [4 * 64 * 64]
+    assert 0 < step.expected_fused([1, 2]) < 1e-3
+    assert step.seconds([0, 1]) == 2.0
+    assert step.bytes([0, 1]) == 5 * 4 * 64 * 64
+
+
+def test_a_good_kernel_of_an_op_that_is_not_there():
+    step = examined()
+    assert step.expected(step.ops[0]) == pytest.approx(
+        step.expected_for_work(step.costs[0].reads, step.costs[0].writes), rel=0.5
+    )

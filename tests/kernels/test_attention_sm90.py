@@ -1,0 +1,226 @@
+"""Attention by the kernels for Hopper: what they take, in which order they add, and their results on such a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_checks import DEVICE
+
+pytest.importorskip("triton.experimental.gluon")
+
+from nearpeak import kernels
+from nearpeak.kernels._runtime import gluon, launch
+from nearpeak.kernels.attention import sm90_launch
+from nearpeak.kernels.attention.triton import AttentionProblem
+
+BF16 = torch.bfloat16
+
+
+def problem(*shape, keys=None, causal=False, dtype=BF16, **changed):
+    batches, heads, queries, dim = shape
+    query = torch.empty(shape, dtype=dtype)
+    key = torch.empty((batches, heads, keys or queries, dim), dtype=dtype)
+    given = {
+        "query": query, "key": key, "value": key, "bias": None, "slopes": None, "sinks": None, "seed": None,
+        "query_starts": None, "key_starts": None, "longest_query": 0, "longest_key": 0, "left": -1,
+        "right": 0 if causal else -1, "bottom_right": True, "scale": dim**-0.5, "softcap": 0.0, "dropout": 0.0,
+    }  # fmt: skip
+    return AttentionProblem(**{**given, **changed})
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(gluon, "runs_on", lambda device: True)
+
+
+def test_what_they_take(on_hopper):
+    takes = sm90_launch.takes
+    assert takes(problem(2, 4, 100, 64))
+    assert takes(problem(2, 4, 100, 128, causal=True, dtype=torch.float16))
+    assert takes(problem(1, 1, 1, 64, keys=9))
+    assert not takes(problem(2, 4, 100, 96))
+    assert not takes(problem(2, 4, 100, 64, dtype=torch.float32))
+    assert not takes(problem(2, 4, 100, 64, softcap=30.0))
+    assert not takes(problem(2, 4, 100, 64, left=5))
+    assert not takes(problem(2, 4, 100, 64, sinks=torch.empty(4)))
+    assert not takes(problem(2, 4, 100, 64, dropout=0.1))
+    assert not takes(problem(2, 4, 100, 64, bias=torch.zeros(100, 100)))
+    assert not takes(problem(0, 4, 100, 64))
+
+
+def test_what_cannot_be_copied_is_left_to_the_portable_kernels(on_hopper):
+    wide = torch.empty(2, 4, 100, 72, dtype=BF16)
+    assert sm90_launch.takes(problem(2, 4, 100, 64, query=wide[..., :64]))
+    for x in (
+        wide[..., 1:65],  # begins at no multiple of 16 bytes
+        torch.empty(2, 4, 100, 66, dtype=BF16)[..., :64],  # neither do its rows
+        torch.empty(2, 1, 100, 64, dtype=BF16).expand(-1, 4, -1, -1),
+    ):
+        assert not sm90_launch.takes(problem(2, 4, 100, 64, query=x))
+
+
+def test_a_device_without_these_kernels(monkeypatch):
+    monkeypatch.setattr(gluon, "INTERPRETED", False)
+    monkeypatch.setattr(gluon, "_is_hopper", lambda index: False)
+    assert not sm90_launch.takes(problem(2, 4, 100, 64))
+
+
+class Program:
+    """What one program of the backward pass adds, in its order."""
+
+    def __init__(self, turns, head, block, sizes, causal, rotated, sums):
+        pairs = sizes[4]
+        first, count, down = turns.pairs_of.fn(head, block, sizes, causal, rotated)
+        order = [turns.pair_at.fn(step, first, count, down, pairs) for step in range(count)]
+        self.left = [(pair, *turns.turn_of.fn(block, pair, down, sizes, causal, rotated, sums)) for pair in order]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("processors", [1, 3, 8, 100])
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (3, 8), (8, 3), (1, 5), (7, 1), (16, 16)])
+def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, keys, processors, causal):
+    """All parts are added, each sum by its order, however few programs run at a time; the first begin first."""
+    from nearpeak.kernels.attention import sm90 as turns
+
+    monkeypatch.setattr(
+        turns, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, one, other: one if is_so else other)
+    )
+    monkeypatch.setattr(turns, "PAIR", 1)  # what is counted here are pairs
+    heads, sums = 3, 2
+    rotated = keys <= processors
+    sizes = (queries, keys, heads, 1, queries, keys, keys - queries, 0, processors)
+    waiting = [
+        (head, Program(turns, head, block, sizes, causal, rotated, sums))
+        for head in range(heads)
+        for block in range(keys)
+    ]
+    expected = sum(len(program.left) for _, program in waiting)
+    counters: dict[tuple[int, int, int], int] = {}
+    running, added = [], 0
+    while waiting or running:
+        while waiting and len(running) < processors:
+            running.append(waiting.pop(0))
+        moved = False
+        for head, program in list(running):
+            if program.left:
+                pair, number, before = program.left[0]
+                if counters.get((head, pair, number), 0) < before:
+                    continue
+                assert counters.get((head, pair, number), 0) == before
+                counters[head, pair, number] = before + 1
+                program.left.pop(0)
+                added += 1
+            else:
+                running.remove((head, program))
+            moved = True
+        assert moved, "all that run wait for one that does not"
+    assert added == expected
+    seen = sum(min(max(pair + 1 + keys - queries, 0), keys) if causal else keys for pair in range(queries))
+    assert added == heads * seen
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("hidden", [0, 130])
+def test_sums_are_added_up_where_there_are_any(causal, hidden):
+    """What nobody has written is not read: a query that sees one block of keys has one sum, and one of none has 0."""
+    batches, heads, queries, dim, keys = 2, 3, 300 + hidden, 64, 300
+    pairs, blocks = (queries + 127) // 128, 3
+    sums = torch.randn(2, batches * heads, pairs * 128, dim, device=DEVICE)
+    expected = sums.clone()
+    if causal:
+        for number in range(2):
+            # of the last query of a pair
+            unseen = 128 * sum(128 * (pair + 1) - hidden <= 128 * number for pair in range(pairs))
+            sums[number, :, :unseen] = float("nan")
+            expected[number, :, :unseen] = 0.0
+    found = torch.empty(batches, heads, queries, dim, dtype=BF16, device=DEVICE)
+    kernel = sm90_launch.attention_sums_kernel
+    launch.launch(
+        kernel, (pairs * 4 * batches * heads, 1, 1), sums, found, *found.stride()[:3], 0.5, heads, queries, pairs * 128,
+        blocks, keys - queries, sums[0].numel(), dim, causal, 2, 128, 32,
+    )  # fmt: skip
+    total = (expected.sum(0) * 0.5).view(batches, heads, pairs * 128, dim)[:, :, :queries]
+    torch.testing.assert_close(found, total.to(BF16), rtol=0.01, atol=0.0)
+
+
+CASES = [
+    # batches, heads, key heads, queries, keys, dim
+    (2, 4, 4, 256, 256, 128),
+    (2, 4, 2, 333, 333, 64),
+    (1, 8, 1, 1000, 1500, 128),
+    (1, 2, 2, 1500, 1000, 64),
+    (1, 2, 2, 1, 7, 128),
+    (1, 1, 1, 17_500, 17_500, 64),  # more blocks of keys than processors
+]
+
+
+def made(batches, heads, key_heads, queries, keys, dim, dtype=BF16):
+    torch.manual_seed(0)
+    shapes = ((batches, queries, heads, dim), (batches, keys, key_heads, dim), (batches, keys, key_heads, dim))
+    query, key, value = (torch.randn(shape, device=DEVICE, dtype=dtype).transpose(1, 2) for shape in shapes)
+    gradient = torch.randn((batches, heads, queries, dim), device=DEVICE, dtype=dtype)
+    return [one.requires_grad_() for one in (query, key, value)], gradient
+
+
+def on_this_gpu() -> bool:
+    return torch.cuda.is_available() and gluon.runs_on(torch.device("cuda", 0))
+
+
+hopper = pytest.mark.skipif(not on_this_gpu(), reason="these kernels are for Hopper")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("alignment", ["bottom right", "top left"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_and_gradients(case, causal, alignment):
+    inputs, gradient = made(*case)
+    queries, keys = case[3:5]
+    with kernels.using("require"):
+        found = kernels.attention(*inputs, causal=causal, alignment=alignment)
+    gradients = torch.autograd.grad(found, inputs, gradient)
+    group = case[1] // case[2]
+    wide = [one.detach().double().requires_grad_() for one in inputs]
+    scores = wide[0] @ wide[1].repeat_interleave(group, 1).mT * case[5] ** -0.5
+    if causal:
+        diagonal = keys - queries if alignment == "bottom right" else 0
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).triu(diagonal + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(-1).nan_to_num()
+    expected = weights @ wide[2].repeat_interleave(group, 1)
+    torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
+    for one, right in zip(gradients, torch.autograd.grad(expected, wide, gradient.double()), strict=True):
+        assert (one.double() - right).abs().max() < 0.01 * right.abs().max() + 1e-5  # one key: no gradient
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_hundred_times_the_same(dim, causal):
+    inputs, gradient = made(2, 8, 4, 4096, 4096, dim)
+
+    def both():
+        result = kernels.attention(*inputs, causal=causal)
+        return result.detach(), *torch.autograd.grad(result, inputs, gradient)
+
+    first = both()
+    for _ in range(100):
+        assert all(map(torch.equal, first, both()))
+
+
+@pytest.mark.gpu
+@hopper
+def test_in_a_cuda_graph():
+    inputs, _ = made(1, 4, 4, 1024, 1024, 128)
+    query, key, value = (one.detach() for one in inputs)
+    expected = kernels.attention(query, key, value, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernels.attention(query, key, value, causal=True)
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)

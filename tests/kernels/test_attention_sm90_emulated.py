@@ -1,0 +1,162 @@
+"""Attention by the kernels for Hopper, run on a CPU: their logic and barriers, whichever warps are slow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from emulated_hopper import emulated
+from kernel_checks import DEVICE
+
+pytest.importorskip("triton.experimental.gluon")
+
+from nearpeak.kernels.attention import sm90_launch
+from nearpeak.kernels.attention.triton import AttentionProblem
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tensors are on a GPU")
+
+SEES = {"full": (-1, True), "causal": (0, True), "causal from the first": (0, False)}
+"""How far to the right a query sees, and whether the last query is beside the last key."""
+
+
+class Case:
+    """Tensors, and results and gradients of attention in float64."""
+
+    def __init__(self, heads, key_heads, queries, keys, dim, sees, batches=1, dtype=torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+
+        def made(tokens, heads):
+            return torch.randn((batches, tokens, heads, dim), generator=generator).to(dtype).transpose(1, 2)
+
+        query, key, value, self.gradient = (
+            made(*size) for size in ((queries, heads), (keys, key_heads), (keys, key_heads), (queries, heads))
+        )
+        right, bottom_right = SEES[sees]
+        nothing = (None,) * 6
+        self.problem = AttentionProblem(
+            query, key, value, *nothing, 0, 0, -1, right, bottom_right, scale=dim**-0.5, softcap=0.0, dropout=0.0
+        )
+        wide = [one.double().requires_grad_() for one in (query, key, value)]
+        group = heads // key_heads
+        scores = wide[0] @ wide[1].repeat_interleave(group, 1).mT * dim**-0.5
+        if right == 0:
+            hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1 + (keys - queries if bottom_right else 0))
+            scores = scores.masked_fill(hidden, float("-inf"))
+        result = scores.softmax(-1).nan_to_num() @ wide[2].repeat_interleave(group, 1)
+        self.gradients = torch.autograd.grad(result, wide, self.gradient.double())
+        self.result, self.lse = result.detach(), scores.logsumexp(-1).detach()
+
+
+def plain_statistics(problem, gradient, lse, lse_gradient, result, padded):
+    """Logarithms and means as the kernels for them have them, which are slow here, and have tests of their own."""
+    rest = (0, padded - problem.queries)
+    logarithms = torch.where(lse == float("-inf"), float("inf"), lse / math.log(2.0))
+    means = (gradient.float() * result.float()).sum(-1)
+    return (
+        torch.nn.functional.pad(logarithms, rest, value=float("inf")).contiguous(),
+        torch.nn.functional.pad(means, rest).contiguous(),
+    )
+
+
+@pytest.fixture
+def emulate(monkeypatch):
+    """Runs one of the passes by so many processors."""
+    from nearpeak.kernels.attention import sm90 as attention_sm90
+
+    modules = (attention_sm90, attention_sm90, attention_sm90)
+
+    def run(call, processors, seed=0, slowest=None):
+        monkeypatch.setattr(sm90_launch, "statistics", plain_statistics)
+        with emulated(modules, monkeypatch, at_a_time=processors, seed=seed, slowest=slowest) as launch:
+            monkeypatch.setattr(sm90_launch, "processors", lambda device: processors)
+            monkeypatch.setattr(sm90_launch, "launch", launch)
+            torch.use_deterministic_algorithms(True)  # new tensors have no numbers
+            try:
+                return call()
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+    return run
+
+
+def check_forward(emulate, case, processors, seed=0, slowest=None):
+    result, lse = emulate(lambda: sm90_launch.forward(case.problem), processors, seed, slowest)
+    torch.testing.assert_close(result.double(), case.result, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(lse.double(), case.lse, rtol=1e-5, atol=1e-5)
+
+
+def check_backward(emulate, case, processors, seed=0, slowest=None):
+    lse, result = case.lse.float(), case.result.to(case.gradient.dtype)
+
+    def call():
+        return sm90_launch.backward(case.problem, case.gradient, None, result, lse, True, True)
+
+    found = emulate(call, processors, seed, slowest)[:3]
+    for one, right in zip(found, case.gradients, strict=True):
+        assert (one.double() - right).abs().max() < 0.01 * right.abs().max() + 1e-5
+    return found
+
+
+CONFIGS = [
+    (dim, causal, config)
+    for dim in (64, 128)
+    for causal in (False, True)
+    for config in sm90_launch.sm90_candidates(dim, causal)
+]
+
+
+@pytest.mark.parametrize(("dim", "causal", "config"), CONFIGS, ids=str)
+def test_each_configuration(emulate, monkeypatch, dim, causal, config):
+    monkeypatch.setattr(sm90_launch, "tuned", lambda *_: config)
+    case = Case(2, 2, 210, 290, dim, "causal" if causal else "full")
+    check_forward(emulate, case, 2, seed=dim + config["together"])
+
+
+SIZES = [
+    # heads, key heads, queries, keys, dim
+    (1, 1, 256, 200, 64),
+    (2, 1, 200, 70, 128),  # causal: some queries see nothing, and a pair of blocks nobody
+    (3, 1, 200, 270, 64),
+    (2, 2, 1, 7, 128),
+]
+
+
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_results(emulate, size, sees):
+    check_forward(emulate, Case(*size, sees), 2)
+
+
+@pytest.mark.parametrize("slowest", range(3))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_results_where_one_is_slow(emulate, monkeypatch, dim, slowest):
+    config = {"consumers": 2, "persistent": True, "together": 1}
+    monkeypatch.setattr(sm90_launch, "tuned", lambda *_: config)
+    check_forward(emulate, Case(2, 1, 300, 300, dim, "causal"), 2, slowest, slowest)
+
+
+@pytest.mark.parametrize(("sums", "processors"), [(1, 100), (2, 1)])
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gradients(emulate, monkeypatch, size, sees, sums, processors):
+    """Also where a head has more blocks of keys than there are processors."""
+    monkeypatch.setattr(sm90_launch, "sums_of", lambda *_: sums)
+    check_backward(emulate, Case(*size, sees), processors, seed=processors)
+
+
+@pytest.mark.parametrize(("dim", "sees"), [(64, "causal"), (128, "full")])
+def test_gradients_are_the_same_whichever_is_slow(emulate, monkeypatch, dim, sees):
+    """One of the warpgroups, the warp that loads, or the one that adds."""
+    monkeypatch.setattr(sm90_launch, "sums_of", lambda *_: 2)
+    case = Case(1, 1, 300, 300, dim, sees)
+    first = check_backward(emulate, case, 4)
+    for slowest in range(4):
+        assert all(map(torch.equal, first, check_backward(emulate, case, 4, slowest, slowest)))
+
+
+def test_heads_that_go_down_after_those_that_go_up(emulate):
+    """Causal, with programs of one head on all processors: every other one begins with the last queries."""
+    case = Case(1, 1, 300, 300, 64, "causal", batches=3, dtype=torch.float16)
+    check_backward(emulate, case, 4, seed=1)
+    check_forward(emulate, case, 4)

@@ -1,0 +1,55 @@
+"""A made-up profile: three ops, one without a bound, two streams, a kernel of communication."""
+
+from nearpeak.bound.estimate import Coverage, Estimate, EstimatedOp
+from nearpeak.ops.work import Work
+from nearpeak.profiles.profile import DeviceKernel, Profile, build_profile
+
+
+def op(name, seconds, *, model="formula", module="", source="", phase="forward") -> EstimatedOp:
+    return EstimatedOp(
+        name=name,
+        family="pointwise",
+        flops=10.0,
+        bytes_read=20.0,
+        bytes_written=10.0,
+        seconds=seconds,
+        limiter="memory",
+        module=module,
+        phase=phase,
+        source=source,
+        model=model,
+        expected_seconds=1.5 * seconds,
+    )
+
+
+def estimate(ops) -> Estimate:
+    return Estimate(
+        machine="toy",
+        ceilings="achievable",
+        how="measured",
+        as_written_s=sum(each.seconds for each in ops),
+        fused_s=2.0,
+        ideal_s=1.0,
+        work=Work(flops={"bfloat16": 30.0}),
+        ops=tuple(ops),
+        groups=(),
+        coverage=Coverage(formula=2, operands=0, none=1, seconds_share=1.0, unmodeled={"mine.kernel": 1}),
+        notes=("A note.",),
+        expected_s=4.5,
+        expected_from="toy",
+    )
+
+
+def profile(wall_s: float = 10.0) -> Profile:
+    ops = [
+        op("aten.mul.Tensor", 1.0, module="layer.0", source="train.py:4"),
+        op("aten.mul.Tensor", 2.0, module="layer.1", source="train.py:4", phase="backward"),
+        op("mine.kernel", 0.0, model="none", module="layer.1", source="train.py:9"),
+    ]
+    kernels = [
+        DeviceKernel(name="mul", start_s=0.0, seconds=2.0, op=0),
+        DeviceKernel(name="mul", start_s=1.0, seconds=3.0, op=1),  # 1 s of it beside the first
+        DeviceKernel(name="mine", start_s=5.0, seconds=1.0, op=2),
+        DeviceKernel(name="ncclAllReduce", start_s=5.5, seconds=1.5, op=None, communication=True),  # 1 s of it alone
+    ]
+    return build_profile(estimate(ops), kernels, wall_s=wall_s, source="train.py", date="2026-01-02", device="Toy 1")

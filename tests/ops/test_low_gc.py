@@ -1,0 +1,40 @@
+import gc
+import weakref
+
+from nearpeak.ops.low_gc import FULL_COLLECTION_EVERY, NEW_OBJECTS, low_gc
+
+
+class Thing:
+    pass
+
+
+def test_thresholds_come_back_and_young_objects_are_old():
+    before = gc.get_threshold()
+    with low_gc():
+        assert gc.get_threshold()[0] == NEW_OBJECTS
+        things = [Thing() for _ in range(1000)]
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+    assert any(item is things for item in gc.get_objects(generation=2))
+
+
+def test_dead_cycles_are_found_in_the_end():
+    with low_gc():
+        thing = Thing()
+        thing.itself = thing
+        seen = weakref.ref(thing)
+        del thing
+    for _ in range(FULL_COLLECTION_EVERY):
+        with low_gc():
+            pass
+    assert seen() is None
+
+
+def test_a_collector_that_is_off_stays_so():
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with low_gc():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

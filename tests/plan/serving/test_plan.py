@@ -1,0 +1,67 @@
+import json
+
+import pytest
+
+from nearpeak._records import to_json
+from nearpeak.errors import UsageError
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.models.catalogue import get_model
+from nearpeak.plan.serving.deployment import ServingLayout
+from nearpeak.plan.serving.plan import Load, serving_plan, whole_layouts
+
+LOAD = Load(prompt=1024, output=256, concurrency=32)
+
+
+def test_without_a_layout_the_best_is_taken():
+    plan = serving_plan(get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), LOAD, precision="fp8")
+    speeds = [choice.tokens_per_second for choice in plan.choices]
+    assert speeds == sorted(speeds, reverse=True)
+    assert plan.layout == plan.choices[0].layout
+    assert plan.replicas * plan.layout.gpus == 8
+    users = [option.per_user for option in plan.front]
+    assert users == sorted(users, reverse=True) and len(users) > 2
+
+
+def test_prefill_is_limited_by_compute_and_decode_by_memory():
+    plan = serving_plan(get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), LOAD, ServingLayout(tp=8))
+    assert (plan.phases.prefill.limiter, plan.phases.decode.limiter) == ("compute", "memory")
+    assert plan.phases.decode.intensity < plan.phases.decode.ridge < plan.phases.prefill.intensity
+    assert len(plan.choices) == 1
+
+
+def test_throughput_grows_with_concurrency_and_latency_too():
+    plan = serving_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1"), LOAD)
+    rates = [point.tokens_per_second for point in plan.curve]
+    waits = [point.tpot for point in plan.curve]
+    assert rates == sorted(rates) and waits == sorted(waits)
+
+
+def test_the_parts_of_a_gpu_are_its_memory():
+    room = serving_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1"), LOAD).room
+    assert room.weights + room.reserved + room.cache == pytest.approx(room.memory)
+    assert room.sequences == pytest.approx(room.cache / (room.bytes_per_token * 1280))
+
+
+def test_experts_are_spread_in_some_layouts():
+    found = whole_layouts(get_model("deepseek-v3"), Cluster.of("h200-sxm x 8"))
+    assert ServingLayout(dp=8, ep=8) in found and ServingLayout(tp=8) in found
+    assert not any(layout.ep > 1 for layout in whole_layouts(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8")))
+
+
+def test_what_does_not_fit_says_what_would():
+    with pytest.raises(UsageError, match="What would fit"):
+        serving_plan(get_model("llama-3-70b"), Cluster.of("h100-sxm x 1"), LOAD)
+
+
+def test_other_modes_come_along():
+    plan = serving_plan(
+        get_model("llama-3-8b"),
+        Cluster.of("h100-sxm x 2"),
+        LOAD,
+        ServingLayout(),
+        disaggregate=(1, 1),
+        guesses=(3, 0.7),
+    )
+    assert plan.disaggregated is not None and plan.speculative is not None
+    assert plan.speculative.tokens_per_step == pytest.approx(2.533)
+    json.dumps(to_json(plan))

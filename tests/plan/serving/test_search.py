@@ -1,0 +1,85 @@
+"""Choosing how to serve: layouts, and tensor against expert parallel."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from nearpeak.plan.serving.expert_choice import expert_cuts, fastest_cut
+
+from nearpeak.errors import UsageError
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.models.catalogue import get_model
+from nearpeak.plan.serving.search import front, search_serving, serving_layouts
+
+EIGHT = Cluster.of("h200-sxm x 8")
+
+
+def test_layouts_are_legal_and_complete() -> None:
+    dense = list(serving_layouts(get_model("llama-3-70b"), 8))
+    assert {(one.tp, one.pp) for one in dense} == {
+        (tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if tp * pp <= 8
+    }
+    experts = list(serving_layouts(get_model("qwen3-235b-a22b"), 8))
+    assert all(one.gpus <= 8 for one in experts)
+    assert any(one.dp == 8 and one.ep == 8 for one in experts)
+    assert len(set(experts)) == len(experts) > len(dense)
+
+
+def test_the_front_trades_users_for_throughput() -> None:
+    found = search_serving(get_model("llama-3-70b"), EIGHT, "fp8", prompt=1024, output=512, concurrencies=(1, 8, 64))
+    users = [option.per_user for option in found.front]
+    gpus = [option.per_gpu for option in found.front]
+    assert users == sorted(users, reverse=True)
+    assert gpus == sorted(gpus)
+    assert found.front[0].layout.tp == 8
+    assert found.front[-1].layout.tp < 8
+    assert found.best is not None
+    assert found.best.per_gpu == gpus[-1]
+    assert front(found.front) == found.front
+
+
+def test_limits_are_kept_or_what_is_nearest_is_said() -> None:
+    llama = get_model("llama-3-70b")
+    found = search_serving(llama, EIGHT, "fp8", prompt=1024, output=512, most_tpot=0.015, concurrencies=(1, 8, 64))
+    assert found.best is not None
+    assert found.best.serving.tpot <= 0.015
+    none = search_serving(llama, EIGHT, "fp8", prompt=1024, output=512, most_tpot=1e-4, concurrencies=(1,))
+    assert none.best is None
+    assert "the smallest TPOT is" in none.nearest
+
+
+def test_what_fits_nowhere() -> None:
+    with pytest.raises(UsageError, match=r"No layout of llama-3\.1-405b fits on 1 GPUs.*What would fit"):
+        search_serving(get_model("llama-3.1-405b"), Cluster.of("h100-sxm x 1"), prompt=128, output=128)
+
+
+def test_a_search_is_fast() -> None:
+    start = time.perf_counter()
+    search_serving(get_model("llama-3-8b"), EIGHT, "fp8", prompt=1024, output=512, concurrencies=(1, 8, 64))
+    assert time.perf_counter() - start < 2
+
+
+def test_experts_over_more_gpus_read_less() -> None:
+    cuts = expert_cuts(get_model("qwen3-235b-a22b"), EIGHT, "fp8", tokens=64)
+    tensor = [cut for cut in cuts if cut.ep == 1 and cut.attention == "tensor"]
+    assert [cut.gpus for cut in tensor] == [1, 2, 4, 8]
+    reading = [cut.memory_seconds for cut in tensor]
+    assert reading == sorted(reading, reverse=True)
+    assert tensor[0].exchange_seconds == 0
+    eight = {(cut.ep, cut.attention): cut for cut in cuts if cut.gpus == 8}
+    assert eight[8, "tensor"].memory_seconds > eight[1, "tensor"].memory_seconds  # the busiest GPU has more to read
+    assert eight[8, "tensor"].compute_seconds < eight[1, "tensor"].compute_seconds * 2
+    assert eight[8, "data"].busiest > eight[1, "data"].busiest == 1
+
+
+def test_the_fastest_cut_has_a_reason() -> None:
+    many = expert_cuts(get_model("qwen3-235b-a22b"), EIGHT, "fp8", tokens=16384)
+    best, why = fastest_cut(many, 8)
+    assert best.seconds == min(cut.seconds for cut in many if cut.gpus == 8)
+    assert best.limiter == "compute"
+    assert "us a layer" in why
+    with pytest.raises(UsageError, match="gpus=3 was not looked at"):
+        fastest_cut(many, 3)
+    with pytest.raises(UsageError, match="has no experts"):
+        expert_cuts(get_model("llama-3-8b"), EIGHT, tokens=1)

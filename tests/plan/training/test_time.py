@@ -1,0 +1,171 @@
+"""Training time: parts that sum, what each kind of parallelism costs, and errors for what a machine cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nearpeak.errors import UsageError
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.models.catalogue import get_model
+from nearpeak.plan.models.model import forward_flops
+from nearpeak.plan.training.efficiency import Efficiency, load_efficiency, product_rate
+from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.time import PARTS, Planner, TrainingTime, hidden_behind, training_time
+
+
+def job(name: str = "llama-3-8b", precision: str = "bf16-master", sequence: int = 8192, **layout: Any) -> Job:
+    fields = {"gpus": 64, "global_batch": 256, **layout}
+    return Job(model=get_model(name), layout=Layout(**fields), sequence=sequence, precision=precision_named(precision))
+
+
+def timed(on: str = "h100-sxm x 64", **fields: Any) -> TrainingTime:
+    return training_time(job(**fields), Cluster.of(on))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tp": 4, "pp": 4, "virtual": 2},
+        {"cp": 2, "sharding": "zero3"},
+        {"name": "qwen3-30b-a3b", "ep": 8},
+        {"name": "nemotron-3-nano", "ep": 8, "precision": "fp8", "recompute": ("layer",)},
+        {"sharding": "hsdp", "shard_group": 8},
+    ],
+)
+def test_the_parts_sum_to_the_step(fields: dict[str, Any]) -> None:
+    found = timed(**fields)
+    assert tuple(found.parts) == PARTS
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert all(value >= 0 for value in [*found.parts.values(), *found.hidden.values()])
+    assert Planner(Cluster.of("h100-sxm x 64")).seconds(job(**fields)) == pytest.approx(found.seconds)
+
+
+def test_utilization_follows_from_model_flops() -> None:
+    found = timed()
+    flops = 3 * forward_flops(get_model("llama-3-8b"), 8192).total * 256 * 8192
+    assert found.model_flops == flops
+    assert found.mfu == pytest.approx(flops / found.seconds / 64 / 989.4e12)
+    assert 0.3 < found.mfu < 0.65 and found.hfu == found.mfu
+    again = timed(recompute=("layer",))
+    assert again.seconds > found.seconds and again.hfu > again.mfu
+    assert found.tokens_per_second_per_gpu == pytest.approx(256 * 8192 / found.seconds / 64)
+
+
+def test_gradients_of_microbatches_are_added_up() -> None:
+    # 6 bytes a weight and microbatch more in 32 bits: 8 read and written, less the 2 of the product; 2 bytes in 16 bits
+    narrow, wide = (timed(precision=name, sharding="none") for name in ("bf16-master", "bf16-fp32-grads"))
+    weights = get_model("llama-3-8b").parameters - 128256 * 4096  # the embedding has no product
+    more = 4 * (4 - 2) / 2 * weights / (load_efficiency().values.memory * 3.35e12)
+    assert wide.parts["products"] - narrow.parts["products"] == pytest.approx(more * 4, rel=0.01)
+    alone = {"gpus": 64, "global_batch": 64, "sharding": "none"}
+    assert timed(**alone).parts["products"] == timed(**alone, precision="bf16-fp32-grads").parts["products"]
+
+
+def test_the_fullest_stage_of_a_split_sets_the_pace() -> None:
+    even, uneven = timed(pp=4), timed(pp=4, split=(14, 6, 6, 6))
+    assert uneven.parts["products"] > 1.2 * even.parts["products"]
+    assert timed(pp=4, split=(8, 8, 8, 8)).seconds == even.seconds
+
+
+def test_eight_bits_are_faster_and_not_twice() -> None:
+    assert 1.1 < timed().seconds / timed(precision="fp8").seconds < 2
+
+
+def test_the_bubble_shrinks_with_interleaving_and_with_microbatches() -> None:
+    plain = timed(pp=4, gpus=64)
+    assert timed(pp=4, virtual=4).parts["bubble"] == pytest.approx(plain.parts["bubble"] / 4, rel=0.2)
+    assert timed(pp=4, schedule="zero-bubble").parts["bubble"] == pytest.approx(plain.parts["bubble"] / 3)
+    more = timed(pp=4, global_batch=1024)
+    assert more.parts["bubble"] / more.seconds < plain.parts["bubble"] / plain.seconds
+    assert timed().parts["bubble"] == 0
+
+
+def test_overlap_moves_communication_from_exposed_to_hidden() -> None:
+    bare, hidden = timed(tp=4), timed(tp=4, overlap_tensor=True)
+    assert hidden.parts["tensor"] < bare.parts["tensor"]
+    assert hidden.parts["tensor"] + hidden.hidden["tensor"] == pytest.approx(bare.parts["tensor"])
+    assert bare.hidden["tensor"] == 0
+    exposed = timed(overlap_gradients=False)
+    assert exposed.hidden["data"] == 0 and exposed.parts["data"] > timed().parts["data"]
+
+
+def test_tensor_parallelism_across_nodes_is_slow() -> None:
+    inside = timed(name="llama-3-70b", tp=8)
+    across = timed(name="llama-3-70b", tp=16)
+    assert across.parts["tensor"] > 2 * inside.parts["tensor"]
+
+
+def test_experts_inside_a_rack_beat_experts_across_nodes() -> None:
+    # GPT-OSS 120B on 64 GPUs, all experts apart: NVL72 keeps what racks of 8 lose
+    fields: dict[str, Any] = {"name": "gpt-oss-120b", "ep": 64, "global_batch": 1280, "microbatch": 4, "sequence": 4096}
+    assert timed("b200 x 64", **fields).parts["experts"] > 3 * timed("gb200 x 64", **fields).parts["experts"]
+
+
+def test_a_larger_microbatch_pays_for_experts() -> None:
+    small = timed("b200 x 8", name="qwen3-30b-a3b", gpus=8, ep=8, microbatch=1, sequence=4096)
+    large = timed("b200 x 8", name="qwen3-30b-a3b", gpus=8, ep=8, microbatch=4, sequence=4096)
+    assert large.tokens_per_second > 1.3 * small.tokens_per_second
+
+
+def test_eager_software_moves_more_and_adapters_compute_less() -> None:
+    asked, cluster = job(), Cluster.of("h100-sxm x 64")
+    assert training_time(replace(asked, software="eager"), cluster).seconds > training_time(asked, cluster).seconds
+    assert training_time(replace(asked, trainable=0.01), cluster).seconds < 0.8 * training_time(asked, cluster).seconds
+
+
+def test_more_gpus_than_the_cluster_has_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"gpus=64 .* gpus=8"):
+        timed("h100-sxm x 8")
+
+
+def test_a_gpu_without_the_precision_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"float8.*Nearest: bfloat16"):
+        timed("a100-sxm-80gb x 64", precision="fp8")
+    machine = Cluster.of("h100-sxm x 8").machine
+    with pytest.raises(UsageError, match=r"float4.*Nearest: float8"):
+        product_rate(machine, "float4", 2026.0, Efficiency())
+
+
+def test_constants_are_shares_and_have_a_source() -> None:
+    fitted = load_efficiency()
+    for name in ("products_ampere", "products_hopper", "products_blackwell", "attention_hopper", "tensor_exposed"):
+        assert 0.1 < getattr(fitted.values, name) < 1
+        assert fitted.provenance[name].kind == "fitted" and "runs of" in fitted.provenance[name].text
+    assert 0.02 < fitted.error < 0.2
+
+
+@pytest.mark.parametrize("available", [0.0, 0.5, 1.0, 10.0])
+def test_what_hides_is_never_more_than_there_is(available: float) -> None:
+    assert 0 <= hidden_behind(1.0, available) <= min(1.0, available)
+    assert hidden_behind(1.0, 100.0) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_the_data_file_has_every_constant_but_those_that_are_not_fitted() -> None:
+    import dataclasses
+
+    fitted = load_efficiency()
+    names = {field.name for field in dataclasses.fields(Efficiency)}
+    assert set(fitted.provenance) == names - {"memory", "expert_products"}
+    assert fitted.of("memory")[0].kind == "assumed"
+
+
+def test_a_limit_on_power_slows_products_and_not_memory() -> None:
+    cluster = Cluster.of("h100-sxm x 64")
+    limited = replace(cluster, machine=replace(cluster.machine, power_watts=500.0))
+    full, less = training_time(job(), cluster), training_time(job(), limited)
+    assert less.parts["products"] > 1.15 * full.parts["products"]
+    assert less.parts["memory-bound"] == full.parts["memory-bound"]
+
+
+def test_an_optimizer_sharded_inside_a_node_talks_less_across_nodes() -> None:
+    # InternLM 7B on 1024 A100: sharded over 8 ranks it was 60 % faster than over all
+    fields: dict[str, Any] = {"name": "llama-2-7b", "gpus": 1024, "global_batch": 1024, "sequence": 4096}
+    cluster = Cluster.of("a100-sxm-80gb x 1024")
+    everywhere = training_time(replace(job(**fields), software="eager"), cluster)
+    inside = training_time(replace(job(shard_group=8, **fields), software="eager"), cluster)
+    assert inside.tokens_per_second > 1.1 * everywhere.tokens_per_second

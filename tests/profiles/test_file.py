@@ -1,0 +1,134 @@
+import dataclasses
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from made_up import profile
+
+from nearpeak.errors import EnvironmentProblem, UsageError
+from nearpeak.profiles import file
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_a_profile_comes_back_as_it_was(tmp_path, name):
+    file.save(profile(), tmp_path / name)
+    assert file.is_profile_file(tmp_path / name)
+    assert file.read(tmp_path / name) == profile()
+
+
+def test_it_is_read_without_torch(tmp_path):
+    file.save(profile(), tmp_path / "run.json")
+    code = f"import sys, nearpeak; nearpeak.load({str(tmp_path / 'run.json')!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def edited(tmp_path, change):
+    path = tmp_path / "run.json"
+    file.save(profile(), path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content["profile"].update(schema=99), "has schema 99, .* another nearpeak wrote it"),
+        (lambda content: content["profile"].update(schema=1), "has schema 1, .* an older nearpeak wrote it: profile"),
+        (lambda content: content["profile"].pop("ops"), r"is damaged: Profile\.ops"),
+        (lambda content: content["profile"]["ops"].pop("name"), r"is damaged: Profile\.ops"),
+        (lambda content: content["profile"].update(wall_s=10**400), "a number too large"),
+        (lambda content: content["profile"].update(wall_s=float("nan")), "NaN is not JSON"),
+        (lambda content: content["profile"].update(wall_s="long"), "is damaged: Profile.wall_s"),
+        (lambda content: content["profile"].update(extra=1), "is damaged"),
+        (lambda content: content.update(kind="other"), "is no saved profile"),
+        (lambda content: content.update(profile=[]), "is no saved profile"),
+    ],
+)
+def test_a_file_that_was_changed_is_not_trusted(tmp_path, change, message):
+    with pytest.raises(UsageError, match=message):
+        file.read(edited(tmp_path, change))
+
+
+def test_what_is_no_file_of_ours_is_said(tmp_path):
+    with pytest.raises(UsageError, match="no such file"):
+        file.read(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("hello")
+    with pytest.raises(UsageError, match="not valid JSON"):
+        file.read(tmp_path / "text.json")
+    assert not file.is_profile_file(tmp_path / "none.json")
+    with pytest.raises(UsageError, match=r"as \.json or \.json\.gz"):
+        file.save(profile(), tmp_path / "run.html")
+    with pytest.raises(UsageError, match="cannot be written"):
+        file.save(profile(), tmp_path / "no" / "run.json")
+
+
+def test_only_a_whole_file_is_left(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(EnvironmentProblem, match=r"run\.json cannot be written: No space left"):
+        file.save(profile(), tmp_path / "run.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_a_file_that_is_cut_off_is_said(tmp_path, name, keep):
+    path = tmp_path / name
+    file.save(profile(), path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(UsageError, match=r"cannot be read|not valid JSON"):
+        file.read(path)
+
+
+def test_a_file_that_claims_too_much_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "LARGEST", 10_000)
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(gzip.compress(b'{"kind":"nearpeak profile","profile":{}}' + b" " * 1_000_000))
+    assert path.stat().st_size < 10_000
+    assert file.is_profile_file(path)
+    with pytest.raises(UsageError, match="holds more than 10,000 bytes"):
+        file.read(path)
+
+
+def test_deep_nesting_is_an_error_and_no_crash(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"kind":"nearpeak profile","profile":' + "[" * 200_000)
+    with pytest.raises(UsageError, match="not valid JSON"):
+        file.read(path)
+
+
+def test_the_head_has_all_but_ops_and_timeline(tmp_path):
+    file.save(profile(), tmp_path / "run.json")
+    assert profile().timeline
+    assert file.read_head(tmp_path / "run.json") == dataclasses.replace(profile(), ops=(), timeline=())
+
+
+def test_a_file_from_before_a_field_has_its_default(tmp_path):
+    path = tmp_path / "run.json"
+    file.save(profile(), path)
+    data = json.loads(path.read_text())
+    del data["profile"]["ops"]["launch_wait_s"], data["profile"]["timeline"]
+    path.write_text(json.dumps(data))
+    assert file.read(path) == dataclasses.replace(profile(), timeline=())
+    del data["profile"]["ops"]["measured_s"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match="expected the columns"):
+        file.read(path)
+
+
+def test_what_many_ops_share_is_stored_once(tmp_path):
+    ops = tuple(dataclasses.replace(profile().ops[0], module="layer" * 20, measured_s=0.25) for _ in range(1000))
+    many = dataclasses.replace(profile(), ops=ops)
+    many.save(tmp_path / "run.json")
+    text = (tmp_path / "run.json").read_text()
+    assert text.count("layer" * 20) == 1
+    assert len(text) < 75 * 1000
+    assert file.read(tmp_path / "run.json") == many

@@ -1,0 +1,54 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+import nearpeak
+from nearpeak.errors import UnknownMachine, UsageError
+from nearpeak.profiles import file as profiles_file
+from nearpeak.profiling.load import profile_trace
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def device_seconds(path):
+    """The durations of everything on the device, read as plainly as can be."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return sum(event["dur"] for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")) / 1e6
+
+
+@pytest.mark.parametrize("name", ["kineto_eager.json.gz", "kineto_compiled.json.gz"])
+def test_a_trace_file_is_accounted_for(name):
+    found = profile_trace(DATA / name)
+    assert found.device == "NVIDIA H200"
+    assert found.machine == "h200-sxm"
+    assert sum(part.seconds for part in found.waterfall.parts) == pytest.approx(found.wall_s)
+    assert found.kernel_s == pytest.approx(device_seconds(DATA / name), rel=1e-3)  # one stream: nothing overlaps
+    assert found.waterfall.broken == ()
+
+
+def test_load_takes_both_kinds_of_file(tmp_path):
+    found = nearpeak.load(DATA / "kineto_eager.json.gz")
+    profiles_file.save(found, tmp_path / "run.json")
+    assert nearpeak.load(tmp_path / "run.json") == found
+
+
+def test_another_machine_has_other_bounds():
+    here, there = (profile_trace(DATA / "kineto_eager.json.gz", on=name) for name in ("h200-sxm", "a100-sxm-80gb"))
+    assert there.as_written_s > here.as_written_s
+    assert there.kernel_s == here.kernel_s
+    with pytest.raises(UnknownMachine):
+        profile_trace(DATA / "kineto_eager.json.gz", on="h200-sxn")
+
+
+def test_a_trace_without_a_device_says_what_to_do(tmp_path):
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        torch.randn(4, 4) @ torch.randn(4, 4)
+    profiler.export_chrome_trace(str(tmp_path / "cpu.json"))
+    with pytest.raises(UsageError, match="no kernels of a device"):
+        profile_trace(tmp_path / "cpu.json")

@@ -1,0 +1,109 @@
+"""Which steps of a run are profiled, with a profiler that sees what a file has: there is no GPU."""
+
+from typing import ClassVar
+
+import pytest
+from replays import event, write_events
+
+from nearpeak.ops.op import Trace
+from nearpeak.profiling import session
+from nearpeak.profiling.schedule import PROFILED_STEPS
+from nearpeak.profiling.steps import StepKind
+from nearpeak.trace.kineto.read import read_trace
+
+TOOK = (100.0, 130.0, 110.0, 140.0, 120.0)
+"""Of the kernel in the steps that are profiled, in microseconds."""
+FLOATS = {"Input Dims": [[64, 64]], "Input Strides": [[64, 1]], "Input type": ["float"], "Concrete Inputs": [""]}
+
+
+class Profiler:
+    made: ClassVar[list] = []
+
+    def __init__(self, folder):
+        self.number, self.ended, self.among, self.discarded = 0, 0, None, False
+        self.folder = folder
+        Profiler.made.append(self)
+
+    def next_step(self):
+        self.number += 1
+
+    def end_step(self):
+        self.ended += 1
+
+    def discard(self):
+        self.discarded = True
+
+    def stop(self, among):
+        self.among = list(among)
+        events = []
+        for number in range(self.number + 1):
+            start, took, facts = 1000.0 * number, TOOK[(number - 1) % 5], {"correlation": number + 1}
+            known = facts | {"External id": number + 1}
+            events += [
+                event("user_annotation", f"ProfilerStep#{number}", start, 900.0, {}),
+                event("cpu_op", "aten::exp", start + 10.0, 10.0, {"External id": number + 1} | FLOATS),
+                event("cuda_runtime", "cudaLaunchKernel", start + 12.0, 5.0, facts),
+                event("kernel", "exp", start + 20.0, took, known | {"device": 0, "stream": 7}),
+            ]
+        return read_trace(write_events(self.folder / "steps.json", events), among=among)
+
+
+@pytest.fixture
+def watching(monkeypatch, tmp_path):
+    """A watch that believes in a GPU, and the profilers that it made."""
+    Profiler.made = []
+    monkeypatch.setattr(session, "Profiler", lambda: Profiler(tmp_path))
+    monkeypatch.setattr(session, "_cuda_in_use", lambda: True)
+    return session.Session(lambda line: None, traces=False)
+
+
+def until_profiled(found):
+    while found.schedule.phase != "profiled":
+        found.step_ends()
+
+
+def test_the_step_in_the_middle_is_what_counts(watching):
+    while watching.schedule.phase != "traced":
+        watching.step_ends()
+    (profiler,) = Profiler.made
+    assert profiler.among == list(range(1, 1 + PROFILED_STEPS))
+    assert profiler.ended == PROFILED_STEPS - 1  # what runs between two steps is in neither
+    recorded = watching._recorded
+    assert recorded.step == 5
+    assert recorded.repeats == (pytest.approx([1e-6 * took for took in TOOK]),)
+
+
+def test_a_step_of_another_kind_is_left_out_and_ends_it(watching):
+    until_profiled(watching)
+    watching.step_ends()
+    watching.step_ends()
+    watching.step_ends(StepKind(shape=(4096, 4096)))
+    (profiler,) = Profiler.made
+    assert watching.schedule.phase == "traced"
+    assert (profiler.among, watching._recorded.step) == ([1, 2], 1)
+
+
+def test_a_trace_that_the_caller_takes_knows_how_many_steps_lie_between(watching):
+    until_profiled(watching)
+    watching.step_ends()
+    watching.step_ends()
+    watching.step_ends(StepKind(shape=(4096, 4096)))
+    watching.keep(Trace(ops=(), storages={}))
+    assert watching._recorded.step == 1
+    assert watching._traced.steps_since == 3  # the second one, the one of another kind, and the traced one
+
+
+def test_the_first_of_another_kind_begins_them_anew(watching):
+    until_profiled(watching)
+    watching.step_ends(StepKind(shape=(4096, 4096)))
+    assert [profiler.discarded for profiler in Profiler.made] == [True, False]
+    while watching.schedule.phase != "traced":
+        watching.step_ends()
+    assert len(Profiler.made[-1].among) == PROFILED_STEPS
+
+
+def test_on_a_cpu_one_step_is_profiled(watching, monkeypatch):
+    monkeypatch.setattr(session, "_cuda_in_use", lambda: False)
+    while watching.schedule.phase != "traced":
+        watching.step_ends()
+    assert Profiler.made[0].among == [1]

@@ -1,0 +1,244 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+from nearpeak.profiling.steps import MAX_CALLS, detect_steps
+from nearpeak.trace.live import LiveTrace
+
+
+class Watcher:
+    def __init__(self):
+        self.events = []
+        self.kinds = []
+
+    def optimizer_begins(self, optimizer):
+        self.events.append("begins")
+
+    def optimizer_ends(self):
+        self.events.append("ends")
+
+    def training_begins(self):
+        self.events.append("training")
+
+    def step_ends(self, kind):
+        self.events.append("step")
+        self.kinds.append(kind)
+
+
+@pytest.fixture
+def watcher():
+    return Watcher()
+
+
+def train(model, optimizer, steps, *, accumulated=1, scheduler=None):
+    for _ in range(steps):
+        for _ in range(accumulated):
+            model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_training_step_ends_after_the_optimizers(watcher, accumulated):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    with detect_steps(watcher):
+        train(model, optimizer, 4, accumulated=accumulated)
+    # The first one is not seen to end: the optimizer was not known before.
+    assert watcher.events == ["begins", "training", "ends"] + ["begins", "ends", "step"] * 3
+    assert {(kind.trained, kind.evaluated) for kind in watcher.kinds} == {(accumulated, 0)}
+    assert "step" not in vars(optimizer)
+
+
+def test_the_first_of_several_optimizers_ends_the_steps(watcher):
+    models = [torch.nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    with detect_steps(watcher):
+        for _ in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, 1)
+    assert watcher.events.count("step") == 2
+
+
+def test_a_schedule_of_learning_rates_works_on_and_is_left_as_it_was(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = vars(optimizer)["step"]
+    with detect_steps(watcher):
+        train(model, optimizer, 3, scheduler=scheduler)  # a warning of the scheduler's would be an error here
+    assert watcher.events.count("step") == 2
+    assert vars(optimizer)["step"] is own
+
+
+def test_inference_takes_a_step_with_each_outermost_module(watcher):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with detect_steps(watcher):
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.randn(2, 4))
+        model(torch.randn(2, 4))  # with gradients: a training step that is not over
+    assert watcher.events == ["step"] * 3
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+
+    def forward(self, tokens, mask=None):
+        return self.embedding(tokens)
+
+
+def test_tokens_of_a_text_are_alike_and_its_prompt_is_not(watcher):
+    model = Decoder()
+    with detect_steps(watcher), torch.no_grad():
+        for _ in range(2):
+            model(tokens=torch.zeros(1, 6, dtype=torch.int64), mask=torch.ones(1, 6))
+            for length in range(7, 10):
+                model(tokens=torch.zeros(1, 1, dtype=torch.int64), mask=torch.ones(1, length))
+    first, *tokens, prompt, another, _, _ = watcher.kinds
+    assert [kind.shape for kind in (*tokens, prompt, another)] == [(1, 1)] * 3 + [(1, 6), (1, 1)]
+    assert tokens[0].alike(another)
+    assert not tokens[0].alike(prompt)
+    assert first.module == prompt.module
+
+
+def test_an_evaluation_between_training_steps_makes_a_step_of_another_kind(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    with detect_steps(watcher):
+        train(model, optimizer, 3)
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+        train(model, optimizer, 2)
+    assert [kind.evaluated for kind in watcher.kinds] == [0, 0, 1, 0]
+    assert not watcher.kinds[1].alike(watcher.kinds[2])
+
+
+def test_calls_are_still_told_when_no_new_modules_are_looked_for_and_nothing_is_left_behind(watcher):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    before = torch.nn.Module.__call__
+    with detect_steps(watcher) as steps, torch.no_grad():
+        model(torch.randn(2, 4))
+        steps.calls.search(False)
+        assert torch.nn.Module.__call__ is before  # nested calls are torch's own
+        model(torch.randn(2, 4))
+        Decoder()(torch.zeros(1, 1, dtype=torch.int64))
+        copied = copy.deepcopy(model)
+        assert b"nearpeak" not in pickle.dumps(model)
+    assert len(watcher.events) == 2
+    assert "__call__" not in vars(torch.nn.Sequential)
+    copied(torch.randn(2, 4))
+    assert len(watcher.events) == 2
+
+
+def test_code_without_a_model_is_not_slowed(watcher):
+    layers = [torch.nn.Linear(4, 4) for _ in range(MAX_CALLS + 1)]
+    optimizer = torch.optim.SGD([parameter for layer in layers for parameter in layer.parameters()])
+    with detect_steps(watcher):
+        for _ in range(3):
+            x = torch.randn(2, 4)
+            for layer in layers:
+                x = layer(x)
+            x.sum().backward()
+            optimizer.step()
+        assert "__call__" not in vars(torch.nn.Linear)
+    assert [kind.trained for kind in watcher.kinds] == [MAX_CALLS + 1, 0]
+
+
+def test_a_marked_function_is_the_step_and_nothing_else_is(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    with detect_steps(watcher) as steps:
+
+        @steps.mark
+        def twice(again):
+            """Both."""
+            train(model, optimizer, 2)
+            if again:
+                twice(False)
+
+        for _ in range(3):
+            twice(True)
+        with torch.no_grad():
+            model(torch.ones(4))
+        with pytest.raises(TypeError):
+            twice()
+    assert watcher.events.count("step") == 3
+    assert twice.__doc__ == "Both."
+
+
+def test_an_optimizer_with_a_closure_and_a_late_schedule_of_learning_rates(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    with detect_steps(watcher):
+        for _ in range(3):
+            optimizer.step(closure)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for _ in range(2):
+            optimizer.step(closure)
+            scheduler.step()
+    assert watcher.events.count("step") == 4
+
+
+def test_a_step_that_a_scaler_skips_belongs_to_the_next(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with detect_steps(watcher):
+        for bad in (False, False, True, False):
+            loss = model(torch.ones(2, 4)).sum() * (float("inf") if bad else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert [kind.trained for kind in watcher.kinds] == [1, 2]
+
+
+def test_compiled_code_is_the_same_code(watcher):
+    counters = torch._dynamo.utils.counters
+    for compiled in (torch.compile(torch.nn.Linear(4, 4), backend="eager"), Decoder()):
+        if isinstance(compiled, Decoder):
+            compiled.compile(backend="eager")
+        torch._dynamo.reset()
+        watcher.events.clear()
+        x = torch.zeros(1, 4) if not isinstance(compiled, Decoder) else torch.zeros(1, 4, dtype=torch.int64)
+        with torch.no_grad():
+            with detect_steps(watcher) as steps:
+                compiled(x)
+                graphs = counters["stats"]["unique_graphs"]
+                for on in (True, False, True):
+                    steps.calls.search(on)
+                    compiled(x)
+            compiled(x)
+        assert watcher.events == ["step"] * 4
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_live_trace_between_two_moments_knows_phases_and_changes_nothing():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    live = LiveTrace()
+    model(torch.ones(2, 4)).sum().backward()
+    live.optimizer_begins(optimizer)
+    optimizer.step()
+    live.optimizer_ends()
+    traced = live.stop()
+    assert [op.phase for op in traced.ops if op.packet == "aten.addmm"] == ["forward"]
+    assert {"forward", "backward", "optimizer"} == {op.phase for op in traced.ops}
+    before = len(traced.ops)
+    model(torch.ones(2, 4))
+    assert len(traced.ops) == before
+    assert model.weight.grad is not None

@@ -1,0 +1,125 @@
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearpeak.errors import UsageError
+from nearpeak.trace.kineto import recording
+from nearpeak.trace.kineto.recording import EventFile
+
+NAMES = ["a", 'quote " and } , { brace', "ünïcode", "[0]"]
+EVENTS = [{"ph": "X", "name": name, "args": {"Input Dims": [[1, 2], []], "x": None}} for name in NAMES]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_all_events_and_the_fields_around_them(
+    write_trace: Callable[..., Path], packed: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(recording, "_CHUNK", chunk)
+    file = EventFile(write_trace(*EVENTS, packed=packed, deviceProperties=[{"name": "H200"}], n=1.25))
+    assert list(file) == EVENTS
+    assert file.metadata == {"schemaVersion": 1, "deviceProperties": [{"name": "H200"}], "n": 1.25}
+    assert (file.truncated, file.damaged) == (False, 0)
+
+
+def test_fields_after_the_events_and_a_second_reading(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": EVENTS, "traceName": "x"}))
+    file = EventFile(path)
+    assert list(file) == EVENTS
+    assert file.metadata == {"traceName": "x"}
+
+
+def test_an_array_alone_is_a_trace_too(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(EVENTS))
+    assert list(EventFile(path)) == EVENTS
+
+
+@given(cut=st.integers(min_value=30, max_value=200))
+def test_a_file_that_was_cut_off_gives_what_is_whole(tmp_path_factory: pytest.TempPathFactory, cut: int):
+    text = json.dumps({"traceEvents": EVENTS})
+    path = tmp_path_factory.mktemp("cut") / "trace.json"
+    path.write_text(text[:cut])
+    file = EventFile(path)
+    whole = list(file)
+    assert whole == EVENTS[: len(whole)]
+    assert file.truncated
+
+
+def test_a_gzip_file_that_was_cut_off(tmp_path: Path):
+    many = [{"ph": "X", "name": str(index * 7919)} for index in range(20000)]
+    packed = gzip.compress(json.dumps({"traceEvents": many}).encode())
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(packed[: len(packed) // 2])
+    file = EventFile(path)
+    whole = list(file)
+    assert 5000 < len(whole) < 15000
+    assert whole == many[: len(whole)]
+    assert file.truncated
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": [{"name": "a", "bw": inf}, {"name": "b", "bw": -nan}, {"name": "c", "bw": NaN}]}')
+    file = EventFile(path)
+    found = list(file)
+    assert [event["name"] for event in found] == ["a", "b", "c"]
+    assert found[0]["bw"] is None
+    assert file.damaged == 0
+
+
+@pytest.mark.parametrize("chunk", [5, 1 << 20])
+def test_an_event_that_is_damaged_is_left_out_and_counted(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recording, "_CHUNK", chunk)
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": [{"name": "a"}, {"name": "b", "x": oops}, {"name": "c"}, 5], "after": 1}')
+    file = EventFile(path)
+    assert [event["name"] for event in file] == ["a", "c"]
+    assert file.damaged == 1
+    assert file.metadata == {"after": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04pickle", b"PK\x03\x04"])
+def test_what_is_no_trace_is_an_error(tmp_path: Path, content: bytes):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="export_chrome_trace"):
+        list(EventFile(path))
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path):
+    with pytest.raises(UsageError, match="no such file"):
+        list(EventFile(tmp_path / "none.json"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        list(EventFile(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "there is nothing in it"),
+        (gzip.compress(b"", mtime=0), "there is nothing in it"),
+        (b"\x1f\x8bgarbage", "nothing of it can be unpacked"),
+        (b'{"model": "x", "layers": [1, 2]}', "no list of traceEvents. Its fields: model, layers"),
+        (b'{"traceEvents": {}}', "no list of traceEvents"),
+        (b"{}", "Its fields: none"),
+    ],
+)
+def test_an_error_says_what_was_found(tmp_path: Path, content: bytes, why: str):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=why):
+        list(EventFile(path))
+
+
+def test_a_mark_of_the_byte_order_does_no_harm(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"traceEvents": EVENTS}).encode())
+    assert list(EventFile(path)) == EVENTS

@@ -1,0 +1,503 @@
+import copy
+import functools
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from nearpeak.errors import UsageError
+from nearpeak.trace.cuda_ops.target import Target
+from nearpeak.trace.fake import fake
+from nearpeak.trace.trace import trace
+
+
+def names(recorded, phase=None):
+    return [op.name for op in recorded.ops if phase is None or op.phase == phase]
+
+
+def only(recorded, name):
+    (op,) = (op for op in recorded.ops if op.name == name)
+    return op
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    index = next(index for index, line in enumerate(lines) if text in line)
+    return f"test_trace.py:{first + index}"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        hidden = hidden.relu()
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def test_linear_forward_and_backward():
+    recorded = trace(nn.Linear(4, 5), torch.empty(3, 4), grad=True)
+    assert names(recorded, "forward") == ["aten.t.default", "aten.addmm.default"]
+    assert names(recorded, "backward") == [
+        "aten.t.default",
+        "aten.mm.default",
+        "aten.t.default",
+        "aten.sum.dim_IntList",
+        "aten.view.default",
+        "aten.detach.default",
+        "aten.t.default",
+        "aten.detach.default",
+    ]
+    product = only(recorded, "aten.addmm.default")
+    assert list(product.arguments) == ["self", "mat1", "mat2", "beta", "alpha"]
+    assert (product.arguments["beta"], product.arguments["alpha"]) == (1, 1)
+    assert product.tensor("mat2").shape == (4, 5)
+    assert product.tensor("mat2").strides == (1, 4)
+    (output,) = product.outputs
+    assert (output.shape, output.dtype) == ((3, 5), "float32")
+    kinds = {(storage.kind, storage.name) for storage in recorded.storages.values()}
+    assert {("parameter", "weight"), ("parameter", "bias"), ("input", ""), ("intermediate", "")} == kinds
+
+
+def test_results_are_returned_tensors_and_gradients():
+    recorded = trace(nn.Linear(4, 5), torch.empty(3, 4), grad=True)
+    sizes = sorted(recorded.storages[number].bytes for number in recorded.results)
+    assert sizes == [5 * 4, 3 * 5 * 4, 4 * 5 * 4]
+    assert {recorded.storages[number].kind for number in recorded.results} == {"intermediate"}
+
+
+def test_results_are_found_in_containers():
+    recorded = trace(lambda x: {"a": [x + 1, (x * 2,)]}, torch.empty(3))
+    assert recorded.results == {op.outputs[0].storage for op in recorded.ops}
+
+
+def test_views_share_their_storage():
+    def function(x):
+        return x[2:4].add(x.view(2, 5).t()[3])
+
+    recorded = trace(function, torch.empty(10))
+    views = [op for op in recorded.ops if op.name != "aten.add.Tensor"]
+    storage = recorded.ops[0].inputs[0].storage
+    assert all(op.outputs[0].storage == storage for op in views)
+    assert recorded.ops[0].outputs[0].offset == 2
+
+
+def test_arguments_that_share_a_storage_still_do():
+    base = torch.empty(10)
+    product = only(trace(torch.dot, base[:5], base[5:]), "aten.dot.default")
+    first, second = product.inputs
+    assert first.storage == second.storage
+    assert (first.offset, second.offset) == (0, 5)
+
+
+def test_strides_of_an_expanded_tensor_are_kept():
+    recorded = trace(lambda row, x: row.expand(4, 8) + x, torch.empty(1, 8), torch.empty(4, 8))
+    expanded = only(recorded, "aten.add.Tensor").inputs[0]
+    assert expanded.strides == (0, 1)
+    assert expanded.bytes == 32
+    argument = trace(torch.neg, torch.empty(1, 8).expand(4, 8)).ops[0].inputs[0]
+    assert argument.strides == (0, 1)
+
+
+def test_numbers_of_storages_are_not_reused():
+    def function(x):
+        for _ in range(50):
+            x = x + 1  # the memory of the old x is free for the next one
+        return x
+
+    recorded = trace(function, torch.empty(1000))
+    assert len({op.outputs[0].storage for op in recorded.ops}) == 50
+    live = trace(function, torch.zeros(1000), live=True)
+    assert len({op.outputs[0].storage for op in live.ops}) == 50
+
+
+def test_writes_are_known():
+    def function(x, y):
+        x.add_(1)
+        torch.mul(x, 2, out=y)
+
+    recorded = trace(function, torch.empty(4), torch.empty(4))
+    added, multiplied = recorded.ops
+    assert added.mutated == ("self",)
+    assert added.outputs[0].storage == added.inputs[0].storage
+    assert multiplied.mutated == ("out",)
+    assert recorded.results == {added.inputs[0].storage, multiplied.tensor("out").storage}
+
+
+def test_arguments_are_plain_data():
+    op = trace(lambda x: x.to(torch.bfloat16), torch.empty(4)).ops[0]
+    assert op.name == "aten._to_copy.default"
+    assert op.arguments["dtype"] == "bfloat16"
+    assert op.arguments["device"] is None
+    assert op.arguments["non_blocking"] is False
+    filled = trace(lambda: torch.zeros(2, 3, device="cpu")).ops[0]
+    assert filled.arguments["size"] == (2, 3)
+    assert filled.arguments["device"] == "cpu"
+    joined = trace(lambda x: torch.cat([x, x]), torch.empty(4)).ops[0]
+    assert len(joined.arguments["tensors"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"foreach": True}, "aten._foreach_addcdiv_.ScalarList"),
+        ({"fused": True}, "aten._fused_adamw_.default"),
+        ({"foreach": False}, "aten.addcdiv_.default"),
+    ],
+)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_training_step(settings, expected, steps_before):
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    x = torch.randn(3, 8)
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(steps_before):
+        step()
+    parameters = dict(model.named_parameters())
+    values = copy.deepcopy(model.state_dict())
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    recorded = trace(step)
+
+    phases = [op.phase for op in recorded.ops]
+    assert phases == sorted(phases, key=["forward", "backward", "optimizer"].index)
+    assert expected in names(recorded, "optimizer")
+    updated = {recorded.storages[number].name for number in recorded.results}
+    assert set(parameters) <= updated
+    lines = {op.source for op in recorded.ops if op.phase == "optimizer"}
+    assert lines == {line_of(test_training_step, "optimizer.step()")}
+
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
+    assert not any(isinstance(tensor, FakeTensor) for tensor in model.state_dict().values())
+    torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
+    assert str(optimizer.state_dict()) == str(state)
+    step()  # and everything still works
+
+
+def test_module_paths_forward_and_backward():
+    recorded = trace(Model(), torch.empty(3, 8), grad=True)
+    products = {(op.phase, op.module) for op in recorded.ops if op.name in ("aten.addmm.default", "aten.mm.default")}
+    paths = [f"layers.{index}.{part}" for index in (0, 1) for part in ("up", "down")]
+    assert products == {(phase, path) for phase in ("forward", "backward") for path in paths}
+    thresholds = [op.module for op in recorded.ops if op.name == "aten.threshold_backward.default"]
+    assert thresholds == ["layers.1", "layers.0"]
+    buffers = {storage.name for storage in recorded.storages.values() if storage.kind == "buffer"}
+    assert buffers == {"scale"}
+
+
+def test_two_roots_go_by_their_variables():
+    encoder, decoder, loss = nn.Linear(8, 8), nn.Linear(8, 8), nn.MSELoss()
+
+    def step(x):
+        return loss(decoder(encoder(x)), x)
+
+    recorded = trace(step, torch.empty(2, 8))
+    assert [op.module for op in recorded.ops if "addmm" in op.name] == ["encoder", "decoder"]
+    assert recorded.ops[-1].module == "loss"
+
+
+def test_source_lines_forward_and_backward():
+    recorded = trace(Model(), torch.empty(3, 8), grad=True)
+    relu = line_of(Block, "hidden.relu()")
+    assert {op.source for op in recorded.ops if op.name == "aten.relu.default"} == {relu}
+    assert {op.source for op in recorded.ops if op.name == "aten.threshold_backward.default"} == {relu}
+    up_and_down = {line_of(Block, "self.up(x)"), line_of(Block, "self.down(hidden)")}
+    assert {op.source for op in recorded.ops if op.name == "aten.mm.default"} == up_and_down
+
+
+def test_source_lines_of_a_backward_that_the_user_wrote():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.neg()
+
+    recorded = trace(lambda x: Double.apply(x), torch.empty(3, requires_grad=True), grad=True)
+    assert only(recorded, "aten.neg.default").source == line_of(
+        test_source_lines_of_a_backward_that_the_user_wrote, "return gradient.neg()"
+    )
+    assert only(recorded, "aten.neg.default").phase == "backward"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_in_the_backward_phase(reentrant):
+    model = Model()
+
+    def step(x):
+        for layer in model.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+        return x.sum()
+
+    recorded = trace(step, torch.empty(3, 8, requires_grad=True), grad=True)
+    products = [(op.phase, op.module) for op in recorded.ops if op.name == "aten.addmm.default"]
+    forward = [f"layers.{index}.{part}" for index in (0, 1) for part in ("up", "down")]
+    assert [module for phase, module in products if phase == "forward"] == forward
+    again = [module for phase, module in products if phase == "backward"]
+    assert again[:1] == ["layers.1.up"]
+    assert {"layers.0.up", "layers.1.up"} <= set(again)
+    gradients = {op.module for op in recorded.ops if op.name == "aten.mm.default"}
+    assert gradients == set(forward)
+
+
+def test_autocast_casts_are_recorded():
+    model = nn.Linear(4, 4)
+
+    def function(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    recorded = trace(function, torch.empty(2, 4))
+    casts = [op for op in recorded.ops if op.name == "aten._to_copy.default"]
+    assert [op.arguments["dtype"] for op in casts] == ["bfloat16"] * 3
+    assert only(recorded, "aten.addmm.default").outputs[0].dtype == "bfloat16"
+
+
+def test_inference_mode_takes_composite_ops_apart():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    with torch.inference_mode():
+        recorded = trace(model, torch.empty(2, 4))
+    assert names(recorded)[:2] == ["aten.t.default", "aten.addmm.default"]
+    assert "aten.linear.default" not in names(recorded)
+
+
+def test_grad_false_keeps_nothing_for_a_backward_pass():
+    assert names(trace(torch.relu, torch.empty(3, requires_grad=True), grad=False)) == ["aten.relu.default"]
+
+
+def test_grad_true_without_anything_to_differentiate():
+    with pytest.raises(UsageError, match="no result of the call requires gradients"):
+        trace(torch.relu, torch.empty(3), grad=True)
+
+
+def test_history_of_arguments_is_not_part_of_the_call():
+    leaf = torch.randn(3, requires_grad=True)
+    x = leaf * 2
+    recorded = trace(torch.relu, x, grad=True)
+    assert "aten.mul.Tensor" not in names(recorded)
+    x.sum().backward()  # its graph is still there
+    assert leaf.grad is not None
+    assert not isinstance(leaf.grad, FakeTensor)
+
+
+def test_real_tensors_in_a_closure_are_untouched():
+    weight = torch.ones(4, requires_grad=True)
+    counter = torch.zeros(4)
+
+    def function(x):
+        counter.add_(1)
+        (x * weight * counter).sum().backward()
+
+    recorded = trace(function, torch.ones(4))
+    assert weight.grad is None
+    assert counter.tolist() == [0, 0, 0, 0]
+    counted = only(recorded, "aten.add_.Tensor").inputs[0].storage
+    assert any(tensor.storage == counted for op in recorded.ops if op.name == "aten.mul.Tensor" for tensor in op.inputs)
+    assert counted in recorded.results
+
+
+def test_attributes_and_buffers_are_restored_after_an_error():
+    class Careless(nn.BatchNorm1d):
+        def forward(self, x):
+            self.cache = super().forward(x)
+            self.running_mean = self.running_mean + 1
+            self.weight = nn.Parameter(self.weight * 2)
+            raise ZeroDivisionError
+
+    model = Careless(4)
+    weight = model.weight
+    with pytest.raises(ZeroDivisionError):
+        trace(model, torch.randn(3, 4))
+    assert model.weight is weight
+    assert not hasattr(model, "cache")
+    assert model.running_mean.tolist() == [0, 0, 0, 0]
+    assert model.num_batches_tracked.item() == 0
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_model_too_large_for_this_machine():
+    with fake():
+        model = nn.Sequential(*(nn.Linear(65536, 65536, device="cuda", dtype=torch.bfloat16) for _ in range(8)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        x = torch.empty(4, 65536, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        recorded = trace(step)
+        parameters = [storage for storage in recorded.storages.values() if storage.kind == "parameter"]
+        assert sum(storage.bytes for storage in parameters) == 8 * (65536 + 1) * 65536 * 2
+        assert {storage.name for storage in parameters} == {
+            f"{i}.{part}" for i in range(8) for part in ("weight", "bias")
+        }
+        assert names(recorded).count("aten._fused_adamw_.default") == 1
+        assert model[0].weight.grad is None
+        assert not optimizer.state
+
+
+def test_code_for_cuda_is_traced_where_there_is_none():
+    if torch.cuda.is_available():
+        pytest.skip("devices are redirected only where torch has no CUDA")
+    recorded = trace(lambda: torch.zeros(3, device="cuda").cuda() + 1)
+    assert names(recorded) == ["aten.zeros.default", "aten.add.Tensor"]
+    assert any("CUDA" in note for note in recorded.notes)
+    assert not trace(torch.neg, torch.zeros(3)).notes
+    assert not trace(lambda: torch.zeros(3, device="cuda"), target=Target(kind="gpu")).notes
+    assert any("CUDA" in note for note in trace(lambda: torch.zeros(3).cuda(), target=Target(kind="cpu")).notes)
+    live = trace(torch.neg, torch.zeros(3), target=Target(kind="gpu"), live=True)
+    assert any("CPU" in note for note in live.notes)
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "nonzero"),
+    ],
+)
+def test_code_that_looks_at_values(function, operator):
+    with pytest.raises(UsageError) as caught:
+        trace(function, torch.ones(4))
+    message = str(caught.value)
+    assert message.startswith(f"test_trace.py:{function.__code__.co_firstlineno}: ")
+    assert operator in message
+    assert "live=True" in message
+    assert caught.value.__cause__ is None
+    assert names(trace(function, torch.ones(4), live=True))
+
+
+def test_live_does_everything():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    recorded = trace(step, torch.ones(2, 4), live=True)
+    assert {op.phase for op in recorded.ops} == {"forward", "backward", "optimizer"}
+    assert not torch.equal(model.weight, before)
+    fake_names = names(trace(lambda x: model(x).sum(), torch.ones(2, 4)))
+    assert names(recorded, "forward")[: len(fake_names)] == fake_names
+
+
+def test_a_long_trace_stops_at_its_limit():
+    def forever(x):
+        while True:
+            try:
+                x = x + 1
+            except Exception:
+                continue
+
+    recorded = trace(forever, torch.ones(2), limit=100)
+    assert recorded.truncated
+    assert len(recorded.ops) == 100
+    assert any("100" in note for note in recorded.notes)
+
+
+def test_functional_transforms():
+    model = nn.Linear(4, 4)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    recorded = trace(torch.func.grad(loss), parameters, torch.ones(2, 4))
+    assert "aten.mm.default" in names(recorded)
+    per_sample = trace(torch.func.vmap(functools.partial(loss, parameters)), torch.ones(5, 2, 4))
+    assert per_sample.ops
+    assert len(list(model.parameters())) == 2
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    x = torch.empty(1, 2, 128, 16)
+    attention = only(trace(lambda x: flex_attention(x, x, x), x), "higher_order.flex_attention")
+    assert attention.outputs[0].shape == (1, 2, 128, 16)
+    assert len({tensor.storage for tensor in attention.inputs if tensor.shape == x.shape}) == 1
+
+
+def test_tf32_means_nothing_on_a_cpu():
+    def convolve(x):
+        return nn.functional.conv2d(x, x)
+
+    x = torch.zeros(1, 1, 3, 3)
+    gpu, cpu = (trace(convolve, x, target=Target(kind=kind)).ops[0] for kind in ("gpu", "cpu"))
+    assert (gpu.tf32_convolutions, cpu.tf32_convolutions) == (True, False)
+
+
+def test_tf32_flags_are_those_of_the_moment():
+    before = torch.backends.cuda.matmul.fp32_precision
+
+    def function(x):
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        x = x @ x
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return x @ x
+
+    try:
+        first, second = trace(function, torch.empty(4, 4)).ops
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert (first.tf32_products, second.tf32_products) == (False, True)
+
+
+def test_fake_tensors_of_two_modes():
+    with FakeTensorMode():
+        x = torch.empty(3)
+    with FakeTensorMode():
+        y = torch.empty(3)
+    with pytest.raises(UsageError, match=r"nearpeak\.fake\(\)"):
+        trace(torch.add, x, y)
+    assert names(trace(torch.neg, x)) == ["aten.neg.default"]
+
+
+def test_a_model_can_be_built_and_moved_inside():
+    def step():
+        model = torch.nn.Linear(8, 8).to(torch.bfloat16).cuda()
+        return model(torch.randn(2, 8, device="cuda", dtype=torch.bfloat16))
+
+    assert "aten.addmm.default" in [op.name for op in trace(step).ops]
+
+
+def test_an_error_of_the_code_is_said_once(caplog):
+    with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
+        trace(torch.mm, torch.randn(8, 8), torch.randn(7, 7))
+    assert not caplog.records
