@@ -29,6 +29,7 @@ from benchmarks.kernels.copies import CopySizes, copy_cases
 from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, work_through
 from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
+from nearpeak.kernels._runtime.tuning import to_row
 from nearpeak.kernels.attention import sm90_launch
 from nearpeak.kernels.attention import triton as attention_triton
 from nearpeak.kernels.attention import tuning as attention_tuning
@@ -55,7 +56,6 @@ MANY = 2**40
 """Up to so many: no end."""
 FEW = 2**22
 """Elements from which on a GPU is busy, and their number no longer matters."""
-Config = dict[str, Any]
 
 
 class Where(NamedTuple):
@@ -79,7 +79,8 @@ class Tunable:
     kernel: str
     operation: str
     where: Where
-    candidates: list[Config]
+    candidates: Sequence[Any]
+    """Configurations of the kernel; rows of the table where `tunables` returns them."""
     make: Callable[[], Callable[[], Any]]
     """Makes inputs, and what to call."""
     least_bytes: int
@@ -307,7 +308,12 @@ REHEARSAL = TunedSizes.tiny()
 
 
 def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[Tunable]:
-    sizes = sizes or TunedSizes()
+    for tunable in _all_tunables(sizes or TunedSizes(), device):
+        rows = [config if isinstance(config, dict) else to_row(config) for config in tunable.candidates]
+        yield replace(tunable, candidates=rows)
+
+
+def _all_tunables(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     yield from _rows(sizes, device)
     yield from _activations(sizes, device)
     yield from _copies(sizes, device)
@@ -321,7 +327,7 @@ def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[
     yield from product_tunables(sizes, device)
 
 
-def _from(case: KernelCase, kernel: str, backward: bool, candidates: list[Config], where: Where) -> Tunable:
+def _from(case: KernelCase, kernel: str, backward: bool, candidates: Sequence[Any], where: Where) -> Tunable:
     ways = backward_ways if backward else forward_ways
     least = case.backward_bytes if backward else case.forward_bytes
     assert least is not None
@@ -455,7 +461,7 @@ def _transpose(side: int, side_bytes: int, dtype: torch.dtype, device: str) -> T
 
 
 def _quantized(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
-    def entry(rows: int, columns: int, kernel: str, candidates: list[Config], where: Where) -> Tunable:
+    def entry(rows: int, columns: int, kernel: str, candidates: Sequence[Any], where: Where) -> Tunable:
         def make() -> Callable[[], Any]:
             x = random_tensor(rows, columns, device=device, grad=False)
             return lambda: kernels.quantize(x, block="row")

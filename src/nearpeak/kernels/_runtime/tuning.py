@@ -1,23 +1,48 @@
 """`tuned`: the measured best configuration of a kernel, from the tables in `kernels/tables`.
 
-A table is one JSON file per GPU generation, `tables/sm90.json`: by kernel, a list of entries by increasing size, each with the
-sizes that it holds for ("above", "up_to") and the launch parameters. `benchmarks/kernels/tune.py` writes it. A GPU without a
-table uses that of the previous generation; sizes without an entry use the kernel's heuristic.
+A table is one JSON file per GPU generation, `tables/sm90.json`: by kernel, a list of rows by increasing size, each with
+the sizes that it holds for ("above", "up_to") and the launch parameters. `benchmarks/kernels/tune.py` writes it. A GPU
+without a table uses that of the previous generation; sizes without a row use the kernel's heuristic.
+
+In the code, a configuration is a frozen dataclass of its operation. `from_row` reads one from a row, `to_row` writes
+one. Where an operation has several kernels to choose from, each has a class, with its name in the table as `variant`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+_Config = TypeVar("_Config")
+
 
 def tuned(kernel: str, size: int, device: torch.device) -> dict[str, Any] | None:
-    """What to launch a kernel with for rows, or whatever counts, of this size; None where nobody measured."""
+    """The row of the table for a kernel at this size: the launch parameters, or None if none were measured."""
     return _tuned(kernel, size, device.index if device.type == "cuda" else None)
+
+
+def from_row(row: Mapping[str, Any] | None, *kinds: type[_Config]) -> _Config | None:
+    """The configuration in a row of the table, of the one kind, or of that with the row's `variant`."""
+    if row is None:
+        return None
+    if len(kinds) == 1:
+        return kinds[0](**row)
+    settings = dict(row)
+    variant = settings.pop("variant")
+    return next(kind for kind in kinds if kind.variant == variant)(**settings)  # type: ignore[attr-defined]
+
+
+def to_row(config: Any) -> dict[str, Any]:
+    """A configuration as a row of the table, without fields that are None."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    row = {name: value for name, value in values.items() if value is not None}
+    return {"variant": config.variant, **row} if hasattr(config, "variant") else row
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,8 +62,8 @@ def _tuned(kernel: str, size: int, index: int | None) -> dict[str, Any] | None:
 def _table(generation: int) -> dict[str, list[dict[str, Any]]]:
     tables = {int(path.name[2:-5]): path for path in files("nearpeak.kernels").joinpath("tables").iterdir()}
     known = [number for number in tables if number <= generation]
-    found: dict[str, list[dict[str, Any]]] = json.loads(tables[max(known)].read_text()) if known else {}
-    return found
+    table: dict[str, list[dict[str, Any]]] = json.loads(tables[max(known)].read_text()) if known else {}
+    return table
 
 
 def processors(device: torch.device) -> int:
