@@ -223,9 +223,9 @@ def test_every_fault_belongs_to_a_flag_and_can_be_left_out_only_by_name():
 
 
 def test_the_faults_experiment_names_what_was_missed(monkeypatch):
-    sound = lambda place: selftest_experiments.bench(
-        torch.exp, torch.randn(64), **selftest_experiments._QUICK, precision=0.5
-    )
+    def sound(place):
+        return selftest_experiments.bench(torch.exp, torch.randn(64), **selftest_experiments._QUICK, precision=0.5)
+
     monkeypatch.setattr(
         selftest_experiments,
         "_FAULTS",
