@@ -3,7 +3,7 @@ import types
 import pytest
 import torch
 
-from nearpeak.calibrate import ceilings as calibrate_ceilings
+from nearpeak.calibrate import ceilings as module
 from nearpeak.calibrate.ceilings import CeilingCollector, best_rate, calibrate_host, median_duration
 from nearpeak.machines.machine import Ceiling
 from nearpeak.measure.timing import Block
@@ -101,17 +101,17 @@ def test_what_was_found_becomes_the_ceilings_of_a_machine():
 
 def test_a_small_calibration_of_this_cpu(monkeypatch):
     facts = types.SimpleNamespace(cache_bytes=2**16, matrix_engine=None)
-    monkeypatch.setattr(calibrate_ceilings, "detect_cpu", lambda: facts)
-    monkeypatch.setattr(calibrate_ceilings, "HOST_GEMM_SIZES", (16, 32))
-    monkeypatch.setattr(calibrate_ceilings, "HOST_SUSTAINED_SECONDS", 0.01)
+    monkeypatch.setattr(module, "detect_cpu", lambda: facts)
+    monkeypatch.setattr(module, "HOST_GEMM_SIZES", (16, 32))
+    monkeypatch.setattr(module, "HOST_SUSTAINED_SECONDS", 0.01)
     sizes = []
-    bandwidths = calibrate_ceilings._host_bandwidths
+    bandwidths = module._host_bandwidths
 
     def small_bandwidths(ceilings, size):
         sizes.append(size)
         bandwidths(ceilings, 2**20)
 
-    monkeypatch.setattr(calibrate_ceilings, "_host_bandwidths", small_bandwidths)
+    monkeypatch.setattr(module, "_host_bandwidths", small_bandwidths)
     lines = []
     found = calibrate_host(lines.append)
     assert sizes == [2**27]  # at least this, and past the cache
@@ -129,9 +129,9 @@ def test_a_small_calibration_of_this_cpu(monkeypatch):
 
 
 def test_a_matrix_engine_makes_its_dtypes_matrix_rates(monkeypatch):
-    monkeypatch.setattr(calibrate_ceilings, "HOST_GEMM_SIZES", (16,))
+    monkeypatch.setattr(module, "HOST_GEMM_SIZES", (16,))
     ceilings = CeilingCollector(None)
-    calibrate_ceilings._host_gemms(ceilings, torch.bfloat16, "AMX")
+    module._host_gemms(ceilings, torch.bfloat16, "AMX")
     assert set(ceilings.found) == {"matrix.bfloat16"}
 
 
@@ -142,12 +142,10 @@ def test_products_stop_before_one_takes_too_long(monkeypatch):
         sizes.append(size)
         return lambda: None
 
-    monkeypatch.setattr(calibrate_ceilings, "_host_gemm", product)
-    monkeypatch.setattr(
-        calibrate_ceilings, "_hot_sampler", lambda call: FakeSampler(*[1.0] * 20)
-    )  # 1 s, whatever the size
-    monkeypatch.setattr(calibrate_ceilings, "HOST_GEMM_SIZES", (16, 32, 64))
-    calibrate_ceilings._host_gemms(CeilingCollector(None), torch.float64, None)
+    monkeypatch.setattr(module, "_host_gemm", product)
+    monkeypatch.setattr(module, "_hot_sampler", lambda call: FakeSampler(*[1.0] * 20))  # 1 s, whatever the size
+    monkeypatch.setattr(module, "HOST_GEMM_SIZES", (16, 32, 64))
+    module._host_gemms(CeilingCollector(None), torch.float64, None)
     assert sizes == [16]
 
 
@@ -158,7 +156,7 @@ def test_a_product_that_this_torch_lacks_is_left_out(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(calibrate_ceilings, "_host_gemm", product)
+    monkeypatch.setattr(module, "_host_gemm", product)
     ceilings = CeilingCollector(None)
-    calibrate_ceilings._host_gemms(ceilings, torch.float16, None)
+    module._host_gemms(ceilings, torch.float16, None)
     assert ceilings.found == {}

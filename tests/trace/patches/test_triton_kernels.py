@@ -83,7 +83,7 @@ def test_a_launch_is_an_op(call):
     assert kernel.arguments["n"] == 256
     assert kernel.tensor("out").storage == recorded.ops[0].outputs[0].storage == recorded.ops[2].inputs[0].storage
     assert set(kernel.mutated) == {"x", "y", "out"}  # each may be
-    assert kernel.source.startswith("test_custom_kernels.py:")
+    assert kernel.source.startswith("test_triton_kernels.py:")
 
 
 @LAUNCHES

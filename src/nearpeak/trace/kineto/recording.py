@@ -7,10 +7,12 @@ executed.
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import math
 import re
 import sys
+import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -219,6 +221,7 @@ _SPANS: dict[str, SpanKind] = {
     "runtime": "launch",
     "overhead": "overhead",
 }
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _LIBRARY_PREFIXES = ("torch/", "nearpeak/", "<")
 """How the names of Python frames begin that lead to no line of the user's."""
 
@@ -335,8 +338,18 @@ def _is_user_frame(name: str) -> bool:
         return True
     if name.startswith(_LIBRARY_PREFIXES) or "(" not in name:
         return False
-    head = name.partition("(")[0].removesuffix(".py")
-    return head.partition("/")[0] not in sys.stdlib_module_names and "/torch/" not in head
+    path = name.partition("(")[0]
+    return "/torch/" not in path and not _is_standard(path)
+
+
+@functools.cache
+def _is_standard(path: str) -> bool:
+    """Whether a path below an import root is a file of the standard library.
+
+    A module there has the name of the path's first part. A user may have a folder of that name, such as trace/.
+    """
+    first, *rest = path.removesuffix(".py").split("/")
+    return first in sys.stdlib_module_names and (not rest or Path(_STANDARD_LIBRARY, path).exists())
 
 
 def _span(

@@ -1,0 +1,54 @@
+import gc
+import sys
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from nearpeak.profiling.assemble import Profiler
+from nearpeak.trace.kineto.host import line_of_mark
+from nearpeak.trace.kineto.marks import mark_garbage_collections
+from nearpeak.trace.kineto.read import read_trace
+
+FILE = Path(__file__).name
+
+
+def test_a_collection_is_seen_in_the_recording(tmp_path):
+    before = list(gc.callbacks)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler, mark_garbage_collections():
+        torch.ones(4).exp()
+        gc.collect()
+        torch.ones(4).exp()
+    assert gc.callbacks == before
+    profiler.export_chrome_trace(str(tmp_path / "step.json"))
+    found = read_trace(tmp_path / "step.json")
+    spans = [span for span in found.host if span.kind == "garbage collection"]
+    assert len(spans) >= 1
+    longest = max(spans, key=lambda span: span.seconds)
+    first, last = found.spans[1], found.spans[-1]
+    assert first[0] < longest.start_s < longest.start_s + longest.seconds < last[0] + last[1]
+    assert [op.packet for op in found.trace.ops if "garbage" in op.name] == []
+
+
+def test_batches_and_collections_have_the_line_that_asked_for_them():
+    original = _BaseDataLoaderIter.__next__
+    batches = iter(DataLoader(torch.ones(8, 4), batch_size=2))
+    profiler = Profiler()
+    batch, line = next(batches), sys._getframe().f_lineno
+    batch.exp()
+    gc.collect()
+    recorded = profiler.stop()
+    assert _BaseDataLoaderIter.__next__ is original
+    (loaded,) = [span for span in recorded.host if span.kind == "input"]
+    assert line_of_mark(loaded.name) == f"{FILE}:{line}"
+    collected = [line_of_mark(span.name) for span in recorded.host if span.kind == "garbage collection"]
+    assert f"{FILE}:{line + 2}" in collected
+
+
+def test_a_loader_that_ends_ends_as_before():
+    batches = iter(DataLoader(torch.ones(2, 4), batch_size=2))
+    profiler = Profiler()
+    assert [batch.shape for batch in batches] == [(2, 4)]
+    profiler.discard()
