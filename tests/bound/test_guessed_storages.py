@@ -65,7 +65,7 @@ def test_the_ideal_stays_below():
 
 def test_an_op_without_a_formula_may_leave_its_arguments_in_the_cache():
     def trace(guessed: bool) -> Trace:
-        unknown = Op(name="unknown.kernel", arguments={"0": tensor(7)}, outputs=())
+        unknown = Op(name="unknown.kernel", origin="unknown", arguments={"0": tensor(7)}, outputs=())
         tail = chain((7, 8), guessed=guessed)
         head = chain(*((n, n + 10) for n in range(3)), guessed=guessed)  # uses up what was there before
         storages = {**head.storages, **tail.storages}

@@ -1,12 +1,12 @@
 """Kernels of the code's own at the ops of a trace that are their launches."""
 
-from nearpeak.ops.op import Op
+from nearpeak.ops.op import Op, origin_of_name
 from nearpeak.profiles.profile import DeviceKernel
 from nearpeak.profiling.assemble import attach_triton_launches
 
 
 def op(name):
-    return Op(name=name, arguments={}, outputs=())
+    return Op(name=name, arguments={}, outputs=(), origin=origin_of_name(name))
 
 
 def kernel(name, start, at=None):

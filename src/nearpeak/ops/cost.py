@@ -156,7 +156,7 @@ def cost_of(op: Op) -> Cost:
 
 def _formula_of(op: Op) -> Formula | None:
     formulas = registered()
-    return formulas.get(op.name) or formulas.get(op.packet)
+    return formulas.get(op.name) or formulas.get(op.packet if op.origin == "torch" else op.origin)
 
 
 def costs_of(ops: Sequence[Op], kinds: OpClasses | None = None) -> tuple[Cost, ...]:

@@ -30,7 +30,7 @@ from typing import Any, overload
 from nearpeak.errors import NearpeakError, UsageError, did_you_mean
 from nearpeak.ops.cost import Cost, Family, Formula, accesses, accesses_to_all, registered
 from nearpeak.ops.formulas.matrix import engines, vector_dtype
-from nearpeak.ops.op import Op
+from nearpeak.ops.op import Op, origin_of_name
 
 Count = float | Callable[[Op], float]
 _NAME = re.compile(r"\w+\.\w+(\.\w+)?")
@@ -90,7 +90,7 @@ def declare_cost(
         return register
     names = None if reads is None else tuple(reads)
     written = None if writes is None else tuple(writes)
-    if written is None and name.startswith("triton."):
+    if written is None and origin_of_name(name) == "triton":
         raise UsageError(f"What the kernel {name} writes is not known: give writes=, the names of those arguments.")
 
     def formula(op: Op) -> Cost:

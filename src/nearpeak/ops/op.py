@@ -12,6 +12,45 @@ from nearpeak.ops.tensor import Tensor
 
 Phase = Literal["forward", "backward", "optimizer"]
 StorageKind = Literal["parameter", "buffer", "input", "intermediate"]
+Origin = Literal["torch", "host", "inductor", "triton", "partial", "unknown"]
+"""What runs an op: an operator of torch's dispatcher; an operator on tensors in host memory, beside ops on a device; a
+kernel that Inductor generated; a Triton kernel that the code launches itself. In a trace file also "partial", an
+operator of which the file shows a part, and "unknown", one of which it does not show enough."""
+
+_NAME_PREFIXES: dict[Origin, str] = {
+    "host": "host.",
+    "inductor": "inductor.",
+    "triton": "triton.",
+    "partial": "least.",
+    "unknown": "unknown.",
+}
+
+
+def name_with_origin(origin: Origin, name: str) -> str:
+    """The name of an op that is not an operator of torch's dispatcher.
+
+    >>> name_with_origin("triton", "add_kernel")
+    'triton.add_kernel'
+    """
+    return _NAME_PREFIXES[origin] + name
+
+
+def origin_of_name(name: str) -> Origin:
+    """The origin of an op by its name, for files that have names alone.
+
+    >>> origin_of_name("inductor.triton_poi_fused_add_0"), origin_of_name("aten.add.Tensor")
+    ('inductor', 'torch')
+    """
+    return next((origin for origin, prefix in _NAME_PREFIXES.items() if name.startswith(prefix)), "torch")
+
+
+def name_without_origin(name: str) -> str:
+    """What an op is called where it comes from.
+
+    >>> name_without_origin("least.aten::_fused_adamw_"), name_without_origin("aten.add.Tensor")
+    ('aten::_fused_adamw_', 'aten.add.Tensor')
+    """
+    return name.removeprefix(_NAME_PREFIXES.get(origin_of_name(name), ""))
 
 
 class OpSignature:
@@ -46,7 +85,7 @@ class Op(_HasSignature):
     """
 
     name: str
-    """Namespace, operator and overload: "aten.add.Tensor"."""
+    """Namespace, operator and overload: "aten.add.Tensor"; of another origin than torch as `name_with_origin` gives."""
     arguments: Mapping[str, Any]
     outputs: tuple[Tensor, ...]
     mutated: tuple[str, ...] = ()
@@ -62,6 +101,7 @@ class Op(_HasSignature):
     recomputed: bool = False
     """Whether it ran a forward again inside a backward pass, as activation checkpointing does; False in a trace file,
     which does not tell."""
+    origin: Origin = "torch"
 
     @property
     def packet(self) -> str:

@@ -30,7 +30,7 @@ from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import costs_of
-from nearpeak.ops.op import Op, Trace
+from nearpeak.ops.op import Op, Trace, name_without_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.compiler import CompilerFacts
 from nearpeak.profiles.idle import IdleTime
@@ -128,15 +128,12 @@ def _agree(one: Sequence[Hashable], other: Sequence[Hashable], left: int, right:
     return length > 0 and all(one[left + at] == other[right + at] for at in range(length))
 
 
-TRITON_PREFIX = "triton."
-
-
 def attach_triton_launches(kernels: Sequence[DeviceKernel], ops: Sequence[Op]) -> list[DeviceKernel]:
     """The same kernels; those without an op are at the launches of that name, in order, where there are as many."""
     launches: dict[str, list[int]] = {}
     for index, op in enumerate(ops):
-        if op.name.startswith(TRITON_PREFIX):
-            launches.setdefault(op.name.removeprefix(TRITON_PREFIX), []).append(index)
+        if op.origin == "triton":
+            launches.setdefault(name_without_origin(op.name), []).append(index)
     alone: dict[str, list[int]] = {}
     for index in sorted(range(len(kernels)), key=lambda index: kernels[index].start_s):
         if kernels[index].op is None and kernels[index].name in launches:
@@ -239,9 +236,8 @@ def _describe_span(span: HostSpan, ops: Sequence[Op]) -> str:
         return ""
     if span.kind == "synchronization" and span.op is not None:
         op = ops[span.op]
-        kind, _, rest = op.name.partition(".")
-        if kind in ("least", "unknown"):  # one that the file does not tell enough of
-            return rest.removeprefix("aten::").removeprefix("aten.")
+        if op.origin in ("partial", "unknown"):  # one that the file does not tell enough of
+            return name_without_origin(op.name).removeprefix("aten::").removeprefix("aten.")
         return _OP_LABELS.get(op.packet, op.packet.removeprefix("aten."))
     return span.name.partition(" (dynamo_timed)")[0]
 
@@ -468,10 +464,10 @@ def _op_key(op: Op) -> Hashable:
     Under a trace autograd adds gradients up out of place. The profiler leaves out members of long lists, and a compiled
     kernel is known by its name.
     """
-    kind, _, rest = op.name.partition(".")
-    if kind in ("inductor", "triton"):
-        return rest
-    name = rest.replace("::", ".") if kind in ("least", "unknown") else op.packet
+    if op.origin in ("inductor", "triton"):
+        return name_without_origin(op.name)
+    partial = op.origin in ("partial", "unknown")
+    name = name_without_origin(op.name).replace("::", ".") if partial else op.packet
     name = name.rstrip("_")
     shapes = [value.shape for key, value in op.arguments.items() if isinstance(value, Tensor) and key != "out"]
     return _TRACED_NAMES.get(name, name), tuple(shapes)

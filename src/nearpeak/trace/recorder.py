@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.lifetimes import Lifetimes
 from nearpeak.ops.low_gc import low_gc
-from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind
+from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind, name_with_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
@@ -506,7 +506,8 @@ class Recorder(TorchDispatchMode):
         products, convolutions = tf32_flags()
         again = graph_task != -1 and self._recompute.here(graph_task)
         op = _make_op(
-            schema.name, arguments, outputs, schema.mutated, phase, module, source, products, convolutions, again
+            *(schema.name, arguments, outputs, schema.mutated, phase, module, source),
+            *(products, convolutions, again, schema.origin),
         )
         if form is not None:
             _set_field(op, "form", form)
@@ -528,7 +529,7 @@ def _uses_only(op: Op, host: AbstractSet[int]) -> bool:
 
 
 def _as_host_op(op: Op) -> Op:
-    return dataclasses.replace(op, name=f"host.{op.packet.rpartition('.')[2]}")
+    return dataclasses.replace(op, name=name_with_origin("host", op.packet.rpartition(".")[2]), origin="host")
 
 
 _make_op = positional_constructor(Op)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nearpeak.ops.op import Origin
 from nearpeak.trace.storages import Storages
 
 _QUERY_NAMESPACES = frozenset({"prim", "profiler"})
@@ -33,13 +34,14 @@ class OperatorSchema(NamedTuple):
     defaults: dict[str, Any]
     """All arguments in the order of the schema; None stands for those that have no default, which are always given."""
     mutated: tuple[str, ...]
-    query: bool
-    lift: bool
-    composite: bool
-    memoizable: bool
-    """Its results follow from the form of its arguments: torch need be asked once for each form."""
-    by_rows: bool
+    query: bool = False
+    lift: bool = False
+    composite: bool = False
+    memoizable: bool = False
+    """Its results follow from the signature of a call: torch is asked once for each signature."""
+    by_rows: bool = False
     """It does one thing to each row of its lists of tensors: what it gives for a row follows from the row alone."""
+    origin: Origin = "torch"
 
 
 _schemas: dict[int, tuple[Any, OperatorSchema]] = {}
@@ -56,7 +58,7 @@ def schema_of(operator: Any) -> OperatorSchema:
 
 def _build_schema(operator: Any) -> OperatorSchema:
     if not isinstance(operator, torch._ops.OpOverload):  # a higher-order operator has no schema
-        return OperatorSchema(f"higher_order.{operator.name()}", (), {}, (), False, False, False, False, False)
+        return OperatorSchema(f"higher_order.{operator.name()}", (), {}, ())
     arguments = operator._schema.arguments
     query = operator.namespace in _QUERY_NAMESPACES or operator._opname.startswith(
         ("sym_", "is_pinned", "is_same_size")

@@ -172,7 +172,7 @@ def test_kernels_of_a_compiler_are_left_to_it():
     x = randn(64, 64)
     step = examined(lambda: lambda: (x.sin() * 2 + 1).cos(), times=lambda op, expected: 1e-3, live=True)
     assert [finding.rule for finding in found_in(step)] == ["unfused-pointwise"]
-    ops = tuple(dataclasses.replace(op, name=f"inductor.{op.packet}") for op in step.ops)
+    ops = tuple(dataclasses.replace(op, name=f"inductor.{op.packet}", origin="inductor") for op in step.ops)
     compiled = dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=ops))
     vars(compiled).update(costs=step.costs, touches=step.touches, flow=step.flow)  # which go by the names of ops
     assert not found_in(compiled)

@@ -88,7 +88,9 @@ def masked(name, *, reads=()):
     size = made.shape[-1]
     wide = dataclasses.replace(made, shape=(4, 1, size, size), strides=(size * size, size * size, size, 1))
     arguments = {"read": reads, "written": (wide,), "complete": True, "family": "pointwise"}
-    kernel = dataclasses.replace(step.ops[at], name=name, arguments=arguments, outputs=(), mutated=("written",))
+    kernel = dataclasses.replace(
+        step.ops[at], name=name, origin="inductor", arguments=arguments, outputs=(), mutated=("written",)
+    )
     ops = [
         dataclasses.replace(op, arguments={**op.arguments, "attn_bias": wide}) if "attn_bias" in op.arguments else op
         for op in step.ops

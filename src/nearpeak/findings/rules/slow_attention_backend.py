@@ -153,8 +153,12 @@ def _causal_mask(step: Step, index: int) -> bool:
 def _compiled_triangle(step: Step, index: int) -> bool:
     """Whether a compiled kernel that reads nothing compares positions once; its name lists its operators."""
     op = step.ops[index]
-    kind, _, name = op.name.partition(".triton_poi_fused_")
-    if kind != "inductor" or not set(step.flow.read_by[index]) <= set(step.flow.written_by[index]):
+    _, pointwise, name = op.name.partition("triton_poi_fused_")
+    if (
+        op.origin != "inductor"
+        or not pointwise
+        or not set(step.flow.read_by[index]) <= set(step.flow.written_by[index])
+    ):
         return False
     words = [word for word in name.split("_") if not word.isdigit()]
     compared = [word for word in words if word in _NOT_AFTER]

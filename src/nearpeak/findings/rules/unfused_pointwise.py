@@ -68,7 +68,7 @@ def _joins(step: Step, index: int) -> bool:
     op, cost = step.ops[index], step.costs[index]
     if index in step.named or op.phase == "optimizer" or op.recomputed or cost.family not in FUSIBLE:
         return False
-    if op.name.startswith("inductor."):  # a compiler has looked at it
+    if op.origin == "inductor":  # a compiler has looked at it
         return False
     if _leaves_device(step, op):  # what goes between a device and its host is a copy for good
         return False

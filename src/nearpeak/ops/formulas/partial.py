@@ -1,5 +1,7 @@
-"""Ops of which only a part is certain: `inductor.NAME`, a kernel that a compiler made of several operators, and
-`least.NAME`, an operator on lists that a trace file leaves out. Of a kernel whose code was read, all is known.
+"""Ops of which only a part is certain, by their origin.
+
+`inductor` is a kernel that a compiler made of several operators, `partial` an operator on lists that a trace file
+leaves out. Of a kernel whose code was read, all is known.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from nearpeak.ops.formulas.matrix import engines
 from nearpeak.ops.op import Op
 
 
-@formula("inductor", "least")
+@formula("inductor", "partial")
 def partly_known(op: Op) -> Cost:
     """Reads `read` whole, writes its outputs and `written`, and goes over each of `touched` once, doing either.
 

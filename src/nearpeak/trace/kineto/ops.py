@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nearpeak.ops.cost import Cost, cost_of
-from nearpeak.ops.op import Op, Storage, StorageKind
+from nearpeak.ops.op import Op, Origin, Storage, StorageKind, name_with_origin
 from nearpeak.ops.tensor import ITEM_BYTES, Tensor
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar, TensorList
 from nearpeak.trace.kineto.calls import OpCall
@@ -235,8 +235,9 @@ class _DraftOp:
 
     name: str
     arguments: dict[str, Any]
-    outputs: tuple[Tensor, ...]
-    mutated: tuple[str, ...]
+    outputs: tuple[Tensor, ...] = ()
+    mutated: tuple[str, ...] = ()
+    origin: Origin = "torch"
 
 
 def build_ops(
@@ -265,15 +266,19 @@ def build_ops(
             storages.unexplained.clear()
         if draft is None:
             unknown[call.span.name] += 1
-        if draft is None or call.kind == "inductor" or draft.name.startswith("least."):
-            draft = draft or _DraftOp(
-                f"unknown.{call.span.name}", _positional_arguments(call.arguments, storages), (), ()
-            )
+            draft = _draft_of_origin("unknown", call, _positional_arguments(call.arguments, storages))
+        if draft.origin != "torch":
             touched = draft.arguments.get(_MAYBE_TOUCHED, [])
             draft.arguments[_MAYBE_TOUCHED] = touched
         drafts.append(draft)
     ops = tuple(_finish_op(draft, call, tf32) for draft, call in zip(drafts, calls, strict=True))
     return RecordedOps(ops=ops, storages=storages, unknown=unknown, exact_lists=exact, least_lists=least)
+
+
+def _draft_of_origin(
+    origin: Origin, call: OpCall, arguments: dict[str, Any], outputs: tuple[Tensor, ...] = ()
+) -> _DraftOp:
+    return _DraftOp(name_with_origin(origin, call.span.name), arguments, outputs, origin=origin)
 
 
 def _finish_op(draft: _DraftOp, call: OpCall, tf32: bool) -> Op:
@@ -287,6 +292,7 @@ def _finish_op(draft: _DraftOp, call: OpCall, tf32: bool) -> Op:
         module=call.module,
         source=call.source,
         tf32_products=tf32,
+        origin=draft.origin,
     )
 
 
@@ -303,7 +309,7 @@ def _draft_of_min_elements(call: OpCall, lists: TruncatedLists, storages: Guesse
         storages.result(flat.shape, (1,), str(flat.dtype), size) for _ in range(lists.separate)
     )
     arguments[_MAYBE_TOUCHED] = storages.before(str(flat.dtype))
-    return _DraftOp(f"least.{call.span.name}", arguments, (), ())
+    return _draft_of_origin("partial", call, arguments)
 
 
 def _cost_or_none(draft: _DraftOp) -> Cost | None:
@@ -422,4 +428,4 @@ def _draft_inductor_op(call: OpCall, storages: GuessedStorages) -> _DraftOp:
     if least.written is not None:
         elements, dtype = least.written
         outputs = (storages.result((elements,), (1,), dtype, elements * ITEM_BYTES[dtype]),)
-    return _DraftOp(f"inductor.{call.span.name}", arguments, outputs, ())
+    return _draft_of_origin("inductor", call, arguments, outputs)

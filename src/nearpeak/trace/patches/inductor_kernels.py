@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.callback import callback_handler
 
+from nearpeak.ops.op import name_with_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar
 from nearpeak.trace.kineto.inductor import min_traffic
@@ -307,15 +308,11 @@ def _record_launch(recorder: Recorder, kernel: Any, args: Sequence[Any]) -> None
         arguments = _arguments_from_code(recorder, touched, tensors)
     arguments["family"] = "reduction" if name.startswith(_REDUCTION_PREFIXES) else "pointwise"
     schema = OperatorSchema(
-        name=f"inductor.{name}",
+        name=name_with_origin("inductor", name),
         arguments=tuple(arguments),
         defaults={},
         mutated=("written",),
-        query=False,
-        lift=False,
-        composite=False,
-        memoizable=False,
-        by_rows=False,
+        origin="inductor",
     )
     recorder.recorded(schema, arguments)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nearpeak.ops.op import name_with_origin
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.recorder import active_recorder
 from nearpeak.trace.schema import OperatorSchema
@@ -52,15 +53,11 @@ def _recording_launch(launch: Callable[..., Any]) -> Callable[..., Any]:
         arguments = _named_arguments(self, args, kwargs)
         tensors = tuple(name for name, value in arguments.items() if isinstance(value, torch.Tensor))
         schema = OperatorSchema(
-            name=f"triton.{_kernel_name(self)}",
+            name=name_with_origin("triton", _kernel_name(self)),
             arguments=tuple(arguments),
             defaults={},
             mutated=tensors,
-            query=False,
-            lift=False,
-            composite=False,
-            memoizable=False,
-            by_rows=False,
+            origin="triton",
         )
         if not recorder.launched(schema, arguments):
             return None
