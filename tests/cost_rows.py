@@ -841,16 +841,16 @@ def own_products() -> Rows:
     x, weight, bias, residual = tensor(z.m, z.k), tensor(z.n, z.k), tensor(z.n), tensor(z.m, z.n)
     out = tensor(z.m, z.n)
     plain = {"x": x, "weight": weight, "activation": "", "gated": False}
-    yield "nearpeak.product", op("nearpeak.product", out, **plain)
+    yield "nearpeak.gemm", op("nearpeak.gemm", out, **plain)
     full = {"x": x, "weight": weight, "bias": bias, "residual": residual, "activation": "gelu", "gated": False}
-    yield "nearpeak.product with bias, activation and residual", op("nearpeak.product", out, **full)
+    yield "nearpeak.gemm with bias, activation and residual", op("nearpeak.gemm", out, **full)
     back = {"gradient": tensor(z.m, z.n), **plain, "for_x": True, "for_weight": True, "for_bias": False}
-    yield "nearpeak.product_backward", op("nearpeak.product_backward", tensor(z.m, z.k), tensor(z.n, z.k), **back)
+    yield "nearpeak.gemm_backward", op("nearpeak.gemm_backward", tensor(z.m, z.k), tensor(z.n, z.k), **back)
     counts, groups = i32(z.x), i32(z.e)
     yield "nearpeak.group_rows", op("nearpeak.group_rows", groups, counts=counts, rows=z.t)
     rows, matrices = tensor(z.t, z.k), tensor(z.x, z.n, z.k)
     given = {"rows": rows, "weight": matrices, "groups": groups}
-    yield "nearpeak.grouped_product", op("nearpeak.grouped_product", tensor(z.t, z.n), **given)
+    yield "nearpeak.grouped_gemm", op("nearpeak.grouped_gemm", tensor(z.t, z.n), **given)
     gradient = {"gradient": tensor(z.t, z.n), "rows": rows, "groups": groups, "experts": z.x}
     name = "nearpeak.grouped_weight_gradient"
     yield name, op(name, tensor(z.x, z.n, z.k), **gradient)
@@ -869,18 +869,18 @@ def own_experts() -> Rows:
     number = z.t * z.l
     groups, sources, row_map, weights = i32(z.e), i32(number), i32(z.t, z.l), tensor(z.t, z.l)
     tokens, matrices = tensor(z.t, z.k), tensor(z.x, z.n, z.k)
-    name = "nearpeak.gathered_product"
+    name = "nearpeak.gathered_gemm"
     yield name, op(name, tensor(number, z.n), tokens=tokens, weight=matrices, groups=groups, sources=sources)
     name = "nearpeak.gathered_weight_gradient"
     given = {"gradient": tensor(number, z.n), "rows": tokens, "groups": groups, "experts": z.x, "sources": sources}
     yield name, op(name, tensor(z.x, z.n, z.k), **given, which="rows")
-    name = "nearpeak.mixture_of_experts"
+    name = "nearpeak.moe"
     layer = {"x": tokens, "weights": weights, "gate_up": tensor(z.x, 2 * z.n, z.k), "down": tensor(z.x, z.k, z.n)}
     layer |= {"groups": groups, "row_map": row_map, "sources": sources, "activation": "silu"}
     yield name, op(name, tensor(z.t, z.k), tensor(0), **layer, keep=False)
     factors = tensor(number, 2 * z.n)
     yield f"{name} with a backward pass to come", op(name, tensor(z.t, z.k), factors, **layer, keep=True)
-    name = "nearpeak.experts_gate_backward"
+    name = "nearpeak.moe_gate_backward"
     back = {"upstream": tensor(number, z.n), "kept": factors, "weights": weights, "row_map": row_map}
     results = tensor(number, 2 * z.n), tensor(number, z.n), tensor(z.t, z.l)
     yield name, op(name, *results, **back, activation="silu")

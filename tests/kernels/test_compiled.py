@@ -24,8 +24,8 @@ SMALL = "small result"
 BY_ROW = {"attention_means_kernel", "linear_attention_means_kernel"}
 """Kernels that write a number or two of each row, which no thread has several of."""
 COPIED = {
-    "attention_hopper_kernel", "attention_hopper_backward_kernel", "ladder_persistent_kernel", "grouped_hopper_kernel",
-    "grouped_eight_hopper_kernel", "grouped_gradient_hopper_kernel", "product_hopper_kernel",
+    "attention_hopper_kernel", "attention_hopper_backward_kernel", "ladder_persistent_kernel", "gemm_sm90_kernel",
+    "grouped_gemm_sm90_kernel", "grouped_gemm_fp8_sm90_kernel", "grouped_weight_gradient_sm90_kernel",
 }  # fmt: skip
 """Kernels that have whole tiles copied, and load next to nothing themselves."""
 CROWDED = {

@@ -257,15 +257,15 @@ def test_the_operators_are_ones_of_torch():
     x, weight, bias = made(3, 8).requires_grad_(), made(6, 8).requires_grad_(), made(6).requires_grad_()
     for activation, gated, keep in (("", False, False), ("gelu", True, True), ("silu", False, False)):
         residual = made(3, 3 if gated else 6).requires_grad_()
-        opcheck(torch.ops.nearpeak.product, (x, weight, bias, residual, activation, gated, torch.float32, False, keep))
+        opcheck(torch.ops.nearpeak.gemm, (x, weight, bias, residual, activation, gated, torch.float32, False, keep))
     opcheck(
-        torch.ops.nearpeak.product_backward,
+        torch.ops.nearpeak.gemm_backward,
         (made(3, 3), x.detach(), weight.detach(), bias.detach(), made(3, 6), "silu", True, False, True, True, False),
     )
     small, other = x.detach().to(E4M3), weight.detach().to(E4M3)
     scale = torch.ones((), device=DEVICE)
     given = (small, other, None, None, scale, scale, "gelu", True, torch.float16, True)
-    opcheck(torch.ops.nearpeak.product_scaled, given, test_utils="test_faketensor")  # the rest multiplies 8 bits
+    opcheck(torch.ops.nearpeak.gemm_fp8, given, test_utils="test_faketensor")  # the rest multiplies 8 bits
 
 
 def test_it_compiles_without_a_graph_break():
@@ -289,7 +289,7 @@ def test_the_same_in_every_run():
 def test_what_it_does_not_take_runs_the_reference():
     x, weight = made(3, 8).double(), made(4, 8).double()
     assert torch.equal(kernels.gemm(x, weight), x @ weight.T)
-    with kernels.using("require"), pytest.raises(KernelUnavailable, match=r"product.*float64"):
+    with kernels.using("require"), pytest.raises(KernelUnavailable, match=r"gemm.*float64"):
         kernels.gemm(x, weight)
     assert "one dtype" in kernels.supports(kernels.gemm, made(3, 8), weight.half()).reason
 

@@ -10,9 +10,8 @@ from kernel_checks import DEVICE
 pytest.importorskip("triton.experimental.gluon")
 
 from nearpeak import kernels
-from nearpeak.kernels import gemm
 from nearpeak.kernels._runtime import gluon
-from nearpeak.kernels.gemm import dequantize_operand
+from nearpeak.kernels.gemm import _activate, dequantize_operand, epilogue_reference
 from nearpeak.kernels.gemm import triton as gemm_triton
 from nearpeak.kernels.gemm.triton import Epilogue, Scales
 
@@ -113,7 +112,7 @@ def emulate(on_hopper, monkeypatch):
         pytest.skip("tensors are on a GPU")
 
     def run(call):
-        given = {"activate": gemm._activate, "SCALE_BLOCK": 128}
+        given = {"activate": _activate, "SCALE_BLOCK": 128}
         with emulated((gemm_sm90, gemm_sm90), monkeypatch, 3, **given) as launch:
             monkeypatch.setattr(gemm_triton, "launch", launch)
             return call()
@@ -134,7 +133,7 @@ def check(emulate, a, b, epilogue, config=None, scales=None, dtype=BF16, wide=No
     emulate(lambda: gemm_triton.multiply_sm90(a, b, result, kept, epilogue, scales, config))
     left, right = wide or (a.float(), b.float())
     before = left @ right.T + (0.0 if epilogue.bias is None else epilogue.bias.float())
-    expected = gemm.epilogue_reference(before, epilogue.activation, epilogue.gated, epilogue.residual)
+    expected = epilogue_reference(before, epilogue.activation, epilogue.gated, epilogue.residual)
     torch.testing.assert_close(result.float(), expected.float(), rtol=0.01, atol=0.02)
     if kept is not None:
         torch.testing.assert_close(kept.float(), before, rtol=0.01, atol=0.02)
@@ -233,7 +232,7 @@ def test_results_of_all_configurations(kind, has_residual, keep):
     a, b, bias = on_gpu(1000, 600), on_gpu(1040, 600, seed=1), on_gpu(1040, seed=2)
     residual = on_gpu(1000, 520 if gated else 1040, seed=3) if has_residual else None
     before = a.double() @ b.double().T + bias.double()
-    exact = gemm.epilogue_reference(before, "silu", gated, residual)
+    exact = epilogue_reference(before, "silu", gated, residual)
     for config in gemm_triton.sm90_candidates(0, kind, 2, has_residual, keep):
         given = (a, b, bias, residual, "silu", gated, BF16, False, keep)
         found, kept = gemm_triton.forward(*given, config=config)
@@ -256,7 +255,7 @@ def test_results_of_eight_bits(gated, blocks):
         for rows, kind in zip((1000, 1024), kinds, strict=True)
     )
     before = dequantize_operand(a, scale_a, 1).double() @ dequantize_operand(b, scale_b, 128).double().T
-    exact = gemm.epilogue_reference(before, "silu" if gated else "", gated, None)
+    exact = epilogue_reference(before, "silu" if gated else "", gated, None)
     epilogue = Epilogue(activation="silu" if gated else "", gated=gated)
     scales = Scales(a, scale_a, b, scale_b, False)
     for config in gemm_triton.sm90_candidates(0, gemm_triton.sm90_config_kind(epilogue, scales), 4):

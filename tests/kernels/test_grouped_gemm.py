@@ -1,4 +1,4 @@
-"""`grouped_product`: results and gradients, whatever rows experts have; and the lists of tiles behind it."""
+"""`grouped_gemm`: results and gradients, whatever rows experts have; and the lists of tiles behind it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.gemm import grouped as operations
-from nearpeak.kernels.gemm import grouped as operators
-from nearpeak.kernels.gemm import grouped_triton
-from nearpeak.kernels.gemm import grouped_triton as jit
+from nearpeak.kernels.gemm import grouped, grouped_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 
@@ -41,11 +38,11 @@ def made(counts, columns, depth, dtype=torch.float32, behind=0):
 def test_the_list_of_tiles(height, dtype):
     for counts, rows in [([5, 0, 40, 2], 50), ([0], 3), ([0, 0], 0), ([700, 33, 0], 733), ([9, 9], 12), ([-3, 4], 9)]:
         given = counts_of(counts, dtype)
-        found = operators.group_rows(given, rows, height)
-        expected = operators.build_groups(given, rows, height)
+        found = grouped.group_rows(given, rows, height)
+        expected = grouped.build_groups(given, rows, height)
         experts = len(counts)
         assert len(found) == len(expected)
-        at = operations.entries_offset(experts)
+        at = grouped.entries_offset(experts)
         used = at + 8 * int(expected[experts + 1])
         assert used <= len(found)
         assert torch.equal(found[: experts + 2], expected[: experts + 2])
@@ -56,8 +53,8 @@ def test_the_list_of_tiles(height, dtype):
 def test_every_row_and_column_is_in_one_tile(counts):
     columns, height = 3, 128
     rows, experts, seen = sum(counts) + 20, len(counts), set()
-    groups = operators.build_groups(torch.tensor(counts), rows, 128).tolist()
-    at = operations.entries_offset(experts)
+    groups = grouped.build_groups(torch.tensor(counts), rows, 128).tolist()
+    at = grouped.entries_offset(experts)
     owner = [expert for expert, count in enumerate(counts) for _ in range(count)] + [-1] * 20
     for tile in range(groups[experts + 1] * columns):
         expert, leader, together, first, end = groups[at + tile // columns * 8 :][:5]
@@ -187,8 +184,8 @@ def test_float32_keeps_what_rounding_takes():
         for factors in ((weight, small), (small, weight)):
             found = kernels.grouped_gemm(rows, torch.cat(factors, 1), counts, activation="silu")
             assert found.tolist() == [[64 * (2**24 + 16)] * 4] * 2
-    groups = operators.group_rows(counts_of([544]), 544, 128)
-    assert jit.weight_gradient(torch.ones_like(large), large, groups, 1).item() == 2**24 + 16
+    groups = grouped.group_rows(counts_of([544]), 544, 128)
+    assert grouped_triton.weight_gradient(torch.ones_like(large), large, groups, 1).item() == 2**24 + 16
 
 
 def test_what_is_infinite_stays_so():
@@ -221,7 +218,7 @@ def test_tiles_of_all_heights(mean):
     with kernels.using("require"):
         actual = kernels.grouped_gemm(rows, weight, counts_of(counts))
     torch.testing.assert_close(actual, kernels.grouped_gemm.reference(rows, weight, counts_of(counts)))
-    assert {operations.tile_height(6 * rows, 6) for rows in (1, 9, 20, 60, 200)} == {16, 32, 64, 128}
+    assert {grouped.tile_height(6 * rows, 6) for rows in (1, 9, 20, 60, 200)} == {16, 32, 64, 128}
 
 
 def of_tokens(counts, columns, dtype=torch.float32, behind=3):
@@ -243,17 +240,17 @@ def test_tokens_give_what_their_copies_give(counts, dtype):
     tokens, sources, rows = of_tokens(counts, 40, dtype)
     weight = (torch.randn(len(counts), 24, 40, device=DEVICE) / 40**0.5).to(dtype)
     upstream = torch.randn(len(rows), 24, device=DEVICE).to(dtype)
-    groups, experts = operators.group_rows(counts_of(counts), len(rows), 32), len(counts)
+    groups, experts = grouped.group_rows(counts_of(counts), len(rows), 32), len(counts)
     for matrices, transposed in ((weight, False), (weight.mT.contiguous(), True)):
-        found = jit.multiply(tokens, matrices, groups, 32, transposed, sources)
-        assert torch.equal(found, jit.multiply(rows, matrices, groups, 32, transposed))
+        found = grouped_triton.multiply(tokens, matrices, groups, 32, transposed, sources)
+        assert torch.equal(found, grouped_triton.multiply(rows, matrices, groups, 32, transposed))
     for keep in (False, True):
-        found = jit.multiply_gated(tokens, weight, groups, 32, "silu", keep, sources)
-        assert all(map(torch.equal, found, jit.multiply_gated(rows, weight, groups, 32, "silu", keep)))
-    found = jit.weight_gradient(upstream, tokens, groups, experts, sources, "rows")
-    assert torch.equal(found, jit.weight_gradient(upstream, rows, groups, experts))
-    found = jit.weight_gradient(tokens, upstream, groups, experts, sources, "gradient")
-    assert torch.equal(found, jit.weight_gradient(rows, upstream, groups, experts))
+        found = grouped_triton.multiply_gated(tokens, weight, groups, 32, "silu", keep, sources)
+        assert all(map(torch.equal, found, grouped_triton.multiply_gated(rows, weight, groups, 32, "silu", keep)))
+    found = grouped_triton.weight_gradient(upstream, tokens, groups, experts, sources, "rows")
+    assert torch.equal(found, grouped_triton.weight_gradient(upstream, rows, groups, experts))
+    found = grouped_triton.weight_gradient(tokens, upstream, groups, experts, sources, "gradient")
+    assert torch.equal(found, grouped_triton.weight_gradient(rows, upstream, groups, experts))
 
 
 @pytest.mark.parametrize("mode", ["require", "off"])
@@ -321,11 +318,11 @@ def test_tokens_in_any_layout(layout):
     tokens, sources, rows = of_tokens(counts, 12)
     tokens = list(layouts(tokens))[layout][1]
     weight, upstream = torch.randn(3, 8, 12, device=DEVICE), torch.randn(len(rows), 8, device=DEVICE)
-    groups = operators.group_rows(counts_of(counts), len(rows), 16)
-    found = jit.multiply(tokens, weight, groups, 16, False, sources)
-    assert torch.equal(found, jit.multiply(rows, weight, groups, 16, False))
-    found = jit.weight_gradient(upstream, tokens, groups, 3, sources, "rows")
-    assert torch.equal(found, jit.weight_gradient(upstream, rows, groups, 3))
+    groups = grouped.group_rows(counts_of(counts), len(rows), 16)
+    found = grouped_triton.multiply(tokens, weight, groups, 16, False, sources)
+    assert torch.equal(found, grouped_triton.multiply(rows, weight, groups, 16, False))
+    found = grouped_triton.weight_gradient(upstream, tokens, groups, 3, sources, "rows")
+    assert torch.equal(found, grouped_triton.weight_gradient(upstream, rows, groups, 3))
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -349,8 +346,8 @@ def test_eight_bits(columns, depth, blocks, activation):
         assert kernels.grouped_gemm(*given, **options).dtype == BF16
     low = kernels.grouped_gemm.reference(*given, **options, dtype=torch.float32)
     wide = [
-        operators.dequantize_rows(rows, row_scales).double(),
-        operators.dequantize_weight(weight, weight_scales).double(),
+        grouped.dequantize_rows(rows, row_scales).double(),
+        grouped.dequantize_weight(weight, weight_scales).double(),
     ]
     exact = kernels.grouped_gemm.reference(*wide, counts_of(counts), activation=activation)
     assert_as_exact(actual, exact, low, by_exp=True)
@@ -379,11 +376,11 @@ def test_tokens_beyond_32_bits():
     assert not grouped_triton.can_gather_sm90(far)
     sources, upstream = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE), torch.randn(3, 16, device=DEVICE)
     upstream = upstream.to(BF16)
-    groups = operators.group_rows(counts_of([1, 2]), 3, 16)
+    groups = grouped.group_rows(counts_of([1, 2]), 3, 16)
     actual, wanted = (
         (
-            jit.multiply(x, weight, groups, 16, False, sources),
-            jit.weight_gradient(upstream, x, groups, 2, sources, "rows"),
+            grouped_triton.multiply(x, weight, groups, 16, False, sources),
+            grouped_triton.weight_gradient(upstream, x, groups, 2, sources, "rows"),
         )
         for x in (far, near)
     )
@@ -418,20 +415,20 @@ def test_gradients_of_the_reference(activation):
 def test_the_operators_are_of_torch():
     counts = counts_of([3, 0, 2])
     rows, weight = made([3, 0, 2], 8, 12)
-    height = operations.tile_height(5, 3)
+    height = grouped.tile_height(5, 3)
     groups = kernels.row_groups(counts, rows=5)
     named = torch.ops.nearpeak
     opcheck(named.group_rows.default, (counts, 5, height), test_utils=("test_schema", "test_faketensor"))
     leaves = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-    opcheck(named.grouped_product.default, (*leaves, groups, height, False))
-    opcheck(named.grouped_product.default, (leaves[0], leaves[1].detach().mT.contiguous(), groups, height, True))
-    opcheck(named.grouped_gated.default, (*leaves, groups, height, "silu", True))
+    opcheck(named.grouped_gemm.default, (*leaves, groups, height, False))
+    opcheck(named.grouped_gemm.default, (leaves[0], leaves[1].detach().mT.contiguous(), groups, height, True))
+    opcheck(named.grouped_gemm_gated.default, (*leaves, groups, height, "silu", True))
     opcheck(named.grouped_weight_gradient.default, (torch.randn(5, 8, device=DEVICE), rows, groups, 3))
     scales = torch.ones(5, device=DEVICE), torch.ones(3, device=DEVICE)
     eight = (rows.to(EIGHT), weight.to(EIGHT), *scales, groups, height, "", BF16)
     tokens = torch.tensor([4, 0, 0, 1, 3], dtype=torch.int32, device=DEVICE)
     for sources in (None, tokens):  # others of the checks multiply 8 bits in torch
-        opcheck(named.grouped_eight.default, (*eight, sources), test_utils=("test_faketensor",))
+        opcheck(named.grouped_gemm_fp8.default, (*eight, sources), test_utils=("test_faketensor",))
 
 
 def test_it_compiles_without_a_graph_break():
@@ -476,22 +473,22 @@ def test_candidates_compute_the_same():
     torch.manual_seed(0)
     counts = counts_of([30, 0, 9])
     rows, weight = made([30, 0, 9], 100, 90, BF16)
-    groups = operators.group_rows(counts, 39, 64)
-    expected = jit.multiply(rows, weight, groups, 64, False)
-    assert len(jit.candidates(128)) >= 10
-    for config in jit.candidates(64):
-        torch.testing.assert_close(jit.multiply(rows, weight, groups, 64, False, config=config), expected)
-    assert all(config in jit.candidates(64) for config in jit.candidates(64, two=True))
+    groups = grouped.group_rows(counts, 39, 64)
+    expected = grouped_triton.multiply(rows, weight, groups, 64, False)
+    assert len(grouped_triton.candidates(128)) >= 10
+    for config in grouped_triton.candidates(64):
+        torch.testing.assert_close(grouped_triton.multiply(rows, weight, groups, 64, False, config=config), expected)
+    assert all(config in grouped_triton.candidates(64) for config in grouped_triton.candidates(64, two=True))
 
 
 def test_a_configuration_of_hopper_says_nothing_to_the_portable_kernel():
     torch.manual_seed(0)
     counts = counts_of([30, 0, 9])
     rows, weight = made([30, 0, 9], 101, 90, BF16)  # 101 columns: no kernel for Hopper takes them
-    groups = operators.group_rows(counts, 39, 128)
-    expected = jit.multiply(rows, weight, groups, 128, False)
-    gradient = jit.weight_gradient(expected, rows, groups, 3)
+    groups = grouped.group_rows(counts, 39, 128)
+    expected = grouped_triton.multiply(rows, weight, groups, 128, False)
+    gradient = grouped_triton.weight_gradient(expected, rows, groups, 3)
     for config in grouped_triton.SM90_CONFIGS:
-        assert torch.equal(jit.multiply(rows, weight, groups, 128, False, config=config), expected)
+        assert torch.equal(grouped_triton.multiply(rows, weight, groups, 128, False, config=config), expected)
     for config in grouped_triton.SM90_GRADIENT_CONFIGS:
-        assert torch.equal(jit.weight_gradient(expected, rows, groups, 3, config=config), gradient)
+        assert torch.equal(grouped_triton.weight_gradient(expected, rows, groups, 3, config=config), gradient)

@@ -1,4 +1,4 @@
-"""`grouped_product` by the kernels for Hopper: what they take, their logic on a CPU, and results on a GPU."""
+"""`grouped_gemm` by the kernels for Hopper: what they take, their logic on a CPU, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ pytest.importorskip("triton.experimental.gluon")
 from nearpeak import kernels
 from nearpeak.kernels._runtime import gluon
 from nearpeak.kernels._runtime.grid_counters import grid_counters
-from nearpeak.kernels.gemm import grouped as operators
-from nearpeak.kernels.gemm import grouped_triton as jit
-from nearpeak.kernels.gemm import grouped_triton as launcher
+from nearpeak.kernels.gemm import grouped, grouped_triton
 
 BF16 = torch.bfloat16
 EIGHT = torch.float8_e4m3fn
@@ -31,37 +29,39 @@ def on_hopper(monkeypatch):
 
 def test_what_they_take(on_hopper):
     rows, weight = torch.empty(512, 64, dtype=BF16), torch.empty(4, 48, 64, dtype=BF16)
-    assert launcher.takes_sm90(rows, weight, 128, False, False)
-    assert launcher.takes_sm90(rows, weight, 128, False, True)
-    assert launcher.takes_sm90(rows.half(), weight.half(), 128, False, False)
-    assert launcher.takes_sm90(rows[:, :48], weight, 128, True, False)
-    assert launcher.takes_sm90(rows, weight.mT.contiguous().mT, 128, False, False)  # by columns
-    assert not launcher.takes_sm90(rows, weight.mT.contiguous().mT, 128, False, True)
-    assert not launcher.takes_sm90(rows, weight, 64, False, False)
-    assert not launcher.takes_sm90(rows.float(), weight.float(), 128, False, False)
-    assert not launcher.takes_sm90(
+    assert grouped_triton.takes_sm90(rows, weight, 128, False, False)
+    assert grouped_triton.takes_sm90(rows, weight, 128, False, True)
+    assert grouped_triton.takes_sm90(rows.half(), weight.half(), 128, False, False)
+    assert grouped_triton.takes_sm90(rows[:, :48], weight, 128, True, False)
+    assert grouped_triton.takes_sm90(rows, weight.mT.contiguous().mT, 128, False, False)  # by columns
+    assert not grouped_triton.takes_sm90(rows, weight.mT.contiguous().mT, 128, False, True)
+    assert not grouped_triton.takes_sm90(rows, weight, 64, False, False)
+    assert not grouped_triton.takes_sm90(rows.float(), weight.float(), 128, False, False)
+    assert not grouped_triton.takes_sm90(
         rows, weight[:, :44], 128, False, False
     )  # results that begin at no multiple of 16 bytes
-    assert not launcher.takes_sm90(rows[:, 1:], weight[..., 1:], 128, False, False)
-    assert not launcher.takes_sm90(rows[:, :0], weight[..., :0], 128, False, False)
-    assert not launcher.takes_sm90(rows, weight[:1].expand(4, -1, -1), 128, False, False)
+    assert not grouped_triton.takes_sm90(rows[:, 1:], weight[..., 1:], 128, False, False)
+    assert not grouped_triton.takes_sm90(rows[:, :0], weight[..., :0], 128, False, False)
+    assert not grouped_triton.takes_sm90(rows, weight[:1].expand(4, -1, -1), 128, False, False)
 
 
 def test_what_the_others_take(on_hopper):
     rows, weight = torch.empty(512, 64).to(EIGHT), torch.empty(4, 128, 64).to(EIGHT)
-    assert launcher.takes_fp8_sm90(rows, weight, 128, BF16, "")
-    assert launcher.takes_fp8_sm90(rows, weight, 128, BF16, "silu")
-    assert not launcher.takes_fp8_sm90(rows, weight, 128, torch.float32, "")
-    assert not launcher.takes_fp8_sm90(rows, weight[:, :96], 128, BF16, "silu")  # halves of tiles across two blocks
-    assert not launcher.takes_fp8_sm90(rows, weight, 32, BF16, "")
+    assert grouped_triton.takes_fp8_sm90(rows, weight, 128, BF16, "")
+    assert grouped_triton.takes_fp8_sm90(rows, weight, 128, BF16, "silu")
+    assert not grouped_triton.takes_fp8_sm90(rows, weight, 128, torch.float32, "")
+    assert not grouped_triton.takes_fp8_sm90(
+        rows, weight[:, :96], 128, BF16, "silu"
+    )  # halves of tiles across two blocks
+    assert not grouped_triton.takes_fp8_sm90(rows, weight, 32, BF16, "")
     gradient, rows = torch.empty(512, 40, dtype=BF16), torch.empty(512, 64, dtype=BF16)
-    assert launcher.takes_weight_gradient_sm90(gradient, rows)
-    assert not launcher.takes_weight_gradient_sm90(gradient.float(), rows.float())
-    assert not launcher.takes_weight_gradient_sm90(gradient[:, :1].expand(-1, 40), rows)
-    assert not launcher.takes_weight_gradient_sm90(gradient[:0], rows[:0])
-    assert launcher.can_gather_sm90(rows)
-    assert not launcher.can_gather_sm90(rows[:, :44])
-    assert not launcher.can_gather_sm90(torch.empty(2**15, 2**16, dtype=BF16, device="meta"))
+    assert grouped_triton.takes_weight_gradient_sm90(gradient, rows)
+    assert not grouped_triton.takes_weight_gradient_sm90(gradient.float(), rows.float())
+    assert not grouped_triton.takes_weight_gradient_sm90(gradient[:, :1].expand(-1, 40), rows)
+    assert not grouped_triton.takes_weight_gradient_sm90(gradient[:0], rows[:0])
+    assert grouped_triton.can_gather_sm90(rows)
+    assert not grouped_triton.can_gather_sm90(rows[:, :44])
+    assert not grouped_triton.can_gather_sm90(torch.empty(2**15, 2**16, dtype=BF16, device="meta"))
 
 
 def test_an_address_comes_back_to_the_rows_of_an_expert():
@@ -80,19 +80,16 @@ def emulate(on_hopper, monkeypatch):
     """Runs a launcher's kernel on this CPU, by some programs, whose warps go on in the order of a seed."""
     from nearpeak.kernels._runtime import dynamic_tiles
     from nearpeak.kernels.gemm import grouped_sm90
-    from nearpeak.kernels.gemm import grouped_sm90 as eight
-    from nearpeak.kernels.gemm import grouped_sm90 as gradient
-    from nearpeak.kernels.gemm import grouped_sm90 as plain
 
     if DEVICE != "cpu":
         pytest.skip("tensors are on a GPU")
 
     def run(call, programs=3, **order):
-        names = ("product_layout", "written_layout", "lanes_layout")
+        names = ("wgmma_layout", "written_layout", "lanes_layout")
         instead = {"activate": lambda x, name: torch.nn.functional.silu(x), **dict.fromkeys(names, lambda *_: None)}
-        monkeypatch.setattr(launcher, "processors", lambda device: programs)
-        with emulated((dynamic_tiles, grouped_sm90, plain, eight, gradient), monkeypatch, **order, **instead) as launch:
-            monkeypatch.setattr(launcher, "launch", launch)
+        monkeypatch.setattr(grouped_triton, "processors", lambda device: programs)
+        with emulated((dynamic_tiles, grouped_sm90), monkeypatch, **order, **instead) as launch:
+            monkeypatch.setattr(grouped_triton, "launch", launch)
             call()
         assert not grid_counters(1, torch.device("cpu")).any()  # as the next launch needs it
 
@@ -111,14 +108,17 @@ def gated_of(exact):
 def check_products(emulate, counts, config, columns=144, depth=72, **order):
     """Plain ones, transposed ones, and those with an activation whose factors are kept."""
     rows, weight, given = made(counts, columns, depth)
-    groups = operators.build_groups(given, len(rows), 128)
-    exact = operators.multiply_reference(rows.double().nan_to_num(), weight.double(), groups, 128, False)
+    groups = grouped.build_groups(given, len(rows), 128)
+    exact = grouped.multiply_reference(rows.double().nan_to_num(), weight.double(), groups, 128, False)
     found, across, gated, kept = (nothing(len(rows), n) for n in (columns, columns, columns // 2, columns))
-    emulate(lambda: launcher.launch_sm90(rows, weight, groups, found, None, False, "", config), **order)
+    emulate(lambda: grouped_triton.launch_sm90(rows, weight, groups, found, None, False, "", config), **order)
     assert_close(found, exact)
-    emulate(lambda: launcher.launch_sm90(rows, weight.mT.contiguous(), groups, across, None, True, "", config), **order)
+    emulate(
+        lambda: grouped_triton.launch_sm90(rows, weight.mT.contiguous(), groups, across, None, True, "", config),
+        **order,
+    )
     assert_close(across, exact)
-    emulate(lambda: launcher.launch_sm90(rows, weight, groups, gated, kept, False, "silu", config), **order)
+    emulate(lambda: grouped_triton.launch_sm90(rows, weight, groups, gated, kept, False, "silu", config), **order)
     assert_close(gated, gated_of(exact))
     assert_close(kept, exact)
 
@@ -126,7 +126,7 @@ def check_products(emulate, counts, config, columns=144, depth=72, **order):
 EMULATED = [[300, 0, 1, 129, 64, 65, 270], [321, 40]]
 
 
-@pytest.mark.parametrize("config", launcher.SM90_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic(emulate, counts, config):
     check_products(emulate, counts, config)
@@ -138,37 +138,37 @@ def test_however_fast_warps_are_and_however_many_programs(emulate, programs, slo
     """Many programs find no tile, and tiles of few steps are drawn before the last one is told."""
     counts = [130, 0, 20]
     rows, weight, given = made(counts, 264, 40 if programs == 7 else 264)
-    groups = operators.build_groups(given, len(rows), 128)
-    exact = operators.multiply_reference(rows.double().nan_to_num(), weight.double(), groups, 128, False)
-    for number, config in enumerate(launcher.SM90_CONFIGS):
+    groups = grouped.build_groups(given, len(rows), 128)
+    exact = grouped.multiply_reference(rows.double().nan_to_num(), weight.double(), groups, 128, False)
+    for number, config in enumerate(grouped_triton.SM90_CONFIGS):
         found = nothing(len(rows), 264)
         given = (rows, weight, groups, found, None, False, "", config)
-        emulate(partial(launcher.launch_sm90, *given), programs, seed=number, slowest=slowest)
+        emulate(partial(grouped_triton.launch_sm90, *given), programs, seed=number, slowest=slowest)
         assert_close(found, exact)
 
 
-@pytest.mark.parametrize("config", launcher.SM90_GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_of_gradients(emulate, counts, config):
     rows, _, given = made(counts, 144, 72)
-    groups = operators.build_groups(given, len(rows), 128)
+    groups = grouped.build_groups(given, len(rows), 128)
     gradient = torch.randn(len(rows), 144).to(BF16)
-    exact = operators.weight_gradient_reference(gradient.double(), rows.double().nan_to_num(), groups, len(counts))
+    exact = grouped.weight_gradient_reference(gradient.double(), rows.double().nan_to_num(), groups, len(counts))
     for seed in range(3):
         found = nothing(len(counts), 144, 72)
-        call = partial(launcher.launch_weight_gradient_sm90, gradient, rows, groups, found, config)
+        call = partial(grouped_triton.launch_weight_gradient_sm90, gradient, rows, groups, found, config)
         emulate(call, programs=(3, 1, 20)[seed], seed=seed, slowest=(None, 2, 0)[seed])
         assert_close(found, exact)
 
 
-@pytest.mark.parametrize("config", launcher.SM90_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_with_rows_of_tokens(emulate, counts, config):
     """Plain ones, transposed ones, and those with an activation whose factors are kept or not."""
     columns = 144
     tokens, sources, rows, groups = of_tokens(counts, 72)
     weight = made(counts, columns, 72)[1]
-    exact = operators.multiply_reference(rows.double(), weight.double(), groups, 128, False)
+    exact = grouped.multiply_reference(rows.double(), weight.double(), groups, 128, False)
     found, across, gated, kept, alone = (nothing(len(rows), n) for n in (columns, columns, 72, columns, 72))
     for seed, slowest, given in (
         (0, None, (weight, groups, found, None, False, "")),
@@ -176,7 +176,7 @@ def test_the_logic_with_rows_of_tokens(emulate, counts, config):
         (2, 2, (weight, groups, gated, kept, False, "silu")),
         (3, 0, (weight, groups, alone, None, False, "silu")),
     ):
-        emulate(partial(launcher.launch_sm90, tokens, *given, config, sources), seed=seed, slowest=slowest)
+        emulate(partial(grouped_triton.launch_sm90, tokens, *given, config, sources), seed=seed, slowest=slowest)
     assert_close(found, exact)
     assert_close(across, exact)
     assert_close(kept, exact)
@@ -189,18 +189,18 @@ def test_however_fast_warps_copy_tokens_and_however_many_programs(emulate, slowe
     """With depths of one step, and of as many as take each slot of the ring several times."""
     counts = [130, 0, 20]
     for seed, (programs, depth, config) in enumerate(
-        zip((1, 7, 40), (264, 40, 520), launcher.SM90_CONFIGS, strict=True)
+        zip((1, 7, 40), (264, 40, 520), grouped_triton.SM90_CONFIGS, strict=True)
     ):
         tokens, sources, rows, groups = of_tokens(counts, depth)
         weight = made(counts, 136, depth)[1]
         found = nothing(len(rows), 136)
         given = (tokens, weight, groups, found, None, False, "", config, sources)
-        emulate(partial(launcher.launch_sm90, *given), programs, seed=seed, slowest=slowest)
-        assert_close(found, operators.multiply_reference(rows.double(), weight.double(), groups, 128, False))
+        emulate(partial(grouped_triton.launch_sm90, *given), programs, seed=seed, slowest=slowest)
+        assert_close(found, grouped.multiply_reference(rows.double(), weight.double(), groups, 128, False))
 
 
 @pytest.mark.parametrize("gathered", ["rows", "gradient"])
-@pytest.mark.parametrize("config", launcher.SM90_GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_of_gradients_with_rows_of_tokens(emulate, counts, config, gathered):
     tokens, sources, copied, groups = of_tokens(counts, 72 if gathered == "rows" else 200)
@@ -208,10 +208,10 @@ def test_the_logic_of_gradients_with_rows_of_tokens(emulate, counts, config, gat
     others[: sum(counts)] = torch.randn(sum(counts), others.shape[1]).to(BF16)
     pair, plain = ((others, tokens), (others, copied)) if gathered == "rows" else ((tokens, others), (copied, others))
     wide = [one.double().nan_to_num() for one in plain]
-    exact = operators.weight_gradient_reference(*wide, groups, len(counts))
+    exact = grouped.weight_gradient_reference(*wide, groups, len(counts))
     for seed, programs, slowest in ((0, 3, None), (1, 1, 2), (2, 20, 3)):
         found = nothing(*exact.shape)
-        call = partial(launcher.launch_weight_gradient_sm90, *pair, groups, found, config, sources, gathered)
+        call = partial(grouped_triton.launch_weight_gradient_sm90, *pair, groups, found, config, sources, gathered)
         emulate(call, programs, seed=seed, slowest=slowest)
         assert_close(found, exact)
 
@@ -224,14 +224,14 @@ def test_tokens_whose_rows_end_within_16_bytes(emulate, gathered):
     others, weight = torch.randn(90, 16).to(BF16), made([70, 20], 16, 48)[1][..., :44]
     found = []
     if gathered == "product":
-        exact = operators.multiply_reference(copied.double(), weight.double(), groups, 128, False)
-        emulate(lambda: found.append(jit.multiply(tokens, weight, groups, 128, False, sources)))
+        exact = grouped.multiply_reference(copied.double(), weight.double(), groups, 128, False)
+        emulate(lambda: found.append(grouped_triton.multiply(tokens, weight, groups, 128, False, sources)))
     else:
         pair, plain = (
             ((others, tokens), (others, copied)) if gathered == "rows" else ((tokens, others), (copied, others))
         )
-        exact = operators.weight_gradient_reference(*(one.double() for one in plain), groups, 2)
-        emulate(lambda: found.append(jit.weight_gradient(*pair, groups, 2, sources, gathered)))
+        exact = grouped.weight_gradient_reference(*(one.double() for one in plain), groups, 2)
+        emulate(lambda: found.append(grouped_triton.weight_gradient(*pair, groups, 2, sources, gathered)))
     assert_close(found[0], exact)
 
 
@@ -262,8 +262,8 @@ FAULTS = {
         "after which nobody arrives|wait for ever",
     ),
     "slots that are not free": (without("mbarrier", "wait", no_wait_for_slots), "more arrive|no numbers"),
-    "more arrive": ({"THREADS": 32}, "more arrive"),
-    "fewer arrive": ({"THREADS": 128}, "wait for ever"),
+    "more arrive": ({"GATHER_THREADS": 32}, "more arrive"),
+    "fewer arrive": ({"GATHER_THREADS": 128}, "wait for ever"),
 }
 
 
@@ -275,10 +275,10 @@ def test_what_is_wrong_with_copies_of_tokens_is_found(emulate, kernel, instead, 
     if kernel == "product":
         found = nothing(len(rows), 16)
         given = (tokens, made([70], 16, depth)[1], groups, found, None, False, "", None, sources)
-        call = partial(launcher.launch_sm90, *given)
+        call = partial(grouped_triton.launch_sm90, *given)
     else:
         found = nothing(1, depth, depth)
-        call = partial(launcher.launch_weight_gradient_sm90, rows, tokens, groups, found, None, sources, "rows")
+        call = partial(grouped_triton.launch_weight_gradient_sm90, rows, tokens, groups, found, None, sources, "rows")
     try:
         with pytest.raises(AssertionError, match=message):
             emulate(call, programs=1, slowest=0, **instead)
@@ -292,9 +292,11 @@ def test_what_is_wrong_with_copies_of_tokens_is_found(emulate, kernel, instead, 
 def test_the_logic_of_eight_bits(emulate, counts, blocks):
     rows, weight, row_scales, weight_scales, groups, exact = of_eight_bits(counts, 256, 272, blocks)
     found, gated = nothing(len(rows), 256), nothing(len(rows), 128)
-    emulate(lambda: launcher.launch_fp8_sm90(rows, weight, row_scales, weight_scales, groups, found, ""))
+    emulate(lambda: grouped_triton.launch_fp8_sm90(rows, weight, row_scales, weight_scales, groups, found, ""))
     assert_close(found, exact)
-    emulate(lambda: launcher.launch_fp8_sm90(rows, weight, row_scales, weight_scales, groups, gated, "silu"), seed=1)
+    emulate(
+        lambda: grouped_triton.launch_fp8_sm90(rows, weight, row_scales, weight_scales, groups, gated, "silu"), seed=1
+    )
     assert_close(gated, gated_of(exact))
 
 
@@ -306,15 +308,15 @@ def test_the_logic_of_eight_bits_with_rows_of_tokens(emulate, blocks):
     tokens[60:], token_scales[61:] = float("nan"), float("nan")
     sources = torch.randint(60, (sum(counts) + 70,), dtype=torch.int32)
     sources[sum(counts) :] = 60
-    groups = operators.build_groups(torch.tensor(counts), len(sources), 128)
-    wide = operators.dequantize_rows(tokens, token_scales)[sources.long()].double().nan_to_num()
-    exact = operators.multiply_reference(
-        wide, operators.dequantize_weight(weight, weight_scales).double(), groups, 128, False
+    groups = grouped.build_groups(torch.tensor(counts), len(sources), 128)
+    wide = grouped.dequantize_rows(tokens, token_scales)[sources.long()].double().nan_to_num()
+    exact = grouped.multiply_reference(
+        wide, grouped.dequantize_weight(weight, weight_scales).double(), groups, 128, False
     )
     found, gated = nothing(len(sources), 256), nothing(len(sources), 128)
     given = (tokens, weight, token_scales, weight_scales, groups)
-    emulate(lambda: launcher.launch_fp8_sm90(*given, found, "", sources), slowest=3)
-    emulate(lambda: launcher.launch_fp8_sm90(*given, gated, "silu", sources), seed=1, slowest=0)
+    emulate(lambda: grouped_triton.launch_fp8_sm90(*given, found, "", sources), slowest=3)
+    emulate(lambda: grouped_triton.launch_fp8_sm90(*given, gated, "silu", sources), seed=1, slowest=0)
     assert_close(found, exact)
     assert_close(gated, gated_of(exact))
 
@@ -331,14 +333,14 @@ def of_eight_bits(counts, columns, depth, blocks, experts=None):
         rows, row_scales = kernels.quantize(rows, block="row")
         weight_scales = weight.abs().amax((1, 2)) / 448
         weight = (weight / weight_scales[:, None, None]).to(EIGHT)
-    groups = operators.group_rows(given, len(rows), 128)
+    groups = grouped.group_rows(given, len(rows), 128)
     if experts is not None:
         return rows, weight, row_scales, weight_scales, groups, None
     wide = (
-        operators.dequantize_rows(rows, row_scales).double(),
-        operators.dequantize_weight(weight, weight_scales).double(),
+        grouped.dequantize_rows(rows, row_scales).double(),
+        grouped.dequantize_weight(weight, weight_scales).double(),
     )
-    return rows, weight, row_scales, weight_scales, groups, operators.multiply_reference(*wide, groups, 128, False)
+    return rows, weight, row_scales, weight_scales, groups, grouped.multiply_reference(*wide, groups, 128, False)
 
 
 def on_this_gpu() -> bool:
@@ -374,7 +376,7 @@ def of_tokens(counts, depth, behind=70, dtype=BF16):
     sources[total:] = taken + 4  # of choices that were dropped
     rows = tokens[sources.long()]
     rows[total:] = 0
-    return tokens, sources, rows, operators.build_groups(torch.tensor(counts), total + behind, 128).to(DEVICE)
+    return tokens, sources, rows, grouped.build_groups(torch.tensor(counts), total + behind, 128).to(DEVICE)
 
 
 def assert_close(actual, exact):
@@ -386,37 +388,39 @@ def assert_close(actual, exact):
 @hopper
 @pytest.mark.parametrize(("columns", "depth", "dtype"), [(512, 1024, BF16), (320, 200, torch.float16), (16, 8, BF16)])
 @pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
-@pytest.mark.parametrize("config", launcher.SM90_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
 def test_results(config, counts, columns, depth, dtype):
     rows, weight, given = made(counts, columns, depth, dtype)
     height = 128
-    groups = operators.group_rows(given, len(rows), height)
-    assert launcher.takes_sm90(rows, weight, height, False, False)
+    groups = grouped.group_rows(given, len(rows), height)
+    assert grouped_triton.takes_sm90(rows, weight, height, False, False)
     with torch.no_grad():
         wide = [torch.nan_to_num(rows.double()), weight.double()]
-        exact = operators.multiply_reference(*wide, groups, height, False)
-        assert_close(jit.multiply(rows, weight, groups, height, False, config=config), exact)
+        exact = grouped.multiply_reference(*wide, groups, height, False)
+        assert_close(grouped_triton.multiply(rows, weight, groups, height, False, config=config), exact)
         by_columns = weight.mT.contiguous()
-        assert_close(jit.multiply(rows, by_columns, groups, height, True, config=config), exact)
-        result, kept = jit.multiply_gated(rows, weight, groups, height, "silu", True, config=config)
+        assert_close(grouped_triton.multiply(rows, by_columns, groups, height, True, config=config), exact)
+        result, kept = grouped_triton.multiply_gated(rows, weight, groups, height, "silu", True, config=config)
         half = columns // 2
         assert_close(kept, exact)
         assert_close(result, torch.nn.functional.silu(exact[:, :half]) * exact[:, half:])
-        assert torch.equal(jit.multiply_gated(rows, weight, groups, height, "silu", False, config=config)[0], result)
+        assert torch.equal(
+            grouped_triton.multiply_gated(rows, weight, groups, height, "silu", False, config=config)[0], result
+        )
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("columns", "depth"), [(512, 1024), (320, 200), (16, 8)])
 @pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
-@pytest.mark.parametrize("config", launcher.SM90_GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
 def test_gradients_of_matrices(config, counts, columns, depth):
     rows, _, given = made(counts, columns, depth)
-    groups = operators.group_rows(given, len(rows), 128)
+    groups = grouped.group_rows(given, len(rows), 128)
     gradient = torch.randn(len(rows), columns, device=DEVICE).to(BF16)
     wide = gradient.double(), torch.nan_to_num(rows.double())
-    exact = operators.weight_gradient_reference(*wide, groups, len(counts))
-    assert_close(jit.weight_gradient(gradient, rows, groups, len(counts), config=config), exact)
+    exact = grouped.weight_gradient_reference(*wide, groups, len(counts))
+    assert_close(grouped_triton.weight_gradient(gradient, rows, groups, len(counts), config=config), exact)
 
 
 @pytest.mark.gpu
@@ -429,18 +433,24 @@ def test_tokens_give_what_their_copies_give(counts, columns, depth, dtype):
     weight = made(counts, columns, depth, dtype)[1]
     across = weight.mT.contiguous()
     upstream = torch.randn(len(rows), columns, device=DEVICE).to(dtype)
-    for config in launcher.SM90_CONFIGS:
+    for config in grouped_triton.SM90_CONFIGS:
         for matrices, transposed in ((weight, False), (across, True)):
-            found = jit.multiply(tokens, matrices, groups, 128, transposed, sources, config=config)
-            assert torch.equal(found, jit.multiply(rows, matrices, groups, 128, transposed, config=config))
-        found = jit.multiply_gated(tokens, weight, groups, 128, "silu", True, sources, config=config)
-        assert all(map(torch.equal, found, jit.multiply_gated(rows, weight, groups, 128, "silu", True, config=config)))
+            found = grouped_triton.multiply(tokens, matrices, groups, 128, transposed, sources, config=config)
+            assert torch.equal(found, grouped_triton.multiply(rows, matrices, groups, 128, transposed, config=config))
+        found = grouped_triton.multiply_gated(tokens, weight, groups, 128, "silu", True, sources, config=config)
+        assert all(
+            map(
+                torch.equal,
+                found,
+                grouped_triton.multiply_gated(rows, weight, groups, 128, "silu", True, config=config),
+            )
+        )
     number = len(counts)
-    for config in launcher.SM90_GRADIENT_CONFIGS:
-        found = jit.weight_gradient(upstream, tokens, groups, number, sources, "rows", config=config)
-        assert torch.equal(found, jit.weight_gradient(upstream, rows, groups, number, config=config))
-        found = jit.weight_gradient(tokens, upstream, groups, number, sources, "gradient", config=config)
-        assert torch.equal(found, jit.weight_gradient(rows, upstream, groups, number, config=config))
+    for config in grouped_triton.SM90_GRADIENT_CONFIGS:
+        found = grouped_triton.weight_gradient(upstream, tokens, groups, number, sources, "rows", config=config)
+        assert torch.equal(found, grouped_triton.weight_gradient(upstream, rows, groups, number, config=config))
+        found = grouped_triton.weight_gradient(tokens, upstream, groups, number, sources, "gradient", config=config)
+        assert torch.equal(found, grouped_triton.weight_gradient(rows, upstream, groups, number, config=config))
 
 
 @pytest.mark.gpu
@@ -449,9 +459,9 @@ def test_tokens_give_what_their_copies_give(counts, columns, depth, dtype):
 @pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
 def test_eight_bits(counts, blocks):
     rows, weight, row_scales, weight_scales, groups, exact = of_eight_bits(counts, 512, 1024, blocks)
-    assert launcher.takes_fp8_sm90(rows, weight, 128, BF16, "silu")
-    assert_close(jit.multiply_fp8(rows, weight, row_scales, weight_scales, groups, 128, "", BF16), exact)
-    found = jit.multiply_fp8(rows, weight, row_scales, weight_scales, groups, 128, "silu", BF16)
+    assert grouped_triton.takes_fp8_sm90(rows, weight, 128, BF16, "silu")
+    assert_close(grouped_triton.multiply_fp8(rows, weight, row_scales, weight_scales, groups, 128, "", BF16), exact)
+    found = grouped_triton.multiply_fp8(rows, weight, row_scales, weight_scales, groups, 128, "silu", BF16)
     assert_close(found, gated_of(exact))
 
 

@@ -327,7 +327,7 @@ def test_each_row_meets_one_matrix_of_which_one_is_certain():
 
     with nearpeak.fake():
         found = trace(run, target=target_of(find(H200)))
-    forward, by_rows = (cost_of(op) for op in found.ops if op.name == "nearpeak.grouped_product.default")
+    forward, by_rows = (cost_of(op) for op in found.ops if op.name == "nearpeak.grouped_gemm.default")
     (by_weight,) = (cost_of(op) for op in found.ops if op.name == "nearpeak.grouped_weight_gradient.default")
     for cost in (forward, by_rows, by_weight):
         assert cost.flops == {"bfloat16": 2 * rows * columns * depth}
@@ -346,7 +346,7 @@ def test_a_product_writes_what_it_keeps_and_its_gradients_are_two_products():
     with nearpeak.fake():
         found = trace(run, target=target_of(find(H200)))
     forward, backward = (
-        cost_of(op) for name in ("product", "product_backward") for op in found.ops if op.packet == f"nearpeak.{name}"
+        cost_of(op) for name in ("gemm", "gemm_backward") for op in found.ops if op.packet == f"nearpeak.{name}"
     )
     assert forward.flops == {"bfloat16": 2 * rows * columns * depth}
     assert forward.vector_flops == {"float32": rows * columns + 4 * rows * columns // 2}
@@ -406,7 +406,7 @@ def test_gated_experts_write_what_they_keep():
     def run():
         kernels.grouped_gemm(made(96, 64), made(8, 32, 64), ints(8), activation="silu")
 
-    cost = cost_on_fakes("grouped_gated", run)
+    cost = cost_on_fakes("grouped_gemm_gated", run)
     assert cost.flops == {"bfloat16": 2 * 96 * 64 * 32}
     assert cost.vector_flops == {"float32": 3 * 96 * 16}
     assert cost.work.bytes_written == 2 * 96 * (16 + 32)
@@ -434,7 +434,7 @@ def layer_of_experts(dtype=torch.bfloat16, grad=True):
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_layer_of_experts_reads_tokens_and_one_expert_and_writes_tokens_and_what_it_keeps(grad):
     rows = TOKENS * CHOICES
-    cost = dict(layer_of_experts(grad=grad))["mixture_of_experts"]
+    cost = dict(layer_of_experts(grad=grad))["moe"]
     assert cost.family == "matrix"
     assert cost.flops == {"bfloat16": 2 * rows * WIDTH * 3 * INNER}
     assert cost.vector_flops == {"float32": 3 * rows * INNER}
@@ -446,8 +446,8 @@ def test_the_backward_pass_of_a_layer_of_experts_reads_each_token_once():
     rows = TOKENS * CHOICES
     found = layer_of_experts()
     assert [name for name, _ in found] == [
-        *("sort_tokens", "group_rows", "mixture_of_experts", "gathered_product", "experts_gate_backward"),
-        *("gathered_weight_gradient", "gathered_weight_gradient", "grouped_product", "unpermute_rows"),
+        *("sort_tokens", "group_rows", "moe", "gathered_gemm", "moe_gate_backward"),
+        *("gathered_weight_gradient", "gathered_weight_gradient", "grouped_gemm", "unpermute_rows"),
     ]
     upstream, gate, by_down, by_gate_up, by_rows = (cost for _, cost in found[3:8])
     for cost, columns in ((upstream, INNER), (by_down, INNER), (by_gate_up, 2 * INNER), (by_rows, 2 * INNER)):
@@ -475,8 +475,8 @@ def test_a_layer_of_experts_has_the_products_of_its_parts_and_moves_less(dtype):
 
     with nearpeak.fake():
         found = trace(parts, target=target_of(find(H200)))
-    costs = [cost_of(op) for op in found.ops if op.packet in ("nearpeak.grouped_gated", "nearpeak.grouped_product")]
-    layer = dict(layer_of_experts(dtype))["mixture_of_experts"]
+    costs = [cost_of(op) for op in found.ops if op.packet in ("nearpeak.grouped_gemm_gated", "nearpeak.grouped_gemm")]
+    layer = dict(layer_of_experts(dtype))["moe"]
     for field in ("flops", "vector_flops", "product_flops"):
         assert getattr(layer, field) == {
             name: sum(getattr(cost, field).get(name, 0.0) for cost in costs) for name in getattr(layer, field)
@@ -488,7 +488,7 @@ def test_a_layer_of_experts_without_choices_reads_nothing():
     shapes = {"weights": (4, 0), "gate_up": (2, 8, 16), "down": (2, 16, 4), "row_map": (4, 0), "sources": (0,)}
     arguments = {"x": made_up(4, 16), **{name: made_up(*shape) for name, shape in shapes.items()}}
     outputs = made_up(4, 16), made_up(0, 8)
-    cost = cost_of(Op(name="nearpeak.mixture_of_experts.default", arguments=arguments, outputs=outputs))
+    cost = cost_of(Op(name="nearpeak.moe.default", arguments=arguments, outputs=outputs))
     assert (cost.work.bytes_read, cost.work.bytes_written, cost.flops) == (0, 2 * 4 * 16, {})
     given = {"gradient": made_up(4, 16), "rows": made_up(0, 4), "sources": made_up(0)}
     name = "nearpeak.gathered_weight_gradient.default"

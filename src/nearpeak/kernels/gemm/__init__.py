@@ -233,7 +233,7 @@ def _fp8_why_not(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
 
 _EPILOGUE_SCHEMA = "str activation, bool gated"
 gemm_forward = Operator(
-    f"product(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, {_EPILOGUE_SCHEMA}, ScalarType dtype, bool tf32,"
+    f"gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, {_EPILOGUE_SCHEMA}, ScalarType dtype, bool tf32,"
     " bool keep) -> (Tensor, Tensor)",
     launch="gemm.triton:forward",
     reference=_forward_reference,
@@ -243,7 +243,7 @@ gemm_forward = Operator(
     backward=_autograd_backward,
 )
 gemm_backward = Operator(
-    f"product_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, {_EPILOGUE_SCHEMA}, bool tf32,"
+    f"gemm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, {_EPILOGUE_SCHEMA}, bool tf32,"
     " bool for_x, bool for_weight, bool for_bias) -> (Tensor, Tensor, Tensor)",
     launch="gemm.triton:backward",
     reference=_backward_reference,
@@ -251,7 +251,7 @@ gemm_backward = Operator(
     why_not=_backward_why_not,
 )
 gemm_fp8 = Operator(
-    "product_scaled(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? scale_x, Tensor? scale_weight,"
+    "gemm_fp8(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? scale_x, Tensor? scale_weight,"
     f" {_EPILOGUE_SCHEMA}, ScalarType dtype, bool fast_accumulate) -> Tensor",
     launch="gemm.triton:fp8_forward",
     reference=_fp8_reference,

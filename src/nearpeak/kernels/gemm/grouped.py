@@ -232,7 +232,7 @@ group_rows = Operator(
     why_not=lambda counts, rows, height: cannot_run(counts),
 )
 multiply = Operator(
-    "grouped_product(Tensor rows, Tensor weight, Tensor groups, int height, bool transposed) -> Tensor",
+    "grouped_gemm(Tensor rows, Tensor weight, Tensor groups, int height, bool transposed) -> Tensor",
     launch="gemm.grouped_triton:multiply",
     reference=multiply_reference,
     fake=lambda rows, weight, groups, height, transposed: rows.new_empty(
@@ -243,7 +243,7 @@ multiply = Operator(
     backward=_multiply_backward,
 )
 multiply_gated = Operator(
-    "grouped_gated(Tensor rows, Tensor weight, Tensor groups, int height, str activation, bool keep)"
+    "grouped_gemm_gated(Tensor rows, Tensor weight, Tensor groups, int height, str activation, bool keep)"
     " -> (Tensor, Tensor)",
     launch="gemm.grouped_triton:multiply_gated",
     reference=multiply_gated_reference,
@@ -260,7 +260,7 @@ weight_gradient = Operator(
     why_not=multiply_why_not,
 )
 multiply_gathered = Operator(
-    "gathered_product(Tensor tokens, Tensor weight, Tensor groups, int height, bool transposed, str activation,"
+    "gathered_gemm(Tensor tokens, Tensor weight, Tensor groups, int height, bool transposed, str activation,"
     " Tensor sources) -> Tensor",
     launch="gemm.grouped_triton:multiply_gathered",
     reference=_multiply_gathered_reference,
@@ -268,7 +268,7 @@ multiply_gathered = Operator(
     why_not=multiply_why_not,
 )
 multiply_fp8 = Operator(
-    "grouped_eight(Tensor rows, Tensor weight, Tensor row_scales, Tensor weight_scales, Tensor groups, int height,"
+    "grouped_gemm_fp8(Tensor rows, Tensor weight, Tensor row_scales, Tensor weight_scales, Tensor groups, int height,"
     " str activation, ScalarType dtype, Tensor? sources) -> Tensor",
     launch="gemm.grouped_triton:multiply_fp8",
     reference=_multiply_fp8_reference,

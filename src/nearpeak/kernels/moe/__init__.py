@@ -484,7 +484,7 @@ def _layer_backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Any, ...
 
 
 moe_layer = Operator(
-    "mixture_of_experts(Tensor x, Tensor weights, Tensor gate_up, Tensor down, Tensor groups, Tensor row_map,"
+    "moe(Tensor x, Tensor weights, Tensor gate_up, Tensor down, Tensor groups, Tensor row_map,"
     " Tensor sources, int height, str activation, bool keep) -> (Tensor, Tensor)",
     launch="moe.triton:moe_forward",
     reference=_layer_reference,
@@ -494,7 +494,7 @@ moe_layer = Operator(
     backward=_layer_backward,
 )
 gate_backward = Operator(
-    "experts_gate_backward(Tensor upstream, Tensor kept, Tensor weights, Tensor row_map, str activation)"
+    "moe_gate_backward(Tensor upstream, Tensor kept, Tensor weights, Tensor row_map, str activation)"
     " -> (Tensor, Tensor, Tensor)",
     launch="moe.triton:gate_backward",
     reference=_gate_backward_reference,

@@ -18,7 +18,7 @@ from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
 
-@formula("nearpeak.product", "nearpeak.product_scaled")
+@formula("nearpeak.gemm", "nearpeak.gemm_fp8")
 def gemm(op: Op) -> Cost:
     """One product. Three operations a result for an activation, one each for a gate, a bias, a residual and scales.
 
@@ -46,7 +46,7 @@ def gemm(op: Op) -> Cost:
     )
 
 
-@formula("nearpeak.product_backward")
+@formula("nearpeak.gemm_backward")
 def gemm_backward(op: Op) -> Cost:
     """A product for each wanted gradient of the two factors, and one more where the forward pass kept nothing.
 
@@ -103,7 +103,7 @@ def group_rows(op: Op) -> Cost:
     return Cost(family="sorting", reads=accesses(counts), writes=accesses((groups, certain)))
 
 
-@formula("nearpeak.grouped_product", "nearpeak.grouped_gated", "nearpeak.grouped_eight", "nearpeak.gathered_product")
+@formula("nearpeak.grouped_gemm", "nearpeak.grouped_gemm_gated", "nearpeak.grouped_gemm_fp8", "nearpeak.gathered_gemm")
 def grouped_product(op: Op) -> Cost:
     """One product of all rows, and for an activation three operations a result. Writes results and what is kept.
 
@@ -121,7 +121,7 @@ def grouped_product(op: Op) -> Cost:
     return _gemm_cost(op, rows.dtype, 2.0 * number * depth * columns, activated, reads)
 
 
-@formula("nearpeak.mixture_of_experts")
+@formula("nearpeak.moe")
 def mixture_of_experts(op: Op) -> Cost:
     """Both products of all rows, and three operations for each number of an inner row.
 
@@ -176,7 +176,7 @@ _GATE_BACKWARD = 9
 for the row and one for its gradient, and a product and a sum for the gradient of the weight."""
 
 
-@formula("nearpeak.experts_gate_backward")
+@formula("nearpeak.moe_gate_backward")
 def experts_gate_backward(op: Op) -> Cost:
     """Reads the gradient of inner rows, both factors, the map and the weights; writes the gradients of the factors and
     of the weights, and the weighted inner rows."""
