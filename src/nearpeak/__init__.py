@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nearpeak import _display
+
 if TYPE_CHECKING:
     from nearpeak import kernels, plan
     from nearpeak.bound.estimate import Estimate
@@ -98,6 +100,11 @@ def __getattr__(name: str) -> Any:
     value = module if name in ("inputs", "kernels", "plan") else getattr(module, name)
     globals()[name] = value
     return value
+
+
+# What renders a result is imported when a result is first shown or written.
+_display.card = lambda result: str(import_module("nearpeak.render.notebook").card(result))
+_display.write = lambda result, path: import_module("nearpeak.render.report").write(result, path)
 
 
 def load_ipython_extension(shell: Any) -> None:

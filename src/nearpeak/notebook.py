@@ -1,7 +1,7 @@
 """nearpeak in a notebook: `%load_ext nearpeak` registers the magics, `progress` shows lines that update in place.
 
-Results show themselves by `_repr_html_`, with or without the extension. IPython is not a dependency: it is imported with
-the extension, when IPython itself asks for it.
+Results show themselves by `_repr_html_`, with or without the extension. IPython is not a dependency: it is imported
+with the extension, when IPython itself asks for it.
 """
 
 from __future__ import annotations

@@ -76,11 +76,11 @@ def test_json_into_a_file(scan, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_missing_package_is_named_with_its_remedy(scan, monkeypatch: pytest.MonkeyPatch, capsys):
     scan()
     version = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "rich" else version(package))
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "platformdirs" else version(package))
     assert main(["doctor"]) == 4
     output = capsys.readouterr().out
-    assert "-> pip install rich" in output
-    assert output.endswith("Missing: rich.\n")
+    assert "-> pip install platformdirs" in output
+    assert output.endswith("Missing: platformdirs.\n")
 
 
 def test_a_torch_that_cannot_be_imported_is_missing(scan, monkeypatch: pytest.MonkeyPatch):
@@ -140,10 +140,13 @@ def test_advice_stands_below_its_check():
     report = Report(
         checks=(
             Check(name="torch", state="ok", found="2.13.0"),
-            Check(name="rich", state="missing", found="not installed", advice="pip install rich"),
+            Check(name="platformdirs", state="missing", found="not installed", advice="pip install platformdirs"),
         ),
         ok=False,
     )
     assert text(report) == (
-        "ok       torch  2.13.0\nmissing  rich   not installed\n                -> pip install rich\n\nMissing: rich."
+        "ok       torch         2.13.0\n"
+        "missing  platformdirs  not installed\n"
+        "                       -> pip install platformdirs\n\n"
+        "Missing: platformdirs."
     )

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from nearpeak import notebook
+from nearpeak.notebook import progress
 
 
 class Place:
@@ -42,7 +42,7 @@ NOTEBOOK = SimpleNamespace(kernel=object())
 
 
 def test_lines_take_the_place_of_each_other_and_are_gone_at_the_end(places: list[Place], capsys):
-    with notebook(NOTEBOOK) as say:
+    with progress(NOTEBOOK) as say:
         say("warming up")
         say("profiling")
         (place,) = places
@@ -52,27 +52,27 @@ def test_lines_take_the_place_of_each_other_and_are_gone_at_the_end(places: list
 
 
 def test_they_are_gone_after_an_error_too(places: list[Place]):
-    with pytest.raises(KeyboardInterrupt), notebook(NOTEBOOK) as say:
+    with pytest.raises(KeyboardInterrupt), progress(NOTEBOOK) as say:
         say("warming up")
         raise KeyboardInterrupt
     assert places[0].lines[-1]["text/html"] == ""
 
 
 def test_nothing_said_leaves_nothing(places: list[Place]):
-    with notebook(NOTEBOOK):
+    with progress(NOTEBOOK):
         pass
     assert places == []
 
 
 def test_a_line_is_text(places: list[Place]):
-    with notebook(NOTEBOOK) as say:
+    with progress(NOTEBOOK) as say:
         say("</script><img src=x onerror=alert(1)>")
         assert "<img" not in places[0].lines[0]["text/html"]
 
 
 @pytest.mark.parametrize("shell", [None, SimpleNamespace(), SimpleNamespace(kernel=None)])
 def test_on_a_terminal_they_are_lines_on_stderr(places: list[Place], shell, capsys):
-    with notebook(shell) as say:
+    with progress(shell) as say:
         say("warming up")
         say("profiling")
     assert capsys.readouterr() == ("", "warming up\nprofiling\n")
@@ -80,5 +80,5 @@ def test_on_a_terminal_they_are_lines_on_stderr(places: list[Place], shell, caps
 
 
 def test_the_package_needs_neither_ipython_nor_torch():
-    code = "import sys, nearpeak.notebook\nprint(sorted({'IPython', 'torch', 'rich'} & set(sys.modules)))"
+    code = "import sys, nearpeak.notebook\nprint(sorted({'IPython', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

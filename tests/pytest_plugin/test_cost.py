@@ -8,7 +8,7 @@ TELL = """
 import sys
 
 def pytest_unconfigure():
-    watched = ("torch", "numpy", "rich", "triton", "nearpeak")
+    watched = ("torch", "numpy", "triton", "nearpeak")
     loaded = [name for name in sys.modules if name.partition(".")[0] in watched]
     print("LOADED", *sorted(loaded))
 """
@@ -26,7 +26,7 @@ def loaded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, test: str
 def test_tests_without_it_load_two_small_modules(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     modules, result = loaded(pytester, monkeypatch, "def test_a():\n    assert True")
     result.assert_outcomes(passed=1)
-    assert modules == {"nearpeak", "nearpeak.pytest_plugin"}
+    assert modules == {"nearpeak", "nearpeak._display", "nearpeak.pytest_plugin"}
 
 
 def test_a_wrong_marker_is_said_without_torch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):

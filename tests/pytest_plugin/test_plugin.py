@@ -111,7 +111,7 @@ def test_a_bar_that_is_missed(inner: Run, marker: str, says: str):
             "*Measured on Toy 1, grade A.",
         ]
     )
-    result.stdout.no_fnmatch_line("*measuring.py*")
+    result.stdout.no_fnmatch_line("*measured_test.py*")
 
 
 def test_a_time_within_the_noise_of_the_bar_is_skipped(inner: Run):

@@ -44,7 +44,7 @@ def test_call(nearpeak_bench):
 def test_a_step_on_the_cpu(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     # A busy machine has grades that decide nothing; what is decided here is the same on any.
-    monkeypatch.setattr(nearpeak.pytest_plugin.measured_test, "too_low", lambda figure, bars: False)
+    monkeypatch.setattr(nearpeak.pytest_plugin.measured_test, "grade_too_low", lambda figure, bars: False)
     if torch.cuda.is_available():
         pytest.skip("a GPU is there, and the step is on the CPU")
     pytester.makepyfile(STEP)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nearpeak import forms
+from nearpeak import _display
 from nearpeak.bound.dataflow import touches_in
 from nearpeak.bound.expected import expected_times
 from nearpeak.bound.floors import group_times, ideal_seconds, written_times
@@ -102,7 +102,7 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        return forms.card(self)
+        return _display.card(self)
 
     @property
     def flops(self) -> float:

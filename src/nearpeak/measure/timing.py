@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nearpeak import forms
+from nearpeak import _display
 from nearpeak.ops.work import Work
 from nearpeak.units import percent, seconds_between
 
@@ -250,7 +250,7 @@ class Timing:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        return forms.card(self)
+        return _display.card(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

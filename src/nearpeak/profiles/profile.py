@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from nearpeak import forms
+from nearpeak import _display
 from nearpeak.bound.estimate import Estimate, EstimatedOp
 from nearpeak.ops.fast_init import fast_init
 from nearpeak.profiles.compiler import CompilerFacts
@@ -166,7 +166,7 @@ class Profile:
         .json or .json.gz for `nearpeak.load`, .html, .md, .csv, .txt, .svg or .png for people, .perfetto.json for
         Perfetto.
         """
-        forms.write(self, path)
+        _display.write(self, path)
 
     def __repr__(self) -> str:
         """One line; thousands of ops would be none."""
@@ -177,7 +177,7 @@ class Profile:
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""
-        return forms.card(self)
+        return _display.card(self)
 
 
 def build_profile(

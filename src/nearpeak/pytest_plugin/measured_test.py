@@ -1,8 +1,8 @@
 """`MeasuredTest`: what one test measures, judged against the bars of its marker; it fails, skips or passes by that.
 
 A time is a median with an interval. A bar is missed when the whole interval misses it, and met when the median meets
-it. In between nothing is decided, and the test is skipped: a test that fails now and then for noise is worse than one that
-says so. Baselines are one file per name, with one figure per machine.
+it. In between nothing is decided, and the test is skipped: a test that fails now and then for noise is worse than one
+that says so. Baselines are one file per name, with one figure per machine.
 """
 
 from __future__ import annotations

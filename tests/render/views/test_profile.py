@@ -29,7 +29,7 @@ ideal          1.00 s   10.0 %  ####
 traffic        1.00 s   10.0 %      ####
 fusion         1.00 s   10.0 %          ####
 slow kernels   1.00 s   10.0 %              ####
-not modeled   1.00 s   10.0 %                  ####
+not modeled    1.00 s   10.0 %                  ####
 communication  1.00 s   10.0 %                      ####
 idle           4.00 s   40.0 %                          ################
 wall           10.0 s  100.0 %
@@ -40,8 +40,8 @@ mul forward            1      2.00     1.00   0.50      1.50  1.00  memory
 mine.kernel forward    1      1.00        -      -         -     -  -
 mul backward           1      2.00     2.00   1.50      3.00  0.00  memory
 
-Modeled: 80.0 % of the 5.00 s in which kernels ran. Without a bound:
-mine.kernel 1.00 s.
+Modeled: 80.0 % of the 5.00 s in which kernels ran. Without a bound: mine.kernel
+1.00 s.
 
 Grade: C (80.0 % of the time has a bound; steps 6 % apart). 7 clean steps, the
 slowest and the fastest 6.0 % apart; under the profiler a step took 12.0 s;

@@ -278,13 +278,13 @@ def test_a_time_of_zero_is_shown():
 
 
 def test_the_documentation_lists_every_flag_as_it_is():
-    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text(encoding="utf-8")
     flags = [make_flag(name, "") for name in flag_names()]
     listed = [line for line in page.splitlines() if re.match(r"\| `[A-Z_]+` \| (wrong|doubt|note) \|", line)]
     assert sorted(listed) == sorted(f"| `{flag.name}` | {flag.severity} | {flag.remedy} |" for flag in flags)
 
 
 def test_the_documentation_has_every_kind_of_time():
-    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text(encoding="utf-8")
     assert set(render.MEANINGS) == set(get_args(Kind))
     assert all(f"| `{kind}` |" in page for kind in render.MEANINGS)

@@ -148,26 +148,17 @@ def _sweep(builder: CaseBuilder, arguments: argparse.Namespace, options: dict[st
     from nearpeak.measure.sweep import sweep
 
     grid = {**{name: [value] for name, value in arguments.set}, **dict(arguments.sweep)}
-    if arguments.verbose or not sys.stderr.isatty():
-        with _narration(arguments.verbose) as say:
+    with _narration(arguments.verbose) as say:
+        if arguments.verbose or say is None:
             return sweep(builder, grid, progress=say, **options)
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    # Drawn between points only: a thread that redraws it would run beside what is timed.
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(builder.name, total=None)
-
-        def point(done: int, count: int, text: str) -> None:
-            bar.update(task, completed=done, total=count, description=f"{builder.name} {text}"[:60], refresh=True)
-
-        return sweep(builder, grid, point=point, **options)
+        # On a terminal the line is drawn between points only: nothing runs beside what is timed.
+        line = say
+        return sweep(
+            builder,
+            grid,
+            point=lambda done, count, parameters: line(f"{done}/{count}  {builder.name} {parameters}"),
+            **options,
+        )
 
 
 @contextlib.contextmanager

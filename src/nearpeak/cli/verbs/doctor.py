@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-PACKAGES = ("torch", "rich", "platformdirs")
+PACKAGES = ("torch", "platformdirs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

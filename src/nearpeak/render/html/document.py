@@ -1,7 +1,7 @@
 """`document_page`: a `Document` as one HTML file that works without a network.
 
-All text goes through `markup`, data is JSON in which markup is escaped, and the content security policy allows one script
-and one style by their hashes.
+All text goes through `markup`, data is JSON in which markup is escaped, and the content security policy allows one
+script and one style by their hashes.
 """
 
 from __future__ import annotations

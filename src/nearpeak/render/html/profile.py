@@ -2,8 +2,8 @@
 
 Text and tables are written here, so that they can be read without JavaScript. What the scripts draw is JSON by columns:
 small for 100,000 ops, and never markup. Indices into other columns are differences to the one before, because layers
-repeat. A column is a list, {"all": value, "count": n}, or {"values": [...], "index": [...]}, whichever is shortest. Times
-are nanoseconds with four digits.
+repeat. A column is a list, {"all": value, "count": n}, or {"values": [...], "index": [...]}, whichever is shortest.
+Times are nanoseconds with four digits.
 """
 
 from __future__ import annotations

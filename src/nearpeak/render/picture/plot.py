@@ -1,7 +1,7 @@
 """Lines and points on two axes, as one SVG (`line_plot`) and as text (`text_plot`).
 
-The SVG is light and dark, readable in print, escaped, and has no script. Series differ by color and by marker, so that a
-plot reads without color. A value that an axis cannot show (zero on a logarithmic one, or outside the limits) is drawn
+The SVG is light and dark, readable in print, escaped, and has no script. Series differ by color and by marker, so that
+a plot reads without color. A value that an axis cannot show (zero on a logarithmic one, or outside the limits) is drawn
 hollow at the edge, never dropped.
 """
 

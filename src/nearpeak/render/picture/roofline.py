@@ -1,8 +1,9 @@
 """The roofline as a picture: what the machine allows at each intensity, and where the ops lie.
 
 Both axes are logarithmic. A slanted roof is a bandwidth, a flat one the rate of an engine for a dtype; roofs that no op
-uses are muted. Each mark is at (FLOP per byte, FLOP/s), in a circle whose area is its share of the time. Ops without FLOPs
-have no place on such axes and stand in a column of their own. Labels are placed so that none covers another label or mark.
+uses are muted. Each mark is at (FLOP per byte, FLOP/s), in a circle whose area is its share of the time. Ops without
+FLOPs have no place on such axes and stand in a column of their own. Labels are placed so that none covers another label
+or mark.
 """
 
 from __future__ import annotations
