@@ -29,7 +29,7 @@ def test_every_flag_has_a_severity_and_a_remedy(name):
 
 def test_every_flag_that_the_code_raises_exists():
     texts = [file.read_text() for file in SOURCE.rglob("*.py")]
-    names = {name for text in texts for name in re.findall(r'raise_flag\(\s*"(\w+)"', text)}
+    names = {name for text in texts for name in re.findall(r'make_flag\(\s*"(\w+)"', text)}
     assert len(names) > 15
     assert names <= set(flag_names())
 

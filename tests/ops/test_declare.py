@@ -71,7 +71,7 @@ def test_a_second_declaration_is_an_error_that_says_where_the_first_is():
     def norm(op):
         return Cost(family="declared")
 
-    with pytest.raises(UsageError, match=r"mylib\.norm has a cost already \(declared in .*test_declared\.py:\d+\)"):
+    with pytest.raises(UsageError, match=r"mylib\.norm has a cost already \(declared in .*test_declare\.py:\d+\)"):
         declare_cost("mylib.norm", reads=["x"])
     declare_cost("mylib.norm", reads=["x"], replace=True)
     assert cost_of(OP).work.bytes_read == 32

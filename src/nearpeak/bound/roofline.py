@@ -1,4 +1,4 @@
-"""The roofline: `bound` of a `Work`, and `KernelStream` for kernels that run one after the other over one last-level cache."""
+"""The roofline: `bound` of one `Work`, and `KernelStream` for kernels in order over one last-level cache."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs, as plain data without torch: ops and traces, tensors, the work and the cost of an op, and the cost formulas."""
+"""Executed operations as plain data, without torch: ops, traces, tensors, work, costs and the cost formulas."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import nearpeak
 from nearpeak import kernels
-from nearpeak.kernels import operations
 from nearpeak.kernels._runtime import policy
 from nearpeak.machines.catalogue import find
 from nearpeak.ops.cost import cost_of, registered
@@ -24,8 +20,6 @@ H200 = "h200-sxm"
 
 
 def operators():
-    for module in iter_modules(operations.__path__):
-        import_module(f"{operations.__name__}.{module.name}")
     names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     return {f"nearpeak.{name.partition('.')[0]}" for namespace, _, name in names if namespace == "nearpeak"}
 

@@ -1,8 +1,8 @@
 """The self-test: experiments with a known answer, run on the user's own machine.
 
 Linearity (delays and sleeps of known length), host delays against device delays, cold caches and a broken eviction, the
-profiler or torch's own timer as a referee, comparisons of the same code and at a known ratio, the coverage of intervals,
-and broken benchmarks that must each raise their flag.
+profiler or torch's own timer as a referee, comparisons of the same code and at a known ratio, the coverage of
+intervals, and broken benchmarks that must each raise their flag.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Costs of the attention operators of `nearpeak.kernels`: whole sequences, decoding with a cache, linear attention.
 
 Keys and values that no query sees are not read, and neither is a part of a mask. Where packed sequences start, and how
-long sequences in a cache are, is on the device and not known here. For packed sequences it is certain that each token is
-read and written, not how many see each other. For a cache, the floor is attention of the new tokens among themselves,
-as older ones may be few and pages may be shared by all sequences.
+long sequences in a cache are, is on the device and not known here. For packed sequences it is certain that each token
+is read and written, not how many see each other. For a cache, the floor is attention of the new tokens among
+themselves, as older ones may be few and pages may be shared by all sequences.
 
 The products of linear attention can be taken in two orders. By states, a token costs the product of both sizes of a
 head, once to add it to the sum and once to read from it. By pairs, as in softmax attention, short sequences cost less.
