@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "pytest.md").read_text(encoding=
 
 def test_the_example_runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setattr(nearpeak.measure.machine, "known_here", lambda: catalogue.find("h100-sxm"))
+    monkeypatch.setattr(nearpeak.measure.machine, "this_machine_if_known", lambda: catalogue.find("h100-sxm"))
     code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert code is not None
     pytester.makepyfile(code[1])

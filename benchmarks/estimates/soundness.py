@@ -34,7 +34,6 @@ from nearpeak.bound.cache import Residency
 from nearpeak.bound.floors import as_written
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.instrument import zero_of
-from nearpeak.measure.machine import this_machine
 from nearpeak.ops.cost import cost_of
 from nearpeak.ops.op import Trace
 from nearpeak.trace.trace import trace
@@ -943,7 +942,7 @@ def main() -> int:
         dry(families, nearpeak.machine("h200-sxm"))
         return 0
     torch.manual_seed(0)
-    machine = this_machine(calibrate=True)
+    machine = nearpeak.machine(calibrate=True)
     start = time.perf_counter()
     rows = run(families, machine, arguments.limit)
     if arguments.json:

@@ -42,8 +42,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
     monkeypatch.setattr(run, "profile", give("profile"))
     monkeypatch.setattr(nearpeak.measure.bench, "bench", give("timing"))
-    monkeypatch.setattr(nearpeak.measure.machine, "known_here", lambda: catalogue.find("h100-sxm"))
-    monkeypatch.setattr(nearpeak.measure.machine, "key_here", lambda: KEY)
+    monkeypatch.setattr(nearpeak.measure.machine, "this_machine_if_known", lambda: catalogue.find("h100-sxm"))
+    monkeypatch.setattr(nearpeak.measure.machine, "this_machine_key", lambda: KEY)
     return found
 
 
@@ -148,7 +148,7 @@ def test_a_grade_that_is_too_low_is_skipped(inner: Run, measured: dict[str, obje
 
 
 def test_a_machine_that_was_never_measured_is_skipped(inner: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nearpeak.measure.machine, "known_here", lambda: None)
+    monkeypatch.setattr(nearpeak.measure.machine, "this_machine_if_known", lambda: None)
     result = inner("of_bound=0.1")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*this machine was never measured*nearpeak machine --calibrate*--nearpeak-calibrate*"])
@@ -160,7 +160,7 @@ def test_a_machine_that_was_never_measured_is_skipped(inner: Run, monkeypatch: p
 
 
 def test_a_time_of_a_call_needs_no_machine(inner: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nearpeak.measure.machine, "known_here", lambda: None)
+    monkeypatch.setattr(nearpeak.measure.machine, "this_machine_if_known", lambda: None)
     inner('step_time="1 s"', "nearpeak_bench(int)").assert_outcomes(passed=1)
 
 
@@ -271,7 +271,7 @@ def test_a_regression_against_the_baseline_fails(inner: Run, measured: dict[str,
 def test_a_baseline_of_another_machine_is_skipped(inner: Run, monkeypatch: pytest.MonkeyPatch):
     inner(BASELINE, BODY, "--nearpeak-update")
     other = dataclasses.replace(KEY, torch="2.14.0")
-    monkeypatch.setattr(nearpeak.measure.machine, "key_here", lambda: other)
+    monkeypatch.setattr(nearpeak.measure.machine, "this_machine_key", lambda: other)
     result = inner(BASELINE)
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(

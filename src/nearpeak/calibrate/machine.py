@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import torch
+
+from nearpeak.calibrate.ceilings import calibrate_cuda, calibrate_host
 from nearpeak.calibrate.efficiency import measure_efficiency
 from nearpeak.errors import UsageError
-from nearpeak.machines import catalogue
+from nearpeak.machines import calibrations, catalogue
+from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Machine
-from nearpeak.measure.machine import this_machine
+from nearpeak.measure.cuda import CudaDevice
+from nearpeak.measure.machine import calibration_key, current_device
 from nearpeak.measure.options import Progress
 
 
+def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:
+    """The machine `name` of the catalogue, or this one, measured.
+
+    The first call on a machine measures its ceilings and the efficiency of its kernels, and stores the result for this
+    device, driver and torch version; later calls read it. `calibrate` measures again. A stored file that is damaged or
+    belongs to another machine is replaced by a new measurement.
+
+    >>> machine("h100-sxm").theoretical.bandwidth
+    3350000000000.0
+    """
+    if name is not None:
+        return catalogue.find(name)
+    say = progress or (lambda line: None)
+    device = current_device()
+    key = calibration_key(device)
+    if not calibrate:
+        stored = calibrations.load(key)
+        if isinstance(stored, calibrations.Calibration):
+            return stored.machine
+        if stored is not None:
+            say(f"{stored.path} is not used: {stored.reason}")
+        say("measuring this machine, once")
+    achievable = calibrate_host(say) if device is None else calibrate_cuda(device.index, say)
+    measured = measure_efficiency(dataclasses.replace(_describe(device), achievable=achievable), say)
+    saved = calibrations.save(measured, key)
+    if isinstance(saved, calibrations.UnusableFile):
+        say(f"the calibration is not saved: {saved.path} {saved.reason}")
+    return measured
+
+
 def machine_of_file(path: str | Path, device: str, on: str | Machine | None) -> Machine:
-    """The machine that was asked for, or that of the catalogue that a file was recorded on."""
+    """The machine `on`; without it the one of the catalogue that a file was recorded on."""
     if on is not None:
         return on if isinstance(on, Machine) else catalogue.find(on)
     known = catalogue.by_driver_name(device)
@@ -25,16 +61,25 @@ def machine_of_file(path: str | Path, device: str, on: str | Machine | None) -> 
     return known
 
 
-def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:
-    """The machine `name` of the catalogue, or this one, measured.
-
-    A first call on a machine measures its ceilings and what kernels reach of them, and keeps the result for this
-    device, driver and torch version; later calls read that. `calibrate` measures again. A cache file that is damaged or
-    belongs to another machine is measured again.
-
-    >>> machine("h100-sxm").theoretical.bandwidth
-    3350000000000.0
-    """
-    if name is not None:
-        return catalogue.find(name)
-    return this_machine(calibrate=calibrate, progress=progress, finish=measure_efficiency)
+def _describe(device: CudaDevice | None) -> Machine:
+    """The machine as its datasheet or its driver describes it, without measured ceilings."""
+    if device is None:
+        return detect_cpu()
+    known = catalogue.by_driver_name(device.name)
+    if known is not None:
+        return known
+    properties = torch.cuda.get_device_properties(device.index)
+    amd = torch.version.hip is not None
+    return Machine(
+        id=device.name.lower().replace(" ", "-"),
+        name=device.name,
+        kind="gpu",
+        vendor="amd" if amd else "nvidia",
+        architecture=properties.gcnArchName.partition(":")[0]
+        if amd
+        else f"compute capability {properties.major}.{properties.minor}",
+        processors=properties.multi_processor_count,
+        memory_bytes=float(device.memory_bytes),
+        cache_bytes=float(device.cache_bytes) or None,
+        sources={"memory_bytes": "the driver", "processors": "the driver", "cache_bytes": "the driver"},
+    )

@@ -500,14 +500,14 @@ class MeasuredTest:
         import_torch()
         import torch
 
-        from nearpeak.measure.machine import key_here
+        from nearpeak.measure.machine import this_machine_key
 
         kind = "gpu" if torch.cuda.is_available() else "cpu"
         if wanted in ("gpu", "cpu"):
             if wanted != kind:
                 found = "there is none" if wanted == "gpu" else "there is a GPU, which would be measured"
                 pytest.skip(f"nearpeak: needs a {wanted.upper()}, and {found}")
-        elif wanted != (device := key_here().device):
+        elif wanted != (device := this_machine_key().device):
             pytest.skip(f"nearpeak: is for {wanted}, and this is {device}")
 
     def ends(self) -> None:
@@ -555,9 +555,9 @@ class MeasuredTest:
         """This machine as far as it is known; it is measured only where that was asked for."""
         __tracebackhide__ = True
         from nearpeak.calibrate.machine import machine
-        from nearpeak.measure.machine import known_here
+        from nearpeak.measure.machine import this_machine_if_known
 
-        known = known_here()
+        known = this_machine_if_known()
         if known is None and not self._option("--nearpeak-calibrate"):
             pytest.skip(
                 "nearpeak: this machine was never measured, so there are no bounds: run `nearpeak machine "
@@ -653,9 +653,9 @@ def import_torch() -> None:
 
 def key_of_machine() -> CalibrationKey:
     """What baselines of this machine are kept by."""
-    from nearpeak.measure.machine import key_here
+    from nearpeak.measure.machine import this_machine_key
 
-    return key_here()
+    return this_machine_key()
 
 
 def _parameters_name(parameters: str) -> str:
