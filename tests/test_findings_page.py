@@ -14,13 +14,13 @@ MODELS = "benchmarks/results/model_fixes_h200.json"
 
 
 def test_the_table_is_that_of_the_runs():
-    command = [sys.executable, "benchmarks/profiles/findings.py", "--show", RESULT]
+    command = [sys.executable, "-m", "benchmarks.profiles.findings", "--show", RESULT]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert shown in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_real_models_is_that_of_the_runs():
-    command = [sys.executable, "benchmarks/pages/model_fixes.py", MODELS]
+    command = [sys.executable, "-m", "benchmarks.pages.model_fixes", MODELS]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert shown in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
 

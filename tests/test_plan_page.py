@@ -1,26 +1,20 @@
 """The outputs in docs/plan.md are what the commands beside them print."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from benchmarks.pages.plan import DRAWN, PAGE, PICTURE, blocks, output, picture  # noqa: E402
+from benchmarks.pages.plan import DRAWN, PAGE, PICTURE, blocks, output, picture
 
 FOUND = blocks(PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("command", "shown"), FOUND, ids=[command for command, _ in FOUND])
 def test_the_output_is_that_of_the_command(command, shown):
-    assert shown == output(command), "run `python benchmarks/pages/plan.py`"
+    assert shown == output(command), "run `python -m benchmarks.pages.plan`"
 
 
 def test_the_picture_is_that_of_the_command():
     assert DRAWN in PAGE.read_text(encoding="utf-8")
-    assert picture() == PICTURE.read_text(encoding="utf-8"), "run `python benchmarks/pages/plan.py`"
+    assert picture() == PICTURE.read_text(encoding="utf-8"), "run `python -m benchmarks.pages.plan`"
 
 
 def test_the_page_has_outputs():

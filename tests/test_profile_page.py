@@ -10,7 +10,7 @@ RESULT = "benchmarks/results/model_profiles_h200.json"
 
 
 def test_the_table_is_that_of_the_runs():
-    command = [sys.executable, "benchmarks/models/profiles.py", "--show", RESULT]
+    command = [sys.executable, "-m", "benchmarks.models.profiles", "--show", RESULT]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert shown in (ROOT / "docs" / "profile.md").read_text(encoding="utf-8")
 

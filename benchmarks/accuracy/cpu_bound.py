@@ -1,6 +1,6 @@
 """A matrix product with a loop of 100,000 Python steps in front of it, beside the product alone.
 
-    PYTHONPATH=src python benchmarks/accuracy/cpu_bound.py --json benchmarks/results/cpu_bound_h200.json
+    PYTHONPATH=src python -m benchmarks.accuracy.cpu_bound --json benchmarks/results/cpu_bound_h200.json
 
 The first is CPU-bound, and its device time is still that of the second. Needs a GPU.
 """

@@ -1,6 +1,6 @@
 r"""Device times of 20 operations beside the profiler's kernel durations and three other harnesses, in one run.
 
-    PYTHONPATH=src python benchmarks/accuracy/durations.py --json benchmarks/results/kernel_durations.json
+    PYTHONPATH=src python -m benchmarks.accuracy.durations --json benchmarks/results/kernel_durations.json
 
 The referee is the profiler: the kernels of each call, run with the same eviction and pacing as nearpeak's own blocks.
 Needs a GPU and triton. An operation agrees when nearpeak is within 3 % or 0.3 us of the referee.
@@ -9,8 +9,8 @@ A second referee is Nsight Compute, which times each kernel alone. It needs a ru
 to the first:
 
     ncu --csv --nvtx --nvtx-include "call/" --clock-control none --cache-control all \
-        --metrics gpu__time_duration.sum python benchmarks/accuracy/durations.py --calls 5 > ncu.csv
-    python benchmarks/accuracy/durations.py --ncu ncu.csv --json ...
+        --metrics gpu__time_duration.sum python -m benchmarks.accuracy.durations --calls 5 > ncu.csv
+    python -m benchmarks.accuracy.durations --ncu ncu.csv --json ...
 """
 
 from __future__ import annotations

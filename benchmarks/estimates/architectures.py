@@ -1,6 +1,6 @@
 """Fifteen architectures, each one training step (forward, backward, AdamW), estimated on a machine of the catalogue.
 
-    python benchmarks/estimates/architectures.py --on h200-sxm --json benchmarks/results/architectures.json
+    python -m benchmarks.estimates.architectures --on h200-sxm --json benchmarks/results/architectures.json
 
 Needs `pip install transformers`, no GPU and no weights: models are built from small configurations on fake tensors.
 What is asked: how much of the as-written time has a cost formula, and are the FLOPs of the matrix products those that
@@ -9,7 +9,7 @@ the weights and tokens imply.
 On a machine with a GPU, `--device cuda` builds the models as fake CUDA tensors, whose ops torch itself chooses, and
 `--compare` holds the floors against those of another machine, which had to know that choice:
 
-    python benchmarks/estimates/architectures.py --device cuda --compare benchmarks/results/architectures.json
+    python -m benchmarks.estimates.architectures --device cuda --compare benchmarks/results/architectures.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What an estimate itself costs: microseconds per op of a training step, and a step of 70 billion parameters.
 
-    python benchmarks/estimates/cost.py --json benchmarks/results/estimate_cost.json
+    python -m benchmarks.estimates.cost --json benchmarks/results/estimate_cost.json
 
 Needs `pip install transformers`, no GPU and no weights. Each part of the training step of a small Llama is measured
 several times and the least counts, in time of the processor, since others may use the machine. The large case runs once
@@ -107,7 +107,7 @@ def large(machine: nearpeak.Machine, tokens: int) -> dict[str, float]:
 
 def in_own_process(on: str, tokens: int) -> dict[str, float]:
     """`large` where nothing was imported or remembered before."""
-    command = [sys.executable, __file__, "--on", on, "--tokens", str(tokens), "--large"]
+    command = [sys.executable, "-m", "benchmarks.estimates.cost", "--on", on, "--tokens", str(tokens), "--large"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -1,6 +1,6 @@
 """What a Llama-1B training step is expected to take, kernel by kernel, beside what it takes: eager, on this GPU.
 
-    PYTHONPATH=src python benchmarks/estimates/expected.py --json benchmarks/results/expected.json
+    PYTHONPATH=src python -m benchmarks.estimates.expected --json benchmarks/results/expected.json
 
 Needs `pip install transformers` and a GPU. The step is the usual one: forward, backward, AdamW, 4 x 4096 tokens. What
 is measured is the time that kernels run, from the profiler; what is expected is the sum of `expected_s` over the ops.

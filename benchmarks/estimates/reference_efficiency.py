@@ -1,6 +1,6 @@
 """Measures this machine and writes what its kernels reach into the table that is shipped with the package.
 
-    python benchmarks/estimates/reference_efficiency.py [--write FILE]
+    python -m benchmarks.estimates.reference_efficiency [--write FILE]
 
 The table has one GPU and one CPU; the other one is left as it is.
 """

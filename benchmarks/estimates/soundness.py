@@ -1,14 +1,14 @@
 """Is every bound a bound? Hundreds of calls on a GPU, measured with a cold and a hot cache, against their bounds.
 
-    PYTHONPATH=src python benchmarks/estimates/soundness.py --json benchmarks/results/soundness.json
+    PYTHONPATH=src python -m benchmarks.estimates.soundness --json benchmarks/results/soundness.json
 
 The bound of a call is the sum over the ops that it really ran (a live trace), against the datasheet's ceilings and
 against those that are measured at the start of the run. A call breaks its bound where even the upper end of its
 measured interval lies below, with the error to which the events' zero is known added. The tightness of a call is its
 time over its bound at the measured ceilings.
 
-    python benchmarks/estimates/soundness.py --dry             # builds and estimates all calls on fake tensors; needs no GPU
-    python benchmarks/estimates/soundness.py --show FILE       # the tables of a run again
+    python -m benchmarks.estimates.soundness --dry         # builds and estimates all calls on fake tensors: no GPU
+    python -m benchmarks.estimates.soundness --show FILE   # prints the tables of a run
 """
 
 from __future__ import annotations

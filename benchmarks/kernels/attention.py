@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of attention: both passes beside what else there is, and memory.
+"""What `benchmarks.kernels` measures of attention: both passes beside what else there is, and memory.
 
 All forward passes run without gradients but for that of flex: it would be compiled once more, and does the same. FLOPs
 are those of two products for each query and key that it sees, and of five in the backward pass.

@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of operations on rows, and the class of all its cases.
+"""What `benchmarks.kernels` measures of operations on rows, and the class of all its cases.
 
 A case has the ways to do an operation, by name: "nearpeak", "eager" (torch as users write it), "compile" (the same
 through torch.compile) and, where it is installed and has the operation, "liger". All take the same inputs and return

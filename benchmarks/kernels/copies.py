@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of operations that move tensors: float8, transposes, tokens, the optimizer.
+"""What `benchmarks.kernels` measures of operations that move tensors: float8, transposes, tokens, the optimizer.
 
 Cases as in `kernel_cases.py`. "index_select" is the copy of tokens alone, once their order is known.
 """

@@ -1,7 +1,7 @@
 """What limits a few kernels, by the counters of the GPU: attention beside cuDNN's, and norms and softmax of long rows.
 
-    PYTHONPATH=src python benchmarks/kernels/counters.py --json benchmarks/results/kernel_counters_h200.json
-    python benchmarks/kernels/counters.py --show benchmarks/results/kernel_counters_h200.json
+    PYTHONPATH=src python -m benchmarks.kernels.counters --json benchmarks/results/kernel_counters_h200.json
+    python -m benchmarks.kernels.counters --show benchmarks/results/kernel_counters_h200.json
 
 ncu runs this script once more, each call once, and a kernel as often as its counters need. Before each of these runs
 caches are empty; the clock is left to the GPU. The table has shares: of the time in which tensor cores compute; of what
@@ -130,7 +130,7 @@ def run_once() -> None:
 
 
 def ncu_command(hopper: bool, log: Path) -> list[str]:
-    return ncu.command(__file__, ["--once"], counters(hopper), log, page="raw")
+    return ncu.command("benchmarks.kernels.counters", ["--once"], counters(hopper), log, page="raw")
 
 
 def by_call(kernels: Sequence[ncu.Kernel]) -> list[Counted]:

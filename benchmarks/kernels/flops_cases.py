@@ -1,4 +1,4 @@
-"""Cases of `benchmarks/kernels/run.py` that count FLOPs: ways to one result, timed in turns, with their errors.
+"""Cases of `benchmarks.kernels` that count FLOPs: ways to one result, timed in turns, with their errors.
 
 A case may have several kinds of inputs of the same shapes: what is compiled for one is compiled for all. Errors are of
 some rows of the result against float64, relative to the largest value.

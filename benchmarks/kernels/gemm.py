@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of products of matrices: alone, with what follows them, and of 8 bits.
+"""What `benchmarks.kernels` measures of products of matrices: alone, with what follows them, and of 8 bits.
 
 The ways: "nearpeak"; "cublas", `torch.nn.functional.linear` alone; "cublas + ..." with kernels of nearpeak, of Liger or
 of torch after it; "cublas fused", what cuBLAS does itself of it: `torch.addmm` with a residual, and

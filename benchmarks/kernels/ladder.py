@@ -1,14 +1,14 @@
 """The ladder of matrix products: time and traffic of each rung, as predicted from its tile and as counted by ncu.
 
-    PYTHONPATH=src python benchmarks/kernels/ladder.py --json ladder.json --ncu   # about a minute on an H200, ncu included
-    python benchmarks/kernels/ladder.py --show benchmarks/results/ladder_h200.json
-    PYTHONPATH=src python benchmarks/kernels/ladder.py --again ladder.json --json ladder.json
-    PYTHONPATH=src python benchmarks/kernels/ladder.py --predict                  # the arithmetic alone, on any machine
+    PYTHONPATH=src python -m benchmarks.kernels.ladder --json ladder.json --ncu   # a minute on an H200, ncu included
+    python -m benchmarks.kernels.ladder --show benchmarks/results/ladder_h200.json
+    PYTHONPATH=src python -m benchmarks.kernels.ladder --again ladder.json --json ladder.json
+    PYTHONPATH=src python -m benchmarks.kernels.ladder --predict                  # the arithmetic alone, on any machine
 
 ncu runs this script once more, each rung once. It counts for all rungs: sectors that threads asked the L1 cache for,
 bytes that came to processors from L2, and DRAM. Which of them a rung is held against, and why, is in
-`nearpeak/kernels/ladder/__init__.py`. A prediction holds if it is within 10 % of the counter. `--again` predicts anew, and
-holds that against the counters of a file from before.
+`nearpeak/kernels/ladder/__init__.py`. A prediction holds if it is within 10 % of the counter.
+`--again` predicts anew, and compares that with the counters of an earlier file.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run_once(size: int) -> None:
 
 
 def ncu_command(size: int, log: Path) -> list[str]:
-    return ncu.command(__file__, ["--once", "--size", str(size)], counters(), log, page="details")
+    return ncu.command("benchmarks.kernels.ladder", ["--once", "--size", str(size)], counters(), log, page="details")
 
 
 def read_ncu(lines: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of launches: what a call on small tensors takes on the host."""
+"""What `benchmarks.kernels` measures of launches: what a call on small tensors takes on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of linear attention: beside attention, and the lengths where it gets faster.
+"""What `benchmarks.kernels` measures of linear attention: beside attention, and the lengths where it gets faster.
 
 All is causal, in bfloat16; a batch has as many sequences as make `together` tokens, or one. The ways: "nearpeak",
 `linear_attention`; "naive", the same as its formula reads, with the state of every token from a cumulative sum;

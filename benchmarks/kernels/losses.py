@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of losses: forward and backward pass together, and memory.
+"""What `benchmarks.kernels` measures of losses: forward and backward pass together, and memory.
 
 Each way gives the gradients. Logits that a way overwrites are written anew before each call, outside of what is timed.
 """

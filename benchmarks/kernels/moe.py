@@ -1,4 +1,4 @@
-"""What `benchmarks/kernels/run.py` measures of experts: grouped products, their gradients, 8 bits, and whole layers.
+"""What `benchmarks.kernels` measures of experts: grouped products, their gradients, 8 bits, and whole layers.
 
 Tokens choose experts in three ways: "even" (all experts have as many rows), "uniform" (experts at random) and "beta"
 (an expert is chosen in proportion to a number drawn once for it from Beta(1, 5)). The ways: "nearpeak"; "torch",

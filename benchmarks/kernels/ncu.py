@@ -30,10 +30,10 @@ class Kernel:
     counters: dict[str, float] = field(default_factory=dict)
 
 
-def command(script: str, arguments: Sequence[str], counters: Sequence[str], log: Path, page: str) -> list[str]:
-    """Runs the script under ncu, which writes its table to the log; what pages there are is in `read`."""
+def command(module: str, arguments: Sequence[str], counters: Sequence[str], log: Path, page: str) -> list[str]:
+    """The command that runs `module` under ncu, which writes a table to `log`. `page` is "details" or "raw"."""
     asked = ["--page", page, "--metrics", ",".join(counters), "--log-file", str(log)]
-    return ["ncu", *OPTIONS, *asked, sys.executable, str(Path(script).resolve()), *arguments]
+    return ["ncu", *OPTIONS, *asked, sys.executable, "-m", module, *arguments]
 
 
 def counted(run: Callable[[Path], list[str]], prefix: str) -> list[Kernel]:

@@ -1,7 +1,7 @@
 """The kernels of nearpeak beside everything that a user could call instead: on this GPU, in one run.
 
-    PYTHONPATH=src python benchmarks/kernels/run.py --json benchmarks/results/kernels_h200.json
-    python benchmarks/kernels/run.py --show benchmarks/results/kernels_h200.json
+    PYTHONPATH=src python -m benchmarks.kernels --json benchmarks/results/kernels_h200.json
+    python -m benchmarks.kernels --show benchmarks/results/kernels_h200.json
 
 Sections, all or those of `--only`: "losses" (both passes, with memory), "copies" (float8, transposes, tokens, AdamW),
 "launch" (what a call takes on the host), "rows" (operations on rows, each pass), "attention" (each pass), "decoding"
@@ -39,17 +39,17 @@ COMPILED_WAYS = ("nearpeak", "compile", "liger", "portable", "flex")
 SELF_MEASURED = ("attention", "decoding", "attention_memory", "products", "experts", "linear_attention")
 """Sections whose cases say what has to be compiled, `steps`, and measure themselves, `rows`."""
 CASES = {
-    "rows": "kernel_cases:row_cases",
-    "copies": "kernel_copies:copy_cases",
-    "losses": "kernel_losses:loss_cases",
-    "attention": "kernel_attention:attention_cases",
-    "decoding": "kernel_decoding:decoding_cases",
-    "attention_memory": "kernel_attention_memory:memory_cases",
-    "products": "kernel_products:product_cases",
-    "experts": "kernel_experts:expert_cases",
-    "linear_attention": "kernel_linear_attention:linear_cases",
+    "rows": "cases:row_cases",
+    "copies": "copies:copy_cases",
+    "losses": "losses:loss_cases",
+    "attention": "attention:attention_cases",
+    "decoding": "attention:decoding_cases",
+    "attention_memory": "attention:memory_cases",
+    "products": "gemm:product_cases",
+    "experts": "moe:expert_cases",
+    "linear_attention": "linear_attention:linear_cases",
 }
-"""By section, the module and the function that makes its cases."""
+"""By section, the module of this package and the function that makes its cases."""
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -67,7 +67,7 @@ class Setting:
     def cases(self, section: str) -> Iterator[Any]:
         """The cases of a section; of "losses" what makes them."""
         module, _, name = CASES[section].partition(":")
-        make: Any = getattr(importlib.import_module(module), name)
+        make: Any = getattr(importlib.import_module(f"benchmarks.kernels.{module}"), name)
         given = {section: self.sizes[section]} if section in self.sizes else {}
         return make(*given.values(), device=self.device)  # type: ignore[no-any-return]
 
@@ -439,7 +439,8 @@ def run(arguments: argparse.Namespace, setting: Setting) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
         if arguments.processes and set(arguments.sections) != {"launch"}:
-            command = [sys.executable, __file__, "--only", ",".join(arguments.sections), "--work", folder]
+            command = [sys.executable, "-m", "benchmarks.kernels", "--work", folder]
+            command += ["--only", ",".join(arguments.sections)]
             command += ["--operations", arguments.operations] if arguments.operations else []
             command += ["--rehearse"] if arguments.rehearse else []
             took = run_workers(command, arguments.processes, arguments.compile_seconds)

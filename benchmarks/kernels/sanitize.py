@@ -1,10 +1,10 @@
 """Every kernel once, forward and backward, on small tensors of odd shapes: for compute-sanitizer.
 
     export PYTHONPATH=src TRITON_CACHE_DIR=/tmp/sanitized
-    python benchmarks/kernels/sanitize.py                                    # compiles all kernels, and keeps them
-    compute-sanitizer --tool memcheck python benchmarks/kernels/sanitize.py
-    compute-sanitizer --tool racecheck python benchmarks/kernels/sanitize.py
-    TRITON_INSTRUMENTATION_MODE=consan python benchmarks/kernels/sanitize.py --only "attention 64"
+    python -m benchmarks.kernels.sanitize                                    # compiles all kernels, and keeps them
+    compute-sanitizer --tool memcheck python -m benchmarks.kernels.sanitize
+    compute-sanitizer --tool racecheck python -m benchmarks.kernels.sanitize
+    TRITON_INSTRUMENTATION_MODE=consan python -m benchmarks.kernels.sanitize --only "attention 64"
 
 In kernels in Gluon one thread tells other warps, by a barrier in memory, what all threads of its own have done before
 another barrier. racecheck does not follow that, and reports it. The last line is Triton's own sanitizer, which knows

@@ -1,4 +1,4 @@
-"""The results of `benchmarks/kernels/run.py` as tables of Markdown."""
+"""The results of `benchmarks.kernels` as tables of Markdown."""
 
 from __future__ import annotations
 

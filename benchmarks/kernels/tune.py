@@ -1,6 +1,6 @@
 """Measures which configuration of each kernel is fastest on this GPU, and writes the table that the kernels use.
 
-    PYTHONPATH=src python benchmarks/kernels/tune.py --table src/nearpeak/kernels/tables/sm90.json
+    PYTHONPATH=src python -m benchmarks.kernels.tune --table src/nearpeak/kernels/tables/sm90.json
 
 Kernels of different candidates are compiled by several processes first; what is not compiled in time is left out. Then
 all candidates for one size are measured in turns. One that does not reproduce the result of the default, or its own, is
@@ -621,7 +621,7 @@ def _portable_attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
                 )
 
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 ROUNDS = 4
 MOST = 16
 """Candidates of an entry that are measured, at most."""
@@ -876,7 +876,8 @@ def main() -> int:
         rows = []
         with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
             if arguments.processes:
-                command = [sys.executable, __file__, "--most", str(arguments.most), "--work", folder]
+                command = [sys.executable, "-m", "benchmarks.kernels.tune", "--work", folder]
+                command += ["--most", str(arguments.most)]
                 command += ["--operations", arguments.operations] if arguments.operations else []
                 command += ["--sizes", arguments.sizes] if arguments.sizes else []
                 command += ["--variant", arguments.variant] if arguments.variant else []

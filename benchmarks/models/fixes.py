@@ -1,12 +1,12 @@
 """Predicted against realized savings of real models: each fix that `nearpeak profile` proposes, made by hand and timed.
 
-    PYTHONPATH=src python benchmarks/models/fixes.py --profiles FOLDER --json benchmarks/results/model_fixes.json
-    python benchmarks/models/fixes.py --show benchmarks/results/model_fixes_h200.json
+    PYTHONPATH=src python -m benchmarks.models.fixes --profiles FOLDER --json benchmarks/results/model_fixes.json
+    python -m benchmarks.models.fixes --show benchmarks/results/model_fixes_h200.json
 
 The models are those of `benchmarks/models/steps.py`, training eager, as `transformers` has them. A fix is switched on
 and off on one model, so that both ways are measured in turns on the same weights; what is realized is the median of
-what the rounds saved. FOLDER has the profiles of the plain steps, MODEL_train.json.gz, as `benchmarks/models/profiles.py
---folder FOLDER` keeps them. `benchmarks/pages/model_fixes.py` prints the table without transformers.
+what the rounds saved. FOLDER has the profiles of the plain steps, MODEL_train.json.gz, as `benchmarks.models.profiles
+--folder FOLDER` keeps them. `benchmarks.pages.model_fixes` prints the table without transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fifteen profiles on this GPU: five models, each training eager, training compiled, and inference.
 
-    PYTHONPATH=src python benchmarks/models/profiles.py --json benchmarks/results/model_profiles.json
-    python benchmarks/models/profiles.py --show benchmarks/results/model_profiles_h200.json --markdown
+    PYTHONPATH=src python -m benchmarks.models.profiles --json benchmarks/results/model_profiles.json
+    python -m benchmarks.models.profiles --show benchmarks/results/model_profiles_h200.json --markdown
 
 Every run is `benchmarks/models/steps.py` in a process of its own, once alone and once under `nearpeak profile`. What is
 asked: do the parts of the waterfall sum to the wall time, are clean steps as fast under nearpeak as alone, how much of
@@ -24,7 +24,7 @@ from typing import Any
 
 import nearpeak
 
-SCRIPT = Path(__file__).with_name("model_steps.py")
+SCRIPT = Path(__file__).with_name("steps.py")
 MODELS = ("gpt2", "llama", "qwen3_moe", "vit", "bert")
 MODES = ("train", "compiled", "inference")
 NAMES = {"gpt2": "GPT-2", "llama": "Llama-1B", "qwen3_moe": "Qwen3-MoE", "vit": "ViT", "bert": "BERT"}

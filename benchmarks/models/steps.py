@@ -4,7 +4,7 @@
     nearpeak profile benchmarks/models/steps.py llama compiled --steps 30
 
 It knows nothing of nearpeak, and prints the seconds of a step by its own clock: the last steps as a whole, with the
-device waited for before and after them. `benchmarks/models/profiles.py` runs it alone and under nearpeak.
+device waited for before and after them. `benchmarks.models.profiles` runs it alone and under nearpeak.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The error of attention and of all its gradients against float64, beside that of plain torch at the same precision.
 
-    PYTHONPATH=src python benchmarks/numerics/attention.py --json benchmarks/results/attention_numerics_h200.json
-    python benchmarks/numerics/attention.py --show benchmarks/results/attention_numerics_h200.json
+    PYTHONPATH=src python -m benchmarks.numerics.attention --json benchmarks/results/attention_numerics_h200.json
+    python -m benchmarks.numerics.attention --show benchmarks/results/attention_numerics_h200.json
 
 A thousand calls, drawn at random: kinds that have to be compiled apart (dtype, size of heads, masks, window, softcap,
 bias, slopes, sinks, dropout, packed sequences) from a list, and everything else freely: how many sequences, heads and
@@ -365,7 +365,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if given.processes:
             with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
-                command = [sys.executable, __file__, "--calls", str(given.calls), "--work", folder]
+                command = [sys.executable, "-m", "benchmarks.numerics.attention", "--work", folder]
+                command += ["--calls", str(given.calls)]
                 command += ["--most-tokens", str(given.most_tokens)]
                 took = run_workers(command, given.processes, COMPILE_SECONDS)
                 print(f"compiled in {took:.0f} s", file=sys.stderr, flush=True)

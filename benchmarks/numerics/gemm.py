@@ -1,7 +1,7 @@
 """The error of products, experts and linear attention and of all gradients against float64, beside that of plain torch.
 
-    PYTHONPATH=src python benchmarks/numerics/gemm.py --json benchmarks/results/product_numerics_h200.json
-    python benchmarks/numerics/gemm.py --show benchmarks/results/product_numerics_h200.json
+    PYTHONPATH=src python -m benchmarks.numerics.gemm --json benchmarks/results/product_numerics_h200.json
+    python -m benchmarks.numerics.gemm --show benchmarks/results/product_numerics_h200.json
 
 Five hundred calls, drawn at random: kinds that have to be compiled apart (dtype, 8 bits with scales of all sorts,
 activation, gate, bias, residual, factors that lie across, experts, linear attention causal or not) from a list, and
@@ -523,7 +523,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if given.processes:
             with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
-                command = [sys.executable, __file__, "--number", str(given.number), "--work", folder]
+                command = [sys.executable, "-m", "benchmarks.numerics.gemm", "--work", folder]
+                command += ["--number", str(given.number)]
                 command += ["--most", str(given.most)] if given.most else []
                 took = run_workers(command, given.processes, COMPILE_SECONDS)
                 print(f"compiled in {took:.0f} s", file=sys.stderr, flush=True)

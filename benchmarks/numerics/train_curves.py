@@ -1,7 +1,7 @@
 """The loss of a small language model, step by step: trained with plain torch and with the kernels of nearpeak.
 
-    PYTHONPATH=src python benchmarks/numerics/train_curves.py --json benchmarks/results/train_curves_cpu.json
-    python benchmarks/numerics/train_curves.py --show benchmarks/results/train_curves_cpu.json
+    PYTHONPATH=src python -m benchmarks.numerics.train_curves --json benchmarks/results/train_curves_cpu.json
+    python -m benchmarks.numerics.train_curves --show benchmarks/results/train_curves_cpu.json
 
 Both ways begin with the same weights and see the same batches. What difference means nothing is seen from runs of plain
 torch: some see the same batches in other orders, and one begins with weights of which some are moved to the next

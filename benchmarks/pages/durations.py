@@ -1,6 +1,6 @@
 """The table and the plot of docs/accuracy.md, from the results of kernel_durations.py.
 
-    python benchmarks/pages/durations.py benchmarks/results/kernel_durations_h200.json
+    python -m benchmarks.pages.durations benchmarks/results/kernel_durations_h200.json
 
 writes docs/images/kernel_durations.svg and replaces the table in docs/accuracy.md. A test holds the page to the data.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from nearpeak.render.picture.plot import Band, Series, line_plot
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "accuracy.md"
 PLOT = ROOT / "docs" / "images" / "kernel_durations.svg"
 BEGIN, END = "<!-- table -->", "<!-- /table -->"

@@ -1,7 +1,7 @@
 """Writes the pages of the gallery, docs/gallery.md and docs/gallery/*.md, from results of `nearpeak gallery --json`.
 
     nearpeak gallery --json benchmarks/results/gallery_xeon.json
-    python benchmarks/pages/gallery.py benchmarks/results/gallery_h200.json benchmarks/results/gallery_xeon.json
+    python -m benchmarks.pages.gallery benchmarks/results/gallery_h200.json benchmarks/results/gallery_xeon.json
 
 A page has a section for each machine, in the order in which the files are given.
 """
@@ -19,7 +19,7 @@ from nearpeak.gallery.parts import ExampleResult
 from nearpeak.render import markdown as md
 from nearpeak.units import seconds
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEFORE, AFTER = "<!-- examples -->\n", "<!-- end of examples -->\n"
 
 

@@ -1,6 +1,6 @@
-"""The results of `benchmarks/kernels/run.py` in docs/kernels.md, and their plots.
+"""The results of `benchmarks.kernels` in docs/kernels.md, and their plots.
 
-    python benchmarks/pages/kernels.py benchmarks/results/kernels_h200.json
+    python -m benchmarks.pages.kernels benchmarks/results/kernels_h200.json
 
 writes docs/images/kernels_forward.svg, kernels_backward.svg and those of attention, products, experts and linear
 attention, and replaces what stands between the marks of the page. A test holds the page to the data.
@@ -243,7 +243,7 @@ def product_parts(content: Row) -> list[str]:
     return found
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "kernels.md"
 RESULT = ROOT / "benchmarks" / "results" / "kernels_h200.json"
 IMAGES = ROOT / "docs" / "images"

@@ -1,6 +1,6 @@
 """The table of predicted against realized savings of real models, as docs/findings.md has it.
 
-python benchmarks/pages/model_fixes.py benchmarks/results/model_fixes_h200.json
+python -m benchmarks.pages.model_fixes benchmarks/results/model_fixes_h200.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes docs/plan.md anew: its picture, and the outputs in the blocks that begin with `$ nearpeak plan`.
 
-python benchmarks/pages/plan.py          writes the page
-python benchmarks/pages/plan.py --check  exit code 1 where a block is not what its command prints
+python -m benchmarks.pages.plan          writes the page
+python -m benchmarks.pages.plan --check  exit code 1 where a block is not what its command prints
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nearpeak.cli.main import main as nearpeak
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "plan.md"
 PICTURE = ROOT / "docs" / "images" / "plan_moe.svg"
 DRAWN = 'nearpeak plan moe deepseek-v3 --on "h100-sxm x 64" -o docs/images/plan_moe.svg'

@@ -1,8 +1,8 @@
 """Writes the error bars of training plans: the mean error by kind of model and generation of GPUs, sources left out.
 
-    python benchmarks/plan/error_bars.py
+    python -m benchmarks.plan.error_bars
 
-To be run after `benchmarks/plan/fit_training.py`.
+To be run after `benchmarks.plan.fit_training`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import fmean
 from nearpeak.plan.training.plan import error_group
 from nearpeak.plan.validation.training import validate_training
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
 FILE = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_error_bars.json"
 
@@ -31,7 +31,7 @@ def groups() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     about = "Mean absolute error of step times on benchmarks/measurements/measured_training.csv, each source predicted "
-    about += "by constants fitted without it. Written by benchmarks/plan/error_bars.py."
+    about += "by constants fitted without it. Written by benchmarks.plan.error_bars."
     FILE.write_text(json.dumps({"about": about, "groups": groups()}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """Fits the constants of collectives on measured rows and writes src/nearpeak/plan/cluster/collectives.json.
 
-    python benchmarks/plan/fit_collectives.py [benchmarks/measurements/measured_collectives.csv]
+    python -m benchmarks.plan.fit_collectives [benchmarks/measurements/measured_collectives.csv]
 
 One set per kind of link (NVLink of Ampere, Hopper and Blackwell, PCIe, through the host), shared by all systems of that
 kind. Each protocol is fitted on the rows for which NCCL's tuning takes it. The loss grows linearly beyond 5 %, so that
@@ -36,7 +36,7 @@ from nearpeak.plan.cluster.collectives import (
 )
 from nearpeak.plan.validation.collectives import MeasuredCollective, cluster_of, read_collectives
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "benchmarks/measurements/measured_collectives.csv"
 OUT = ROOT / "src/nearpeak/plan/cluster/collectives.json"
 KNEE = 0.05
@@ -200,7 +200,7 @@ def main() -> None:
             if rest is not None:
                 without[system] = {kind: rest}
     data = {
-        "source": f"benchmarks/plan/fit_collectives.py on {path.name}: {len(rows)} rows of {rows[0].source}",
+        "source": f"benchmarks.plan.fit_collectives on {path.name}: {len(rows)} rows of {rows[0].source}",
         "links": to_json(links),
         "network": to_json(NETWORK),
         "without": to_json(without),

@@ -1,6 +1,6 @@
 """Fits the constants of eager code's memory on published peaks, where too low weighs more than too high.
 
-    python benchmarks/plan/fit_memory.py [--weight 4]
+    python -m benchmarks.plan.fit_memory [--weight 4]
 
 Prints the constants of `plan/activations.py` and what they give, by source, and with each source left out. The rest of
 the memory model has no fitted constants: `measurements/peer_predictions.json` has 43 peaks that were in no fit, and
@@ -18,7 +18,7 @@ from benchmarks.plan.peers import own_row
 from nearpeak.plan import activations, memory
 from nearpeak.plan.validation.training import MeasuredTraining, read_training
 
-DATA = Path(__file__).parent / "measurements"
+DATA = Path(__file__).resolve().parents[1] / "measurements"
 NAMES = ("EAGER_BLOCK", "EAGER_ACTIVATION", "EAGER_RUNNING", "EAGER_LOGITS")
 START, LEAST, MOST = (6.5, 2.0, 40.0, 8.0), (0.0, 2.0, 0.0, 6.5), (20.0, 3.0, 60.0, 12.0)
 """A gated feed keeps at least its activated half; logits take at least what fused losses do."""

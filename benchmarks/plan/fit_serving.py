@@ -1,6 +1,6 @@
 """Fits the constants of serving on measured runs and writes src/nearpeak/plan/serving/serving.json.
 
-    python benchmarks/plan/fit_serving.py [--no-leave-out] [benchmarks/measurements/measured_inference.csv]
+    python -m benchmarks.plan.fit_serving [--no-leave-out] [benchmarks/measurements/measured_inference.csv]
 
 One set for all sources: shares by generation of GPUs and dtype, overheads by engine. The residual is the logarithm of
 predicted over measured; the loss grows linearly beyond 10 %, so that runs with a fault of their own pull little. A
@@ -30,7 +30,7 @@ from nearpeak.plan.serving.constants import EngineConstants, GenerationConstants
 from nearpeak.plan.serving.step import p_norm
 from nearpeak.plan.validation.inference import MeasuredInference, predict_quantities, read_inference
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "benchmarks/measurements/measured_inference.csv"
 OUT = ROOT / "src/nearpeak/plan/serving/serving.json"
 KNEE = 0.10
@@ -343,7 +343,7 @@ def main() -> None:
     path = Path(arguments[0]) if arguments else ROWS
     rows, skipped = read_inference(path)
     print(f"{len(rows)} rows, {len(skipped)} skipped", file=sys.stderr)
-    text = f"benchmarks/plan/fit_serving.py on {path.name}: {len(rows)} rows"
+    text = f"benchmarks.plan.fit_serving on {path.name}: {len(rows)} rows"
     values = fit(rows, text, {key: start for key, (start, _) in START.items()}, 12)
     if "--campaigns" in sys.argv:
         leave_out_campaigns(rows, values)

@@ -1,6 +1,6 @@
 """Fits the constants of training time on published runs, and leaves out whole sources in turn.
 
-    python benchmarks/plan/fit_training.py [--write] [--quick] [--show GROUP]
+    python -m benchmarks.plan.fit_training [--write] [--quick] [--show GROUP]
 
 Needs numpy. Residuals are logarithms of predicted to measured step time. Every constant has a prior (its default in
 `plan/efficiency.py`) that holds it where no run says anything, so that few rows cannot move it far. `--write` puts the
@@ -23,7 +23,7 @@ from nearpeak.plan.training.efficiency import Efficiency
 from nearpeak.plan.training.time import Planner
 from nearpeak.plan.validation.training import MeasuredTraining, read_training
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
 TARGET = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_constants.json"
 LEFT_OUT = TARGET.with_name("training_left_out.json")
@@ -168,7 +168,7 @@ def main() -> None:
         mean = float(np.abs(error).mean())
         if arguments.write:
             data = {
-                "about": "Written by benchmarks/plan/fit_training.py: constants fitted without each source.",
+                "about": "Written by benchmarks.plan.fit_training: constants fitted without each source.",
                 "sources": fits,
             }
             LEFT_OUT.write_text(json.dumps(data, indent=1) + "\n")
@@ -206,7 +206,7 @@ def write(rows: list[MeasuredTraining], values: np.ndarray, prior: np.ndarray, m
         kind = "fitted" if len(felt) >= 3 else "assumed"
         text = f"fitted on {len(felt)} runs of {', '.join(sources)}" if felt else "no run depends on it"
         entries[name] = {"value": float(f"{math.exp(values[column]):.5g}"), "kind": kind, "source": text}
-    data = {"about": "Written by benchmarks/plan/fit_training.py.", "error": round(mean, 4), "constants": entries}
+    data = {"about": "Written by benchmarks.plan.fit_training.", "error": round(mean, 4), "constants": entries}
     TARGET.write_text(json.dumps(data, indent=1) + "\n")
     print(f"wrote {TARGET}")
 

@@ -1,6 +1,6 @@
 """Every model of the planner's catalogue against the one that `transformers` builds from the same config.
 
-    python benchmarks/plan/models.py [--flops] [--only NAME]
+    python -m benchmarks.plan.models [--flops] [--only NAME]
 
 Parameters: all of them, on the meta device. FLOPs (`--flops`): a forward pass of a copy with few layers on fake
 tensors, counted by nearpeak's own formulas, against the planner's; matrix products and attention.

@@ -1,6 +1,6 @@
 """The planner beside calculon, SimuMax, llm-analysis and aiconfigurator, on the rows that each of them can predict.
 
-    python benchmarks/plan/peers.py
+    python -m benchmarks.plan.peers
 
 `measurements/peer_predictions.json` has what the peers answered, their versions and their settings. nearpeak is run
 here on the same rows, each by constants that were fitted without the row's source. Writes `results/plan_peers.json` and
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.markdown_table import table
 from nearpeak.plan.cluster.cluster import Cluster
-from nearpeak.plan.models.catalogue import catalogue_model
+from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import memory_by_stage
@@ -27,7 +27,7 @@ from nearpeak.plan.training.time import Planner
 from nearpeak.plan.validation.inference import predict_inference, read_inference
 from nearpeak.plan.validation.training import TIE, validate_training
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parents[1]
 PEERS = HERE / "measurements" / "peer_predictions.json"
 RESULTS = HERE / "results" / "plan_peers.json"
 PAGE = HERE.parent / "docs" / "plan.md"
@@ -139,7 +139,7 @@ def planner_rows(peers: dict[str, Any]) -> Rows:
 
 def own_row(row: dict[str, Any]) -> tuple[float, float]:
     """Seconds of a step and bytes allocated on the fullest rank, for a row that SimuMax published."""
-    base = catalogue_model(row["model"])
+    base = get_model(row["model"])
     layers = row["layers"]
     cut = (
         replace(base, mixers="A" * layers, feeds="D" + "E" * (layers - 1)) if base.is_moe else base.with_layers(layers)

@@ -1,10 +1,10 @@
 """Does `nearpeak diff` say that nothing changed when nothing did, and name a kernel that is 3 % slower?
 
-    PYTHONPATH=src python benchmarks/profiles/diff.py --json benchmarks/results/diff.json
-    python benchmarks/profiles/diff.py --show benchmarks/results/diff_h200.json
+    PYTHONPATH=src python -m benchmarks.profiles.diff --json benchmarks/results/diff.json
+    python -m benchmarks.profiles.diff --show benchmarks/results/diff_h200.json
 
-Profiles `benchmarks/profiles/diff_steps.py` in processes of their own, many times as it is and some times with a kernel that is
-3 % slower, and compares: each run with the next one, and each slower run with the plain one before it.
+Profiles `benchmarks/profiles/diff_steps.py` in separate processes, many times unchanged and a few times with a kernel
+that is 3 % slower. Compares each run with the next one, and each slower run with the unchanged one before it.
 """
 
 from __future__ import annotations

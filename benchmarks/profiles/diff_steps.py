@@ -4,7 +4,7 @@
     nearpeak profile --save a.json.gz benchmarks/profiles/diff_steps.py --slower 0.03
 
 With `--slower 0.03` the kernel `scaled`, which runs in every layer, does 3 % of its work twice: the same op on the same
-shapes that takes 3 % longer. It knows nothing of nearpeak; `benchmarks/profiles/diff.py` runs it many times.
+shapes that takes 3 % longer. It knows nothing of nearpeak; `benchmarks.profiles.diff` runs it many times.
 """
 
 from __future__ import annotations

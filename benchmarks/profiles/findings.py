@@ -1,7 +1,7 @@
 """Predicted against realized savings: every planted waste of the corpus, and its clean twin, on this machine.
 
-    PYTHONPATH=src python benchmarks/profiles/findings.py --json benchmarks/results/findings.json
-    python benchmarks/profiles/findings.py --show benchmarks/results/findings_h200.json
+    PYTHONPATH=src python -m benchmarks.profiles.findings --json benchmarks/results/findings.json
+    python -m benchmarks.profiles.findings --show benchmarks/results/findings_h200.json
 
 Each file of tests/corpus has a step with one planted waste and the same step without it. The waste is profiled, and
 what its finding predicts, as a share of the step, is held against what the step without it saves of the wall time, both
@@ -26,7 +26,7 @@ import torch
 import nearpeak
 from nearpeak.measure.statistics import median
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from planted import CASES, load
 
 CLOSE = 0.2

@@ -1,11 +1,11 @@
 """How far do times of the same kernels differ, from step to step and from process to process, on a GPU?
 
-    PYTHONPATH=src python benchmarks/profiles/kernel_scatter.py --json benchmarks/results/kernel_scatter.json
-    python benchmarks/profiles/kernel_scatter.py --show benchmarks/results/kernel_scatter_h200.json
+    PYTHONPATH=src python -m benchmarks.profiles.kernel_scatter --json benchmarks/results/kernel_scatter.json
+    python -m benchmarks.profiles.kernel_scatter --show benchmarks/results/kernel_scatter_h200.json
 
-Each process runs the network of `benchmarks/profiles/diff_steps.py`, as it is or with a kernel that is 3 % slower: three single
-steps under torch's profiler with others between them, and two blocks of six steps in a row. Kept is the median time of
-each kernel of a step.
+Each process runs the network of `benchmarks/profiles/diff_steps.py`, unchanged or with a kernel that is 3 % slower:
+three single steps under torch's profiler with others between them, and two blocks of six steps in a row. The result has
+the median time of each kernel of a step.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(PROCESSES):
             file, slower = Path(folder) / f"{number}.json", SLOWER if number % 3 == 2 else 0.0
-            command = [sys.executable, __file__, "--raw", str(file), "--slower", str(slower)]
+            command = [sys.executable, "-m", "benchmarks.profiles.kernel_scatter", "--raw", str(file)]
+            command += ["--slower", str(slower)]
             subprocess.run(command, check=True)
             processes.append(summary(json.loads(file.read_text(encoding="utf-8"))))
             print(f"{number + 1} of {PROCESSES}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """How long a large trace file takes to read, and how much memory.
 
-`python benchmarks/profiles/trace_file.py [FILE] [--megabytes N | --events N] [--step all]`
+`python -m benchmarks.profiles.trace_file [FILE] [--megabytes N | --events N] [--step all]`
 
 Slow: it writes a file of that size, by default 300 MB, into a temporary folder. The events of FILE, by default a part
 of a training step on a GPU, are repeated as the steps of a schedule, with later times and other numbers. What is
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from nearpeak.trace.kineto.read import read_trace
 from nearpeak.trace.kineto.recording import EventFile
 
-SAMPLE = Path(__file__).parent.parent / "tests" / "data" / "kineto_eager.json.gz"
+SAMPLE = Path(__file__).resolve().parents[2] / "tests" / "data" / "kineto_eager.json.gz"
 NUMBERS = ("External id", "correlation", "Sequence number")
 APART = 1_000_000
 """Between the numbers of one step and the next."""

@@ -6,7 +6,6 @@ import importlib
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from nearpeak.kernels import ladder as kernels_ladder
 from nearpeak.kernels._runtime.policy import INTERPRETED
 from nearpeak.kernels.ladder import ITEM, RUNGS, SECTOR, Tile, empty_result, floor_bytes
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-ladder: Any = importlib.import_module("ladder")
+ladder: Any = importlib.import_module("benchmarks.kernels.ladder")
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,12 +19,9 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def train_curves() -> ModuleType:
-    path = ROOT / "benchmarks" / "train_curves.py"
-    found = importlib.util.spec_from_file_location("train_curves", path)
-    module = importlib.util.module_from_spec(found)
-    sys.modules["train_curves"] = module  # dataclasses look for it there
-    found.loader.exec_module(module)
-    return module
+    from benchmarks.numerics import train_curves
+
+    return train_curves
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What kernels reach on a machine that was measured with care, for machines whose own kernels were not.
 
-`efficiency.json` is written by `benchmarks/estimates/reference_efficiency.py` on each of the machines that it names.
+`efficiency.json` is written by `benchmarks.estimates.reference_efficiency` on each of the machines that it names.
 The points are ratios to bounds, so that they carry over to a machine with other ceilings, as an assumption that is
 stated wherever it is used.
 """

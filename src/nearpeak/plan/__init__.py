@@ -46,20 +46,20 @@ __all__ = [
 ]
 
 _HOME = {
-    "Cluster": "network.cluster",
+    "Cluster": "cluster.cluster",
     "Job": "training.job",
     "Layout": "training.layout",
-    "Load": "serving.answers",
+    "Load": "serving.plan",
     "Model": "models.model",
-    "ServingLayout": "serving.layout",
-    "collective_seconds": "network.collectives",
-    "find_model": "models.given",
-    "memory_plan": "training.answers",
+    "ServingLayout": "serving.deployment",
+    "collective_seconds": "cluster.collectives",
+    "find_model": "models.find",
+    "memory_plan": "training.plan",
     "precision_named": "training.job",
-    "search_plan": "training.choice",
-    "serving_plan": "serving.answers",
-    "training_plan": "training.answers",
-    "validate": "validation.answers",
+    "search_plan": "training.search",
+    "serving_plan": "serving.plan",
+    "training_plan": "training.plan",
+    "validate": "validation.validate",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, globals(), _HOME)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,24 +15,20 @@ from nearpeak.render.picture.svg import svg
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-attention: Any = importlib.import_module("kernel_attention")
-memory: Any = importlib.import_module("kernel_attention_memory")
-pages: Any = importlib.import_module("kernel_attention_page")
-tables: Any = importlib.import_module("kernel_attention_tables")
-ways_of: Any = importlib.import_module("kernel_attention_ways")
-benchmark: Any = importlib.import_module("kernels")
-kernel_cases: Any = importlib.import_module("kernel_cases")
-kernel_timing: Any = importlib.import_module("kernel_timing")
-decoding: Any = importlib.import_module("kernel_decoding")
+attention: Any = importlib.import_module("benchmarks.kernels.attention")
+cases: Any = importlib.import_module("benchmarks.kernels.cases")
+run: Any = importlib.import_module("benchmarks.kernels.run")
+tables: Any = importlib.import_module("benchmarks.kernels.tables")
+timing: Any = importlib.import_module("benchmarks.kernels.timing")
+page: Any = importlib.import_module("benchmarks.pages.kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(kernel_cases, "BACKEND", "aot_eager")
-    monkeypatch.setattr(kernel_timing, "ROUNDS", 1)
+    monkeypatch.setattr(cases, "BACKEND", "aot_eager")
+    monkeypatch.setattr(timing, "ROUNDS", 1)
     with using("require"):
         yield
     torch.compiler.reset()
@@ -72,7 +66,7 @@ def test_the_portable_way_is_attention(causal):
 def test_flex_has_the_same_mask(causal):
     given = [torch.randn(1, 1, 20, 16, device=DEVICE) for _ in "qkv"]
     with torch.no_grad():
-        found = ways_of.attention_ways(causal, 20, DEVICE)["flex"](*given)
+        found = attention.attention_ways(causal, 20, DEVICE)["flex"](*given)
         expected = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal)
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
@@ -88,10 +82,10 @@ def test_errors_and_repeats_are_of_both_passes():
 
 
 def test_caches_of_all_kinds_hold_the_same():
-    sizes = decoding.DecodingSizes(sequences=((2, 5),), heads=2, key_heads=1, dim=16)
-    (case,) = decoding.decoding_cases(sizes, DEVICE)
-    (row,) = case.rows(benchmark.Setting(DEVICE), "none")
-    assert set(row["seconds"]) == {*decoding.OWN, "sdpa"}
+    sizes = attention.DecodingSizes(sequences=((2, 5),), heads=2, key_heads=1, dim=16)
+    (case,) = attention.decoding_cases(sizes, DEVICE)
+    (row,) = case.rows(run.Setting(DEVICE), "none")
+    assert set(row["seconds"]) == {*attention.OWN, "sdpa"}
     assert row["bytes"]["nearpeak"] == 2 * row["bytes"]["float8"] == 2 * 2 * 5 * 16 * 2
     for way, error in row["errors"].items():
         assert error < (0.1 if way.startswith("float8") else 0.02), way
@@ -100,12 +94,12 @@ def test_caches_of_all_kinds_hold_the_same():
 
 
 def test_memory_is_of_both_passes():
-    cases = list(memory.memory_cases(memory.MemorySizes(dim=16, beside_others=12, alone=20), DEVICE))
+    cases = list(attention.memory_cases(attention.MemorySizes(dim=16, beside_others=12, alone=20), DEVICE))
     assert [(case.tokens, case.backward) for case in cases] == [(12, True), (20, False), (20, True)]
-    (row,) = cases[0].rows(benchmark.Setting(DEVICE), "none")
+    (row,) = cases[0].rows(run.Setting(DEVICE), "none")
     assert {"nearpeak", "portable", "flash", "written out"} <= set(row["seconds"])
     assert max(row["errors"].values()) < 0.02
-    (row,) = cases[1].rows(benchmark.Setting(DEVICE), "none")
+    (row,) = cases[1].rows(run.Setting(DEVICE), "none")
     assert list(row["seconds"]) == ["nearpeak"]
     assert "| 20 | forward | nearpeak |" in tables.memory_table([row])
 
@@ -168,12 +162,12 @@ def test_bars_of_decoding_and_memory():
 
 def test_plots_have_a_bar_for_each_way():
     content = {"machine": "GPU", "attention": made_up(nearpeak=660.0, cudnn=600.0)}
-    scene = pages.attention_scene(content, "forward")
-    assert sum(isinstance(shape, Polygon) for shape in scene.shapes) == 2 * 16 + len(tables.WAYS)
-    assert list(pages.attention_plots(content)) == ["kernels_attention_forward", "kernels_attention_backward"]
-    assert "of 100 runs of both passes in each cell none had another" in "\n".join(pages.attention_parts(content))
+    scene = page.attention_scene(content, "forward")
+    assert sum(isinstance(shape, Polygon) for shape in scene.shapes) == 2 * 16 + len(tables.ATTENTION_WAYS)
+    assert list(page.attention_plots(content)) == ["kernels_attention_forward", "kernels_attention_backward"]
+    assert "of 100 runs of both passes in each cell none had another" in "\n".join(page.attention_parts(content))
     shares = {"nearpeak": 0.9, "pages of 16": 0.85, "sdpa": 0.3, "float8": 0.8, "float8, pages of 1": 0.7}
     row = {"batch": 1, "tokens": 9, "of_copy": shares, "seconds": dict.fromkeys(shares, 1e-5)}
-    scene = pages.decoding_scene({"machine": "GPU", "decoding": [row]})
-    assert sum(isinstance(shape, Polygon) for shape in scene.shapes) == len(shares) + len(pages.CACHES)
+    scene = page.decoding_scene({"machine": "GPU", "decoding": [row]})
+    assert sum(isinstance(shape, Polygon) for shape in scene.shapes) == len(shares) + len(page.CACHES)
     assert svg(scene).startswith("<svg")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,10 @@ from nearpeak.kernels._runtime.policy import using
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-counters: Any = importlib.import_module("kernel_counters")
-ncu: Any = importlib.import_module("ncu")
-TABLE = Path(__file__).parent / "data" / "ncu_kernels_h200.csv"
+counters: Any = importlib.import_module("benchmarks.kernels.counters")
+ncu: Any = importlib.import_module("benchmarks.kernels.ncu")
+TABLE = Path(__file__).parents[2] / "data" / "ncu_kernels_h200.csv"
 """Some columns of what ncu wrote on an H200. Ranges have the names of today, and those of the backward pass, which ran
 in a thread without a range then, were added."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +80,7 @@ def test_ncu_is_asked_for_all_counters_and_no_more(tmp_path):
     options = "--profile-from-start off --nvtx --csv --page raw --print-units base --clock-control none".split()
     assert set(options) <= set(command)
     assert command[command.index("--metrics") + 1].split(",") == counters.counters(True)
-    assert command[-2:] == [counters.__file__, "--once"]
+    assert command[-3:] == ["-m", "benchmarks.kernels.counters", "--once"]
 
 
 def test_a_run_is_written_and_shown(tmp_path, monkeypatch, capsys, machine):

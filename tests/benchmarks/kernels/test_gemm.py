@@ -1,11 +1,9 @@
-"""The sections of the kernels' benchmark on products, experts and linear attention: ways, tables, bars and plots."""
+"""The sections of the kernels' benchmark on gemm, experts and linear attention: ways, tables, bars and plots."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,20 +16,17 @@ from nearpeak.render.picture.svg import svg
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-benchmark: Any = importlib.import_module("kernels")
-experts: Any = importlib.import_module("kernel_experts")
-flops: Any = importlib.import_module("kernel_flops")
-jobs: Any = importlib.import_module("kernel_jobs")
-kernel_cases: Any = importlib.import_module("kernel_cases")
-kernel_tables: Any = importlib.import_module("kernel_tables")
-kernel_timing: Any = importlib.import_module("kernel_timing")
-layers: Any = importlib.import_module("kernel_expert_layers")
-linear: Any = importlib.import_module("kernel_linear_attention")
-pages: Any = importlib.import_module("kernel_product_page")
-products: Any = importlib.import_module("kernel_products")
-tables: Any = importlib.import_module("kernel_product_tables")
+cases: Any = importlib.import_module("benchmarks.kernels.cases")
+flops_cases: Any = importlib.import_module("benchmarks.kernels.flops_cases")
+gemm: Any = importlib.import_module("benchmarks.kernels.gemm")
+jobs: Any = importlib.import_module("benchmarks.kernels.jobs")
+linear_attention: Any = importlib.import_module("benchmarks.kernels.linear_attention")
+moe: Any = importlib.import_module("benchmarks.kernels.moe")
+run: Any = importlib.import_module("benchmarks.kernels.run")
+tables: Any = importlib.import_module("benchmarks.kernels.tables")
+timing: Any = importlib.import_module("benchmarks.kernels.timing")
+page: Any = importlib.import_module("benchmarks.pages.kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGEST_ERROR = 0.02
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of bfloat16, on some CPUs
@@ -39,16 +34,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of bfl
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(kernel_cases, "BACKEND", "aot_eager")
-    monkeypatch.setattr(kernel_timing, "ROUNDS", 1)
+    monkeypatch.setattr(cases, "BACKEND", "aot_eager")
+    monkeypatch.setattr(timing, "ROUNDS", 1)
     with using("require"):
         yield
     torch.compiler.reset()
 
 
 def product_case(operation: str, step: str = "forward", kind: str = "") -> Any:
-    sizes = products.ProductSizes(cubes=(24,), gradients=24, tokens=9, features=16, hidden=24, eight=128)
-    cases = products.product_cases(sizes, DEVICE)
+    sizes = gemm.ProductSizes(cubes=(24,), gradients=24, tokens=9, features=16, hidden=24, eight=128)
+    cases = gemm.product_cases(sizes, DEVICE)
     return next(case for case in cases if (case.operation, case.step) == (operation, step) and kind in case.kinds[0])
 
 
@@ -56,13 +51,13 @@ SMALL = {"experts": 3, "tokens": 9, "choices": 2, "columns": 16, "inner": 8, "ro
 
 
 def expert_case(operation: str, step: str = "forward", **more: Any) -> Any:
-    sizes = experts.ExpertSizes(**{**SMALL, "layers": ("beta",), **more})
-    found = experts.expert_cases(sizes, DEVICE)
+    sizes = moe.ExpertSizes(**{**SMALL, "layers": ("beta",), **more})
+    found = moe.expert_cases(sizes, DEVICE)
     return next(case for case in found if (case.operation, case.step) == (operation, step))
 
 
 def rows_of(case: Any) -> list[dict[str, Any]]:
-    found = case.rows(benchmark.Setting(DEVICE), "none-0")
+    found = case.rows(run.Setting(DEVICE), "none-0")
     json.dumps(found)
     for row in found:
         assert all(error < LARGEST_ERROR for error in row["errors"].values()), row
@@ -74,7 +69,7 @@ def rows_of(case: Any) -> list[dict[str, Any]]:
 
 
 def test_the_sizes_are_those_of_the_bars():
-    cases = list(products.product_cases(device=DEVICE))
+    cases = list(gemm.product_cases(device=DEVICE))
     assert [case.size for case in cases if case.name.startswith("product forward")] == ["4096", "8192", "16384"]
     assert {case.step for case in cases if case.operation == "product" and case.size == "8192"} == {
         "forward",
@@ -90,11 +85,11 @@ def test_the_sizes_are_those_of_the_bars():
         "row, exact",
         "128, exact",
     ]
-    grouped = next(case for case in experts.expert_cases(device=DEVICE) if case.operation == "grouped_product")
+    grouped = next(case for case in moe.expert_cases(device=DEVICE) if case.operation == "grouped_product")
     assert grouped.size == "128 x 4096 x 1536, 32768 rows"
     assert grouped.flops == 2 * 32768 * 4096 * 1536
     assert grouped.kinds == ("even", "uniform", "beta")
-    lengths = {case.tokens: case.batch for case in linear.linear_cases(device=DEVICE)}
+    lengths = {case.tokens: case.batch for case in linear_attention.linear_cases(device=DEVICE)}
     assert lengths[1024] == 16
     assert lengths[131072] == 1
     assert all(tokens * batch >= 16384 for tokens, batch in lengths.items())
@@ -149,24 +144,26 @@ def test_gradients_of_layers_are_the_same():
     own, of_torch = made.ways["nearpeak"](), made.ways["torch"]()
     for one, other in zip(own, of_torch, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=0.05, rtol=0.05)
-    assert flops.errors(made, {"nearpeak": lambda: own})["nearpeak"] < LARGEST_ERROR
+    assert flops_cases.errors(made, {"nearpeak": lambda: own})["nearpeak"] < LARGEST_ERROR
 
 
 def test_rows_of_experts_are_the_same_in_every_run():
-    counts = {kind: experts.counts_of(kind, 128, 32768, "cpu") for kind in ("even", "uniform", "beta")}
+    counts = {kind: moe.counts_of(kind, 128, 32768, "cpu") for kind in ("even", "uniform", "beta")}
     assert {int(one.sum()) for one in counts.values()} == {32768}
     assert counts["even"].unique().tolist() == [256]
-    assert counts["uniform"].equal(experts.counts_of("uniform", 128, 32768, "cpu"))
+    assert counts["uniform"].equal(moe.counts_of("uniform", 128, 32768, "cpu"))
     spread = {kind: float(one.float().std() / one.float().mean()) for kind, one in counts.items()}
     assert spread["uniform"] < 0.1 < 0.6 < spread["beta"]
     with pytest.raises(ValueError, match="10 rows are not the same for each of 3"):
-        experts.counts_of("even", 3, 10, "cpu")
+        moe.counts_of("even", 3, 10, "cpu")
 
 
 def test_linear_attention_is_measured_beside_attention():
-    (case,) = linear.linear_cases(linear.LinearSizes(together=18, tokens=(9,), heads=1, dim=16), DEVICE)
+    (case,) = linear_attention.linear_cases(
+        linear_attention.LinearSizes(together=18, tokens=(9,), heads=1, dim=16), DEVICE
+    )
     assert case.batch == 2
-    forward, both = case.rows(benchmark.Setting(DEVICE), "none-0")
+    forward, both = case.rows(run.Setting(DEVICE), "none-0")
     assert set(forward["seconds"]) == set(both["seconds"]) == {"nearpeak", "naive", "quadratic", "attention", "sdpa"}
     assert max(forward["errors"].values()) < LARGEST_ERROR
     assert set(forward["errors"]) == {"nearpeak", "naive", "quadratic"}
@@ -174,13 +171,13 @@ def test_linear_attention_is_measured_beside_attention():
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch):
-    case = next(case for case in linear.linear_cases(device="cpu") if case.tokens == 131072)
+    case = next(case for case in linear_attention.linear_cases(device="cpu") if case.tokens == 131072)
     assert case.left_out("forward") == {
         "naive": int(3.5 * 2 * 16 * 131072 * 128 * 128),
         "quadratic": int(3.5 * 2 * 16 * 131072 * 131072),
     }
-    small = linear.LinearCase(batch=1, heads=1, tokens=4, dim=8, device=DEVICE)
-    monkeypatch.setattr(linear.LinearCase, "left_out", lambda case, step: {"naive": 2**50})
+    small = linear_attention.LinearCase(batch=1, heads=1, tokens=4, dim=8, device=DEVICE)
+    monkeypatch.setattr(linear_attention.LinearCase, "left_out", lambda case, step: {"naive": 2**50})
     assert "naive" not in small.calls("forward")
     assert {"nearpeak", "quadratic"} < set(small.calls("both"))
 
@@ -192,24 +189,24 @@ def test_calls_that_take_long_are_timed_alone(monkeypatch):
         seen.append(list(ways))
         return dict.fromkeys(ways, 0.5)
 
-    monkeypatch.setattr(kernel_timing, "in_turns", in_turns)
-    monkeypatch.setattr(linear, "_once", lambda way: way())
+    monkeypatch.setattr(timing, "in_turns", in_turns)
+    monkeypatch.setattr(linear_attention, "_once", lambda way: way())
     slow = iter([1.0, 3.0, 2.0])
-    found = linear.timed({"slow": lambda: next(slow), "fast": lambda: 0.001}, [])
+    found = linear_attention.timed({"slow": lambda: next(slow), "fast": lambda: 0.001}, [])
     assert seen == [["fast"]]
     assert found == {"slow": 2.0, "fast": 0.5}
     assert list(found) == ["slow", "fast"]
-    assert linear.timed({"slow": lambda: 2.0}, []) == {"slow": 2.0}
+    assert linear_attention.timed({"slow": lambda: 2.0}, []) == {"slow": 2.0}
 
 
 # what is compiled before
 
 
 def test_what_takes_long_is_compiled_apart(tmp_path):
-    given = benchmark.Setting(DEVICE, experts=experts.ExpertSizes(**SMALL))
+    given = run.Setting(DEVICE, experts=moe.ExpertSizes(**SMALL))
     given.operations = {"grouped_product"}
     found = jobs.Jobs(tmp_path)
-    jobs.work(found, benchmark.compile_jobs(["experts"], given), benchmark.clean)
+    jobs.work_through(found, run.compile_jobs(["experts"], given), run.clean)
     names = {file.name for file in tmp_path.iterdir() if not file.name.endswith(".taken")}
     assert {"experts-0.nearpeak", "experts-grouped_product-max-autotune-all.one"} <= names
     given.jobs = found
@@ -239,10 +236,10 @@ def test_configurations_of_liger_are_shared_out(monkeypatch):
             kernel.seen += kernel.configs
         return x * weights.sum() * gate_up.sum() * down.sum()
 
-    monkeypatch.setattr(layers, "_tuned_by_liger", lambda: tuned)
-    monkeypatch.setattr(layers, "liger_layer", lambda quick=False: layer)
-    sizes = experts.ExpertSizes(**SMALL)
-    for steps in layers._liger_jobs(sizes, DEVICE).values():
+    monkeypatch.setattr(moe, "_tuned_by_liger", lambda: tuned)
+    monkeypatch.setattr(moe, "liger_layer", lambda quick=False: layer)
+    sizes = moe.ExpertSizes(**SMALL)
+    for steps in moe._liger_jobs(sizes, DEVICE).values():
         steps["some"]()
     assert sorted(tuned[0].seen) == list(range(32))
     assert set(tuned[1].seen) == {7}
@@ -375,7 +372,7 @@ def test_tables_and_failures_are_shown():
         "linear_attention": good_linear() + good_linear("both"),
     }
     content["products"][0]["failed"] = {"max-autotune": "was not compiled in time"}
-    text = kernel_tables.shown(content)
+    text = tables.shown(content)
     assert "| swiglu | forward | 8192 x 4096 | - | nearpeak | 1.250 | 800 | 1.053 | 2.0e-03 |" in text
     assert "| forward | 1 x 1000 | 1.000 | 100.000 | - | 0.500 | 1.000 | 0.50 |" in text
     assert "- product forward 8192, max-autotune: was not compiled in time" in text
@@ -384,7 +381,7 @@ def test_tables_and_failures_are_shown():
 
 def test_plots_have_a_bar_for_each_way():
     content = {"machine": "GPU", "products": good_products(), "experts": good_experts()}
-    plots = pages.product_plots(content)
+    plots = page.product_plots(content)
     assert list(plots) == [
         *(f"kernels_products{end}" for end in ("", "_fused", "_float8")),
         *(f"kernels_experts{end}" for end in ("", "_float8")),
@@ -393,10 +390,10 @@ def test_plots_have_a_bar_for_each_way():
         bars = sum(len(one["seconds"]) for one in rows)
         ways = len({way for one in rows for way in one["seconds"]})
         assert sum(isinstance(shape, Polygon) for shape in plots[name].shapes) == bars + ways
-    everything = row("swiglu", **{way.replace(" + ", "_and_"): 500.0 for way in pages.PRODUCT_COLORS})
-    wide = pages.product_plots({"machine": "GPU", "products": [everything]})["kernels_products_fused"]
-    names = [shape for shape in wide.shapes if isinstance(shape, Text) and shape.text in pages.PRODUCT_COLORS]
-    assert len(names) == len(pages.PRODUCT_COLORS)
+    everything = row("swiglu", **{way.replace(" + ", "_and_"): 500.0 for way in page.PRODUCT_COLORS})
+    wide = page.product_plots({"machine": "GPU", "products": [everything]})["kernels_products_fused"]
+    names = [shape for shape in wide.shapes if isinstance(shape, Text) and shape.text in page.PRODUCT_COLORS]
+    assert len(names) == len(page.PRODUCT_COLORS)
     assert len({shape.y for shape in names}) == 2  # more than one line of them
     for scene in (*plots.values(), wide):
         assert svg(scene).startswith("<svg")
@@ -404,23 +401,23 @@ def test_plots_have_a_bar_for_each_way():
 
 def test_curves_have_a_point_for_each_time():
     content = {"machine": "GPU", "linear_attention": good_linear() + good_linear("both")}
-    scene = pages.product_plots(content)["kernels_linear_attention"]
+    scene = page.product_plots(content)["kernels_linear_attention"]
     points = sum(len(one["seconds"]) for one in content["linear_attention"])
-    assert sum(isinstance(shape, Circle) for shape in scene.shapes) == points + len(pages.LINEAR_COLORS)
+    assert sum(isinstance(shape, Circle) for shape in scene.shapes) == points + len(page.LINEAR_COLORS)
     assert svg(scene).startswith("<svg")
-    parts = "\n".join(pages.product_parts({**content, "products": good_products(), "experts": good_experts()}))
+    parts = "\n".join(page.product_parts({**content, "products": good_products(), "experts": good_experts()}))
     for name in ("kernels_products_fused.svg", "kernels_experts_float8.svg", "kernels_linear_attention.svg"):
         assert parts.count(name) == 1
     assert "**Linear attention**, causal, 16 heads of 128" in parts
-    assert pages.product_parts({}) == []
+    assert page.product_parts({}) == []
 
 
 def test_colors_are_of_all_ways():
     """A way without one would have no bar."""
-    sizes = products.ProductSizes(cubes=(8,), gradients=8, tokens=8, features=8, hidden=8, eight=128)
-    for case in products.product_cases(sizes, DEVICE):
-        assert set(case.make(case.kinds[0]).ways) <= set(pages.PRODUCT_COLORS)
-    for case in experts.expert_cases(experts.ExpertSizes(**SMALL), DEVICE):
-        assert set(case.make("uniform").ways) <= set(pages.EXPERT_COLORS)
-    assert set(linear.WAYS) == set(pages.LINEAR_COLORS)
-    assert linear.WAYS["quadratic"] is kernels.linear_attention.reference  # type: ignore[attr-defined]
+    sizes = gemm.ProductSizes(cubes=(8,), gradients=8, tokens=8, features=8, hidden=8, eight=128)
+    for case in gemm.product_cases(sizes, DEVICE):
+        assert set(case.make(case.kinds[0]).ways) <= set(page.PRODUCT_COLORS)
+    for case in moe.expert_cases(moe.ExpertSizes(**SMALL), DEVICE):
+        assert set(case.make("uniform").ways) <= set(page.EXPERT_COLORS)
+    assert set(linear_attention.WAYS) == set(page.LINEAR_COLORS)
+    assert linear_attention.WAYS["quadratic"] is kernels.linear_attention.reference  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nearpeak.kernels import jit
+import nearpeak.kernels
 from nearpeak.kernels._runtime import tuning as _runtime_tuning
 from nearpeak.kernels._runtime.policy import using
 from nearpeak.render.picture.scene import Polygon
@@ -24,34 +24,36 @@ from nearpeak.render.picture.svg import svg
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+ROOT = Path(__file__).parents[3]
 
-benchmark: Any = importlib.import_module("kernels")
+cases: Any = importlib.import_module("benchmarks.kernels.cases")
+copies: Any = importlib.import_module("benchmarks.kernels.copies")
+jobs: Any = importlib.import_module("benchmarks.kernels.jobs")
+run: Any = importlib.import_module("benchmarks.kernels.run")
+sanitize: Any = importlib.import_module("benchmarks.kernels.sanitize")
+tables: Any = importlib.import_module("benchmarks.kernels.tables")
+timing: Any = importlib.import_module("benchmarks.kernels.timing")
+tune: Any = importlib.import_module("benchmarks.kernels.tune")
+page: Any = importlib.import_module("benchmarks.pages.kernels")
 gluon: Any = importlib.import_module("nearpeak.kernels._runtime.gluon")
-kernel_cases: Any = importlib.import_module("kernel_cases")
-kernel_copies: Any = importlib.import_module("kernel_copies")
-kernel_jobs: Any = importlib.import_module("kernel_jobs")
-kernel_measured: Any = importlib.import_module("kernel_measured")
-kernel_tables: Any = importlib.import_module("kernel_tables")
-kernel_timing: Any = importlib.import_module("kernel_timing")
-kernel_tunables: Any = importlib.import_module("kernel_tunables")
-page: Any = importlib.import_module("kernels_page")
-sanitize_kernels: Any = importlib.import_module("sanitize_kernels")
-tune_kernels: Any = importlib.import_module("tune_kernels")
 
-Jobs, work, CopySizes = kernel_jobs.Jobs, kernel_jobs.work, kernel_copies.CopySizes
+Jobs, DONE, work, CopySizes = jobs.Jobs, jobs.DONE, jobs.work_through, copies.CopySizes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-JIT = {found.name: f"nearpeak.kernels.jit.{found.name}" for found in pkgutil.iter_modules(jit.__path__)}
+KERNELS = [
+    module.name
+    for module in pkgutil.walk_packages(nearpeak.kernels.__path__, "nearpeak.kernels.")
+    if not module.name.startswith(("nearpeak.kernels._runtime.", "nearpeak.kernels.ladder"))
+]
+"""All modules of kernels and their launchers."""
 
 NOT_ON_A_CPU = ("cudnn", "flex", "scaled_mm", "scaled_grouped_mm")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(kernel_cases, "BACKEND", "aot_eager")
+    monkeypatch.setattr(cases, "BACKEND", "aot_eager")
     for name, value in {"ROUNDS": 1, "CALLS": 2, "IN_A_ROW": 1}.items():
-        monkeypatch.setattr(kernel_timing, name, value)
+        monkeypatch.setattr(timing, name, value)
     torch.manual_seed(0)
     with using("require"):
         yield
@@ -59,12 +61,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def setting(**more: Any) -> Any:
-    return benchmark.Setting(DEVICE, **{**benchmark.rehearsal(), **more})
+    return run.Setting(DEVICE, **{**run.rehearsal(), **more})
 
 
 def content_of(sections: list[str], given: Any) -> dict[str, Any]:
-    content = benchmark.new_content(1e9)
-    benchmark.measure(sections, given, content, lambda: json.dumps(content))
+    content = run.new_content(1e9)
+    run.measure(sections, given, content, lambda: json.dumps(content))
     return content
 
 
@@ -75,17 +77,17 @@ def results() -> dict[str, Any]:
         pytest.skip("NEARPEAK_REHEARSAL=1 runs the whole benchmark at tiny sizes")
     with pytest.MonkeyPatch.context() as patch, using("require"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # of bfloat16, on some CPUs
-        patch.setattr(kernel_cases, "BACKEND", "aot_eager")
+        patch.setattr(cases, "BACKEND", "aot_eager")
         for name, value in {"ROUNDS": 1, "CALLS": 2, "IN_A_ROW": 1}.items():
-            patch.setattr(kernel_timing, name, value)
-        return content_of(list(benchmark.SECTIONS), setting())
+            patch.setattr(timing, name, value)
+        return content_of(list(run.SECTIONS), setting())
 
 
 def test_nothing_fails(results):
     assert not results["failed"]
     for row in (*results["rows"], *results["copies"], *results["losses"]):
         assert not [way for way in row["failed"] if way != "liger"], row
-    for section in benchmark.OF_THEIR_OWN:
+    for section in run.SELF_MEASURED:
         assert results[section]
         for row in results[section]:
             assert not [way for way in row["failed"] if DEVICE == "cuda" or way not in NOT_ON_A_CPU], row
@@ -121,7 +123,7 @@ def test_all_ways_compute_the_same(results):
     for row in (*results["rows"], *results["copies"]):
         for way, error in row["errors"].items():
             assert error < 0.02, (row["operation"], way)
-    for section in benchmark.OF_THEIR_OWN:
+    for section in run.SELF_MEASURED:
         for row in results[section]:
             for way, error in row["errors"].items():
                 assert error < (0.1 if way.startswith("float8") else 0.02), (section, way)
@@ -129,23 +131,23 @@ def test_all_ways_compute_the_same(results):
 
 def test_liger_is_called_as_it_wants_to_be():
     """Its own signatures, where it is installed."""
-    if not kernel_cases.HAS_LIGER:
-        assert all(kernel_cases.liger(name) is None for name in kernel_cases.LIGER)
+    if not cases.HAS_LIGER:
+        assert all(cases.liger(name) is None for name in cases.LIGER)
     else:
-        assert all(kernel_cases.liger(name) is not None for name in kernel_cases.LIGER)
-    assert set(kernel_cases.LIGER) == set(kernel_cases.LIGER_CALLS)
+        assert all(cases.liger(name) is not None for name in cases.LIGER)
+    assert set(cases.LIGER) == set(cases.LIGER_CALLS)
 
 
 def test_liger_has_inputs_of_its_own():
     given = [torch.ones(3, requires_grad=True), torch.ones(2)]
-    own = kernel_measured._given("liger", given)
+    own = run._given("liger", given)
     assert [one.requires_grad for one in own] == [True, False]
     assert own[0] is not given[0]
-    assert kernel_measured._given("eager", given) is given
+    assert run._given("eager", given) is given
 
 
 def test_the_parameters_are_300_tensors_of_a_gigabyte():
-    shapes = kernel_copies.parameter_shapes(CopySizes())
+    shapes = copies.parameter_shapes(CopySizes())
     assert len(shapes) == 300
     assert 0.95e9 < 2 * sum(torch.Size(shape).numel() for shape in shapes) < 1.1e9
 
@@ -155,7 +157,7 @@ def test_compiled_code_is_kept_apart_from_what_failed(tmp_path):
     jobs = Jobs(tmp_path)
     given = setting(rows=[(4, 256)])
     given.operations = {"swiglu"}
-    work(jobs, benchmark.compile_jobs(["rows"], given), benchmark.clean)
+    work(jobs, run.compile_jobs(["rows"], given), run.clean)
     names = {file.name for file in tmp_path.iterdir()}
     assert {"rows-4-forward.nearpeak", "rows-4-forward.compile", "rows-4-backward.compile"} <= names
     jobs.write("rows-4-backward", "compile", "SomeError: why")
@@ -181,43 +183,43 @@ def test_a_job_that_cannot_begin_is_said(tmp_path):
 
     work(jobs, [("one", broken), ("two", lambda: {"step": lambda: None})], lambda: None)
     assert jobs.outcome("one", "all") == "ValueError: no inputs"
-    assert jobs.outcome("two", "step") == kernel_jobs.DONE
+    assert jobs.outcome("two", "step") == DONE
 
 
 def test_processes_that_take_too_long_are_ended():
-    assert kernel_jobs.compiled_by([sys.executable, "-c", "import time; time.sleep(60)"], 2, 0.3) < 20
+    assert jobs.run_workers([sys.executable, "-c", "import time; time.sleep(60)"], 2, 0.3) < 20
 
 
 def test_sections_that_are_not_measured_stay(tmp_path, results):
     file = tmp_path / "results.json"
-    fresh = benchmark.new_content(2.0)
-    assert benchmark.started(file, fresh, ["rows"]) is fresh
+    fresh = run.new_content(2.0)
+    assert run.started(file, fresh, ["rows"]) is fresh
     file.write_text(json.dumps(results))
-    merged = benchmark.started(file, fresh, ["rows"])
+    merged = run.started(file, fresh, ["rows"])
     assert merged["losses"] == results["losses"]
     assert "rows" not in merged
     assert merged["copy_bytes_per_second"] == 2.0
     file.write_text(json.dumps({**results, "machine": "another"}))
-    assert benchmark.started(file, fresh, ["rows"]) is fresh
+    assert run.started(file, fresh, ["rows"]) is fresh
 
 
 def test_results_are_shown(tmp_path, results):
     file = tmp_path / "results.json"
     file.write_text(json.dumps(results))
-    command = [sys.executable, "benchmarks/kernels/run.py", "--show", str(file)]
+    command = [sys.executable, "-m", "benchmarks.kernels", "--show", str(file)]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert text.strip() == kernel_tables.shown(results)
+    assert text.strip() == tables.shown(results)
     for name in ("three products", "quantize 1x128", "| add |", "| rotary | backward |"):
         assert name in text
-    assert "| rotary |" not in kernel_tables.shown(results, ["losses"])
-    assert kernel_tables.short_of_bars({}) == []
+    assert "| rotary |" not in tables.shown(results, ["losses"])
+    assert tables.short_of_bars({}) == []
 
 
 def test_unknown_sections_are_refused(capsys):
     with pytest.raises(SystemExit):
-        benchmark.parsed(["--only", "rowss"])
+        run.parsed(["--only", "rowss"])
     assert "there is no section rowss" in capsys.readouterr().err
-    assert benchmark.parsed(["--only", "rows,losses"]).sections == ["losses", "rows"]
+    assert run.parsed(["--only", "rows,losses"]).sections == ["losses", "rows"]
 
 
 def test_a_cuda_way_is_timed_by_events(monkeypatch):
@@ -254,13 +256,13 @@ def test_a_cuda_way_is_timed_by_events(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernel_timing, "cuda_device", lambda index: Device())
-    monkeypatch.setattr(kernel_timing, "zero_of", lambda index, cache: Zero())
+    monkeypatch.setattr(timing, "cuda_device", lambda index: Device())
+    monkeypatch.setattr(timing, "zero_of", lambda index, cache: Zero())
     waiting: list[str] = []
     clock = iter([0.001, 0.001, 0.5, 0.001, 0.001, 0.002])
-    monkeypatch.setattr(kernel_timing, "host_seconds", lambda way: (way(), next(clock))[1])
+    monkeypatch.setattr(timing, "host_seconds", lambda way: (way(), next(clock))[1])
     ways = {"waits": lambda: calls.append("a"), "plain": lambda: calls.append("b")}
-    seconds = kernel_timing.in_turns(ways, resets={"plain": lambda: calls.append("reset")}, waiting=waiting)
+    seconds = timing.in_turns(ways, resets={"plain": lambda: calls.append("reset")}, waiting=waiting)
     assert seconds == {"waits": pytest.approx(0.002), "plain": pytest.approx(0.0015)}
     assert waiting == ["waits"]
     assert calls.count("reset") >= 3
@@ -269,44 +271,36 @@ def test_a_cuda_way_is_timed_by_events(monkeypatch):
 # the tuner
 
 
-def computed_names() -> dict[str, set[str]]:
-    """By module, the names that are not written out where it looks into the table."""
-    table_key = importlib.import_module("nearpeak.kernels.norms.tuning").table_key
-    kernel_name = importlib.import_module("nearpeak.kernels.attention.sm90_launch").kernel_name
-    portable_name = importlib.import_module("nearpeak.kernels.attention.triton").kernel_name
-    both = (False, True)
+def computed_names() -> set[str]:
+    """The names of entries of the table that kernels compute, where they are not written out."""
+    both, norms = ("", "_causal"), ("", "_added", "_centered", "_centered_added")
     kinds = [f"{bits}{gated}" for bits in ("16_bits", "8_bits", "8_bits_fast") for gated in ("", "_gated")]
     kinds += ["16_bits_kept", "16_bits_gated_kept"]  # nothing is kept of 8 bits
     return {
-        "transpose": {f"transpose_{size}" for size in (1, 2, 4, 8)},
-        "norms": {table_key("norm_forward", centered, added) for centered in both for added in both},
-        "norms_backward": {table_key("norm_backward", centered, added) for centered in both for added in both},
-        "softmax_configs": {"softmax", "softmax_backward"},
-        "attention_hopper_launch": {kernel_name(dim, causal) for dim in (64, 128) for causal in both},
-        "product_hopper_launch": {f"product_hopper_{kind}" for kind in kinds},
-        "grouped_product": {"grouped_product", "grouped_product_gated"},
-        "grouped_product_launch": {"grouped_product_hopper", "grouped_product_hopper_gated"},
-        "linear_attention_configs": {f"linear_attention{name}" for name in ("", "_states", "_query", "_key", "_value")},
-        "attention_launch": {
-            portable_name(f"attention_{kernel}", causal) for kernel in ("forward", "keys", "queries") for causal in both
-        },
+        *(f"transpose_{size}" for size in (1, 2, 4, 8)),
+        *(f"norm_{step}{kind}" for step in ("forward", "backward") for kind in norms),
+        *("softmax", "softmax_backward"),
+        *(f"attention_hopper_{dim}{causal}" for dim in (64, 128) for causal in both),
+        *(f"attention_{kernel}{causal}" for kernel in ("forward", "keys", "queries") for causal in both),
+        *(f"product_hopper_{kind}" for kind in kinds),
+        *(f"grouped_product{hopper}{gated}" for hopper in ("", "_hopper") for gated in ("", "_gated")),
+        *(f"linear_attention{name}" for name in ("", "_states", "_query", "_key", "_value")),
     }
 
 
 def asked_for() -> set[str]:
     """The names of all kernels that look into the table."""
-    computed, found = computed_names(), set()
-    for name, module in JIT.items():
-        for node in ast.walk(ast.parse(Path(importlib.import_module(module).__file__ or "").read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("tuned", "chosen"):
-                first = node.args[0]
-                found |= {str(first.value)} if isinstance(first, ast.Constant) else computed[name]
-    return found
+    names = computed_names()
+    for path in KERNELS:
+        for node in ast.walk(ast.parse(Path(importlib.import_module(path).__file__ or "").read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tuned":
+                names |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    return names
 
 
 @pytest.fixture(scope="module")
 def tiny() -> list[Any]:
-    return tune_kernels.wanted_tunables(None, sizes=kernel_tunables.REHEARSAL, device=DEVICE)
+    return tune.wanted_tunables(None, sizes=tune.REHEARSAL, device=DEVICE)
 
 
 def test_every_kernel_that_has_a_choice_is_tuned(tiny):
@@ -315,9 +309,9 @@ def test_every_kernel_that_has_a_choice_is_tuned(tiny):
 
 
 def test_a_whole_run_measures_a_bounded_number_of_candidates():
-    wanted = tune_kernels.wanted_tunables(None, device=DEVICE)
-    counts = [len(tune_kernels.spread(one.candidates, tune_kernels.MOST)) for one in wanted]
-    assert max(counts) <= tune_kernels.MOST
+    wanted = tune.wanted_tunables(None, device=DEVICE)
+    counts = [len(tune.spread(one.candidates, tune.MOST)) for one in wanted]
+    assert max(counts) <= tune.MOST
     assert min(counts) > 1
     assert sum(counts) <= 1700  # 2 s each by 14 processes, and then 0.1 s each
     for one in wanted:
@@ -326,9 +320,9 @@ def test_a_whole_run_measures_a_bounded_number_of_candidates():
 
 def test_candidates_are_spread_from_first_to_last():
     some = [{"warps": number} for number in range(10)]
-    assert tune_kernels.spread(some, 4) == [some[0], some[3], some[6], some[9]]
-    assert tune_kernels.spread(some, 20) == some
-    assert tune_kernels.spread(some, 1) == some[:1]
+    assert tune.spread(some, 4) == [some[0], some[3], some[6], some[9]]
+    assert tune.spread(some, 20) == some
+    assert tune.spread(some, 1) == some[:1]
 
 
 class Recorded(list[tuple[Any, ...]]):
@@ -341,9 +335,9 @@ class Recorded(list[tuple[Any, ...]]):
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     seen = Recorded()
-    for name, path in JIT.items():
+    for path in KERNELS:
         module = importlib.import_module(path)
-        if name in ("launch", "interpreter") or not hasattr(module, "launch"):
+        if not hasattr(module, "launch"):
             continue
         original = module.launch
 
@@ -364,17 +358,17 @@ def test_candidates_are_what_is_launched(tiny, recorded):
             continue  # in the name of every kernel in Gluon for Hopper: another one runs here, with a choice of its own
         first, last = tunable.candidates[0], tunable.candidates[-1]
         launches = []
-        tune_kernels.using(tunable.kernel, None)
+        tune.using(tunable.kernel, None)
         recorded.runs = True
         way = tunable.make()
         way()
         recorded.runs = False
         for candidate in (first, last):
-            tune_kernels.using(tunable.kernel, candidate)
+            tune.using(tunable.kernel, candidate)
             recorded.clear()
             way()
             launches.append(list(recorded))
-        tune_kernels.using(tunable.kernel, None)
+        tune.using(tunable.kernel, None)
         assert launches[0], tunable.kernel
         assert first == last or launches[0] != launches[1], tunable.kernel
 
@@ -383,30 +377,30 @@ def test_candidates_are_what_is_launched(tiny, recorded):
 def test_a_kernel_is_tuned(tiny, kernel, tmp_path):
     wanted = [next(one for one in tiny if one.kernel == kernel)]
     jobs = Jobs(tmp_path)
-    work(jobs, tune_kernels.compile_jobs(wanted, 2), tune_kernels.clean)
-    (row,) = tune_kernels.tuned_rows(wanted, 3, jobs)
+    work(jobs, tune.compile_jobs(wanted, 2), tune.clean)
+    (row,) = tune.tuned_rows(wanted, 3, jobs)
     assert row["failed"] == [
         {"candidate": one, "why": "was not compiled in time"}
-        for place, one in enumerate(tune_kernels.spread(wanted[0].candidates, 3))
+        for place, one in enumerate(tune.spread(wanted[0].candidates, 3))
         if place > 1
     ]
     assert len(row["seconds"]) == min(len(wanted[0].candidates), 2) + 1
-    assert kernel in tune_kernels.line(row)
+    assert kernel in tune.line(row)
     json.dumps(row)
 
 
 def test_a_wrong_candidate_is_left_out(tiny, monkeypatch):
     tunable = next(one for one in tiny if one.kernel == "softmax")
-    monkeypatch.setattr(tune_kernels, "_alike", lambda one, other: False)
-    row = tune_kernels.measured(tunable, tunable.candidates[:1])
+    monkeypatch.setattr(tune, "_alike", lambda one, other: False)
+    row = tune.measured(tunable, tunable.candidates[:1])
     assert row["best"] is None
     assert row["failed"][0]["why"] == "another result than the default"
 
 
 def test_a_candidate_that_differs_from_run_to_run_is_left_out(tiny, monkeypatch):
     tunable = next(one for one in tiny if one.kernel == "softmax")
-    monkeypatch.setattr(tune_kernels, "_repeats", lambda found, way: False)
-    row = tune_kernels.measured(tunable, tunable.candidates[:1])
+    monkeypatch.setattr(tune, "_repeats", lambda found, way: False)
+    row = tune.measured(tunable, tunable.candidates[:1])
     assert row["best"] is None
     assert row["failed"][0]["why"] == "another result in each run"
 
@@ -418,7 +412,7 @@ def test_the_table_has_what_was_measured(monkeypatch):
 
     before = {"softmax": [{"up_to": 64, "warps": 1}, {"up_to": 4096, "warps": 2}], "adamw": []}
     rows = [row(4096, 0.999, {"warps": 8}), row(1024, 0.9, {"warps": 4}), row(2048, 1.0, None)]
-    table = tune_kernels.merged(before, rows)
+    table = tune.merged(before, rows)
     assert table == {"softmax": [{"up_to": 64, "warps": 1}, {"above": 512, "up_to": 1024, "warps": 4}]}
     monkeypatch.setattr(_runtime_tuning, "_table", lambda generation: table)
     _runtime_tuning._tuned.cache_clear()
@@ -434,8 +428,8 @@ def test_the_table_has_what_was_measured(monkeypatch):
 def launched_somewhere() -> set[tuple[str, str]]:
     """All kernels that a launcher names, and that run here: not those for Hopper, in Gluon or beside it, on a CPU."""
     found, on_hopper = set(), gluon.runs_on(torch.device(DEVICE))
-    for name, path in JIT.items():
-        if name in ("launch", "interpreter") or ("_hopper" in name and not on_hopper):
+    for path in KERNELS:
+        if "sm90" in path and not on_hopper:
             continue
         module = importlib.import_module(path)
         for node in ast.walk(ast.parse(Path(module.__file__ or "").read_text())):
@@ -448,9 +442,9 @@ def launched_somewhere() -> set[tuple[str, str]]:
 
 @pytest.mark.skipif("NEARPEAK_REHEARSAL" not in os.environ, reason="NEARPEAK_REHEARSAL=1 makes all calls")
 def test_every_kernel_is_sanitized(recorded):
-    slow = (str(shape) for shape in (sanitize_kernels.LONG, sanitize_kernels.SHARED, sanitize_kernels.SHIFTED))
+    slow = (str(shape) for shape in (sanitize.LONG, sanitize.SHARED, sanitize.SHIFTED))
     slow = tuple(slow) if DEVICE == "cpu" else ()
-    for name, call in sanitize_kernels.Calls(DEVICE).every():
+    for name, call in sanitize.Calls(DEVICE).every():
         if not name.endswith(slow) or name == f"rms_norm {slow[0]}":  # others of its length run the same kernels
             call()
     wanted = launched_somewhere()
@@ -495,17 +489,17 @@ def test_a_page_of_results(results):
 def test_a_plot_has_a_bar_for_each_way(results):
     ways = sum(len(row["seconds"]) for row in results["rows"] if row["pass"] == "forward")
     shapes = page.scene(results, "forward").shapes
-    assert sum(isinstance(shape, Polygon) for shape in shapes) == ways + len(page.WAYS)
+    assert sum(isinstance(shape, Polygon) for shape in shapes) == ways + len(page.ROW_WAYS)
     assert page.plot(results, "forward").startswith("<svg")
 
 
 def test_only_some_are_tuned():
-    every = tune_kernels.wanted_tunables(["softmax"], device=DEVICE)
-    some = tune_kernels.wanted_tunables(["softmax"], [4096], device=DEVICE)
+    every = tune.wanted_tunables(["softmax"], device=DEVICE)
+    some = tune.wanted_tunables(["softmax"], [4096], device=DEVICE)
     assert {one.where.size for one in some} == {4096} < {one.where.size for one in every}
-    tiles = tune_kernels.wanted_tunables(["softmax"], [4096], "tile", device=DEVICE)
+    tiles = tune.wanted_tunables(["softmax"], [4096], "tile", device=DEVICE)
     assert [one.kernel for one in tiles] == [one.kernel for one in some]
-    assert not tune_kernels.wanted_tunables(["softmax"], [4096], "no such", device=DEVICE)
+    assert not tune.wanted_tunables(["softmax"], [4096], "no such", device=DEVICE)
     for one, all_of_it in zip(tiles, some, strict=True):
         of_tiles = [candidate for candidate in all_of_it.candidates if candidate["variant"] == "tile"]
-        assert one.candidates == of_tiles + tune_kernels._present(one)
+        assert one.candidates == of_tiles + tune._present(one)

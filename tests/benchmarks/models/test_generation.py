@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nearpeak.kernels._runtime.policy import using
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-generation: Any = importlib.import_module("generation")
+generation: Any = importlib.import_module("benchmarks.models.generation")
 SIZES = "--vocabulary 50 --width 32 --layers 2 --heads 4 --key-heads 2 --batch 2 --new 3 --lengths 8 16 24"
 
 

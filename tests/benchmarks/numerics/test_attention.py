@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,31 +13,29 @@ from nearpeak.kernels._runtime.policy import using
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-calls: Any = importlib.import_module("attention_calls")
-numerics: Any = importlib.import_module("attention_numerics")
-jobs: Any = importlib.import_module("kernel_jobs")
+jobs: Any = importlib.import_module("benchmarks.kernels.jobs")
+numerics: Any = importlib.import_module("benchmarks.numerics.attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_a_thousand_calls_are_of_two_dozen_kinds():
-    found = calls.all_drawn(1000, 400)
-    assert len({call.kind for call in found}) == len(calls.KINDS) == 24
+    found = numerics.random_calls(1000, 400)
+    assert len({call.kind for call in found}) == len(numerics.KINDS) == 24
     assert len(set(found)) == 1000
-    assert found == calls.all_drawn(1000, 400)
-    assert len({kind.described() for kind in calls.KINDS}) == 24
+    assert found == numerics.random_calls(1000, 400)
+    assert len({kind.described() for kind in numerics.KINDS}) == 24
     for call in found:
-        assert call.batch * call.key_heads * call.group * call.queries * call.keys <= calls.MOST_PAIRS
+        assert call.batch * call.key_heads * call.group * call.queries * call.keys <= numerics.MOST_PAIRS
         assert bool(call.lengths) == call.kind.packed
     for name in ("bias", "slopes", "sinks", "dropout", "packed", "softcap", "window"):
-        assert any(getattr(kind, name) for kind in calls.KINDS)
+        assert any(getattr(kind, name) for kind in numerics.KINDS)
 
 
 @pytest.mark.parametrize("place", [5, 9, 12, 13, 15, 17, 23])
 def test_a_call_is_within_the_rule(place):
     """Sinks and a window, packed with slopes, masks, biases of two shapes, dropout, float32."""
-    call = calls.drawn(calls.KINDS[place], place, 12)
+    call = numerics.drawn(numerics.KINDS[place], place, 12)
     with using("require"):
         row = numerics.judged(call, numerics.compared(call, DEVICE))
     assert row["within"], row
@@ -48,7 +44,7 @@ def test_a_call_is_within_the_rule(place):
 
 
 def test_what_is_kept_of_calls(tmp_path, capsys):
-    call = calls.drawn(calls.KINDS[0], 1, 12)
+    call = numerics.drawn(numerics.KINDS[0], 1, 12)
     good = {"result": {"error": 1.0, "torch": 1.0, "more": 0.0}, "lse": {"error": 0.0, "torch": 0.0, "more": 0.0}}
     lucky = {"result": {"error": 0.1, "torch": 0.0, "more": 0.2}}
     bad = {"result": {"error": 5.0, "torch": 1.0, "more": 0.0}}
@@ -65,9 +61,9 @@ def test_what_is_kept_of_calls(tmp_path, capsys):
 
 
 def test_every_kind_is_compiled_before(tmp_path):
-    found = calls.all_drawn(2, 4)
+    found = numerics.random_calls(2, 4)
     with using("require"):
-        jobs.work(jobs.Jobs(tmp_path), numerics.compile_jobs(found, DEVICE), lambda: None)
+        jobs.work_through(jobs.Jobs(tmp_path), numerics.compile_jobs(found, DEVICE), lambda: None)
     assert {file.name: file.read_text() for file in tmp_path.glob("*.all")} == {
         "kind-0.all": jobs.DONE,
         "kind-1.all": jobs.DONE,

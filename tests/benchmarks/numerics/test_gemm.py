@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +13,23 @@ from nearpeak.kernels._runtime.policy import using
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-calls: Any = importlib.import_module("product_calls")
-numerics: Any = importlib.import_module("product_numerics")
-jobs: Any = importlib.import_module("kernel_jobs")
+jobs: Any = importlib.import_module("benchmarks.kernels.jobs")
+numerics: Any = importlib.import_module("benchmarks.numerics.gemm")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of bfloat16, on some CPUs
 
 
 def test_five_hundred_calls_are_of_many_kinds():
-    found = calls.all_drawn(500, 1280)
-    assert found == calls.all_drawn(500, 1280)
+    found = numerics.random_calls(500, 1280)
+    assert found == numerics.random_calls(500, 1280)
     assert len(set(found)) == 500
-    assert len({call.kind for call in found}) == len({kind.described() for kind in calls.KINDS}) == len(calls.KINDS)
+    assert (
+        len({call.kind for call in found}) == len({kind.described() for kind in numerics.KINDS}) == len(numerics.KINDS)
+    )
     for name in ("activation", "gated", "bias", "residual", "across", "recompute", "scales", "fast", "causal"):
-        assert any(getattr(kind, name) for kind in calls.KINDS)
-    assert {kind.operation for kind in calls.KINDS} == {"product", "grouped", "experts", "linear"}
+        assert any(getattr(kind, name) for kind in numerics.KINDS)
+    assert {kind.operation for kind in numerics.KINDS} == {"product", "grouped", "experts", "linear"}
     counts = [call.counts for call in found if call.counts]
     assert any(0 in one for one in counts)
     assert any(max(one) > 5 * (min(one) + 1) for one in counts)
@@ -47,7 +45,7 @@ def test_five_hundred_calls_are_of_many_kinds():
 @pytest.mark.parametrize("place", [0, 7, 10, 12, 19, 25, 26, 28, 31, 32, 33])
 def test_a_call_is_within_the_rule(place):
     """Of all operations, with biases, gates, factors that lie across, 8 bits, and heads that share keys."""
-    call = calls.drawn(calls.KINDS[place], place, 24)
+    call = numerics.drawn(numerics.KINDS[place], place, 24)
     with using("require"):
         row = numerics.judged(call, numerics.compared(call, DEVICE))
     assert row["within"], row
@@ -56,7 +54,7 @@ def test_a_call_is_within_the_rule(place):
 
 
 def test_a_wrong_gradient_is_seen(monkeypatch):
-    call = calls.drawn(calls.KINDS[0], 3, 24)
+    call = numerics.drawn(numerics.KINDS[0], 3, 24)
     with using("require"):
         right = numerics.compared(call, DEVICE)
         passes = numerics.passes
@@ -74,7 +72,7 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
 
 
 def test_runs_that_differ_are_seen(monkeypatch):
-    call = calls.drawn(calls.KINDS[0], 3, 8)
+    call = numerics.drawn(numerics.KINDS[0], 3, 8)
     assert numerics.repeated([call, call], DEVICE, 3) == {"calls": 1, "runs": 3, "different": {}}
     passes, number = numerics.passes, iter(range(100))
 
@@ -89,7 +87,7 @@ def test_runs_that_differ_are_seen(monkeypatch):
 
 
 def test_what_is_written_is_shown(tmp_path, capsys):
-    call = calls.drawn(calls.KINDS[0], 1, 12)
+    call = numerics.drawn(numerics.KINDS[0], 1, 12)
     good = numerics.judged(call, {"result": {"error": 1.0, "torch": 1.0, "more": 0.0}})
     bad = numerics.judged(call, {"result": {"error": 1.0, "torch": 0.1, "more": 0.0}})
     head = {"machine": "GPU", "torch": "2", "date": "2026-01-01", "seconds": 1.0}
@@ -105,9 +103,9 @@ def test_what_is_written_is_shown(tmp_path, capsys):
 
 
 def test_every_kind_is_compiled_before(tmp_path):
-    found = calls.all_drawn(2, 4)
+    found = numerics.random_calls(2, 4)
     with using("require"):
-        jobs.work(jobs.Jobs(tmp_path), numerics.compile_jobs(found, DEVICE), lambda: None)
+        jobs.work_through(jobs.Jobs(tmp_path), numerics.compile_jobs(found, DEVICE), lambda: None)
     assert {file.name: file.read_text() for file in tmp_path.glob("*.all")} == {
         "kind-0.all": jobs.DONE,
         "kind-1.all": jobs.DONE,

@@ -1,28 +1,14 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
 
+from benchmarks.plan import fit_collectives
 from nearpeak._records import to_json
 from nearpeak.plan.cluster.collectives import load_collective_constants
 from nearpeak.plan.validation.collectives import read_collectives
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/plan/fit_collectives.py"
 
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("fit_collectives", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_file_is_what_the_script_writes(script) -> None:
-    points = script.prepare(read_collectives(script.ROWS))
-    fitted = script.fit_link("ampere", points)
+def test_the_file_is_what_the_script_writes() -> None:
+    points = fit_collectives.prepare(read_collectives(fit_collectives.ROWS))
+    fitted = fit_collectives.fit_link("ampere", points)
     kept = load_collective_constants().links["ampere"]
     assert fitted.systems == kept.systems == ("a100_sxm",)
     for name, numbers in fitted.protocols.items():
@@ -30,9 +16,9 @@ def test_the_file_is_what_the_script_writes(script) -> None:
             assert value == pytest.approx(to_json(kept.protocols[name])[field], rel=0.02), (name, field)
 
 
-def test_few_constants_for_many_rows(script) -> None:
+def test_few_constants_for_many_rows() -> None:
     constants = load_collective_constants()
-    fitted = sum(len(script.FREE[name]) for link in constants.links.values() for name in link.protocols)
+    fitted = sum(len(fit_collectives.FREE[name]) for link in constants.links.values() for name in link.protocols)
     fitted += 2 * sum(len(constants.links[kind].protocols) for kind in ("pcie", "host"))
     assert fitted < 130
     assert sum(link.rows for link in constants.links.values()) == 2100

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from benchmarks.plan.peers import (  # noqa: E402
+from benchmarks.plan.peers import (
     MARKS,
     PAGE,
     PEERS,
@@ -33,7 +28,7 @@ from benchmarks.plan.peers import (  # noqa: E402
     with_section,
 )
 
-AGAIN = "run `python benchmarks/plan/peers.py`"
+AGAIN = "run `python -m benchmarks.plan.peers`"
 
 
 @cache

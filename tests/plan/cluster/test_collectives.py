@@ -27,7 +27,7 @@ from nearpeak.plan.validation.collectives import (
     worst_collectives,
 )
 
-ROWS = Path(__file__).parents[2] / "benchmarks/measurements/measured_collectives.csv"
+ROWS = Path(__file__).parents[3] / "benchmarks/measurements/measured_collectives.csv"
 H100 = Cluster.of("h100-sxm x 8")
 MANY = Cluster.of("h100-sxm x 128")
 COLLECTIVES = tuple(op for op in OPS if op != "send_recv")

@@ -37,7 +37,7 @@ BUILT = {
     "kimi-k2": 1_026_408_209_408,
     "vit-b-16": 86_567_656,
 }
-"""What transformers builds from the full configs, as benchmarks/plan/models.py prints it."""
+"""What transformers builds from the full configs, as `python -m benchmarks.plan.models` prints it."""
 
 
 @pytest.mark.parametrize("name", BUILT)

@@ -1,11 +1,10 @@
-"""Choosing how to serve: layouts, and tensor against expert parallel."""
+"""The search over serving layouts."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from nearpeak.plan.serving.expert_choice import expert_cuts, fastest_cut
 
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
@@ -58,28 +57,3 @@ def test_a_search_is_fast() -> None:
     start = time.perf_counter()
     search_serving(get_model("llama-3-8b"), EIGHT, "fp8", prompt=1024, output=512, concurrencies=(1, 8, 64))
     assert time.perf_counter() - start < 2
-
-
-def test_experts_over_more_gpus_read_less() -> None:
-    cuts = expert_cuts(get_model("qwen3-235b-a22b"), EIGHT, "fp8", tokens=64)
-    tensor = [cut for cut in cuts if cut.ep == 1 and cut.attention == "tensor"]
-    assert [cut.gpus for cut in tensor] == [1, 2, 4, 8]
-    reading = [cut.memory_seconds for cut in tensor]
-    assert reading == sorted(reading, reverse=True)
-    assert tensor[0].exchange_seconds == 0
-    eight = {(cut.ep, cut.attention): cut for cut in cuts if cut.gpus == 8}
-    assert eight[8, "tensor"].memory_seconds > eight[1, "tensor"].memory_seconds  # the busiest GPU has more to read
-    assert eight[8, "tensor"].compute_seconds < eight[1, "tensor"].compute_seconds * 2
-    assert eight[8, "data"].busiest > eight[1, "data"].busiest == 1
-
-
-def test_the_fastest_cut_has_a_reason() -> None:
-    many = expert_cuts(get_model("qwen3-235b-a22b"), EIGHT, "fp8", tokens=16384)
-    best, why = fastest_cut(many, 8)
-    assert best.seconds == min(cut.seconds for cut in many if cut.gpus == 8)
-    assert best.limiter == "compute"
-    assert "us a layer" in why
-    with pytest.raises(UsageError, match="gpus=3 was not looked at"):
-        fastest_cut(many, 3)
-    with pytest.raises(UsageError, match="has no experts"):
-        expert_cuts(get_model("llama-3-8b"), EIGHT, tokens=1)

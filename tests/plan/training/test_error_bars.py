@@ -1,29 +1,24 @@
 import json
-import sys
 from importlib import resources
-from pathlib import Path
 
 import pytest
 
+from benchmarks.plan.error_bars import groups
 from nearpeak.machines import catalogue
 from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.training.plan import training_error
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 
 def test_the_file_is_that_of_a_validation():
-    from benchmarks.plan.error_bars import groups
-
     kept = json.loads(resources.files("nearpeak.plan.training").joinpath("training_error_bars.json").read_text())[
         "groups"
     ]
     fresh = groups()
-    assert kept.keys() == fresh.keys(), "run `python benchmarks/plan/error_bars.py`"
+    assert kept.keys() == fresh.keys(), "run `python -m benchmarks.plan.error_bars`"
     for name, entry in fresh.items():
         assert kept[name]["rows"] == entry["rows"]
         assert kept[name]["error"] == pytest.approx(entry["error"], abs=0.01), (
-            "run `python benchmarks/plan/error_bars.py`"
+            "run `python -m benchmarks.plan.error_bars`"
         )
 
 

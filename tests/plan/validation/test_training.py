@@ -10,7 +10,7 @@ import pytest
 from nearpeak.errors import UsageError
 from nearpeak.plan.validation.training import TrainingValidation, read_training, validate_pairs, validate_training
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "measurements"
+DATA = Path(__file__).parents[3] / "benchmarks" / "measurements"
 RUNS = DATA / "measured_training.csv"
 
 

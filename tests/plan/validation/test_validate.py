@@ -6,7 +6,7 @@ from nearpeak.errors import UsageError
 from nearpeak.plan.validation.errors import ComparedRow, errors_by_key, gpu_range, summarize_errors
 from nearpeak.plan.validation.validate import kind_of_file, validate
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "measurements"
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "measurements"
 KINDS = {
     "measured_training.csv": "training",
     "measured_inference.csv": "inference",

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, or one model."""
-    from nearpeak.plan.models.catalogue import catalogue_model, catalogue_names
+    from nearpeak.plan.models.catalogue import catalogue_names, get_model
     from nearpeak.plan.models.find import find_model
     from nearpeak.render.views.plan import catalogue as render
 
@@ -27,6 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
         found = find_model(arguments.name)
         write_plan(render.model_document(found), found, arguments)
     else:
-        models = tuple(catalogue_model(name) for name in catalogue_names())
+        models = tuple(get_model(name) for name in catalogue_names())
         write_plan(render.models_document(models), models, arguments)
     return 0

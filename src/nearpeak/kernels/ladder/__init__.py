@@ -2,7 +2,7 @@
 
 Every rung computes a @ b of contiguous bfloat16 matrices with float32 accumulation. Each rung is faster than the one below
 because fewer bytes go from memory into a multiprocessor per operation, until the tensor cores are the limit.
-`benchmarks/kernels/ladder.py` runs the rungs and compares predictions with hardware counters.
+`benchmarks.kernels.ladder` runs the rungs and compares predictions with hardware counters.
 
 (Keep here the long explanation of old ladder/rung.py: what is counted, counters, DRAM.)
 """

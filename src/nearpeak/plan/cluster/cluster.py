@@ -69,7 +69,7 @@ class System:
 @cache
 def load_systems() -> Mapping[str, System]:
     """The systems that are part of the package, by id."""
-    return parse_systems(resources.files("nearpeak.plan.network").joinpath("clusters.toml").read_text(encoding="utf-8"))
+    return parse_systems(resources.files("nearpeak.plan.cluster").joinpath("clusters.toml").read_text(encoding="utf-8"))
 
 
 def parse_systems(text: str) -> Mapping[str, System]:
@@ -338,7 +338,7 @@ class Cluster:
         """How a group of `ranks` lies whose neighbors are `stride` GPUs apart (the product of the inner degrees).
 
         >>> Cluster.of("h100-sxm x 64").group(8), Cluster.of("h100-sxm x 64").group(8, stride=8).concurrent_groups
-        (Group(ranks=8, ranks_per_domain=8, concurrent_groups=1), 8)
+        (RankGroup(ranks=8, ranks_per_domain=8, concurrent_groups=1), 8)
         """
         _positive("ranks", ranks)
         _positive("stride", stride)

@@ -1,9 +1,9 @@
 """How long a collective takes: rings, trees, in-switch reduction and direct sends, inside a domain and across.
 
-Three steps. `choose_algorithm` is NCCL's own tuning model with its own constants (NVIDIA/nccl, src/graph/tuning.cc, 2.27
-to 2.29): it predicts `latency + bytes / bandwidth` for each algorithm and protocol and takes the smallest, which decides
-where the jumps of a measured curve are. `traffic_of` counts what one rank moves. `protocol_seconds` turns that into time
-with constants that were fitted on measurements (`collectives.json`, written by `benchmarks.plan.fit_collectives`):
+Three steps. `choose_algorithm` is NCCL's own tuning model with its own constants (NVIDIA/nccl, src/graph/tuning.cc,
+2.27 to 2.29): it predicts `latency + bytes / bandwidth` for each algorithm and protocol and takes the smallest, which
+decides where the jumps of a measured curve are. `traffic_of` counts what one rank moves. `protocol_seconds` turns that
+into time with constants that were fitted on measurements (`collectives.json`, written by `benchmarks.plan.fit_collectives`):
 `base + steps x lead + join(filling, wire)`. `wire` is bytes over bandwidth, `filling` the time until all ranks have
 something to send, and the two overlap (root of squares) in the Simple protocol. Fitted bandwidths are shares of the
 link's datasheet bandwidth, so that a GPU with fewer links of the same generation gets its own figure.
@@ -172,7 +172,7 @@ def mean_constants(links: tuple[LinkConstants, ...]) -> LinkConstants:
 @cache
 def load_collective_constants() -> CollectiveConstants:
     """The constants that are part of the package."""
-    text = resources.files("nearpeak.plan.network").joinpath("collectives.json").read_text(encoding="utf-8")
+    text = resources.files("nearpeak.plan.cluster").joinpath("collectives.json").read_text(encoding="utf-8")
     return from_json(CollectiveConstants, json.loads(text))
 
 
@@ -287,9 +287,9 @@ class NcclTopology:
 def choose_algorithm(op: str, size: float, here: NcclTopology) -> tuple[Algorithm, Protocol]:
     """The algorithm and the protocol that NCCL would take for `size` bytes (as nccl-tests counts them).
 
-    >>> here = Situation(generation="hopper", pcie=False, ranks=8, domains=1, link=450, network=0, in_switch=True)
-    >>> choose("all_reduce", 2**20, here), choose("all_reduce", 2**26, here), choose("all_gather", 2**26, here)
-    (('ring', 'LL'), ('in-switch', 'Simple'), ('ring', 'Simple'))
+    >>> node = NcclTopology(generation="hopper", pcie=False, ranks=8, domains=1, link=450, network=0, in_switch=True)
+    >>> choose_algorithm("all_reduce", 2**20, node), choose_algorithm("all_reduce", 2**26, node)
+    (('ring', 'LL'), ('in-switch', 'Simple'))
     """
     if op in ("all_to_all", "send_recv"):
         return "direct", "Simple"

@@ -1,6 +1,6 @@
 """The catalogue of models: Hugging Face configs of known models with their sources, in `model_catalogue.json`.
 
->>> model("llama-3-8b").parameters
+>>> get_model("llama-3-8b").parameters
 8030261248
 """
 
@@ -39,7 +39,7 @@ def catalogue_entries() -> Mapping[str, CatalogueEntry]:
 
 
 @cache
-def catalogue_model(name: str) -> Model:
+def get_model(name: str) -> Model:
     """The model of this name, such as "llama-3-8b"."""
     entry = catalogue_entries().get(name)
     if entry is None:

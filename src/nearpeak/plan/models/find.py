@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.plan.models.catalogue import catalogue_model, catalogue_names
+from nearpeak.plan.models.catalogue import catalogue_names, get_model
 from nearpeak.plan.models.config import from_config
 from nearpeak.plan.models.model import Model
 
@@ -33,12 +33,12 @@ def find_model(what: str | Path | Mapping[str, Any] | Model) -> Model:
         return from_config(what)
     text = str(what).strip()
     if text in catalogue_names():
-        return catalogue_model(text)
+        return get_model(text)
     if "=" in text:
         return from_numbers(text)
     if isinstance(what, Path) or text.endswith(".json") or "/" in text or Path(text).exists():
         return from_config(text)
-    return catalogue_model(text.lower())  # which says what is near
+    return get_model(text.lower())  # which says what is near
 
 
 def from_numbers(text: str) -> Model:
@@ -79,7 +79,7 @@ def from_numbers(text: str) -> Model:
 def size_in_name(name: str) -> float | None:
     """The number of weights that a name says, such as 7e9 for "llama-2-7b"; None where it says none.
 
-    >>> named_size("llama-2-7b"), named_size("qwen3-0.6b"), named_size("grok-1")
+    >>> size_in_name("llama-2-7b"), size_in_name("qwen3-0.6b"), size_in_name("grok-1")
     (7000000000.0, 600000000.0, None)
     """
     found = re.search(r"(?:^|[-_ ])(\d+(?:\.\d+)?)b(?:$|[-_ ])", name.lower())

@@ -1,6 +1,6 @@
 """The constants of serving: what products, caches and engines reach, from `serving.json`, with where they come from.
 
-`benchmarks/plan/fit_serving.py` fits them on published runs and writes the file. Shares are of the datasheet's figure.
+`benchmarks.plan.fit_serving` fits them on published runs and writes the file. Shares are of the datasheet's figure.
 """
 
 from __future__ import annotations

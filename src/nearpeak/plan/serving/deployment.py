@@ -3,14 +3,14 @@
 Attention and experts share the GPUs of a pipeline stage and cut them in two ways: attention into `dp` data parallel
 groups of `tp`, experts into `ep` parts of the experts, each cut `expert_tp` ways (`ServingLayout`).
 
->>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
->>> llama = Deployment.of(catalogue_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), ServingLayout(tp=4), "fp8")
+>>> llama = Deployment.of(get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), ServingLayout(tp=4), "fp8")
 >>> round(llama.weight_bytes / 1e9, 1), round(llama.cache_bytes(8192) / 1e9, 2)
 (18.2, 0.34)
 >>> serving_precision("fp8").weight_bytes, serving_precision("int4").compute
 (1.0, 'bfloat16')
->>> room = cache_room(Deployment.of(catalogue_model("llama-3-8b"), Cluster.of("h100-sxm x 1")))
+>>> room = cache_room(Deployment.of(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1")))
 >>> room.tokens, round(room.sequences(8192), 1)
 (455823, 55.6)
 """

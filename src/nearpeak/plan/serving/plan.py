@@ -3,10 +3,10 @@
 Latency and throughput under a load, both phases and what limits each, the batch at which decode stops being limited by
 memory, and the memory of a GPU.
 
->>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
 >>> load = Load(prompt=1024, output=256, concurrency=16)
->>> plan = serving_plan(catalogue_model("llama-3-8b"), Cluster.of("h100-sxm x 1"), load)
+>>> plan = serving_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1"), load)
 >>> plan.at.limiter, plan.phases.prefill.limiter, plan.layout.gpus
 ('memory', 'compute', 1)
 """

@@ -1,8 +1,8 @@
 """The search over all legal serving layouts: which are on the front of throughput against speed per user.
 
->>> from nearpeak.plan.models.catalogue import model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
->>> found = search_serving(model("llama-3-70b"), Cluster.of("h100-sxm x 8"), "fp8", prompt=1024, output=512)
+>>> found = search_serving(get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), "fp8", prompt=1024, output=512)
 >>> found.tried, str(found.front[0].layout)
 (10, 'tp 8')
 """

@@ -8,9 +8,9 @@ requests per group, `b` prompts come along every `output` steps, so a share `f` 
 
 `serve_disaggregated` has prefill and decode on replicas of their own, `speculate` decodes with speculative tokens.
 
->>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
->>> llama = Deployment.of(catalogue_model("llama-3-70b"), Cluster.of("h200-sxm x 2"), ServingLayout(tp=2), "fp8")
+>>> llama = Deployment.of(get_model("llama-3-70b"), Cluster.of("h200-sxm x 2"), ServingLayout(tp=2), "fp8")
 >>> answer = serve(llama, prompt=1024, output=1024, concurrency=32)
 >>> answer.limiter, answer.prefill.limiter, answer.running
 ('memory', 'compute', 32.0)

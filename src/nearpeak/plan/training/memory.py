@@ -4,10 +4,10 @@ Activations are counted by module: a tensor that a GEMM, a norm or attention nee
 the inputs of GEMMs, queries, keys and values, the output of attention and the two halves of a gated feed; eager code
 saves what stands between them too (`EAGER_BLOCK`, `EAGER_ACTIVATION`). Fused attention saves no scores.
 
->>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.training.job import Job, precision_named
 >>> from nearpeak.plan.training.layout import Layout
->>> job = Job(model=catalogue_model("llama-2-7b"), layout=Layout(gpus=1, global_batch=1, sharding="none"),
+>>> job = Job(model=get_model("llama-2-7b"), layout=Layout(gpus=1, global_batch=1, sharding="none"),
 ...           sequence=512, precision=precision_named("bf16"))
 >>> found = memory(job)
 >>> [round(value / 1e9, 1) for value in (found.parameters, found.gradients, found.optimizer, found.states)]
@@ -27,7 +27,7 @@ from nearpeak.plan.training.layout import stage as stage_of
 
 EAGER_BLOCK = 6.5
 """Bytes per hidden channel that eager code keeps around a mixer or a feed beyond fused kernels: rotated queries and
-keys, the float32 input of the norm. Fitted with the next three by `benchmarks/plan/fit_memory.py` on published peaks; what
+keys, the float32 input of the norm. Fitted with the next three by `benchmarks.plan.fit_memory` on published peaks; what
 is too low weighs four times what is too high."""
 EAGER_ACTIVATION = 2.0
 """Bytes per intermediate channel: the activated half of a gated feed."""

@@ -1,15 +1,15 @@
 """`memory_plan` and `training_plan`: everything about a job in one record, for reports and for JSON.
 
-`make_it_fit` lists the changes that would make a job fit that does not: every change on its own, then pairs and triples,
-ranked by the step time that follows. `training_error` is how far predictions were off on published runs like the job
+`make_it_fit` lists the changes that make a job fit that does not: single changes first, then pairs and triples, ranked by
+the step time that follows. `training_error` is how far predictions were off on published runs like the job
 (`training_error_bars.json`, written by `benchmarks.plan.error_bars`).
 
->>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
 >>> from nearpeak.plan.training.job import Job, precision_named
 >>> from nearpeak.plan.training.layout import Layout
 >>> layout = Layout(gpus=8, global_batch=64, sharding="zero3")
->>> job = Job(model=catalogue_model("llama-3-8b"), layout=layout, sequence=8192, precision=precision_named("bf16"))
+>>> job = Job(model=get_model("llama-3-8b"), layout=layout, sequence=8192, precision=precision_named("bf16"))
 >>> plan = training_plan(job, Cluster.of("h100-sxm x 8"), price=2.5)
 >>> plan.memory.fits, plan.provenance.kind, plan.dollars_per_million_tokens is not None
 (True, 'fitted', True)

@@ -1,11 +1,11 @@
 """`search_plan`: the fastest legal layout of a model on a cluster that fits, as a plan, and why it wins.
 
-`layouts` enumerates every legal layout, `search` ranks those that fit, and `search_plan` adds the plan of the winner and
-what would change it.
+`layouts` enumerates the legal layouts, `search` ranks those that fit, and `search_plan` adds the plan of the winner and
+the conditions that would change it.
 
->>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
->>> best = search_plan(catalogue_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), global_batch=64, sequence=8192)
+>>> best = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), global_batch=64, sequence=8192)
 >>> best.plan is not None and best.plan.memory.fits
 True
 """
@@ -339,7 +339,7 @@ def _conditions(cluster: Cluster, sequence: int, batch: int) -> Iterator[tuple[s
 def default_batch(gpus: int, sequence: int) -> int:
     """Sequences of a step of about 4 million tokens that many layouts can share out.
 
-    >>> usual_batch(64, 8192), usual_batch(72, 4096), usual_batch(16384, 8192)
+    >>> default_batch(64, 8192), default_batch(72, 4096), default_batch(16384, 8192)
     (512, 1080, 512)
     """
     wanted = max(1, STEP_TOKENS // max(1, sequence))

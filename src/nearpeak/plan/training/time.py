@@ -7,12 +7,12 @@ Ranks are numbered with tensor parallelism innermost, then context, data and pip
 order over the same GPUs: tensor inside an expert, experts, data, pipeline. Neighbors in a group lie as far apart as the
 product of the inner degrees, which decides what stays inside a node or a rack.
 
->>> from nearpeak.plan.models.catalogue import catalogue_model
+>>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
 >>> from nearpeak.plan.training.job import Job, precision_named
 >>> from nearpeak.plan.training.layout import Layout
 >>> layout = Layout(gpus=64, tp=4, pp=4, virtual=5, global_batch=128, overlap_tensor=True)
->>> job = Job(model=catalogue_model("llama-3-70b"), layout=layout, sequence=8192,
+>>> job = Job(model=get_model("llama-3-70b"), layout=layout, sequence=8192,
 ...           precision=precision_named("bf16-master"))
 >>> step = training_time(job, Cluster.of("h100-sxm x 64"))
 >>> abs(sum(step.parts.values()) - step.seconds) < 1e-9 * step.seconds
@@ -145,9 +145,18 @@ class TrainingRates:
         self.quantize = 0.0 if scaling == "none" else float(getattr(efficiency, f"quantize_{scaling}"))
 
 
-def add_gemm(seconds: ComputeSeconds, rates: TrainingRates, rows: float, inputs: float, outputs: float, *, groups: float = 1.0,
-            wide: bool = False, slow: float = 1.0) -> None:  # fmt: skip
-    """Adds one product of `groups` weights, forward and both backward ones, with its casts."""
+def add_gemm(
+    seconds: ComputeSeconds,
+    rates: TrainingRates,
+    rows: float,
+    inputs: float,
+    outputs: float,
+    *,
+    groups: float = 1.0,
+    wide: bool = False,
+    slow: float = 1.0,
+) -> None:
+    """Add one GEMM of `groups` weights, forward and both backward ones, with its casts."""
     flops = 2.0 * rows * inputs * outputs
     rate = (rates.wide if wide else rates.products) * slow
     size = 2.0 if wide else rates.input_bytes

@@ -1,7 +1,7 @@
 """Published serving runs as deployments under a load, and predictions for them.
 
-Rows come from a CSV file with the columns of `benchmarks/measurements/measured_inference.csv`. With `leave_out`, the rows
-of a source are predicted by constants that were fitted without any row of that source.
+Rows come from a CSV file with the columns of `benchmarks/measurements/measured_inference.csv`. With `leave_out`, the
+rows of a source are predicted by constants that were fitted without any row of that source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
-from nearpeak.plan.models.catalogue import catalogue_model
+from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.provenance import Provenance
 from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
 from nearpeak.plan.serving.deployment import Deployment, ServingLayout
@@ -132,7 +132,7 @@ def _read_run(row: Mapping[str, str], line: int) -> MeasuredInference:
     if name.startswith("gpt-oss"):
         weights = "fp4"  # there is no other checkpoint; tables print the precision of the rest
     deployment = Deployment.of(
-        catalogue_model(name),
+        get_model(name),
         Cluster.of(gpu, gpus=max(layout.gpus, 1)),
         layout,
         weights,

@@ -1,8 +1,8 @@
 """Models and GPUs as published tables name them, and what the catalogues call them.
 
->>> catalogue_model("meta-llama/Llama-3.1-8B-Instruct"), catalogue_model("Qwen/Qwen3-235B-A22B-FP8")
+>>> model_id("meta-llama/Llama-3.1-8B-Instruct"), model_id("Qwen/Qwen3-235B-A22B-FP8")
 ('llama-3-8b', 'qwen3-235b-a22b')
->>> catalogue_gpu("A100-80GB-SXM 330W"), catalogue_gpu("RTX PRO 6000 Blackwell Server")
+>>> gpu_id("A100-80GB-SXM 330W"), gpu_id("RTX PRO 6000 Blackwell Server")
 ('a100-sxm-80gb', 'rtx-pro-6000-server')
 """
 

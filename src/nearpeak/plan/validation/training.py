@@ -1,7 +1,7 @@
 """Published training runs as jobs on clusters, and predictions for them.
 
-`read_training` reads a CSV file with the columns of `benchmarks/measurements/measured_training.csv`; what a table leaves
-out is filled in the same way for every source. Step time is compared, never a printed utilization: sources count FLOPs
+`read_training` reads a CSV file with the columns of `benchmarks/measurements/measured_training.csv`. What a table leaves
+out is filled in by the same rules for every source. Step time is compared, never a printed utilization: sources count FLOPs
 in different ways. Each source can be predicted with constants that were fitted on the other sources:
 `benchmarks.plan.fit_training` writes these fits into `training_left_out.json`, so that validating takes a second.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import Machine
 from nearpeak.plan.cluster.cluster import Cluster
-from nearpeak.plan.models.catalogue import catalogue_model as catalogued
+from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import Model
 from nearpeak.plan.training.efficiency import Efficiency, load_efficiency
 from nearpeak.plan.training.job import PRECISIONS, Job, Precision, Software
@@ -115,7 +115,7 @@ def _read_model(row: Mapping[str, str], sequence: int) -> Model:
         layers, hidden, inner, heads = NANOTRON[float(row["params_b"])]
         return _plain_model(name, layers, hidden, inner, heads, heads, hidden // heads, 131072, tied=hidden < 4096)
     named = model_id(known)
-    model = catalogued(named) if named else None
+    model = get_model(named) if named else None
     if base.startswith(("mpt", "gpt-")) and read_number(row, "hidden"):
         model = None  # the tables print their own dimensions
     if model is None or model.name.startswith("gpt-3"):
