@@ -1,4 +1,4 @@
-"""`runs_on`, `descriptor`: whether kernels in Gluon run on a device, and what their tiles are copied by."""
+"""Whether Gluon kernels run on a device (`runs_on`), and tensor descriptors for their tiles (`descriptor`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
-from nearpeak.kernels._runtime.policy import INTERPRETED
+from nearpeak.kernels._runtime.policy import INTERPRETED, cuda_capability
 
 _TRITON_VERSION = (3, 6)
-"""The version whose Gluon the kernels of this package were written with; it changes with each."""
+"""The version whose Gluon the kernels of this package are written for; Gluon changes with each."""
+_HOPPER = (9, 0)
 _TRITON_DTYPE_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}
-"""What Triton calls other than torch does."""
+"""The dtypes that Triton names differently than torch."""
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels in Gluon for Hopper run on a device, or can be compiled where there is no GPU."""
+    """Whether Gluon kernels for Hopper run on a device, or can be compiled if there is no GPU."""
     return not INTERPRETED and _has_supported_gluon() and _is_hopper(device.index if device.type == "cuda" else None)
 
 
@@ -32,16 +33,16 @@ def _has_supported_gluon() -> bool:
 
 @functools.cache
 def _is_hopper(index: int | None) -> bool:
-    return index is None or torch.cuda.get_device_capability(index) == (9, 0)
+    return index is None or cuda_capability(index) == _HOPPER
 
 
 def descriptor(x: Tensor, block: list[int]) -> Any:
-    """What a block of a tensor is copied by, to where the tensor cores find it."""
+    """The descriptor by which TMA copies blocks of a tensor, in the layout that the tensor cores read."""
     return strided_descriptor(x, x.shape, x.stride(), block)
 
 
 def strided_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: list[int]) -> Any:
-    """The same of a tensor as if it had another shape and strides, which may be more than a tensor can have."""
+    """The same for another shape and strides, which may exceed what a tensor can have."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(x, list(shape), list(strides), block, _shared_layout(x.dtype, tuple(block)))

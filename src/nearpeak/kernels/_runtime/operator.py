@@ -1,27 +1,28 @@
-"""`Operator`: a kernel as an operator of torch, with little in the way when torch runs eagerly.
+"""`Operator`: a kernel as a torch operator, with a fast path for eager calls.
 
-As `nearpeak::name` it is opaque to torch.compile, seen by profilers and traces, and differentiable. An eager call goes
-past the dispatcher, which takes longer than a launch, straight to the launcher.
+As `nearpeak::name` it is opaque to torch.compile, visible to profilers and traces, and differentiable. An eager call
+bypasses torch's dispatcher, which takes longer than a launch, and calls the launcher directly.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from nearpeak.kernels._runtime.policy import gpu_vendor
 from nearpeak.kernels._runtime.replay import PLAIN_TENSORS, ReplayCache, is_observed
 
 _library = torch.library.Library("nearpeak", "FRAGMENT")
 
 
 class _CallOrigin(threading.local):
-    """How operators are called on this thread: by those who have looked at their arguments, or by torch."""
+    """Who calls operators on this thread: functions of this package, which checked the arguments, or torch."""
 
-    by_torch = False
+    is_torch = False
 
 
 _call_origin = _CallOrigin()
@@ -31,22 +32,22 @@ class Operator:
     """An operator `nearpeak::name`.
 
     Args:
-        schema: As torch writes it, without the namespace: "add(Tensor x, Tensor y) -> Tensor".
-        launch: Where the launcher is, "module:function" in `nearpeak.kernels`. It is imported at the first call,
-            as Triton may not be there.
-        reference: The same in plain torch, for calls of the operator with tensors that the kernel does not take.
+        schema: In torch's syntax, without the namespace: "add(Tensor x, Tensor y) -> Tensor".
+        backends: The launcher by GPU vendor, as "module:function" in `nearpeak.kernels`: {"nvidia":
+            "add.triton:forward"}. It is imported at the first call, since Triton may not be installed. Vendors without
+            an entry run the reference.
+        reference: The same in plain torch, for arguments that the kernel does not support.
         fake: Empty results of the right shape, dtype and strides.
-        why_not: Why the kernel does not take these arguments, or None.
-        setup_context: As of `torch.autograd.Function`: keeps what the backward pass needs.
-        backward: As of `torch.autograd.Function`: the gradients by those of the results. None for an operator without
-            derivatives.
+        why_not: The reason why the kernel does not support these arguments, or None.
+        setup_context: As in `torch.autograd.Function`: saves what the backward pass needs.
+        backward: As in `torch.autograd.Function`. None for an operator without derivatives.
     """
 
     def __init__(
         self,
         schema: str,
         *,
-        launch: str,
+        backends: Mapping[str, str],
         reference: Callable[..., Any],
         fake: Callable[..., Any],
         why_not: Callable[..., str | None],
@@ -54,11 +55,11 @@ class Operator:
         backward: Callable[..., Any] | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
-        self._home = launch
+        self._backends = backends
         self._reference = reference
         self._why_not = why_not
         self._launcher: Callable[..., Any] | None = None
-        self._plans = ReplayCache()
+        self._replays = ReplayCache()
         _library.define(schema)
         _library.impl(self.name, self._run, "CompositeExplicitAutograd")
         qualified = f"nearpeak::{self.name}"
@@ -73,8 +74,8 @@ class Operator:
         self._operator = getattr(torch.ops.nearpeak, self.name).default
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the kernel; its arguments have been looked at before."""
-        if torch.compiler.is_compiling() or _call_origin.by_torch or is_observed() or not _all_plain_tensors(args):
+        """Runs the kernel. The caller has checked that it supports these arguments."""
+        if torch.compiler.is_compiling() or _call_origin.is_torch or is_observed() or not _all_plain_tensors(args):
             return self._operator(*args)
         if self._function is not None and torch.is_grad_enabled() and _any_requires_grad(args):
             return self._function.apply(*args)
@@ -82,13 +83,28 @@ class Operator:
 
     def _launch(self, *args: Any) -> Any:
         if self._launcher is None:
-            module, _, function = self._home.partition(":")
-            self._launcher = getattr(import_module(f"nearpeak.kernels.{module}"), function)
-        return self._plans.call(self._launcher, args, {})
+            self._launcher = self._find_launcher()
+        return self._replays.call(self._launcher, args, {})
+
+    def _find_launcher(self) -> Callable[..., Any]:
+        backend = self._backends.get(gpu_vendor())
+        if backend is None:
+            return self._reference
+        module, _, function = backend.partition(":")
+        launcher: Callable[..., Any] = getattr(import_module(f"nearpeak.kernels.{module}"), function)
+        return launcher
 
     def _run(self, *args: Any) -> Any:
-        """What the dispatcher calls: for compiled code, and for whoever calls the operator by its name."""
+        """The implementation that torch's dispatcher calls: in compiled code, and for calls of the operator by name."""
         return self._launch(*args) if self._why_not(*args) is None else self._reference(*args)
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Raises inside of a backward pass that is itself differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"nearpeak.kernels.{name} has no second derivative. Compute it inside of nearpeak.kernels.using('off')."
+        )
 
 
 def _autograd_function(
@@ -99,44 +115,42 @@ def _autograd_function(
         setup_context(ctx, args, result)
         return result
 
-    def once(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"nearpeak.kernels.{name} has no second derivative. Ask for it inside of nearpeak.kernels.using('off')."
-            )
+    def first_derivative(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivative(name)
         return backward(ctx, *gradients)
 
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(once)})
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(first_derivative)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def _backward_from_dispatcher(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward pass of an operator that torch called by its name, with tensors that nobody has looked at.
+    """The backward pass of an operator that torch called by name, with unchecked arguments.
 
-    A reference may have run forward. So the operators of the backward pass look at their arguments too.
+    Its forward pass may have run the reference, so the operators of the backward pass check their arguments as well.
     """
 
     def call(ctx: Any, *gradients: Any) -> Any:
         if torch.compiler.is_compiling():
             return backward(ctx, *gradients)
-        before = _call_origin.by_torch
-        _call_origin.by_torch = True
+        before = _call_origin.is_torch
+        _call_origin.is_torch = True
         try:
             return backward(ctx, *gradients)
         finally:
-            _call_origin.by_torch = before
+            _call_origin.is_torch = before
 
     return call
 
 
 def _all_plain_tensors(args: Sequence[Any]) -> bool:
-    for one in args:
-        if isinstance(one, torch.Tensor):
-            if type(one) not in PLAIN_TENSORS:
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            if type(argument) not in PLAIN_TENSORS:
                 return False
-        elif isinstance(one, list) and not _all_plain_tensors(one):
+        elif isinstance(argument, list) and not _all_plain_tensors(argument):
             return False
     return True
 
 
 def _any_requires_grad(args: Sequence[Any]) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+    return any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)

@@ -22,14 +22,17 @@ _R = TypeVar("_R")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run in Triton's interpreter, on tensors of the CPU: slow, and good for tests."""
+"""Kernels run in Triton's interpreter on CPU tensors: slow, for tests."""
+VENDORS = ("nvidia",)
+"""Vendors of the GPUs that operations have kernels for."""
+_VENDOR = "nvidia" if torch.version.hip is None else "amd"
 _OLDEST = (8, 0)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _mode: Mode = "auto"
 
 
 class _SimulatedGpu(threading.local):
-    """What fake tensors stand for on this thread."""
+    """The GPU that fake tensors stand for on this thread."""
 
     capability: tuple[int, int] | None = None
 
@@ -39,17 +42,17 @@ _simulated_gpu = _SimulatedGpu()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """Whether a kernel takes these arguments. True in a condition where it does."""
+    """Whether a kernel supports the arguments of a call. True in a condition if it does."""
 
     reason: str
-    """Why not; empty where it does."""
+    """Why not; empty if it does."""
 
     def __bool__(self) -> bool:
         return not self.reason
 
 
 def supports(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Support:
-    """Whether a function of `nearpeak.kernels` runs its kernel for these arguments, and why not.
+    """Whether a function of `nearpeak.kernels` runs its kernel for these arguments, and the reason if not.
 
     >>> import torch, nearpeak.kernels as kernels
     >>> kernels.supports(kernels.add, torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)).reason
@@ -57,16 +60,16 @@ def supports(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs
     """
     why_not = getattr(function, "why_not", None)
     if why_not is None:
-        raise UsageError(f"supports() asks about a function of nearpeak.kernels, and {function!r} is none.")
+        raise UsageError(f"supports() takes a function of nearpeak.kernels, and {function!r} is none.")
     return Support(reason=why_not(*args, **kwargs) or "")
 
 
 @contextmanager
 def using(mode: Mode) -> Iterator[None]:
-    """Inside of the block, for the whole process: "auto" runs kernels where they can run and references elsewhere,
-    "require" raises `KernelUnavailable` instead of running a reference, "off" runs references alone.
+    """Sets the mode inside of the block, for the whole process: "auto" runs kernels where they can run and references
+    elsewhere, "require" raises `KernelUnavailable` instead of running a reference, "off" always runs references.
 
-    The variable NEARPEAK_KERNELS has the mode that a process starts with.
+    The environment variable NEARPEAK_KERNELS sets the mode that a process starts with.
     """
     before = _mode
     _set_mode(mode)
@@ -77,7 +80,7 @@ def using(mode: Mode) -> Iterator[None]:
 
 
 def _set_mode(mode: str) -> None:
-    global _mode  # one for all threads: a backward pass runs in threads of autograd's own
+    global _mode  # one for all threads: autograd runs a backward pass on its own threads
     if mode not in get_args(Mode):
         raise UsageError(f"There is no mode {mode!r} of kernels. {did_you_mean(mode, get_args(Mode))}")
     _mode = mode  # type: ignore[assignment]
@@ -85,7 +88,7 @@ def _set_mode(mode: str) -> None:
 
 @contextmanager
 def simulate_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, on this thread, fake tensors, also of the CPU, stand for those of a GPU of this compute capability."""
+    """Inside, on this thread, fake tensors, even on the CPU, stand for those of an NVIDIA GPU of this capability."""
     before = _simulated_gpu.capability
     _simulated_gpu.capability = capability
     try:
@@ -95,37 +98,37 @@ def simulate_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def _simulated_capability() -> tuple[int, int] | None:
-    """The compute capability that fake tensors stand for; None where tensors have data, and kernels would run."""
-    if torch.compiler.is_compiling() or _simulated_gpu.capability is None:  # in this order: the compiler reads no more
+    """The compute capability that fake tensors stand for; None if tensors have data and kernels would run."""
+    if torch.compiler.is_compiling() or _simulated_gpu.capability is None:  # in this order: the compiler stops here
         return None
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return _simulated_gpu.capability if fake else None
 
 
 def fused(
-    *, reference: Callable[_P, _R], why_not: Callable[_P, str | None], remembered: bool = True
+    *, reference: Callable[_P, _R], why_not: Callable[_P, str | None], replayable: bool = True
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a function that runs its own body where `why_not` has no reason against it, and `reference` elsewhere.
+    """Makes a function run its own body if `why_not` returns no reason against it, and `reference` otherwise.
 
-    A reference is plain torch: on a CPU, in float64 and for second derivatives everything works as torch does.
+    A reference is plain torch: on a CPU, in float64 and for second derivatives everything works as in torch.
 
     Args:
-        remembered: What the body does follows from the arguments alone, not from autocast for example, so that a call
-            like one before need not ask or decide anything.
+        replayable: Whether the arguments alone determine what the body does. False if it depends on autocast, for
+            example: then calls are never replayed.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        plans = ReplayCache()
+        replays = ReplayCache()
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if _mode == "off":
                 return reference(*args, **kwargs)
-            if remembered:
-                return plans.call(decided, args, kwargs)  # type: ignore[no-any-return]
-            return decided(*args, **kwargs)
+            if replayable:
+                return replays.call(dispatch, args, kwargs)  # type: ignore[no-any-return]
+            return dispatch(*args, **kwargs)
 
-        def decided(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def dispatch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             reason = why_not(*args, **kwargs)
             if reason is None:
                 return function(*args, **kwargs)
@@ -141,7 +144,7 @@ def fused(
 
 
 def cannot_run(*tensors: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> str | None:
-    """Why no kernel takes these tensors: what is common to all kernels. Others than floats are not looked at."""
+    """The reason why no kernel supports these tensors, or None. Only floating point dtypes are checked."""
     device = None
     for tensor in tensors:
         if tensor is None:
@@ -156,28 +159,43 @@ def cannot_run(*tensors: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] = 
             return f"its tensors are on {device} and {tensor.device}"
         if tensor.is_floating_point() and tensor.dtype not in dtypes:
             return f"it takes {_dtype_names(dtypes)}, and this is {_dtype_name(tensor.dtype)}"
-    if not _HAS_TRITON and _simulated_capability() is None:  # a GPU that is not here has a Triton of its own
-        return "Triton is not installed"
+    if (not _HAS_TRITON or _VENDOR not in VENDORS) and _simulated_capability() is None:
+        return f"there are no kernels for {_VENDOR} GPUs" if _HAS_TRITON else "Triton is not installed"
     return None if device is None else too_old(device, _OLDEST)
 
 
 def too_old(device: torch.device, oldest: tuple[int, int]) -> str | None:
-    """Why a kernel for GPUs of the compute capability `oldest` and later does not run on this device."""
-    if torch.compiler.is_compiling():  # asked again when compiled code runs
+    """The reason why a kernel for compute capability `oldest` and later does not run on this device, or None."""
+    if torch.compiler.is_compiling():  # checked again when compiled code runs
         return None
-    found = None if _simulated_gpu.capability is None else _simulated_capability()
-    if found is None and device.type == "cuda":
-        found = _capability(device.index or 0)
-    if found is None or found >= oldest:
+    capability = None if _simulated_gpu.capability is None else _simulated_capability()
+    if capability is None and device.type == "cuda":
+        capability = cuda_capability(device.index or 0)
+    if capability is None or capability >= oldest:
         return None
-    return f"it needs compute capability {oldest[0]}.{oldest[1]}, and this GPU has {found[0]}.{found[1]}"
+    return f"it needs compute capability {oldest[0]}.{oldest[1]}, and this GPU has {capability[0]}.{capability[1]}"
+
+
+def gpu_vendor() -> str:
+    """The vendor of the GPUs that this build of torch runs on."""
+    return _VENDOR
 
 
 @functools.cache
-def _capability(index: int) -> tuple[int, int] | None:
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():  # a fake tensor of a GPU that is not there
-        return None
+def cuda_capability(index: int) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; None for other vendors, whose numbers mean something else."""
+    if _VENDOR != "nvidia" or not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return None  # the last: a fake tensor of a GPU that is not there
     return torch.cuda.get_device_capability(index)
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors cast as `torch.nn.functional.linear` casts them: to the autocast dtype, if autocast is enabled."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:

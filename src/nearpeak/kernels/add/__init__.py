@@ -39,7 +39,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 _add = Operator(
     "add(Tensor x, Tensor y) -> Tensor",
-    launch="add.triton:forward",
+    backends={"nvidia": "add.triton:forward"},
     reference=reference,
     fake=_fake,
     why_not=_why_not,

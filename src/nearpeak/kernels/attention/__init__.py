@@ -214,14 +214,14 @@ def _autograd_backward(ctx: Any, gradient: Tensor | None, lse_gradient: Tensor |
 _backward = Operator(
     f"attention_backward(Tensor gradient, Tensor? lse_gradient, Tensor result, Tensor lse, {_TENSOR_SCHEMA}, {_OPTION_SCHEMA},"
     " bool for_query, bool for_keys, bool for_bias, bool for_sinks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch="attention.backends:backward",
+    backends={"nvidia": "attention.backends:backward"},
     reference=attention_backward,
     fake=_fake_backward,
     why_not=_backward_why_not,
 )
 _forward = Operator(
     f"attention({_TENSOR_SCHEMA}, {_OPTION_SCHEMA}) -> (Tensor, Tensor)",
-    launch="attention.backends:forward",
+    backends={"nvidia": "attention.backends:forward"},
     reference=_operator_reference,
     fake=_fake_forward,
     why_not=operator_why_not,

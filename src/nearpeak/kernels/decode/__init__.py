@@ -288,7 +288,7 @@ _decode_attention = Operator(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? pages, float scale,"
     " int window, float softcap, Tensor? sinks, float key_scale, Tensor? key_scales, float value_scale,"
     " Tensor? value_scales) -> (Tensor, Tensor)",
-    launch="decode.triton:decode_attention",
+    backends={"nvidia": "decode.triton:decode_attention"},
     reference=_decode_operator_reference,
     fake=_fake_decode,
     why_not=_decode_operator_why_not,
@@ -484,14 +484,14 @@ _APPEND_SCHEMA = (
 )
 _append = Operator(
     f"append_({_CACHE_SCHEMA}, Tensor? cosines, Tensor? sines, {_APPEND_SCHEMA}) -> ()",
-    launch="decode.triton:append",
+    backends={"nvidia": "decode.triton:append"},
     reference=_append_operator_reference,
     fake=lambda *args: None,
     why_not=_append_operator_why_not,
 )
 _append_with_query = Operator(
     f"append_with_query_({_CACHE_SCHEMA}, Tensor cosines, Tensor sines, {_APPEND_SCHEMA}, Tensor query) -> Tensor",
-    launch="decode.triton:append_with_query",
+    backends={"nvidia": "decode.triton:append_with_query"},
     reference=_append_with_query_reference,
     fake=lambda *args: _empty_result(args[-1]),
     why_not=_append_operator_why_not,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
-from nearpeak.kernels._runtime.policy import FLOATS, cannot_run, fused, too_old
+from nearpeak.kernels._runtime.policy import FLOATS, autocast, cannot_run, fused, too_old
 from nearpeak.kernels.pointwise import apply_activation
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu_squared", "silu")
@@ -235,7 +235,7 @@ _EPILOGUE_SCHEMA = "str activation, bool gated"
 gemm_forward = Operator(
     f"gemm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, {_EPILOGUE_SCHEMA}, ScalarType dtype, bool tf32,"
     " bool keep) -> (Tensor, Tensor)",
-    launch="gemm.triton:forward",
+    backends={"nvidia": "gemm.triton:forward"},
     reference=_forward_reference,
     fake=_fake_forward,
     why_not=_operator_why_not,
@@ -245,7 +245,7 @@ gemm_forward = Operator(
 gemm_backward = Operator(
     f"gemm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? bias, Tensor? before, {_EPILOGUE_SCHEMA}, bool tf32,"
     " bool for_x, bool for_weight, bool for_bias) -> (Tensor, Tensor, Tensor)",
-    launch="gemm.triton:backward",
+    backends={"nvidia": "gemm.triton:backward"},
     reference=_backward_reference,
     fake=_fake_backward,
     why_not=_backward_why_not,
@@ -253,7 +253,7 @@ gemm_backward = Operator(
 gemm_fp8 = Operator(
     "gemm_fp8(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? scale_x, Tensor? scale_weight,"
     f" {_EPILOGUE_SCHEMA}, ScalarType dtype, bool fast_accumulate) -> Tensor",
-    launch="gemm.triton:fp8_forward",
+    backends={"nvidia": "gemm.triton:fp8_forward"},
     reference=_fp8_reference,
     fake=lambda x, weight, *rest: x.new_empty(_result_shape(x, weight, rest[5]), dtype=rest[6]),
     why_not=_fp8_why_not,
@@ -304,15 +304,6 @@ def _why_not(
     return cannot_run(x, weight, bias, residual)
 
 
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As torch's linear takes them: in the dtype of autocast, where that is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(one.to(dtype) for one in tensors)
-
-
 def _allows_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
@@ -320,7 +311,7 @@ def _allows_tf32() -> bool:
 _allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compiled code is guarded by it anyway
 
 
-@fused(reference=gemm_reference, why_not=_why_not, remembered=False)
+@fused(reference=gemm_reference, why_not=_why_not, replayable=False)
 def gemm(
     x: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: Activation | None = None,
     gated: bool = False, residual: Tensor | None = None, scale_x: Tensor | None = None,
@@ -357,7 +348,7 @@ def gemm(
         return gemm_fp8(  # type: ignore[no-any-return]
             x, weight, bias, residual, scale_x, scale_weight, activation or "", gated, dtype, fast_accumulate
         )
-    x, weight = _as_autocast(x, weight)
+    x, weight = autocast(x, weight)
     dtype = out_dtype or x.dtype
     tf32 = x.dtype == torch.float32 and _allows_tf32()
     wanted = any(one is not None and one.requires_grad for one in (x, weight, bias))

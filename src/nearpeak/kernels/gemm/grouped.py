@@ -226,14 +226,14 @@ def _fake_gated(
 
 group_rows = Operator(
     "group_rows(Tensor counts, SymInt rows, int height) -> Tensor",
-    launch="gemm.grouped_triton:group_rows",
+    backends={"nvidia": "gemm.grouped_triton:group_rows"},
     reference=build_groups,
     fake=lambda counts, rows, height: counts.new_empty(groups_size(counts.shape[0], rows, height), dtype=torch.int32),
     why_not=lambda counts, rows, height: cannot_run(counts),
 )
 multiply = Operator(
     "grouped_gemm(Tensor rows, Tensor weight, Tensor groups, int height, bool transposed) -> Tensor",
-    launch="gemm.grouped_triton:multiply",
+    backends={"nvidia": "gemm.grouped_triton:multiply"},
     reference=multiply_reference,
     fake=lambda rows, weight, groups, height, transposed: rows.new_empty(
         rows.shape[0], weight.shape[2 if transposed else 1]
@@ -245,7 +245,7 @@ multiply = Operator(
 multiply_gated = Operator(
     "grouped_gemm_gated(Tensor rows, Tensor weight, Tensor groups, int height, str activation, bool keep)"
     " -> (Tensor, Tensor)",
-    launch="gemm.grouped_triton:multiply_gated",
+    backends={"nvidia": "gemm.grouped_triton:multiply_gated"},
     reference=multiply_gated_reference,
     fake=_fake_gated,
     why_not=multiply_why_not,
@@ -254,7 +254,7 @@ multiply_gated = Operator(
 )
 weight_gradient = Operator(
     "grouped_weight_gradient(Tensor gradient, Tensor rows, Tensor groups, SymInt experts) -> Tensor",
-    launch="gemm.grouped_triton:weight_gradient",
+    backends={"nvidia": "gemm.grouped_triton:weight_gradient"},
     reference=weight_gradient_reference,
     fake=lambda gradient, rows, groups, experts: rows.new_empty(experts, gradient.shape[1], rows.shape[1]),
     why_not=multiply_why_not,
@@ -262,7 +262,7 @@ weight_gradient = Operator(
 multiply_gathered = Operator(
     "gathered_gemm(Tensor tokens, Tensor weight, Tensor groups, int height, bool transposed, str activation,"
     " Tensor sources) -> Tensor",
-    launch="gemm.grouped_triton:multiply_gathered",
+    backends={"nvidia": "gemm.grouped_triton:multiply_gathered"},
     reference=_multiply_gathered_reference,
     fake=_fake_gathered,
     why_not=multiply_why_not,
@@ -270,7 +270,7 @@ multiply_gathered = Operator(
 multiply_fp8 = Operator(
     "grouped_gemm_fp8(Tensor rows, Tensor weight, Tensor row_scales, Tensor weight_scales, Tensor groups, int height,"
     " str activation, ScalarType dtype, Tensor? sources) -> Tensor",
-    launch="gemm.grouped_triton:multiply_fp8",
+    backends={"nvidia": "gemm.grouped_triton:multiply_fp8"},
     reference=_multiply_fp8_reference,
     fake=lambda rows, weight, row_scales, weight_scales, groups, height, activation, dtype, sources: rows.new_empty(
         (count_rows(rows, sources), weight.shape[1] // (2 if activation else 1)), dtype=dtype

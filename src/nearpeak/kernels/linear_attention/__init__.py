@@ -179,14 +179,14 @@ def _autograd_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | Non
 _backward = Operator(
     "linear_attention_backward(Tensor gradient, Tensor result, Tensor norms, Tensor query, Tensor key, Tensor value,"
     " bool causal, bool for_query, bool for_key, bool for_value) -> (Tensor, Tensor, Tensor)",
-    launch="linear_attention.triton:backward",
+    backends={"nvidia": "linear_attention.triton:backward"},
     reference=_backward_reference,
     fake=_fake_backward,
     why_not=lambda gradient, result, norms, *rest: _operator_why_not(*rest) or cannot_run(gradient, result, norms),
 )
 _forward = Operator(
     "linear_attention(Tensor query, Tensor key, Tensor value, bool causal, float eps) -> (Tensor, Tensor)",
-    launch="linear_attention.triton:forward",
+    backends={"nvidia": "linear_attention.triton:forward"},
     reference=_forward_reference,
     fake=_fake_forward,
     why_not=_operator_why_not,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.kernels._runtime.operator import Operator
+from nearpeak.kernels._runtime.operator import Operator, refuse_second_derivative
 from nearpeak.kernels._runtime.policy import cannot_run, fused
 
 PARTS = 128
@@ -160,13 +160,6 @@ def may_overwrite() -> bool:
     )
 
 
-def refuse_second_derivative(name: str) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"nearpeak.kernels.{name} has no second derivative. Ask for it inside of nearpeak.kernels.using('off')."
-        )
-
-
 def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
     """A gradient of the forward pass times one number: in place where it will not be needed again."""
     if not may_overwrite():
@@ -203,7 +196,7 @@ def _autograd_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tens
 cross_entropy_forward = Operator(
     f"cross_entropy(Tensor logits, Tensor target, Tensor? weight, {LOSS_SCHEMA}, bool with_gradient)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    launch="losses.triton:cross_entropy_forward",
+    backends={"nvidia": "losses.triton:cross_entropy_forward"},
     reference=forward_reference,
     fake=_fake_forward,
     why_not=_forward_why_not,
@@ -212,7 +205,7 @@ cross_entropy_forward = Operator(
 )
 cross_entropy_forward_ = Operator(
     f"cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? weight, {LOSS_SCHEMA}) -> (Tensor, Tensor)",
-    launch="losses.triton:cross_entropy_forward_",
+    backends={"nvidia": "losses.triton:cross_entropy_forward_"},
     reference=_forward_inplace_reference,
     fake=_fake_forward_inplace,
     why_not=_forward_why_not,
@@ -220,21 +213,21 @@ cross_entropy_forward_ = Operator(
 _BACKWARD_SCHEMA = f"Tensor target, Tensor? weight, Tensor statistics, Tensor parts, {LOSS_SCHEMA}"
 cross_entropy_backward = Operator(
     f"cross_entropy_backward(Tensor upstream, Tensor logits, {_BACKWARD_SCHEMA}) -> Tensor",
-    launch="losses.triton:cross_entropy_backward",
+    backends={"nvidia": "losses.triton:cross_entropy_backward"},
     reference=gradient_reference,
     fake=lambda upstream, logits, *_: logits.new_empty(logits.shape),
     why_not=_backward_why_not,
 )
 cross_entropy_backward_ = Operator(
     f"cross_entropy_backward_(Tensor upstream, Tensor(a!) logits, {_BACKWARD_SCHEMA}) -> ()",
-    launch="losses.triton:cross_entropy_backward_",
+    backends={"nvidia": "losses.triton:cross_entropy_backward_"},
     reference=lambda upstream, logits, *rest: logits.copy_(gradient_reference(upstream, logits, *rest)),
     fake=lambda *_: None,
     why_not=_backward_why_not,
 )
 scale_gradient_ = Operator(
     "scale_gradient_(Tensor(a!) gradient, Tensor factor) -> ()",
-    launch="losses.triton:scale_gradient_",
+    backends={"nvidia": "losses.triton:scale_gradient_"},
     reference=lambda gradient, factor: gradient.mul_(factor),
     fake=lambda *_: None,
     why_not=cannot_run,
@@ -560,7 +553,7 @@ linear_cross_entropy_forward = Operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight,"
     f" {LOSS_SCHEMA}, {_CHUNK_SCHEMA}, bool with_logprobs, bool with_entropy, {_WANTED_SCHEMA})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch="losses.triton:linear_cross_entropy_forward",
+    backends={"nvidia": "losses.triton:linear_cross_entropy_forward"},
     reference=_linear_forward_reference,
     fake=_fake_linear_forward,
     why_not=_linear_forward_why_not,
@@ -571,7 +564,7 @@ linear_cross_entropy_backward = Operator(
     "linear_cross_entropy_backward(Tensor upstream, Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
     f" Tensor? class_weight, Tensor statistics, Tensor parts, {LOSS_SCHEMA}, {_CHUNK_SCHEMA}, {_WANTED_SCHEMA})"
     " -> (Tensor, Tensor, Tensor)",
-    launch="losses.triton:linear_cross_entropy_backward",
+    backends={"nvidia": "losses.triton:linear_cross_entropy_backward"},
     reference=_linear_backward_reference,
     fake=_fake_linear_backward,
     why_not=lambda upstream, *rest: _linear_forward_why_not(*rest),
@@ -631,7 +624,7 @@ def _linear_cross_entropy_why_not(
     return cannot_run(hidden, weight, bias, target, class_weight)
 
 
-@fused(reference=linear_cross_entropy_reference, why_not=_linear_cross_entropy_why_not, remembered=False)
+@fused(reference=linear_cross_entropy_reference, why_not=_linear_cross_entropy_why_not, replayable=False)
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, reduction: Reduction = "mean",
     ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
-from nearpeak.kernels._runtime.policy import cannot_run, fused
+from nearpeak.kernels._runtime.policy import autocast, cannot_run, fused
 from nearpeak.kernels.gemm import grouped
 from nearpeak.kernels.gemm.grouped import (
     GateActivation,
@@ -117,7 +117,7 @@ def _route_autograd(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
 
 _route_operator = Operator(
     "route(Tensor logits, Tensor? bias, int k, str scores, bool renormalize, float scale) -> (Tensor, Tensor)",
-    launch="moe.triton:route",
+    backends={"nvidia": "moe.triton:route"},
     reference=_route_reference,
     fake=lambda logits, bias, k, *rest: (
         logits.new_empty((logits.shape[0], k), dtype=_score_dtype(logits)),
@@ -130,7 +130,7 @@ _route_operator = Operator(
 _route_backward = Operator(
     "route_backward(Tensor gradient, Tensor logits, Tensor experts, str scores, bool renormalize, float scale)"
     " -> Tensor",
-    launch="moe.triton:route_backward",
+    backends={"nvidia": "moe.triton:route_backward"},
     reference=_route_backward_reference,
     fake=lambda gradient, logits, *rest: logits.new_empty(logits.shape),
     why_not=lambda gradient, logits, *rest: _route_tensors_why_not(logits, gradient, *rest),
@@ -317,7 +317,7 @@ def _unpermute_rows_backward_fake(
 
 sort_tokens_operator = Operator(
     "sort_tokens(Tensor experts, int number_of_experts) -> (Tensor, Tensor, Tensor)",
-    launch="moe.triton:sort_tokens",
+    backends={"nvidia": "moe.triton:sort_tokens"},
     reference=_sort_reference,
     fake=lambda experts, number: (
         experts.new_empty(number, dtype=torch.int32),
@@ -328,7 +328,7 @@ sort_tokens_operator = Operator(
 )
 _permute_rows = Operator(
     "permute_rows(Tensor x, Tensor row_map) -> Tensor",
-    launch="moe.triton:permute_rows",
+    backends={"nvidia": "moe.triton:permute_rows"},
     reference=_permute_rows_reference,
     fake=_permute_rows_fake,
     why_not=lambda x, row_map: cannot_run(x, row_map),
@@ -337,7 +337,7 @@ _permute_rows = Operator(
 )
 unpermute_rows = Operator(
     "unpermute_rows(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
-    launch="moe.triton:unpermute_rows",
+    backends={"nvidia": "moe.triton:unpermute_rows"},
     reference=unpermute_reference,
     fake=_unpermute_rows_fake,
     why_not=_unpermute_why_not,
@@ -346,7 +346,7 @@ unpermute_rows = Operator(
 )
 _unpermute_rows_backward = Operator(
     "unpermute_rows_backward(Tensor gradient, Tensor rows, Tensor row_map, Tensor weights) -> (Tensor, Tensor)",
-    launch="moe.triton:unpermute_rows_backward",
+    backends={"nvidia": "moe.triton:unpermute_rows_backward"},
     reference=_unpermute_rows_backward_reference,
     fake=_unpermute_rows_backward_fake,
     why_not=lambda gradient, rows, row_map, weights: cannot_run(gradient, rows, row_map, weights),
@@ -486,7 +486,7 @@ def _layer_backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Any, ...
 moe_layer = Operator(
     "moe(Tensor x, Tensor weights, Tensor gate_up, Tensor down, Tensor groups, Tensor row_map,"
     " Tensor sources, int height, str activation, bool keep) -> (Tensor, Tensor)",
-    launch="moe.triton:moe_forward",
+    backends={"nvidia": "moe.triton:moe_forward"},
     reference=_layer_reference,
     fake=_fake_layer,
     why_not=lambda x, weights, gate_up, down, *others: multiply_why_not(x, gate_up, down, weights),
@@ -496,7 +496,7 @@ moe_layer = Operator(
 gate_backward = Operator(
     "moe_gate_backward(Tensor upstream, Tensor kept, Tensor weights, Tensor row_map, str activation)"
     " -> (Tensor, Tensor, Tensor)",
-    launch="moe.triton:gate_backward",
+    backends={"nvidia": "moe.triton:gate_backward"},
     reference=_gate_backward_reference,
     fake=lambda upstream, kept, weights, row_map, activation: (
         kept.new_empty(kept.shape),
@@ -508,7 +508,7 @@ gate_backward = Operator(
 gathered_weight_gradient = Operator(
     "gathered_weight_gradient(Tensor gradient, Tensor rows, Tensor groups, SymInt experts, Tensor sources,"
     " str which) -> Tensor",
-    launch="gemm.grouped_triton:weight_gradient",
+    backends={"nvidia": "gemm.grouped_triton:weight_gradient"},
     reference=_gathered_weight_gradient_reference,
     fake=lambda gradient, rows, groups, experts, sources, which: rows.new_empty(
         experts, gradient.shape[1], rows.shape[1]
@@ -610,10 +610,7 @@ def moe(
         activation: "silu", "gelu" or "gelu_tanh".
     """
     _check_moe(x, weights, experts, gate_up, down, activation)
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    x, gate_up, down = autocast(x, gate_up, down)
     return _moe(x, weights, experts, gate_up, down, activation)
 
 

@@ -155,7 +155,7 @@ def _norm_backward_why_not(
 norm_backward = Operator(
     "norm_backward(Tensor gradient, Tensor x, Tensor? sum_gradient, Tensor statistics, Tensor? weight, Tensor? bias,"
     " float offset, bool centered, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor)",
-    launch="norms.triton:norm_backward",
+    backends={"nvidia": "norms.triton:norm_backward"},
     reference=_norm_backward_reference,
     fake=_norm_backward_fake,
     why_not=_norm_backward_why_not,
@@ -185,7 +185,7 @@ def _norm_gradients(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tupl
 
 _rms_norm = Operator(
     "rms_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset) -> (Tensor, Tensor)",
-    launch="norms.triton:rms_norm",
+    backends={"nvidia": "norms.triton:rms_norm"},
     reference=lambda x, weight, bias, eps, offset: (
         norm_reference(x, weight, bias, eps, offset, False, x.dtype).contiguous(),
         row_statistics(x, eps, False),
@@ -197,7 +197,7 @@ _rms_norm = Operator(
 )
 _layer_norm = Operator(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
-    launch="norms.triton:layer_norm",
+    backends={"nvidia": "norms.triton:layer_norm"},
     reference=lambda x, weight, bias, eps: (
         norm_reference(x, weight, bias, eps, 0.0, True, x.dtype).contiguous(),
         row_statistics(x, eps, True),
@@ -351,7 +351,7 @@ def _add_norm_gradients(
 _add_rms_norm = Operator(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset)"
     " -> (Tensor, Tensor, Tensor)",
-    launch="norms.triton:add_rms_norm",
+    backends={"nvidia": "norms.triton:add_rms_norm"},
     reference=lambda x, residual, weight, bias, eps, offset: _add_norm_operator_reference(
         x, residual, weight, bias, eps, offset, False
     ),
@@ -362,7 +362,7 @@ _add_rms_norm = Operator(
 )
 _add_layer_norm = Operator(
     "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
-    launch="norms.triton:add_layer_norm",
+    backends={"nvidia": "norms.triton:add_layer_norm"},
     reference=lambda x, residual, weight, bias, eps: _add_norm_operator_reference(
         x, residual, weight, bias, eps, 0.0, True
     ),

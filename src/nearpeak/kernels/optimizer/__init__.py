@@ -206,7 +206,7 @@ _adamw_step = Operator(
     "adamw_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] master_params, Tensor[] steps, Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf,"
     " float step, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize) -> ()",
-    launch="optimizer.triton:adamw_step",
+    backends={"nvidia": "optimizer.triton:adamw_step"},
     reference=_operator_reference,
     fake=lambda *args: None,
     why_not=_tensors_why_not,

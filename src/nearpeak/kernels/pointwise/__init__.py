@@ -106,21 +106,21 @@ def _activation_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Te
 
 _activation_backward = Operator(
     "activation_backward(Tensor gradient, Tensor x, Tensor? bias, str activation) -> Tensor",
-    launch="pointwise.triton:activation_backward",
+    backends={"nvidia": "pointwise.triton:activation_backward"},
     reference=_activation_backward_reference,
     fake=_activation_backward_fake,
     why_not=_activation_backward_why_not,
 )
 _activation_backward_with_bias = Operator(
     "activation_backward_with_bias(Tensor gradient, Tensor x, Tensor bias, str activation) -> (Tensor, Tensor)",
-    launch="pointwise.triton:activation_backward_with_bias",
+    backends={"nvidia": "pointwise.triton:activation_backward_with_bias"},
     reference=_activation_backward_with_bias_reference,
     fake=_activation_backward_with_bias_fake,
     why_not=_activation_backward_why_not,
 )
 _activation = Operator(
     "activation(Tensor x, Tensor? bias, str activation) -> Tensor",
-    launch="pointwise.triton:activation_forward",
+    backends={"nvidia": "pointwise.triton:activation_forward"},
     reference=_activation_reference,
     fake=_activation_fake,
     why_not=_activation_why_not,
@@ -262,21 +262,21 @@ def _gated_packed_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, N
 
 _gated_backward = Operator(
     "gated_backward(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
-    launch="pointwise.triton:gated_backward",
+    backends={"nvidia": "pointwise.triton:gated_backward"},
     reference=_gated_backward_reference,
     fake=lambda gradient, gate, up, activation: (_empty(gate), _empty(up)),
     why_not=_gated_backward_why_not,
 )
 gated_packed_backward = Operator(
     "gated_packed_backward(Tensor gradient, Tensor x, str activation, bool interleaved) -> Tensor",
-    launch="pointwise.triton:gated_packed_backward",
+    backends={"nvidia": "pointwise.triton:gated_packed_backward"},
     reference=gated_packed_backward_reference,
     fake=lambda gradient, x, activation, interleaved: _empty(x),
     why_not=_gated_packed_backward_why_not,
 )
 _gated = Operator(
     "gated(Tensor gate, Tensor up, str activation) -> Tensor",
-    launch="pointwise.triton:gated_forward",
+    backends={"nvidia": "pointwise.triton:gated_forward"},
     reference=lambda gate, up, activation: _gated_reference(gate, up, activation).contiguous(),
     fake=lambda gate, up, activation: _empty(gate),
     why_not=_gated_why_not,
@@ -285,7 +285,7 @@ _gated = Operator(
 )
 _gated_packed = Operator(
     "gated_packed(Tensor x, str activation, bool interleaved) -> Tensor",
-    launch="pointwise.triton:gated_packed_forward",
+    backends={"nvidia": "pointwise.triton:gated_packed_forward"},
     reference=_gated_packed_reference,
     fake=lambda x, activation, interleaved: x.new_empty([*x.shape[:-1], x.shape[-1] // 2]),
     why_not=_gated_packed_why_not,
@@ -470,14 +470,14 @@ def _dropout_add_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, .
 
 _dropout_backward = Operator(
     "dropout_add_backward(Tensor gradient, Tensor seed, float p, ScalarType dtype) -> Tensor",
-    launch="pointwise.triton:dropout_backward",
+    backends={"nvidia": "pointwise.triton:dropout_backward"},
     reference=lambda gradient, seed, p, dtype: _dropout_reference(gradient, seed, p, dtype).contiguous(),
     fake=lambda gradient, seed, p, dtype: gradient.new_empty(gradient.shape, dtype=dtype),
     why_not=lambda gradient, seed, p, dtype: cannot_run(gradient, seed),
 )
 _dropout_add = Operator(
     "dropout_add(Tensor x, Tensor residual, Tensor seed, float p) -> Tensor",
-    launch="pointwise.triton:dropout_add",
+    backends={"nvidia": "pointwise.triton:dropout_add"},
     reference=_dropout_add_operator_reference,
     fake=_dropout_add_fake,
     why_not=lambda x, residual, seed, p: cannot_run(x, residual, seed),

@@ -178,14 +178,14 @@ def _fake(x: Tensor, rows: int, columns: int, dtype: torch.dtype, power_of_two: 
 
 _quantize = Operator(
     "quantize(Tensor x, int rows, int columns, ScalarType dtype, bool power_of_two) -> (Tensor, Tensor)",
-    launch="quantize.triton:quantize",
+    backends={"nvidia": "quantize.triton:quantize"},
     reference=_quantize_operator_reference,
     fake=_fake,
     why_not=_tensor_why_not,
 )
 _dequantize = Operator(
     "dequantize(Tensor values, Tensor scales, int rows, int columns, ScalarType dtype) -> Tensor",
-    launch="quantize.triton:dequantize",
+    backends={"nvidia": "quantize.triton:dequantize"},
     reference=_dequantize_operator_reference,
     fake=lambda values, scales, rows, columns, dtype: values.new_empty(values.shape, dtype=dtype),
     why_not=_tensors_why_not,

@@ -111,7 +111,7 @@ def _pair_gradients(ctx: Any, q_gradient: Tensor, k_gradient: Tensor) -> tuple[T
 _TABLES = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved"
 _rotary = Operator(
     f"rotary(Tensor x, {_TABLES}, bool reverse, bool heads_first, int rotary_dim) -> Tensor",
-    launch="rotary.triton:forward",
+    backends={"nvidia": "rotary.triton:forward"},
     reference=lambda x, *rest: empty_result(x).copy_(rotate_reference(x, *rest)),
     fake=empty_result,
     why_not=_why_not,
@@ -120,7 +120,7 @@ _rotary = Operator(
 )
 _rotary_pair = Operator(
     f"rotary_pair(Tensor q, Tensor k, {_TABLES}, bool reverse, bool heads_first, int rotary_dim) -> (Tensor, Tensor)",
-    launch="rotary.triton:forward_pair",
+    backends={"nvidia": "rotary.triton:forward_pair"},
     reference=lambda q, k, *rest: (
         empty_result(q).copy_(rotate_reference(q, *rest)),
         empty_result(k).copy_(rotate_reference(k, *rest)),
@@ -132,7 +132,7 @@ _rotary_pair = Operator(
 )
 _rotary_in_place = Operator(
     f"rotary_(Tensor(a!)[] tensors, {_TABLES}, bool heads_first, int rotary_dim) -> ()",
-    launch="rotary.triton:in_place",
+    backends={"nvidia": "rotary.triton:in_place"},
     reference=_rotate_in_place_reference,
     fake=lambda *args: None,
     why_not=_why_not_in_place,

@@ -123,7 +123,7 @@ def _operator(name: str, *, log: bool) -> Operator:
     prefix = "log_" if log else ""
     backward = Operator(
         f"{name}_backward(Tensor gradient, Tensor result, float scale, bool causal, ScalarType dtype) -> Tensor",
-        launch=f"softmax.triton:{prefix}backward",
+        backends={"nvidia": f"softmax.triton:{prefix}backward"},
         reference=lambda *args: _backward_operator_reference(*args, log=log),
         fake=_backward_fake,
         why_not=_backward_why_not,
@@ -140,7 +140,7 @@ def _operator(name: str, *, log: bool) -> Operator:
 
     return Operator(
         f"{name}(Tensor x, Tensor? mask, float scale, bool causal, ScalarType dtype) -> Tensor",
-        launch=f"softmax.triton:{prefix}forward",
+        backends={"nvidia": f"softmax.triton:{prefix}forward"},
         reference=lambda *args: _operator_reference(*args, log=log),
         fake=_fake,
         why_not=_operator_why_not,

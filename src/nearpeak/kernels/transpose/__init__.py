@@ -47,7 +47,7 @@ def _backward(ctx: Any, gradient: Tensor) -> Tensor:
 
 _transpose_copy = Operator(
     "transpose_copy(Tensor x) -> Tensor",
-    launch="transpose.triton:forward",
+    backends={"nvidia": "transpose.triton:forward"},
     reference=_reference,
     fake=_fake,
     why_not=_why_not,
