@@ -50,6 +50,8 @@ def profile(wall_s: float = 10.0) -> Profile:
         DeviceKernel(name="mul", start_s=0.0, seconds=2.0, op=0),
         DeviceKernel(name="mul", start_s=1.0, seconds=3.0, op=1),  # 1 s of it beside the first
         DeviceKernel(name="mine", start_s=5.0, seconds=1.0, op=2),
-        DeviceKernel(name="ncclAllReduce", start_s=5.5, seconds=1.5, op=None, communication=True),  # 1 s of it alone
+        DeviceKernel(
+            name="ncclAllReduce", start_s=5.5, seconds=1.5, op=None, collective="all_reduce"
+        ),  # 1 s of it alone
     ]
     return build_profile(estimate(ops), kernels, wall_s=wall_s, source="train.py", date="2026-01-02", device="Toy 1")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nearpeak.diffs.match import module_pattern, operator_name
 from nearpeak.profiles.idle import IdleCause
-from nearpeak.profiles.profile import SCHEMA, Profile, ProfiledOp, typical_seconds
+from nearpeak.profiles.profile import SCHEMA, Profile, ProfileCeilings, ProfiledOp, typical_seconds
 from nearpeak.profiles.waterfall import Part, Waterfall
 
 BANDWIDTH = 4.7e12
@@ -58,6 +58,7 @@ def real(name: str) -> Profile:
         steps=data["steps"],
         walls=tuple(data["walls"]),
         spread=data["spread"],
+        ceilings=ProfileCeilings(bandwidth=4.6962e12),
     )
 
 

@@ -18,10 +18,10 @@ import nearpeak
 from nearpeak import kernels
 from nearpeak.errors import UsageError
 from nearpeak.findings import engine
+from nearpeak.findings.engine import Waste
 from nearpeak.findings.step import Step
 from nearpeak.machines import catalogue
 from nearpeak.ops.cost import registered
-from nearpeak.profiles.finding import Waste
 
 PAGES = Path(__file__).parents[1] / "docs" / "extending"
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

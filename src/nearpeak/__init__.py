@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nearpeak.bound.estimate import Estimate
     from nearpeak.calibrate.machine import machine
     from nearpeak.errors import NearpeakError
-    from nearpeak.findings.engine import rule
+    from nearpeak.findings.engine import Waste, rule
     from nearpeak.machines.machine import Machine
     from nearpeak.measure import inputs
     from nearpeak.measure.bench import bench
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nearpeak.ops.cost import Cost
     from nearpeak.ops.declare import declare_cost, forget_cost
     from nearpeak.ops.work import Work
-    from nearpeak.profiles.finding import Finding, Waste
+    from nearpeak.profiles.finding import Finding
     from nearpeak.profiles.profile import Profile
     from nearpeak.profiling.estimate import estimate
     from nearpeak.profiling.load import load
@@ -73,7 +73,7 @@ _HOME = {
     "NearpeakError": "nearpeak.errors",
     "Profile": "nearpeak.profiles.profile",
     "Timing": "nearpeak.measure.timing",
-    "Waste": "nearpeak.profiles.finding",
+    "Waste": "nearpeak.findings.engine",
     "Work": "nearpeak.ops.work",
     "bench": "nearpeak.measure.bench",
     "compare": "nearpeak.measure.compare",

@@ -198,7 +198,7 @@ def finding(rule, source="train.py:4", share=0.05):
         rule=rule,
         title="A waste.",
         source=source,
-        module="model",
+        modules=("model",),
         places=1,
         saving_s=share,
         share=share,

@@ -10,7 +10,7 @@ from made_up import profile as made_up
 from nearpeak.diffs.difference import MAX_CLOCK_CHANGE, difference
 from nearpeak.diffs.significance import UNKNOWN_CLOCK_CHANGE
 from nearpeak.profiles.idle import IdleCause
-from nearpeak.profiles.profile import ProfiledOp, typical_seconds
+from nearpeak.profiles.profile import ProfileCeilings, ProfiledOp, typical_seconds
 
 BANDWIDTH = 4e12
 LAYERS = 12
@@ -71,6 +71,7 @@ def run(seed, *, clock=0.0, steps=(-0.02, -0.01, 0.0, 0.01, 0.02), slower=None, 
         walls=walls,
         steps=len(walls),
         spread=(max(walls) - min(walls)) / wall_s,
+        ceilings=ProfileCeilings(bandwidth=BANDWIDTH),
     )
 
 

@@ -146,7 +146,7 @@ def test_places_of_one_line_are_one_finding():
     rule("twice")(lambda step: [waste(0, {0: 0.5}), waste(0, {1: 0.4})])
     (found,), _ = find(examined())
     assert (found.places, found.saving_s, found.ops) == (2, 0.9, (0, 1))
-    assert found.source.startswith("test_findings.py:")
+    assert found.source.startswith("test_engine.py:")
 
 
 def test_little_is_not_shown_and_can_be_asked_for():
@@ -171,7 +171,7 @@ def test_a_rule_that_needs_more_than_is_known_is_undecided():
 
 
 def test_names_are_checked_and_taken_once():
-    with pytest.raises(UsageError, match="small letters"):
+    with pytest.raises(UsageError, match="lowercase letters"):
         rule("Not a Name")
     rule("taken")(lambda step: [])
     with pytest.raises(UsageError, match="already"):

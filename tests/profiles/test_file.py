@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from made_up import profile
 
 from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.profiles import file
+from nearpeak.profiles.finding import Fix
+from nearpeak.profiles.profile import SCHEMA, ProfileCeilings
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
@@ -37,7 +40,7 @@ def edited(tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content["profile"].update(schema=99), "has schema 99, .* another nearpeak wrote it"),
+        (lambda content: content["profile"].update(schema=99), "has schema 99, .* a newer nearpeak wrote it: update"),
         (lambda content: content["profile"].update(schema=1), "has schema 1, .* an older nearpeak wrote it: profile"),
         (lambda content: content["profile"].pop("ops"), r"is damaged: Profile\.ops"),
         (lambda content: content["profile"]["ops"].pop("name"), r"is damaged: Profile\.ops"),
@@ -132,3 +135,30 @@ def test_what_many_ops_share_is_stored_once(tmp_path):
     assert text.count("layer" * 20) == 1
     assert len(text) < 75 * 1000
     assert file.read(tmp_path / "run.json") == many
+
+
+def test_a_profile_of_schema_2_is_upgraded():
+    path = Path(__file__).parents[1] / "data" / "profile_schema_2.json"
+    found = file.read(path)
+    assert found.schema == SCHEMA
+    assert [cause.cause for cause in found.idle] == [gap.cause for gap in found.gaps] == ["synchronization"]
+    assert found.undecided == ("synchronization",)
+    assert [finding.rule for finding in found.findings] == ["unfused-norm", "wave-quantization"]
+    assert found.findings[0].module == "layers.*.norm"
+    assert found.findings[0].fix == Fix(
+        id="rms_norm", usage="nearpeak.kernels.rms_norm(x, weight)", ops=(0, 1), modules=("layers.*.norm",)
+    )
+    assert (found.findings[1].modules, found.findings[1].fix) == ((), None)
+    assert found.ceilings == ProfileCeilings(bandwidth=3e12)
+    assert (found.ops[0].launch_wait_s, found.ops[0].family, found.ops[0].origin) == (0.25, "normalization", "inductor")
+    assert [op.modeled for op in found.ops] == [True, True, False]
+    assert found.waterfall.seconds("not modeled") > 0
+    assert [kernel.collective for kernel in found.timeline if kernel.communication] == ["unknown"]
+    assert file.read_head(path).findings == found.findings
+
+
+def test_an_upgraded_profile_is_saved_with_the_new_schema(tmp_path):
+    found = file.read(Path(__file__).parents[1] / "data" / "profile_schema_2.json")
+    file.save(found, tmp_path / "new.json")
+    assert json.loads((tmp_path / "new.json").read_text())["profile"]["schema"] == SCHEMA
+    assert file.read(tmp_path / "new.json") == found

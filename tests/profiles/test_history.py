@@ -80,5 +80,7 @@ def test_it_can_be_turned_off(monkeypatch):
 
 
 def test_no_torch_is_needed():
-    code = "import sys; from nearpeak.diagnose import kept; import nearpeak.render.views.history; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import nearpeak.profiles.history, nearpeak.render.views.history; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

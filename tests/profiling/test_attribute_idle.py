@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import nearpeak
-from nearpeak.profiling.assemble import Profiler, attribute_idle
+from nearpeak.profiling.assemble import attribute_idle
+from nearpeak.profiling.torch_profiler import Profiler
 from nearpeak.trace.kineto.read import read_trace
 
 
@@ -57,7 +58,7 @@ def test_a_profile_has_causes_that_sum_to_its_idle_part():
     found = nearpeak.profile(step, torch.ones(16), on="h200-sxm")
     assert sum(cause.seconds for cause in found.idle) == pytest.approx(found.waterfall.seconds("idle"))
     assert found.idle[0].cause == "python"
-    assert found.idle[0].where.startswith("test_stalls.py:")
+    assert found.idle[0].where.startswith("test_attribute_idle.py:")
 
 
 def event(name, start, took, category, thread=1, **args):
@@ -103,4 +104,4 @@ def test_python_before_an_op_that_no_trace_has_is_at_the_line_of_the_next():
 
     found = nearpeak.profile(step, torch.ones(16), on="h200-sxm")
     line = step.__code__.co_firstlineno + 3
-    assert (found.idle[0].cause, found.idle[0].where) == ("python", f"test_stalls.py:{line}")
+    assert (found.idle[0].cause, found.idle[0].where) == ("python", f"test_attribute_idle.py:{line}")

@@ -8,7 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import nearpeak
-from nearpeak.profiles.compiler import CompilerFacts, GraphBreak, graph_breaks_in, read_compiler_facts
+from nearpeak.profiles.profile import CompilerFacts, GraphBreak
+from nearpeak.profiling.torch_profiler import graph_breaks_in, read_compiler_facts
 from nearpeak.trace.kineto.read import read_trace
 
 REGION = "Torch-Compiled Region: 0/0"

@@ -21,13 +21,10 @@ from nearpeak.diffs.significance import (
     NoiseModel,
     OpKind,
     excess,
-    guess_bandwidth,
     op_kind,
     time_limiter,
 )
-from nearpeak.findings.engine import common_module
-from nearpeak.profiles.finding import MIN_SHOWN_SHARE as FINDING_SHARE
-from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, common_module
 from nearpeak.profiles.idle import CauseName, IdleCause
 from nearpeak.profiles.profile import Profile, ProfiledOp
 from nearpeak.profiles.waterfall import PartName
@@ -205,7 +202,8 @@ def _op_changes(before: Profile, after: Profile, steady: bool) -> tuple[NoiseMod
     """What is chance, the ops that changed beyond it, and by how many seconds these did."""
     found = match_ops(before, after)
     usual = CPU_PRIOR if "cpu" in (before.device, after.device) else GPU_PRIOR
-    bandwidth = guess_bandwidth((*before.ops, *after.ops))
+    bandwidths = [run.ceilings.bandwidth for run in (before, after) if run.ceilings is not None]
+    bandwidth = min(bandwidths, default=None)
     outlier_s = OUTLIER_SHARE * before.wall_s
     kinds: list[tuple[Match, OpKind | None]] = [
         (match, op_kind(match, usual, outlier_s, bandwidth) if match.is_one_to_one else None) for match in found
@@ -337,7 +335,7 @@ def _findings_only_in(one: Profile, other: Profile) -> tuple[Finding, ...]:
         same = next((known for known in left if known.rule == finding.rule), None)
         if same is not None:
             left.remove(same)
-        elif finding.share >= FINDING_SHARE and finding.rule not in other.undecided:
+        elif finding.share >= MIN_SHOWN_SHARE and finding.rule not in other.undecided:
             new.append(finding)
     return tuple(new)
 

@@ -166,16 +166,6 @@ def time_limiter(match: Match, bandwidth: float | None) -> TimeLimiter:
     return "memory" if held else "other"
 
 
-def guess_bandwidth(ops: Sequence[ProfiledOp]) -> float | None:
-    """The bandwidth of memory that the bounds are against, in bytes per second; None where no op is limited by it.
-
-    What may be left in a cache is not charged in full, so the bounds of such ops are against more: the least of all
-    counts.
-    """
-    rates = [op.bytes / op.bound_s for op in ops if op.limiter == "memory" and op.modeled and op.bound_s > 0.0]
-    return min(rates, default=None)
-
-
 def trimmed_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     """The mean without the lowest and the highest eighth of the weight, in which single ops of another kind are.
 

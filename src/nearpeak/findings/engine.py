@@ -1,38 +1,76 @@
-"""`find`: the wastes that all rules see in a step, merged, ranked, and never claiming the same time twice."""
+"""The engine: a registry of rules, and `find`, which runs them on a step.
+
+A rule yields a `Waste` for each place. The engine merges these by line into findings, ranks them by their saving, and
+makes sure that no time is claimed twice.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import runpy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.findings.step import Step, StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.op import Trace
-from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, Waste, is_ignored
+from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, Fix, is_ignored
 from nearpeak.profiles.profile import Profile
 from nearpeak.units import percent, seconds
 
-RuleFunction = Callable[[Step], Iterable[Waste]]
-
 MIN_SAVED_SHARE = 0.001
-"""What saves less is not even kept."""
-_WORTH_MENTIONING = 0.95
+"""Of the wall time. Findings that save less are not part of a profile."""
+_MAX_MENTIONED_IDLE_VALUE = 0.95
+"""The reasoning mentions the clock if a second of idle time is worth less than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waste:
+    """What a rule sees at one place of a step.
+
+    Savings are predicted per op, so that two rules never claim the same time: `gains` are seconds by the index of the
+    op, at most the time of the op. `gone` are ops that would no longer run: the time that the device waited for their
+    launches is saved too. Other idle time is claimed from `idle`, by the name of the cause; "communication" is the time
+    in which only communication ran.
+    """
+
+    title: str
+    at: int | None
+    """The op whose line is to be changed; None if there is no such op."""
+    gains: Mapping[int, float] = field(default_factory=dict)
+    gone: Collection[int] = ()
+    """Ops whose whole time is gained need not be listed here."""
+    idle: Mapping[str, float] = field(default_factory=dict)
+    evidence: str
+    reasoning: str
+    remedy: str
+    fix: Fix | None = None
+    """What nearpeak offers; the engine fills in its ops and modules."""
+    source: str = ""
+    """The line to change, if it is not that of `at`."""
+
+    @property
+    def saving_s(self) -> float:
+        """The saving before claims of other rules are subtracted."""
+        return sum(self.gains.values()) + sum(self.idle.values())
+
+
+RuleFunction = Callable[[Step], Iterable[Waste]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A name, what of a step must be known to decide it, and the function that looks."""
+    """A rule's name, the facts about a step that it needs, and its function."""
 
     name: str
     needs: frozenset[StepFact]
     look: RuleFunction
     general: bool = False
-    """Whether it sees much that other rules see better: it looks after them, and gets ops that none of them claims."""
+    """Whether other rules describe its findings better. It runs after them, and gets the ops that none of them
+    claims."""
 
 
 _RULES: dict[str, Rule] = {}
@@ -41,17 +79,18 @@ _RULES: dict[str, Rule] = {}
 def rule(
     name: str, *, needs: Collection[StepFact] = (), general: bool = False
 ) -> Callable[[RuleFunction], RuleFunction]:
-    """Registers a function that looks at a step and yields what it finds, as a rule of this name.
+    """Registers a function as a rule. It is called with a `Step` and yields a `Waste` for each place.
 
     Args:
-        name: Words with hyphens, which say what is wrong: "zeroed-then-overwritten".
-        needs: What must be known of a step; where it is not, the rule is listed as not decidable. "storages": which
-            tensors share memory. "lines": of ops. "host": what the host did. "memory": the peak of memory.
-        general: For a rule about anything that has no better name: it looks after all others, and `step.named` has the
-            ops that these claim something of.
+        name: Words with hyphens that say what is wrong: "zeroed-then-overwritten".
+        needs: The facts that must be known about a step; without them the rule is listed as not decidable. "storages":
+            which tensors share memory. "lines": the source lines of ops. "host": what the host did. "memory": the peak
+            memory.
+        general: For a rule about waste of many kinds: it runs after all others, and `step.named` has the ops that
+            these claim.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
-        raise UsageError(f"A rule cannot be called {name!r}: its name is of small letters, digits and hyphens.")
+        raise UsageError(f"{name!r} is not a valid rule name. Use lowercase letters, digits and hyphens.")
 
     def register(look: RuleFunction) -> RuleFunction:
         if name in _RULES:
@@ -63,30 +102,30 @@ def rule(
 
 
 def forget_rule(name: str) -> None:
-    """Takes a rule away again."""
+    """Removes a rule from the registry."""
     _RULES.pop(name, None)
 
 
 def rules() -> dict[str, Rule]:
     """All rules by name."""
-    from nearpeak.findings import rules as _  # importing one registers it  # noqa: F401  # importing one registers it
+    from nearpeak.findings import rules as _  # noqa: F401  # importing a rule registers it
 
     return _RULES
 
 
 def add_rules(path: str | Path) -> None:
-    """Runs a file of the user's that defines rules, with `nearpeak.rule`."""
+    """Runs a Python file of the user's that defines rules with `nearpeak.rule`."""
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"{file}: there is no such file. --rules takes a Python file that defines rules.")
     before = set(rules())
     runpy.run_path(str(file))
     if set(rules()) == before:
-        raise UsageError(f"{file} defines no rule. A function with @nearpeak.rule('name') before it is one.")
+        raise UsageError(f"{file} defines no rule. Decorate a function with @nearpeak.rule('name').")
 
 
 def check_ignored_rules(ignore: Iterable[str]) -> None:
-    """UsageError for what is to be ignored and does not exist."""
+    """UsageError if a rule to be ignored does not exist."""
     for item in ignore:
         name = item.partition("@")[0]
         if name not in rules():
@@ -96,40 +135,38 @@ def check_ignored_rules(ignore: Iterable[str]) -> None:
 def find(
     step: Step, *, ignore: Collection[str] = (), least_share: float = MIN_SHOWN_SHARE
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """What is wasted in a step, the largest saving first; and the rules that cannot be decided from what is known.
+    """The findings of a step, the largest saving first; and the rules that cannot be decided.
 
     Args:
-        step: What is known of it.
-        ignore: Names of rules, or "NAME@train.py:41" for one line alone.
-        least_share: Of the wall time; what saves less is left out.
+        step: The step.
+        ignore: Names of rules, or "NAME@train.py:41" for one line.
+        least_share: Of the wall time. Findings that save less are left out.
     """
     check_ignored_rules(ignore)
-    known = rules()
-    asked = [item for item in known.values() if item.name not in ignore]
-    undecided = tuple(item.name for item in asked if not item.needs <= step.knows)
-    seen: list[tuple[str, Waste]] = []
+    enabled = [item for item in rules().values() if item.name not in ignore]
+    undecided = tuple(item.name for item in enabled if not item.needs <= step.knows)
+    wastes: list[tuple[str, Waste]] = []
     for general in (False, True):
         if general:
-            step = step.after(index for _, waste in seen for index in waste.gains)
-        for item in asked:
+            step = step.after(index for _, waste in wastes for index in waste.gains)
+        for item in enabled:
             if item.general == general and item.needs <= step.knows:
-                seen += [(item.name, waste) for waste in item.look(step) if _saves_time(step, waste)]
-    seen = [(name, waste) for name, waste in seen if not is_ignored(name, _source_line(step, waste), ignore)]
-    merged = _merge_claims(step, list(_claims(step, seen)))
-    least = least_share * step.profile.wall_s
-    found = sorted((item for item in merged if item.saving_s >= least), key=lambda item: -item.saving_s)
-    return tuple(found), undecided
+                wastes += [(item.name, waste) for waste in item.look(step) if _saves_time(step, waste)]
+    wastes = [(name, waste) for name, waste in wastes if not is_ignored(name, _source_line(step, waste), ignore)]
+    least_s = least_share * step.profile.wall_s
+    findings = [item for item in _merge_claims(step, list(_claims(step, wastes))) if item.saving_s >= least_s]
+    return tuple(sorted(findings, key=lambda item: -item.saving_s)), undecided
+
+
+def add_findings(profile: Profile, trace: Trace, machine: Machine, knows: frozenset[StepFact]) -> Profile:
+    """The profile with the findings in the traced ops behind it, including those that are too small to be shown."""
+    step = Step(trace=trace, profile=profile, machine=machine, knows=knows)
+    findings, undecided = find(step, least_share=MIN_SAVED_SHARE)
+    return dataclasses.replace(profile, findings=findings, undecided=undecided)
 
 
 def _saves_time(step: Step, waste: Waste) -> bool:
     return waste.saving_s > 0.0 or any(step.measured[index].launch_wait_s > 0.0 for index in waste.gone)
-
-
-def add_findings(profile: Profile, trace: Trace, machine: Machine, knows: frozenset[StepFact]) -> Profile:
-    """A profile with what the rules find in the ops behind it; what is too little to show is in it too."""
-    step = Step(trace=trace, profile=profile, machine=machine, knows=knows)
-    found, undecided = find(step, least_share=MIN_SAVED_SHARE)
-    return dataclasses.replace(profile, findings=found, undecided=undecided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,126 +174,109 @@ class _Claim:
     rule: str
     waste: Waste
     saving_s: float
-    waited_s: float
-    """Of the idle time."""
+    idle_s: float
+    """The idle time in the saving."""
 
 
-def _claims(step: Step, seen: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
-    """The largest first, general rules last: what an op took, and each idle time, can be saved once."""
+def _claims(step: Step, wastes: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
+    """Claims in the order of their size, general rules last. The time of an op, and each idle time, is claimed once."""
     left = [op.measured_s for op in step.measured]
-    late = [op.launch_wait_s for op in step.measured]
+    launch_wait = [op.launch_wait_s for op in step.measured]
     idle: dict[str, float] = {"communication": step.profile.communication_s}
     for cause in step.profile.idle:
         idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
-    known = rules()
-    special: set[int] = set()
+    registry = rules()
+    claimed_by_special: set[int] = set()
 
-    def size(item: tuple[str, Waste]) -> tuple[bool, float]:
+    def order(item: tuple[str, Waste]) -> tuple[bool, float]:
         name, waste = item
-        return known[name].general, -waste.saving_s - sum(
-            step.measured[index].launch_wait_s for index in _removed_ops(step, waste)
-        )
+        launches_s = sum(step.measured[index].launch_wait_s for index in _removed_ops(step, waste))
+        return registry[name].general, -waste.saving_s - launches_s
 
-    for name, waste in sorted(seen, key=size):
-        saving = waited = 0.0
+    def claim_idle(cause: str, wanted_s: float) -> float:
+        claimed_s = min(wanted_s, idle.get(cause, 0.0))
+        idle[cause] = idle.get(cause, 0.0) - claimed_s
+        return claimed_s
+
+    for name, waste in sorted(wastes, key=order):
+        busy_s = idle_s = 0.0
         for index, gain in waste.gains.items():
-            if known[name].general and index in special:
+            if registry[name].general and index in claimed_by_special:
                 continue
-            taken = min(max(gain, 0.0), left[index])
-            left[index] -= taken
-            saving += taken
+            claimed_s = min(max(gain, 0.0), left[index])
+            left[index] -= claimed_s
+            busy_s += claimed_s
         for index in _removed_ops(step, waste):
-            for cause_name in ("launching", "python"):  # what there is of it, of either
-                taken = min(late[index], idle.get(cause_name, 0.0))
-                late[index] -= taken
-                idle[cause_name] = idle.get(cause_name, 0.0) - taken
-                waited += taken
+            for cause_name in ("launching", "python"):
+                claimed_s = claim_idle(cause_name, launch_wait[index])
+                launch_wait[index] -= claimed_s
+                idle_s += claimed_s
         for cause_name, gain in waste.idle.items():
-            taken = min(max(gain, 0.0), idle.get(cause_name, 0.0))
-            idle[cause_name] = idle.get(cause_name, 0.0) - taken
+            claimed_s = claim_idle(cause_name, max(gain, 0.0))
             if cause_name == "communication":
-                saving += taken
+                busy_s += claimed_s
             else:
-                waited += taken
-        if not known[name].general:
-            special.update(waste.gains)
-        yield _Claim(rule=name, waste=waste, saving_s=saving + waited * step.idle_value, waited_s=waited)
+                idle_s += claimed_s
+        if not registry[name].general:
+            claimed_by_special.update(waste.gains)
+        yield _Claim(rule=name, waste=waste, saving_s=busy_s + idle_s * step.idle_value, idle_s=idle_s)
 
 
 def _removed_ops(step: Step, waste: Waste) -> Iterator[int]:
-    """Ops that would not run any more."""
-    named = set(waste.gone)
-    yield from named
+    """The ops that would no longer run."""
+    gone = set(waste.gone)
+    yield from gone
     for index, gain in waste.gains.items():
-        if index not in named and 0.0 < (1 - 1e-9) * step.measured[index].measured_s <= gain:
+        if index not in gone and 0.0 < (1 - 1e-9) * step.measured[index].measured_s <= gain:
             yield index
 
 
 def _merge_claims(step: Step, claims: Sequence[_Claim]) -> Iterator[Finding]:
-    """One finding for each rule and line, with what the first place shows."""
+    """One finding for each rule and line. Its texts are those of the place with the largest saving."""
     groups: dict[tuple[str, str, str], list[_Claim]] = {}
     for claim in claims:
         line = _source_line(step, claim.waste)
         groups.setdefault((claim.rule, line, claim.waste.title if not line else ""), []).append(claim)
     for (name, line, _), group in groups.items():
-        first = max(group, key=lambda claim: claim.waste.saving_s).waste
+        largest = max(group, key=lambda claim: claim.waste.saving_s).waste
         saving = sum(claim.saving_s for claim in group)
-        modules = [step.ops[claim.waste.at].module for claim in group if claim.waste.at is not None]
+        ops = tuple(sorted({index for claim in group for index in claim.waste.gains}))
+        places = [claim.waste.at for claim in group if claim.waste.at is not None]
+        modules = tuple(dict.fromkeys(step.ops[index].module for index in sorted(places)))
         yield Finding(
             rule=name,
-            title=first.title,
+            title=largest.title,
             source=line,
-            module=common_module(modules),
+            modules=modules,
             places=len(group),
             saving_s=saving,
             share=saving / step.profile.wall_s if step.profile.wall_s else 0.0,
-            evidence=first.evidence,
-            reasoning=first.reasoning + _idle_note(step, group),
-            remedy=first.remedy,
-            fix=first.fix,
-            ops=tuple(sorted({index for claim in group for index in claim.waste.gains})),
+            evidence=largest.evidence,
+            reasoning=largest.reasoning + _idle_note(step, group),
+            remedy=largest.remedy,
+            fix=None if largest.fix is None else dataclasses.replace(largest.fix, ops=ops, modules=modules),
+            ops=ops,
         )
 
 
 def _idle_note(step: Step, claims: Sequence[_Claim]) -> str:
-    """What is to be said of idle time that was not named as such, and of what becomes of it."""
-    said = ""
-    waited = sum(claim.waited_s for claim in claims)
-    if waited < 0.01 * step.profile.wall_s:
-        return said
+    """A note for the reasoning about idle time that the rule itself does not mention."""
+    idle_s = sum(claim.idle_s for claim in claims)
+    if idle_s < 0.01 * step.profile.wall_s:
+        return ""
+    note = ""
     if not any(claim.waste.idle for claim in claims):
         what = "between these ops" if step.machine.kind == "cpu" else "in which the device waited for their launches"
-        said += f" {seconds(waited)} {what} go too."
-    if step.idle_value < _WORTH_MENTIONING:
-        said += (
+        note += f" {seconds(idle_s)} {what} go too."
+    if step.idle_value < _MAX_MENTIONED_IDLE_VALUE:
+        note += (
             f" {percent(1 - step.idle_value, 0)} less of the waiting is counted: without rests, products do not keep "
             "the clock that they run at now."
         )
-    return said
+    return note
 
 
 def _source_line(step: Step, waste: Waste) -> str:
     if waste.source or waste.at is None:
         return waste.source
     return step.ops[waste.at].source
-
-
-def common_module(modules: Sequence[str]) -> str:
-    """One path for several, with a star for what differs.
-
-    >>> common_module(["model.layers.0.mlp", "model.layers.1.mlp"])
-    'model.layers.*.mlp'
-    >>> common_module(["model.norm", "model.layers.1.norm"])
-    'model.*'
-    """
-    paths = [module.split(".") for module in dict.fromkeys(modules)]
-    if not paths:
-        return ""
-    if len({len(path) for path in paths}) == 1:
-        return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*paths, strict=True))
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join([*shared, "*"])

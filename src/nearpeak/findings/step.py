@@ -15,6 +15,7 @@ from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.machines.reference import reference_efficiency
 from nearpeak.ops.cost import Access, Cost, cost_of, costs_of
 from nearpeak.ops.op import Op, Trace
+from nearpeak.profiles.finding import Fix
 from nearpeak.profiles.profile import Profile, ProfiledOp
 
 
@@ -118,9 +119,9 @@ class Step:
         """The same ops with their times, `measured_s`, `bound_s` and `expected_s`."""
         return self.profile.ops
 
-    def nearpeak_kernel(self, call: str) -> str:
-        """How nearpeak's own kernel for it is called; empty where the machine runs none."""
-        return f"nearpeak.kernels.{call}" if self.machine.kind == "gpu" else ""
+    def nearpeak_kernel(self, name: str, arguments: str) -> Fix | None:
+        """The fix that a function of `nearpeak.kernels` offers; None if the machine does not run these kernels."""
+        return Fix(id=name, usage=f"nearpeak.kernels.{name}{arguments}") if self.machine.kind == "gpu" else None
 
     @cached_property
     def trains(self) -> bool:

@@ -3,9 +3,12 @@
     {"kind": "nearpeak profile", "profile": {... the fields of Profile; those in COLUMNS by columns ...}}
 
 Only declared fields are built from plain data; nothing in a file is executed. `docs/profile_file.md` documents every
-field. Fields with many records of one dataclass (ops, kernels, gaps) are stored by columns, so that each field name and
-each string is written once: a column of numbers or booleans is a list with one entry per record; any other column is an
-object whose "values" are the distinct values and whose "index" has one entry per record, a position in them.
+field.
+
+Fields with many records of one dataclass (ops, kernels, gaps) are stored by columns, so that each field name and each
+string is written once. A column of numbers or booleans is a list with one entry per record. Any other column is an
+object: "values" are the distinct values in the order of their first use, "index" has one entry per record, a position
+in them.
 """
 
 from __future__ import annotations
@@ -27,113 +30,41 @@ from nearpeak._records import build, from_json, to_json
 from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.low_gc import low_gc
+from nearpeak.ops.op import origin_of_name
 from nearpeak.profiles.idle import Gap
 from nearpeak.profiles.profile import SCHEMA, DeviceKernel, Profile, ProfiledOp
 
-Record = TypeVar("Record")
-
-_TYPES: dict[Any, frozenset[type]] = {
-    float: frozenset({float, int}),
-    int: frozenset({int}),
-    bool: frozenset({bool}),
-    float | None: frozenset({float, int, type(None)}),
-    int | None: frozenset({int, type(None)}),
-}
-"""What the entries of a plain column may be."""
-
-
-def to_columns(cls: type[Record], records: Sequence[Record]) -> dict[str, Any]:
-    """The records as plain JSON data, a column for each field."""
-    return {
-        name: _plain(map(attrgetter(name), records)) if hint in _TYPES else _indexed(map(attrgetter(name), records))
-        for name, hint in _hints(cls).items()
-    }
-
-
-def from_columns(cls: type[Record], data: Any, where: str) -> tuple[Record, ...]:
-    """The records again; ValueError says which column is wrong."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected an object of columns, found {type(data).__name__}")
-    hints = _hints(cls)
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    needed = {name for name, default in defaults.items() if default is dataclasses.MISSING}
-    if not needed <= set(data) <= set(hints):
-        raise ValueError(f"{where}: expected the columns {', '.join(hints)}; found {', '.join(sorted(data))[:300]}")
-    found = {name: _column(hints[name], column, f"{where}.{name}") for name, column in data.items()}
-    lengths = {len(column) for column in found.values()}
-    if len(lengths) != 1:
-        raise ValueError(f"{where}: its columns have different lengths, {sorted(lengths)}")
-    # What a file from before a field does not have, is its default.
-    columns = [found.get(name) or [defaults[name]] * max(lengths) for name in hints]
-    make: Callable[..., Record] = positional_constructor(cls)
-    with low_gc():
-        return tuple(map(make, *columns))
-
-
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _plain(values: Iterable[Any]) -> list[Any]:
-    return [None if type(value) is float and not isfinite(value) else value for value in values]  # as `to_json` does
-
-
-def _indexed(values: Iterable[Any]) -> dict[str, Any]:
-    seen: dict[Any, int] = {}
-    index = [seen.setdefault(value, len(seen)) for value in values]
-    return {"values": to_json(list(seen)), "index": index}
-
-
-def _column(hint: Any, data: Any, where: str) -> list[Any]:
-    if hint in _TYPES:
-        if not isinstance(data, list):
-            raise ValueError(f"{where}: expected a list, found {type(data).__name__}")
-        if set(map(type, data)) - _TYPES[hint]:
-            wrong = next(at for at, value in enumerate(data) if type(value) not in _TYPES[hint])
-            build(hint, data[wrong], f"{where}[{wrong}]")
-        return [build(hint, value, where) if type(value) is int and hint is not int else value for value in data]
-    if not isinstance(data, dict) or set(data) != {"values", "index"}:
-        raise ValueError(f'{where}: expected an object with "values" and "index"')
-    values: tuple[Any, ...] = build(tuple[hint, ...], data["values"], f"{where}.values")
-    index = data["index"]
-    if not isinstance(index, list) or set(map(type, index)) - {int}:
-        raise ValueError(f"{where}.index: expected a list of integers")
-    if index and not (min(index) >= 0 and max(index) < len(values)):
-        raise ValueError(f"{where}.index: not all between 0 and {len(values) - 1}")
-    return [values[at] for at in index]
-
-
 KIND = "nearpeak profile"
 COLUMNS: Mapping[str, type] = {"ops": ProfiledOp, "timeline": DeviceKernel, "gaps": Gap}
-"""Fields of many records of one kind."""
+"""Fields with many records of one dataclass."""
 ENDINGS = (".json", ".json.gz")
 LARGEST = 2**30
-"""Bytes of JSON, decompressed, that are read at most: ten million ops. A small file can claim to hold far more."""
+"""The largest size that is read, in bytes of decompressed JSON: ten million ops. A small file can expand to more."""
 COMPRESSION_LEVEL = 2
-"""Of compression: with 6 a file of 100,000 ops is 6 % smaller and takes four times as long."""
+"""With 6, a file of 100,000 ops is 6 % smaller and takes four times as long."""
 _ENVIRONMENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
-"""Reasons why a file cannot be written that are no mistake of who named it."""
+"""Errors in writing a file that are not the fault of its path."""
+Record = TypeVar("Record")
 
 
 def save(profile: Profile, path: str | Path) -> None:
-    """Writes a profile as .json, or compressed as .json.gz: whole, or not at all."""
+    """Writes a profile as .json, or compressed as .json.gz. The file is replaced atomically."""
     target = Path(path)
     check_path(target)
     write_file(target, to_bytes(profile, compressed=target.suffix == ".gz"))
 
 
-def write_file(target: Path, made: bytes) -> None:
-    """Writes a file that the user named; the error says whether the name or the machine is at fault."""
+def write_file(target: Path, content: bytes) -> None:
+    """Writes a file that the user named; the error says whether the path or the machine is at fault."""
     try:
-        replace_file(target, made)
+        replace_file(target, content)
     except OSError as error:
         fault = EnvironmentProblem if error.errno in _ENVIRONMENT_ERRNOS else UsageError
         raise fault(f"{target} cannot be written: {error.strerror or error}.") from None
 
 
 def check_path(path: str | Path) -> None:
-    """UsageError where a profile cannot be saved under this name; to be asked before a long run."""
+    """UsageError if a profile cannot be saved at this path; to be called before a long run."""
     target = Path(path)
     if not target.name.endswith(ENDINGS):
         raise UsageError(f"{target}: a profile is saved as .json or .json.gz.")
@@ -142,16 +73,17 @@ def check_path(path: str | Path) -> None:
 
 
 def to_bytes(profile: Profile, *, compressed: bool) -> bytes:
-    """The bytes of the file."""
+    """The content of the file."""
     columns = {name: to_columns(record, getattr(profile, name)) for name, record in COLUMNS.items()}
-    fields = to_json(_without_columns(profile))
+    nothing: dict[str, Any] = dict.fromkeys(COLUMNS, ())
+    fields = to_json(dataclasses.replace(profile, **nothing))
     data = {"kind": KIND, "profile": {**fields, **columns}}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     return gzip.compress(text, compresslevel=COMPRESSION_LEVEL, mtime=0) if compressed else text
 
 
 def is_profile_file(path: str | Path) -> bool:
-    """Whether a file begins as a saved profile does."""
+    """Whether a file begins like a saved profile."""
     try:
         with _open(Path(path)) as file:
             return KIND.encode() in file.read(200)
@@ -160,38 +92,35 @@ def is_profile_file(path: str | Path) -> bool:
 
 
 def read(path: str | Path) -> Profile:
-    """A saved profile; an error says what is wrong with a file that is none."""
-    return _build(Path(path), whole=True)
+    """Reads a saved profile; UsageError says what is wrong with the file."""
+    return _read(Path(path), whole=True)
 
 
 def read_head(path: str | Path) -> Profile:
-    """A saved profile without what is stored by columns: enough for a line in a list, and quick."""
-    return _build(Path(path), whole=False)
+    """Reads a saved profile without the fields that are stored by columns: fast, for lists of profiles."""
+    return _read(Path(path), whole=False)
 
 
-def _without_columns(profile: Profile) -> Profile:
-    nothing: dict[str, Any] = dict.fromkeys(COLUMNS, ())
-    return dataclasses.replace(profile, **nothing)
-
-
-def _build(source: Path, *, whole: bool) -> Profile:
+def _read(source: Path, *, whole: bool) -> Profile:
     fields = _read_fields(source)
-    found = fields.get("schema")
-    if found != SCHEMA:
-        older = isinstance(found, int) and found < SCHEMA
-        whose = "an older nearpeak wrote it: profile again" if older else "another nearpeak wrote it: read it with that"
-        raise UsageError(f"{source} has schema {found!r}, and this version reads {SCHEMA}; {whose}.")
-    stored = {name: fields.pop(name) for name in COLUMNS if name in fields}
+    schema = fields.get("schema")
     try:
+        if schema == 2:
+            _upgrade(fields)
+        elif schema != SCHEMA:
+            older = isinstance(schema, int) and schema < SCHEMA
+            advice = "an older nearpeak wrote it: profile again" if older else "a newer nearpeak wrote it: update"
+            raise UsageError(f"{source} has schema {schema!r}, and this version reads 2 and {SCHEMA}; {advice}.")
+        columns = {name: fields.pop(name) for name in COLUMNS if name in fields}
         head = from_json(Profile, {**fields, "ops": []})
         if not whole:
             return head
-        columns: dict[str, Any] = {
-            name: from_columns(COLUMNS[name], columns, f"Profile.{name}") for name, columns in stored.items()
-        }
         if "ops" not in columns:
             raise ValueError("Profile.ops is missing")
-        return dataclasses.replace(head, **columns)
+        records: dict[str, Any] = {
+            name: from_columns(COLUMNS[name], column, f"Profile.{name}") for name, column in columns.items()
+        }
+        return dataclasses.replace(head, **records)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{source} is damaged: {error}.") from None
 
@@ -223,3 +152,150 @@ def _open(path: Path) -> IO[bytes]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+_SCHEMA_2_VALUES: Mapping[str, str] = {
+    "synchronisation": "synchronization",
+    "wave-quantisation": "wave-quantization",
+    "not modelled": "not modeled",
+    "normalisation": "normalization",
+    "quantisation": "quantization",
+}
+"""Values that are spelled differently since schema 3: idle causes, rules, parts of the waterfall, families of ops."""
+_SCHEMA_2_KEYS: Mapping[str, str] = {
+    "late_s": "launch_wait_s",
+    "modelled": "modeled",
+    "modelled_share": "modeled_share",
+}
+
+
+def _upgrade(fields: dict[str, Any]) -> None:
+    """Turns the fields of schema 2 into those of schema 3, in place. What is malformed is left for the reader."""
+    fields["schema"] = 3
+    _rename_keys(fields)
+    _respell(fields.get("idle"), "cause")
+    _respell(fields.get("findings"), "rule")
+    if isinstance(waterfall := fields.get("waterfall"), dict):
+        _respell(waterfall.get("parts"), "name")
+    if isinstance(undecided := fields.get("undecided"), list):
+        fields["undecided"] = [
+            _SCHEMA_2_VALUES.get(name, name) if isinstance(name, str) else name for name in undecided
+        ]
+    for finding in _dicts(fields.get("findings")):
+        module, usage = finding.pop("module", ""), finding.pop("fix", "")
+        finding["modules"] = [module] if module else []
+        if isinstance(usage, str) and usage:
+            name = usage.removeprefix("nearpeak.kernels.").partition("(")[0]
+            finding["fix"] = {"id": name, "usage": usage, "ops": finding.get("ops", []), "modules": finding["modules"]}
+    rates = fields.get("rates")
+    if isinstance(rates, dict) and rates.get("bandwidth_share") and fields.get("how") != "datasheet":
+        fields["ceilings"] = {"bandwidth": rates["bytes_per_s"] / rates["bandwidth_share"]}
+    _upgrade_columns(fields)
+
+
+def _upgrade_columns(fields: dict[str, Any]) -> None:
+    ops, timeline, gaps = (fields.get(name) for name in COLUMNS)
+    if isinstance(ops, dict):
+        _rename_keys(ops)
+        _respell_column(ops.get("family"))
+        if isinstance(names := ops.get("name"), dict) and isinstance(names.get("values"), list):
+            origins = [origin_of_name(str(name)) for name in names["values"]]
+            ops["origin"] = {"values": origins, "index": names.get("index")}
+    if isinstance(timeline, dict) and isinstance(flags := timeline.pop("communication", None), list):
+        timeline["collective"] = {"values": [None, "unknown"], "index": [int(bool(flag)) for flag in flags]}
+    if isinstance(gaps, dict):
+        _respell_column(gaps.get("cause"))
+
+
+def _rename_keys(data: dict[str, Any]) -> None:
+    for old, new in _SCHEMA_2_KEYS.items():
+        if old in data:
+            data[new] = data.pop(old)
+
+
+def _respell(records: Any, key: str) -> None:
+    for record in _dicts(records):
+        if isinstance(record.get(key), str):
+            record[key] = _SCHEMA_2_VALUES.get(record[key], record[key])
+
+
+def _respell_column(column: Any) -> None:
+    if isinstance(column, dict) and isinstance(column.get("values"), list):
+        values = column["values"]
+        column["values"] = [_SCHEMA_2_VALUES.get(value, value) if isinstance(value, str) else value for value in values]
+
+
+def _dicts(records: Any) -> list[dict[str, Any]]:
+    return [record for record in records if isinstance(record, dict)] if isinstance(records, list) else []
+
+
+_PLAIN_TYPES: Mapping[Any, frozenset[type]] = {
+    float: frozenset({float, int}),
+    int: frozenset({int}),
+    bool: frozenset({bool}),
+    float | None: frozenset({float, int, type(None)}),
+    int | None: frozenset({int, type(None)}),
+}
+"""The field types that are stored as plain columns, with the types that JSON may give for them."""
+
+
+def to_columns(cls: type[Record], records: Sequence[Record]) -> dict[str, Any]:
+    """The records as plain JSON data, a column for each field."""
+    return {
+        name: _plain_column(values) if hint in _PLAIN_TYPES else _indexed_column(values)
+        for name, hint in _hints(cls).items()
+        for values in [map(attrgetter(name), records)]
+    }
+
+
+def from_columns(cls: type[Record], data: Any, where: str) -> tuple[Record, ...]:
+    """The records of columns; ValueError says which column is wrong. Missing fields get their defaults."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected an object of columns, found {type(data).__name__}")
+    hints = _hints(cls)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    required = {name for name, default in defaults.items() if default is dataclasses.MISSING}
+    if not required <= set(data) <= set(hints):
+        raise ValueError(f"{where}: expected the columns {', '.join(hints)}; found {', '.join(sorted(data))[:300]}")
+    columns = {name: _read_column(hints[name], column, f"{where}.{name}") for name, column in data.items()}
+    lengths = {len(column) for column in columns.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"{where}: its columns have different lengths, {sorted(lengths)}")
+    ordered = [columns.get(name) or [defaults[name]] * max(lengths) for name in hints]
+    make: Callable[..., Record] = positional_constructor(cls)
+    with low_gc():
+        return tuple(map(make, *ordered))
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _plain_column(values: Iterable[Any]) -> list[Any]:
+    return [None if type(value) is float and not isfinite(value) else value for value in values]  # as `to_json` does
+
+
+def _indexed_column(values: Iterable[Any]) -> dict[str, Any]:
+    positions: dict[Any, int] = {}
+    index = [positions.setdefault(value, len(positions)) for value in values]
+    return {"values": to_json(list(positions)), "index": index}
+
+
+def _read_column(hint: Any, data: Any, where: str) -> list[Any]:
+    if hint in _PLAIN_TYPES:
+        if not isinstance(data, list):
+            raise ValueError(f"{where}: expected a list, found {type(data).__name__}")
+        if set(map(type, data)) - _PLAIN_TYPES[hint]:
+            wrong = next(place for place, value in enumerate(data) if type(value) not in _PLAIN_TYPES[hint])
+            build(hint, data[wrong], f"{where}[{wrong}]")
+        return [build(hint, value, where) if type(value) is int and hint is not int else value for value in data]
+    if not isinstance(data, dict) or set(data) != {"values", "index"}:
+        raise ValueError(f'{where}: expected an object with "values" and "index"')
+    values: tuple[Any, ...] = build(tuple[hint, ...], data["values"], f"{where}.values")
+    index = data["index"]
+    if not isinstance(index, list) or set(map(type, index)) - {int}:
+        raise ValueError(f"{where}.index: expected a list of integers")
+    if index and not (min(index) >= 0 and max(index) < len(values)):
+        raise ValueError(f"{where}.index: not all between 0 and {len(values) - 1}")
+    return [values[position] for position in index]

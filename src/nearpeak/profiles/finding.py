@@ -1,77 +1,84 @@
-"""`Finding`: a named waste, where it is, what it costs, and what to write instead.
-
-Plain data, part of a saved profile. Rules make `Waste`s of a step; `findings.py` makes findings of these.
-"""
+"""`Finding`: wasted time in a step: what it is, where, what it costs and how to avoid it. Part of a saved profile."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 MIN_SHOWN_SHARE = 0.01
-"""Of the wall time: what saves less is not shown."""
+"""Of the wall time. Findings that save less are not shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """What nearpeak offers in place of the ops of a finding."""
+
+    id: str
+    """The function of `nearpeak.kernels`: "rms_norm"."""
+    usage: str
+    """How to call it: "nearpeak.kernels.rms_norm(x, weight)"."""
+    ops: tuple[int, ...] = ()
+    """The ops that it replaces, as indices into the ops of the profile."""
+    modules: tuple[str, ...] = ()
+    """The paths of the modules to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One waste, at one line of the user's code, in as many places as that line runs."""
+    """One kind of waste at one line of the user's code, at all places where that line runs."""
 
     rule: str
     """The name of the rule that found it: "zeroed-then-overwritten"."""
     title: str
     """What is wrong, in one sentence."""
     source: str
-    """The line to change: "train.py:41"; "" where it is not known."""
-    module: str
-    """The module that it is in; with `*` for what differs where there are several."""
+    """The line to change: "train.py:41"; "" if it is not known."""
+    modules: tuple[str, ...]
+    """The paths of the modules that it is in, in the order of the step."""
     places: int
-    """How often it was seen in the step."""
+    """The number of occurrences in the step."""
     saving_s: float
-    """What the step would gain, less what another finding already claims of the same ops."""
+    """The predicted saving per step, without what another finding claims of the same ops."""
     share: float
     """The saving over the wall time."""
     evidence: str
-    """What was seen: the ops, their times and bytes."""
+    """What was observed: the ops, their times and bytes."""
     reasoning: str
     """How the saving was predicted."""
     remedy: str
-    """What to write instead: a few lines of code, or what to set."""
-    fix: str = ""
-    """What of nearpeak does it, where there is something."""
+    """What to write instead: a few lines of code, or a setting."""
+    fix: Fix | None = None
+    """What nearpeak offers for it."""
     ops: tuple[int, ...] = ()
     """Indices into the ops of the profile."""
 
+    @property
+    def module(self) -> str:
+        """The modules as one path for display, with a star for the parts that differ."""
+        return common_module(self.modules)
+
 
 def is_ignored(rule: str, source: str, ignore: Collection[str]) -> bool:
-    """Whether a rule is to be ignored, everywhere ("NAME") or at this line ("NAME@train.py:41")."""
+    """Whether `ignore` has the rule ("NAME") or the rule at this line ("NAME@train.py:41")."""
     return rule in ignore or f"{rule}@{source}" in ignore
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waste:
-    """What a rule sees in one place of a step.
+def common_module(modules: Sequence[str]) -> str:
+    """One path for several, with a star for the parts that differ.
 
-    What it predicts is said op by op, so that two rules never claim the same time: `gains` are seconds by the index of
-    the op, at most what the op took. `gone` are ops that would not run any more: what the device waited for their
-    launches is saved too. Other time in which nothing ran is claimed from `idle`, by the name of the cause;
-    "communication" is that in which nothing else ran.
+    >>> common_module(["model.layers.0.mlp", "model.layers.1.mlp"])
+    'model.layers.*.mlp'
+    >>> common_module(["model.norm", "model.layers.1.norm"])
+    'model.*'
     """
-
-    title: str
-    at: int | None
-    """The op whose line is to be changed; None where no op has it."""
-    gains: Mapping[int, float] = field(default_factory=dict)
-    gone: Collection[int] = ()
-    """An op of which all time is gained need not be named here."""
-    idle: Mapping[str, float] = field(default_factory=dict)
-    evidence: str
-    reasoning: str
-    remedy: str
-    fix: str = ""
-    source: str = ""
-    """The line to change, where it is not that of `at`."""
-
-    @property
-    def saving_s(self) -> float:
-        """Before any other claim."""
-        return sum(self.gains.values()) + sum(self.idle.values())
+    paths = [module.split(".") for module in dict.fromkeys(modules)]
+    if not paths:
+        return ""
+    if len({len(path) for path in paths}) == 1:
+        return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*paths, strict=True))
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join([*shared, "*"])

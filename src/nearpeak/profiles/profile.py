@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
 from nearpeak import _display
 from nearpeak.bound.estimate import Estimate, EstimatedOp
+from nearpeak.bound.roofline import Ceilings
+from nearpeak.machines.machine import Achievable, Machine
 from nearpeak.ops.fast_init import fast_init
-from nearpeak.profiles.compiler import CompilerFacts
+from nearpeak.ops.op import Origin, origin_of_name
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.idle import Gap, IdleCause, IdleTime
 from nearpeak.profiles.memory import PeakMemory
@@ -18,31 +20,44 @@ from nearpeak.profiles.rates import StepRates
 from nearpeak.profiles.waterfall import Interval, Waterfall, build_waterfall, covered_seconds, exclusive_seconds
 from nearpeak.units import seconds as seconds_text
 
-
-def fused_seconds(estimate: Estimate) -> list[float | None]:
-    """For each op its share of the bound of its group as one kernel; None for all where no groups are known.
-
-    A group has one time, and no op of it has one of its own. It is shared out in proportion to the bounds of the ops as
-    written, so that they sum to the floor of the whole. An op may get a little more than its bound: regrouped, what it
-    reads may have left the cache.
-    """
-    if not estimate.group_seconds:
-        return [None] * len(estimate.ops)
-    bounds = [op.seconds for op in estimate.ops]
-    if (
-        sum(estimate.group_seconds) >= estimate.as_written_s
-    ):  # regrouping would not pay: the ops stay as they are written
-        return list(bounds)
-    shared: list[float | None] = [0.0] * len(bounds)
-    for group, seconds in zip(estimate.groups, estimate.group_seconds, strict=True):
-        written = sum(bounds[member] for member in group.members)
-        for member in group.members:
-            shared[member] = seconds * bounds[member] / written if written else seconds / len(group.members)
-    return shared
+SCHEMA = 3
+"""Raised whenever the meaning of a saved field changes; `profiles.file` upgrades older files."""
 
 
-SCHEMA = 2
-"""Raised whenever the meaning of a saved field changes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCeilings:
+    """The rates that the bounds of a profile are computed with, in bytes/s and FLOP/s."""
+
+    bandwidth: float
+    cache_bandwidth: float | None = None
+    """Of the last-level cache; None if it was not measured."""
+    matrix: Mapping[str, float] = field(default_factory=dict)
+    """By dtype; empty for profiles that were saved before they had ceilings."""
+    vector: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBreak:
+    """A place where torch.compile ends one graph and begins another."""
+
+    reason: str
+    """The first line of torch's explanation."""
+    source: str
+    """The line of the user's code; "" if it is not known."""
+    count: int
+    """How often the break occurred during compilation, not how often it ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerFacts:
+    """What torch.compile did from the start of the process to the clean steps."""
+
+    graphs: int
+    """The number of compiled graphs."""
+    breaks: tuple[GraphBreak, ...]
+    """The graph breaks of the code that ran in the profiled step, the most frequent first."""
+    recompiled_in_steps: int
+    """The number of graphs compiled after warm-up."""
 
 
 @fast_init
@@ -55,8 +70,15 @@ class DeviceKernel:
     """From the start of the profiled step."""
     seconds: float
     op: int | None
-    communication: bool = False
     stream: int = 0
+    collective: str | None = None
+    """The collective that a communication kernel runs: "all_reduce", "all_gather", ...; "unknown" if its name does not
+    say. None for every other kernel."""
+
+    @property
+    def communication(self) -> bool:
+        """Whether it is a communication kernel."""
+        return self.collective is not None
 
     @property
     def interval(self) -> Interval:
@@ -95,6 +117,7 @@ class ProfiledOp:
     """Its time in the profiled step whose kernels took least."""
     slowest_s: float | None = None
     """Its time in the profiled step whose kernels took most."""
+    origin: Origin = "torch"
 
     @property
     def compared_s(self) -> float:
@@ -159,6 +182,12 @@ class Profile:
     """What ran on the device in the profiled step, in the order of time; of a CPU, its ops."""
     gaps: tuple[Gap, ...] = ()
     """When nothing ran in the profiled step, with the main cause of each time."""
+    ceilings: ProfileCeilings | None = None
+    """The rates that the bounds are computed with; None if they are not known."""
+    rank: int | None = None
+    """The rank of the process in its torch.distributed group; None for a run on its own."""
+    world_size: int | None = None
+    """The number of ranks in that group."""
 
     def save(self, path: str | Path) -> None:
         """Writes it in the format that the name ends with.
@@ -180,8 +209,28 @@ class Profile:
         return _display.card(self)
 
 
+def profile_ceilings(machine: Machine, ceilings: Ceilings) -> ProfileCeilings | None:
+    """The ceilings of a machine that bounds are computed with; None if it has none of this kind."""
+    rates = machine.achievable if ceilings == "achievable" else machine.theoretical
+    if rates is None:
+        return None
+    return ProfileCeilings(
+        bandwidth=rates.bandwidth,
+        cache_bandwidth=rates.cache_bandwidth if isinstance(rates, Achievable) else None,
+        matrix=dict(rates.matrix),
+        vector=dict(rates.vector),
+    )
+
+
 def build_profile(
-    estimate: Estimate, kernels: Sequence[DeviceKernel], *, wall_s: float, source: str, date: str, device: str
+    estimate: Estimate,
+    kernels: Sequence[DeviceKernel],
+    *,
+    wall_s: float,
+    source: str,
+    date: str,
+    device: str,
+    ceilings: ProfileCeilings | None = None,
 ) -> Profile:
     """Joins a step's bounds with its measured kernels, whose `op` are indices into the ops of the estimate."""
     computing = [kernel for kernel in kernels if not kernel.communication]
@@ -229,7 +278,30 @@ def build_profile(
         ),
         notes=estimate.notes,
         timeline=tuple(sorted(kernels, key=lambda kernel: kernel.start_s)),
+        ceilings=ceilings,
     )
+
+
+def fused_seconds(estimate: Estimate) -> list[float | None]:
+    """For each op its share of the bound of its group as one kernel; None for all where no groups are known.
+
+    A group has one time, and no op of it has one of its own. It is shared out in proportion to the bounds of the ops as
+    written, so that they sum to the floor of the whole. An op may get a little more than its bound: regrouped, what it
+    reads may have left the cache.
+    """
+    if not estimate.group_seconds:
+        return [None] * len(estimate.ops)
+    bounds = [op.seconds for op in estimate.ops]
+    if (
+        sum(estimate.group_seconds) >= estimate.as_written_s
+    ):  # regrouping would not pay: the ops stay as they are written
+        return list(bounds)
+    shared: list[float | None] = [0.0] * len(bounds)
+    for group, seconds in zip(estimate.groups, estimate.group_seconds, strict=True):
+        written = sum(bounds[member] for member in group.members)
+        for member in group.members:
+            shared[member] = seconds * bounds[member] / written if written else seconds / len(group.members)
+    return shared
 
 
 def add_idle(profile: Profile, idle: IdleTime) -> Profile:
@@ -261,6 +333,7 @@ def _profiled_op(op: EstimatedOp, measured_s: float, kernels: int, fused_s: floa
         bytes=op.bytes_read + op.bytes_written,
         modeled=_has_bound(op),
         fused_s=fused_s,
+        origin=origin_of_name(op.name),
     )
 
 

@@ -10,18 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import tempfile
-import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import ClassVar
-
-import torch
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
 
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.roofline import Ceilings
@@ -32,17 +23,22 @@ from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import costs_of
 from nearpeak.ops.op import Op, Trace, name_without_origin
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.compiler import CompilerFacts
 from nearpeak.profiles.idle import IdleTime
 from nearpeak.profiles.idle_attribution import DeviceActivity, HostActivity, attribute
 from nearpeak.profiles.memory import peak_memory
-from nearpeak.profiles.profile import DeviceKernel, Profile, add_idle, add_step_spread, build_profile
+from nearpeak.profiles.profile import (
+    CompilerFacts,
+    DeviceKernel,
+    Profile,
+    add_idle,
+    add_step_spread,
+    build_profile,
+    profile_ceilings,
+)
 from nearpeak.profiles.rates import step_rates
 from nearpeak.profiling.steps import StepKind
-from nearpeak.profiling.torch_profiler import has_gpu
-from nearpeak.trace.kineto.host import STEP_END_WAIT, HostSpan, line_of_mark
-from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections
-from nearpeak.trace.kineto.read import KinetoTrace, read_trace
+from nearpeak.trace.kineto.host import HostSpan, line_of_mark
+from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.recorder import without_tf32
 
 SEARCH_WINDOW = 64
@@ -245,7 +241,9 @@ def _describe_span(span: HostSpan, ops: Sequence[Op]) -> str:
 LIVE_FACTS: frozenset[StepFact] = frozenset({"storages", "lines", "host", "memory"})
 """What a run tells of its steps."""
 COMMUNICATION_LIBRARIES = ("nccl", "rccl", "oneccl")
-"""How kernels of communication libraries are named, in any spelling of case."""
+"""Parts of the names of communication kernels, in lower case."""
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "reduce")
+"""The more specific before the more general: a reduce-scatter is a kind of reduce by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +262,9 @@ class StepRecords:
     """Whether clean steps began while the device was still at work on the one before."""
     compiler: CompilerFacts | None = None
     """What torch.compile did so far; None where it was not used."""
+    rank: int | None = None
+    """Of the process in its torch.distributed group; None if there is no group."""
+    world_size: int | None = None
 
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The times of the profiled step at the ops of the traced one."""
@@ -286,6 +287,7 @@ class StepRecords:
             source=self.source,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=self.recorded.device,
+            ceilings=profile_ceilings(machine, ceilings),
         )
         found = add_step_spread(found, kernels, self.recorded.repeats)
         idle = attribute_idle(
@@ -307,6 +309,8 @@ class StepRecords:
             rates=step_rates(traced, estimate, machine, wall_s=found.wall_s, kernel_s=found.kernel_s),
             memory=None if traced.lives is None else peak_memory(traced.lives, traced.ops),
             compiler=self.compiler,
+            rank=self.rank,
+            world_size=self.world_size,
         )
         return add_findings(found, traced, machine, LIVE_FACTS)
 
@@ -339,68 +343,6 @@ class StepRecords:
         return to_traced, sum(at is not None for at in found) / len(found) if found else None
 
 
-class Profiler:
-    """torch's profiler around steps of some code; what it saw goes through a file that is deleted at once."""
-
-    running: ClassVar[bool] = False
-    """Whether there is one that was not stopped."""
-
-    def __init__(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = torch_profile(activities=activities, record_shapes=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its notes about its own cycles
-            self._profiler.start()
-        Profiler.running = True
-        self._undo = ExitStack()
-        self._undo.enter_context(mark_garbage_collections())
-        self._undo.enter_context(mark_data_loading())
-        self.number = -1
-        """Of the step that began last."""
-        self._step = ExitStack()
-        self.next_step()
-
-    def next_step(self) -> None:
-        """A step begins now, before its first op."""
-        self.end_step()
-        self.number += 1
-        self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
-
-    def end_step(self) -> None:
-        """The step is over; what runs until the next one begins is part of none."""
-        self._step.close()
-
-    def discard(self) -> None:
-        """Ends it without a look at what it saw."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._step.close()
-            self._undo.close()
-            Profiler.running = False
-            self._profiler.stop()
-
-    def stop(self, among: Collection[int] = ()) -> KinetoTrace:
-        """What ran in the middle one of these steps, or in the last step, where none are named or no device ran."""
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("ignore")
-            self._step.close()
-            self._undo.close()
-            Profiler.running = False
-            self._profiler.stop()
-            file = Path(folder) / "step.json"
-            self._profiler.export_chrome_trace(str(file))
-            return read_trace(file, among=among)
-
-
-def synchronize() -> None:
-    """Waits for the GPU, where one is in use."""
-    if has_gpu():
-        with record_function(STEP_END_WAIT) if Profiler.running else nullcontext():
-            torch.cuda.synchronize()
-
-
 def device_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None] | None = None) -> list[DeviceKernel]:
     """What ran on the device, at the ops of another trace where that is given."""
     return [
@@ -409,11 +351,23 @@ def device_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None] | None
             start_s=kernel.start_s,
             seconds=kernel.seconds,
             op=kernel.op if to_traced is None or kernel.op is None else to_traced[kernel.op],
-            communication=any(name in kernel.name.lower() for name in COMMUNICATION_LIBRARIES),
             stream=kernel.stream,
+            collective=collective_of(kernel.name),
         )
         for kernel in recorded.kernels
     ]
+
+
+def collective_of(kernel: str) -> str | None:
+    """The collective that a communication kernel runs, by its name; None for every other kernel.
+
+    >>> collective_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL"), collective_of("ampere_bf16_gemm")
+    ('all_reduce', None)
+    """
+    if not any(library in kernel.lower() for library in COMMUNICATION_LIBRARIES):
+        return None
+    name = kernel.lower().replace("_", "")
+    return next((collective for collective in _COLLECTIVES if collective.replace("_", "") in name), "unknown")
 
 
 def _cpu_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None], share: float) -> list[DeviceKernel]:

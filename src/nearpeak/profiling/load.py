@@ -15,7 +15,7 @@ from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.profiles import file as profiles_file
 from nearpeak.profiles import history
-from nearpeak.profiles.profile import Profile, add_idle, build_profile
+from nearpeak.profiles.profile import Profile, add_idle, build_profile, profile_ceilings
 from nearpeak.profiles.rates import step_rates
 
 
@@ -63,6 +63,7 @@ def profile_trace(
         source=str(path),
         date=changed.isoformat(timespec="seconds"),
         device=recorded.device,
+        ceilings=profile_ceilings(machine, ceilings),
     )
     times = {"wall_s": found.wall_s, "kernel_s": found.kernel_s}
     idle = attribute_idle(recorded, idle_s=found.waterfall.seconds("idle"), clean=False)

@@ -13,11 +13,20 @@ import torch
 from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
 from nearpeak.ops.op import Trace
-from nearpeak.profiles.compiler import CompilerFacts, compiled_graph_count, graph_breaks_in, read_compiler_facts
-from nearpeak.profiling.assemble import Profiler, StepRecords, synchronize
+from nearpeak.profiles.profile import CompilerFacts
+from nearpeak.profiling.assemble import StepRecords
 from nearpeak.profiling.schedule import CLEAN_STEPS, OUTLIER_RATIO, PROFILED_STEPS, Schedule, SchedulePhase
 from nearpeak.profiling.steps import StepDetector, StepKind
-from nearpeak.profiling.torch_profiler import StepEvents, has_gpu
+from nearpeak.profiling.torch_profiler import (
+    Profiler,
+    StepEvents,
+    compiled_graph_count,
+    distributed_rank,
+    graph_breaks_in,
+    has_gpu,
+    read_compiler_facts,
+    synchronize,
+)
 from nearpeak.trace.kineto.kernels import graph_note
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
@@ -69,7 +78,7 @@ class Session:
         self._begun = 0.0
         self._settling = False
         """Whether this step is the last before the clean ones."""
-        self._marks = StepEvents()
+        self._events = StepEvents()
         """Before the first clean step and after each of them."""
         self._quiet = 0
         """How many clean steps are only noted when they end: to decide on them takes as long as a few ops."""
@@ -80,6 +89,8 @@ class Session:
         self._warm_graphs: int | None = None
         """How many graphs torch.compile had made when the run was warm for the first time."""
         self._compiler: CompilerFacts | None = None
+        self._rank: tuple[int, int] | None = None
+        """The rank of the process and the number of ranks, when the step was profiled."""
         self._earlier: tuple[Schedule, KinetoTrace, float, Trace, CompilerFacts | None] | None = None
 
     @property
@@ -120,7 +131,7 @@ class Session:
         if self._quiet > 1 and between is None and not self._settling and (kind, _profiler_runs()) == self._usual:
             self._quiet -= 1
             self._noted.append((time.perf_counter(), compiled_graph_count()))
-            self._marks.mark()
+            self._events.record()
             return
         seen = self.schedule.steps
         try:
@@ -167,6 +178,8 @@ class Session:
             host_ahead=schedule.host_ahead,
             notes=tuple(_notes(schedule, recorded)),
             compiler=compiler,
+            rank=None if self._rank is None else self._rank[0],
+            world_size=None if self._rank is None else self._rank[1],
         )
 
     def missing_reason(self, source: str) -> str:
@@ -214,10 +227,10 @@ class Session:
         if after == "clean" and self._warm_graphs is None:
             self._warm_graphs = compiled_graph_count()
         if before == "clean" and after not in ("clean", "warm-up"):
-            self._marks.mark()
+            self._events.record()
             synchronize()
             # the work of a CPU ends with the step, whatever was to be done here since
-            schedule.device_ended(time.perf_counter() if has_gpu() else now, self._marks.seconds())
+            schedule.device_ended(time.perf_counter() if has_gpu() else now, self._events.seconds())
             self._compiler = read_compiler_facts(self._warm_graphs or 0)
         if self.problem:
             return
@@ -235,7 +248,7 @@ class Session:
         if between is not None or (after == "clean" and (before != "clean" or schedule.again)):
             self._resume()
         if after == "clean":
-            self._marks.mark()
+            self._events.record()
 
     def _decide_on_noted(self) -> SchedulePhase:
         """Tells the schedule of clean steps that were only noted, up to one that ends the phase or begins it anew."""
@@ -254,16 +267,16 @@ class Session:
             synchronize()
             between()
         self._resume()
-        self._marks.mark()
+        self._events.record()
 
     def _resume(self) -> None:
         """The next step begins only now, with a device that has nothing left to do."""
         self._quiet = self.schedule.clean_steps_left
-        self._marks.prepare(CLEAN_STEPS + 1)
+        self._events.prepare(CLEAN_STEPS + 1)
         synchronize()
         self.schedule.resumes(time.perf_counter())
         if not self.schedule.walls:
-            self._marks.clear()
+            self._events.clear()
 
     def _finish(self, now: float, kind: StepKind, graphs: int) -> bool:
         """Ends what was done to the step that is over; whether it can be used."""
@@ -300,6 +313,7 @@ class Session:
                 return False
             # without kernels the last step is what was read
             self._recorded = recorded
+            self._rank = distributed_rank()
             last = now - self._begun, self.schedule.steps
             self._profiled_wall, self._profiled_step = walls.get(-1 if recorded.step is None else recorded.step, last)
             if self._compiler is not None:

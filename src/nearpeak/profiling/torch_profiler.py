@@ -1,36 +1,112 @@
-"""`DeviceMarks`: when steps ended on the device's own clock, without anybody waiting for it."""
+"""What torch reports about running steps: its profiler, CUDA events between steps, and the graphs of torch.compile."""
 
 from __future__ import annotations
 
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, nullcontext
 from itertools import pairwise
+from pathlib import Path
+from types import CodeType
+from typing import Any, ClassVar
 
 import torch
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from nearpeak.profiles.profile import CompilerFacts, GraphBreak
+from nearpeak.trace.kineto.host import STEP_END_WAIT
+from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections
+from nearpeak.trace.kineto.read import KinetoTrace, read_trace
+
+MAX_REASON_LENGTH = 200
+
+
+class Profiler:
+    """torch's profiler around consecutive steps. Its trace goes through a temporary file."""
+
+    running: ClassVar[bool] = False
+    """Whether an instance has been started and not stopped."""
+
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch_profile(activities=activities, record_shapes=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # notes about the profiler's own cycles
+            self._profiler.start()
+        Profiler.running = True
+        self._patches = ExitStack()
+        self._patches.enter_context(mark_garbage_collections())
+        self._patches.enter_context(mark_data_loading())
+        self.number = -1
+        """Of the step that began last."""
+        self._step = ExitStack()
+        self.next_step()
+
+    def next_step(self) -> None:
+        """Begins a step, before its first op."""
+        self.end_step()
+        self.number += 1
+        self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
+
+    def end_step(self) -> None:
+        """Ends the step. What runs until `next_step` belongs to no step."""
+        self._step.close()
+
+    def discard(self) -> None:
+        """Stops without reading the trace."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._stop()
+
+    def stop(self, among: Collection[int] = ()) -> KinetoTrace:
+        """Stops, and reads the median one of these steps; the last step if none are given or no kernel ran."""
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+            warnings.simplefilter("ignore")
+            self._stop()
+            file = Path(folder) / "step.json"
+            self._profiler.export_chrome_trace(str(file))
+            return read_trace(file, among=among)
+
+    def _stop(self) -> None:
+        self._step.close()
+        self._patches.close()
+        Profiler.running = False
+        self._profiler.stop()
 
 
 class StepEvents:
-    """Moments in the device's order of work. Where no GPU is in use there are none."""
+    """CUDA events at the ends of steps: step times on the GPU's clock, without a synchronization between steps.
+
+    Without a GPU in use there are no events.
+    """
 
     def __init__(self) -> None:
-        self._made: list[torch.cuda.Event] = []
+        self._recorded: list[torch.cuda.Event] = []
         self._spare: list[torch.cuda.Event] = []
 
     def prepare(self, count: int) -> None:
-        """Makes what is needed for so many moments: that takes longer than to note one."""
+        """Creates events ahead of time: creating one takes longer than recording it."""
         self._spare = _events(count)
 
     def clear(self) -> None:
-        """Forgets all moments."""
-        self._made.clear()
+        """Forgets all recorded events."""
+        self._recorded.clear()
 
-    def mark(self) -> None:
-        """Notes that the device got here."""
+    def record(self) -> None:
+        """Records an event on the current stream."""
         if self._spare:
             self._spare[-1].record()
-            self._made.append(self._spare.pop())
+            self._recorded.append(self._spare.pop())
 
     def seconds(self) -> list[float]:
-        """From each moment to the next one; the device must have passed the last."""
-        return [one.elapsed_time(two) / 1e3 for one, two in pairwise(self._made)]
+        """The time between consecutive events. The GPU must have reached the last one."""
+        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._recorded)]
 
 
 def has_gpu() -> bool:
@@ -38,7 +114,90 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
+def synchronize() -> None:
+    """Waits for the GPU if one is in use; a profiler that is running sees the wait as nearpeak's own."""
+    if has_gpu():
+        with record_function(STEP_END_WAIT) if Profiler.running else nullcontext():
+            torch.cuda.synchronize()
+
+
+def distributed_rank() -> tuple[int, int] | None:
+    """The rank of this process and the number of ranks; None without a torch.distributed process group."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
 def _events(count: int) -> list[torch.cuda.Event]:
     if not has_gpu():
         return []
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+def compiled_graph_count() -> int:
+    """The number of graphs that torch.compile has compiled in this process."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return int(module.counters["stats"]["unique_graphs"]) if module is not None else 0
+
+
+def read_compiler_facts(warm_graphs: int) -> CompilerFacts | None:
+    """What torch.compile has done so far; None if it was not used.
+
+    `warm_graphs` is the number of graphs when warm-up ended. Graph breaks are known once a step has been profiled: see
+    `graph_breaks_in`.
+    """
+    graphs = compiled_graph_count()
+    if graphs == 0:
+        return None
+    return CompilerFacts(graphs=graphs, breaks=(), recompiled_in_steps=max(0, graphs - warm_graphs))
+
+
+def graph_breaks_in(regions: Collection[str]) -> tuple[GraphBreak, ...]:
+    """The graph breaks of compiled code that ran, whenever it was compiled; the most frequent first.
+
+    torch keeps the breaks of all code that the process compiled, with their lines. Those count whose lines belong to
+    functions behind `regions`, which are named as in the profiler: "Torch-Compiled Region: 0/1". If torch does not say
+    which functions these are, all breaks count.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None or not regions:
+        return ()
+    codes = _code_of_regions(regions)
+    lines = {(code.co_filename, line) for code in codes or () for _, _, line in code.co_lines()}
+    counts = Counter(
+        _reason_and_line(reason)
+        for reason in getattr(utils, "graph_break_reasons", ())
+        if codes is None or _compiled_line(reason.user_stack) in lines
+    )
+    return tuple(
+        GraphBreak(reason=reason, source=source, count=count) for (reason, source), count in counts.most_common()
+    )
+
+
+def _code_of_regions(regions: Collection[str]) -> list[CodeType] | None:
+    """The compiled functions, with their resume functions after breaks, of these regions; None if unknown."""
+    tracker = getattr(sys.modules.get("torch._dynamo.convert_frame"), "input_codes", None)
+    entries = getattr(sys.modules.get("torch._C._dynamo.eval_frame"), "_debug_get_cache_entry_list", None)
+    if tracker is None or entries is None:
+        return None
+    codes = [code for reference in tracker.seen if (code := reference()) is not None]
+    return [code for code in codes if any(entry.trace_annotation in regions for entry in entries(code))]
+
+
+def _compiled_line(stack: Sequence[Any]) -> tuple[str, int] | None:
+    """The line in the compiled function: the outermost frame of a break.
+
+    torch compiles calls of its own modules from one function of its own; the function that such a module calls is
+    compiled by itself after a break.
+    """
+    folder = f"{Path(str(sys.modules['torch'].__file__)).parent}/"
+    frames = [frame for frame in stack if not frame.filename.startswith(folder)] or stack
+    return (frames[0].filename, frames[0].lineno) if frames else None
+
+
+def _reason_and_line(reason: Any) -> tuple[str, str]:
+    """The first line of the reason and the innermost source line, from an entry of torch's list."""
+    text = " ".join((str(reason.reason).strip().splitlines() or [""])[0].split())[:MAX_REASON_LENGTH]
+    stack = reason.user_stack
+    return text, f"{Path(stack[-1].filename).name}:{stack[-1].lineno}" if stack else ""

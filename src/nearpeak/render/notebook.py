@@ -185,7 +185,7 @@ def _findings(found: Sequence[Finding]) -> Iterable[Markup]:
             element("summary", f"{number}. {saving}: {visible(finding.rule, 60)} at {where}{places}"),
             element("div", visible(f"{finding.title} {finding.evidence} {finding.reasoning}", 2000)),
             element("pre", visible_lines(finding.remedy.strip("\n")), style="background:none;margin:.3em 0 .3em 1em"),
-            element("div", f"nearpeak has it: {visible(finding.fix)}") if finding.fix else "",
+            element("div", f"nearpeak has it: {visible(finding.fix.usage)}") if finding.fix else "",
         )
     if len(found) > MOST_FINDINGS:
         rest = sum(finding.saving_s for finding in found[MOST_FINDINGS:])

@@ -59,7 +59,7 @@ def stalled(fn, *args, idle=(), took=lambda op: 1e-5, on_host=(), pinned=(), com
         kernels.append(DeviceKernel(name=op.name, start_s=now, seconds=seconds, op=index))
         now += seconds
     if communication_s:
-        kernels.append(DeviceKernel(name="nccl", start_s=now, seconds=communication_s, op=None, communication=True))
+        kernels.append(DeviceKernel(name="nccl", start_s=now, seconds=communication_s, op=None, collective="unknown"))
         now += communication_s
     wall = now + sum(item.seconds for item in idle)
     profile = build_profile(estimate, kernels, wall_s=wall, source="step", date="", device="toy")

@@ -1,7 +1,7 @@
 import pytest
 from stalled import CPU, findings, idle
 
-from nearpeak.profiles.compiler import CompilerFacts
+from nearpeak.profiles.profile import CompilerFacts
 
 
 def test_a_loader_without_workers_gets_as_many_as_it_needs():

@@ -4,7 +4,7 @@ import pytest
 from stalled import CPU, findings, idle, step
 
 from nearpeak.findings.engine import rules
-from nearpeak.profiles.compiler import CompilerFacts, GraphBreak
+from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 
 LATE = idle("launching", 6.0, count=3, where="train.py:4", what="launched late")
 BETWEEN = idle("python", 2.0, count=2, what="between ops")

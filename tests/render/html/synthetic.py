@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "diagnose"))
 
 from made_up import profile as tiny  # type: ignore[import-not-found]
 
-from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.finding import Finding, Fix
 from nearpeak.profiles.idle import Gap, IdleCause
 from nearpeak.profiles.memory import PeakMemory
-from nearpeak.profiles.profile import DeviceKernel, Profile, ProfiledOp
+from nearpeak.profiles.profile import DeviceKernel, Profile, ProfileCeilings, ProfiledOp
 from nearpeak.profiles.rates import StepRates
 from nearpeak.profiles.waterfall import build_waterfall
 
@@ -101,6 +101,7 @@ def profile(ops: int = 400, *, name: str = "{}", seed: int = 0) -> Profile:
         undecided=(name.format("a-rule"),),
         timeline=timeline,
         gaps=gaps,
+        ceilings=ProfileCeilings(bandwidth=4.7e12),
     )
 
 
@@ -149,7 +150,7 @@ def _timeline(ops, name):
                 seconds=op.measured_s,
                 op=number,
                 stream=stream,
-                communication=number % 211 == 7,
+                collective="all_reduce" if number % 211 == 7 else None,
             )
         )
         at += op.measured_s if stream == 7 else 0.3 * op.measured_s
@@ -162,14 +163,14 @@ def _findings(ops: int, wall_s: float, name: str) -> tuple[Finding, ...]:
             rule=name.format(rule),
             title=name.format("A norm is written as 5 ops, a kernel each."),
             source=name.format("modeling.py:113"),
-            module=name.format("Model.layers.*.mlp"),
+            modules=(name.format("Model.layers.0.mlp"), name.format("Model.layers.1.mlp")),
             places=12,
             saving_s=share * wall_s,
             share=share,
             evidence=name.format("5 ops move 1.2 GB; 0.4 GB would do."),
             reasoning=name.format("One kernel at the speed of a copy."),
             remedy=name.format("x = norm(x)\n    # indented"),
-            fix=name.format("nearpeak.kernels.norm"),
+            fix=Fix(id="norm", usage=name.format("nearpeak.kernels.norm")),
             ops=tuple(range(start, ops, 10)),
         )
         for rule, share, start in (("unfused-norm", 0.2, 6), ("repeated-cast", 0.05, 3))

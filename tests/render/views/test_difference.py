@@ -45,7 +45,7 @@ def finding(**changes):
         "rule": "weight-copied",
         "title": "A weight is copied.",
         "source": "train.py:4",
-        "module": "model",
+        "modules": ("model",),
         "places": 1,
         "saving_s": 0.002,
         "share": 0.04,

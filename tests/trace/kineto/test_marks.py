@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from nearpeak.profiling.assemble import Profiler
+from nearpeak.profiling.torch_profiler import Profiler
 from nearpeak.trace.kineto.host import line_of_mark
 from nearpeak.trace.kineto.marks import mark_garbage_collections
 from nearpeak.trace.kineto.read import read_trace

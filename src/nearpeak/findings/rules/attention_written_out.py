@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nearpeak.bound.dataflow import CHAINED
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import (
     FUSIBLE,
     launches_removed,
@@ -19,7 +19,6 @@ from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import AttentionShape, fused_attention_seconds
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 MAX_HOPS = 24

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import gemm_op, slowness
 from nearpeak.ops.formulas.matrix import result
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import percent, quantity, seconds
 
 _MOST = 0.5

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.findings.value_numbering import number_values
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import seconds
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Phase
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from nearpeak.bound.tiles import FACTORS, product_sizes, tiling
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
 from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import gemm_op, slowness
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import seconds
 
 LEAST_RATIO = 1.2

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, is_source_line
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import seconds
 
 HANDOVER = 2e-4

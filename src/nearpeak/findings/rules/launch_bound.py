@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
-from nearpeak.profiles.compiler import GraphBreak
-from nearpeak.profiles.finding import Waste
 from nearpeak.profiles.idle import BETWEEN_OPS, LAUNCHED_LATE, PROFILER_SLOWDOWN, IdleCause
-from nearpeak.profiles.profile import Profile
+from nearpeak.profiles.profile import GraphBreak, Profile
 from nearpeak.units import percent, seconds
 
 MIN_IDLE_SHARE = 0.1

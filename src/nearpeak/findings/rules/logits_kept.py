@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import gemm_op
 from nearpeak.ops.op import Op
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 _UNREAD = 0.25

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import with_dtype
 from nearpeak.ops.op import Op
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 _SHORT = ("bfloat16", "float16")
 _FAMILIES = ("movement", "pointwise", "creation", "indexing")
 """What may lie between the cast and the softmax: shifts by a token, softcaps, and what undoes them in backward."""
-_LOSS = "cross_entropy(logits, targets), or linear_cross_entropy(hidden, weight, targets), which has no logits at all"
+_LOSS_USAGE = "(logits, targets), or linear_cross_entropy(hidden, weight, targets), which has no logits at all"
 
 
 @rule("logits-upcast", needs=["storages"])
@@ -49,7 +48,7 @@ def logits_upcast(step: Step) -> Iterator[Waste]:
             reasoning=f"The casts go away, and every other pass takes what it took times a good kernel's time in "
             f"{short} over that in float32.",
             remedy=_remedy(short),
-            fix=step.nearpeak_kernel(_LOSS),
+            fix=step.nearpeak_kernel("cross_entropy", _LOSS_USAGE),
         )
 
 
@@ -78,7 +77,7 @@ def _cast_after(step: Step, softmax: int) -> Iterator[Waste]:
             f"twice as many of float32. {1 + len(back)} casts take {seconds(step.seconds((cast, *back)))}.",
             reasoning=f"The casts go away, and the loss's backward pass writes {logits.dtype}.",
             remedy=_remedy(logits.dtype),
-            fix=step.nearpeak_kernel(_LOSS),
+            fix=step.nearpeak_kernel("cross_entropy", _LOSS_USAGE),
         )
 
 

@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import seconds
 
 

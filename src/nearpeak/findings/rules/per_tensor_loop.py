@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
 from nearpeak.findings.step import Step
 from nearpeak.ops.cost import Access
 from nearpeak.ops.formulas.optimizer import FOREACH_POINTWISE
 from nearpeak.ops.op import Op
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import seconds
 
 LEAST = 16

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import seconds
 
 LEAST = 0.03

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import gemm_op, median_slowness
 from nearpeak.ops.formulas.matrix import result
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import seconds
 
 ALIGNMENT = 16

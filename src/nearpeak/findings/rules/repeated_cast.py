@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.findings.value_numbering import number_values
 from nearpeak.findings.what_if import with_dtype
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 

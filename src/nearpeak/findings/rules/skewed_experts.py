@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
 from nearpeak.findings.step import Step
 from nearpeak.ops.cost import Access
 from nearpeak.ops.formulas.matrix import result
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 _LEAST = 4

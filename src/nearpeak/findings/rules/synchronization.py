@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, is_source_line
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.units import quantity, seconds
 

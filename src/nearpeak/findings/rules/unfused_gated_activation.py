@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import (
     describe_ops,
     launches_removed,
@@ -18,7 +18,7 @@ from nearpeak.findings.regions import (
 )
 from nearpeak.findings.step import Step
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
+from nearpeak.profiles.finding import Fix
 from nearpeak.units import quantity, seconds
 
 ACTIVATIONS = (
@@ -78,14 +78,14 @@ def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
     return tensor.storage, tensor.offset, tensor.strides
 
 
-def _fix(step: Step, activation: int) -> str:
+def _fix(step: Step, activation: int) -> Fix | None:
     op = step.ops[activation]
     if op.packet == "aten.silu":
-        return step.nearpeak_kernel("swiglu(gate, up)")
+        return step.nearpeak_kernel("swiglu", "(gate, up)")
     if op.packet != "aten.gelu":
-        return ""
+        return None
     tanh = op.arguments.get("approximate", "none") == "tanh"
-    return step.nearpeak_kernel("geglu(gate, up, approximate='tanh')" if tanh else "geglu(gate, up)")
+    return step.nearpeak_kernel("geglu", "(gate, up, approximate='tanh')" if tanh else "(gate, up)")
 
 
 def _remedy(step: Step, activation: int) -> str:

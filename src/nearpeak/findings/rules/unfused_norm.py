@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nearpeak.bound.dataflow import CHAINED
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import (
     describe_ops,
     launches_removed,
@@ -21,7 +21,6 @@ from nearpeak.findings.regions import (
 )
 from nearpeak.findings.step import Step
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 MAX_HOPS = 6
@@ -66,7 +65,9 @@ def unfused_norm(step: Step) -> Iterator[Waste]:
             f"{seconds(took)}, {passes}; as one op {quantity(total_bytes([*reads, *writes]), 'B')} would do.",
             reasoning=f"One kernel for each of {passes}, at the speed of torch's LayerNorm: {seconds(remaining)}.",
             remedy=_remedy(step, norm),
-            fix=step.nearpeak_kernel("layer_norm(x, weight, bias)" if norm.centered else "rms_norm(x, weight)"),
+            fix=step.nearpeak_kernel("layer_norm", "(x, weight, bias)")
+            if norm.centered
+            else step.nearpeak_kernel("rms_norm", "(x, weight)"),
         )
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import launches_removed
 from nearpeak.findings.step import Step
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 PASSES = 1.3

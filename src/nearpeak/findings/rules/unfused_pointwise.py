@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.bound.fusion import fusion_groups
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import (
     FUSIBLE,
     Region,
@@ -24,7 +24,6 @@ from nearpeak.findings.regions import (
 )
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Op
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 LEAST_OPS = 3

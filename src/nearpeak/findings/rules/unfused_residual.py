@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 _NORMS = {
@@ -49,7 +48,7 @@ def unfused_residual(step: Step) -> Iterator[Waste]:
             reasoning=f"{quantity(spared, 'B')} need not be moved, at the speed of the ops that move them.",
             remedy="@torch.compile\ndef add_and_norm(x, residual, weight):\n    total = x + residual\n"
             f"    return torch.nn.functional.{name}(total, total.shape[-1:], weight), total",
-            fix=step.nearpeak_kernel(f"add_{name}(x, residual, weight)"),
+            fix=step.nearpeak_kernel(f"add_{name}", "(x, residual, weight)"),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import (
     describe_ops,
     launches_removed,
@@ -19,7 +19,6 @@ from nearpeak.findings.regions import (
 )
 from nearpeak.findings.step import Step
 from nearpeak.ops.tensor import Tensor
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import quantity, seconds
 
 _SUMS = ("aten.add", "aten.sub", "aten.add_", "aten.sub_")
@@ -64,7 +63,7 @@ def unfused_rotary(step: Step) -> Iterator[Waste]:
             remedy="@torch.compile\ndef rotate(x, cos, sin):\n    left, right = x.chunk(2, dim=-1)\n"
             "    return x * cos + torch.cat((-right, left), dim=-1) * sin\n# and rotate(query, cos, sin), "
             "rotate(key, cos, sin) at this line",
-            fix=step.nearpeak_kernel("rotary_pair(query, key, cos, sin)"),
+            fix=step.nearpeak_kernel("rotary_pair", "(query, key, cos, sin)"),
         )
 
 

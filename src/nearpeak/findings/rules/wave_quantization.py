@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 
 from nearpeak.bound.tiles import Tiling, tiling
-from nearpeak.findings.engine import rule
+from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
-from nearpeak.profiles.finding import Waste
 from nearpeak.units import percent, seconds
 
 _FULL_ENOUGH = 0.8

@@ -221,8 +221,8 @@ def _extend_span(span: DeviceKernel, seconds: float) -> DeviceKernel:
         start_s=span.start_s,
         seconds=seconds,
         op=span.op,
-        communication=span.communication,
         stream=span.stream,
+        collective=span.collective,
     )
 
 
@@ -358,7 +358,7 @@ def _finding(number: int, finding: Finding) -> Markup:
         remedy = visible_lines(finding.remedy.strip("\n"))
         body += [element("p", "Instead:", class_="instead"), element("pre", element("code", remedy), tabindex="0")]
     if finding.fix:
-        body.append(element("p", f"nearpeak has it: {visible(finding.fix, LONGEST_TEXT)}"))
+        body.append(element("p", f"nearpeak has it: {visible(finding.fix.usage, LONGEST_TEXT)}"))
     if finding.ops:
         label = (
             f"Show its {len(finding.ops):,} ops in the table" if len(finding.ops) > 1 else "Show its op in the table"

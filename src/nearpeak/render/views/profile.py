@@ -61,7 +61,7 @@ def _finding_text(number: int, finding: Finding, style: Style) -> str:
         lines.append(" " * INDENT + "Instead:")
         lines += [f"{' ' * (INDENT + 4)}{line}".rstrip() for line in remedy]
     if finding.fix:
-        lines.append(wrap_text(f"{' ' * INDENT}nearpeak has it: {plain(finding.fix)}", INDENT))
+        lines.append(wrap_text(f"{' ' * INDENT}nearpeak has it: {plain(finding.fix.usage)}", INDENT))
     return "\n".join(lines)
 
 

@@ -115,7 +115,7 @@ def _finding(number: int, finding: Finding) -> str:
         f"In {code(finding.module)}." if finding.module and finding.source else "",
         escape_text(f"{finding.evidence} {finding.reasoning}"),
         _remedy(finding.remedy.strip()),
-        f"nearpeak has it: {escape_text(finding.fix)}" if finding.fix else "",
+        f"nearpeak has it: {escape_text(finding.fix.usage)}" if finding.fix else "",
     )
 
 

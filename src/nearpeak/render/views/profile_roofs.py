@@ -1,21 +1,21 @@
-"""The roofs of a profile's roofline: the ceilings of the machine that its bounds are against."""
+"""The roofs of a profile's roofline: the ceilings that its bounds are computed with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from nearpeak.errors import UnknownMachine
 from nearpeak.machines import calibrations, catalogue
-from nearpeak.machines.machine import Achievable, Machine, Theoretical
-from nearpeak.profiles.profile import Profile
+from nearpeak.machines.machine import Machine
+from nearpeak.profiles.profile import Profile, ProfileCeilings, profile_ceilings
 
 BANDWIDTH_TOLERANCE = 0.001
-"""How far two bandwidths of one calibration may be apart, relatively."""
+"""The relative difference up to which two bandwidths are of one calibration."""
 RATE_TOLERANCE = 0.2
-"""How far a rate may be from the datasheet's derated one."""
+"""The relative difference up to which a rate belongs to a roof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +36,15 @@ class ProfileRoofs:
 
 
 def calibrated_machine(profile: Profile) -> Machine | None:
-    """The machine with the ceilings that the profile's bounds are against, where its calibration is kept here."""
+    """The machine that a profile was measured against, if its calibration is stored here."""
     if profile.how != "measured":
         return None
-    memory = _roofs_from_rates(profile).get("memory")
     for stored in calibrations.load_all():
-        ceilings = stored.machine.achievable
-        if stored.machine.id != profile.machine or ceilings is None:
+        achievable = stored.machine.achievable
+        if stored.machine.id != profile.machine or achievable is None:
             continue
-        if memory is None or math.isclose(memory.value, ceilings.bandwidth, rel_tol=BANDWIDTH_TOLERANCE):
+        ceilings = profile.ceilings
+        if ceilings is None or math.isclose(ceilings.bandwidth, achievable.bandwidth, rel_tol=BANDWIDTH_TOLERANCE):
             return stored.machine
     return None
 
@@ -58,75 +58,52 @@ def catalogue_machine(profile: Profile) -> Machine | None:
 
 
 def profile_roofs(profile: Profile, machine: Machine | None) -> ProfileRoofs:
-    """The roofs that the profile's bounds are against, as far as they are known.
+    """The roofs of a profile.
 
-    A catalogue has no measured figures. Where those of the profile were measured, its bandwidth is told by its rates,
-    and the rates of products by the bounds of those that compute limits.
+    A profile that was saved before it had all of its ceilings has at most its bandwidth: `machine` gives the others.
     """
-    limits = None if machine is None else _ceilings(profile, machine)
-    how = limits.how if isinstance(limits, Achievable) else "datasheet"
-    own = _roofs_from_rates(profile)
-    if limits is None:
-        return ProfileRoofs(roofs=tuple(own.values()), origin=_ORIGINS["own"] if own else "")
-    roofs = [ProfileRoof(kind="memory", name="memory", value=limits.bandwidth)]
-    cache = limits.cache_bandwidth if isinstance(limits, Achievable) else None
-    if cache:
-        roofs.append(ProfileRoof(kind="cache", name="last-level cache", value=cache))
-    engines = [*_engine_roofs("matrix", limits.matrix), *_engine_roofs("vector", limits.vector)]
-    origin = _ORIGINS[how]
-    if profile.how == "measured" != how:
-        roofs = [own["memory"]] if "memory" in own else roofs
-        engines = _rates_from_bounds(profile, engines)
-        origin = _ORIGINS["mixed" if "memory" in own else "other"]
-    return ProfileRoofs(roofs=(*roofs, *sorted(engines, key=lambda roof: -roof.value)), origin=origin)
+    if profile.ceilings is not None and (profile.ceilings.matrix or profile.ceilings.vector):
+        return ProfileRoofs(roofs=_roofs(profile.ceilings), origin=_ORIGINS[profile.how])
+    how, known = _machine_ceilings(profile, machine)
+    if profile.ceilings is None or profile.how != "measured" or how == "measured":
+        if known is None:
+            return ProfileRoofs(roofs=(), origin="")
+        origin = _ORIGINS["not the measured ones" if profile.how == "measured" != how else how]
+        return ProfileRoofs(roofs=_roofs(known), origin=origin)
+    measured = ProfileCeilings(bandwidth=profile.ceilings.bandwidth)
+    if known is None:
+        return ProfileRoofs(roofs=_roofs(measured), origin=_ORIGINS["bandwidth only"])
+    engines = [roof for roof in _roofs(known) if roof.kind in ("matrix", "vector")]
+    return ProfileRoofs(roofs=(*_roofs(measured), *engines), origin=_ORIGINS["measured bandwidth"])
 
 
 _ORIGINS: Mapping[str, str] = {
     "measured": "The roofs were measured on this machine.",
     "derated": "The roofs are the datasheet's figures, derated by what good kernels reach.",
     "datasheet": "The roofs are the datasheet's figures.",
-    "mixed": "The bounds are against ceilings that were measured where the profile was made. The roofs of the memory "
-    "and of the products of this step are those; others are the datasheet's figures, derated by what good kernels "
-    "reach.",
-    "other": "The bounds are against ceilings that were measured where the profile was made. The roofs are the "
-    "datasheet's figures, derated by what good kernels reach.",
-    "own": "The machine is not in the catalogue: the roofs are those that the rates of the profile tell.",
+    "measured bandwidth": "The bounds are against ceilings that were measured where the profile was made. The roof of "
+    "the memory is one of them; the others are the datasheet's figures, derated by what good kernels reach.",
+    "not the measured ones": "The bounds are against ceilings that were measured where the profile was made. The roofs "
+    "are the datasheet's figures, derated by what good kernels reach.",
+    "bandwidth only": "The machine is not in the catalogue: only the bandwidth of its memory is known.",
 }
 
 
-def _rates_from_bounds(profile: Profile, engines: Sequence[ProfileRoof]) -> list[ProfileRoof]:
-    """The roofs of products at the rates that bounds are against, where it is plain which roof a rate is."""
-    rates: dict[float, int] = {}
-    for op in profile.ops:
-        if op.family == "matrix" and op.limiter == "compute" and op.bound_s > 0.0:
-            rate = float(f"{op.flops / op.bound_s:.5e}")
-            rates[rate] = rates.get(rate, 0) + 1
-    found = list(engines)
-    for rate, _ in sorted(rates.items(), key=lambda item: item[1]):  # the most frequent one stays
-        near = [number for number, roof in enumerate(engines) if abs(rate / roof.value - 1.0) < RATE_TOLERANCE]
-        if len(near) == 1:
-            found[near[0]] = replace(engines[near[0]], value=rate)
-    return found
+def _machine_ceilings(profile: Profile, machine: Machine | None) -> tuple[str, ProfileCeilings | None]:
+    """Ceilings of a machine of the kind that a profile has, and where they come from."""
+    if machine is None:
+        return "", None
+    if profile.how != "datasheet" and machine.achievable is not None:
+        return machine.achievable.how, profile_ceilings(machine, "achievable")
+    return "datasheet", profile_ceilings(machine, "theoretical")
 
 
-def _ceilings(profile: Profile, machine: Machine) -> Achievable | Theoretical | None:
-    if profile.how == "datasheet":
-        return machine.theoretical
-    return machine.achievable or machine.theoretical
-
-
-def _roofs_from_rates(profile: Profile) -> dict[str, ProfileRoof]:
-    """What shares of ceilings tell about these: a rate over its share."""
-    rates = profile.rates
-    if rates is None or profile.how == "datasheet":
-        return {}
-    found = {}
-    if rates.bandwidth_share:
-        found["memory"] = ProfileRoof(kind="memory", name="memory", value=rates.bytes_per_s / rates.bandwidth_share)
-    if rates.compute_share:
-        value = rates.flops_per_s / rates.compute_share
-        found["matrix"] = ProfileRoof(kind="matrix", name="products of this step", value=value)
-    return found
+def _roofs(ceilings: ProfileCeilings) -> tuple[ProfileRoof, ...]:
+    memories = [ProfileRoof(kind="memory", name="memory", value=ceilings.bandwidth)]
+    if ceilings.cache_bandwidth:
+        memories.append(ProfileRoof(kind="cache", name="last-level cache", value=ceilings.cache_bandwidth))
+    engines = [*_engine_roofs("matrix", ceilings.matrix), *_engine_roofs("vector", ceilings.vector)]
+    return (*memories, *sorted(engines, key=lambda roof: -roof.value))
 
 
 def _engine_roofs(kind: Literal["matrix", "vector"], rates: Mapping[str, float]) -> list[ProfileRoof]:
