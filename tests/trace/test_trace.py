@@ -12,6 +12,8 @@ from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.fake import fake
 from nearpeak.trace.trace import trace
 
+H200 = Target(kind="gpu", capability=(9, 0), cudnn=91900, torch=(2, 11))
+
 
 def names(recorded, phase=None):
     return [op.name for op in recorded.ops if phase is None or op.phase == phase]
@@ -372,9 +374,9 @@ def test_code_for_cuda_is_traced_where_there_is_none():
     assert names(recorded) == ["aten.zeros.default", "aten.add.Tensor"]
     assert any("CUDA" in note for note in recorded.notes)
     assert not trace(torch.neg, torch.zeros(3)).notes
-    assert not trace(lambda: torch.zeros(3, device="cuda"), target=Target(kind="gpu")).notes
+    assert not trace(lambda: torch.zeros(3, device="cuda"), target=H200).notes
     assert any("CUDA" in note for note in trace(lambda: torch.zeros(3).cuda(), target=Target(kind="cpu")).notes)
-    live = trace(torch.neg, torch.zeros(3), target=Target(kind="gpu"), live=True)
+    live = trace(torch.neg, torch.zeros(3), target=H200, live=True)
     assert any("CPU" in note for note in live.notes)
 
 
@@ -459,7 +461,7 @@ def test_tf32_means_nothing_on_a_cpu():
         return nn.functional.conv2d(x, x)
 
     x = torch.zeros(1, 1, 3, 3)
-    gpu, cpu = (trace(convolve, x, target=Target(kind=kind)).ops[0] for kind in ("gpu", "cpu"))
+    gpu, cpu = (trace(convolve, x, target=target).ops[0] for target in (H200, Target(kind="cpu")))
     assert (gpu.tf32_convolutions, cpu.tf32_convolutions) == (True, False)
 
 

@@ -29,7 +29,7 @@ from nearpeak.measure.quality import MANY_FAULTS
 from nearpeak.measure.samplers import EventSampler, HostEviction, HostSampler
 from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import cost_of
-from nearpeak.trace.cuda_ops.target import target_of
+from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.trace import trace
 
 aten = torch.ops.aten
@@ -485,7 +485,7 @@ def _measure_round(
 
 def _measure_probe(probe: KernelProbe, size: int, machine: Machine, timer: Timer, found: MeasuredRatios) -> None:
     call = probe.build(size)
-    recorded = trace(call, live=True, target=target_of(machine))
+    recorded = trace(call, live=True, target=Target(kind="cpu") if machine.kind == "cpu" else None)
     costs = [cost_of(op) for op in recorded.ops]
     bounds = as_written(recorded, costs, machine)
     index = max(range(len(bounds)), key=lambda at: bounds[at].seconds)

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nearpeak.machines.catalogue import find
+from nearpeak.errors import UnknownMachine
+from nearpeak.machines.catalogue import find, machines
 from nearpeak.machines.machine import Machine
 from nearpeak.profiling.estimate import estimate
 from nearpeak.trace.cuda_ops.lower import emulate_target
@@ -341,6 +342,29 @@ def test_targets_of_other_machines():
     known_by_torch = Machine(kind="gpu", architecture="compute capability 12.1", **facts)
     assert target_of(known_by_torch).capability == (12, 1)
     assert target_of(Machine(kind="cpu", architecture="x86_64", **facts)).kind == "cpu"
+
+
+def test_every_gpu_of_the_catalogue_is_a_target_and_only_nvidia_has_capabilities():
+    for machine in machines():
+        target = target_of(machine)
+        assert (target.capability is not None) == (machine.vendor == "nvidia")
+        assert target.hopper == (machine.vendor == "nvidia" and machine.architecture == "hopper")
+
+
+@pytest.mark.parametrize(("vendor", "architecture"), [("nvidia", "rubin"), ("amd", "rdna4"), ("intel", "xe2")])
+def test_an_unknown_architecture_is_an_error_and_no_hopper(vendor, architecture):
+    machine = Machine(
+        id="x", name="X", kind="gpu", vendor=vendor, architecture=architecture, processors=None, memory_bytes=None
+    )
+    with pytest.raises(UnknownMachine, match=architecture):
+        target_of(machine)
+
+
+def test_an_amd_gpu_known_by_its_driver_alone_is_a_target():
+    machine = Machine(
+        id="x", name="X", kind="gpu", vendor="amd", architecture="gfx90a", processors=None, memory_bytes=None
+    )
+    assert target_of(machine).capability is None
 
 
 def test_an_estimate_is_for_its_machine():

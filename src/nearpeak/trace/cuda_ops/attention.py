@@ -80,7 +80,8 @@ def _prefers_cudnn(target: Target) -> bool:
     """Since 2.10, on data center parts since Hopper, with a cuDNN from 9.15.1; the wheels have that since 2.11."""
     asked_not_to = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     new_enough = target.torch >= (2, 10) and target.cudnn > 91500
-    return target.nvidia and new_enough and target.capability[0] in (9, 10) and not asked_not_to
+    data_center = target.capability is not None and target.capability[0] in (9, 10)
+    return data_center and new_enough and not asked_not_to
 
 
 def _is_enabled(backend: Backend) -> bool:
@@ -106,11 +107,12 @@ def _supports(backend: Backend, call: AttentionCall, target: Target) -> bool:
 
 def _flash_supports(call: AttentionCall, target: Target) -> bool:
     width = call.query.shape[-1]
-    consumer = (8, 6) <= target.capability <= (8, 9) or target.capability[0] == 12
+    capability = target.capability
+    consumer = capability is not None and ((8, 6) <= capability <= (8, 9) or capability[0] == 12)
     too_wide = 192 < width <= 224 or (width > 224 and call.dropout > 0)
     return (
         call.mask is None
-        and target.capability >= (8, 0)
+        and target.runs_kernels_since((8, 0))
         and _has_dtype(call, _HALF_DTYPES)
         and all(tensor.shape[-1] == width for tensor in call.inputs)
         and width <= 256
@@ -123,7 +125,7 @@ def _flash_supports(call: AttentionCall, target: Target) -> bool:
 
 def _efficient_supports(call: AttentionCall, target: Target) -> bool:
     half = call.query.dtype in _HALF_DTYPES
-    modern = target.capability >= (8, 0)
+    modern = target.runs_kernels_since((8, 0))
     alignment = max(4 if modern else 1, (8 if half else 4) if modern or half else 1)
     widths = (call.query.shape[-1], call.value.shape[-1])
     since_2_14 = target.torch >= (2, 14)
@@ -148,7 +150,7 @@ def _cudnn_supports(call: AttentionCall, target: Target) -> bool:
     return (
         target.nvidia
         and target.cudnn >= 90000
-        and target.capability >= (8, 0)
+        and target.runs_kernels_since((8, 0))
         and not (call.dropout > 0 and 91100 < target.cudnn < 91400)
         and (not deterministic or warns_only)
         and _has_dtype(call, _HALF_DTYPES)
@@ -167,7 +169,7 @@ def _cudnn_supports(call: AttentionCall, target: Target) -> bool:
 def _max_cudnn_width(call: AttentionCall, target: Target) -> int:
     """The widest head. Since 2.14 also the backward pass limits it."""
     widths = (call.query.shape[-1], call.value.shape[-1])
-    hopper, blackwell = target.capability == (9, 0), target.capability[0] == 10
+    hopper, blackwell = target.hopper, target.capability is not None and target.capability[0] == 10
     if target.torch >= (2, 14) and (hopper or blackwell):
         if target.cudnn > 92200:
             narrow = max(widths) <= 128 or widths in ((192, 128), (256, 256))
