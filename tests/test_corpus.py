@@ -56,6 +56,7 @@ def check(name, device):
         assert right, what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_cpu(name):
     if "cpu" not in load(name).DEVICES:

@@ -30,6 +30,7 @@ def pages_with_python() -> list[Path]:
     return [page for page in PAGES if blocks(page, "python")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with_python(), ids=lambda page: page.name)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ RESULT = "benchmarks/results/findings_h200.json"
 MODELS = "benchmarks/results/model_fixes_h200.json"
 
 
+@pytest.mark.slow
 def test_the_table_is_that_of_the_runs():
     command = [sys.executable, "-m", "benchmarks.profiles.findings", "--show", RESULT]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -7,6 +7,7 @@ from benchmarks.pages.plan import DRAWN, PAGE, PICTURE, blocks, output, picture
 FOUND = blocks(PAGE.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "shown"), FOUND, ids=[command for command, _ in FOUND])
 def test_the_output_is_that_of_the_command(command, shown):
     assert shown == output(command), "run `python -m benchmarks.pages.plan`"

@@ -19,6 +19,7 @@ from nearpeak.pytest_plugin.measured_test import Bars
 PAGE = (Path(__file__).parent.parent / "docs" / "pytest.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example_runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setattr(nearpeak.measure.machine, "this_machine_if_known", lambda: catalogue.find("h100-sxm"))

@@ -110,6 +110,7 @@ def test_a_buffer_that_is_written_before_it_is_read_is_not_fetched():
     assert ideal(build.trace(), build.costs, machine(cache=None)).memory_seconds == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     random_traces(),
@@ -132,6 +133,7 @@ def test_ideal_fused_and_as_written_are_in_order(drawn, cache, cache_bandwidth, 
     assert least <= grouped * slack
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(random_traces())
 def test_without_a_cache_regrouping_alone_never_costs(drawn):

@@ -161,6 +161,7 @@ def test_an_op_without_a_formula_keeps_what_it_reads():
     assert a in sizes(found[0].writes)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(random_traces())
 def test_each_op_once_in_an_order_that_can_run(drawn):
@@ -179,6 +180,7 @@ def test_each_op_once_in_an_order_that_can_run(drawn):
         assert list(group.members) == sorted(group.members)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("layers", 20_000), ("chain", 20_000), ("shared", 20_000)])
 def test_time_grows_with_the_number_of_ops_and_no_faster(kind, count):
     build = Builder()

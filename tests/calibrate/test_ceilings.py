@@ -99,6 +99,7 @@ def test_what_was_found_becomes_the_ceilings_of_a_machine():
     assert {name: c.value for name, c in achievable.ceilings.items()} == found
 
 
+@pytest.mark.slow
 def test_a_small_calibration_of_this_cpu(monkeypatch):
     facts = types.SimpleNamespace(cache_bytes=2**16, matrix_engine=None)
     monkeypatch.setattr(module, "detect_cpu", lambda: facts)

@@ -42,6 +42,7 @@ def test_a_probe_is_kept_under_its_kind_and_those_it_stands_for(machine, monkeyp
     assert large.bound_seconds == pytest.approx(64 * small.bound_seconds)
 
 
+@pytest.mark.slow
 def test_what_cannot_run_here_is_left_out_and_said(machine, monkeypatch):
     def fails(size):
         raise NotImplementedError("no such kernel\nmore")
@@ -79,6 +80,7 @@ def test_what_was_timed_in_the_cache_is_kept_as_a_kind_of_its_own(machine, monke
     assert cached.ratio == pytest.approx(0.5 / cached.bound_seconds)
 
 
+@pytest.mark.slow
 def test_the_real_probes_are_timed(machine, monkeypatch):
     few = [probe for probe in kernel_probes(torch.device("cpu")) if probe.name in ("add", "mean", "product float32")]
     monkeypatch.setattr(

@@ -109,6 +109,7 @@ def test_two_cases_are_compared(cases, capsys, tmp_path):
     assert (result.a.name, result.b.name) == ("neg", "absolute")
 
 
+@pytest.mark.slow
 def test_a_sweep_with_table_file_plot_and_baseline(cases, capsys, tmp_path):
     arguments = ["bench", f"{cases}:neg", "--sweep", "n=16,1k", "--set", "dtype=float64", *QUICK]
     main([*arguments, "--json", "s.json", "--svg", "s.svg"])
@@ -126,6 +127,7 @@ def test_a_sweep_with_table_file_plot_and_baseline(cases, capsys, tmp_path):
     assert "NOT INTERLEAVED" in captured.err
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_is_shown_and_the_others_stay(cases, capsys):
     assert main(["bench", f"{cases}:picky", "--sweep", "n=1,4", *QUICK]) in (0, 3)
     output = capsys.readouterr().out
@@ -289,6 +291,7 @@ def graded(cases, monkeypatch):
     return install
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "strict", "code"),
     [
@@ -314,6 +317,7 @@ def test_strict_is_an_error_with_the_reasons(graded):
         verb.run(parse("cases.py:neg", *QUICK, "--strict"))
 
 
+@pytest.mark.slow
 def test_narration_only_where_it_is_wanted(cases, capsys):
     main(["bench", f"{cases}:closure", *QUICK])
     assert "probing" not in capsys.readouterr().err
@@ -328,6 +332,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--sweep", "n=8,16"]])
 def test_on_a_terminal_progress_is_shown_and_taken_away(arguments, cases, capsys, monkeypatch):
     terminal = Terminal()

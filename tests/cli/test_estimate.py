@@ -82,6 +82,7 @@ def test_a_roofline_as_svg(cases, tmp_path, capsys):
     assert "as written" in captured.out
 
 
+@pytest.mark.slow
 def test_a_roofline_as_png(cases, tmp_path):
     pytest.importorskip("PIL")
     path = tmp_path / "out.PNG"

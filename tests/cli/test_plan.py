@@ -162,6 +162,7 @@ def test_without_a_question_the_help_is_shown(capsys):
     assert code == 2 and out == "" and "nearpeak plan memory llama-2-7b" in err
 
 
+@pytest.mark.slow
 def test_a_plan_imports_no_torch():
     code = (
         "import sys; from nearpeak.cli.main import main; "

@@ -26,6 +26,7 @@ def test_two_real_runs_of_one_script_are_the_same(model):
     assert quiet(difference(second, first))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["vit_first", "vit_compiled", "moe_first"])
 def test_twenty_simulated_pairs_of_one_script_are_the_same(model):
     runs = [difference(simulated(real(model), 2 * pair), simulated(real(model), 2 * pair + 1)) for pair in range(20)]
@@ -41,6 +42,7 @@ def kinds_in_many_layers(profile):
     return [one for one, times in totals.items() if len(times) > 3 and 0.03 * sum(times) > 0.0006 * profile.wall_s]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_stands_still_is_named_where_it_is_3_percent_slower():
     """Whatever the clock does, and no other op is; what follows the clock cannot be told from it."""
     named = []
@@ -58,6 +60,7 @@ def test_a_kernel_that_stands_still_is_named_where_it_is_3_percent_slower():
     assert sum(named) >= 0.9 * len(named)
 
 
+@pytest.mark.slow
 def test_the_page_has_how_many_kinds_are_named_between_real_runs():
     """Both ways, as each kind differs between the runs on its own, and may hide 3 % or add to it."""
     named = {"memory": [], "compute": []}

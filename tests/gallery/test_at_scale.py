@@ -34,6 +34,7 @@ def small(monkeypatch):
     monkeypatch.setattr(Context, "pick", pick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_predictions_are_finite(name, predicting):
     result = predicting(name)
@@ -88,6 +89,7 @@ def test_bytes_of_training(predicting, only):
     assert sent == ["23.6 GB", "23.6 GB", "35.4 GB"]
 
 
+@pytest.mark.slow
 def test_two_processes(measuring, only, said, monkeypatch):
     monkeypatch.setattr(collectives, "TIMEOUT_SECONDS", 60.0)  # machines of tests are slow to start
     result = measuring("collectives")

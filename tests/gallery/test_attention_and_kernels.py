@@ -49,6 +49,7 @@ def seconds(result: ExampleResult) -> dict[str, float]:
     return {row.what: row.predicted for row in result.rows if row.predicted is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_predictions_are_finite(name: str, predicting: Callable[[str], ExampleResult]) -> None:
     result = predicting(name)
@@ -63,6 +64,7 @@ def test_predictions_are_finite(name: str, predicting: Callable[[str], ExampleRe
     assert pictures or name == "first_kernels"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_on_a_cpu(
     name: str,
@@ -78,6 +80,7 @@ def test_runs_on_a_cpu(
         assert pages.picture(part).startswith("<svg")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["a100-sxm-80gb", "b200", "mi300x"])
 @pytest.mark.parametrize("name", ["flash_attention", "skewed_experts", "tiling_ladder"])
 def test_other_machines(name: str, machine: str) -> None:
@@ -192,6 +195,7 @@ def test_ladder_on_a_cpu_multiplies() -> None:
         torch.testing.assert_close(multiply(a, b), a @ b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_cache_operations(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:
     (table,) = only(predicting("kv_cache"), Table)
     # 8 layers of 12 width^2 weights, used twice a token; attention: 4 width operations a layer and key

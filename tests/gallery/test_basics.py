@@ -20,6 +20,7 @@ NAMES = ("timing", "cpu_bound", "three_costs", "toy_processor", "layer_ops", "wa
 H100 = nearpeak.machine("h100-sxm").achievable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_all_predictions_are_finite(predicting, name):
     result = predicting(name)
@@ -36,6 +37,7 @@ def test_text_fits_a_terminal_and_pictures_are_drawn(predicting, name):
     assert pages.document(result).pictures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_another_machine_is_predicted(name):
     result = run.run_example(name, run.make_context("b200"))
@@ -166,6 +168,7 @@ def test_waves_by_hand(predicting, only):
     assert max(row.predicted for row in result.rows) < waves.WAVES * 50e-6
 
 
+@pytest.mark.slow
 def test_waves_where_tiles_have_three_sizes():
     result = run.run_example("waves", run.make_context("a100-sxm-80gb"))
     assert not result.skipped and len(result.rows) == 8  # no kernel that copies by TMA
@@ -177,6 +180,7 @@ def test_threads_are_as_before(measuring):
     assert waves.torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "toy_processor"])
 def test_what_is_said_with_measurements_of_a_gpu(monkeypatch, name, said):
     """The branch of a GPU, with times that are made up: 100 us for everything."""

@@ -31,6 +31,7 @@ def made(*shape, dtype=torch.float32, seed=0):
     return (2 * torch.randn(shape, generator=generator, device=DEVICE)).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 130), (37, 64), (1,)], ids=str)
@@ -152,6 +153,7 @@ def test_rows_more_than_two_gibibytes_apart():
             assert_kernel_is_exact(*ALL["silu"], [x, made(8, dtype=torch.float16)], x)
 
 
+@pytest.mark.slow
 def test_the_operators_are_those_of_torch():
     x, bias, upstream = made(3, 5).requires_grad_(), made(5).requires_grad_(), made(3, 5)
     names = torch.ops.nearpeak

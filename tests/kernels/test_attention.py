@@ -118,6 +118,7 @@ def test_lengths_in_both_alignments(queries, keys, alignment):
     assert_exact(made(heads=1, queries=queries, keys=keys, dtype=FP16), {"causal": True, "alignment": alignment})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [(0, 0), (5, 3), (None, 4), (40, None), (1000, 1000), (None, None)], ids=str)
 @pytest.mark.parametrize("alignment", ["bottom right", "top left"])
 def test_windows(window, alignment):
@@ -140,6 +141,7 @@ def test_scale_and_softcap(scale, softcap):
     assert_exact(made(heads=1, queries=20, keys=21), {"scale": scale, "softcap": softcap})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (17,), (9, 17), (2, 1, 1, 17), (4, 9, 1), (2, 1, 9, 17), (2, 4, 9, 17)], ids=str)
 def test_a_bias_and_its_gradient(shape):
     tensors = made(batch=2, heads=4, key_heads=2, queries=9, keys=17, dtype=FP16)
@@ -304,6 +306,7 @@ def test_no_sequences():
     assert (lse == float("-inf")).all()
 
 
+@pytest.mark.slow
 def test_any_layout_of_inputs_and_gradient():
     tensors = made(batch=2, heads=1, queries=6, keys=7)
     upstream = randn(2, 1, 6, 16)
@@ -372,6 +375,7 @@ def calls(draw):
     return tensors, {**options, "seed": 11}
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(calls())
 def test_any_combination(call):
@@ -399,6 +403,7 @@ def test_candidates_fit_in_number():
             assert len({tuple(one.items()) for one in found}) == len(found)
 
 
+@pytest.mark.slow
 def test_operators_are_of_torch():
     query, key, value = (one.requires_grad_() for one in made(heads=2, key_heads=1, queries=5, keys=6))
     bias, sinks = randn(5, 6).requires_grad_(), randn(2).requires_grad_()
@@ -431,6 +436,7 @@ def test_operators_of_what_the_kernel_does_not_take():
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     tensors = [one.requires_grad_() for one in made(heads=2, key_heads=1, queries=9, keys=9)]
 

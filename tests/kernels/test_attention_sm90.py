@@ -121,6 +121,7 @@ def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, key
     assert added == heads * seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("hidden", [0, 130])
 def test_sums_are_added_up_where_there_are_any(causal, hidden):

@@ -106,6 +106,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "causal", "config"), CONFIGS, ids=str)
 def test_each_configuration(emulate, monkeypatch, dim, causal, config):
     monkeypatch.setattr(sm90_launch, "tuned", lambda *_: config)
@@ -136,6 +137,7 @@ def test_results_where_one_is_slow(emulate, monkeypatch, dim, slowest):
     check_forward(emulate, Case(2, 1, 300, 300, dim, "causal"), 2, slowest, slowest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sums", "processors"), [(1, 100), (2, 1)])
 @pytest.mark.parametrize("sees", SEES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -145,6 +147,7 @@ def test_gradients(emulate, monkeypatch, size, sees, sums, processors):
     check_backward(emulate, Case(*size, sees), processors, seed=processors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "sees"), [(64, "causal"), (128, "full")])
 def test_gradients_are_the_same_whichever_is_slow(emulate, monkeypatch, dim, sees):
     """One of the warpgroups, the warp that loads, or the one that adds."""

@@ -40,6 +40,7 @@ PRODUCTS = {
 """Kernels of matrix products, which take the tensor cores of this generation."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [FILES[first::5] for first in range(5)], ids=lambda files: files[0].stem)
 def test_they_compile_well(files):
     """Several in one process: torch and Triton take longer to import than most kernels to compile."""

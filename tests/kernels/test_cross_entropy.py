@@ -49,6 +49,7 @@ def assert_exact(logits, target, upstream=None, **options):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_values_and_gradients(options, dtype):
@@ -58,6 +59,7 @@ def test_values_and_gradients(options, dtype):
             assert_exact(logits, target, reduction=reduction, **with_weight(OPTIONS[options], shape[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(1, 1), (3, 1), (33, 2), (2, 3, 16), (2, 1, 2, 3, 5), (6,), (2, 4096), (1, 50257)], ids=str
 )
@@ -76,6 +78,7 @@ def test_it_is_torchs():
             torch.testing.assert_close(kernels.cross_entropy(logits, target, **options), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [12, 4104])
 def test_layouts_of_logits_and_upstream_gradients(columns):
     logits, target = made((2, 3, columns))
@@ -113,6 +116,7 @@ def test_logits_but_for_the_last_of_each_sequence_are_not_copied(columns):
     assert_exact(part, wanted, reduction="none")
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(2, 40), st.sampled_from(DTYPES),
@@ -272,6 +276,7 @@ def test_a_second_backward_pass_multiplies_once(reduction, dtype, inplace):
         torch.autograd.grad(loss.sum(), leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [16, 4099])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_place(dtype, columns):
@@ -327,6 +332,7 @@ def test_a_gradient_of_one_costs_no_pass(monkeypatch):
     assert torch.equal(x[1:], 3 * before[1:])
 
 
+@pytest.mark.slow
 def test_operators_are_those_of_torch():
     operators = torch.ops.nearpeak
     logits, target = made((3, 5))
@@ -362,6 +368,7 @@ def test_operators_in_plain_torch(reduction):
             torch.testing.assert_close(actual.sum(), expected.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_it_compiles_without_a_graph_break(reduction, inplace):

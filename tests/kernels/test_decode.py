@@ -67,6 +67,7 @@ def assert_attends(query, keys, values, lengths, kernel=None, **options):
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "key_heads", "new"), [(2, 2, 1), (4, 2, 1), (8, 1, 1), (2, 1, 3), (3, 1, 16), (8, 1, 9)]
@@ -79,6 +80,7 @@ def test_groups_tokens_and_lengths(heads, key_heads, new, dtype):
     assert (lse[1] == -math.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "splits"), [(None, 1), (None, 7), (1, 2), (3, 7), (16, 2)])
 def test_in_parts_and_pages(page, splits):
     from nearpeak.kernels._runtime.grid_counters import grid_counters
@@ -113,6 +115,7 @@ def test_any_number_of_parts_gives_about_the_same():
         torch.testing.assert_close(one, results[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([(1, 1), (2, 1), (1, 3), (5, 2)]),
     st.integers(1, 3),
@@ -137,6 +140,7 @@ def test_options(group_and_new, key_heads, capacity, dim, dtype, page, window, s
     assert_attends(query, keys, values, lengths, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 4])
 def test_strides(heads):
     query, lengths = made(3, 1, heads, 16).transpose(1, 2), ints(30, 30, 9)[[0, 2, 1]]
@@ -309,6 +313,7 @@ def assert_appends(cache_dtype, page, new, *, query=True, seed=0, dtype=torch.fl
     assert results[0][0].float().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_dtype", "page", "interleaved"),
     [(torch.float32, None, False), (torch.bfloat16, 3, True), (EIGHT_BITS, None, True), (EIGHT_BITS, 1, False)],
@@ -360,6 +365,7 @@ def test_pages_that_do_not_exist_are_not_written():
     assert not cache.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [None, 4])
 def test_generating_with_a_cache_is_attention_to_all_before(page):
     """Tokens come one by one and in groups, and see what a causal attention of all of them sees."""
@@ -410,6 +416,7 @@ def test_a_cache_in_eight_bits():
     torch.testing.assert_close(cache.attend(query), expected, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 def test_operators():
     query, keys, lengths = made(2, 4, 2, 8), made(2, 2, 10, 8, seed=1), ints(10, 3)
     decode = torch.ops.nearpeak.decode_attention.default
@@ -431,6 +438,7 @@ def test_operators():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["require", "off"])
 def test_compiled(mode):
     cosines, sines = angles(20, 4)

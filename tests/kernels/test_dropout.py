@@ -184,6 +184,7 @@ def test_a_seed_as_a_tensor():
         assert torch.equal(kernels.dropout_add(x, residual, 0.5, seed=seed), expected)
 
 
+@pytest.mark.slow
 def test_operators_are_of_torch():
     x, residual = (randn(3, 5).requires_grad_() for _ in range(2))
     seed = torch.tensor(4, device=DEVICE)

@@ -63,6 +63,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_graph_for_all_sizes(name):
     function, inputs = OPERATIONS[name]

@@ -39,6 +39,7 @@ def made(*shape, dtype=torch.float32, seed=0):
     return (2 * torch.randn(shape, generator=generator, device=DEVICE)).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 6), (2, 3, 130), (1, 4100), (2,)], ids=str)
 def test_values_and_gradients(shape, dtype):
@@ -50,6 +51,7 @@ def test_values_and_gradients(shape, dtype):
             assert_kernel_is_exact(*functions, [x], by_exp=True)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 4), max_size=2),
     st.integers(1, 20),

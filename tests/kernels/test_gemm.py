@@ -37,6 +37,7 @@ def both(**options):
     return partial(call, kernels.gemm), partial(call, kernels.gemm.reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients(dtype, activation):
@@ -48,6 +49,7 @@ def test_values_and_gradients(dtype, activation):
         assert_kernel_is_exact(*both(activation=activation, bias=True, residual=True), inputs, by_exp=by_exp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated(dtype, activation):
@@ -60,6 +62,7 @@ def test_gated(dtype, activation):
         assert_kernel_is_exact(*both(bias=True, residual=True, **options), [x, weight, bias, residual], by_exp=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 300, 5), (200, 1, 3), (150, 140, 130)], ids=str)
 def test_several_tiles_and_odd_sizes(shape):
     rows, columns, depth = shape
@@ -196,6 +199,7 @@ def quantized(x, block):
     return kernels.quantize(x, block=block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blocks", [("tensor", "tensor"), ("row", "tensor"), ("row", "row"), ((1, 128), (128, 128))], ids=str
 )
@@ -253,6 +257,7 @@ def test_what_does_not_go_together():
         kernels.gemm(x.to(E4M3), weight.to(E4M3), scale_weight=made(3))
 
 
+@pytest.mark.slow
 def test_the_operators_are_ones_of_torch():
     x, weight, bias = made(3, 8).requires_grad_(), made(6, 8).requires_grad_(), made(6).requires_grad_()
     for activation, gated, keep in (("", False, False), ("gelu", True, True), ("silu", False, False)):

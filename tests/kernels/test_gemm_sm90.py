@@ -156,6 +156,7 @@ def test_factors_across(emulate):
     check(emulate, made(rows, depth), b, Epilogue())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
@@ -168,6 +169,7 @@ def test_what_follows(emulate, gated, has_residual, keep):
         check(emulate, made(rows, depth), made(columns, depth, seed=1), epilogue, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["row", "block"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("gated", [False, True])

@@ -67,6 +67,7 @@ def test_every_row_and_column_is_in_one_tile(counts):
     assert len(seen) == rows * columns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("counts", SPREADS[:3], ids=str)
@@ -83,6 +84,7 @@ def test_results_and_gradients(counts, activation, dtype):
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     counts=st.lists(st.integers(0, 20), min_size=1, max_size=6),
@@ -232,6 +234,7 @@ def of_tokens(counts, columns, dtype=torch.float32, behind=3):
     return tokens, sources, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("counts", SPREADS, ids=str)
 def test_tokens_give_what_their_copies_give(counts, dtype):
@@ -325,6 +328,7 @@ def test_tokens_in_any_layout(layout):
     assert torch.equal(found, grouped_triton.weight_gradient(upstream, rows, groups, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("columns", "depth"), [(48, 64), (150, 300)])

@@ -126,12 +126,14 @@ def check_products(emulate, counts, config, columns=144, depth=72, **order):
 EMULATED = [[300, 0, 1, 129, 64, 65, 270], [321, 40]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic(emulate, counts, config):
     check_products(emulate, counts, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slowest", [None, 0, 1, 2])
 @pytest.mark.parametrize("programs", [1, 7, 100])
 def test_however_fast_warps_are_and_however_many_programs(emulate, programs, slowest):
@@ -147,6 +149,7 @@ def test_however_fast_warps_are_and_however_many_programs(emulate, programs, slo
         assert_close(found, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_of_gradients(emulate, counts, config):
@@ -161,6 +164,7 @@ def test_the_logic_of_gradients(emulate, counts, config):
         assert_close(found, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_with_rows_of_tokens(emulate, counts, config):
@@ -184,6 +188,7 @@ def test_the_logic_with_rows_of_tokens(emulate, counts, config):
     assert torch.equal(alone, gated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slowest", [None, 0, 1, 2, 3])
 def test_however_fast_warps_copy_tokens_and_however_many_programs(emulate, slowest):
     """With depths of one step, and of as many as take each slot of the ring several times."""
@@ -199,6 +204,7 @@ def test_however_fast_warps_copy_tokens_and_however_many_programs(emulate, slowe
         assert_close(found, grouped.multiply_reference(rows.double(), weight.double(), groups, 128, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathered", ["rows", "gradient"])
 @pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
@@ -287,6 +293,7 @@ def test_what_is_wrong_with_copies_of_tokens_is_found(emulate, kernel, instead, 
         grid_counters(1, torch.device("cpu")).zero_()  # whoever fails leaves them as they are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_of_eight_bits(emulate, counts, blocks):
@@ -300,6 +307,7 @@ def test_the_logic_of_eight_bits(emulate, counts, blocks):
     assert_close(gated, gated_of(exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 def test_the_logic_of_eight_bits_with_rows_of_tokens(emulate, blocks):
     """Whose scales are those of their tokens."""

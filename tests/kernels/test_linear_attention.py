@@ -91,6 +91,7 @@ def test_dims_and_dtypes(dims, dtype):
     assert_exact(made(queries=20, dim=dims[0], value_dim=dims[1], dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tokens, causal",
     [*[(tokens, True) for tokens in (1, 63, 64, 65, 129, 300)], (1, False), (129, False), (300, False)],
@@ -107,6 +108,7 @@ def test_one_segment_is_as_several(tokens, monkeypatch):
     torch.testing.assert_close(kernels.linear_attention(*tensors), one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, key_heads", [(2, 1), (4, 2)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_heads_that_share_keys(heads, key_heads, causal, segments):
@@ -130,6 +132,7 @@ def test_eps(eps):
     assert_exact(made(queries=10), eps=eps)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, phases=[Phase.generate])
 @given(
     st.integers(1, 2), st.sampled_from([(1, 1), (2, 1)]), st.integers(1, 40), st.integers(1, 33),
@@ -183,6 +186,7 @@ def test_large_and_infinite_numbers():
     assert result[0, 0, 9:].isnan().all()  # and those before it in its chunk, as with any product that is masked
 
 
+@pytest.mark.slow
 def test_any_layout_of_inputs_and_gradient():
     tensors = made(queries=6, dim=8, dtype=BF16)
     upstream = randn(1, 1, 6, 8, dtype=BF16)
@@ -225,6 +229,7 @@ def test_only_wanted_gradients():
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_operators_are_of_torch(causal):
     tensors = [one.requires_grad_() for one in made(heads=2, key_heads=1, queries=3)]

@@ -40,6 +40,7 @@ def assert_exact(hidden, weight, bias, target, **options):
         assert_kernel_is_exact(call(kernels.linear_cross_entropy), call(reference), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("chunk", [None, 5, 2])
@@ -56,6 +57,7 @@ def test_weights_of_classes_and_long_rows():
         assert_exact(hidden, weight, bias, target, class_weight=classes, label_smoothing=0.1, reduction=reduction)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 9), st.sampled_from(REDUCTIONS), st.integers(0, 4))
 def test_any_shape_and_layout(tokens, classes, chunk, reduction, layout):
@@ -188,6 +190,7 @@ def test_autocast_takes_the_dtype_of_linear():
     assert gradient.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_operators_are_those_of_torch():
     operators = torch.ops.nearpeak
     hidden, weight, bias, target = (one.requires_grad_(one.is_floating_point()) for one in made((3,), 4, 6))

@@ -44,6 +44,7 @@ def made(tokens=7, columns=24, inner=16, number=5, k=2, dtype=torch.float32):
     return x, weights.detach(), gate_up, down, experts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_and_gradients(dtype):
     *inputs, experts = made(dtype=dtype)
@@ -96,6 +97,7 @@ def with_dropped(tokens=9, **sizes):
     return *inputs, experts, (experts >= 0) & (experts < len(inputs[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_with_dropped_choices(dtype):
     *inputs, experts, taken = with_dropped(dtype=dtype)
@@ -134,6 +136,7 @@ def test_what_is_dropped_does_not_matter():
 NAMES = ("x", "weights", "gate_up", "down")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["require", "off"])
 @pytest.mark.parametrize("wanted", [("x",), ("weights",), ("gate_up",), ("down",), ("x", "down")], ids=str)
 def test_gradients_of_some(wanted, mode):
@@ -161,6 +164,7 @@ def test_without_gradients_the_same():
     assert not call_with(experts)(*inputs).requires_grad
 
 
+@pytest.mark.slow
 def test_again_and_again_the_same():
     *inputs, experts, _ = with_dropped(dtype=torch.bfloat16)
     upstream = torch.randn(inputs[0].shape, device=DEVICE)
@@ -172,6 +176,7 @@ def test_again_and_again_the_same():
             assert all(map(torch.equal, found, given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", range(1, 5))
 def test_any_layout(layout):
     *inputs, experts, _ = with_dropped()
@@ -183,6 +188,7 @@ def test_any_layout(layout):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 24), (1, 1)])
 def test_gradients_that_are_expanded(shape):
     *inputs, experts, _ = with_dropped()
@@ -206,6 +212,7 @@ def test_nothing_has_gradients_too():
             assert not one.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_derivatives_of_the_reference(activation):
     *inputs, experts, _ = with_dropped(tokens=6, columns=3, inner=2)
@@ -222,6 +229,7 @@ def test_there_is_no_second_derivative():
         torch.autograd.grad(call_with(experts)(*leaves).sum(), leaves, create_graph=True)
 
 
+@pytest.mark.slow
 def test_checkpoints():
     *inputs, experts, _ = with_dropped()
     upstream = torch.randn(inputs[0].shape, device=DEVICE)
@@ -293,6 +301,7 @@ def sorted_for(experts, number):
     return group_rows(counts, len(sources), height), row_map, sources, height
 
 
+@pytest.mark.slow
 def test_the_operators_are_of_torch():
     *inputs, experts, _ = with_dropped()
     x, weights, gate_up, down = inputs
@@ -336,6 +345,7 @@ def sorted_rows(row_map):
     return row_map[row_map >= 0].long().sort().values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 40, 700])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -356,6 +366,7 @@ def test_backward_of_the_gate(activation, columns, dtype):
         assert found[2][1, 0] == 0
 
 
+@pytest.mark.slow
 def test_the_layer_compiles_without_a_graph_break():
     *inputs, experts, _ = with_dropped()
     leaves = [one.detach().requires_grad_() for one in inputs]

@@ -46,6 +46,7 @@ def filled(make):
     return block.to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["require", "off"])
 @pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
 def test_blocks_of_transformers(make, mode):
@@ -122,6 +123,7 @@ def test_inside_of_autocast():
     torch.testing.assert_close(result.float(), layer(x), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     torch.manual_seed(0)
     layer = kernels.MoE(16, 8, 4, 2, device=DEVICE)

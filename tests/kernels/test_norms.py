@@ -160,6 +160,7 @@ def test_empty_and_of_one_column(shape):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [rms, kernels.layer_norm], ids=["rms_norm", "layer_norm"])
 def test_any_layout_of_input_and_gradient(function):
     x, upstream = randn(3, 2, 10), randn(3, 2, 10)
@@ -199,6 +200,7 @@ def test_more_strides_than_three_are_copied():
     assert torch.equal(kernels.layer_norm(x), kernels.layer_norm(x.contiguous()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("centered", [False, True], ids=["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("columns", [500, 64])
 def test_long_rows(columns, centered):
@@ -226,6 +228,7 @@ def test_long_rows(columns, centered):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows_of_tile", "ahead"), [(1, False), (1, True), (2, True)])
 @pytest.mark.parametrize(("rows", "columns", "block"), [(1, 200, 64), (11, 100, 64), (11, 100, 128), (8, 256, 128)])
 def test_rows_are_shared_by_programs(rows, columns, block, rows_of_tile, ahead, monkeypatch):
@@ -344,6 +347,7 @@ def test_more_elements_than_32_bits_can_count(name, config):
     assert torch.equal(actual, jit_backward.norm_backward(near, near, near, *given, config=backward)[0])
 
 
+@pytest.mark.slow
 def test_operators_are_of_torch():
     x, residual, weight, bias = (one.requires_grad_() for one in (randn(3, 5), randn(3, 5), randn(5), randn(5)))
     opcheck(torch.ops.nearpeak.rms_norm.default, (x, weight, None, 1e-6, 1.0))

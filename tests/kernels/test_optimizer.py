@@ -291,6 +291,7 @@ def test_master_weights_keep_what_bfloat16_loses():
         assert optimizer.state[param]["exp_avg"].dtype == F32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("master", "state"), [(True, F32), (True, BF16), (False, None), (False, F32)], ids=str)
 def test_states_survive_saving(master, state):
     options = {"lr": 0.1, "master_weights": master, "state_dtype": state}

@@ -96,6 +96,7 @@ def test_any_shape_and_layout(tokens, k, number, columns, dtype, layout):
     torch.testing.assert_close(back.float(), x.float() * times, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize(("tokens", "k", "columns"), [(9, 3, 40), (4, 1, 7), (2, 18, 33)])
@@ -216,6 +217,7 @@ def test_rows_beyond_32_bits():
     assert all(map(torch.equal, actual[1], wanted[1]))
 
 
+@pytest.mark.slow
 def test_the_operators_are_of_torch():
     x = torch.randn(5, 12, device=DEVICE, requires_grad=True)
     experts = chosen(5, 2, 3)

@@ -41,6 +41,7 @@ def assert_as_torch(x, block, dtype=E4M3, power_of_two=False, back=torch.float32
     return values, scales, again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_it_is_bit_for_bit_that_of_torch(block, given_dtype):
@@ -50,6 +51,7 @@ def test_it_is_bit_for_bit_that_of_torch(block, given_dtype):
         assert_as_torch(x, block, (E4M3, E5M2)[index % 2], index % 3 == 0, given_dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.lists(st.integers(0, 40), min_size=2, max_size=3),

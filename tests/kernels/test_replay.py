@@ -43,6 +43,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_third_call_and_those_after_it_are_made_by_a_plan(name, runs):
     function, shapes = CASES[name]
@@ -71,6 +72,7 @@ def test_gradients_by_plans(runs):
     assert len(runs) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["transposed", "expanded", "sliced", "misaligned", "other dtype", "other shape"])
 def test_what_looks_different_has_a_plan_of_its_own(how, runs):
     ways = {

@@ -45,6 +45,7 @@ def assert_rotates(x, cos, sin, upstream=None, **options):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("seq_dim", [-3, -2])
@@ -58,6 +59,7 @@ def test_values_and_gradients(seq_dim, interleaved, dtype):
         assert_rotates(x, *tables(length, rotary_dim // 2, dtype, twice), **options)
 
 
+@pytest.mark.slow
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6)),
     st.sampled_from([2, 4, 8, 10]),
@@ -214,6 +216,7 @@ def test_all_candidates_give_the_same():
         assert torch.equal(rotary_triton.forward(x, cos, sin, None, False, False, False, 64, config=config), expected)
 
 
+@pytest.mark.slow
 def test_the_operators_are_those_of_torch():
     x, y, (cos, sin) = made(2, 5, 3, 8).requires_grad_(), made(2, 5, 2, 8).requires_grad_(), tables(5, 2)
     names = torch.ops.nearpeak

@@ -30,6 +30,7 @@ def logits_of(tokens, experts, dtype=torch.float32):
     return (order.float() / experts * 6.0 - 3.0).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(9, 8, 2), (5, 33, 5), (3, 1, 1), (2, 128, 8), (0, 4, 2)])
@@ -101,6 +102,7 @@ def test_what_is_not_finite_chooses_experts_that_there_are(scores):
     torch.testing.assert_close(weights[3], torch.tensor([1.0, 0.0, 0.0], device=DEVICE))
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     tokens=st.integers(0, 20),

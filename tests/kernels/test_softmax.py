@@ -64,6 +64,7 @@ def test_values_and_gradients(kernel, plain, dtype, shape):
     assert_kernel_is_exact(kernel, plain, [3 * random(*shape, dtype=dtype)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", [False, True], ids=NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
@@ -273,6 +274,7 @@ def test_rows_without_a_copy():
     assert [jit_rows.common_width(*numbers) for numbers in [(4096,), (24, 8), (7, 16), (0, 12)]] == [16, 8, 1, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_operators_are_torchs(name):
     x = random(2, 3, 5).requires_grad_()

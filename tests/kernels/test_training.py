@@ -31,6 +31,7 @@ def size(train_curves):
     return replace(train_curves.SIZES["cpu"], **small)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_plain_torch(train_curves, size):
     batches = train_curves.text(size, STEPS * size.batch).split(size.batch)
     eager = list(train_curves.trained(train_curves.OPERATIONS["eager"], size, batches, DEVICE))
@@ -40,6 +41,7 @@ def test_losses_are_those_of_plain_torch(train_curves, size):
     assert sum(eager[-5:]) < sum(eager[:5])  # it learns: nothing that stands still is compared
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 def test_a_bfloat16_model_stays_near_too(train_curves, size):
     size = replace(size, dtype="bfloat16")

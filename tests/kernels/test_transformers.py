@@ -78,6 +78,7 @@ def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_eager(name):
     model, ids = built(name), tokens()
@@ -87,6 +88,7 @@ def test_logits_are_those_of_eager(name):
     assert expected.std() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, side", [*((name, "left") for name in MODELS), ("Llama", "right"), ("GptOss", "right")])
 def test_a_padded_batch(name, side, monkeypatch):
     model = built(name)
@@ -99,6 +101,7 @@ def test_a_padded_batch(name, side, monkeypatch):
     assert found.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_gradients_are_those_of_eager(name):
     model = built(name)
@@ -114,6 +117,7 @@ def test_gradients_are_those_of_eager(name):
         torch.testing.assert_close(found[1][key], expected, atol=1e-5, rtol=1e-3, msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kind",
     [*((name, "plain") for name in MODELS), *((name, kind) for name in ("Llama", "GptOss") for kind in OTHER_KINDS)],
@@ -202,6 +206,7 @@ def test_dropout_in_training_alone():
         assert not torch.equal(logits(model.train(), "nearpeak", input_ids=ids), calm)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     model, ids = built("Gemma2"), tokens()
     model.set_attn_implementation("nearpeak")

@@ -111,6 +111,7 @@ def test_gradients():
     torch.autograd.gradcheck(kernels.transpose_copy.reference, made(3, 4).double().requires_grad_())
 
 
+@pytest.mark.slow
 def test_the_operator_is_one_of_torch():
     opcheck(torch.ops.nearpeak.transpose_copy.default, (made(2, 3, 5).requires_grad_(),))
     opcheck(torch.ops.nearpeak.transpose_copy.default, (made(5, 3).t(),))

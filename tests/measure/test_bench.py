@@ -115,6 +115,7 @@ def test_a_noisy_series_goes_on_until_the_interval_is_narrow(measure):
     assert interval.half_width(middle) > 0.005  # it did not go on for longer than needed
 
 
+@pytest.mark.slow
 def test_more_precision_takes_more_blocks(measure):
     counts = [len(measure(noise(0.02), precision=p, max_seconds=100.0).blocks) for p in (0.02, 0.01, 0.005)]
     assert counts == sorted(set(counts))
@@ -159,6 +160,7 @@ def test_no_value_is_removed(measure):
     assert timing.seconds == 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "precision"), [(0.01, 0.005), (0.03, 0.01)])
 def test_the_final_interval_holds_the_truth_as_often_as_it_says(sigma, precision):
     options, runs, truth = Options(precision=precision, max_seconds=1e9), 400, 1e-3

@@ -82,6 +82,7 @@ def compared(a, b, seed=0, margin=1e-4):
 DRIFTS = ("none", "sinusoid", "ramp", "autoregressive")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drift", DRIFTS)
 def test_the_same_code_is_rarely_called_different_whatever_the_machine_does(drift):
     comparisons, false = 400, 0
@@ -103,6 +104,7 @@ def test_measuring_one_after_the_other_would_call_it_different(drift):
     assert false > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drift", DRIFTS)
 @pytest.mark.parametrize("ratio", [0.8, 0.98, 1.005, 1.05])
 def test_a_known_ratio_is_found_and_its_interval_holds_it(drift, ratio):

@@ -205,6 +205,7 @@ def test_every_routing_is_one(data, tokens, experts):
     assert_is_a_routing(result, tokens, experts, top_k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "top_k", "ratio"), [(8, 2, 1.5), (8, 2, 3.9), (64, 2, 4), (256, 8, 4), (256, 8, 31.5), (16, 1, 8)]
 )

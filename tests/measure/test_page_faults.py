@@ -29,6 +29,7 @@ def test_faults_are_counted():
     assert page_faults() >= before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_a_process_that_keeps_its_memory_has_no_faults_in_large_results():
     """Each result is 64 MiB: glibc's malloc maps it again in every call. Builds of torch for Arm use mimalloc."""

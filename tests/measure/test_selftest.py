@@ -97,6 +97,7 @@ def test_experiments_run_in_the_order_asked_and_tell_their_progress(monkeypatch)
     ]
 
 
+@pytest.mark.slow
 @on_cpu
 def test_the_spin_experiment_on_this_cpu():
     found = run(["spin"], quick=True)
@@ -192,6 +193,7 @@ def live_tensor_bytes():
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
@@ -224,6 +226,7 @@ def test_every_fault_belongs_to_a_flag_and_can_be_left_out_only_by_name():
     assert set(selftest_experiments._FAULTS) >= selftest_experiments._SLOW
 
 
+@pytest.mark.slow
 def test_the_faults_experiment_names_what_was_missed(monkeypatch):
     def sound(place):
         return bench(torch.exp, torch.randn(64), **selftest_experiments._QUICK, precision=0.5)

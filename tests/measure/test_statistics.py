@@ -208,6 +208,7 @@ def test_the_signed_rank_interval_covers_as_often_as_it_says(shape, n):
     assert abs(covered - intervals[0].confidence) <= slack(intervals[0].confidence, draws)
 
 
+@pytest.mark.slow
 @each_distribution
 @pytest.mark.parametrize(("n", "draws"), [(40, 300), (100, 300), (200, 300), (500, 600), (2000, 100)])
 def test_one_hump_is_not_called_two(distribution, n, draws):

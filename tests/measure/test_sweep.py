@@ -66,6 +66,7 @@ def build(rows: int, columns: int = 2) -> tuple[Callable[..., object], torch.Ten
     return torch.neg, torch.ones(rows, columns)
 
 
+@pytest.mark.slow
 def test_a_real_sweep_and_its_file(tmp_path: Path):
     result = sweep(build, {"rows": [1, 64], "columns": [8]}, **QUICK)
     assert result.name == "build"
@@ -81,6 +82,7 @@ def test_a_real_sweep_and_its_file(tmp_path: Path):
     assert results.load_result(tmp_path / "sweep.json") == result
 
 
+@pytest.mark.slow
 def test_the_grid_is_walked_in_order_with_the_last_parameter_fastest(fake_bench):
     fake_bench()
     result = sweep(build, {"rows": [3, 1], "columns": (2, 4)}, name="named")
@@ -93,6 +95,7 @@ def test_the_grid_is_walked_in_order_with_the_last_parameter_fastest(fake_bench)
     assert result.name == "named"
 
 
+@pytest.mark.slow
 def test_a_builder_of_a_file_and_any_callable(fake_bench, tmp_path: Path):
     fake_bench()
     builder = CaseBuilder(path=tmp_path / "cases.py", name="in_file", function=build)
@@ -101,6 +104,7 @@ def test_a_builder_of_a_file_and_any_callable(fake_bench, tmp_path: Path):
     assert sweep(lambda n: Case(print), {"n": [1, 2]}).timings[1].parameters == {"n": "2"}
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_is_recorded_and_the_sweep_goes_on(fake_bench):
     def action(case: Case) -> None:
         rows = int(case.parameters["rows"])
@@ -143,6 +147,7 @@ def test_our_own_mistakes_and_strict_are_not_swallowed(fake_bench):
         sweep(build, {"rows": [1]}, strict=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(fake_bench):
     def action(case: Case) -> None:
         if case.parameters["rows"] == "3":
@@ -170,6 +175,7 @@ def test_ctrl_c_before_anything_was_measured_is_ctrl_c(fake_bench):
         sweep(build, {"rows": [1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_tensors_of_a_point_are_gone_before_the_next(fake_bench, fails):
     alive: list[weakref.ref[torch.Tensor]] = []

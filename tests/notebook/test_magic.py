@@ -102,6 +102,7 @@ def test_a_cell_is_profiled_as_a_step(shell: Shell):
     assert {op.source for op in result.ops if "relu" in op.name} == {"cell 7:5"}
 
 
+@pytest.mark.slow
 def test_a_line_is_timed(shell: Shell):
     result = shell.line("--bench --quiet --max-seconds 0.05 torch.mm(x, x)")
     assert isinstance(result, Timing)
@@ -115,17 +116,20 @@ def test_empty_lines_at_the_beginning_count(shell: Shell):
     assert (str(last.path).endswith("cell 7"), last.lineno + 1) == (True, 4)
 
 
+@pytest.mark.slow
 def test_annotations_are_those_of_the_notebook_and_not_of_this_package(shell: Shell):
     shell.cell("--bench --quiet --max-seconds 0.01", "def f(a: int): pass\nkind = type(f.__annotations__['a'])\n")
     assert shell.user_ns["kind"] is type
 
 
+@pytest.mark.slow
 def test_progress_goes_to_stderr_outside_of_a_notebook(shell: Shell, capsys: pytest.CaptureFixture[str]):
     shell.line("--bench --max-seconds 0.05 torch.mm(x, x)")
     captured = capsys.readouterr()
     assert "cell 7: probing" in captured.err and captured.out == ""
 
 
+@pytest.mark.slow
 def test_results_as_text_for_a_terminal(shell: Shell):
     assert {name for _, name in shell.shown} == {"Timing", "Estimate", "Profile"}
     result = shell.line("--bench --quiet --max-seconds 0.05 torch.mm(x, x)")

@@ -330,6 +330,7 @@ def too_intense(ops):
     return [op.name for op, cost in work if sum(cost.vector_flops.values()) > 7 * cost.bytes]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_step_has_formulas_for_all_that_it_dispatches(dispatched, name):

@@ -29,6 +29,7 @@ rows = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(rows, max_size=6))
 def test_records_come_back_through_text(records):
     data = json.loads(json.dumps(to_columns(Row, records), allow_nan=False))

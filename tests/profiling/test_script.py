@@ -79,6 +79,7 @@ def write(tmp_path):
     return written
 
 
+@pytest.mark.slow
 def test_a_script_sees_and_prints_what_it_does_without_us(write, tmp_path):
     write("WIDTH = 16", "beside.py")
     script = write(SEEN)

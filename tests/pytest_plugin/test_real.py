@@ -41,6 +41,7 @@ def test_call(nearpeak_bench):
 """
 
 
+@pytest.mark.slow
 def test_a_step_on_the_cpu(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     # A busy machine has grades that decide nothing; what is decided here is the same on any.

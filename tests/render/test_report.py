@@ -77,11 +77,13 @@ def test_a_profile_saves_itself_in_any_format(tmp_path):
     assert nearpeak.load(tmp_path / "run.json.gz") == made
 
 
+@pytest.mark.slow
 def test_equal_profiles_give_equal_files():
     for form in BEGINNINGS:
         assert content(profile(60), form, ReportOptions()) == content(profile(60), form, ReportOptions())
 
 
+@pytest.mark.slow
 def test_choices_reach_every_format_that_has_them():
     made = profile(60)
     found = made.findings[1:]

@@ -119,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_ops_with_and_without_memory(name, monkeypatch):
     run = CASES[name]()

@@ -106,6 +106,7 @@ def test_compiled_code_runs_uncompiled(target):
     assert weight.grad is None
 
 
+@pytest.mark.slow
 def test_a_compiled_module_keeps_its_names():
     model = torch.compile(network())
     recorded = trace(model, torch.randn(2, 4))  # without torch's warning of hooks

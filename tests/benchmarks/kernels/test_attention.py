@@ -62,6 +62,7 @@ def test_the_portable_way_is_attention(causal):
             torch.testing.assert_close(one, third, atol=0.03, rtol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_has_the_same_mask(causal):
     given = [torch.randn(1, 1, 20, 16, device=DEVICE) for _ in "qkv"]
@@ -81,6 +82,7 @@ def test_errors_and_repeats_are_of_both_passes():
     assert case.repeated() == {"runs": 2, "different": 0}
 
 
+@pytest.mark.slow
 def test_caches_of_all_kinds_hold_the_same():
     sizes = attention.DecodingSizes(sequences=((2, 5),), heads=2, key_heads=1, dim=16)
     (case,) = attention.decoding_cases(sizes, DEVICE)

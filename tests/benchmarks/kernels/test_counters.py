@@ -125,6 +125,7 @@ def test_a_run_that_counts_nothing_says_what_ncu_said(tmp_path, monkeypatch, mac
         counters.main([])
 
 
+@pytest.mark.slow
 def test_calls_run():
     names = []
     with using("require"):

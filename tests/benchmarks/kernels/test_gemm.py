@@ -95,6 +95,7 @@ def test_the_sizes_are_those_of_the_bars():
     assert all(tokens * batch >= 16384 for tokens, batch in lengths.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "step", "ways"),
     [
@@ -113,12 +114,14 @@ def test_all_ways_of_products_compute_the_same(operation, step, ways):
     assert not row["failed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor, fast", "row, exact", "128, exact"])
 def test_products_of_eight_bits(kind):
     (row,) = rows_of(product_case("fp8", kind=kind))
     assert "scaled_mm" in row["seconds"] or (DEVICE == "cpu" and kind.startswith("128"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "step", "ways"),
     [
@@ -158,6 +161,7 @@ def test_rows_of_experts_are_the_same_in_every_run():
         moe.counts_of("even", 3, 10, "cpu")
 
 
+@pytest.mark.slow
 def test_linear_attention_is_measured_beside_attention():
     (case,) = linear_attention.linear_cases(
         linear_attention.LinearSizes(together=18, tokens=(9,), heads=1, dim=16), DEVICE
@@ -202,6 +206,7 @@ def test_calls_that_take_long_are_timed_alone(monkeypatch):
 # what is compiled before
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_compiled_apart(tmp_path):
     given = run.Setting(DEVICE, experts=moe.ExpertSizes(**SMALL))
     given.operations = {"grouped_product"}

@@ -152,6 +152,7 @@ def test_the_parameters_are_300_tensors_of_a_gigabyte():
     assert 0.95e9 < 2 * sum(torch.Size(shape).numel() for shape in shapes) < 1.1e9
 
 
+@pytest.mark.slow
 def test_compiled_code_is_kept_apart_from_what_failed(tmp_path):
     """Ways that were not compiled in time, or failed, are not tried by the process that measures."""
     jobs = Jobs(tmp_path)
@@ -351,6 +352,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return seen
 
 
+@pytest.mark.slow
 def test_candidates_are_what_is_launched(tiny, recorded):
     """The first and the last of each kernel are launched in different ways, and both are measured."""
     for tunable in tiny:
@@ -373,6 +375,7 @@ def test_candidates_are_what_is_launched(tiny, recorded):
         assert first == last or launches[0] != launches[1], tunable.kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["softmax", "adamw", "cross_entropy", "quantize_pieces", "dropout_add"])
 def test_a_kernel_is_tuned(tiny, kernel, tmp_path):
     wanted = [next(one for one in tiny if one.kernel == kernel)]

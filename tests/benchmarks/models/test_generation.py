@@ -14,6 +14,7 @@ generation: Any = importlib.import_module("benchmarks.models.generation")
 SIZES = "--vocabulary 50 --width 32 --layers 2 --heads 4 --key-heads 2 --batch 2 --new 3 --lengths 8 16 24"
 
 
+@pytest.mark.slow
 def test_with_a_cache_flops_grow_by_the_attention_to_one_token(tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "REPEATS", 1)
     path = tmp_path / "generation.json"

@@ -32,6 +32,7 @@ def test_a_thousand_calls_are_of_two_dozen_kinds():
         assert any(getattr(kind, name) for kind in numerics.KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [5, 9, 12, 13, 15, 17, 23])
 def test_a_call_is_within_the_rule(place):
     """Sinks and a window, packed with slopes, masks, biases of two shapes, dropout, float32."""
@@ -60,6 +61,7 @@ def test_what_is_kept_of_calls(tmp_path, capsys):
     assert "2 of 3 calls are within the rule, 1 of these" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_kind_is_compiled_before(tmp_path):
     found = numerics.random_calls(2, 4)
     with using("require"):

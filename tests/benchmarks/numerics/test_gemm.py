@@ -42,6 +42,7 @@ def test_five_hundred_calls_are_of_many_kinds():
             assert sum(call.counts) == call.rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 7, 10, 12, 19, 25, 26, 28, 31, 32, 33])
 def test_a_call_is_within_the_rule(place):
     """Of all operations, with biases, gates, factors that lie across, 8 bits, and heads that share keys."""

@@ -88,6 +88,7 @@ def test_the_order_of_layouts_follows_from_the_predictions() -> None:
     assert order.nearpeak_right > order.peer_right
 
 
+@pytest.mark.slow
 def test_nearpeak_still_answers_as_stored() -> None:
     again = {
         (item.peer, item.quantity): item for item in compared(peers(), planner_rows(peers())) if item.source == "all"

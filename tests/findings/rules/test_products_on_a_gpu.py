@@ -23,6 +23,7 @@ def test_the_prediction_is_the_difference_to_the_twin(name):
     assert not found_in(clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batch_too_small", "dense_embedding_gradient", "skewed_experts"])
 def test_found_and_not_in_the_twin(name):
     module = load(name)

@@ -111,6 +111,7 @@ class Layer(torch.nn.Module):
         return x.float() @ self.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [False, True])
 def test_gradients_of_a_line_that_runs_in_many_modules_are_those_of_its_module(residual):
     layers = torch.nn.ModuleList(Layer() for _ in range(6))

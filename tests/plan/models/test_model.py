@@ -59,6 +59,7 @@ def test_active_parameters_leave_out_the_experts_that_a_token_does_not_visit() -
     assert get_model("deepseek-v3").active_parameters == pytest.approx(37e9, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama-3.2-1b", "gemma-3-1b", "gpt-2-xl", "qwen3-30b-a3b", "deepseek-v2-lite", "vit-b-16"]
 )

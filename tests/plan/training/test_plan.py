@@ -95,6 +95,7 @@ def test_a_search_gives_the_plan_of_its_winner():
     assert found.plan.memory.fits
 
 
+@pytest.mark.slow
 def test_a_search_says_what_would_change_its_winner():
     found = search_plan(get_model("llama-3-70b"), Cluster.of("h100-sxm x 64"), sequence=8192)
     by_name = {condition.what: condition for condition in found.conditions}

@@ -69,6 +69,7 @@ def test_an_empty_report_is_small():
     assert len(content.encode()) < 150_000
 
 
+@pytest.mark.slow
 def test_a_report_of_100_000_ops_is_below_5_megabytes_and_quick():
     made = profile(100_000)
     began = time.process_time()
@@ -178,6 +179,7 @@ def test_times_keep_four_digits():
         assert measured * 1e-9 == pytest.approx(op.measured_s, rel=6e-4)
 
 
+@pytest.mark.slow
 def test_a_timeline_of_too_many_kernels_is_thinned_and_keeps_its_length():
     made = profile(3 * MOST_SPANS // 2)
     data = json.loads(data_json(made, (), ProfileRoofs(roofs=(), origin="")))["timeline"]

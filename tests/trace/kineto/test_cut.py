@@ -32,6 +32,7 @@ def whole_events(text: str) -> list[dict[str, Any]]:
         place += len(", ") if text[place : place + 2] == ", " else 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kineto_eager", "kineto_compiled"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9, 0.99])
 @pytest.mark.parametrize("packed", [False, True])
