@@ -7,8 +7,8 @@ writes docs/images/kernel_durations.svg and replaces the table in docs/accuracy.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,9 @@ def page_with_table(text: str, result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    result = json.loads(Path(sys.argv[1]).read_text())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="what benchmarks.accuracy.durations --json wrote")
+    result = json.loads(parser.parse_args().results.read_text())
     PLOT.parent.mkdir(exist_ok=True)
     PLOT.write_text(plot(result))
     PAGE.write_text(page_with_table(PAGE.read_text(), result))

@@ -8,8 +8,8 @@ attention, and replaces what stands between the marks of the page. A test holds 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -318,7 +318,9 @@ def page_with_results(text: str, content: Row | None) -> str:
 
 
 def main() -> None:
-    content = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="what benchmarks.kernels --json wrote")
+    content = json.loads(parser.parse_args().results.read_text(encoding="utf-8"))
     IMAGES.mkdir(exist_ok=True)
     for name in PASSES:
         (IMAGES / f"kernels_{name}.svg").write_text(plot(content, name), encoding="utf-8")

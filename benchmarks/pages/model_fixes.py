@@ -5,8 +5,8 @@ python -m benchmarks.pages.model_fixes benchmarks/results/model_fixes_h200.json
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,5 +30,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="what benchmarks.models.fixes --json wrote")
+    print(table(json.loads(parser.parse_args().results.read_text(encoding="utf-8"))["rows"]))
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["rows"]))
+    main()

@@ -1,11 +1,11 @@
 """Writes docs/plan.md anew: its picture, and the outputs in the blocks that begin with `$ nearpeak plan`.
 
-python -m benchmarks.pages.plan          writes the page
-python -m benchmarks.pages.plan --check  exit code 1 where a block is not what its command prints
+python -m benchmarks.pages.plan
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -58,9 +58,12 @@ def updated(text: str) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is outdated")
+    arguments = parser.parse_args()
     text = PAGE.read_text(encoding="utf-8")
     new, drawn = updated(text), picture()
-    if "--check" in sys.argv[1:]:
+    if arguments.check:
         return int(new != text or drawn != PICTURE.read_text(encoding="utf-8"))
     PICTURE.write_text(drawn, encoding="utf-8")
     PAGE.write_text(new, encoding="utf-8")

@@ -7,6 +7,7 @@ To be run after `benchmarks.plan.fit_training`.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +31,7 @@ def groups() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     about = "Mean absolute error of step times on benchmarks/measurements/measured_training.csv, each source predicted "
     about += "by constants fitted without it. Written by benchmarks.plan.error_bars."
     FILE.write_text(json.dumps({"about": about, "groups": groups()}, indent=1) + "\n", encoding="utf-8")

@@ -10,9 +10,9 @@ each system the constants of its kind are fitted a second time without its rows,
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,8 +182,9 @@ NETWORK = NetworkConstants(
 
 
 def main() -> None:
-    """Writes the file and prints what was fitted."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROWS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="the CSV file of measurements")
+    path = parser.parse_args().rows
     rows = read_collectives(path)
     points = prepare(rows)
     kinds = list(dict.fromkeys(key[0] for key in points))

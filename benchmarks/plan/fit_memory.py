@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan.fit_memory [--weight 4]
 
-Prints the constants of `plan/activations.py` and what they give, by source, and with each source left out. The rest of
-the memory model has no fitted constants: `measurements/peer_predictions.json` has 43 peaks that were in no fit, and
-this prints the errors there too.
+Prints the constants of `nearpeak.plan.training.memory` and their errors, by source, and with each source left out. The
+rest of the memory model has no fitted constants: `measurements/peer_predictions.json` has 43 peaks that were in no fit,
+and this prints the errors there too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.plan.peers import own_row
-from nearpeak.plan import activations, memory
+from nearpeak.plan.training import memory
 from nearpeak.plan.validation.training import MeasuredTraining, read_training
 
 DATA = Path(__file__).resolve().parents[1] / "measurements"
@@ -28,12 +28,10 @@ ALLOWED = 0.03
 
 
 def use(values: Sequence[float]) -> None:
-    """Puts constants in place, here and where they were imported to."""
+    """Replace the constants of the memory model."""
     for name, value in zip(NAMES, values, strict=True):
-        setattr(activations, name, value)
-        if hasattr(memory, name):
-            setattr(memory, name, value)
-    activations._layer_bytes.cache_clear()
+        setattr(memory, name, value)
+    memory._layer_bytes.cache_clear()
 
 
 def errors(runs: Sequence[MeasuredTraining]) -> list[float]:
@@ -73,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weight", type=float, default=4.0, help="of what is too low, against too high")
     weight = parser.parse_args().weight
-    now = [getattr(activations, name) for name in NAMES]
+    now = [getattr(memory, name) for name in NAMES]
     runs = [run for run in read_training(DATA / "measured_training.csv")[0] if run.memory is not None]
     print("in the package:", dict(zip(NAMES, now, strict=True)))
     show("all", errors(runs))

@@ -13,6 +13,7 @@ the median rate at which weights are read with one token, and the median share o
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -338,22 +339,25 @@ def spread(rows: Sequence[MeasuredInference], constants: dict[str, ServingConsta
 
 
 def main() -> None:
-    """Fits, leaves out, writes."""
-    arguments = [text for text in sys.argv[1:] if not text.startswith("--")]
-    path = Path(arguments[0]) if arguments else ROWS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="the CSV file of measurements")
+    parser.add_argument("--campaigns", action="store_true", help="print errors of left-out campaigns, write nothing")
+    parser.add_argument("--no-leave-out", action="store_true", help="do not fit without each source")
+    parser.add_argument("--only", action="append", default=[], metavar="SOURCE", help="leave out these sources alone")
+    arguments = parser.parse_args()
+    path = arguments.rows
     rows, skipped = read_inference(path)
     print(f"{len(rows)} rows, {len(skipped)} skipped", file=sys.stderr)
     text = f"benchmarks.plan.fit_serving on {path.name}: {len(rows)} rows"
     values = fit(rows, text, {key: start for key, (start, _) in START.items()}, 12)
-    if "--campaigns" in sys.argv:
+    if arguments.campaigns:
         leave_out_campaigns(rows, values)
         return
     whole = build(values, text, rows)
     data = to_json(whole)
     unseen: dict[str, ServingConstants] = {}
-    if "--no-leave-out" not in sys.argv:
-        only = [text.removeprefix("--only=") for text in sys.argv[1:] if text.startswith("--only=")]
-        for source in only or dict.fromkeys(row.source for row in rows):
+    if not arguments.no_leave_out:
+        for source in arguments.only or dict.fromkeys(row.source for row in rows):
             kept = [row for row in rows if row.source != source]
             name = f"{text}, without {source}"
             large = len(rows) - len(kept) > 20  # a few rows move little: their fit starts where the whole one ended
@@ -361,7 +365,7 @@ def main() -> None:
             left = fit(kept, name, first, 8 if large else 3)
             unseen[source] = build(left, name, kept)
         data["without"] = to_json(unseen)
-        if not only:
+        if not arguments.only:
             data["spread"] = to_json(spread(rows, unseen))
     replace_file(OUT, (json.dumps(data, indent=1) + "\n").encode())
 

@@ -9,6 +9,7 @@ the table in `docs/plan.md`, and prints that table and the same by source.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 from collections.abc import Iterable
@@ -271,7 +272,7 @@ def with_section(page: str, text: str) -> str:
 
 
 def main() -> None:
-    """Writes the results and prints the tables."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     peers = json.loads(PEERS.read_text(encoding="utf-8"))
     rows = planner_rows(peers)
     comparisons = compared(peers, rows)

@@ -3,7 +3,7 @@
 Three steps. `choose_algorithm` is NCCL's own tuning model with its own constants (NVIDIA/nccl, src/graph/tuning.cc,
 2.27 to 2.29): it predicts `latency + bytes / bandwidth` for each algorithm and protocol and takes the smallest, which
 decides where the jumps of a measured curve are. `traffic_of` counts what one rank moves. `protocol_seconds` turns that
-into time with constants that were fitted on measurements (`collectives.json`, written by `benchmarks.plan.fit_collectives`):
+into time with constants that `benchmarks.plan.fit_collectives` fitted on measurements (`collectives.json`):
 `base + steps x lead + join(filling, wire)`. `wire` is bytes over bandwidth, `filling` the time until all ranks have
 something to send, and the two overlap (root of squares) in the Simple protocol. Fitted bandwidths are shares of the
 link's datasheet bandwidth, so that a GPU with fewer links of the same generation gets its own figure.

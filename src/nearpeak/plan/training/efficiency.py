@@ -1,7 +1,7 @@
 """`Efficiency`: the few constants that training time needs beyond datasheets, fitted on published runs.
 
-`benchmarks.plan.fit_training` writes `training_constants.json` from the measurements, with the runs behind each constant.
-A constant of an architecture without runs comes from the nearest one, and its provenance is "transferred".
+`benchmarks.plan.fit_training` writes `training_constants.json` from the measurements, with the runs behind each one. A
+constant of an architecture without runs comes from the nearest one, and its provenance is "transferred".
 """
 
 from __future__ import annotations

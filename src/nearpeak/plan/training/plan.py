@@ -1,7 +1,7 @@
 """`memory_plan` and `training_plan`: everything about a job in one record, for reports and for JSON.
 
-`make_it_fit` lists the changes that make a job fit that does not: single changes first, then pairs and triples, ranked by
-the step time that follows. `training_error` is how far predictions were off on published runs like the job
+`make_it_fit` lists changes after which a job fits that does not: single changes first, then pairs and triples, ranked
+by the step time that follows. `training_error` is how far predictions were off on published runs like the job
 (`training_error_bars.json`, written by `benchmarks.plan.error_bars`).
 
 >>> from nearpeak.plan.models.catalogue import get_model

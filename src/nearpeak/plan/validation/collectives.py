@@ -2,8 +2,8 @@
 
 Rows come from a CSV file with the columns of `benchmarks/measurements/measured_collectives.csv`. With `leave_out`, the
 rows of a system are predicted by constants that were fitted without any row of that system. A generation of NVLink that
-no other system has gets the mean of the other generations. A system over PCIe has no counterpart: its rows are predicted
-by constants that were fitted on them, and `held_out` is False.
+no other system has gets the mean of the other generations. A system over PCIe has no counterpart: its rows are
+predicted by constants that were fitted on them, and `held_out` is False.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Published training runs as jobs on clusters, and predictions for them.
 
-`read_training` reads a CSV file with the columns of `benchmarks/measurements/measured_training.csv`. What a table leaves
-out is filled in by the same rules for every source. Step time is compared, never a printed utilization: sources count FLOPs
-in different ways. Each source can be predicted with constants that were fitted on the other sources:
+`read_training` reads a CSV file with the columns of `benchmarks/measurements/measured_training.csv`. What a table
+leaves out is filled in by the same rules for every source. Step time is compared, never a printed utilization: sources
+count FLOPs in different ways. Each source can be predicted with constants that were fitted on the other sources:
 `benchmarks.plan.fit_training` writes these fits into `training_left_out.json`, so that validating takes a second.
 """
 
