@@ -25,6 +25,29 @@ def test_each_probe_is_one_op_that_does_something():
         assert len(doing) <= 1, (probe.name, doing)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_probe_has_a_name_of_its_own(device):
+    names = [probe.name for probe in kernel_probes(torch.device(device))]
+    assert len(set(names)) == len(names)
+
+
+def test_rounds_trace_each_call_once_and_build_the_second_call_where_the_timer_asks(machine, monkeypatch):
+    traced, built = [], []
+
+    def build(size):
+        built.append(size)
+        return partial(torch.add, torch.ones(size), 1.0)
+
+    monkeypatch.setattr(
+        module, "kernel_probes", lambda device: iter([KernelProbe(name="a", sizes=(8, 16), build=build)])
+    )
+    monkeypatch.setattr(module, "trace", lambda call, **options: traced.append(call) or trace(call, **options))
+    monkeypatch.setattr(module, "_host_timer", lambda: lambda call, build_second: (1.0, None))
+    measure_efficiency(machine)
+    assert len(traced) == 2
+    assert built == [8, 16] * module.HOST_ROUNDS
+
+
 def test_a_probe_is_kept_under_its_kind_and_those_it_stands_for(machine, monkeypatch):
     def add(size):
         x = torch.ones(size)

@@ -121,31 +121,32 @@ def calibrate_host(progress: Progress | None = None) -> Achievable:
     facts = detect_cpu()
     ceilings = CeilingCollector(progress)
     cache = facts.cache_bytes or UNKNOWN_CACHE_BYTES
-    small = [_host_call_cost(ceilings)]
+    sweep = HostEviction()
+    small = [_host_call_cost(ceilings, sweep)]
     _host_bandwidths(ceilings, int(max(4 * cache, 2**27)))
     _host_cache_bandwidth(ceilings, int(cache))
-    small.append(_host_call_cost(ceilings))
+    small.append(_host_call_cost(ceilings, sweep))
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8):
         _host_gemms(ceilings, dtype, facts.matrix_engine)
-    small.append(_host_call_cost(ceilings))
+    small.append(_host_call_cost(ceilings, sweep))
     for name, measured in zip(("launch.host_call", "launch.cold_start"), zip(*small, strict=True), strict=True):
         # in seconds that are apart: what else runs on the host slows down all that is timed within one
         ceilings.set(name, sorted(measured, key=lambda ceiling: ceiling.value)[len(measured) // 2])
     return ceilings.achievable()
 
 
-def _host_call_cost(ceilings: CeilingCollector) -> tuple[Ceiling, Ceiling]:
-    """What a tiny one takes, and what more with cold caches."""
+def _host_call_cost(ceilings: CeilingCollector, sweep: HostEviction) -> tuple[Ceiling, Ceiling]:
+    """The time of a tiny operation, and the time that cold caches add."""
     ceilings.say("one small operation")
     small = torch.randn(16)
     out = torch.empty_like(small)
     call = HostSampler(lambda: torch.add(small, small, out=out), "hot", call_seconds=2e-6)
-    return median_duration(call, "torch.add of 16 elements"), _host_cold_start()
+    return median_duration(call, "torch.add of 16 elements"), _host_cold_start(sweep)
 
 
-def _host_cold_start() -> Ceiling:
-    """What a tiny operation takes longer when the caches were swept before it than when another one came between."""
-    sweep, small, other = HostEviction(), torch.randn(16), torch.randn(16)
+def _host_cold_start(sweep: HostEviction) -> Ceiling:
+    """The time that a tiny operation takes longer right after a sweep of the caches than after another operation."""
+    small, other = torch.randn(16), torch.randn(16)
 
     def after_another() -> None:
         sweep()

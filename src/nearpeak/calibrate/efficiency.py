@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -24,27 +24,170 @@ from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.options import Progress
-from nearpeak.measure.page_faults import freed_memory_kept, page_faults
-from nearpeak.measure.quality import MANY_FAULTS
+from nearpeak.measure.page_faults import MANY_FAULTS, freed_memory_kept, page_faults
 from nearpeak.measure.samplers import EventSampler, HostEviction, HostSampler
 from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import cost_of
 from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.trace import trace
 
+BLOCKS = 5
+HOST_CALLS = 5
+MAX_SETTLING_CALLS = 10
+"""Calls of a probe on a host before it is timed, at most."""
+HOST_ROUNDS = 5
+"""Rounds through all probes on a host, which other processes slow down for seconds at a time."""
+
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
+
+Call = Callable[[], Any]
+Timer = Callable[[Call, Callable[[], Call]], tuple[float, float | None]]
+"""Takes a call, and a function that builds a second call of the same operator on other tensors.
+
+Gives the seconds of the call with cold caches, and with its operands in the caches where that is measured.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelProbe:
-    """A call that is built for a size: about how many elements it works on, or the edge of a product."""
+    """A call that is built for a size: about how many elements it works on, or the edge of a matrix product."""
 
     name: str
     sizes: Sequence[int]
-    build: Callable[[int], Callable[[], Any]]
+    build: Callable[[int], Call]
     stands_for: tuple[str, ...] = ()
     """More general kinds that it is the best example of."""
+
+
+def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Machine:
+    """This machine with the efficiency of its kernels; `machine` has its ceilings. Caches are cold before each call.
+
+    Everything runs in a burst, as the ceilings were measured. An operator that this torch lacks is left out.
+    """
+    say = progress or (lambda line: None)
+    device = cuda_device(torch.cuda.current_device()) if machine.kind == "gpu" else None
+    timer = _host_timer() if device is None else partial(_gpu_seconds, device)
+    measurement = _Measurement(machine, timer)
+    with freed_memory_kept() if device is None else nullcontext(), torch.no_grad():
+        for number in range(HOST_ROUNDS if device is None else 1):
+            suffix = f", round {number + 1}" if number else ""
+            for probe in kernel_probes(torch.device("cpu") if device is None else device.device):
+                say(f"kernels: {probe.name}{suffix}")
+                try:
+                    for size in probe.sizes:
+                        measurement.add(probe, size)
+                except (RuntimeError, NotImplementedError, UsageError) as error:
+                    say(f"kernels: {probe.name} is left out: {str(error).splitlines()[0][:100]}{suffix}")
+    assert machine.achievable is not None
+    achievable = dataclasses.replace(machine.achievable, efficiency=measurement.efficiency())
+    return dataclasses.replace(machine, achievable=achievable)
+
+
+class _ProbeBounds(NamedTuple):
+    """The bounds of one call of a probe."""
+
+    kinds: tuple[str, ...]
+    seconds: float
+    cached_seconds: float | None
+    """With its operands in the cache; None where they do not fit, or the call is not limited by memory."""
+
+
+class _Measurement:
+    """The ratios of measured times to bounds, one per round, by kind of op and by bound."""
+
+    def __init__(self, machine: Machine, timer: Timer) -> None:
+        self._machine = machine
+        self._timer = timer
+        self._bounds: dict[tuple[str, int], _ProbeBounds] = {}
+        """By name and size of the probe: a later round times the same calls."""
+        self._ratios: dict[str, dict[float, list[float]]] = {}
+
+    def add(self, probe: KernelProbe, size: int) -> None:
+        """Times a probe at one size."""
+        call = probe.build(size)
+        bounds = self._bounds.get((probe.name, size))
+        if bounds is None:
+            bounds = self._bounds[probe.name, size] = self._bound(probe, call)
+        cold, hot = self._timer(call, lambda: probe.build(probe.sizes[0]))
+        self._add_ratio(bounds.kinds, bounds.seconds, cold)
+        if hot is not None and bounds.cached_seconds is not None:
+            self._add_ratio([f"{kind}{CACHED}" for kind in bounds.kinds], bounds.cached_seconds, hot)
+
+    def efficiency(self) -> dict[str, tuple[EfficiencyPoint, ...]]:
+        """The median ratio of all rounds, by kind, in the order of bounds."""
+        return {
+            kind: tuple(
+                EfficiencyPoint(bound_seconds=bound, ratio=median(ratios)) for bound, ratios in sorted(points.items())
+            )
+            for kind, points in self._ratios.items()
+        }
+
+    def _bound(self, probe: KernelProbe, call: Call) -> _ProbeBounds:
+        machine = self._machine
+        recorded = trace(call, live=True, target=Target(kind="cpu") if machine.kind == "cpu" else None)
+        costs = [cost_of(op) for op in recorded.ops]
+        bounds = as_written(recorded, costs, machine)
+        slowest = max(range(len(bounds)), key=lambda index: bounds[index].seconds)
+        limiter = "compute" if bounds[slowest].limiter == "compute" else "memory"
+        moved = sum(access.bytes for cost in costs for access in (*cost.reads, *cost.writes))
+        cached = None
+        if limiter == "memory" and moved <= (machine.cache_bytes or 0.0) / 2:
+            cached = sum(max(bound.cache_seconds, bound.compute_seconds) for bound in bounds)
+        return _ProbeBounds(
+            kinds=(next(kinds_of(recorded.ops[slowest], costs[slowest], limiter)), *probe.stands_for),
+            seconds=sum(bound.seconds for bound in bounds),
+            cached_seconds=cached,
+        )
+
+    def _add_ratio(self, kinds: Iterable[str], bound: float, seconds: float) -> None:
+        for kind in kinds:
+            self._ratios.setdefault(kind, {}).setdefault(bound, []).append(seconds / bound)
+
+
+def _host_timer() -> Timer:
+    """The median of a few calls, cold and hot.
+
+    The sweep evicts the operator's code as well. An op of a step finds its code in the cache, so a second call of the
+    operator follows the sweep.
+    """
+    sweep = HostEviction()
+
+    def seconds(call: Call, build_second: Callable[[], Call]) -> tuple[float, float | None]:
+        second = build_second()
+
+        def evict() -> None:
+            sweep()
+            second()
+
+        _settle_memory(call)
+        cold = HostSampler(call, "cold", call_seconds=0.0, evict=evict, calls=HOST_CALLS).block().seconds
+        hot = HostSampler(call, "hot", call_seconds=cold)
+        return cold, median([hot.block().seconds for _ in range(3)])
+
+    return seconds
+
+
+def _settle_memory(call: Call) -> None:
+    """Calls until no more pages are mapped: a heap that keeps freed memory grows during the first calls."""
+    for _ in range(MAX_SETTLING_CALLS):
+        before = page_faults()
+        call()
+        if page_faults() - before < MANY_FAULTS:
+            return
+
+
+def _gpu_seconds(device: CudaDevice, call: Call, _build_second: Callable[[], Call]) -> tuple[float, float | None]:
+    """The median over a few blocks of cold calls. Eviction leaves the code of kernels where it is."""
+    for _ in range(2):
+        call()
+    stage = Stage(device, "cold")
+    first = EventSampler(device, call, stage, call_seconds=1e-3, enqueue_seconds=3e-5, calls=2).block().seconds
+    zero = zero_of(device.index, "cold").events
+    paced = Stage(device, "cold", pace_seconds=3 * first)
+    sampler = EventSampler(device, call, paced, call_seconds=first, enqueue_seconds=3e-5, zero_seconds=zero)
+    sampler.block()
+    return median([sampler.block().seconds for _ in range(BLOCKS)]), None
 
 
 def kernel_probes(device: torch.device) -> Iterator[KernelProbe]:
@@ -81,59 +224,57 @@ RowsOfSize = Callable[[int, int], tuple[int, int]]
 def _memory_probes(
     draw: DrawTensor, whole: DrawTensor, rows: RowsOfSize, sizes: Sequence[int], few: Sequence[int], words: int
 ) -> Iterator[KernelProbe]:
-    def probe(
-        name: str, build: Callable[[int], Callable[[], Any]], *stands_for: str, all_sizes: bool = False
-    ) -> KernelProbe:
+    def probe(name: str, build: Callable[[int], Call], *stands_for: str, all_sizes: bool = False) -> KernelProbe:
         return KernelProbe(name=name, sizes=sizes if all_sizes else few, build=build, stands_for=stands_for)
 
-    def unary(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[[int], Callable[[], Any]]:
-        def build(size: int) -> Callable[[], Any]:
+    def unary(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[[int], Call]:
+        def build(size: int) -> Call:
             x = draw(size) if dtype is None else draw(size, dtype=dtype)
             return lambda: function(x)
 
         return build
 
-    def binary(function: Callable[..., Any]) -> Callable[[int], Callable[[], Any]]:
-        def build(size: int) -> Callable[[], Any]:
+    def binary(function: Callable[..., Any]) -> Callable[[int], Call]:
+        def build(size: int) -> Call:
             x, y = draw(size), draw(size)
             return lambda: function(x, y)
 
         return build
 
-    def broadcast(size: int) -> Callable[[], Any]:
+    def broadcast(size: int) -> Call:
         count, width = rows(size, 64)
         x = draw(max(1, count // 16), 16, width).transpose(0, 1)  # heads before tokens, as attention has them
         y = draw(1, max(1, count // 16), width)
         return lambda: torch.mul(x, y)
 
-    def halves(size: int) -> Callable[[], Any]:
+    def halves(size: int) -> Call:
         x = draw(*rows(size, 64))
         return lambda: torch.cat((x[:, 32:], x[:, :32]), -1)
 
-    def heads_first(size: int) -> Callable[[], Any]:
+    def heads_first(size: int) -> Call:
         x = draw(max(1, size // 2048), 32, 64).transpose(0, 1)
         return lambda: x.clone(memory_format=torch.contiguous_format)
 
-    def transposed(size: int) -> Callable[[], Any]:
+    def transposed(size: int) -> Call:
         x = draw(*rows(size, 1024)).t()
         return lambda: x.clone(memory_format=torch.contiguous_format)
 
-    def lookup(size: int) -> Callable[[], Any]:
+    def lookup(size: int) -> Call:
         count, width = rows(size, 1024)
         table, ids = draw(words, width), whole(words, count)
         return lambda: functional.embedding(ids, table)
 
-    def lookup_backward(size: int) -> Callable[[], Any]:
+    def lookup_backward(size: int) -> Call:
         count, width = rows(size, 1024)
         gradient, ids = draw(count, width), whole(words, count)
         return lambda: aten.embedding_dense_backward(gradient, ids, words, -1, False)
 
-    def scattered(size: int) -> Callable[[], Any]:
+    def scattered(size: int) -> Call:
         count, width = rows(size, 1024)
         table, ids, source = draw(count, width, dtype=FP32), whole(count, count), draw(count, width, dtype=FP32)
         return lambda: table.index_add_(0, ids, source)
 
-    def in_place(size: int) -> Callable[[], Any]:
+    def in_place(size: int) -> Call:
         x, y = draw(size), draw(size)
         return lambda: x.add_(y)
 
@@ -158,15 +299,15 @@ def _memory_probes(
     yield probe("pooling", lambda size: _pool_call(draw(max(1, size // 2**14), 16, 32, 32)), "pooling")
 
 
-def _rfft_call(x: torch.Tensor) -> Callable[[], Any]:
+def _rfft_call(x: torch.Tensor) -> Call:
     return lambda: torch.fft.rfft(x)
 
 
-def _row_call(function: Callable[..., Any], x: torch.Tensor) -> Callable[[], Any]:
+def _row_call(function: Callable[..., Any], x: torch.Tensor) -> Call:
     return lambda: function(x, -1)
 
 
-def _pool_call(x: torch.Tensor) -> Callable[[], Any]:
+def _pool_call(x: torch.Tensor) -> Call:
     return lambda: functional.avg_pool2d(x, 2)
 
 
@@ -174,29 +315,29 @@ def _row_probes(draw: DrawTensor, whole: DrawTensor, rows: RowsOfSize, sizes: Se
     """Reductions, normalizations and losses: whole rows."""
 
     def of_rows(function: Callable[..., Any], *, width: int = 2048, count: int = 1, **options: Any) -> Any:
-        def build(size: int) -> Callable[[], Any]:
+        def build(size: int) -> Call:
             tensors = [draw(*rows(size, width), **options) for _ in range(count)]
             return lambda: function(*tensors)
 
         return build
 
-    def norm(size: int) -> Callable[[], Any]:
+    def norm(size: int) -> Call:
         x, weight, bias = draw(*rows(size, 2048)), draw(2048), draw(2048)
         return lambda: aten.native_layer_norm(x, [2048], weight, bias, 1e-5)
 
-    def norm_backward(size: int) -> Callable[[], Any]:
+    def norm_backward(size: int) -> Call:
         x, gradient, weight, bias = draw(*rows(size, 2048)), draw(*rows(size, 2048)), draw(2048), draw(2048)
         _, mean, deviation = aten.native_layer_norm(x, [2048], weight, bias, 1e-5)
         return lambda: aten.native_layer_norm_backward(
             gradient, x, [2048], mean, deviation, weight, bias, [True, True, True]
         )
 
-    def negative_log(size: int) -> Callable[[], Any]:
+    def negative_log(size: int) -> Call:
         count, width = rows(size, 32000)
         x, target = draw(count, width, dtype=FP32), whole(width, count)
         return lambda: aten.nll_loss_forward(x, target, None, 1, -100)
 
-    def negative_log_backward(size: int) -> Callable[[], Any]:
+    def negative_log_backward(size: int) -> Call:
         count, width = rows(size, 32000)
         x, target, one = draw(count, width, dtype=FP32), whole(width, count), draw(1, dtype=FP32)[0]
         return lambda: aten.nll_loss_backward(one, x, target, None, 1, -100, one)
@@ -230,8 +371,8 @@ def _row_probes(draw: DrawTensor, whole: DrawTensor, rows: RowsOfSize, sizes: Se
 
 
 def _optimizer_probes(draw: DrawTensor, sizes: Sequence[int]) -> Iterator[KernelProbe]:
-    def lists(function: Callable[..., Any], count: int) -> Callable[[int], Callable[[], Any]]:
-        def build(size: int) -> Callable[[], Any]:
+    def lists(function: Callable[..., Any], count: int) -> Callable[[int], Call]:
+        def build(size: int) -> Call:
             tensors = [[draw(size // 16).abs_() for _ in range(16)] for _ in range(count)]
             return lambda: function(*tensors)
 
@@ -254,18 +395,18 @@ def _optimizer_probes(draw: DrawTensor, sizes: Sequence[int]) -> Iterator[Kernel
 def _gemm_probes(draw: DrawTensor, *, gpu: bool) -> Iterator[KernelProbe]:
     edges = (256, 1024, 2048, 4096, 8192) if gpu else (64, 256, 1024)
 
-    def square(dtype: torch.dtype) -> Callable[[int], Callable[[], Any]]:
-        def build(edge: int) -> Callable[[], Any]:
+    def square(dtype: torch.dtype) -> Callable[[int], Call]:
+        def build(edge: int) -> Call:
             a, b = draw(edge, edge, dtype=dtype), draw(edge, edge, dtype=dtype)
             return lambda: torch.mm(a, b)
 
         return build
 
-    def vector(edge: int) -> Callable[[], Any]:
+    def vector(edge: int) -> Call:
         a, b = draw(1, edge), draw(edge, edge)
         return lambda: torch.mm(a, b)
 
-    def few_rows(edge: int) -> Callable[[], Any]:
+    def few_rows(edge: int) -> Call:
         a, b = draw(NARROW, edge), draw(edge, edge).t()  # by transposed weights, as layers have them
         return lambda: torch.mm(a, b)
 
@@ -285,12 +426,12 @@ def _gemm_probes(draw: DrawTensor, *, gpu: bool) -> Iterator[KernelProbe]:
 
 
 def _convolution_probes(draw: DrawTensor, *, gpu: bool) -> Iterator[KernelProbe]:
-    def build(channels: int) -> Callable[[], Any]:
+    def build(channels: int) -> Call:
         x = draw(32 if gpu else 1, channels, 56, 56).to(memory_format=torch.channels_last)
         weight = draw(channels, channels, 3, 3).to(memory_format=torch.channels_last)
         return lambda: functional.conv2d(x, weight, padding=1)
 
-    def backward(channels: int) -> Callable[[], Any]:
+    def backward(channels: int) -> Call:
         x = draw(32 if gpu else 1, channels, 56, 56).to(memory_format=torch.channels_last)
         weight = draw(channels, channels, 3, 3).to(memory_format=torch.channels_last)
         gradient = torch.randn_like(x)
@@ -315,20 +456,20 @@ def _host_attention_probes(draw: DrawTensor) -> Iterator[KernelProbe]:
     """
     packet = "aten._scaled_dot_product_flash_attention_for_cpu"
 
-    def forward(width: int, causal: bool) -> Callable[[int], Callable[[], Any]]:
-        def build(length: int) -> Callable[[], Any]:
+    def forward(width: int, causal: bool) -> Callable[[int], Call]:
+        def build(length: int) -> Call:
             q, k, v = (draw(1, 4, length, width) for _ in range(3))
             return lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
         return build
 
-    def backward(length: int) -> Callable[[], Any]:
+    def backward(length: int) -> Call:
         q, k, v, gradient = (draw(1, 4, length, 64) for _ in range(4))
         out, statistics = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         saved = (out, statistics, 0.0, True)
         return lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, *saved)
 
-    def probe(name: str, build: Callable[[int], Callable[[], Any]], *stands_for: str) -> KernelProbe:
+    def probe(name: str, build: Callable[[int], Call], *stands_for: str) -> KernelProbe:
         return KernelProbe(name=name, sizes=(64, 256, 1024), build=build, stands_for=stands_for)
 
     yield probe("attention of width 64", forward(64, False), packet, "attention")
@@ -340,15 +481,15 @@ def _host_attention_probes(draw: DrawTensor) -> Iterator[KernelProbe]:
 def _attention_probes(draw: DrawTensor) -> Iterator[KernelProbe]:
     """Causal attention of each backend, by width of head."""
 
-    def forward(width: int) -> Callable[[int], Callable[[], Any]]:
-        def build(length: int) -> Callable[[], Any]:
+    def forward(width: int) -> Callable[[int], Call]:
+        def build(length: int) -> Call:
             q, k, v = (draw(4, 16, length, width) for _ in range(3))
             return lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
 
         return build
 
-    def backward(width: int) -> Callable[[int], Callable[[], Any]]:
-        def build(length: int) -> Callable[[], Any]:
+    def backward(width: int) -> Callable[[int], Call]:
+        def build(length: int) -> Call:
             q, k, v, gradient = (draw(4, 16, length, width) for _ in range(4))
             out, statistics, ends, key_ends, most, key_most, seed, offset, _ = aten._scaled_dot_product_flash_attention(
                 q, k, v, 0.0, True
@@ -358,25 +499,25 @@ def _attention_probes(draw: DrawTensor) -> Iterator[KernelProbe]:
 
         return build
 
-    def efficient(length: int) -> Callable[[], Any]:
+    def efficient(length: int) -> Call:
         q, k, v = (draw(4, 16, length, 64) for _ in range(3))
         return lambda: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
 
-    def efficient_backward(length: int) -> Callable[[], Any]:
+    def efficient_backward(length: int) -> Call:
         q, k, v, gradient = (draw(4, 16, length, 64) for _ in range(4))
         out, statistics, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
         saved = (None, out, statistics, seed, offset, 0.0, [True, True, True, False], True)
         return lambda: aten._scaled_dot_product_efficient_attention_backward(gradient, q, k, v, *saved)
 
-    def cudnn(width: int) -> Callable[[int], Callable[[], Any]]:
-        def build(length: int) -> Callable[[], Any]:
+    def cudnn(width: int) -> Callable[[int], Call]:
+        def build(length: int) -> Call:
             q, k, v = (draw(4, 16, length, width) for _ in range(3))
             return lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
 
         return build
 
-    def cudnn_backward(width: int) -> Callable[[int], Callable[[], Any]]:
-        def build(length: int) -> Callable[[], Any]:
+    def cudnn_backward(width: int) -> Callable[[int], Call]:
+        def build(length: int) -> Call:
             q, k, v, gradient = (draw(4, 16, length, width) for _ in range(4))
             out, statistics, ends, key_ends, most, key_most, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, True, 0.0, True
@@ -427,122 +568,3 @@ def _attention_probes(draw: DrawTensor) -> Iterator[KernelProbe]:
         build=efficient_backward,
         stands_for=(f"{packet}_backward/64",),
     )
-
-
-BLOCKS = 5
-HOST_CALLS = 5
-MAX_SETTLING_CALLS = 10
-"""Calls before those, at most."""
-HOST_ROUNDS = 5
-"""Through all kernels: a host is slower for seconds at a time, by what else runs there or on a core's other thread."""
-
-
-def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Machine:
-    """`machine`, which is this one with its ceilings, with what its kernels reach. Caches are cold before each call.
-
-    Everything runs in a burst, as the ceilings were measured. An operator that this torch lacks is left out.
-    """
-    say = progress or (lambda line: None)
-    device = cuda_device(torch.cuda.current_device()) if machine.kind == "gpu" else None
-    found: MeasuredRatios = {}
-    timer = _host_timer() if device is None else partial(_gpu_seconds, device)
-    with freed_memory_kept() if device is None else nullcontext():
-        for number in range(HOST_ROUNDS if device is None else 1):
-            suffix = f", round {number + 1}" if number else ""
-            _measure_round(machine, device, timer, lambda line, suffix=suffix: say(line + suffix), found)  # type: ignore[misc]
-    assert machine.achievable is not None
-    efficiency = {
-        kind: tuple(
-            EfficiencyPoint(bound_seconds=bound, ratio=median(ratios)) for bound, ratios in sorted(points.items())
-        )
-        for kind, points in found.items()
-    }
-    return dataclasses.replace(machine, achievable=dataclasses.replace(machine.achievable, efficiency=efficiency))
-
-
-MeasuredRatios = dict[str, dict[float, list[float]]]
-"""By kind, and by what the bound of a call is, how many times as long it took in each round."""
-Timer = Callable[[Callable[[], Any], Callable[[], Any]], tuple[float, float | None]]
-"""Seconds of a call with cold caches, and with its operands in them, where that is measured.
-
-A second call of the same operator, on other tensors, is there to bring back its code.
-"""
-
-
-def _measure_round(
-    machine: Machine, device: CudaDevice | None, timer: Timer, say: Progress, found: MeasuredRatios
-) -> None:
-    with torch.no_grad():
-        for probe in kernel_probes(torch.device("cpu") if device is None else device.device):
-            say(f"kernels: {probe.name}")
-            for size in probe.sizes:
-                try:
-                    _measure_probe(probe, size, machine, timer, found)
-                except (RuntimeError, NotImplementedError, UsageError) as error:
-                    say(f"kernels: {probe.name} is left out: {str(error).splitlines()[0][:100]}")
-                    break
-
-
-def _measure_probe(probe: KernelProbe, size: int, machine: Machine, timer: Timer, found: MeasuredRatios) -> None:
-    call = probe.build(size)
-    recorded = trace(call, live=True, target=Target(kind="cpu") if machine.kind == "cpu" else None)
-    costs = [cost_of(op) for op in recorded.ops]
-    bounds = as_written(recorded, costs, machine)
-    index = max(range(len(bounds)), key=lambda at: bounds[at].seconds)
-    limiter = "compute" if bounds[index].limiter == "compute" else "memory"
-    kinds = (next(kinds_of(recorded.ops[index], costs[index], limiter)), *probe.stands_for)
-    cold, hot = timer(call, probe.build(probe.sizes[0]))
-    _add_ratio(found, kinds, sum(bound.seconds for bound in bounds), cold)
-    moved = sum(access.bytes for cost in costs for access in (*cost.reads, *cost.writes))
-    if hot is not None and limiter == "memory" and moved <= (machine.cache_bytes or 0.0) / 2:
-        cached = sum(max(bound.cache_seconds, bound.compute_seconds) for bound in bounds)
-        _add_ratio(found, [f"{kind}{CACHED}" for kind in kinds], cached, hot)
-
-
-def _add_ratio(found: MeasuredRatios, kinds: Iterable[str], bound: float, seconds: float) -> None:
-    for kind in kinds:
-        found.setdefault(kind, {}).setdefault(bound, []).append(seconds / bound)
-
-
-def _host_timer() -> Timer:
-    """The median of a few calls, cold and hot.
-
-    The sweep takes the operator's code out of the caches too. An op of a step finds it there, so the other call follows
-    the sweep.
-    """
-    sweep = HostEviction()
-
-    def seconds(call: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float | None]:
-        def evict() -> None:
-            sweep()
-            other()
-
-        _settle_memory(call)
-        cold = HostSampler(call, "cold", call_seconds=0.0, evict=evict, calls=HOST_CALLS)
-        usual = cold.block().seconds
-        hot = HostSampler(call, "hot", call_seconds=usual)
-        return usual, median([hot.block().seconds for _ in range(3)])
-
-    return seconds
-
-
-def _settle_memory(call: Callable[[], Any]) -> None:
-    """Calls until its memory is there: a heap that keeps what is freed grows for some calls."""
-    for _ in range(MAX_SETTLING_CALLS):
-        before = page_faults()
-        call()
-        if page_faults() - before < MANY_FAULTS:
-            return
-
-
-def _gpu_seconds(device: CudaDevice, call: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float | None]:
-    """The median over a few blocks of cold calls; the code stays where it is."""
-    for _ in range(2):
-        call()
-    stage = Stage(device, "cold")
-    first = EventSampler(device, call, stage, call_seconds=1e-3, enqueue_seconds=3e-5, calls=2).block().seconds
-    zero = zero_of(device.index, "cold").events
-    paced = Stage(device, "cold", pace_seconds=3 * first)
-    sampler = EventSampler(device, call, paced, call_seconds=first, enqueue_seconds=3e-5, zero_seconds=zero)
-    sampler.block()
-    return median([sampler.block().seconds for _ in range(BLOCKS)]), None

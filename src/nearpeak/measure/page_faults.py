@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+MANY_FAULTS = 256
+"""Page faults of a call: those of 1 MiB in pages of 4 KiB, each some tenths of a microsecond, or more on a virtual
+machine."""
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MOST = 2**31 - 1

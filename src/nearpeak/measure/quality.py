@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nearpeak.measure.options import Options
+from nearpeak.measure.page_faults import MANY_FAULTS
 from nearpeak.measure.prepared import PreparedCase
 from nearpeak.measure.samplers import EventSampler, GraphSampler, RegressionSampler
 from nearpeak.measure.statistics import Interval, inflation, lag1, median, median_interval, modality, quantile, trend
@@ -21,8 +22,6 @@ EVENT_JITTER_SECONDS = 2e-6
 """Events scatter by this much (seen on an H200): two humps so close are the instrument's own."""
 FULL_CLOCK = 0.98
 """A power cap at this share of the highest clock costs nothing worth a flag."""
-MANY_FAULTS = 256
-"""In a call: of a MiB in pages of 4 KiB, each some tenths of a microsecond or, on a virtual machine, more."""
 SHARED_BLOCKS = 0.25
 """A condition that held in fewer blocks than this is not worth a flag."""
 
