@@ -1,29 +1,41 @@
-"""Attention for Hopper in Gluon: warp-specialized forward and backward kernels.
+"""Attention for Hopper in Gluon: warp-specialized forward and backward kernels, and their launchers.
 
-Forward: one warp loads, two or three warpgroups compute. The loading warp copies blocks of keys and values into a ring
-buffer in shared memory by TMA. Each warpgroup has 64 queries. While it computes the exponentials of one block of
-scores, the tensor cores multiply the weights of the previous block by its values, and the queries by the next keys.
-Blocks that are partly masked come first in a tile, in a loop of their own. A persistent program issues the first scores
-of its next tile before it writes the results of the current one. Tiles with the most keys come first, and every other
-round of programs goes through them backwards, so that all programs end at about the same time.
+They take plain attention, full or causal, of 16-bit dtypes and heads of 64 or 128 dimensions. The portable kernels take
+the rest.
 
-Backward: all gradients from one pass over the scores. A program has 128 keys and values, 64 for each of two
-warpgroups, and loops over the queries that see them, in pairs of blocks of 64. Scores are transposed (keys by queries),
-so that weights and their gradients are directly the left operands of the products for the gradients of values and keys,
-which stay in registers to the end. Each program contributes to the gradient of queries: a fourth warp adds the partial
-sums in global memory, in float32 and in a fixed order, so that results are bitwise reproducible. For each pair of
-blocks of queries a counter says how many partial sums are there. The order in which programs visit queries, and the
-order of the additions, are such that programs of one head rarely meet at the same queries:
+Forward: one warp loads (producer), two or three warpgroups compute (consumers). The producer copies blocks of keys and
+values into a ring buffer in shared memory by TMA. Each consumer has 64 queries. While it computes the exponentials of
+one block of scores, the tensor cores multiply the weights of the previous block by its values, and the queries by the
+next keys. Blocks that need a mask are the first of a tile, and have a loop of their own. A persistent program starts
+the first scores of its next tile before it writes the results of the current one. Tiles with the most keys come first,
+and every other round of programs goes through them backwards, so that all programs end at about the same time.
+
+Backward: all gradients from one pass over the scores. A program has 128 keys and values, 64 for each of two consumers,
+and loops over the queries that see them, in pairs of blocks of 64. Scores are transposed (keys, queries), so that
+weights P^T and their gradients dS^T are directly the left operands of dV += P^T dO and dK += dS^T Q, which stay in
+registers to the end. Every program contributes to dQ: a fourth warp adds its parts in global memory, in float32 and in
+a fixed order, so that results are bitwise reproducible. For each pair of blocks of queries a counter says how many
+parts have been added. A pair may have several partial sums, which are added up at the end, so that programs wait less.
+The order in which programs visit queries, and the order of the additions, are such that programs of one head are rarely
+at the same queries, and that the turn of each comes when the program before it has passed:
 
 - Without a causal mask, programs start at different queries and wrap around.
-- With a causal mask, programs that start together begin at their diagonal and go to later queries. Where one head
-  occupies all processors, programs of the next head, those with the most queries first, go from the last queries to
-  their diagonal.
-- Where a head has more programs than run at a time, a program may only wait for programs with a smaller number.
+- With a causal mask, programs that start together begin at their diagonal and go to later queries. If one head occupies
+  all processors, its programs end one after the other, and those of the next head start, the ones with the most queries
+  first: they go from the last queries to their diagonal. These end together, and so on.
+- If a head has more programs than run at a time, a program may wait only for programs that have started before it: the
+  order is that of their numbers.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,35 +48,95 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nearpeak.kernels._runtime.gluon import descriptor
+from nearpeak.kernels._runtime.launch import launch
 from nearpeak.kernels._runtime.sm90_layouts import wgmma_layout
+from nearpeak.kernels._runtime.tuning import processors
+from nearpeak.kernels.attention.triton import AttentionProblem, Gradients, addressable, statistics
+from nearpeak.kernels.attention.tuning import MAX_SUMS, query_gradient_sums, sm90_config
 
-ROWS = gl.constexpr(64)
-"""Queries of a warpgroup, as many as its products have rows."""
+_DIMS = (64, 128)
+_KEY_BLOCK = 128
+"""Keys of a block of the forward pass."""
+_PAIR = 128
+"""Queries of a pair of blocks of the backward pass, and keys of one of its programs."""
+_WARPGROUP_ROWS = 64
+_SUM_ROWS = 32
+_TMA_ALIGNMENT = 16
+
+ROWS = gl.constexpr(_WARPGROUP_ROWS)
+"""Queries of a consumer, as many as its products have rows."""
+PAIR = gl.constexpr(_PAIR)
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+def takes(problem: AttentionProblem) -> bool:
+    """Whether these kernels support a problem."""
+    return (
+        problem.query.dtype in (torch.bfloat16, torch.float16)
+        and problem.dim == problem.value_dim
+        and problem.dim in _DIMS
+        and problem.is_plain
+        and not problem.packed
+        and problem.sinks is None
+        and problem.dropout == 0.0
+        and problem.left < 0
+        and problem.right in (-1, 0)
+        and 0 not in (problem.batches, problem.queries, problem.keys)
+        and problem.batches * problem.heads * (problem.queries + _PAIR) * MAX_SUMS < 2**31
+        and all(map(_is_tma_copyable, (problem.query, problem.key, problem.value)))
+    )
+
+
+def _is_tma_copyable(x: Tensor) -> bool:
+    """Whether TMA can copy tiles of a tensor [batch, heads, tokens, dim]."""
+    by_stride = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % _TMA_ALIGNMENT == 0
+        and all(
+            stride > 0 and stride * x.element_size() % _TMA_ALIGNMENT == 0 for size, stride in by_stride if size > 1
+        )
+    )
+
+
+def _tile_descriptor(x: Tensor, rows: int) -> Any:
+    """The descriptor of tiles of some tokens of one head."""
+    block = [1, 1, rows, x.shape[-1]]
+    if 1 in x.shape[:-1]:  # the stride of a dimension of size 1 is arbitrary, and must still be a multiple of 16 bytes
+        strides = [x.stride(-1) * x.shape[-1] if n == 1 else s for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
+        x = torch.as_strided(x, x.shape, (*strides, 1))
+    return descriptor(x, block)
+
+
+def _diagonal_offset(problem: AttentionProblem) -> int:
+    """Query i is aligned with key i + diagonal."""
+    return problem.keys - problem.queries if problem.bottom_right else 0
 
 
 @gluon.jit
-def tile_of_turn(turn, SNAKE: gl.constexpr):
-    """The tile that this program has in a turn."""
+def tile_of_round(number, SNAKE: gl.constexpr):
+    """The tile of this program in a round; with SNAKE, every other round goes backwards."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     if SNAKE:
-        program = gl.where(turn % 2 == 0, program, programs - 1 - program)
-    return turn * programs + program
+        program = gl.where(number % 2 == 0, program, programs - 1 - program)
+    return number * programs + program
 
 
 @gluon.jit
-def tile_count(tiles, SNAKE: gl.constexpr):
-    """How many turns this program has."""
+def round_count(tiles, SNAKE: gl.constexpr):
+    """The number of tiles of this program."""
     whole = tiles // gl.num_programs(0)
-    return whole + gl.where(tile_of_turn(whole, SNAKE) < tiles, 1, 0)
+    return whole + gl.where(tile_of_round(whole, SNAKE) < tiles, 1, 0)
 
 
 @gluon.jit
 def block_and_head(tile, blocks, together, CAUSAL: gl.constexpr):
     """The block of queries of a tile, and its head among those of all batches.
 
-    So many heads are worked on together, few enough for their keys and values to stay in the cache.
+    Tiles of `together` heads are next to each other, few enough for their keys and values to stay in the L2 cache.
     """
     rest = tile % (blocks * together)
     block = rest // together
@@ -75,14 +147,14 @@ def block_and_head(tile, blocks, together, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def key_blocks(first, keys, diagonal, QUERIES: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys the queries from the first on see, at least one, and how many all of them see whole."""
-    seen = gl.cdiv(keys, KEYS)
-    whole = keys // KEYS
+    """How many blocks of keys QUERIES queries from `first` on see, at least one, and how many of them need no mask."""
+    visible = gl.cdiv(keys, KEYS)
+    full = keys // KEYS
     if CAUSAL:
-        seen = gl.minimum(seen, gl.cdiv(gl.maximum(first + QUERIES + diagonal, 0), KEYS))
-        whole = gl.minimum(whole, gl.maximum(first + diagonal + 1, 0) // KEYS)
-    seen = gl.maximum(seen, 1)
-    return seen, gl.minimum(whole, seen)
+        visible = gl.minimum(visible, gl.cdiv(gl.maximum(first + QUERIES + diagonal, 0), KEYS))
+        full = gl.minimum(full, gl.maximum(first + diagonal + 1, 0) // KEYS)
+    visible = gl.maximum(visible, 1)
+    return visible, gl.minimum(full, visible)
 
 
 @gluon.jit
@@ -90,30 +162,32 @@ def _load_forward(
     query, key, value, rings, barriers, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
-    """Copies the queries of each tile, and keys and values, the last ones first."""
-    query_ring, key_ring, value_ring, _written = rings
+    """The producer: copies the queries of each tile, and its keys and values, the last blocks first."""
+    query_ring, key_ring, value_ring, _result_tiles = rings
     _queries, keys, heads, group, blocks, tiles, together, diagonal = sizes
-    query_full, query_free, key_full, key_free, value_full, value_free = barriers
-    count = 0
-    for turn in range(tile_count(tiles, SNAKE)):
-        block, number = block_and_head(tile_of_turn(turn, SNAKE), blocks, together, CAUSAL)
-        batch = number // heads
-        head = number % heads
-        seen, _whole = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, CAUSAL)
-        mbarrier.wait(query_free, (turn & 1) ^ 1)
+    query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
+    count = 0  # blocks of keys so far, of all tiles
+    for number in range(round_count(tiles, SNAKE)):
+        block, head_index = block_and_head(tile_of_round(number, SNAKE), blocks, together, CAUSAL)
+        batch = head_index // heads
+        head = head_index % heads
+        visible, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, CAUSAL)
+        # queries, one tile for each consumer
+        mbarrier.wait(query_empty, (number & 1) ^ 1)
         mbarrier.expect(query_full, CONSUMERS * query.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
             row = block * QUERIES + consumer * ROWS
             tma.async_copy_global_to_shared(query, [batch, head, row, 0], query_full, query_ring.index(consumer))
-        for step in range(seen):
-            row = (seen - 1 - step) * KEYS
+        # keys and values, as slots of the rings become empty
+        for step in range(visible):
+            row = (visible - 1 - step) * KEYS
             slot = count % STAGES
             phase = (count // STAGES) & 1
-            mbarrier.wait(key_free.index(slot), phase ^ 1)
+            mbarrier.wait(key_empty.index(slot), phase ^ 1)
             mbarrier.expect(key_full.index(slot), key.block_type.nbytes)
             place = [batch, head // group, row, 0]
             tma.async_copy_global_to_shared(key, place, key_full.index(slot), key_ring.index(slot))
-            mbarrier.wait(value_free.index(slot), phase ^ 1)
+            mbarrier.wait(value_empty.index(slot), phase ^ 1)
             mbarrier.expect(value_full.index(slot), value.block_type.nbytes)
             tma.async_copy_global_to_shared(value, place, value_full.index(slot), value_ring.index(slot))
             count += 1
@@ -121,29 +195,29 @@ def _load_forward(
 
 @gluon.jit
 def _softmax_weights(
-    scores, top, total, factor, first, column, keys, diagonal,
+    scores, maximum, total, factor, first, column, keys, diagonal,
     KEYS: gl.constexpr, LAYOUT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Weights over the highest score so far, that score, the sum so far, and what earlier results shrink by."""
+    """Online softmax of scores (ROWS, KEYS): weights, new maximum, new total, and the factor of earlier results."""
     if MASKED:
-        key_at = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-        query_at = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        key_index = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+        query_index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         end = gl.full([ROWS], 0, gl.int32, layout=gl.SliceLayout(1, LAYOUT)) + (keys - column)
         if CAUSAL:
-            end = gl.minimum(end, query_at + (first + diagonal + 1 - column))
-        scores = gl.where(key_at[None, :] < end[:, None], scores, -float("inf"))
-    higher = gl.maximum(top, gl.max(scores, 1) * factor)
-    base = higher
-    if MASKED:  # a query that has seen nothing yet
-        base = gl.where(higher == -float("inf"), 0.0, higher)
+            end = gl.minimum(end, query_index + (first + diagonal + 1 - column))
+        scores = gl.where(key_index[None, :] < end[:, None], scores, -float("inf"))
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * factor)  # (ROWS,)
+    base = new_maximum
+    if MASKED:  # a query that has seen no key yet
+        base = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     weights = gl.exp2(scores * factor - base[:, None])
-    less = gl.exp2(top - base)
-    return weights, higher, total * less + gl.sum(weights, 1), less
+    rescale = gl.exp2(maximum - base)
+    return weights, new_maximum, total * rescale + gl.sum(weights, 1), rescale
 
 
 @gluon.jit
 def _packed(weights, KEYS: gl.constexpr, dtype: gl.constexpr):
-    """Weights in 16 bits, two in a register: a loop would carry one in each, and take them apart and together again."""
+    """Weights (ROWS, KEYS) in 16 bits, two in a register. A loop would carry one per register, and repack them."""
     even, odd = weights.reshape([ROWS, KEYS // 2, 2]).split()
     asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(asm, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
@@ -151,7 +225,7 @@ def _packed(weights, KEYS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def _unpacked(packed, KEYS: gl.constexpr, DIM: gl.constexpr, dtype: gl.constexpr):
-    """The left side of a product with values."""
+    """Packed weights as the left operand of a product with values."""
     asm: gl.constexpr = "mov.b32 {$0, $1}, $2;"
     even, odd = gl.inline_asm_elementwise(asm, "=h,=h,r", [packed], (gl.int16, gl.int16), is_pure=True, pack=1)
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(DIM), k_width=2)
@@ -162,41 +236,43 @@ def _unpacked(packed, KEYS: gl.constexpr, DIM: gl.constexpr, dtype: gl.constexpr
 def _start_scores(
     query_ring, key_ring, slot, CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Products of queries and keys, which are on their way."""
-    query = query_ring.index(CONSUMER).reshape([ROWS, DIM])
-    key = key_ring.index(slot).reshape([KEYS, DIM]).permute((1, 0))
-    none = gl.zeros([ROWS, KEYS], gl.float32, layout=LAYOUT)
-    return warpgroup_mma(query, key, none, use_acc=False, is_async=True)
+    """Starts S = Q K^T, (ROWS, KEYS)."""
+    q = query_ring.index(CONSUMER).reshape([ROWS, DIM])
+    k = key_ring.index(slot).reshape([KEYS, DIM]).permute((1, 0))
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=LAYOUT)
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _forward_step(
-    rings, barriers, weights, sums, top, total, factor, last, count, first, column, keys, diagonal,
+    rings, barriers, weights, accumulator, maximum, total, factor, last, count, first, column, keys, diagonal,
     CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds the values of the block before, and takes the weights of this one."""
-    query_ring, key_ring, value_ring, _written = rings
-    _query_full, query_free, key_full, key_free, value_full, value_free = barriers
+    """Starts the scores of this block and O += P V of the previous one, and computes the weights of this one."""
+    query_ring, key_ring, value_ring, _result_tiles = rings
+    _query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
     layout: gl.constexpr = wgmma_layout(KEYS)
-    sum_layout: gl.constexpr = wgmma_layout(DIM)
+    accumulator_layout: gl.constexpr = wgmma_layout(DIM)
     slot = count % STAGES
-    before = (count - 1) % STAGES
+    previous = (count - 1) % STAGES
+    # both products are in flight
     mbarrier.wait(key_full.index(slot), (count // STAGES) & 1)
     scores = _start_scores(query_ring, key_ring, slot, CONSUMER, KEYS, DIM, layout)
-    mbarrier.wait(value_full.index(before), ((count - 1) // STAGES) & 1)
+    mbarrier.wait(value_full.index(previous), ((count - 1) // STAGES) & 1)
     left = _unpacked(weights, KEYS, DIM, value_ring.dtype)
-    added = warpgroup_mma(left, value_ring.index(before).reshape([KEYS, DIM]), sums, is_async=True)
+    product = warpgroup_mma(left, value_ring.index(previous).reshape([KEYS, DIM]), accumulator, is_async=True)
+    # softmax of the scores, while the second product runs
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-    mbarrier.arrive(key_free.index(slot), count=1)
-    mbarrier.arrive(query_free, count=1, pred=last)
-    found, top, total, less = _softmax_weights(
-        scores, top, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, MASKED
+    mbarrier.arrive(key_empty.index(slot), count=1)
+    mbarrier.arrive(query_empty, count=1, pred=last)
+    new_weights, maximum, total, rescale = _softmax_weights(
+        scores, maximum, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, MASKED
     )
-    sums = warpgroup_mma_wait(num_outstanding=0, deps=(added,))
-    mbarrier.arrive(value_free.index(before), count=1)
-    sums = sums * gl.convert_layout(less, gl.SliceLayout(1, sum_layout))[:, None]
-    return _packed(found, KEYS, value_ring.dtype), sums, top, total
+    accumulator = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+    mbarrier.arrive(value_empty.index(previous), count=1)
+    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, accumulator_layout))[:, None]
+    return _packed(new_weights, KEYS, value_ring.dtype), accumulator, maximum, total
 
 
 @gluon.jit
@@ -204,19 +280,19 @@ def _skip_hidden_blocks(
     count, tile, sizes, barriers, CONSUMER: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The number of the first block of a tile of which this warpgroup sees something: earlier ones are for others."""
+    """Releases the first blocks of a tile, which only later queries of other consumers see."""
     _queries, keys, _heads, _group, blocks, _tiles, together, diagonal = sizes
-    _query_full, _query_free, key_full, key_free, value_full, value_free = barriers
-    block, _number = block_and_head(tile, blocks, together, True)
-    seen, _whole = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, True)
-    own, _whole = key_blocks(block * QUERIES + CONSUMER * ROWS, keys, diagonal, ROWS, KEYS, True)
-    for _ in range(seen - own):
+    _query_full, _query_empty, key_full, key_empty, value_full, value_empty = barriers
+    block, _head_index = block_and_head(tile, blocks, together, True)
+    visible, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, True)
+    own, _full = key_blocks(block * QUERIES + CONSUMER * ROWS, keys, diagonal, ROWS, KEYS, True)
+    for _ in range(visible - own):
         slot = count % STAGES
         phase = (count // STAGES) & 1
         mbarrier.wait(key_full.index(slot), phase)
-        mbarrier.arrive(key_free.index(slot), count=1)
+        mbarrier.arrive(key_empty.index(slot), count=1)
         mbarrier.wait(value_full.index(slot), phase)
-        mbarrier.arrive(value_free.index(slot), count=1)
+        mbarrier.arrive(value_empty.index(slot), count=1)
         count += 1
     return count
 
@@ -226,80 +302,88 @@ def _consume_forward(
     CONSUMER: gl.constexpr, result, lse, rings, barriers, factor, sizes, QUERIES: gl.constexpr,
     KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
-    """Results and logarithms of 64 queries of each tile."""
-    query_ring, key_ring, value_ring, written = rings
+    """A consumer: results and log-sum-exp of 64 queries of each tile."""
+    query_ring, key_ring, value_ring, result_tiles = rings
     queries, keys, heads, _group, blocks, tiles, together, diagonal = sizes
-    query_full, query_free, key_full, key_free, value_full, value_free = barriers
+    query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
     layout: gl.constexpr = wgmma_layout(KEYS)
-    sum_layout: gl.constexpr = wgmma_layout(DIM)
-    turns = tile_count(tiles, SNAKE)
+    accumulator_layout: gl.constexpr = wgmma_layout(DIM)
+    rounds = round_count(tiles, SNAKE)
+    # the first scores of the first tile
     mbarrier.wait(query_full, 0)
     count = 0
     if CAUSAL:
-        count = _skip_hidden_blocks(count, tile_of_turn(0, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES)
+        count = _skip_hidden_blocks(count, tile_of_round(0, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES)
     mbarrier.wait(key_full.index(count % STAGES), (count // STAGES) & 1)
-    upcoming = _start_scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)
-    for turn in range(turns):
-        block, number = block_and_head(tile_of_turn(turn, SNAKE), blocks, together, CAUSAL)
+    next_scores = _start_scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)
+    for number in range(rounds):
+        block, head_index = block_and_head(tile_of_round(number, SNAKE), blocks, together, CAUSAL)
         first = block * QUERIES + CONSUMER * ROWS
-        seen, whole = key_blocks(first, keys, diagonal, ROWS, KEYS, CAUSAL)
-        top = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+        visible, full = key_blocks(first, keys, diagonal, ROWS, KEYS, CAUSAL)
+        maximum = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
-        sums = gl.zeros([ROWS, DIM], gl.float32, layout=sum_layout)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(upcoming,))
-        mbarrier.arrive(key_free.index(count % STAGES), count=1)
-        mbarrier.arrive(query_free, count=1, pred=seen == 1)
-        column = (seen - 1) * KEYS
-        if seen > whole:
-            found, top, total, _less = _softmax_weights(
-                scores, top, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, True
+        accumulator = gl.zeros([ROWS, DIM], gl.float32, layout=accumulator_layout)
+
+        # the weights of the first block, which is the last of the keys
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
+        mbarrier.arrive(key_empty.index(count % STAGES), count=1)
+        mbarrier.arrive(query_empty, count=1, pred=visible == 1)
+        column = (visible - 1) * KEYS
+        if visible > full:
+            new_weights, maximum, total, _rescale = _softmax_weights(
+                scores, maximum, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, True
             )
         else:
-            found, top, total, _less = _softmax_weights(
-                scores, top, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, False
+            new_weights, maximum, total, _rescale = _softmax_weights(
+                scores, maximum, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, False
             )
-        weights = _packed(found, KEYS, result.dtype)
+        weights = _packed(new_weights, KEYS, result.dtype)
         count += 1
-        for step in range(1, seen - whole):
-            weights, sums, top, total = _forward_step(
-                rings, barriers, weights, sums, top, total, factor, step == seen - 1, count, first,
+
+        # blocks that need a mask, and then those that do not
+        for step in range(1, visible - full):
+            weights, accumulator, maximum, total = _forward_step(
+                rings, barriers, weights, accumulator, maximum, total, factor, step == visible - 1, count, first,
                 column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, STAGES, CAUSAL, True,
             )  # fmt: skip
             count += 1
-        for step in range(gl.maximum(seen - whole, 1), seen):
-            weights, sums, top, total = _forward_step(
-                rings, barriers, weights, sums, top, total, factor, step == seen - 1, count, first,
+        for step in range(gl.maximum(visible - full, 1), visible):
+            weights, accumulator, maximum, total = _forward_step(
+                rings, barriers, weights, accumulator, maximum, total, factor, step == visible - 1, count, first,
                 column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, STAGES, CAUSAL, False,
             )  # fmt: skip
             count += 1
+
+        # O += P V of the last block
         last = (count - 1) % STAGES
         mbarrier.wait(value_full.index(last), ((count - 1) // STAGES) & 1)
         left = _unpacked(weights, KEYS, DIM, result.dtype)
-        added = warpgroup_mma(left, value_ring.index(last).reshape([KEYS, DIM]), sums, is_async=True)
-        # the first scores of the next tile; after the last one they are of no use, and nobody waits for their keys
-        more = turn + 1 < turns
+        product = warpgroup_mma(left, value_ring.index(last).reshape([KEYS, DIM]), accumulator, is_async=True)
+        # the first scores of the next tile; after the last tile they are garbage, and nobody waits for their keys
+        more = number + 1 < rounds
         if CAUSAL and more:
             count = _skip_hidden_blocks(
-                count, tile_of_turn(turn + 1, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES
+                count, tile_of_round(number + 1, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES
             )
-        mbarrier.wait(query_full, (turn + 1) & 1, pred=more)
+        mbarrier.wait(query_full, (number + 1) & 1, pred=more)
         mbarrier.wait(key_full.index(count % STAGES), (count // STAGES) & 1, pred=more)
-        upcoming = _start_scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)
-        sums = warpgroup_mma_wait(num_outstanding=1, deps=(added,))
-        mbarrier.arrive(value_free.index(last), count=1)
+        next_scores = _start_scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)
+        accumulator = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
+        mbarrier.arrive(value_empty.index(last), count=1)
 
-        share = gl.where(total == 0.0, 0.0, 1.0 / total)  # a query that sees nothing has zeros
-        sums = sums * gl.convert_layout(share, gl.SliceLayout(1, sum_layout))[:, None]
+        # normalize and store, the result through shared memory
+        inverse = gl.where(total == 0.0, 0.0, 1.0 / total)  # a query that sees no key has zeros
+        accumulator = accumulator * gl.convert_layout(inverse, gl.SliceLayout(1, accumulator_layout))[:, None]
         tma.store_wait(0)
-        gl.thread_barrier()  # one thread waits for the copy of the tile before, and all write
-        written.index(CONSUMER).store(sums.to(result.dtype))
+        gl.thread_barrier()  # one thread waits for the copy of the previous tile, and all write
+        result_tiles.index(CONSUMER).store(accumulator.to(result.dtype))
         fence_async_shared()
-        tile = written.index(CONSUMER).reshape([1, 1, ROWS, DIM])
-        tma.async_copy_shared_to_global(result, [number // heads, number % heads, first, 0], tile)
-        at = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        logarithm = gl.where(total == 0.0, -float("inf"), (top + gl.log2(total)) * LN_2)
-        gl.store(lse + number.to(gl.int64) * queries + at, logarithm, mask=at < queries)
-    warpgroup_mma_wait(num_outstanding=0, deps=(upcoming,))
+        tile = result_tiles.index(CONSUMER).reshape([1, 1, ROWS, DIM])
+        tma.async_copy_shared_to_global(result, [head_index // heads, head_index % heads, first, 0], tile)
+        index = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        log_sum_exp = gl.where(total == 0.0, -float("inf"), (maximum + gl.log2(total)) * LN_2)
+        gl.store(lse + head_index.to(gl.int64) * queries + index, log_sum_exp, mask=index < queries)
+    warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
     tma.store_wait(0)
 
 
@@ -309,36 +393,48 @@ def attention_hopper_kernel(
     KEYS: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     SNAKE: gl.constexpr,
 ):  # fmt: skip
-    """Tensors but the logarithms are descriptors of [batch, heads, tokens, dim]; key i is beside query i - diagonal."""
+    """The forward pass. Tensors are descriptors of [batch, heads, tokens, dim], except lse, [batch, heads, queries]."""
     dtype: gl.constexpr = query.dtype
     QUERIES: gl.constexpr = CONSUMERS * ROWS
+    # tiles in shared memory
     query_ring = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, DIM], query.layout)
     key_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], key.layout)
     value_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], value.layout)
-    written = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    result_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    # full: the producer's copy has arrived; empty: all consumers have read it
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    query_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    query_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    key_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    value_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(query_full, count=1)
-    mbarrier.init(query_free, count=CONSUMERS)
+    mbarrier.init(query_empty, count=CONSUMERS)
     for slot in gl.static_range(STAGES):
         mbarrier.init(key_full.index(slot), count=1)
-        mbarrier.init(key_free.index(slot), count=CONSUMERS)
+        mbarrier.init(key_empty.index(slot), count=CONSUMERS)
         mbarrier.init(value_full.index(slot), count=1)
-        mbarrier.init(value_free.index(slot), count=CONSUMERS)
+        mbarrier.init(value_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
-    barriers = (query_full, query_free, key_full, key_free, value_full, value_free)
-    rings = (query_ring, key_ring, value_ring, written)
+    barriers = (query_full, query_empty, key_full, key_empty, value_full, value_empty)
+    rings = (query_ring, key_ring, value_ring, result_tiles)
     sizes = (queries, keys, heads, group, blocks, tiles, together, diagonal)
+    # Gluon does not compile a list of partitions that is composed
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume_forward, (0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE)),
-                (_consume_forward, (1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE)),
-                (_load_forward, (query, key, value, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS, STAGES, CAUSAL, SNAKE)),
+                (
+                    _consume_forward,
+                    (0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                ),
+                (
+                    _consume_forward,
+                    (1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                ),
+                (
+                    _load_forward,
+                    (query, key, value, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS, STAGES, CAUSAL, SNAKE),
+                ),
             ],
             [4, 1],
             [240, 24],
@@ -346,30 +442,61 @@ def attention_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume_forward, (0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE)),
-                (_consume_forward, (1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE)),
-                (_consume_forward, (2, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE)),
-                (_load_forward, (query, key, value, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS, STAGES, CAUSAL, SNAKE)),
+                (
+                    _consume_forward,
+                    (0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                ),
+                (
+                    _consume_forward,
+                    (1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                ),
+                (
+                    _consume_forward,
+                    (2, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                ),
+                (
+                    _load_forward,
+                    (query, key, value, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS, STAGES, CAUSAL, SNAKE),
+                ),
             ],
             [4, 4, 1],
             [160, 160, 24],
         )  # fmt: skip
 
 
-PAIR = gl.constexpr(128)
-"""Queries of a pair of blocks, and keys of a program."""
+def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """The result, token-major in memory, and the log-sum-exp of the scores in float32."""
+    result = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.dim)
+    lse = problem.new_lse()
+    causal = problem.right == 0
+    device = problem.query.device
+    config = sm90_config(problem.dim, causal, problem.queries, device)
+    blocks = triton.cdiv(problem.queries, config.consumers * _WARPGROUP_ROWS)
+    heads = problem.batches * problem.heads
+    tiles = blocks * heads
+    programs = min(processors(device), tiles) if config.persistent else tiles
+    launch(
+        attention_hopper_kernel, (programs, 1, 1), lse, _tile_descriptor(problem.query, _WARPGROUP_ROWS),
+        _tile_descriptor(problem.key, _KEY_BLOCK), _tile_descriptor(problem.value, _KEY_BLOCK),
+        _tile_descriptor(result, _WARPGROUP_ROWS), problem.scale * math.log2(math.e),
+        problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, math.gcd(config.together, heads),
+        _diagonal_offset(problem),
+        _KEY_BLOCK, problem.dim, config.consumers, 2 if problem.dim == 128 else 3, causal,
+        causal and config.persistent, warps=4, registers=168 if config.consumers == 2 else 128,
+    )  # fmt: skip
+    return result, lse
 
 
 @builtin
 def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
-    """Has a tile in shared memory added to one in global memory, and does not wait. Gluon has no name for it yet."""
+    """Starts to add a tile in shared memory to one in global memory. Gluon has no function for it yet."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @gluon.jit
 def _wait_until_written():
-    """Until all that this warp sent is in global memory; `store_wait` waits until it has left shared memory."""
+    """Waits until this warp's copies are in global memory; `store_wait` waits until they have left shared memory."""
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
@@ -377,7 +504,7 @@ def _wait_until_written():
 
 @gluon.jit
 def query_pairs(head, block, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr):
-    """The first pair of blocks of queries that see a block of keys, how many do, and whether the last come first."""
+    """The first pair of blocks of queries that see a block of keys, their number, and whether the last come first."""
     _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, processors = sizes
     first = 0
     count = pairs
@@ -395,14 +522,14 @@ def query_pairs(head, block, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr)
 
 @gluon.jit
 def pair_of_step(step, first, count, down, pairs):
-    """The pair of blocks of queries that a program has in a step."""
+    """The pair of blocks of queries of a program in a step."""
     pair = first + (step if down == 0 else count - 1 - step)
     return pair - pairs if pair >= pairs else pair
 
 
 @gluon.jit
 def turn_of_pair(block, pair, down, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr):
-    """To which sum of a pair the part of a block of keys is added, and how many parts are added before it."""
+    """The sum of a pair to which the part of a block of keys is added, and the number of parts added before it."""
     _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, _processors = sizes
     before = block
     if ROTATED:
@@ -416,35 +543,37 @@ def turn_of_pair(block, pair, down, sizes, CAUSAL: gl.constexpr, ROTATED: gl.con
 
 @gluon.jit
 def add_query_gradients(
-    sums, turns, dq_tiles, barriers, sizes, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
+    sums, counters, dq_tiles, barriers, sizes, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
     SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Has parts of the queries' gradient added, each pair of blocks in its turn; the first of a sum is written."""
+    """The adding warp: adds the parts of dQ, each pair of blocks in its turn. The first part of a sum is stored."""
     _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors = sizes
-    _keys_full, _full, _free, ds_full, dq_free = barriers
+    _keys_full, _full, _empty, ds_full, dq_empty = barriers
     program = gl.program_id(0)
     block = program % blocks
     head = program // blocks
     first, count, down = query_pairs(head, block, sizes, CAUSAL, ROTATED)
-    # a part is there when the gradients of scores of the turn after are: those of the first turn tell of nothing
-    # and nothing is stored before they were seen, so that this warp is never a whole turn of barriers late
+    # dQ of a pair is in shared memory when dS of the next pair is: the first dS announces nothing. Nothing is stored
+    # before it was seen, so that this warp is never a whole phase of the barriers late
     for half in gl.static_range(2):
         mbarrier.wait(ds_full.index(half), 0, pred=group * count > 0)
-        mbarrier.arrive(dq_free.index(half), count=1, pred=group * count > 0)
+        mbarrier.arrive(dq_empty.index(half), count=1, pred=group * count > 0)
     done = 0
     for member in range(group):
         for step in range(count):
             pair = pair_of_step(step, first, count, down, pairs)
             place = (head * group + member) * pairs + pair
             number, before = turn_of_pair(block, pair, down, sizes, CAUSAL, ROTATED, SUMS)
-            turn = turns + place * SUMS + number
+            counter = counters + place * SUMS + number
             for half in gl.static_range(2):
                 row = number * rows + place * PAIR + half * ROWS
                 mbarrier.wait(ds_full.index(half), (done + 1) & 1)
+                # until it is this program's turn
                 if half == 0:
-                    there = gl.atomic_add(turn, 0, sem="relaxed")
-                    while there < before:
-                        there = gl.atomic_add(turn, 0, sem="relaxed")
+                    added = gl.atomic_add(counter, 0, sem="relaxed")
+                    while added < before:
+                        added = gl.atomic_add(counter, 0, sem="relaxed")
+                # both halves of the dimensions
                 if before == 0:
                     tma.async_copy_shared_to_global(sums, [row, 0], dq_tiles.index(2 * half))
                     tma.async_copy_shared_to_global(sums, [row, DIM // 2], dq_tiles.index(2 * half + 1))
@@ -452,24 +581,21 @@ def add_query_gradients(
                     async_add_shared_to_global(sums, [row, 0], dq_tiles.index(2 * half))
                     async_add_shared_to_global(sums, [row, DIM // 2], dq_tiles.index(2 * half + 1))
                 tma.store_wait(0)
-                mbarrier.arrive(dq_free.index(half), count=1)
+                mbarrier.arrive(dq_empty.index(half), count=1)
             _wait_until_written()
-            gl.atomic_add(turn, 1, sem="release")
+            gl.atomic_add(counter, 1, sem="release")
             done += 1
-
-
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def _load_backward(
-    query, key, value, gradient, lse, mean, tiles, barriers, sizes,
+    query, key, value, gradient, lse2, delta, tiles, barriers, sizes,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """Copies the keys and values of this program, and queries, gradients and what is known of rows, block by block."""
-    key_tiles, value_tiles, query_ring, gradient_ring, known, _ds_tiles, _dq_tiles = tiles
+    """The producer: copies the keys and values of this program, and then queries, dO, lse and delta, block by block."""
+    key_tiles, value_tiles, query_ring, gradient_ring, statistics_ring, _ds_tiles, _dq_tiles = tiles
     _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors = sizes
-    keys_full, full, free, _ds_full, _dq_free = barriers
+    keys_full, full, empty, _ds_full, _dq_empty = barriers
     program = gl.program_id(0)
     key_heads = heads // group
     block = program % blocks
@@ -487,263 +613,355 @@ def _load_backward(
         for step in range(2 * count):
             pair = pair_of_step(step // 2, first, count, down, pairs)
             slot = done % STAGES
-            mbarrier.wait(free.index(slot), ((done // STAGES) & 1) ^ 1)
+            mbarrier.wait(empty.index(slot), ((done // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(slot), query.block_type.nbytes + gradient.block_type.nbytes)
             place = [batch, head * group + member, pair * PAIR + (step % 2) * ROWS, 0]
             tma.async_copy_global_to_shared(query, place, full.index(slot), query_ring.index(slot))
             tma.async_copy_global_to_shared(gradient, place, full.index(slot), gradient_ring.index(slot))
             row = (program // blocks * group + member).to(gl.int64) * (pairs * PAIR) + pair * PAIR + (step % 2) * ROWS
-            logarithms = gl.load(lse + row + lanes)
-            means = gl.load(mean + row + lanes)
-            known.index(2 * slot).store(logarithms)
-            known.index(2 * slot + 1).store(means)
+            lse2_rows = gl.load(lse2 + row + lanes)
+            delta_rows = gl.load(delta + row + lanes)
+            statistics_ring.index(2 * slot).store(lse2_rows)
+            statistics_ring.index(2 * slot + 1).store(delta_rows)
             mbarrier.arrive(full.index(slot), count=1)
             done += 1
 
 
 @gluon.jit
 def _start_query_gradient(
-    HALF: gl.constexpr, CONSUMER: gl.constexpr, ds_tiles, key_tiles, barriers, turn, zero, DIM: gl.constexpr
+    HALF: gl.constexpr, CONSUMER: gl.constexpr, ds_tiles, key_tiles, barriers, iteration, zero, DIM: gl.constexpr
 ):
-    """This warpgroup's half of the dimensions of the gradient of 64 queries, on its way."""
-    _keys_full, _full, _free, ds_full, _dq_free = barriers
-    mbarrier.wait(ds_full.index(HALF), turn & 1)
-    found = gl.zeros([ROWS, DIM // 2], gl.float32, layout=wgmma_layout(DIM // 2))
+    """Starts dQ = dS K of 64 queries and this consumer's half of the dimensions, (ROWS, DIM / 2)."""
+    _keys_full, _full, _empty, ds_full, _dq_empty = barriers
+    mbarrier.wait(ds_full.index(HALF), iteration & 1)
+    d_q = gl.zeros([ROWS, DIM // 2], gl.float32, layout=wgmma_layout(DIM // 2))
     for part in gl.static_range(2):
-        by_scores = ds_tiles.index(2 * HALF + part + zero).permute((1, 0))
-        keys = key_tiles.index(part + zero).reshape([ROWS, DIM]).slice(CONSUMER * (DIM // 2), DIM // 2, dim=1)
-        found = warpgroup_mma(by_scores, keys, found, use_acc=part == 1, is_async=True)
-    return found
+        d_scores = ds_tiles.index(2 * HALF + part + zero).permute((1, 0))
+        k = key_tiles.index(part + zero).reshape([ROWS, DIM]).slice(CONSUMER * (DIM // 2), DIM // 2, dim=1)
+        d_q = warpgroup_mma(d_scores, k, d_q, use_acc=part == 1, is_async=True)
+    return d_q
 
 
 @gluon.jit
-def _store_query_gradient(HALF: gl.constexpr, CONSUMER: gl.constexpr, found, dq_tiles, barriers, turn):
-    """Stores a gradient of queries for the warp that adds it, which hears of it later."""
-    _keys_full, _full, _free, _ds_full, dq_free = barriers
-    mbarrier.wait(dq_free.index(HALF), turn & 1)
-    dq_tiles.index(2 * HALF + CONSUMER).store(found)
+def _store_query_gradient(HALF: gl.constexpr, CONSUMER: gl.constexpr, d_q, dq_tiles, barriers, iteration):
+    """Stores a part of dQ for the adding warp, to which a later barrier announces it."""
+    _keys_full, _full, _empty, _ds_full, dq_empty = barriers
+    mbarrier.wait(dq_empty.index(HALF), iteration & 1)
+    dq_tiles.index(2 * HALF + CONSUMER).store(d_q)
 
 
 @gluon.jit
 def _start_products(left, right, half, DIM: gl.constexpr):
-    """Products of 64 keys, or values, with 64 queries, or gradients, which are on their way."""
+    """Starts the product of 64 keys (or values) with 64 queries (or dO), (ROWS, ROWS)."""
     columns = right.index(half).reshape([ROWS, DIM]).permute((1, 0))
-    none = gl.zeros([ROWS, ROWS], gl.float32, layout=wgmma_layout(64))
-    return warpgroup_mma(left, columns, none, use_acc=False, is_async=True)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout=wgmma_layout(64))
+    return warpgroup_mma(left, columns, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _left_operand(tiles, consumer, DIM: gl.constexpr):
-    """Keys or values of a warpgroup as the left side of products.
+    """The keys or values of a consumer as the left operand of products.
 
-    Those of 64 dimensions fit into registers. Read from shared memory for each product, they would be a third of what
-    is read there, and that would be what everything waits for.
+    Those of 64 dimensions fit into registers. Read from shared memory by each product, they would be a third of the
+    traffic there, which would be the bottleneck.
     """
-    found = tiles.index(consumer).reshape([ROWS, DIM])
+    operand = tiles.index(consumer).reshape([ROWS, DIM])
     if DIM == 64:
-        found = found.load(gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(64), k_width=2))
-    return found
+        operand = operand.load(gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(64), k_width=2))
+    return operand
 
 
 @gluon.jit
-def _start_next_products(tiles, held, consumer, half, DIM: gl.constexpr):
-    """Scores of the next 64 queries, on their way; where registers are left, the gradients of their weights too."""
-    key_tiles, _value_tiles, query_ring, gradient_ring, _known, _ds_tiles, _dq_tiles = tiles
+def _start_next_products(tiles, operands, consumer, half, DIM: gl.constexpr):
+    """Starts S^T = K Q^T of the next 64 queries and, if there are registers for it, dP^T = V dO^T."""
+    key_tiles, _value_tiles, query_ring, gradient_ring, _statistics_ring, _ds_tiles, _dq_tiles = tiles
     if DIM == 64:
-        found = (_start_products(held[0], query_ring, half, DIM), _start_products(held[1], gradient_ring, half, DIM))
-    else:  # addresses anew
-        found = (_start_products(_left_operand(key_tiles, consumer, DIM), query_ring, half, DIM),)  # type: ignore[assignment]
-    return found
+        products = (
+            _start_products(operands[0], query_ring, half, DIM),
+            _start_products(operands[1], gradient_ring, half, DIM),
+        )
+    else:  # with addresses computed anew
+        left = _left_operand(key_tiles, consumer, DIM)
+        products = (_start_products(left, query_ring, half, DIM),)  # type: ignore[assignment]
+    return products
 
 
 @gluon.jit
 def _backward_half(
-    HALF: gl.constexpr, CONSUMER: gl.constexpr, upcoming, held, by_key, by_value, tiles, barriers,
-    row, turn, more, masked, factor, first, keys, diagonal,
+    HALF: gl.constexpr, CONSUMER: gl.constexpr, next_products, operands, d_k, d_v, tiles, barriers,
+    row, iteration, more, masked, factor, first, keys, diagonal,
     dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Adds what 64 queries give to the gradients of keys and values, and stores that of the 64 before.
+    """Adds 64 queries to dK and dV, and stores dQ of the previous 64.
 
-    Their scores are on their way as it begins, and those of the next 64 as it ends: tensor cores work meanwhile. What
-    is stored is seen by others after a fence, which takes long after a store: one is for both that are made here, long
-    after that of the gradient of queries.
+    Their scores are in flight when it begins, and those of the next 64 when it ends, so that the tensor cores stay
+    busy. A fence right after a store takes long: one fence serves both stores of this function, long after that of dQ.
     """
-    key_tiles, value_tiles, query_ring, gradient_ring, known, ds_tiles, dq_tiles = tiles
-    _keys_full, full, free, ds_full, _dq_free = barriers
+    key_tiles, value_tiles, query_ring, gradient_ring, statistics_ring, ds_tiles, dq_tiles = tiles
+    _keys_full, full, empty, ds_full, _dq_empty = barriers
     layout: gl.constexpr = wgmma_layout(64)
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(DIM), k_width=2)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
-    # 0, which the compiler does not know, and each time another: it would keep all addresses in shared memory
-    zero = (2 * turn + HALF) >> 30
-    zero_too = (2 * turn + HALF + 4) >> 30
-    query = query_ring.index(HALF + zero).reshape([ROWS, DIM])
-    gradient = gradient_ring.index(HALF + zero).reshape([ROWS, DIM])
+    # zeros that the compiler does not know: it would keep all addresses of shared memory in registers
+    zero = (2 * iteration + HALF) >> 30
+    zero_too = (2 * iteration + HALF + 4) >> 30
+    q = query_ring.index(HALF + zero).reshape([ROWS, DIM])
+    d_out = gradient_ring.index(HALF + zero).reshape([ROWS, DIM])
+
+    # S^T is there, and dP^T in flight
     if DIM == 64:
         if HALF == 0:
-            scores, by_weights = warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
+            scores, d_weights = warpgroup_mma_wait(num_outstanding=0, deps=next_products)
         else:
-            scores = warpgroup_mma_wait(num_outstanding=1, deps=(upcoming[0],))
-            by_weights = upcoming[1]
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=(next_products[0],))
+            d_weights = next_products[1]
     elif HALF == 0:
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
-        by_weights = _start_products(_left_operand(value_tiles, CONSUMER + zero, DIM), gradient_ring, HALF + zero, DIM)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=next_products)
+        d_weights = _start_products(_left_operand(value_tiles, CONSUMER + zero, DIM), gradient_ring, HALF + zero, DIM)
     else:
-        by_weights = _start_products(_left_operand(value_tiles, CONSUMER + zero, DIM), gradient_ring, HALF + zero, DIM)
-        scores = warpgroup_mma_wait(num_outstanding=1, deps=upcoming)
-    weights = gl.exp2(scores * factor - known.index(2 * HALF + zero).load(by_column)[None, :])
+        d_weights = _start_products(_left_operand(value_tiles, CONSUMER + zero, DIM), gradient_ring, HALF + zero, DIM)
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=next_products)
+
+    # P^T = exp2(S^T - lse), (keys, queries)
+    weights = gl.exp2(scores * factor - statistics_ring.index(2 * HALF + zero).load(by_column)[None, :])
     if masked:
-        key_at = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        key_index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         if CAUSAL:
             last = gl.arange(0, ROWS, layout=by_column) + (row + HALF * ROWS + diagonal - first)
             last = gl.minimum(last, keys - first - 1)
-            weights = gl.where(key_at[:, None] <= last[None, :], weights, 0.0)
+            weights = gl.where(key_index[:, None] <= last[None, :], weights, 0.0)
         else:
-            weights = gl.where((key_at < keys - first)[:, None], weights, 0.0)
-    by_value = warpgroup_mma(gl.convert_layout(weights.to(dtype), left), gradient, by_value, is_async=True)
+            weights = gl.where((key_index < keys - first)[:, None], weights, 0.0)
+
+    # dV += P^T dO
+    d_v = warpgroup_mma(gl.convert_layout(weights.to(dtype), left), d_out, d_v, is_async=True)
+
+    # dS^T = P^T * (dP^T - delta), in shared memory for both consumers
     if HALF == 1 or DIM > 64:
-        by_weights = warpgroup_mma_wait(num_outstanding=1, deps=(by_weights,))
-    means = known.index(2 * HALF + 1 + zero).load(by_column)
-    by_scores = (weights * (by_weights - means[None, :])).to(dtype)
-    # until both warpgroups have multiplied what was there: then they were also done with the half before this one
+        d_weights = warpgroup_mma_wait(num_outstanding=1, deps=(d_weights,))
+    delta = statistics_ring.index(2 * HALF + 1 + zero).load(by_column)
+    d_scores = (weights * (d_weights - delta[None, :])).to(dtype)
+    # until both consumers have multiplied the previous dS: then they were also done with the half before this one
     if HALF == 0:
-        mbarrier.wait(free.index(1), (turn & 1) ^ 1)
+        mbarrier.wait(empty.index(1), (iteration & 1) ^ 1)
     else:
-        mbarrier.wait(free.index(0), turn & 1)
-    ds_tiles.index(2 * HALF + CONSUMER).store(by_scores)
+        mbarrier.wait(empty.index(0), iteration & 1)
+    ds_tiles.index(2 * HALF + CONSUMER).store(d_scores)
     fence_async_shared()
-    # this is also how the gradient of queries of this half of the turn before is known to be there
+    # this also announces dQ of this half of the previous iteration to the adding warp
     mbarrier.arrive(ds_full.index(HALF), count=1)
-    by_key = warpgroup_mma(gl.convert_layout(by_scores, left), query, by_key, is_async=True)
+
+    # dK += dS^T Q
+    d_k = warpgroup_mma(gl.convert_layout(d_scores, left), q, d_k, is_async=True)
     if DIM > 64:
-        by_value = warpgroup_mma_wait(num_outstanding=1, deps=(by_value,))
+        d_v = warpgroup_mma_wait(num_outstanding=1, deps=(d_v,))
+
+    # dQ of the previous half, and the next scores
     if HALF == 1:
-        found = _start_query_gradient(0, CONSUMER, ds_tiles, key_tiles, barriers, turn, zero, DIM)
-        mbarrier.wait(full.index(0), (turn + 1) & 1, pred=more)
+        d_q = _start_query_gradient(0, CONSUMER, ds_tiles, key_tiles, barriers, iteration, zero, DIM)
+        mbarrier.wait(full.index(0), (iteration + 1) & 1, pred=more)
     else:
-        found = _start_query_gradient(1, CONSUMER, ds_tiles, key_tiles, barriers, turn - 1, zero, DIM)
-        mbarrier.wait(full.index(1), turn & 1)
-    upcoming = _start_next_products(tiles, held, CONSUMER + zero_too, 1 - HALF + zero_too, DIM)
-    on_their_way: gl.constexpr = 1 if DIM > 64 else 2
-    by_value, by_key, found = warpgroup_mma_wait(num_outstanding=on_their_way, deps=(by_value, by_key, found))
-    mbarrier.arrive(free.index(HALF), count=1)
+        d_q = _start_query_gradient(1, CONSUMER, ds_tiles, key_tiles, barriers, iteration - 1, zero, DIM)
+        mbarrier.wait(full.index(1), iteration & 1)
+    next_products = _start_next_products(tiles, operands, CONSUMER + zero_too, 1 - HALF + zero_too, DIM)
+    in_flight: gl.constexpr = 1 if DIM > 64 else 2
+    d_v, d_k, d_q = warpgroup_mma_wait(num_outstanding=in_flight, deps=(d_v, d_k, d_q))
+    mbarrier.arrive(empty.index(HALF), count=1)
     if HALF == 1:
-        _store_query_gradient(0, CONSUMER, found, dq_tiles, barriers, turn)
-    elif turn > 0:
-        _store_query_gradient(1, CONSUMER, found, dq_tiles, barriers, turn - 1)
-    return upcoming, by_key, by_value
+        _store_query_gradient(0, CONSUMER, d_q, dq_tiles, barriers, iteration)
+    elif iteration > 0:
+        _store_query_gradient(1, CONSUMER, d_q, dq_tiles, barriers, iteration - 1)
+    return next_products, d_k, d_v
 
 
 @gluon.jit
 def _consume_backward(
-    CONSUMER: gl.constexpr, by_keys, by_values, tiles, barriers, scale, sizes,
+    CONSUMER: gl.constexpr, key_gradient, value_gradient, tiles, barriers, scale, sizes,
     dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of 64 keys and their values, and half of the dimensions of that of queries."""
-    key_tiles, value_tiles, _query_ring, _gradient_ring, _known, ds_tiles, dq_tiles = tiles
+    """A consumer: dK and dV of 64 keys, and parts of dQ in half of the dimensions."""
+    key_tiles, value_tiles, _query_ring, _gradient_ring, _statistics_ring, ds_tiles, dq_tiles = tiles
     _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
-    keys_full, full, _free, ds_full, _dq_free = barriers
+    keys_full, full, _empty, ds_full, _dq_empty = barriers
     program = gl.program_id(0)
     block = program % blocks
     first, count, down = query_pairs(program // blocks, block, sizes, CAUSAL, ROTATED)
     factor = scale * LOG2_E
-    by_key = gl.zeros([ROWS, DIM], gl.float32, layout=wgmma_layout(DIM))
-    by_value = gl.zeros([ROWS, DIM], gl.float32, layout=wgmma_layout(DIM))
-    # pairs in which something is hidden are those at the diagonal; all of them where keys end
+    d_k = gl.zeros([ROWS, DIM], gl.float32, layout=wgmma_layout(DIM))
+    d_v = gl.zeros([ROWS, DIM], gl.float32, layout=wgmma_layout(DIM))
+    # the pairs at the diagonal need a mask; all pairs if the block is the last one of the keys, and not full
     masked = 0
     if CAUSAL:
         beyond = gl.cdiv(gl.maximum(block * PAIR + PAIR - 1 - diagonal, 0), PAIR)
         masked = gl.minimum(gl.maximum(beyond - first, 0), count)
     if (block + 1) * PAIR > keys:
         masked = count
-    hidden = gl.where(down != 0, count - masked, 0)
+    first_masked = gl.where(down != 0, count - masked, 0)
+
+    # the first scores
     mbarrier.wait(keys_full, 0)
-    turns = group * count
-    mbarrier.wait(full.index(0), 0, pred=turns > 0)
-    held = (_left_operand(key_tiles, CONSUMER, DIM), _left_operand(value_tiles, CONSUMER, DIM))
-    upcoming = _start_next_products(tiles, held, CONSUMER, 0, DIM)
+    iterations = group * count
+    mbarrier.wait(full.index(0), 0, pred=iterations > 0)
+    operands = (_left_operand(key_tiles, CONSUMER, DIM), _left_operand(value_tiles, CONSUMER, DIM))
+    next_products = _start_next_products(tiles, operands, CONSUMER, 0, DIM)
     first_key = block * PAIR + CONSUMER * ROWS
     step = 0
-    for turn in range(turns):
+    for iteration in range(iterations):
         pair = pair_of_step(step, first, count, down, pairs)
         for half in gl.static_range(2):
-            upcoming, by_key, by_value = _backward_half(
-                half, CONSUMER, upcoming, held, by_key, by_value, tiles, barriers, pair * PAIR, turn, turn + 1 < turns,
-                (step >= hidden) & (step < hidden + masked), factor, first_key, keys, diagonal, dtype, DIM, CAUSAL,
+            next_products, d_k, d_v = _backward_half(
+                half, CONSUMER, next_products, operands, d_k, d_v, tiles, barriers, pair * PAIR, iteration,
+                iteration + 1 < iterations, (step >= first_masked) & (step < first_masked + masked), factor,
+                first_key, keys, diagonal, dtype, DIM, CAUSAL,
             )  # fmt: skip
         step += 1
-        if step == count:  # the next head of those that have these keys
+        if step == count:  # the next head of queries of the group
             step = 0
-    warpgroup_mma_wait(num_outstanding=0, deps=upcoming)
-    if turns > 0:
+
+    # dQ of the last half
+    warpgroup_mma_wait(num_outstanding=0, deps=next_products)
+    if iterations > 0:
         fence_async_shared()
         mbarrier.arrive(ds_full.index(0), count=1)
-        found = _start_query_gradient(1, CONSUMER, ds_tiles, key_tiles, barriers, turns - 1, 0, DIM)
-        found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-        _store_query_gradient(1, CONSUMER, found, dq_tiles, barriers, turns - 1)
+        d_q = _start_query_gradient(1, CONSUMER, ds_tiles, key_tiles, barriers, iterations - 1, 0, DIM)
+        d_q = warpgroup_mma_wait(num_outstanding=0, deps=(d_q,))
+        _store_query_gradient(1, CONSUMER, d_q, dq_tiles, barriers, iterations - 1)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(1), count=1)
 
-    # through the tile of values, which nobody else reads
+    # dV and dK, through the tile of values, which no other warp reads
     key_heads = heads // group
     place = [program // blocks // key_heads, program // blocks % key_heads, first_key, 0]
     tile = value_tiles.index(CONSUMER)
-    tile.reshape([ROWS, DIM]).store(by_value.to(dtype))
+    tile.reshape([ROWS, DIM]).store(d_v.to(dtype))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(by_values, place, tile)
+    tma.async_copy_shared_to_global(value_gradient, place, tile)
     tma.store_wait(0)
     gl.thread_barrier()  # one thread waits, and all write
-    tile.reshape([ROWS, DIM]).store((by_key * scale).to(dtype))
+    tile.reshape([ROWS, DIM]).store((d_k * scale).to(dtype))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(by_keys, place, tile)
+    tma.async_copy_shared_to_global(key_gradient, place, tile)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors"])
 def attention_hopper_backward_kernel(
-    lse, mean, turns, by_keys, by_values, query, key, value, gradient, sums, scale,
+    lse2, delta, counters, key_gradient, value_gradient, query, key, value, gradient, sums, scale,
     queries, keys, heads, group, pairs, blocks, diagonal, rows, processors,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Tensors are descriptors, but for turns, and logarithms, to the base 2, and means, which have whole pairs."""
+    """The backward pass. Tensors are descriptors, except lse2 and delta, padded to whole pairs, and the counters."""
     dtype: gl.constexpr = query.dtype
     STAGES: gl.constexpr = 2  # a slot for each half of a pair
+    # tiles in shared memory
     key_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DIM], key.layout)
     value_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, DIM], value.layout)
     query_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], query.layout)
     gradient_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, DIM], gradient.layout)
     ds_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS, DIM // 2], sums.layout)
-    known = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    statistics_ring = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # full, empty: slots of the rings; ds_full: both consumers have stored dS; dq_empty: the adding warp has read dQ
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dq_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dq_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)
-        mbarrier.init(free.index(slot), count=2)
-        mbarrier.init(dq_free.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(dq_empty.index(slot), count=1)
         mbarrier.init(ds_full.index(slot), count=2)
     fence_async_shared()
-    barriers = (keys_full, full, free, ds_full, dq_free)
-    tiles = (key_tiles, value_tiles, query_ring, gradient_ring, known, ds_tiles, dq_tiles)
+    barriers = (keys_full, full, empty, ds_full, dq_empty)
+    tiles = (key_tiles, value_tiles, query_ring, gradient_ring, statistics_ring, ds_tiles, dq_tiles)
     sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors)
     gl.warp_specialize(
         [
             (
                 _consume_backward,
-                (0, by_keys, by_values, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
+                (0, key_gradient, value_gradient, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
             ),
             (
                 _consume_backward,
-                (1, by_keys, by_values, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
+                (1, key_gradient, value_gradient, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
             ),
-            (_load_backward, (query, key, value, gradient, lse, mean, tiles, barriers, sizes, STAGES, CAUSAL, ROTATED)),
-            (add_query_gradients, (sums, turns, dq_tiles, barriers, sizes, DIM, CAUSAL, ROTATED, SUMS)),
+            (
+                _load_backward,
+                (query, key, value, gradient, lse2, delta, tiles, barriers, sizes, STAGES, CAUSAL, ROTATED),
+            ),
+            (add_query_gradients, (sums, counters, dq_tiles, barriers, sizes, DIM, CAUSAL, ROTATED, SUMS)),
         ],
         [4, 1, 1],
         [240, 24, 24],
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "padded", "blocks", "diagonal"])
+def attention_sums_kernel(
+    sums, query_gradient, batch_stride, head_stride, stride, scale, heads, queries, padded, blocks, diagonal, size,
+    DIM: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr, PAIR: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dQ from its partial sums, of those to which a part was added."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows were written last, and are in the L2 cache
+    first = program % (padded // ROWS) * ROWS
+    head_index = (program // (padded // ROWS)).to(tl.int64)
+    row = first + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, DIM)[None, :]
+    parts = blocks
+    if CAUSAL:
+        parts = tl.minimum(tl.cdiv(tl.maximum(first // PAIR * PAIR + PAIR + diagonal, 0), PAIR), blocks)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    offsets = (head_index * padded + row) * DIM + column
+    for part in tl.static_range(SUMS):
+        total += tl.load(sums + part * size + offsets, mask=(row < queries) & (part < parts), other=0.0)
+    batch, head = head_index // heads, head_index % heads
+    target = batch * batch_stride + head * head_stride + row.to(tl.int64) * stride + column
+    d_q = total * tl.cast(scale, tl.float32)
+    tl.store(query_gradient + target, d_q.to(query_gradient.dtype.element_ty), mask=row < queries)
+
+
+def backward(
+    problem: AttentionProblem, gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor,
+    for_query: bool, for_keys: bool, for_bias: bool = False, for_sinks: bool = False,
+) -> Gradients:  # fmt: skip
+    """The gradients of query, key and value, which are computed together. No problem has a bias or sinks."""
+    if not _is_tma_copyable(gradient):
+        gradient = gradient.contiguous()
+    heads = problem.batches * problem.heads
+    pairs, blocks = triton.cdiv(problem.queries, _PAIR), triton.cdiv(problem.keys, _PAIR)
+    padded = pairs * _PAIR
+    lse2, delta = statistics(problem, gradient, lse.contiguous(), lse_gradient, addressable(result), padded)
+    by_key, by_value = (
+        problem.new_token_major(problem.batches, problem.keys, problem.key_heads, problem.dim) for _ in range(2)
+    )
+    inputs = (_tile_descriptor(x, _WARPGROUP_ROWS) for x in (problem.query, problem.key, problem.value, gradient))
+    device = gradient.device
+    number = query_gradient_sums(problem.dim, problem.queries)
+    sums = torch.empty((number * heads * padded, problem.dim), dtype=torch.float32, device=device)
+    counters = torch.zeros(heads * pairs * number, dtype=torch.int32, device=device)
+    causal = problem.right == 0
+    diagonal = _diagonal_offset(problem)
+    launch(
+        attention_hopper_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1),
+        lse2, delta, counters, _tile_descriptor(by_key, _WARPGROUP_ROWS), _tile_descriptor(by_value, _WARPGROUP_ROWS),
+        *inputs, descriptor(sums, [_WARPGROUP_ROWS, problem.dim // 2]), problem.scale,
+        problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal, heads * padded,
+        processors(device), problem.dim, causal, blocks <= processors(device), number,
+        warps=4, registers=168,
+    )  # fmt: skip
+    empty = gradient.new_empty(0)
+    if not for_keys:
+        by_key = by_value = empty
+    if not for_query:
+        return empty, by_key, by_value, empty, empty
+    by_query = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.dim)
+    launch(
+        attention_sums_kernel, (pairs * (_PAIR // _SUM_ROWS) * heads, 1, 1), sums, by_query, *by_query.stride()[:3],
+        problem.scale, problem.heads, problem.queries, padded, blocks, diagonal, heads * padded * problem.dim,
+        problem.dim, causal, number, _PAIR, _SUM_ROWS,
+    )  # fmt: skip
+    return by_query, by_key, by_value, empty, empty

@@ -1,51 +1,86 @@
-"""Configurations of the attention kernels: the heuristic, and the candidates for the tuner.
+"""Configurations of the attention kernels: the measured ones, the heuristic, and the candidates for the tuner.
 
-A configuration has the block of queries, the block of keys, warps and pipeline stages. On Hopper only configurations
-with reproducible results may be chosen: matrix products of eight warps in Triton 3.6 are not all deterministic.
+On Hopper, only configurations with reproducible results may be chosen: matrix products of eight warps in Triton 3.6 are
+not all deterministic.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+
+import torch
+
+from nearpeak.kernels._runtime.tuning import shared_bytes, tuned
 
 _FLOAT32_BYTES = 4
-"""Bytes of a float32, whose products take no tensor cores, and whose tiles take twice the memory."""
+"""Products of float32 do not use tensor cores, and their tiles take twice the memory."""
+_TUNED_SHARED_BYTES = 227 * 1024
+"""Shared memory of the GPU of the table, whose entries may use all of it. Desktop GPUs have 99 KB."""
+_MAX_PERSISTENT_QUERIES = 8192
+"""Causal tiles of longer sequences differ so much in work that the hardware scheduler balances them better."""
+_MAX_QUERIES_OF_ONE_SUM = 4096
+MAX_SUMS = 2
+"""Partial sums of each query gradient."""
 
 
-def forward_heuristic(widest: int, itemsize: int, plain: bool) -> dict[str, Any]:
-    """For heads of this size, rounded up to a power of 2; scores that are not plain take registers of their own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """How a portable kernel is launched."""
 
-    All of these take less than the 99 KB of shared memory that the GPUs with the least have.
+    queries: int
+    """Queries of a tile of scores."""
+    keys: int
+    """Keys of a tile of scores."""
+    warps: int
+    stages: int
+    """Stages of the software pipeline: tiles in flight."""
+
+
+def tile_config(
+    kernel: str, causal: bool, widest: int, itemsize: int, plain: bool, dropout: bool, device: torch.device
+) -> TileConfig:
+    """The configuration of a portable kernel for heads of this size, rounded up to a power of 2.
+
+    The table was measured with plain scores of 16 bits and no dropout; others need more registers.
     """
+    is_measured = plain and not dropout and itemsize != _FLOAT32_BYTES
+    if is_measured and shared_bytes(device) >= _TUNED_SHARED_BYTES:
+        row = tuned(tile_table_key(kernel, causal), widest, device)
+        if row is not None:
+            return TileConfig(**row)
+    return heuristic(kernel, widest, itemsize, plain)
+
+
+def tile_table_key(kernel: str, causal: bool) -> str:
+    """The name of a portable kernel in tables, where its size is that of heads."""
+    return kernel + ("_causal" if causal else "")
+
+
+def heuristic(kernel: str, widest: int, itemsize: int, plain: bool) -> TileConfig:
+    """A configuration for sizes without a measurement. All fit into 99 KB of shared memory."""
+    if kernel == "attention_forward":
+        if itemsize == _FLOAT32_BYTES:
+            return TileConfig(queries=32, keys=16, warps=4, stages=1)
+        if widest <= 64:
+            return TileConfig(queries=128 if plain else 64, keys=64, warps=4, stages=3 if plain else 2)
+        if widest <= 128:
+            return TileConfig(queries=64, keys=64 if plain else 32, warps=4, stages=2)
+        return TileConfig(queries=64, keys=32, warps=4, stages=1)
+    if kernel == "attention_keys":
+        if itemsize == _FLOAT32_BYTES:
+            return TileConfig(queries=16, keys=32, warps=4, stages=1)
+        if widest <= 64:
+            return TileConfig(queries=64, keys=64, warps=4, stages=2)
+        if widest <= 128:
+            return TileConfig(queries=16, keys=64, warps=4, stages=2)
+        return TileConfig(queries=16, keys=64, warps=8, stages=2)
     if itemsize == _FLOAT32_BYTES:
-        return {"queries": 32, "keys": 16, "warps": 4, "stages": 1}
+        return TileConfig(queries=32, keys=16, warps=4, stages=1)
     if widest <= 64:
-        return {"queries": 128 if plain else 64, "keys": 64, "warps": 4, "stages": 3 if plain else 2}
+        return TileConfig(queries=64, keys=64, warps=4, stages=3)
     if widest <= 128:
-        return {"queries": 64, "keys": 64 if plain else 32, "warps": 4, "stages": 2}
-    return {"queries": 64, "keys": 32, "warps": 4, "stages": 1}
-
-
-def keys_heuristic(widest: int, itemsize: int) -> dict[str, Any]:
-    """For the gradients of keys and values."""
-    if itemsize == _FLOAT32_BYTES:
-        return {"queries": 16, "keys": 32, "warps": 4, "stages": 1}
-    if widest <= 64:
-        return {"queries": 64, "keys": 64, "warps": 4, "stages": 2}
-    if widest <= 128:
-        return {"queries": 16, "keys": 64, "warps": 4, "stages": 2}
-    return {"queries": 16, "keys": 64, "warps": 8, "stages": 2}
-
-
-def queries_heuristic(widest: int, itemsize: int) -> dict[str, Any]:
-    """For the gradient of queries."""
-    if itemsize == _FLOAT32_BYTES:
-        return {"queries": 32, "keys": 16, "warps": 4, "stages": 1}
-    if widest <= 64:
-        return {"queries": 64, "keys": 64, "warps": 4, "stages": 3}
-    if widest <= 128:
-        return {"queries": 64, "keys": 32, "warps": 4, "stages": 3}
-    return {"queries": 64, "keys": 16, "warps": 4, "stages": 1}
+        return TileConfig(queries=64, keys=32, warps=4, stages=3)
+    return TileConfig(queries=64, keys=16, warps=4, stages=1)
 
 
 _TILES = {
@@ -53,22 +88,69 @@ _TILES = {
     "attention_keys": ((64, 128), (32, 128), (64, 64), (128, 128), (32, 64)),
     "attention_queries": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
 }
-"""Queries and keys of the tiles of scores that are worth measuring. A kernel holds sums for one of both."""
+"""Queries and keys of the tiles that are worth measuring. A kernel accumulates over one of both."""
 _MAX_TILE = {64: 128 * 128, 128: 128 * 128, 256: 64 * 64}
 
 
-def candidates(kernel: str, widest: int) -> list[dict[str, Any]]:
-    """Configurations worth measuring, for 16 bits: 64 rows of sums for four warps, or 128 of few columns."""
-    most = _MAX_TILE[max(widest, 64)]
+def candidates(kernel: str, widest: int) -> list[TileConfig]:
+    """Configurations worth measuring, for 16 bits: 64 accumulator rows for four warps, or 128 of few columns."""
+
+    def enough_warps(queries: int, keys: int) -> int:
+        return (keys if kernel == "attention_keys" else queries) // 16
+
     return [
-        {"queries": queries, "keys": keys, "warps": warps, "stages": stages}
+        TileConfig(queries=queries, keys=keys, warps=warps, stages=stages)
         for queries, keys in _TILES[kernel]
         for warps in (4, 8)
         for stages in (2, 3)
-        if queries * keys <= most
-        and (warps == _warps_for_tile(kernel, queries, keys) or (widest <= 64 and queries != keys))
+        if queries * keys <= _MAX_TILE[max(widest, 64)]
+        and (warps == enough_warps(queries, keys) or (widest <= 64 and queries != keys))
     ]
 
 
-def _warps_for_tile(kernel: str, queries: int, keys: int) -> int:
-    return (keys if kernel == "attention_keys" else queries) // 16
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sm90Config:
+    """How the forward kernel for Hopper distributes its tiles."""
+
+    consumers: int
+    """Warpgroups that compute, each with 64 queries."""
+    persistent: bool
+    """Whether programs loop over tiles."""
+    together: int
+    """Heads whose tiles are processed together, few enough for their keys and values to stay in the L2 cache."""
+
+
+def sm90_config(dim: int, causal: bool, queries: int, device: torch.device) -> Sm90Config:
+    """The configuration of the forward kernel for Hopper."""
+    row = tuned(sm90_table_key(dim, causal), queries, device)
+    return sm90_heuristic(dim, causal, queries) if row is None else Sm90Config(**row)
+
+
+def sm90_table_key(dim: int, causal: bool) -> str:
+    """The name of the forward kernel for Hopper in tables, where its size is the number of queries."""
+    return f"attention_hopper_{dim}" + ("_causal" if causal else "")
+
+
+def sm90_heuristic(dim: int, causal: bool, queries: int) -> Sm90Config:
+    """A configuration for sizes without a measurement."""
+    return sm90_candidates(dim, causal)[0 if not causal or queries <= _MAX_PERSISTENT_QUERIES else -1]
+
+
+def sm90_candidates(dim: int, causal: bool) -> list[Sm90Config]:
+    """Configurations worth measuring."""
+    consumers = (2,) if dim == 128 else (2, 3) if causal else (3, 2)
+    orders = [(True, 1), (True, 4), (True, 16), (False, 1), (False, 8)] if causal else [(True, 1), (True, 4)]
+    return [
+        Sm90Config(consumers=number, persistent=persistent, together=together)
+        for number in consumers
+        for persistent, together in orders
+    ]
+
+
+def query_gradient_sums(dim: int, queries: int) -> int:
+    """How many partial sums a query gradient has on Hopper: two programs can add to two sums at a time.
+
+    Heads of 64 dimensions have so little to compute that programs of long sequences would wait for each other. For
+    others a second sum is not worth its memory traffic.
+    """
+    return MAX_SUMS if dim == 64 and queries > _MAX_QUERIES_OF_ONE_SUM else 1
