@@ -30,8 +30,6 @@ from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, work_th
 from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
 from nearpeak.kernels._runtime.tuning import to_row
-from nearpeak.kernels.attention import sm90_launch
-from nearpeak.kernels.attention import triton as attention_triton
 from nearpeak.kernels.attention import tuning as attention_tuning
 from nearpeak.kernels.decode import triton as decode_triton
 from nearpeak.kernels.gemm import grouped_triton
@@ -583,10 +581,10 @@ def _attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
                 if tokens == most:
                     where = where._replace(up_to=MANY)
                 yield Tunable(
-                    kernel=sm90_launch.sm90_kernel_name(dim, causal),
+                    kernel=attention_tuning.sm90_table_key(dim, causal),
                     operation="attention",
                     where=where,
-                    candidates=sm90_launch.sm90_candidates(dim, causal),
+                    candidates=attention_tuning.sm90_candidates(dim, causal),
                     make=make,
                     least_bytes=8 * most * heads * dim,
                 )
@@ -612,7 +610,7 @@ def _portable_attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
             for kernel, wanted in (("forward", ()), ("keys", (1, 2)), ("queries", (0,))):
                 name = f"attention_{kernel}"
                 yield Tunable(
-                    kernel=attention_triton.portable_kernel_name(name, causal),
+                    kernel=attention_tuning.tile_table_key(name, causal),
                     operation="portable_attention",
                     where=near_of(dim),
                     candidates=attention_tuning.candidates(name, dim),

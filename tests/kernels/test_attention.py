@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from nearpeak.kernels.attention import triton as attention_triton
 from nearpeak.kernels.attention import tuning as attention_tuning
 from nearpeak.kernels.attention.triton import AttentionProblem, addressable
+from nearpeak.kernels.attention.tuning import TileConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -239,7 +240,7 @@ def test_what_is_dropped_does_not_depend_on_blocks_or_share_between_heads():
     )
     masks = [
         attention_triton.forward(
-            AttentionProblem(*args, 0.4), config={"queries": queries, "keys": keys, "warps": 4, "stages": 1}
+            AttentionProblem(*args, 0.4), config=TileConfig(queries=queries, keys=keys, warps=4, stages=1)
         )[0]
         != 0
         for queries, keys in ((16, 64), (64, 16))
@@ -400,7 +401,7 @@ def test_candidates_fit_in_number():
         for dim in (16, 64, 128, 256):
             found = attention_tuning.candidates(kernel, dim)
             assert 2 <= len(found) <= 16
-            assert len({tuple(one.items()) for one in found}) == len(found)
+            assert len(set(found)) == len(found)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nearpeak import kernels
 from nearpeak.kernels._runtime import gluon, launch
-from nearpeak.kernels.attention import sm90_launch
+from nearpeak.kernels.attention import backends, sm90
+from nearpeak.kernels.attention import triton as portable
 from nearpeak.kernels.attention.triton import AttentionProblem
 
 BF16 = torch.bfloat16
@@ -30,13 +31,8 @@ def problem(*shape, keys=None, causal=False, dtype=BF16, **changed):
     return AttentionProblem(**{**given, **changed})
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    monkeypatch.setattr(gluon, "runs_on", lambda device: True)
-
-
-def test_what_they_take(on_hopper):
-    takes = sm90_launch.takes
+def test_what_they_take():
+    takes = sm90.takes
     assert takes(problem(2, 4, 100, 64))
     assert takes(problem(2, 4, 100, 128, causal=True, dtype=torch.float16))
     assert takes(problem(1, 1, 1, 64, keys=9))
@@ -50,31 +46,37 @@ def test_what_they_take(on_hopper):
     assert not takes(problem(0, 4, 100, 64))
 
 
-def test_what_cannot_be_copied_is_left_to_the_portable_kernels(on_hopper):
+def test_what_cannot_be_copied_is_left_to_the_portable_kernels():
     wide = torch.empty(2, 4, 100, 72, dtype=BF16)
-    assert sm90_launch.takes(problem(2, 4, 100, 64, query=wide[..., :64]))
+    assert sm90.takes(problem(2, 4, 100, 64, query=wide[..., :64]))
     for x in (
         wide[..., 1:65],  # begins at no multiple of 16 bytes
         torch.empty(2, 4, 100, 66, dtype=BF16)[..., :64],  # neither do its rows
         torch.empty(2, 1, 100, 64, dtype=BF16).expand(-1, 4, -1, -1),
     ):
-        assert not sm90_launch.takes(problem(2, 4, 100, 64, query=x))
+        assert not sm90.takes(problem(2, 4, 100, 64, query=x))
 
 
 def test_a_device_without_these_kernels(monkeypatch):
     monkeypatch.setattr(gluon, "INTERPRETED", False)
     monkeypatch.setattr(gluon, "_is_hopper", lambda index: False)
-    assert not sm90_launch.takes(problem(2, 4, 100, 64))
+    assert backends.backend_of(problem(2, 4, 100, 64)) is portable
+
+
+def test_the_first_backend_that_takes_a_problem_runs(monkeypatch):
+    monkeypatch.setattr(gluon, "runs_on", lambda device: True)
+    assert backends.backend_of(problem(2, 4, 100, 64)) is sm90
+    assert backends.backend_of(problem(2, 4, 100, 64, dropout=0.1)) is portable
 
 
 class Program:
     """What one program of the backward pass adds, in its order."""
 
-    def __init__(self, turns, head, block, sizes, causal, rotated, sums):
+    def __init__(self, head, block, sizes, causal, rotated, sums):
         pairs = sizes[4]
-        first, count, down = turns.pairs_of.fn(head, block, sizes, causal, rotated)
-        order = [turns.pair_at.fn(step, first, count, down, pairs) for step in range(count)]
-        self.left = [(pair, *turns.turn_of.fn(block, pair, down, sizes, causal, rotated, sums)) for pair in order]
+        first, count, down = sm90.query_pairs.fn(head, block, sizes, causal, rotated)
+        order = [sm90.pair_of_step.fn(step, first, count, down, pairs) for step in range(count)]
+        self.left = [(pair, *sm90.turn_of_pair.fn(block, pair, down, sizes, causal, rotated, sums)) for pair in order]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -82,19 +84,15 @@ class Program:
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (3, 8), (8, 3), (1, 5), (7, 1), (16, 16)])
 def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, keys, processors, causal):
     """All parts are added, each sum by its order, however few programs run at a time; the first begin first."""
-    from nearpeak.kernels.attention import sm90 as turns
-
     monkeypatch.setattr(
-        turns, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, one, other: one if is_so else other)
+        sm90, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, one, other: one if is_so else other)
     )
-    monkeypatch.setattr(turns, "PAIR", 1)  # what is counted here are pairs
+    monkeypatch.setattr(sm90, "PAIR", 1)  # what is counted here are pairs
     heads, sums = 3, 2
     rotated = keys <= processors
     sizes = (queries, keys, heads, 1, queries, keys, keys - queries, 0, processors)
     waiting = [
-        (head, Program(turns, head, block, sizes, causal, rotated, sums))
-        for head in range(heads)
-        for block in range(keys)
+        (head, Program(head, block, sizes, causal, rotated, sums)) for head in range(heads) for block in range(keys)
     ]
     expected = sum(len(program.left) for _, program in waiting)
     counters: dict[tuple[int, int, int], int] = {}
@@ -137,7 +135,7 @@ def test_sums_are_added_up_where_there_are_any(causal, hidden):
             sums[number, :, :unseen] = float("nan")
             expected[number, :, :unseen] = 0.0
     found = torch.empty(batches, heads, queries, dim, dtype=BF16, device=DEVICE)
-    kernel = sm90_launch.attention_sums_kernel
+    kernel = sm90.attention_sums_kernel
     launch.launch(
         kernel, (pairs * 4 * batches * heads, 1, 1), sums, found, *found.stride()[:3], 0.5, heads, queries, pairs * 128,
         blocks, keys - queries, sums[0].numel(), dim, causal, 2, 128, 32,

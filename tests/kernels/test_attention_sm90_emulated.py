@@ -11,7 +11,7 @@ from kernel_checks import DEVICE
 
 pytest.importorskip("triton.experimental.gluon")
 
-from nearpeak.kernels.attention import sm90_launch
+from nearpeak.kernels.attention import sm90, tuning
 from nearpeak.kernels.attention.triton import AttentionProblem
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tensors are on a GPU")
@@ -62,15 +62,12 @@ def plain_statistics(problem, gradient, lse, lse_gradient, result, padded):
 @pytest.fixture
 def emulate(monkeypatch):
     """Runs one of the passes by so many processors."""
-    from nearpeak.kernels.attention import sm90 as attention_sm90
-
-    modules = (attention_sm90, attention_sm90, attention_sm90)
 
     def run(call, processors, seed=0, slowest=None):
-        monkeypatch.setattr(sm90_launch, "statistics", plain_statistics)
-        with emulated(modules, monkeypatch, at_a_time=processors, seed=seed, slowest=slowest) as launch:
-            monkeypatch.setattr(sm90_launch, "processors", lambda device: processors)
-            monkeypatch.setattr(sm90_launch, "launch", launch)
+        monkeypatch.setattr(sm90, "statistics", plain_statistics)
+        with emulated((sm90,), monkeypatch, at_a_time=processors, seed=seed, slowest=slowest) as launch:
+            monkeypatch.setattr(sm90, "processors", lambda device: processors)
+            monkeypatch.setattr(sm90, "launch", launch)
             torch.use_deterministic_algorithms(True)  # new tensors have no numbers
             try:
                 return call()
@@ -81,7 +78,7 @@ def emulate(monkeypatch):
 
 
 def check_forward(emulate, case, processors, seed=0, slowest=None):
-    result, lse = emulate(lambda: sm90_launch.forward(case.problem), processors, seed, slowest)
+    result, lse = emulate(lambda: sm90.forward(case.problem), processors, seed, slowest)
     torch.testing.assert_close(result.double(), case.result, rtol=0.01, atol=0.01)
     torch.testing.assert_close(lse.double(), case.lse, rtol=1e-5, atol=1e-5)
 
@@ -90,7 +87,7 @@ def check_backward(emulate, case, processors, seed=0, slowest=None):
     lse, result = case.lse.float(), case.result.to(case.gradient.dtype)
 
     def call():
-        return sm90_launch.backward(case.problem, case.gradient, None, result, lse, True, True)
+        return sm90.backward(case.problem, case.gradient, None, result, lse, True, True)
 
     found = emulate(call, processors, seed, slowest)[:3]
     for one, right in zip(found, case.gradients, strict=True):
@@ -102,16 +99,16 @@ CONFIGS = [
     (dim, causal, config)
     for dim in (64, 128)
     for causal in (False, True)
-    for config in sm90_launch.sm90_candidates(dim, causal)
+    for config in tuning.sm90_candidates(dim, causal)
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dim", "causal", "config"), CONFIGS, ids=str)
 def test_each_configuration(emulate, monkeypatch, dim, causal, config):
-    monkeypatch.setattr(sm90_launch, "tuned", lambda *_: config)
+    monkeypatch.setattr(sm90, "sm90_config", lambda *_: config)
     case = Case(2, 2, 210, 290, dim, "causal" if causal else "full")
-    check_forward(emulate, case, 2, seed=dim + config["together"])
+    check_forward(emulate, case, 2, seed=dim + config.together)
 
 
 SIZES = [
@@ -132,8 +129,8 @@ def test_results(emulate, size, sees):
 @pytest.mark.parametrize("slowest", range(3))
 @pytest.mark.parametrize("dim", [64, 128])
 def test_results_where_one_is_slow(emulate, monkeypatch, dim, slowest):
-    config = {"consumers": 2, "persistent": True, "together": 1}
-    monkeypatch.setattr(sm90_launch, "tuned", lambda *_: config)
+    config = tuning.Sm90Config(consumers=2, persistent=True, together=1)
+    monkeypatch.setattr(sm90, "sm90_config", lambda *_: config)
     check_forward(emulate, Case(2, 1, 300, 300, dim, "causal"), 2, slowest, slowest)
 
 
@@ -143,7 +140,7 @@ def test_results_where_one_is_slow(emulate, monkeypatch, dim, slowest):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_gradients(emulate, monkeypatch, size, sees, sums, processors):
     """Also where a head has more blocks of keys than there are processors."""
-    monkeypatch.setattr(sm90_launch, "sums_of", lambda *_: sums)
+    monkeypatch.setattr(sm90, "query_gradient_sums", lambda *_: sums)
     check_backward(emulate, Case(*size, sees), processors, seed=processors)
 
 
@@ -151,7 +148,7 @@ def test_gradients(emulate, monkeypatch, size, sees, sums, processors):
 @pytest.mark.parametrize(("dim", "sees"), [(64, "causal"), (128, "full")])
 def test_gradients_are_the_same_whichever_is_slow(emulate, monkeypatch, dim, sees):
     """One of the warpgroups, the warp that loads, or the one that adds."""
-    monkeypatch.setattr(sm90_launch, "sums_of", lambda *_: 2)
+    monkeypatch.setattr(sm90, "query_gradient_sums", lambda *_: 2)
     case = Case(1, 1, 300, 300, dim, sees)
     first = check_backward(emulate, case, 4)
     for slowest in range(4):

@@ -212,8 +212,9 @@ def _autograd_backward(ctx: Any, gradient: Tensor | None, lse_gradient: Tensor |
 
 
 _backward = Operator(
-    f"attention_backward(Tensor gradient, Tensor? lse_gradient, Tensor result, Tensor lse, {_TENSOR_SCHEMA}, {_OPTION_SCHEMA},"
-    " bool for_query, bool for_keys, bool for_bias, bool for_sinks) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"attention_backward(Tensor gradient, Tensor? lse_gradient, Tensor result, Tensor lse, {_TENSOR_SCHEMA},"
+    f" {_OPTION_SCHEMA}, bool for_query, bool for_keys, bool for_bias, bool for_sinks)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     backends={"nvidia": "attention.backends:backward"},
     reference=attention_backward,
     fake=_fake_backward,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nearpeak.kernels._runtime.tuning import shared_bytes, tuned
+from nearpeak.kernels._runtime.tuning import from_row, shared_bytes, tuned
 
 _FLOAT32_BYTES = 4
 """Products of float32 do not use tensor cores, and their tiles take twice the memory."""
@@ -43,12 +43,10 @@ def tile_config(
 
     The table was measured with plain scores of 16 bits and no dropout; others need more registers.
     """
-    is_measured = plain and not dropout and itemsize != _FLOAT32_BYTES
-    if is_measured and shared_bytes(device) >= _TUNED_SHARED_BYTES:
-        row = tuned(tile_table_key(kernel, causal), widest, device)
-        if row is not None:
-            return TileConfig(**row)
-    return heuristic(kernel, widest, itemsize, plain)
+    config = None
+    if plain and not dropout and itemsize != _FLOAT32_BYTES and shared_bytes(device) >= _TUNED_SHARED_BYTES:
+        config = from_row(tuned(tile_table_key(kernel, causal), widest, device), TileConfig)
+    return config or heuristic(kernel, widest, itemsize, plain)
 
 
 def tile_table_key(kernel: str, causal: bool) -> str:
@@ -122,8 +120,8 @@ class Sm90Config:
 
 def sm90_config(dim: int, causal: bool, queries: int, device: torch.device) -> Sm90Config:
     """The configuration of the forward kernel for Hopper."""
-    row = tuned(sm90_table_key(dim, causal), queries, device)
-    return sm90_heuristic(dim, causal, queries) if row is None else Sm90Config(**row)
+    config = from_row(tuned(sm90_table_key(dim, causal), queries, device), Sm90Config)
+    return config or sm90_heuristic(dim, causal, queries)
 
 
 def sm90_table_key(dim: int, causal: bool) -> str:
