@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from nearpeak.diffs.match import module_pattern, operator_name
+from nearpeak.ops.op import origin_of_name
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.profile import SCHEMA, Profile, ProfileCeilings, ProfiledOp, typical_seconds
 from nearpeak.profiles.waterfall import Part, Waterfall
@@ -65,6 +66,7 @@ def real(name: str) -> Profile:
 def _op(name, family, phase, module, source, shapes, kernels, limiter, flops, moved, bound_s) -> ProfiledOp:
     return ProfiledOp(
         name=name,
+        origin=origin_of_name(name),
         family=family,
         phase=phase,
         module=module,

@@ -87,7 +87,7 @@ def test_a_slower_kernel_is_named_between_real_runs(model, name):
     found = difference(real(f"{model}_first"), slower)
     assert found.ops
     assert {op.names_after for op in found.ops} == {(name,)}
-    assert all(op.verdict == "slower" and op.how == "same op" for op in found.ops)
+    assert all(op.verdict == "slower" and op.relation == "same op" for op in found.ops)
     assert found.verdict == "same"  # of the step it is too little
 
 

@@ -6,6 +6,7 @@ from made_up import profile as made_up
 from real_runs import real
 
 from nearpeak.diffs.match import match_ops, operator_name
+from nearpeak.ops.op import origin_of_name
 from nearpeak.profiles.profile import ProfiledOp
 
 
@@ -14,6 +15,7 @@ def op(
 ):
     return ProfiledOp(
         name=name,
+        origin=origin_of_name(name),
         family=family,
         phase=phase,
         module=module,
@@ -33,7 +35,7 @@ def op(
 def matches(before, after):
     base = made_up()
     return [
-        (match.how, [operator_name(op) for op in match.before], [operator_name(op) for op in match.after])
+        (match.relation, [operator_name(op) for op in match.before], [operator_name(op) for op in match.after])
         for match in match_ops(replace(base, ops=tuple(before)), replace(base, ops=tuple(after)))
     ]
 
@@ -107,7 +109,7 @@ def test_layers_that_are_new():
 
 def test_a_model_that_is_compiled_as_a_whole_is_compared_by_phase_and_kind_of_work():
     found = [match for match in match_ops(real("vit_first"), real("vit_compiled")) if not match.is_one_to_one]
-    assert all(match.how == "replaced" for match in found if match.before_s > 1e-4)
+    assert all(match.relation == "replaced" for match in found if match.before_s > 1e-4)
     kinds = {
         (match.before[0].phase, families(match.before), families(match.after))
         for match in found
@@ -118,7 +120,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_compared_by_phase_and_kind_of_wo
         assert (phase, frozenset({"attention"}), frozenset({"matrix"})) in kinds
         assert sum(one[0] == phase for one in kinds) == 2  # and the ops that move memory
     products = sum(
-        match.before_s for match in match_ops(real("vit_first"), real("vit_compiled")) if match.how == "moved"
+        match.before_s for match in match_ops(real("vit_first"), real("vit_compiled")) if match.relation == "moved"
     )
     assert products > 18e-3  # all linear layers, forward and backward
 

@@ -1,14 +1,15 @@
-"""`difference`: what changed between two profiles of a step, by part and by op, and whether it is real.
+"""`difference`: what changed between two profiles of a step, by part and by op, and whether it is significant.
 
-Two runs of the same code never take the same time: a GPU is warmer, its clock is lower, memory lies elsewhere. A step
-has changed when its wall time did by more than runs of the same code differ, or when ops did that account for it. An
-op has changed when it did by more than the clock and the scatter of its kind explain: see `scatter`.
+Two runs of the same code never take the same time: the GPU is warmer, its clock is lower, memory is placed differently.
+A step has changed if its wall time differs by more than that of runs of the same code, or if ops that changed account
+for the difference. An op has changed if its time differs by more than the clock and the scatter of its kind explain:
+see `significance`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,20 +34,20 @@ from nearpeak.units import percent, quantity
 Verdict = Literal["slower", "faster", "same"]
 
 MIN_OP_SHARE = 0.0005
-"""Of the wall time: ops that change by less are not named."""
+"""Of the wall time. Smaller changes of ops are not listed."""
 OUTLIER_SHARE = 0.005
-"""Of the wall time: a single op that changes by less than this goes with the others of its kind."""
+"""Of the wall time. A single op that changes by less is judged with the others of its kind."""
 EXPLAINED_RANGE = (0.5, 2.0)
-"""Ops account for a change of the wall time where they changed by this much of it."""
+"""Ops account for a change of the wall time if their changes sum to a share of it in this range."""
 MIN_EXPLAINED_SHARE = 0.005
-"""Of the wall time that these ops must have changed by."""
+"""Of the wall time. The least that the changes of these ops must sum to."""
 MAX_CLOCK_CHANGE = 0.035
-"""The change of a step's time, as a logarithm, that the clock of a GPU may have made where neither ops nor idle time
-account for it: 3.1 % between two processes of the same code on an H200 at the limit of its power."""
+"""The change of the step time, as a logarithm, that the clock of a GPU may cause although neither ops nor idle time
+account for it: 3.1 % between two processes of the same code on an H200 at its power limit."""
 MIN_IDLE_CHANGE = 0.25
-"""Of the larger time: idle time of a cause that changes by less is as it was."""
+"""Of the larger time. Idle time of a cause that changes by less is considered unchanged."""
 MIN_WORK_CHANGE = 0.01
-"""Of the FLOPs: a step with more or fewer does other work."""
+"""Of the FLOPs. A step whose FLOPs change by more does different work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,40 +60,40 @@ class PartChange:
 
     @property
     def change_s(self) -> float:
-        """Above zero where it takes longer now."""
+        """Positive if it takes longer in the later run."""
         return self.after_s - self.before_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpChange:
-    """Ops that do the same work in both runs, and whose time really changed."""
+    """Ops that do the same work in both runs, and whose time changed significantly."""
 
-    how: Relation
+    relation: Relation
     verdict: Verdict
     names_before: tuple[str, ...]
-    """Operators, the one that takes longest first."""
+    """Operators, the one with the longest time first."""
     names_after: tuple[str, ...]
     phase: str
     module: str
-    """In the later run, or in the earlier one where they are gone; a star for what differs."""
+    """In the later run, or in the earlier one if they are gone; with a star for the parts that differ."""
     source: str
-    """The line of that with most time."""
+    """The line with the longest time."""
     count_before: int
     count_after: int
     before_s: float
     after_s: float
     noise: float | None
-    """The change, as a logarithm, that could be chance; None for ops that are in one run alone."""
+    """The largest insignificant change, as a logarithm; None for ops that are in one run only."""
 
     @property
     def change_s(self) -> float:
-        """Above zero where they take longer now."""
+        """Positive if they take longer in the later run."""
         return self.after_s - self.before_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleChange:
-    """Idle time of one cause in both runs, all its places together."""
+    """Idle time of one cause in both runs, all places together."""
 
     cause: CauseName
     before_s: float
@@ -105,52 +106,52 @@ class IdleChange:
 
     @property
     def change_s(self) -> float:
-        """Above zero where it is more now."""
+        """Positive if there is more in the later run."""
         return self.after_s - self.before_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two profiles, the later against the earlier."""
+    """Two profiles, the later relative to the earlier."""
 
     before: RunSummary
     after: RunSummary
     verdict: Verdict
     ratio: float
-    """Of the times of a step."""
+    """Of the step times."""
     noise: float
-    """The change of that, as a logarithm, that could be chance."""
+    """The largest insignificant change of the step time, as a logarithm."""
     explained: bool
-    """Whether ops that really changed account for most of it."""
+    """Whether ops that changed significantly account for most of the change."""
     by_clock: bool
-    """Whether it is more than noise, and no more than the clock of a GPU does, with neither ops nor idle time that
+    """Whether the change is more than noise and no more than the clock of a GPU causes, and neither ops nor idle time
     account for it."""
     drift: float | None
-    """The ratio that kernels have in common which wait for memory; of a CPU, all. None where too few are in both runs,
-    or they have none in common."""
+    """The ratio of times that memory-bound kernels have in common; on a CPU, all kernels. None if too few are in both
+    runs, or they have none in common."""
     clock: float | None
-    """The ratio of kernels that are limited by compute, which follow the clock of a GPU; None where there are none."""
+    """The ratio of times of compute-bound kernels, which follow the clock of a GPU; None without any."""
     parts: tuple[PartChange, ...]
     ops: tuple[OpChange, ...]
-    """Those that are real, the largest change first."""
+    """Significant changes, the largest first."""
     idle: tuple[IdleChange, ...]
     """Causes whose time changed, the largest change first."""
     appeared: tuple[Finding, ...]
     gone: tuple[Finding, ...]
     steady: bool = True
-    """False where clean steps of a run are so far apart that its ops say nothing: none of them is compared alone."""
+    """False if the clean steps of a run are so far apart that its ops say nothing: ops are not compared one to one."""
     doubts: tuple[str, ...] = ()
-    """Why nothing can be said of the wall time with confidence."""
+    """Why nothing can be said about the step time with confidence."""
     notes: tuple[str, ...] = ()
 
     @property
     def change(self) -> float:
-        """Of the time of a step, relatively; above zero where it takes longer now."""
+        """The relative change of the step time; positive if a step takes longer in the later run."""
         return self.ratio - 1.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The changes that noise leaves possible."""
+        """The range of changes that noise leaves possible."""
         return self.ratio * math.exp(-self.noise) - 1.0, self.ratio * math.exp(self.noise) - 1.0
 
 
@@ -160,7 +161,7 @@ def difference(before: Profile, after: Profile) -> Difference:
     steady = not (is_unsteady(before) or is_unsteady(after))
     ratio = runs[1].step_s / runs[0].step_s if runs[0].step_s and runs[1].step_s else 1.0
     noise = step_noise(before, after)
-    scatter, ops, beyond_s = _op_changes(before, after, steady)
+    model, ops, beyond_s = _op_changes(before, after, steady)
     changed_s = runs[1].step_s - runs[0].step_s
     idle = _idle_changes(before, after, noise)
     explained = (
@@ -169,21 +170,21 @@ def difference(before: Profile, after: Profile) -> Difference:
         and changed_s != 0.0
         and EXPLAINED_RANGE[0] <= beyond_s / changed_s <= EXPLAINED_RANGE[1]
     )
-    real = ratio != 1.0 and (abs(math.log(ratio)) > noise or explained)
+    significant = ratio != 1.0 and (abs(math.log(ratio)) > noise or explained)
     by_clock = False
-    if real and scatter.clock is not None and abs(math.log(ratio)) <= MAX_CLOCK_CHANGE:
+    if significant and model.clock is not None and abs(math.log(ratio)) <= MAX_CLOCK_CHANGE:
         accounted_s = beyond_s + sum(change.change_s for change in idle)
         by_clock = accounted_s / changed_s < EXPLAINED_RANGE[0]
     return Difference(
         before=runs[0],
         after=runs[1],
-        verdict="same" if by_clock or not real else "slower" if ratio > 1.0 else "faster",
+        verdict="same" if by_clock or not significant else "slower" if ratio > 1.0 else "faster",
         ratio=ratio,
         noise=noise,
         explained=explained,
         by_clock=by_clock,
-        drift=None if scatter.drift is None else math.exp(scatter.drift),
-        clock=None if scatter.clock is None or scatter.clock.change is None else math.exp(scatter.clock.change),
+        drift=None if model.drift is None else math.exp(model.drift),
+        clock=None if model.clock is None or model.clock.change is None else math.exp(model.clock.change),
         parts=tuple(
             PartChange(name=part.name, before_s=part.seconds, after_s=after.waterfall.seconds(part.name))
             for part in before.waterfall.parts
@@ -199,26 +200,26 @@ def difference(before: Profile, after: Profile) -> Difference:
 
 
 def _op_changes(before: Profile, after: Profile, steady: bool) -> tuple[NoiseModel, list[OpChange], float]:
-    """What is chance, the ops that changed beyond it, and by how many seconds these did."""
-    found = match_ops(before, after)
-    usual = CPU_PRIOR if "cpu" in (before.device, after.device) else GPU_PRIOR
+    """The noise model, the ops that changed significantly, and the sum of their changes in seconds."""
+    prior = CPU_PRIOR if "cpu" in (before.device, after.device) else GPU_PRIOR
     bandwidths = [run.ceilings.bandwidth for run in (before, after) if run.ceilings is not None]
     bandwidth = min(bandwidths, default=None)
     outlier_s = OUTLIER_SHARE * before.wall_s
     kinds: list[tuple[Match, OpKind | None]] = [
-        (match, op_kind(match, usual, outlier_s, bandwidth) if match.is_one_to_one else None) for match in found
+        (match, op_kind(match, prior, outlier_s, bandwidth) if match.is_one_to_one else None)
+        for match in match_ops(before, after)
     ]
-    # on another device every kernel changes in its own way, and all of that is real
-    same = before.device == after.device
-    scatter = NoiseModel([kind for _, kind in kinds if kind is not None] if same else [], usual)
-    if not steady:  # the one profiled step may be any of them
+    # On another device every kernel changes in its own way, and all of that is significant.
+    same_device = before.device == after.device
+    model = NoiseModel([kind for _, kind in kinds if kind is not None] if same_device else [], prior)
+    if not steady:  # the profiled step may be any of them
         kinds = [(match, kind) for match, kind in kinds if not match.is_one_to_one]
     least_s = MIN_OP_SHARE * before.wall_s
     changes: list[OpChange] = []
     total_s = 0.0
     for match, kind in kinds:
-        explained = scatter.explained(kind)
-        noise = scatter.noise_of(time_limiter(match, bandwidth)) if kind is None else scatter.noise(kind)
+        explained = model.explained(kind)
+        noise = model.noise_of(time_limiter(match, bandwidth)) if kind is None else model.noise(kind)
         for part, change in _parts_to_judge(match, kind, explained):
             beyond = change if change is None else excess(change, explained)
             beyond_s = part.after_s - part.before_s
@@ -228,40 +229,42 @@ def _op_changes(before: Profile, after: Profile, steady: bool) -> tuple[NoiseMod
                 verdict: Verdict = "slower" if beyond_s > 0.0 else "faster"
                 changes.append(_op_change(part, verdict, None if beyond is None else noise))
                 total_s += beyond_s
-    return scatter, changes, total_s
+    return model, changes, total_s
 
 
 def _parts_to_judge(match: Match, kind: OpKind | None, explained: ChangeRange) -> Iterator[tuple[Match, float | None]]:
-    """The ops that are to be judged together, and their change as a logarithm where they have one."""
+    """The ops that are judged together, and their change as a logarithm if they have one."""
     if kind is None:
         ratio = match.after_s / match.before_s if match.before_s and match.after_s else None
         yield match, None if ratio is None else math.log(ratio)
         return
     if kind.outliers:
-        alone = _subset(match, kind.outliers)
-        yield alone, math.log(alone.after_s / alone.before_s)
-        match = _subset(match, [at for at in range(len(match.before)) if at not in kind.outliers])
-    # most of them must have changed, and their sum, which is shown
+        outliers = _subset(match, kind.outliers)
+        yield outliers, math.log(outliers.after_s / outliers.before_s)
+        match = _subset(match, [position for position in range(len(match.before)) if position not in kind.outliers])
+    # Both must have changed: most of the ops, and their sum, which is what the report shows.
     changes = kind.change, math.log(match.after_s / match.before_s)
-    yield match, min(changes, key=lambda one: abs(excess(one, explained)))
+    yield match, min(changes, key=lambda change: abs(excess(change, explained)))
 
 
 def _subset(match: Match, positions: Sequence[int]) -> Match:
     return Match(
-        how=match.how, before=[match.before[at] for at in positions], after=[match.after[at] for at in positions]
+        relation=match.relation,
+        before=[match.before[position] for position in positions],
+        after=[match.after[position] for position in positions],
     )
 
 
 def _op_change(match: Match, verdict: Verdict, noise: float | None) -> OpChange:
     shown = match.after or match.before
     return OpChange(
-        how=match.how,
+        relation=match.relation,
         verdict=verdict,
-        names_before=_operator_names(match.before),
-        names_after=_operator_names(match.after),
+        names_before=_by_time(match.before, operator_name),
+        names_after=_by_time(match.after, operator_name),
         phase=shown[0].phase,
         module=common_module([op.module for op in shown]),
-        source=_main_line(shown),
+        source=_by_time(shown, lambda op: op.source)[0],
         count_before=len(match.before),
         count_after=len(match.after),
         before_s=match.before_s,
@@ -270,44 +273,38 @@ def _op_change(match: Match, verdict: Verdict, noise: float | None) -> OpChange:
     )
 
 
-def _operator_names(ops: Sequence[ProfiledOp]) -> tuple[str, ...]:
+def _by_time(ops: Sequence[ProfiledOp], key: Callable[[ProfiledOp], str]) -> tuple[str, ...]:
+    """The keys of ops, the one with the longest time first."""
     totals: dict[str, float] = {}
     for op in ops:
-        totals[operator_name(op)] = totals.get(operator_name(op), 0.0) + op.compared_s
+        totals[key(op)] = totals.get(key(op), 0.0) + op.compared_s
     return tuple(sorted(totals, key=lambda name: -totals[name]))
 
 
-def _main_line(ops: Sequence[ProfiledOp]) -> str:
-    totals: dict[str, float] = {}
-    for op in ops:
-        totals[op.source] = totals.get(op.source, 0.0) + op.compared_s
-    return max(totals, key=lambda source: totals[source])
-
-
 def _idle_changes(before: Profile, after: Profile, noise: float) -> list[IdleChange]:
-    """By cause. The idle time is what is left of the wall time, so it is as uncertain as that."""
-    found = []
+    """By cause. Idle time is what is left of the wall time, so it is as uncertain as that."""
+    changes = []
     least_s = math.expm1(noise) * before.wall_s
     for cause in dict.fromkeys(entry.cause for entry in (*before.idle, *after.idle)):
         first, second = ([entry for entry in run.idle if entry.cause == cause] for run in (before, after))
         before_s, after_s = (sum(entry.seconds for entry in entries) for entries in (first, second))
         if abs(after_s - before_s) > max(least_s, MIN_IDLE_CHANGE * max(before_s, after_s)):
-            place = _most_changed(first, second)
-            found.append(
+            where, what = _most_changed_place(first, second)
+            changes.append(
                 IdleChange(
                     cause=cause,
                     before_s=before_s,
                     after_s=after_s,
                     count_before=sum(entry.count for entry in first),
                     count_after=sum(entry.count for entry in second),
-                    where=place[0],
-                    what=place[1],
+                    where=where,
+                    what=what,
                 )
             )
-    return sorted(found, key=lambda change: -abs(change.change_s))
+    return sorted(changes, key=lambda change: -abs(change.change_s))
 
 
-def _most_changed(before: Sequence[IdleCause], after: Sequence[IdleCause]) -> tuple[str, str]:
+def _most_changed_place(before: Sequence[IdleCause], after: Sequence[IdleCause]) -> tuple[str, str]:
     totals: dict[tuple[str, str], float] = {}
     for sign, entries in ((-1.0, before), (1.0, after)):
         for entry in entries:
@@ -316,28 +313,28 @@ def _most_changed(before: Sequence[IdleCause], after: Sequence[IdleCause]) -> tu
     return max(totals, key=lambda place: abs(totals[place]))
 
 
-def _findings_only_in(one: Profile, other: Profile) -> tuple[Finding, ...]:
-    """Findings of one run that are worth showing, and that the other does not have, even small.
+def _findings_only_in(run: Profile, other: Profile) -> tuple[Finding, ...]:
+    """Findings of one run that are large enough to be shown, and that the other does not have, even small.
 
-    Lines move and modules get other names, so a finding goes with one of the same rule: at the same file and module
-    where there is one, else with any that is left.
+    Lines move and modules are renamed, so a finding is paired with one of the same rule: at the same file and module if
+    there is one, otherwise with any that is left.
     """
     left = list(other.findings)
-    rest = []
-    for finding in one.findings:
+    unpaired = []
+    for finding in run.findings:
         same = next((known for known in left if _finding_place(known) == _finding_place(finding)), None)
         if same is not None:
             left.remove(same)
         else:
-            rest.append(finding)
-    new = []
-    for finding in rest:
+            unpaired.append(finding)
+    only = []
+    for finding in unpaired:
         same = next((known for known in left if known.rule == finding.rule), None)
         if same is not None:
             left.remove(same)
         elif finding.share >= MIN_SHOWN_SHARE and finding.rule not in other.undecided:
-            new.append(finding)
-    return tuple(new)
+            only.append(finding)
+    return tuple(only)
 
 
 def _finding_place(finding: Finding) -> tuple[str, str, str]:

@@ -117,7 +117,7 @@ def change_name(change: OpChange) -> tuple[str, str]:
 def relation_text(change: OpChange) -> str:
     """How the ops of both runs were matched, in a few words."""
     before, after = op_names(change)
-    if change.how == "replaced" and before != after:
+    if change.relation == "replaced" and before != after:
         return f"{before} replaced by {after}"
     return {
         "same op": "same op",
@@ -126,7 +126,7 @@ def relation_text(change: OpChange) -> str:
         "replaced": "same op",
         "only before": "gone",
         "only after": "new",
-    }[change.how]
+    }[change.relation]
 
 
 def counts(change: OpChange) -> str:
