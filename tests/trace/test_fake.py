@@ -37,7 +37,7 @@ def test_tensors_of_two_blocks_work_together():
 @without_cuda
 def test_cuda_is_redirected_in_all_its_spellings():
     with fake(), cuda_on_cpu() as redirection:
-        assert not redirection.asked
+        assert not redirection.happened
         tensors = [
             torch.empty(3, device="cuda"),
             torch.empty(3, device="cuda:1"),
@@ -61,7 +61,7 @@ def test_cuda_is_redirected_in_all_its_spellings():
     assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
     assert tensors[7].dtype is torch.float64
     assert tensors[14].dtype is torch.bfloat16
-    assert redirection.asked
+    assert redirection.happened
 
 
 @without_cuda
@@ -90,7 +90,7 @@ def test_code_around_cuda_runs():
         assert torch.empty(3).pin_memory().to("cuda", non_blocking=True).shape == (3,)
         assert torch.empty(3, pin_memory=True).shape == (3,)
         torch.cuda.synchronize()
-        assert redirection.asked
+        assert redirection.happened
         assert not torch.cuda.is_available()
         assert torch.amp.GradScaler("cuda").is_enabled()
     with pytest.raises(AssertionError, match="CUDA"):

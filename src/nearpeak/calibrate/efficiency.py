@@ -339,8 +339,8 @@ def _row_probes(draw: DrawTensor, whole: DrawTensor, rows: RowsOfSize, sizes: Se
 
     def negative_log_backward(size: int) -> Call:
         count, width = rows(size, 32000)
-        x, target, one = draw(count, width, dtype=FP32), whole(width, count), draw(1, dtype=FP32)[0]
-        return lambda: aten.nll_loss_backward(one, x, target, None, 1, -100, one)
+        x, target, weight = draw(count, width, dtype=FP32), whole(width, count), draw(1, dtype=FP32)[0]
+        return lambda: aten.nll_loss_backward(weight, x, target, None, 1, -100, weight)
 
     vocabulary: dict[str, Any] = {"width": 32000, "dtype": FP32}
     yield KernelProbe(

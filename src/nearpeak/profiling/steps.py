@@ -57,12 +57,12 @@ class StepKind:
         sizes = zip(
             (self.trained, self.evaluated, *self.shape), (other.trained, other.evaluated, *other.shape), strict=True
         )
-        return all(_similar_size(one, another) for one, another in sizes)
+        return all(_similar_size(size, other_size) for size, other_size in sizes)
 
 
-def _similar_size(one: int, another: int) -> bool:
+def _similar_size(first: int, second: int) -> bool:
     """Nothing is near to none or one: a step with one evaluation is not like a step without."""
-    low, high = min(one, another), max(one, another)
+    low, high = min(first, second), max(first, second)
     return low == high or (low > 1 and high - low <= max(1.0, SIZE_TOLERANCE * high))
 
 
@@ -124,11 +124,11 @@ class TopLevelCalls:
             self._ended(module, args, {})
 
     def _call_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        own = self._classes[kind]
+        own_call = self._classes[kind]
         above = next(base for base in kind.__mro__[1:] if "__call__" in vars(base))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            original = above.__call__ if own is None else own
+            original = above.__call__ if own_call is None else own_call
             if self._depth or self._nested or torch.compiler.is_compiling():
                 return original(module, *args, **kwargs)
             self._depth += 1
@@ -142,8 +142,8 @@ class TopLevelCalls:
         return call
 
     def _hide(self, _: Any = None) -> None:
-        for kind, own in self._classes.items():
-            _set_class_call(kind, own)
+        for kind, own_call in self._classes.items():
+            _set_class_call(kind, own_call)
 
     def _show(self, _: Any = None) -> None:
         for kind in self._classes:
@@ -328,11 +328,11 @@ def _smallest_shape(values: tuple[Any, ...]) -> tuple[int, ...]:
 
     It is asked in every step of an inference: a loop takes a third of the time of `min` with a key.
     """
-    found: torch.Tensor | None = None
-    least = (True, 0)
+    smallest: torch.Tensor | None = None
+    smallest_size = (True, 0)
     for value in values:
         if isinstance(value, torch.Tensor):
             size = (value.dim() < 2, value.numel())
-            if found is None or size < least:
-                found, least = value, size
-    return () if found is None else tuple(found.shape)
+            if smallest is None or size < smallest_size:
+                smallest, smallest_size = value, size
+    return () if smallest is None else tuple(smallest.shape)

@@ -104,25 +104,23 @@ class _SmallRangesMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         steps = kwargs.get("steps", args[2] if len(args) > 2 else None)
-        ranged = func is torch.linspace and isinstance(steps, int) and steps <= _SHORT_RANGE
+        linear_range = func is torch.linspace and isinstance(steps, int) and steps <= _SHORT_RANGE
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        known = bool(tensors) and all(
+        small = bool(tensors) and all(
             type(value) is torch.Tensor and value.numel() <= _SHORT_RANGE for value in tensors
         )
-        if ranged or known:
+        if linear_range or small:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
+@SharedPatch
 @contextmanager
-def _building_patches() -> Iterator[None]:
+def allow_building() -> Iterator[None]:
+    """What models need while they are built and converted."""
     with _skip_truncated_normal(), _convert_in_place():
         yield
-
-
-allow_building = SharedPatch(_building_patches)
-"""What models need while they are built and converted."""
 
 
 @contextmanager
@@ -162,8 +160,8 @@ def _convert_in_place() -> Iterator[None]:
 
     def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         nonlocal depth
-        own = (*module._parameters.values(), *module._buffers.values())
-        if any(tensor is not None and not isinstance(tensor, FakeTensor) for tensor in own):
+        tensors_of_module = (*module._parameters.values(), *module._buffers.values())
+        if any(tensor is not None and not isinstance(tensor, FakeTensor) for tensor in tensors_of_module):
             return original(module, function, recurse)
         depth += 1
         try:

@@ -42,11 +42,11 @@ class LiveTrace:
         """What was recorded."""
         self._undo.close()
         recorder = self._recorder
-        wanted = {recorder.storages.used(tensor) for tensor in self._untouched.wanted()}
+        results = {recorder.storages.used(tensor) for tensor in self._untouched.wanted()}
         return Trace(
             ops=recorder.finished(),
             storages=recorder.storages.facts(),
-            results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
+            results=frozenset(number for number in results if number is not None) | recorder.mutated,
             lives=recorder.lives(),
             on_host=frozenset(recorder.storages.on_host),
             pinned=frozenset(recorder.storages.pinned),

@@ -32,20 +32,21 @@ _SETTINGS = frozenset({torch.dtype, torch.layout, torch.memory_format, torch.dev
 _DTYPES_WITH_EXTRA_STATE = frozenset(
     {"complex32", "complex64", "complex128", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 )
-"""Dtypes whose tensors have more than a form: a conjugation, a quantizer."""
+"""Dtypes whose tensors have state that is no part of a signature: a conjugation, a quantizer."""
 
 _layout_ids: dict[tuple[Any, ...], int] = {}
 
 
 def layout_id(device: torch.device, view: View) -> int:
-    """A number for all that a view has beside its storage; the bytes of the storage belong to it."""
-    return _layout_ids.setdefault(
-        (device, view[1:]), 2 * len(_layout_ids)
-    )  # the odd numbers are those that require gradients
+    """A number for the layout of a view: its device, the bytes of its storage, shape, strides, offset and dtype.
+
+    Numbers are even; the odd number after each is the same layout with `requires_grad`.
+    """
+    return _layout_ids.setdefault((device, view[1:]), 2 * len(_layout_ids))
 
 
 class CallSignature(NamedTuple):
-    """The form of one call."""
+    """Everything about a call that its results can depend on, values of tensors excepted; `key` is hashable."""
 
     key: tuple[Any, ...]
     arguments: dict[str, Any]
@@ -58,23 +59,24 @@ class CallSignature(NamedTuple):
 
 
 TENSOR_NOTE = "nearpeak_note"
-"""Where a tensor that was made in a trace has what is known of it, in its `__dict__`: its next op need not ask again.
+"""The entry in the `__dict__` of a tensor made in a trace that saves its next op from looking it up.
 
-It is a tuple: an object that stands for the trace, address and bytes of the storage, the number of its look, and the
-tensor as plain data. Code can give a tensor another storage, or its storage another size, without an op.
+It is a tuple: an object that stands for the trace, the address and the bytes of the storage, the layout id, and the
+tensor as plain data. Address and bytes are compared, since code can give a tensor another storage, or its storage
+another size, without an op.
 """
 
 _Draft = tuple[list[Any], list[FakeTensor], list[Tensor], dict[int, int], bool, bool]
-"""A form while it is made: parts of the key, tensors, the same as plain data, storages; whether the op writes to its
+"""An unfinished signature: parts of the key, tensors, tensors as plain data, storages; whether the op writes to its
 arguments, and whether it runs in inference mode."""
 
 
 class CallSignatures:
-    """Forms of calls within one trace.
+    """Signatures of the calls within one trace.
 
-    The same form is: the same shapes, strides, dtypes, devices, and sizes of storages, the same tensors sharing theirs,
-    the same other arguments. There is none where an argument has no form, or may have more than its form says: a real
-    tensor, a tensor that torch knows the value of, a generator.
+    Two calls have the same signature if shapes, strides, dtypes, devices and sizes of storages are the same, the same
+    tensors share storages, and the other arguments are equal. A call has none if an argument carries more than that: a
+    real tensor, a tensor whose value torch knows, a generator.
     """
 
     def __init__(self, storages: Storages, mode: FakeTensorMode) -> None:
@@ -83,7 +85,7 @@ class CallSignatures:
         self.mode = mode
 
     def of(self, schema: OperatorSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallSignature | None:
-        """The form of a call. Ask where torch functions are disabled."""
+        """The signature of a call; None if it has none. Call it where torch functions are disabled."""
         inference = _inference_mode_enabled()
         parts: list[Any] = [schema.name, len(args), _default_dtype(), inference]
         arguments = schema.defaults.copy()
@@ -108,11 +110,11 @@ class CallSignatures:
             arguments[name] = self._value(item, draft)
             if arguments[name] is NotImplemented:
                 return None
-        form: CallSignature = _new_tuple(CallSignature, (tuple(parts), arguments, tensors, plain, storages))
-        return form
+        signature: CallSignature = _new_tuple(CallSignature, (tuple(parts), arguments, tensors, plain, storages))
+        return signature
 
     def _value(self, value: Any, draft: _Draft) -> Any:
-        """A value as plain data, NotImplemented where it has no form."""
+        """A value as plain data; NotImplemented if it has no place in a signature."""
         kind = type(value)
         parts = draft[0]
         if kind is int or value is None or kind is str:
@@ -143,8 +145,8 @@ class CallSignatures:
         if note is not None and note[0] is self.trace and not inference:
             storage = tensor.untyped_storage()
             if storage._cdata == note[1] and storage.nbytes() == note[2]:
-                look, plain = note[3], note[4]
-                parts.append(look + 1 if tensor.requires_grad else look)
+                layout, plain = note[3], note[4]
+                parts.append(layout + 1 if tensor.requires_grad else layout)
                 parts.append(local.setdefault(plain.storage, len(local)))
                 tensors.append(tensor)
                 plains.append(plain)
@@ -163,11 +165,11 @@ class CallSignatures:
             tensor.dtype,
             tensor.is_neg(),
         )
-        seen = self.storages.views.get(view) or self._first_seen(tensor, view)
-        if seen is None:
+        known = self.storages.views.get(view) or self._first_seen(tensor, view)
+        if known is None:
             return NotImplemented
-        look, plain = seen
-        parts.append(look + 1 if tensor.requires_grad else look)
+        layout, plain = known
+        parts.append(layout + 1 if tensor.requires_grad else layout)
         parts.append(local.setdefault(plain.storage, len(local)))
         if inference:
             parts.append(tensor.is_inference())
@@ -181,13 +183,14 @@ class CallSignatures:
         if dtype_name(tensor.dtype) in _DTYPES_WITH_EXTRA_STATE:
             return None
         plain = self.storages.tensor(tensor, "input")
-        seen = self.storages.views[view] = (layout_id(tensor.fake_device, view), plain)
-        return seen
+        known = self.storages.views[view] = (layout_id(tensor.fake_device, view), plain)
+        return known
 
 
+@SharedPatch
 @contextmanager
-def _drop_notes_on_assignment() -> Iterator[None]:
-    """`tensor.data = other` changes a tensor without an op: its note is dropped."""
+def tensor_notes() -> Iterator[None]:
+    """Inside, tensors can have notes: `tensor.data = other`, which changes a tensor without an op, drops its note."""
     data: Any = FakeTensor.data
 
     def assign(tensor: FakeTensor, value: torch.Tensor) -> None:
@@ -199,10 +202,6 @@ def _drop_notes_on_assignment() -> Iterator[None]:
         yield
     finally:
         del FakeTensor.data
-
-
-tensor_notes = SharedPatch(_drop_notes_on_assignment)
-"""Tensors have notes inside only."""
 
 
 def drop_notes(value: Any) -> None:
@@ -248,9 +247,9 @@ class NewTensor:
     device: torch.device
     attributes: dict[str, Any]
     """Those of the Python object."""
-    look: int
+    layout: int
     view: tuple[Any, ...]
-    """The view without the address of its storage, and the number of its look: as its next op will ask for them."""
+    """The view without the address of its storage, and the number of its layout: as its next op will ask for them."""
 
     def make(self, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> FakeTensor:
         """The result. Call it where dispatch and torch functions are disabled."""
@@ -309,16 +308,22 @@ def memoize(form: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], resu
     recipes[form] = None
     container = type(result) if type(result) in (tuple, list) else None
     items = (result,) if container is None else result
-    made = [_describe_result(item, tensors) for item in items]
-    if any(how is NotImplemented for how in made):
+    items_made = [_describe_result(item, tensors) for item in items]
+    if any(item_made is NotImplemented for item_made in items_made):
         return
-    own = [item.untyped_storage()._cdata for item, how in zip(items, made, strict=True) if _has_own_storage(how)]
-    if len(set(own)) < len(own):  # results that share a new storage
+    new_storages = [
+        item.untyped_storage()._cdata
+        for item, item_made in zip(items, items_made, strict=True)
+        if _has_own_storage(item_made)
+    ]
+    if len(set(new_storages)) < len(new_storages):  # results that share a new storage
         return
-    for item, how in zip(items, made, strict=True):
-        if isinstance(how, NewTensor) and not _equivalent(how.make(mode, tensors), item):
+    for item, item_made in zip(items, items_made, strict=True):
+        if isinstance(item_made, NewTensor) and not _equivalent(item_made.make(mode, tensors), item):
             return
-    recipes[form] = Recipe(container, tuple(made), OpSignature(), any(isinstance(how, NewTensor) for how in made))
+    recipes[form] = Recipe(
+        container, tuple(items_made), OpSignature(), any(isinstance(item_made, NewTensor) for item_made in items_made)
+    )
 
 
 def replay(
@@ -329,25 +334,25 @@ def replay(
     Call it where torch functions are disabled, and dispatch as well if the recipe makes tensors.
     """
     tensors, plain = form.tensors, form.plain
-    for how in recipe.items:
-        if type(how) is NewTensor:
-            result = how.make(forms.mode, tensors)
+    for item in recipe.items:
+        if type(item) is NewTensor:
+            result = item.make(forms.mode, tensors)
             storage = result.untyped_storage()
-            size = how.view[0]
-            if how.argument >= 0:
-                number = plain[how.argument].storage
+            size = item.view[0]
+            if item.argument >= 0:
+                number = plain[item.argument].storage
             else:
                 number = forms.storages.new(storage, size)
                 form.storages[number] = len(form.storages)
-            output = _make_tensor(how.shape, how.strides, how.dtype_name, number, how.offset)
-            result.__dict__[TENSOR_NOTE] = (forms.trace, storage._cdata, size, how.look, output)
+            output = _make_tensor(item.shape, item.strides, item.dtype_name, number, item.offset)
+            result.__dict__[TENSOR_NOTE] = (forms.trace, storage._cdata, size, item.layout, output)
             results.append(result)
             outputs.append(output)
-        elif type(how) is SameTensor:
-            results.append(tensors[how.argument])
-            outputs.append(plain[how.argument])
+        elif type(item) is SameTensor:
+            results.append(tensors[item.argument])
+            outputs.append(plain[item.argument])
         else:
-            results.append(how)
+            results.append(item)
 
 
 _make_tensor = positional_constructor(Tensor)
@@ -357,19 +362,19 @@ def constant_tensor(mode: FakeTensorMode, value: torch.Tensor) -> FakeTensor:
     """A fake tensor of one element or none that keeps its value."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
-        kept = value.clone()
-        tensor = FakeTensor(mode, memory, value.device, constant=kept)
+        constant = value.clone()
+        tensor = FakeTensor(mode, memory, value.device, constant=constant)
         converter = mode.fake_tensor_converter
         converter.add_constant_storage_mapping(tensor)
-        converter.set_tensor_memo(kept, tensor)  # an op in place gives it back, and a view shares its storage
+        converter.set_tensor_memo(constant, tensor)  # an op in place gives it back, and a view shares its storage
         meta = converter.meta_converter
-        meta.storage_memo[meta.describer.get_storage_id(kept.untyped_storage())] = memory.untyped_storage()
+        meta.storage_memo[meta.describer.get_storage_id(constant.untyped_storage())] = memory.untyped_storage()
     return tensor
 
 
 def constant_values(args: Sequence[Any]) -> list[Any] | None:
     """Arguments with all tensors replaced by their values; None where there are tensors without, or none at all."""
-    found: list[Any] = []
+    values_by_argument: list[Any] = []
     tensors = 0
     for argument in args:
         items = argument if type(argument) is list else [argument]
@@ -378,12 +383,12 @@ def constant_values(args: Sequence[Any]) -> list[Any] | None:
             return None
         tensors += len(fakes)
         values = [item.constant if type(item) is FakeTensor else item for item in items]
-        found.append(values if type(argument) is list else values[0])
-    return found if tensors else None
+        values_by_argument.append(values if type(argument) is list else values[0])
+    return values_by_argument if tensors else None
 
 
-def _has_own_storage(how: Any) -> bool:
-    return isinstance(how, NewTensor) and how.argument < 0
+def _has_own_storage(item: Any) -> bool:
+    return isinstance(item, NewTensor) and item.argument < 0
 
 
 def _describe_result(item: Any, tensors: Sequence[FakeTensor]) -> Any:
@@ -415,7 +420,7 @@ def _describe_result(item: Any, tensors: Sequence[FakeTensor]) -> Any:
         offset=offset,
         device=device,
         attributes={**attributes, "fake_mode": mode},
-        look=layout_id(device, (0, *view)),
+        layout=layout_id(device, (0, *view)),
         view=view,
     )
 
@@ -489,25 +494,29 @@ def _row_keys(args: Sequence[Any], form: CallSignature, count: int) -> list[tupl
         return []
     columns: list[Any] = []
     shared: list[Any] = []
-    at = 4
+    position = 4
     for item in args:
         if type(item) is not list:
             if isinstance(item, torch.Tensor) or type(item) is tuple:
                 return []
             width = 2 if type(item) in (float, bool) else 1
-            shared += parts[at : at + width]
-            at += width
+            shared += parts[position : position + width]
+            position += width
             continue
         width = 2 * count
-        if parts[at] is not list or parts[at + 1] != count or {type(value) for value in item} not in _SIMPLE_ROW_TYPES:
+        if (
+            parts[position] is not list
+            or parts[position + 1] != count
+            or {type(value) for value in item} not in _SIMPLE_ROW_TYPES
+        ):
             return []
-        columns.append(parts[at + 2 : at + 2 + width : 2])
+        columns.append(parts[position + 2 : position + 2 + width : 2])
         if type(item[0]) is float:
-            columns.append(parts[at + 3 : at + 3 + width : 2])
+            columns.append(parts[position + 3 : position + 3 + width : 2])
         elif any(value.constant is not None for value in item):
             return []
-        at += 2 + width
-    return list(zip(repeat((*parts[:4], *shared, *parts[at:]), count), *columns, strict=True))
+        position += 2 + width
+    return list(zip(repeat((*parts[:4], *shared, *parts[position:]), count), *columns, strict=True))
 
 
 _SIMPLE_ROW_TYPES = ({FakeTensor}, {float})

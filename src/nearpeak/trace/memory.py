@@ -59,9 +59,9 @@ class _DeviceUsage:
         if self.bytes > self.high:
             self.high = self.bytes
             if self.peaks is not None:
-                found = _allocator_bytes(self.device, "current")
-                if found is not None:
-                    self.levels[op] = found[0]
+                allocated = _allocator_bytes(self.device, "current")
+                if allocated is not None:
+                    self.levels[op] = allocated[0]
 
 
 class MemoryTracker:
@@ -126,19 +126,19 @@ class MemoryTracker:
                 self._existing(tensor, "optimizer")
         for number, life in self._by_number.items():
             life.bytes = max(life.bytes, int(storages[number].bytes))  # it may have grown
-        found = list(self._by_address.values())
+        lifetimes = list(self._by_address.values())
         self._by_number.clear()
         self._by_address.clear()  # without references nobody is told of what dies from here on
-        return self._of_one_device(found)
+        return self._of_one_device(lifetimes)
 
-    def _of_one_device(self, found: list[_StorageLifetime]) -> Lifetimes | None:
+    def _of_one_device(self, lifetimes: list[_StorageLifetime]) -> Lifetimes | None:
         sums: dict[torch.device, int] = {}
-        for life in found:
+        for life in lifetimes:
             sums[life.level.device] = sums.get(life.level.device, 0) + life.bytes
         sums.pop(torch.device("meta"), None)
         if not sums:
             return None
-        device = max(sums, key=lambda each: (each.type != "cpu", sums[each]))
+        device = max(sums, key=lambda device_in_use: (device_in_use.type != "cpu", sums[device_in_use]))
         level = self._levels[device]
         peaks = level.peaks
         if peaks is not None and peaks[0] < max(level.levels.values(), default=0.0):
@@ -148,7 +148,7 @@ class MemoryTracker:
             capacity_bytes=_device_capacity(device),
             lives=tuple(
                 Lifetime(bytes=float(life.bytes), born=life.born, died=life.died, category=life.category)
-                for life in found
+                for life in lifetimes
                 if life.level is level
             ),
             levels=level.levels,
@@ -210,9 +210,9 @@ def _allocator_bytes(device: torch.device, which: str) -> tuple[float, float] | 
     """Bytes that torch's allocator has given out and taken from the device: "current", or the "peak" so far."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.memory_stats_as_nested_dict(device)
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
     try:
-        return float(found["allocated_bytes"]["all"][which]), float(found["reserved_bytes"]["all"][which])
+        return float(statistics["allocated_bytes"]["all"][which]), float(statistics["reserved_bytes"]["all"][which])
     except KeyError:  # an allocator of the user's own keeps none
         return None
 

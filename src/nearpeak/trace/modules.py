@@ -46,13 +46,13 @@ def _patched_call() -> Iterator[None]:
     original = nn.Module.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        told = tuple(_watchers)
-        for before, _ in told:
+        watchers = tuple(_watchers)
+        for before, _ in watchers:
             before(self, args)
         try:
             return original(self, *args, **kwargs)
         finally:
-            for _, after in reversed(told):
+            for _, after in reversed(watchers):
                 after(self)
 
     def withdraw(_: Any = None) -> None:
@@ -84,9 +84,9 @@ if sys.version_info >= (3, 12):
             return
 
         def started(_code: Any, _offset: int) -> None:
-            found = sys._getframe(1).f_locals
+            local_variables = sys._getframe(1).f_locals
             for before, _ in tuple(_watchers):
-                before(found["self"], found["args"])
+                before(local_variables["self"], local_variables["args"])
 
         def ended(ending: Any, _offset: int, _result: Any) -> None:
             if ending is code:  # what raises is told of any code

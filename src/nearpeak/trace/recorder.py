@@ -56,9 +56,9 @@ class FakeCopies:
         """The fake copy of a real tensor: its strides, its storage shared with the copies of its other views."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        known = self._fakes.get(id(tensor))
-        if known is not None:
-            return known[1]
+        copied = self._fakes.get(id(tensor))
+        if copied is not None:
+            return copied[1]
         self._untouched.leaf(tensor)
         if _is_step_count(tensor):  # an optimizer's count of steps, say: its value may be asked for
             with no_dispatch():
@@ -196,17 +196,21 @@ class RecomputeDetector:
             return True
         if not torch.is_grad_enabled():
             return False
-        known = self._differentiated.get(graph_task)
-        if known is None:
-            known = self._differentiated[graph_task] = _creates_graph(sys._getframe(1))
-        return not known
+        differentiated = self._differentiated.get(graph_task)
+        if differentiated is None:
+            differentiated = self._differentiated[graph_task] = _creates_graph(sys._getframe(1))
+        return not differentiated
 
 
 def _creates_graph(frame: FrameType | None) -> bool:
     """Whether the pass around a frame was asked for its graph. Engines' own threads have no frames of who asked."""
-    asked = _nearest_engine_frame(frame)
-    found = [asked] if asked is not None else [_nearest_engine_frame(other) for other in sys._current_frames().values()]
-    return any(_requested_graph(each) for each in found if each is not None)
+    engine = _nearest_engine_frame(frame)
+    engines = (
+        [engine]
+        if engine is not None
+        else [_nearest_engine_frame(thread_frame) for thread_frame in sys._current_frames().values()]
+    )
+    return any(_requested_graph(engine_frame) for engine_frame in engines if engine_frame is not None)
 
 
 def _nearest_engine_frame(frame: FrameType | None) -> FrameType | None:

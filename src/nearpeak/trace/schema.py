@@ -50,10 +50,10 @@ _schemas: dict[int, tuple[Any, OperatorSchema]] = {}
 
 def schema_of(operator: Any) -> OperatorSchema:
     """The facts of an operator, found once."""
-    found = _schemas.get(id(operator))
-    if found is None:
-        found = _schemas[id(operator)] = (operator, _build_schema(operator))
-    return found[1]
+    cached = _schemas.get(id(operator))
+    if cached is None:
+        cached = _schemas[id(operator)] = (operator, _build_schema(operator))
+    return cached[1]
 
 
 def _build_schema(operator: Any) -> OperatorSchema:

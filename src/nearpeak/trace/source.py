@@ -74,11 +74,11 @@ class UserLines:
             if name is None:
                 name = _user_file_names[code.co_filename] = _user_file(code.co_filename)
             if name:
-                at = (id(code), frame.f_lasti)
-                known = _user_lines.get(at)
-                if known is None:
-                    known = _user_lines[at] = (code, f"{name}:{frame.f_lineno}")
-                return known[1], False
+                instruction = (id(code), frame.f_lasti)
+                cached = _user_lines.get(instruction)
+                if cached is None:
+                    cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno}")
+                return cached[1], False
             frame = frame.f_back
         return "", True  # a thread of the engine's own
 

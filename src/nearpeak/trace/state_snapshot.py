@@ -118,7 +118,7 @@ _scaler_snapshots = _ScalerSnapshots()
 @contextmanager
 def restore_grad_scalers() -> Iterator[None]:
     """Inside, a scaler takes its step whether or not a gradient overflowed, since fake ones have no values."""
-    with _shared_scaler_patches():
+    with _patch_grad_scalers():
         outer, _scaler_snapshots.scalers = _scaler_snapshots.scalers, {}
         try:
             yield
@@ -132,13 +132,14 @@ def restore_grad_scalers() -> Iterator[None]:
             _scaler_snapshots.scalers = outer
 
 
+@SharedPatch
 @contextmanager
-def _grad_scaler_patches() -> Iterator[None]:
+def _patch_grad_scalers() -> Iterator[None]:
     kind = torch.amp.GradScaler
     maybe_step = kind._maybe_opt_step
 
     def step(self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(found, FakeTensor) for found in state["found_inf_per_device"].values()):
+        if any(isinstance(overflow, FakeTensor) for overflow in state["found_inf_per_device"].values()):
             return optimizer.step(*args, **kwargs)
         return maybe_step(self, optimizer, state, *args, **kwargs)
 
@@ -147,9 +148,6 @@ def _grad_scaler_patches() -> Iterator[None]:
         for name in _SCALER_METHODS:
             stack.enter_context(patch_attribute(kind, name, _snapshot_before(getattr(kind, name))))
         yield
-
-
-_shared_scaler_patches = SharedPatch(_grad_scaler_patches)
 
 
 def _snapshot_before(method: Callable[..., Any]) -> Callable[..., Any]:

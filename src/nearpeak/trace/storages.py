@@ -185,26 +185,26 @@ class Storages:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors inside nested containers, dataclasses and model outputs included."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
+    tensors: list[torch.Tensor] = []
+    visited: set[int] = set()
 
     def look(item: Any) -> None:
         if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif id(item) in seen:
+            tensors.append(item)
+        elif id(item) in visited:
             return
         elif isinstance(item, dict):
-            seen.add(id(item))
+            visited.add(id(item))
             for inner in item.values():
                 look(inner)
         elif isinstance(item, (list, tuple, set)):
-            seen.add(id(item))
+            visited.add(id(item))
             for inner in item:
                 look(inner)
         elif hasattr(item, "__dict__") and not isinstance(item, (type, torch.nn.Module)):
-            seen.add(id(item))
+            visited.add(id(item))
             for inner in vars(item).values():
                 look(inner)
 
     look(value)
-    return found
+    return tensors

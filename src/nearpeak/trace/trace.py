@@ -132,14 +132,14 @@ def trace(
                 ".data_ptr(), copy.deepcopy, a kernel that torch does not know), and fake ones have none. Make kernels "
                 "operators with torch.library.custom_op and register_fake, or pass live=True to run on real tensors."
             ) from None
-        wanted = {
+        results = {
             recorder.storages.used(recorder.fake_of(innermost(item)))
             for item in (*tensors_in(returned), *untouched.wanted())
         }
     return Trace(
         ops=_final_ops(recorder, target),
         storages=recorder.storages.facts(),
-        results=frozenset(number for number in wanted if number is not None) | recorder.mutated,
+        results=frozenset(number for number in results if number is not None) | recorder.mutated,
         truncated=truncated,
         notes=tuple(_trace_notes(truncated, limit, redirection, target, compiled)),
         lives=recorder.lives(),
@@ -229,10 +229,10 @@ def _trace_notes(
 ) -> Iterator[str]:
     if truncated:
         yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
-    if compiled is not None and compiled.asked:
+    if compiled is not None and compiled.happened:
         yield "Code that torch.compile was given is traced uncompiled: the ops are those of eager mode."
     for_gpu = target is not None and target.kind == "gpu"
-    if redirection is not None and redirection.asked and not for_gpu:
+    if redirection is not None and redirection.happened and not for_gpu:
         yield "The code asks for CUDA; it is traced for a CPU, so the ops are those of the CPU."
     if redirection is None and for_gpu and not torch.cuda.is_available():
         yield "The code ran live on this CPU, so the ops are those of the CPU."

@@ -207,8 +207,8 @@ def _mask_fits(call: AttentionCall) -> bool:
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
     full = (call.query.shape[0], call.query.shape[1], call.query.shape[2], call.key.shape[2])
-    wanted = full[-mask.dim() :]
-    return all(size in (1, target) for size, target in zip(mask.shape, wanted, strict=True))
+    expected = full[-mask.dim() :]
+    return all(size in (1, target) for size, target in zip(mask.shape, expected, strict=True))
 
 
 _aten = torch.ops.aten
@@ -311,7 +311,7 @@ class _OpNames(TorchDispatchMode):
 @functools.cache
 def _inverts_masks() -> bool:
     """Whether this torch negates a boolean mask before it fills in; asked of torch, since releases differ."""
-    with no_dispatch(), torch.inference_mode(False), _OpNames() as seen, sdpa_kernel([SDPBackend.MATH]):
+    with no_dispatch(), torch.inference_mode(False), _OpNames() as recorded, sdpa_kernel([SDPBackend.MATH]):
         tensor = torch.empty(1, 1, 1, 1, device="meta")
         torch.nn.functional.scaled_dot_product_attention(tensor, tensor, tensor, tensor.to(torch.bool))
-    return "aten.logical_not.default" in seen.names
+    return "aten.logical_not.default" in recorded.names

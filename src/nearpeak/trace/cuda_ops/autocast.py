@@ -80,7 +80,7 @@ _cast_cache = _CastCache()
 def use_cuda_autocast_rules() -> None:
     """From here to the end of a trace for a GPU, autocast on the CPU's tensors follows CUDA's rules."""
     if current_target() is not None:
-        enter_for_trace(_shared_autocast_rules)
+        enter_for_trace(_cuda_autocast_rules)
 
 
 def clear_cast_cache() -> None:
@@ -119,16 +119,16 @@ def registered_operators(key: str) -> set[str]:
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-_shared_autocast_rules = SharedPatch(lambda: register_kernels(_autocast_kernels))
+_cuda_autocast_rules = SharedPatch(lambda: register_kernels(_autocast_kernels))
 
 
 def _autocast_kernel(overload: torch._ops.OpOverload, rule: _Rule) -> Callable[..., Any]:
     """The rule on threads that trace for a GPU; torch's own on others."""
-    own = _own_kernel(overload) or rule
+    native = _own_kernel(overload) or rule
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            return (own if current_target() is None else rule)(args, kwargs)
+            return (native if current_target() is None else rule)(args, kwargs)
 
     return kernel
 
@@ -156,7 +156,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A cast that the backward pass goes through; that of a parameter is made once in a region."""
-    kept = (
+    cacheable = (
         dtype is torch.get_autocast_dtype("cpu")
         and tensor.dtype is torch.float32
         and tensor.requires_grad
@@ -164,7 +164,7 @@ def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         and not tensor._is_view()
         and torch.is_autocast_cache_enabled()
     )
-    if not kept:
+    if not cacheable:
         return tensor.to(dtype)
     if id(tensor) not in _cast_cache.known:
         _cast_cache.known[id(tensor)] = (tensor, tensor.to(dtype))
@@ -192,8 +192,8 @@ def _widest_input(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _float32_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in function._schema.arguments]
     place = names.index("dtype")
-    given = args[place] if place < len(args) else kwargs.get("dtype")
-    if not _is_castable(args[0]) or given is not None:
+    dtype = args[place] if place < len(args) else kwargs.get("dtype")
+    if not _is_castable(args[0]) or dtype is not None:
         return function(*args, **kwargs)
     if place < len(args):
         return function(*args[:place], torch.float32, *args[place + 1 :], **kwargs)

@@ -85,9 +85,11 @@ class _FusedRmsNorm(torch.autograd.Function):
         if gradients[0] is None:
             return None, None, None, None
         input, weight, scale = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        found = _aten._fused_rms_norm_backward(gradients[0], input, ctx.shape, scale, weight, wanted)
-        of_input, of_weight = (gradient if asked else None for gradient, asked in zip(found, wanted, strict=True))
+        output_mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        computed = _aten._fused_rms_norm_backward(gradients[0], input, ctx.shape, scale, weight, output_mask)
+        of_input, of_weight = (
+            gradient if needed else None for gradient, needed in zip(computed, output_mask, strict=True)
+        )
         return of_input, None, of_weight, None
 
 
@@ -106,11 +108,17 @@ def batch_norm(
 ) -> Any:
     """cuDNN's or MIOpen's kernel where its conditions hold, else torch's own."""
     statistics = (running_mean, running_var)
-    known = all(tensor is not None for tensor in statistics)
-    unknown = training and all(tensor is None for tensor in statistics)
+    has_statistics = all(tensor is not None for tensor in statistics)
+    lacks_statistics = training and all(tensor is None for tensor in statistics)
     affine = weight is not None and bias is not None
     plain = (input, weight, bias, *statistics, training, momentum, eps)
-    library = torch.backends.cudnn.enabled and affine and (known or unknown) and input.dim() >= 3 and input.numel() > 0
+    library = (
+        torch.backends.cudnn.enabled
+        and affine
+        and (has_statistics or lacks_statistics)
+        and input.dim() >= 3
+        and input.numel() > 0
+    )
     if library and weight is not None and target.nvidia and _cudnn_supports_batch_norm(input, weight, training, eps):
         format = torch._prims_common.suggest_memory_format(input)
         contiguous = tuple(None if tensor is None else tensor.contiguous() for tensor in (weight, bias, *statistics))
@@ -293,9 +301,9 @@ def _gru_cell_backward_shapes(grad_hy: torch.Tensor, workspace: torch.Tensor, ha
 
 
 def _rnn_backward_shapes(input: torch.Tensor, weight: Sequence[torch.Tensor], *arguments: Any) -> Any:
-    hidden, cell, wanted = arguments[2], arguments[3], arguments[-1]
+    hidden, cell, output_mask = arguments[2], arguments[3], arguments[-1]
     like = torch.empty_like
-    weights = [like(tensor) for tensor in weight] if wanted[3] else [None] * len(weight)
+    weights = [like(tensor) for tensor in weight] if output_mask[3] else [None] * len(weight)
     return like(input), like(hidden), None if cell is None else like(cell), weights
 
 

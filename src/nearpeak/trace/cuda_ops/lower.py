@@ -22,8 +22,13 @@ _TYPE_LIST = "_foreach_supported_types"
 """torch's lists of the types of parameters that multi-tensor optimizers take by default."""
 
 
+@SharedPatch
 @contextmanager
-def _optimizer_patches() -> Iterator[None]:
+def emulate_gpu_optimizers() -> Iterator[None]:
+    """Inside, on threads that trace for a GPU, an optimizer on the CPU's fake tensors takes the path of a GPU's.
+
+    That is the multi-tensor path where the user does not choose, and the one without synchronization where they do.
+    """
     with ExitStack() as stack:
         for module in _optimizer_modules():
             for name in _DEVICE_LIST_FUNCTIONS:
@@ -32,13 +37,6 @@ def _optimizer_patches() -> Iterator[None]:
             if _TYPE_LIST in vars(module):
                 stack.enter_context(patch_attribute(module, _TYPE_LIST, _TypesWithFake(getattr(module, _TYPE_LIST))))
         yield
-
-
-emulate_gpu_optimizers = SharedPatch(_optimizer_patches)
-"""Inside, on threads that trace for a GPU, an optimizer on the CPU's fake tensors takes the path of a GPU's.
-
-That is the multi-tensor path where the user does not choose, and the one without synchronization where they do.
-"""
 
 
 class _TypesWithFake(list[type]):
@@ -55,8 +53,8 @@ def _optimizer_modules() -> list[Any]:
 
 def _with_cpu(listing: Any) -> Any:
     def devices(*args: Any, **kwargs: Any) -> list[str]:
-        found: list[str] = listing(*args, **kwargs)
-        return [*found, "cpu"] if current_target() is not None else found
+        names: list[str] = listing(*args, **kwargs)
+        return [*names, "cpu"] if current_target() is not None else names
 
     return devices
 

@@ -79,7 +79,7 @@ def current_target() -> Target | None:
 @contextmanager
 def lowering_for(target: Target) -> Iterator[None]:
     """Inside, on this thread, the CPU's tensors stand for the target's. Can be nested."""
-    with _shared_registration(), ExitStack() as undo:
+    with _register_lowerings(), ExitStack() as undo:
         _active_traces.traces.append(_ActiveTrace(target, undo, set()))
         try:
             yield
@@ -123,6 +123,7 @@ def run_native(operator: str | torch._ops.OpOverload, *args: Any, **kwargs: Any)
     return overload._op_dk(_IMPLICIT_KEY, *args, **kwargs)
 
 
+@SharedPatch
 @contextmanager
 def _register_lowerings() -> Iterator[None]:
     overloads = {operator: overload_of(operator) for operator in (*LOWERINGS, *OPAQUE_OPERATORS)}
@@ -135,12 +136,12 @@ def _register_lowerings() -> Iterator[None]:
 
     def kernels() -> list[DispatcherKernel]:
         lowerings = [(operator, overloads[operator]) for operator in LOWERINGS]
-        found = [
+        composed = [
             DispatcherKernel(operator, "AutogradCPU", compositions[overload])
             for operator, overload in lowerings
             if overload
         ]
-        return [*found, *(kernel for kernel in META_KERNELS if not _has_meta_kernel(kernel))]
+        return [*composed, *(kernel for kernel in META_KERNELS if not _has_meta_kernel(kernel))]
 
     with register_kernels(kernels):
         try:
@@ -154,9 +155,6 @@ def _register_lowerings() -> Iterator[None]:
             for overload, composition_before in before.items():
                 _set_composition(overload, composition_before)
             RECOMPOSED_OPERATORS.clear()
-
-
-_shared_registration = SharedPatch(_register_lowerings)
 
 
 def _has_meta_kernel(kernel: DispatcherKernel) -> bool:

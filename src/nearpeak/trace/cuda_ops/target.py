@@ -96,9 +96,9 @@ def _capability(machine: Machine) -> tuple[int, int]:
         data_center, consumer = _CAPABILITIES_BY_MEMORY[machine.architecture]
         return data_center if (machine.memory_kind or "").upper().startswith("HBM") else consumer
     if machine.architecture not in _CAPABILITIES:
-        known = (*_CAPABILITIES, *_CAPABILITIES_BY_MEMORY)
+        architectures = (*_CAPABILITIES, *_CAPABILITIES_BY_MEMORY)
         raise UnknownMachine(
             f"{machine.name} has the architecture {machine.architecture!r}, of which no compute capability is known. "
-            f"{did_you_mean(machine.architecture, known)} Or write it as 'compute capability 9.0'."
+            f"{did_you_mean(machine.architecture, architectures)} Or write it as 'compute capability 9.0'."
         )
     return _CAPABILITIES[machine.architecture]

@@ -121,8 +121,8 @@ def _parse_argument(name: str, dims: Any, strides: Any, value: Any, other_lists:
         return _parse_scalar(value)
     dtype = DTYPES.get(name.lower())
     if dtype is not None:
-        seen = _parse_tensor(dims, strides, dtype)
-        return UNKNOWN if seen is None else seen
+        tensor = _parse_tensor(dims, strides, dtype)
+        return UNKNOWN if tensor is None else tensor
     return UNKNOWN if name else None
 
 
@@ -131,8 +131,8 @@ def _parse_tensor_list(dims: Any, strides: Any, other_lists: bool) -> Argument:
     if not isinstance(dims, list) or (not dims and not other_lists):
         return UNKNOWN
     members = [_parse_tensor(shape, _item_or_none(strides, place), None) for place, shape in enumerate(dims)]
-    known = tuple(member for member in members if member is not None)
-    return TensorList(known) if len(known) == len(members) else UNKNOWN
+    tensors = tuple(member for member in members if member is not None)
+    return TensorList(tensors) if len(tensors) == len(members) else UNKNOWN
 
 
 def _parse_tensor(dims: Any, strides: Any, dtype: str | None) -> RecordedTensor | None:

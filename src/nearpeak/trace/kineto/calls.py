@@ -242,10 +242,10 @@ class _ThreadWalk:
     def _arguments(self, span: Span) -> tuple[Argument, ...]:
         if span.inputs is None:
             return ()
-        found = self._parsed.get(id(span.inputs))  # the recording keeps them all, so an id stays taken
-        if found is None:
-            found = self._parsed[id(span.inputs)] = parse_arguments(span.inputs)
-        return found
+        parsed = self._parsed.get(id(span.inputs))  # the recording keeps them all, so an id stays taken
+        if parsed is None:
+            parsed = self._parsed[id(span.inputs)] = parse_arguments(span.inputs)
+        return parsed
 
     def _launch(self, span: Span, outer: _OpenSpan | None) -> None:
         meaning = kind_of_runtime_call(span.name)

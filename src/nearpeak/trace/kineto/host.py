@@ -110,13 +110,13 @@ def overhead_calls(recording: Recording) -> list[HostCall]:
 
 def blocking_copies(recording: Recording, launches: Mapping[int, Span], owners: Mapping[int, object]) -> list[HostCall]:
     """The calls of copies that wait for the device although their name does not say so."""
-    found = []
+    copies = []
     for item in recording.device_spans:
         if item.kind == "memcpy" and _PAGEABLE in item.name and item.correlation is not None:
             launch = launches.get(item.correlation)
             if launch is not None and kind_of_runtime_call(launch.name) is None:
-                found.append(HostCall("synchronization", launch, owners.get(item.correlation)))
-    return found
+                copies.append(HostCall("synchronization", launch, owners.get(item.correlation)))
+    return copies
 
 
 def host_spans(calls: Iterable[HostCall], indices: Mapping[int, int], start: float, end: float) -> tuple[HostSpan, ...]:
@@ -131,12 +131,12 @@ def host_spans(calls: Iterable[HostCall], indices: Mapping[int, int], start: flo
     inside = [call for call in calls if call.span.end > start and call.span.start < end]
     inside.sort(key=lambda call: (call.span.start, -call.span.end))
     last: dict[HostKind, float] = {}
-    found = []
+    spans = []
     for kind, span, owner in inside:
         if span.end <= last.get(kind, start):
             continue
         last[kind] = span.end
-        found.append(
+        spans.append(
             HostSpan(
                 kind=kind,
                 name=span.name,
@@ -145,7 +145,7 @@ def host_spans(calls: Iterable[HostCall], indices: Mapping[int, int], start: flo
                 op=None if owner is None else indices.get(id(owner)),
             )
         )
-    return tuple(found)
+    return tuple(spans)
 
 
 def busy_intervals(threads: Iterable[Sequence[Span]], start: float, end: float) -> tuple[tuple[float, float], ...]:
@@ -166,11 +166,11 @@ def busy_intervals(threads: Iterable[Sequence[Span]], start: float, end: float) 
                 open_until = span.end
         merged.append((open_from, open_until))
     merged.sort()
-    found: list[tuple[float, float]] = []
+    disjoint: list[tuple[float, float]] = []
     for begin, finish in merged:
         first, last = (begin - start) / 1e6, (finish - start) / 1e6
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if disjoint and first <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(last, disjoint[-1][1]))
         elif last > first:
-            found.append((first, last))
-    return tuple(found)
+            disjoint.append((first, last))
+    return tuple(disjoint)

@@ -92,26 +92,26 @@ def min_traffic(name: str, arguments: Sequence[Argument], facts: Mapping[str, An
             template[1], [argument for argument in arguments if isinstance(argument, RecordedTensor)]
         )
     match = _FUSED_NAME.match(name)
-    given = [argument for argument in arguments if isinstance(argument, RecordedTensor)]
+    tensors = [argument for argument in arguments if isinstance(argument, RecordedTensor)]
     sizes = [argument.value for argument in arguments if isinstance(argument, Scalar)]
     blocks = str(facts.get("kernel_kwargs", ""))
     nothing = MinTraffic(None, (), None)
-    if match is None or not given or not all(_is_size(size) for size in sizes):
+    if match is None or not tensors or not all(_is_size(size) for size in sizes):
         return nothing
     kind, fused = match[1], match[2]
     loops = _loop_count(kind, blocks)
-    if len(sizes) < loops or (_SCATTER_OPERATORS.search(fused) and not _cannot_scatter(fused, given)):
+    if len(sizes) < loops or (_SCATTER_OPERATORS.search(fused) and not _cannot_scatter(fused, tensors)):
         return nothing
     sizes = sizes[len(sizes) - loops :]  # before them are the sizes of dynamic shapes
     scratch = "RSPLIT" in blocks
     points = math.prod(sizes if kind == "poi" else sizes[:1])
-    ends = given if scratch else (given[0], given[-1])
+    ends = tensors if scratch else (tensors[0], tensors[-1])
     written = (points, min((str(tensor.dtype) for tensor in ends), key=lambda dtype: ITEM_BYTES[dtype]))
     operators = whole_operators(fused)
-    if operators is None or len(given) == 1:  # a constant has nothing to read
+    if operators is None or len(tensors) == 1:  # a constant has nothing to read
         return MinTraffic(None, (), written)
     return _traffic_of_whole_operands(
-        given, math.prod(sizes), written, reduces=bool(operators & _REDUCTION_OPERATORS), scratch=scratch
+        tensors, math.prod(sizes), written, reduces=bool(operators & _REDUCTION_OPERATORS), scratch=scratch
     )
 
 
@@ -123,20 +123,20 @@ def _traffic_of_whole_operands(
     One with more elements than the loops have points is taken only where a sum was written out. Scratch memory comes
     last, is flat, and need not be used to its end: where there is some, no flat tensor at the end counts.
     """
-    looks = [(str(tensor.dtype), math.prod(tensor.shape)) for tensor in tensors]
-    usable = [size <= points or (reduces and size % max(points, 1) == 0) for _, size in looks]
+    sizes = [(str(tensor.dtype), math.prod(tensor.shape)) for tensor in tensors]
+    usable = [size <= points or (reduces and size % max(points, 1) == 0) for _, size in sizes]
     end = len(tensors) - 1
     if scratch:
         while end > 0 and len(tensors[end].shape) == 1:
             end -= 1
         end += 1
     elif usable[end]:
-        written = (looks[end][1], looks[end][0])
-    seen = {looks[0]} if scratch else {looks[0], looks[-1]}
+        written = (sizes[end][1], sizes[end][0])
+    counted = {sizes[0]} if scratch else {sizes[0], sizes[-1]}
     touched = []
     for place in range(1, end):
-        if usable[place] and looks[place] not in seen:
-            seen.add(looks[place])
+        if usable[place] and sizes[place] not in counted:
+            counted.add(sizes[place])
             touched.append(place)
     return MinTraffic(0 if usable[0] else None, tuple(touched), written)
 
@@ -146,17 +146,17 @@ def _traffic_of_gemm(fused: str, tensors: Sequence[RecordedTensor]) -> MinTraffi
     operators = _parse_operators(fused, WHOLE_OPERAND_OPERATORS | _GEMM_OPERATORS)
     if operators is None or len(operators & _GEMM_OPERATORS) != 1 or len(tensors) < 3:
         return MinTraffic(None, (), None)
-    *given, out = tensors
+    *inputs, out = tensors
     pairs = [
         (inner, places)
-        for places in itertools.combinations(range(len(given)), 2)
-        if (inner := _inner_size(given[places[0]], given[places[1]], out)) is not None
+        for places in itertools.combinations(range(len(inputs)), 2)
+        if (inner := _inner_size(inputs[places[0]], inputs[places[1]], out)) is not None
     ]
     written = (math.prod(out.shape), str(out.dtype))
     if not pairs:
         return MinTraffic(None, (), None)
     inner, places = min(pairs)
-    dtypes = {str(given[place].dtype) for _, both in pairs for place in both}
+    dtypes = {str(inputs[place].dtype) for _, both in pairs for place in both}
     if len(dtypes) > 1 or (operators & _CAST_OPERATORS and not dtypes <= {"bfloat16", "float16"}):
         return MinTraffic(None, (), written)
     return MinTraffic(None, (), written, RecordedGemm(inner, dtypes.pop(), places if len(pairs) == 1 else ()))

@@ -64,8 +64,8 @@ def find_overload(name: str, arguments: tuple[Argument, ...]) -> torch._ops.OpOv
     fewer than the schema here, or more that are absent.
     """
     best: tuple[float, Any] = (0.0, None)
-    for overload, wanted in _overloads(name):
-        score = _fit_score(wanted, arguments)
+    for overload, parameters in _overloads(name):
+        score = _fit_score(parameters, arguments)
         if score is not None and score > best[0]:
             best = (score, overload)
     return best[1]  # type: ignore[no-any-return]
@@ -79,8 +79,8 @@ def _overloads(name: str) -> tuple[tuple[Any, tuple[SchemaParameter, ...]], ...]
         names = packet.overloads()
     except (AttributeError, RuntimeError):  # torch here has no such operator
         return ()
-    found = ((overload, schema_parameters(overload)) for overload in (getattr(packet, item) for item in names))
-    return tuple((overload, wanted) for overload, wanted in found if _takes_tensors(overload))
+    candidates = ((overload, schema_parameters(overload)) for overload in (getattr(packet, item) for item in names))
+    return tuple((overload, parameters) for overload, parameters in candidates if _takes_tensors(overload))
 
 
 def _takes_tensors(overload: torch._ops.OpOverload[Any, Any]) -> bool:
@@ -94,16 +94,16 @@ def _takes_tensors(overload: torch._ops.OpOverload[Any, Any]) -> bool:
     return any("Tensor" in kind for kind in types)
 
 
-def _fit_score(wanted: tuple[SchemaParameter, ...], arguments: tuple[Argument, ...]) -> float | None:
-    if any(argument is not None for argument in arguments[len(wanted) :]):
+def _fit_score(parameters: tuple[SchemaParameter, ...], arguments: tuple[Argument, ...]) -> float | None:
+    if any(argument is not None for argument in arguments[len(parameters) :]):
         return None
-    score = 1.0 - abs(len(wanted) - len(arguments))
-    for parameter, argument in zip(wanted, arguments, strict=False):
+    score = 1.0 - abs(len(parameters) - len(arguments))
+    for parameter, argument in zip(parameters, arguments, strict=False):
         points = _fit_argument(parameter, argument)
         if points is None:
             return None
         score += points
-    if not all(parameter.has_default for parameter in wanted[len(arguments) :]):
+    if not all(parameter.has_default for parameter in parameters[len(arguments) :]):
         return None
     return max(score, 0.01)
 
@@ -256,9 +256,9 @@ def _run_on_fake_tensors(
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for place, parameter in enumerate(operator.parameters):
-        given = place < len(arguments)
-        argument = arguments[place] if given else None
-        if not given and not parameter.keyword_only:
+        recorded = place < len(arguments)
+        argument = arguments[place] if recorded else None
+        if not recorded and not parameter.keyword_only:
             break
         unsaid = argument is None and parameter.has_default  # a string, say, which is never written
         value = parameter.default if unsaid else _as_torch_argument(parameter, argument, tensors, device)
@@ -270,11 +270,11 @@ def _run_on_fake_tensors(
             positional.append(value)
     returned = operator.overload(*positional, **named)
     memory = {tensor.untyped_storage()._cdata: place for place, tensor in reversed([*enumerate(tensors)])}
-    found = []
+    results = []
     for tensor in _flat_tensors(returned):
         storage = tensor.untyped_storage()
         place = memory.setdefault(storage._cdata, len(memory))
-        found.append(
+        results.append(
             OperatorResult(
                 tuple(tensor.shape),
                 tuple(tensor.stride()),
@@ -284,7 +284,7 @@ def _run_on_fake_tensors(
                 storage.nbytes(),
             )
         )
-    return tuple(found)
+    return tuple(results)
 
 
 def _as_torch_argument(parameter: SchemaParameter, argument: Argument, tensors: list[torch.Tensor], device: str) -> Any:
@@ -313,10 +313,10 @@ def as_torch_value(kind: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _empty_tensor(seen: RecordedTensor, tensors: list[torch.Tensor], device: str) -> torch.Tensor:
-    if seen.dtype is None:
+def _empty_tensor(recorded: RecordedTensor, tensors: list[torch.Tensor], device: str) -> torch.Tensor:
+    if recorded.dtype is None:
         raise ValueError("a tensor without a dtype")
-    tensor = torch.empty_strided(seen.shape, seen.strides, dtype=getattr(torch, seen.dtype), device=device)
+    tensor = torch.empty_strided(recorded.shape, recorded.strides, dtype=getattr(torch, recorded.dtype), device=device)
     tensors.append(tensor)
     return tensor
 

@@ -79,20 +79,20 @@ def find_median_step(steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan
 
     None where no kernels are known. Where as many steps run something else, the later ones count.
     """
-    ran = _spans_by_step(steps, spans, calls)
+    spans_of_steps = _spans_by_step(steps, spans, calls)
     alike: dict[tuple[tuple[int, str], ...], list[ProfilerStep]] = {}
     for step in reversed(steps):  # max() takes the first of those that are as many
-        if ran[step.number]:
-            alike.setdefault(tuple((span.stream, span.name) for span in ran[step.number]), []).append(step)
+        if spans_of_steps[step.number]:
+            alike.setdefault(tuple((span.stream, span.name) for span in spans_of_steps[step.number]), []).append(step)
     if not alike:
         return None
-    most = max(alike.values(), key=len)
-    chosen = sorted(most)
-    totals = {step.number: sum(span.duration for span in ran[step.number]) for step in chosen}
+    largest = max(alike.values(), key=len)
+    chosen = sorted(largest)
+    totals = {step.number: sum(span.duration for span in spans_of_steps[step.number]) for step in chosen}
     middle = sorted(chosen, key=lambda step: totals[step.number])[(len(chosen) - 1) // 2]
-    columns = zip(*(ran[step.number] for step in chosen), strict=True)
+    columns = zip(*(spans_of_steps[step.number] for step in chosen), strict=True)
     seconds = [tuple(span.duration / 1e6 for span in column) for column in columns]
-    return MedianStep(middle, {id(span): row for span, row in zip(ran[middle.number], seconds, strict=True)})
+    return MedianStep(middle, {id(span): row for span, row in zip(spans_of_steps[middle.number], seconds, strict=True)})
 
 
 def _spans_by_step(
@@ -101,14 +101,15 @@ def _spans_by_step(
     """What each step launched, in an order that is the same whichever stream is ahead."""
     ordered = sorted(steps, key=lambda step: step.start)
     starts = [step.start for step in ordered]
-    found: dict[int, list[tuple[float, int, float, DeviceSpan]]] = {step.number: [] for step in steps}
+    launches: dict[int, list[tuple[float, int, float, DeviceSpan]]] = {step.number: [] for step in steps}
     for span, owner in spans:
         when = launch_time(span, calls, owner)
-        at = bisect_right(starts, when) - 1
-        if at >= 0 and when < ordered[at].end:
-            found[ordered[at].number].append((when, span.stream, span.start, span))
+        index = bisect_right(starts, when) - 1
+        if index >= 0 and when < ordered[index].end:
+            launches[ordered[index].number].append((when, span.stream, span.start, span))
     return {
-        number: [span for *_, span in sorted(launched, key=lambda item: item[:3])] for number, launched in found.items()
+        number: [span for *_, span in sorted(launched, key=lambda item: item[:3])]
+        for number, launched in launches.items()
     }
 
 
@@ -123,7 +124,7 @@ _STORAGE_NOTES = {
 
 def trace_notes(
     recording: Recording,
-    found: RecordedOps,
+    ops: RecordedOps,
     kernels: Sequence[KernelRun],
     calls: Sequence[OpCall],
     step: ProfilerStep | None,
@@ -153,18 +154,18 @@ def trace_notes(
             yield "The file has no kernels. They are written last, so it may have been cut off before them."
     if recording.damaged:
         yield f"{recording.damaged} events are not valid JSON and were left out."
-    unknown = found.unknown - Counter(call.span.name for call in calls if call.kind == "graph")
+    unknown = ops.unknown - Counter(call.span.name for call in calls if call.kind == "graph")
     if unknown:
         listed = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
         yield f"{unknown.total()} ops have no cost, because the file does not show enough of them: {listed}."
-    if found.exact_lists:
+    if ops.exact_lists:
         yield (
-            f"{found.exact_lists} ops on long lists have the tensors of the gradients of the backward pass: these make "
+            f"{ops.exact_lists} ops on long lists have the tensors of the gradients of the backward pass: these make "
             "as many chunks as their kernels have blocks."
         )
-    if found.least_lists:
+    if ops.least_lists:
         yield (
-            f"{found.least_lists} ops on long lists or with index tensors count the elements that they have at the "
+            f"{ops.least_lists} ops on long lists or with index tensors count the elements that they have at the "
             "least, from the blocks of their kernels."
         )
     compiled = sum(call.kind == "inductor" for call in calls)
@@ -270,7 +271,7 @@ def read_trace(
     origin, wall = _time_window(inside, spans, chosen)
     if all(call.kind == "graph" for call in inside):  # beside ops a launch is one of unknown results; alone it is none
         inside = []
-    found = build_ops(
+    recorded = build_ops(
         inside,
         tf32=has_tf32(recording.metadata, bool(recording.device_spans)),
         likely=storages == "likely",
@@ -282,13 +283,13 @@ def read_trace(
     host = [*calls.host, *overhead_calls(recording), *blocking_copies(recording, calls.launches, calls.by_correlation)]
     partial = _incomplete_calls(recording, calls)
     cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
-    notes = tuple(trace_notes(recording, found, kernels, inside, chosen, cut=cut, storages=storages))
+    notes = tuple(trace_notes(recording, recorded, kernels, inside, chosen, cut=cut, storages=storages))
     return KinetoTrace(
         path=str(path),
         trace=Trace(
-            ops=found.ops,
-            storages=found.storages.facts(),
-            results=frozenset(found.storages.results if storages == "likely" else ()),
+            ops=recorded.ops,
+            storages=recorded.storages.facts(),
+            results=frozenset(recorded.storages.results if storages == "likely" else ()),
             truncated=recording.truncated,
             guessed_storages=storages == "least",
             notes=notes,
@@ -326,10 +327,10 @@ def _is_whole(step: ProfilerStep, calls: OpCalls, launched: Sequence[tuple[float
 
 def _incomplete_calls(recording: Recording, calls: OpCalls) -> set[int]:
     """The identities of calls whose kernels may not all be there: those that were written last, of each stream."""
-    found = {id(call) for call in calls.missing_kernels}
+    incomplete = {id(call) for call in calls.missing_kernels}
     if recording.truncated:
-        found |= {id(owner_of(span, calls)) for span in recording.last_written}
-    return found
+        incomplete |= {id(owner_of(span, calls)) for span in recording.last_written}
+    return incomplete
 
 
 def _require_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> None:
@@ -352,20 +353,20 @@ def _require_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> 
 
 
 def _choose_step(
-    calls: OpCalls, wanted: int | str | None, path: str | Path
+    calls: OpCalls, number: int | str | None, path: str | Path
 ) -> tuple[ProfilerStep | None, Sequence[ProfilerStep]]:
     """The step to read. One without ops was opened by the last call of `step()`, and nothing ran in it."""
     starts = [call.span.start for call in calls.calls]
     steps = [step for step in calls.steps if bisect_left(starts, step.start) < bisect_left(starts, step.end)]
-    if wanted == "all" or (wanted is None and not steps):
+    if number == "all" or (number is None and not steps):
         return None, steps
-    if wanted is None:
+    if number is None:
         return steps[-1], steps
     for step in steps:
-        if step.number == wanted:
+        if step.number == number:
             return step, steps
     numbers = ", ".join(str(step.number) for step in steps) or "none, so leave it out"
-    raise UsageError(f"{path} has no step {wanted!r}. Its steps: {numbers}.")
+    raise UsageError(f"{path} has no step {number!r}. Its steps: {numbers}.")
 
 
 def _is_in_step(span: DeviceSpan, owner: OpCall | None, calls: OpCalls, step: ProfilerStep) -> bool:
@@ -377,28 +378,28 @@ def _restore_truncated_lists(
     calls: Sequence[OpCall], spans: Sequence[tuple[DeviceSpan, OpCall | None]], everything: OpCalls
 ) -> dict[int, TruncatedLists]:
     """What is known of lists that the profiler left out, by the identity of the call."""
-    wanted = {
+    truncated = {
         id(call): call
         for call in calls
         if call.span.name == _GATHER_OPERATOR or has_truncated_lists(call.operator, call.arguments)
     }
     launches: dict[int, list[KernelLaunch]] = {}
-    for span, owner in spans if wanted else ():
-        if id(owner) in wanted:
+    for span, owner in spans if truncated else ():
+        if id(owner) in truncated:
             launches.setdefault(id(owner), []).append(KernelLaunch(span.name, span.blocks))
-    steps = [call.span.start for call in everything.calls if call.phase == "optimizer"] if wanted else []
-    found = {}
-    for number, call in wanted.items():
+    steps = [call.span.start for call in everything.calls if call.phase == "optimizer"] if truncated else []
+    restored = {}
+    for number, call in truncated.items():
         if call.span.name == _GATHER_OPERATOR or call.operator is None:
-            known = min_gathered(call.arguments, launches.get(number, ()))
-            if known is not None:
-                found[number] = known
+            lists = min_gathered(call.arguments, launches.get(number, ()))
+            if lists is not None:
+                restored[number] = lists
             continue
         gradients = _gradients_before(call.span.start, everything, steps) if call.phase == "optimizer" else ()
-        known = restore_lists(call.operator, call.arguments, launches.get(number, ()), gradients)
-        if known is not None:
-            found[number] = known
-    return found
+        lists = restore_lists(call.operator, call.arguments, launches.get(number, ()), gradients)
+        if lists is not None:
+            restored[number] = lists
+    return restored
 
 
 def _gradients_before(time: float, calls: OpCalls, steps: Sequence[float]) -> list[RecordedTensor]:
@@ -408,7 +409,7 @@ def _gradients_before(time: float, calls: OpCalls, steps: Sequence[float]) -> li
         return []
     earlier = bisect_left(steps, calls.gradients[last - 1][0])
     first = bisect_left(calls.gradients, steps[earlier - 1], key=lambda item: item[0]) if earlier else 0
-    return [seen for _, seen in calls.gradients[first:last]]
+    return [tensor for _, tensor in calls.gradients[first:last]]
 
 
 def _time_window(

@@ -95,17 +95,17 @@ class EventFile:
         if first != "{":
             raise self._no_trace(f"it starts with {first!r}" if first else self._why_empty())
         self._at += 1
-        found = False
+        has_events = False
         while (key := self._value()) is not None:
             if self._peek() == ":":
                 self._at += 1
             if key == "traceEvents" and self._peek() == "[":
                 self._at += 1
-                found = True
+                has_events = True
                 yield from self._events()
             else:
                 self.metadata[str(key)] = self._value()
-        if not found and not self.truncated:
+        if not has_events and not self.truncated:
             fields = ", ".join([*self.metadata][:8]) or "none"
             raise self._no_trace(f"it has no list of traceEvents. Its fields: {fields}")
 
@@ -150,16 +150,16 @@ class EventFile:
                 self.truncated = True
             self._at += 1
             return None
-        wanted = _CHUNK
+        size = _CHUNK
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
                 if not self._unfinished(error) or len(self._buffer) - self._at > _MAX_EVENT_CHARS:
                     return self._repaired()
-                if not self._fill(wanted):
+                if not self._fill(size):
                     return self._repaired()
-                wanted *= 2  # so that a long event is not decoded again for every piece
+                size *= 2  # so that a long event is not decoded again for every piece
                 continue
             if isinstance(value, (int, float)) and end >= len(self._buffer) - len(".e-") and self._fill():
                 continue  # a number may go on
@@ -360,17 +360,17 @@ def _span(
     external = _integer(facts.get("External id", facts.get("external id")))
     if kind != "op":
         return Span(start, end, kind, name, external, _integer(facts.get("correlation")))
-    seen: Inputs | None = None
+    shapes: Inputs | None = None
     if "Input Dims" in facts or "Input dims" in facts:
-        seen = Inputs(
+        shapes = Inputs(
             facts.get("Input Dims", facts.get("Input dims")),
             facts.get("Input Strides"),
             facts.get("Input type"),
             facts.get("Concrete Inputs"),
         )
-        seen = inputs.setdefault(repr(seen), seen)
-    kept = {key: facts[key] for key in ("kernel_backend", "kernel_kwargs", "Call stack") if facts.get(key)}
-    return Span(start, end, kind, name, external, None, _integer(facts.get("Sequence number")), seen, kept or None)
+        shapes = inputs.setdefault(repr(shapes), shapes)
+    details = {key: facts[key] for key in ("kernel_backend", "kernel_kwargs", "Call stack") if facts.get(key)}
+    return Span(start, end, kind, name, external, None, _integer(facts.get("Sequence number")), shapes, details or None)
 
 
 def _device_span(

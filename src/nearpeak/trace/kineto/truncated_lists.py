@@ -162,13 +162,13 @@ def _matching_gradients(gradients: Sequence[RecordedTensor], chunks: int) -> tup
     )
 
 
-def _chunk_count(seen: RecordedTensor) -> int:
-    return -(-math.prod(seen.shape) // _CHUNK)
+def _chunk_count(tensor: RecordedTensor) -> int:
+    return -(-math.prod(tensor.shape) // _CHUNK)
 
 
-def _has_gaps(seen: RecordedTensor) -> bool:
-    last = sum((size - 1) * stride for size, stride in zip(seen.shape, seen.strides, strict=True))
-    return last + 1 != math.prod(seen.shape)
+def _has_gaps(tensor: RecordedTensor) -> bool:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    return last + 1 != math.prod(tensor.shape)
 
 
 def _min_elements(blocks: Sequence[int], depth: int, large: bool) -> int:

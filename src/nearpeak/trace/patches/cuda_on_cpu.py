@@ -26,7 +26,7 @@ def cuda_on_cpu() -> Iterator[Since]:
     with ExitStack() as stack:
         if not torch.cuda.is_available():
             stack.enter_context(_CudaOnCpuMode())
-            stack.enter_context(_shared_cuda_stand_ins())
+            stack.enter_context(_patch_cuda())
         yield _cuda_requests.since()
 
 
@@ -38,7 +38,7 @@ def _is_cuda(device: object) -> bool:
 
 def _to_cpu(device: Any) -> Any:
     if _is_cuda(device):
-        _cuda_requests.times += 1
+        _cuda_requests.count += 1
         return "cpu"
     return device
 
@@ -66,7 +66,7 @@ class _CudaOnCpuMode(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.cuda:
-            _cuda_requests.times += 1
+            _cuda_requests.count += 1
             return args[0].to("cpu")
         if func is torch.Tensor.to and len(args) > 1:
             target = args[1]
@@ -78,8 +78,9 @@ class _CudaOnCpuMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@SharedPatch
 @contextmanager
-def _cuda_stand_ins() -> Iterator[None]:
+def _patch_cuda() -> Iterator[None]:
     """What torch refuses or switches off where it has no CUDA: autocast, gradient scaling, synchronization."""
     clear = torch.clear_autocast_cache
 
@@ -88,7 +89,7 @@ def _cuda_stand_ins() -> Iterator[None]:
         clear()
 
     def synchronize(device: Any = None) -> None:
-        _cuda_requests.times += 1
+        _cuda_requests.count += 1
 
     with (
         _autocast_on_cpu(),
@@ -97,9 +98,6 @@ def _cuda_stand_ins() -> Iterator[None]:
         patch_attribute(torch.cuda, "synchronize", synchronize),
     ):
         yield
-
-
-_shared_cuda_stand_ins = SharedPatch(_cuda_stand_ins)
 
 
 @contextmanager

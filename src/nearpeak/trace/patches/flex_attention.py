@@ -53,8 +53,9 @@ class _CountCache(threading.local):
 _count_cache = _CountCache()
 
 
+@SharedPatch
 @contextmanager
-def _flex_patches() -> Iterator[None]:
+def count_mask_pairs() -> Iterator[None]:
     operator: Any = torch.ops.higher_order.flex_attention
     original = type(operator).__call__
     validate = flex._validate_device
@@ -71,8 +72,8 @@ def _flex_patches() -> Iterator[None]:
     def differentiate_unseen(score: Any, examples: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = active_recorder()
         if recorder is not None:  # numbers to follow the function with: a kernel makes none
-            made = {recorder.storages.used(example) for example in examples}
-            while recorder.ops and {tensor.storage for tensor in recorder.ops[-1].outputs} & made:
+            example_storages = {recorder.storages.used(example) for example in examples}
+            while recorder.ops and {tensor.storage for tensor in recorder.ops[-1].outputs} & example_storages:
                 recorder.ops.pop()
         with _disable_current_modes():
             return differentiate(score, examples, *args, **kwargs)
@@ -91,9 +92,6 @@ def _flex_patches() -> Iterator[None]:
             stack.callback(shown.discard, "flex_attention_performance")
         yield
     _count_cache.counts.clear()
-
-
-count_mask_pairs = SharedPatch(_flex_patches)
 
 
 def _cached_counts(mask: Any, queries: int, keys: int) -> dict[str, int]:
@@ -138,13 +136,13 @@ def _count_pairs(blocks: _BlockMask) -> dict[str, int]:
     pairs = int((blocks.full * row_sizes[:, None] * column_sizes).sum())
     seen_queries = _per_position(blocks.full.any(-1), blocks.size[0], blocks.queries)
     seen_keys = _per_position(blocks.full.any(-2), blocks.size[1], blocks.keys)
-    asked = blocks.partial.nonzero()
-    if asked.numel() and len(asked) * blocks.size[0] * blocks.size[1] <= _MAX_PAIRS:
-        for place in asked.split(64):
-            left = _unmasked_pairs(blocks, place)
-            if left is None:
+    partial_blocks = blocks.partial.nonzero()
+    if partial_blocks.numel() and len(partial_blocks) * blocks.size[0] * blocks.size[1] <= _MAX_PAIRS:
+        for place in partial_blocks.split(64):
+            unmasked = _unmasked_pairs(blocks, place)
+            if unmasked is None:
                 break
-            batch, head, query, key = left
+            batch, head, query, key = unmasked
             pairs += len(batch)
             seen_queries[batch, head, query] = True
             seen_keys[batch, head, key] = True
@@ -153,7 +151,7 @@ def _count_pairs(blocks: _BlockMask) -> dict[str, int]:
         _PREFIX + "heads": batches * heads,
         _PREFIX + "queries": int(seen_queries.sum(-1).min()),
         _PREFIX + "keys": int(seen_keys.sum(-1).min()),
-        _PREFIX + "blocks": int(blocks.full.sum()) + len(asked),
+        _PREFIX + "blocks": int(blocks.full.sum()) + len(partial_blocks),
     }
 
 
@@ -170,7 +168,7 @@ def _unmasked_pairs(blocks: _BlockMask, places: torch.Tensor) -> tuple[torch.Ten
     index = [item.expand(inside.shape)[inside] for item in (batch, head, query, key)]
     try:
         with TransformGetItemToIndex():
-            left = torch.vmap(blocks.function)(*index)
+            mask = torch.vmap(blocks.function)(*index)
     except Exception:  # the user's own, which may look at tensors that have no values
         return None
-    return tuple(item[left] for item in index)
+    return tuple(item[mask] for item in index)

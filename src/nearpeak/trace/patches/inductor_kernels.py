@@ -118,9 +118,9 @@ class _KernelReader:
             if size is not None:
                 self.sizes[name] = size
             return
-        found = self._as_digits(value)
-        if found is not None:
-            self.digits[name] = found
+        digits = self._as_digits(value)
+        if digits is not None:
+            self.digits[name] = digits
         else:
             self.digits.pop(name, None)
 
@@ -193,9 +193,9 @@ class _KernelReader:
     def _terms(self, node: ast.expr, factor: int, terms: list[tuple[int, IndexDigits]]) -> bool:
         if _integer_constant(node) is not None:
             return True
-        found = self._as_digits(node)
-        if found is not None:
-            terms.append((factor, found))
+        digits = self._as_digits(node)
+        if digits is not None:
+            terms.append((factor, digits))
             return True
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return self._terms(node.operand, -factor, terms)
@@ -213,11 +213,11 @@ class _KernelReader:
         return False
 
 
-def _digits_overlap(one: IndexDigits, other: IndexDigits) -> bool:
+def _digits_overlap(first: IndexDigits, second: IndexDigits) -> bool:
     """Whether two come from the same digits of one index, so that they do not vary on their own."""
-    if one.loop != other.loop:
+    if first.loop != second.loop:
         return False
-    low, high = sorted((one, other), key=lambda digits: digits.divisor)
+    low, high = sorted((first, second), key=lambda digits: digits.divisor)
     return low.divisor * low.extent > high.divisor
 
 
@@ -250,8 +250,9 @@ _HEURISTICS = "torch._inductor.runtime.triton_heuristics"
 _REDUCTION_PREFIXES = ("triton_red_", "triton_per_")
 
 
+@SharedPatch
 @contextmanager
-def _autotuner_patch() -> Iterator[None]:
+def _patch_autotuner() -> Iterator[None]:
     """Nothing is imported for it: where kernels were compiled, Inductor is there."""
     kind = getattr(sys.modules.get(_HEURISTICS), "CachingAutotuner", None)
     if kind is None:
@@ -259,9 +260,6 @@ def _autotuner_patch() -> Iterator[None]:
         return
     with patch_attribute(kind, "run", _recording_run(kind.run)):
         yield
-
-
-_shared_autotuner_patch = SharedPatch(_autotuner_patch)
 
 
 @contextmanager
@@ -278,7 +276,7 @@ def record_inductor_kernels(recorder: Recorder) -> Iterator[None]:
     for register, callback in callbacks:
         register.append(callback)
     try:
-        with _shared_autotuner_patch():
+        with _patch_autotuner():
             yield
     finally:
         for register, callback in callbacks:
@@ -298,12 +296,12 @@ def _recording_run(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 def _record_launch(recorder: Recorder, kernel: Any, args: Sequence[Any]) -> None:
     name = str(kernel.inductor_meta.get("kernel_name") or kernel.fn.__name__)
-    given = dict(zip(kernel.fn.arg_names, args, strict=False))
-    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-    sizes = tuple((key, value) for key, value in given.items() if type(value) is int)
+    arguments_by_name = dict(zip(kernel.fn.arg_names, args, strict=False))
+    tensors = {key: value for key, value in arguments_by_name.items() if isinstance(value, torch.Tensor)}
+    sizes = tuple((key, value) for key, value in arguments_by_name.items() if type(value) is int)
     touched = touched_elements(kernel.fn.src, sizes) if name.startswith("triton_") else None
     if touched is None or not (touched.read or touched.written):
-        arguments = _arguments_from_template(recorder, name, list(given.values()), tensors)
+        arguments = _arguments_from_template(recorder, name, list(arguments_by_name.values()), tensors)
     else:
         arguments = _arguments_from_code(recorder, touched, tensors)
     arguments["family"] = "reduction" if name.startswith(_REDUCTION_PREFIXES) else "pointwise"
@@ -344,19 +342,19 @@ def _arguments_from_template(
     recorder: Recorder, name: str, values: Sequence[Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """A matrix product with what is fused into it; the last tensor is its result."""
-    seen: list[Argument] = []
+    recorded: list[Argument] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            seen.append(RecordedTensor(tuple(value.shape), value.stride(), dtype_name(value.dtype)))
+            recorded.append(RecordedTensor(tuple(value.shape), value.stride(), dtype_name(value.dtype)))
         elif isinstance(value, int):
-            seen.append(Scalar(value))
-    least = min_traffic(name, seen, {})
+            recorded.append(Scalar(value))
+    traffic = min_traffic(name, recorded, {})
     *inputs, out = tensors.values() if tensors else (None,)
     plain = [recorder.storages.tensor(tensor, "input") for tensor in inputs if tensor is not None]
     arguments: dict[str, Any] = {"read": (), "written": (), "complete": False}
-    if out is not None and least.written is not None:
+    if out is not None and traffic.written is not None:
         arguments["written"] = (recorder.storages.tensor(out, "intermediate"),)
-    if least.product is not None:
-        arguments |= {"inner": least.product.inner, "product": least.product.dtype}
-        arguments["read"] = tuple(plain[place] for place in least.product.operands if place < len(plain))
+    if traffic.product is not None:
+        arguments |= {"inner": traffic.product.inner, "product": traffic.product.dtype}
+        arguments["read"] = tuple(plain[place] for place in traffic.product.operands if place < len(plain))
     return arguments

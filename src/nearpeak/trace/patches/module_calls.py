@@ -20,8 +20,13 @@ from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.recorder import active_recorder
 
 
+@SharedPatch
 @contextmanager
-def _functional_call_patch() -> Iterator[None]:
+def track_functional_calls() -> Iterator[None]:
+    """Inside, a trace meets every module of a `functional_call` before its parameters are replaced.
+
+    Met later, it would be left with the replacements, which may be wrappers of a transform that has ended.
+    """
     original = stateless._functional_call
 
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -34,21 +39,17 @@ def _functional_call_patch() -> Iterator[None]:
         yield
 
 
-track_functional_calls = SharedPatch(_functional_call_patch)
-"""Inside, a trace meets every module of a `functional_call` before its parameters are replaced.
-
-Met later, it would be left with the replacements, which may be wrappers of a transform that has ended.
-"""
-
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, FakeTensor, type(None))
 
 
+@SharedPatch
 @contextmanager
-def _encoder_patches() -> Iterator[None]:
-    asked, aligned = torch.overrides.has_torch_function, torch._nested_tensor_from_mask_left_aligned
+def encoder_fast_path() -> Iterator[None]:
+    """Inside, these layers run as one operator where they would without a trace."""
+    original, aligned = torch.overrides.has_torch_function, torch._nested_tensor_from_mask_left_aligned
 
     def has_torch_function(arguments: Any) -> bool:
-        return bool(asked(arguments)) and not all(type(argument) in _PLAIN_TENSORS for argument in arguments)
+        return bool(original(arguments)) and not all(type(argument) in _PLAIN_TENSORS for argument in arguments)
 
     def left_aligned(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
         """Values decide whether padding can be left out; where there are none, it is not."""
@@ -60,10 +61,6 @@ def _encoder_patches() -> Iterator[None]:
         register_kernels(_encoder_meta_kernels),
     ):
         yield
-
-
-encoder_fast_path = SharedPatch(_encoder_patches)
-"""Inside, these layers run as one operator where they would without a trace."""
 
 
 def _encoder_meta_kernels() -> list[DispatcherKernel]:

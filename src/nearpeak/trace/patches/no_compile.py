@@ -37,13 +37,14 @@ def no_compile() -> Iterator[Since]:
         yield _compiled_calls.since()
 
 
+@SharedPatch
 @contextmanager
-def _without_dynamo() -> Iterator[None]:
+def _force_eager() -> Iterator[None]:
     chosen = eval_frame._callback_from_stance
 
     def counted(callback: Any) -> Any:
         if callable(callback) and not _is_eager_backend(callback):
-            _compiled_calls.times += 1
+            _compiled_calls.count += 1
         return chosen(callback)
 
     with (
@@ -51,9 +52,6 @@ def _without_dynamo() -> Iterator[None]:
         patch_attribute(eval_frame, "_callback_from_stance", counted),
     ):
         yield
-
-
-_force_eager = SharedPatch(_without_dynamo)
 
 
 def _is_eager_backend(callback: Any) -> bool:
@@ -65,8 +63,10 @@ def _is_eager_backend(callback: Any) -> bool:
 _DENSE_KEY = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
+@SharedPatch
 @contextmanager
-def _control_flow_patches() -> Iterator[None]:
+def python_control_flow() -> Iterator[None]:
+    """Inside, on the threads of traces, control flow is Python's."""
     with ExitStack() as stack:
         for name, python in _PYTHON_CONTROL_FLOW.items():
             operator = getattr(torch.ops.higher_order, name, None)
@@ -75,10 +75,6 @@ def _control_flow_patches() -> Iterator[None]:
                     patch_attribute(type(operator), "__call__", _python_when_recording(operator, python))
                 )
         yield
-
-
-python_control_flow = SharedPatch(_control_flow_patches)
-"""Inside, on the threads of traces, control flow is Python's."""
 
 
 def _python_when_recording(operator: Any, python: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,56 +9,54 @@ from typing import Any
 
 
 class SharedPatch:
-    """Enters a context with the first who ask for it and leaves it with the last.
+    """A context manager that the first user enters and the last one leaves.
 
-    Two traces on two threads may overlap in any order: what one of them replaced, the other must not restore.
+    Two traces on two threads may overlap in any order: what one of them patched, the other must not restore.
     """
 
-    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._context = context
+    def __init__(self, patch: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._patch = patch
         self._lock = threading.RLock()
         self._users = 0
-        self._entered: ExitStack | None = None
+        self._entered = ExitStack()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, the context is entered."""
+        """Inside, the patch holds."""
         with self._lock:
             if self._users == 0:
-                self._entered = ExitStack()
-                self._entered.enter_context(self._context())
+                self._entered.enter_context(self._patch())
             self._users += 1
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if self._users == 0 and self._entered is not None:
+                if self._users == 0:
                     self._entered.close()
-                    self._entered = None
 
 
 class ThreadCounter(threading.local):
     """How often something happened on this thread."""
 
-    times = 0
+    count = 0
 
     def since(self) -> Since:
-        """Tells whether it happens from now on."""
+        """Whether it happens from now on."""
         return Since(self)
 
 
 class Since:
-    """Tells whether something happened since this was made, on the thread that asks."""
+    """Whether something happened since this was made, on the thread that asks."""
 
-    def __init__(self, tally: ThreadCounter) -> None:
-        self._tally = tally
-        self._before = tally.times
+    def __init__(self, counter: ThreadCounter) -> None:
+        self._counter = counter
+        self._before = counter.count
 
     @property
-    def asked(self) -> bool:
-        """Whether it did."""
-        return self._tally.times > self._before
+    def happened(self) -> bool:
+        """Whether the counter has grown."""
+        return self._counter.count > self._before
 
 
 @contextmanager

@@ -31,8 +31,9 @@ _LAUNCHERS = (
 _LAUNCH_OPTIONS = ("grid", "warmup")
 
 
+@SharedPatch
 @contextmanager
-def _launcher_patches() -> Iterator[None]:
+def record_triton_kernels() -> Iterator[None]:
     """Nothing is imported for it: code that has kernels has imported Triton."""
     with ExitStack() as stack:
         for module, name, method in _LAUNCHERS:
@@ -40,9 +41,6 @@ def _launcher_patches() -> Iterator[None]:
             if kind is not None and method in vars(kind):
                 stack.enter_context(patch_attribute(kind, method, _recording_launch(vars(kind)[method])))
         yield
-
-
-record_triton_kernels = SharedPatch(_launcher_patches)
 
 
 def _recording_launch(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,9 +81,9 @@ def _kernel_name(kernel: Any) -> str:
 def _named_arguments(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments by name; what else is given, as the number of warps, belongs to the launch."""
     names = _innermost_function(kernel).arg_names
-    given = dict(zip(names, args, strict=False))
-    given.update((name, value) for name, value in kwargs.items() if name not in _LAUNCH_OPTIONS)
-    return {name: _underlying_tensor(given[name]) for name in names if name in given}
+    values = dict(zip(names, args, strict=False))
+    values.update((name, value) for name, value in kwargs.items() if name not in _LAUNCH_OPTIONS)
+    return {name: _underlying_tensor(values[name]) for name in names if name in values}
 
 
 def _underlying_tensor(value: Any) -> Any:
