@@ -133,14 +133,14 @@ def test_the_same_ops_with_and_without_memory(name, monkeypatch):
 
 def test_most_ops_are_not_asked_of_torch(monkeypatch):
     asked = []
-    original = Recorder._asked
+    original = Recorder._run_with_torch
 
     def count(self, schema, *rest):
         if not schema.query:
             asked.append(schema.name)
         return original(self, schema, *rest)
 
-    monkeypatch.setattr(Recorder, "_asked", count)
+    monkeypatch.setattr(Recorder, "_run_with_torch", count)
     step = faked(lambda: language(foreach=True))
     trace(step)
     asked.clear()

@@ -361,7 +361,9 @@ def _gpu_gemms(device: CudaDevice) -> Iterator[tuple[str, MakeGemm]]:
         a = draw((m, k), device=device.device).to(torch.float8_e4m3fn)
         b = draw((n, k), device=device.device).to(torch.float8_e4m3fn).t()
         scale = torch.ones((), device=device.device)
-        return lambda: torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return lambda: torch._scaled_mm(
+            a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     def integer(m: int, k: int, n: int, draw: DrawOperand) -> Callable[[], Any]:
         a = (64 * draw((m, k), device=device.device)).clamp(-128, 127).to(torch.int8)
@@ -452,7 +454,9 @@ def _measure_transfers(ceilings: CeilingCollector, device: CudaDevice) -> None:
             sampler = WallSampler(device, call, "latency", call_seconds=1e-2)
             ceilings.set(f"{direction}.{name}", best_rate(sampler, TRANSFER_BYTES, f"copy of {size}", blocks=3))
     if torch.cuda.device_count() > 1:
-        on_peer = torch.empty_like(on_device, device=torch.device("cuda", (device.index + 1) % torch.cuda.device_count()))
+        on_peer = torch.empty_like(
+            on_device, device=torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+        )
         ceilings.say("copies to another GPU")
         sampler = WallSampler(device, lambda: on_peer.copy_(on_device), "latency", call_seconds=1e-3)
         ceilings.set("device_to_device", best_rate(sampler, TRANSFER_BYTES, f"copy of {size} to {on_peer.device}"))

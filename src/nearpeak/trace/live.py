@@ -15,14 +15,14 @@ from nearpeak.trace.trace import MAX_OPS
 
 
 class LiveTrace:
-    """Records from its making to `stop`, on the thread that made it and in the backward passes that it starts.
+    """Records from its creation to `stop`, on the thread that created it and in the backward passes that it starts.
 
-    Who makes it must say when an optimizer's step begins and ends: the hooks for that cannot be added in a hook.
+    Its owner must call `optimizer_begins` and `optimizer_ends`: hooks for that cannot be added inside a hook.
     """
 
     def __init__(self, limit: int = MAX_OPS) -> None:
-        self._untouched = StateSnapshot(live=True)
-        self._recorder = Recorder(mode=None, limit=limit, untouched=self._untouched)
+        self._snapshot = StateSnapshot(live=True)
+        self._recorder = Recorder(mode=None, limit=limit, snapshot=self._snapshot)
         self._undo = ExitStack()
         self._undo.enter_context(record_inductor_kernels(self._recorder))
         self._undo.enter_context(record_triton_kernels())
@@ -30,8 +30,8 @@ class LiveTrace:
         self._undo.enter_context(self._recorder)
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """What follows is the optimizer's."""
-        self._untouched.optimizer(optimizer)
+        """Ops that follow are the optimizer's."""
+        self._snapshot.optimizer(optimizer)
         self._recorder.optimizers_running += 1
 
     def optimizer_ends(self) -> None:
@@ -39,16 +39,6 @@ class LiveTrace:
         self._recorder.optimizers_running = max(0, self._recorder.optimizers_running - 1)
 
     def stop(self) -> Trace:
-        """What was recorded."""
+        """Ends the recording."""
         self._undo.close()
-        recorder = self._recorder
-        results = {recorder.storages.used(tensor) for tensor in self._untouched.wanted()}
-        return Trace(
-            ops=recorder.finished(),
-            storages=recorder.storages.facts(),
-            results=frozenset(number for number in results if number is not None) | recorder.mutated,
-            lives=recorder.lives(),
-            on_host=frozenset(recorder.storages.on_host),
-            pinned=frozenset(recorder.storages.pinned),
-            graph_recorded=recorder.graph_recorded,
-        )
+        return self._recorder.finish(())

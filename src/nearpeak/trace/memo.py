@@ -219,9 +219,9 @@ _inference_mode_enabled: Any = torch.is_inference_mode_enabled
 _default_dtype: Any = torch.get_default_dtype
 
 MAX_TENSORS = 64
-"""An op on more tensors is an optimizer's: it runs once in a step."""
+"""An op on more tensors is an optimizer's, which runs once per step, and is not memoized."""
 MAX_SIGNATURES = 100_000
-"""Forms after which everything is forgotten, so that a long session does not grow without end."""
+"""Signatures after which the memo is cleared, so that a long session does not grow without end."""
 
 _META = torch.device("meta")
 
@@ -246,10 +246,10 @@ class NewTensor:
     offset: int
     device: torch.device
     attributes: dict[str, Any]
-    """Those of the Python object."""
+    """The `__dict__` of the Python object."""
     layout: int
     view: tuple[Any, ...]
-    """The view without the address of its storage, and the number of its layout: as its next op will ask for them."""
+    """The view without the address of its storage."""
 
     def make(self, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> FakeTensor:
         """The result. Call it where dispatch and torch functions are disabled."""
@@ -269,27 +269,26 @@ class Recipe(NamedTuple):
     """How the results of an op are made."""
 
     container: type | None
-    """list or tuple; None for a result alone."""
+    """list or tuple; None for a result row_signature."""
     items: tuple[NewTensor | SameTensor | int | None, ...]
-    """Tensors, and values that follow from the form."""
-    form: OpSignature
-    makes: bool
-    """Whether a tensor is made."""
+    """Tensors, and values that follow from the signature."""
+    op_signature: OpSignature
+    makes_tensors: bool
 
 
 recipes: dict[Any, Recipe | None] = {}
-"""By the key of a form; None where torch has to be asked."""
-row_op_forms: dict[Any, OpSignature] = {}
-"""By the key of a form of which the rows are remembered, and not the whole."""
+"""The memo, by the key of a signature; None where torch has to be asked."""
+row_op_signatures: dict[Any, OpSignature] = {}
+"""By the key of a signature whose rows are memoized one by one."""
 _scratch_tensors: dict[torch.dtype, Any] = {}
-"""Tensors to set to a storage. The result is a copy that shares it."""
+"""Tensors to set to a storage, by dtype. The result of a replay is a copy that shares the storage."""
 _empty: Any = torch.empty_strided
 _make_subclass: Any = torch.Tensor._make_subclass
 _forbid_data: Any = torch._C._set_throw_on_mutable_data_ptr
 
 
 def can_memoize(mode: FakeTensorMode | None) -> bool:
-    """Whether the results of a fake mode can be remembered: not with symbolic shapes, nor with real values beside."""
+    """Whether results of a fake mode can be memoized: not with symbolic shapes, nor with real values beside."""
     return (
         mode is not None
         and mode.shape_env is None
@@ -298,54 +297,58 @@ def can_memoize(mode: FakeTensorMode | None) -> bool:
     )
 
 
-def memoize(form: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], result: Any) -> None:
-    """Remembers how to make `result` from the tensors among the arguments, if that gives the same."""
+def memoize(key: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], result: Any) -> None:
+    """Stores a recipe that makes `result` from the tensors among the arguments, if a replay gives the same."""
     if len(tensors) > MAX_TENSORS:
         return
     if len(recipes) >= MAX_SIGNATURES:
         recipes.clear()
-        row_op_forms.clear()
-    recipes[form] = None
+        row_op_signatures.clear()
+    recipes[key] = None
     container = type(result) if type(result) in (tuple, list) else None
     items = (result,) if container is None else result
-    items_made = [_describe_result(item, tensors) for item in items]
-    if any(item_made is NotImplemented for item_made in items_made):
+    descriptions = [_describe_result(item, tensors) for item in items]
+    if any(described is NotImplemented for described in descriptions):
         return
     new_storages = [
         item.untyped_storage()._cdata
-        for item, item_made in zip(items, items_made, strict=True)
-        if _has_own_storage(item_made)
+        for item, described in zip(items, descriptions, strict=True)
+        if _has_own_storage(described)
     ]
     if len(set(new_storages)) < len(new_storages):  # results that share a new storage
         return
-    for item, item_made in zip(items, items_made, strict=True):
-        if isinstance(item_made, NewTensor) and not _equivalent(item_made.make(mode, tensors), item):
+    for item, described in zip(items, descriptions, strict=True):
+        if isinstance(described, NewTensor) and not _equivalent(described.make(mode, tensors), item):
             return
-    recipes[form] = Recipe(
-        container, tuple(items_made), OpSignature(), any(isinstance(item_made, NewTensor) for item_made in items_made)
+    recipes[key] = Recipe(
+        container,
+        tuple(descriptions),
+        OpSignature(),
+        any(isinstance(described, NewTensor) for described in descriptions),
     )
 
 
 def replay(
-    form: CallSignature, recipe: Recipe, forms: CallSignatures, results: list[Any], outputs: list[Tensor]
+    signature: CallSignature, recipe: Recipe, signatures: CallSignatures, results: list[Any], outputs: list[Tensor]
 ) -> None:
-    """Adds the results of a known form, the same as plain data, and to the form the storages that it makes.
+    """Makes the results of a memoized call: adds them to `results` and, as plain data, to `outputs`.
 
-    Call it where torch functions are disabled, and dispatch as well if the recipe makes tensors.
+    New storages are added to the signature. Call it where torch functions are disabled, and dispatch as well if the
+    recipe makes tensors.
     """
-    tensors, plain = form.tensors, form.plain
+    tensors, plain = signature.tensors, signature.plain
     for item in recipe.items:
         if type(item) is NewTensor:
-            result = item.make(forms.mode, tensors)
+            result = item.make(signatures.mode, tensors)
             storage = result.untyped_storage()
             size = item.view[0]
             if item.argument >= 0:
                 number = plain[item.argument].storage
             else:
-                number = forms.storages.new(storage, size)
-                form.storages[number] = len(form.storages)
+                number = signatures.storages.new(storage, size)
+                signature.storages[number] = len(signature.storages)
             output = _make_tensor(item.shape, item.strides, item.dtype_name, number, item.offset)
-            result.__dict__[TENSOR_NOTE] = (forms.trace, storage._cdata, size, item.layout, output)
+            result.__dict__[TENSOR_NOTE] = (signatures.trace, storage._cdata, size, item.layout, output)
             results.append(result)
             outputs.append(output)
         elif type(item) is SameTensor:
@@ -373,7 +376,7 @@ def constant_tensor(mode: FakeTensorMode, value: torch.Tensor) -> FakeTensor:
 
 
 def constant_values(args: Sequence[Any]) -> list[Any] | None:
-    """Arguments with all tensors replaced by their values; None where there are tensors without, or none at all."""
+    """Arguments with all tensors replaced by their values; None if a tensor has no value, or there is no tensor."""
     values_by_argument: list[Any] = []
     tensors = 0
     for argument in args:
@@ -392,7 +395,7 @@ def _has_own_storage(item: Any) -> bool:
 
 
 def _describe_result(item: Any, tensors: Sequence[FakeTensor]) -> Any:
-    """How an item is made; NotImplemented where it cannot be."""
+    """How a result is made; NotImplemented where it cannot be."""
     if item is None or type(item) is int:
         return item
     if type(item) is not FakeTensor or item.layout is not torch.strided or item.constant is not None:
@@ -430,7 +433,7 @@ def _equivalent(a: FakeTensor, b: FakeTensor) -> bool:
 
 
 def _visible_state(tensor: FakeTensor) -> tuple[Any, ...]:
-    """All that an op could see of a tensor."""
+    """Everything that an op can see of a tensor."""
     return (
         *(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.layout, tensor.fake_device),
         *(tensor.untyped_storage().nbytes(), tensor.requires_grad, tensor.is_inference()),
@@ -440,9 +443,8 @@ def _visible_state(tensor: FakeTensor) -> tuple[Any, ...]:
 
 RowSignature = tuple[CallSignature, Recipe]
 
-
 _row_recipes: dict[tuple[Any, ...], Recipe] = {}
-"""By what the key of a form has for a row and for the arguments that all rows share."""
+"""By the parts of a signature's key that belong to one row or to the arguments that all rows share."""
 
 
 def memoized_rows(
@@ -450,47 +452,50 @@ def memoized_rows(
     schema: OperatorSchema,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    form: CallSignature,
-    forms: CallSignatures,
+    signature: CallSignature,
+    signatures: CallSignatures,
 ) -> list[RowSignature] | None:
-    """How the results of each row are made, asking torch for rows of a new form; None where they do not follow."""
+    """The recipe of each row of an op on lists; rows with a new signature are run by torch and memoized.
+
+    None where results do not follow row by row.
+    """
     lists = [len(item) for item in args if type(item) is list]
     if not lists or len(set(lists)) > 1 or any(type(item) in (list, tuple) for item in kwargs.values()):
         return None
     if len(_row_recipes) >= MAX_SIGNATURES or not recipes:
         _row_recipes.clear()
-    keys = _row_keys(args, form, lists[0])
+    keys = _row_keys(args, signature, lists[0])
     rows: list[RowSignature] = []
     for index in range(lists[0]):
         recipe = _row_recipes.get(keys[index]) if keys else None
         if recipe is not None:
-            tensors, plain = form.tensors[index :: lists[0]], form.plain[index :: lists[0]]
+            tensors, plain = signature.tensors[index :: lists[0]], signature.plain[index :: lists[0]]
             rows.append((CallSignature((), {}, tensors, plain, {}), recipe))
             continue
         row = tuple([[item[index]] if type(item) is list else item for item in args])
-        alone = forms.of(schema, row, kwargs)
-        if alone is None:
+        row_signature = signatures.of(schema, row, kwargs)
+        if row_signature is None:
             return None
-        if alone.key not in recipes:
+        if row_signature.key not in recipes:
             result = operator(*row, **kwargs)
             with torch._C._DisableTorchDispatch():
-                memoize(alone.key, forms.mode, alone.tensors, result)
-        recipe = recipes.get(alone.key)
+                memoize(row_signature.key, signatures.mode, row_signature.tensors, result)
+        recipe = recipes.get(row_signature.key)
         if recipe is None or len(recipe.items) != 1:
             return None
         if keys:
             _row_recipes[keys[index]] = recipe
-        rows.append((alone, recipe))
+        rows.append((row_signature, recipe))
     return rows
 
 
-def _row_keys(args: Sequence[Any], form: CallSignature, count: int) -> list[tuple[Any, ...]]:
-    """What decides over each row; nothing where that is not as simple as in most optimizers.
+def _row_keys(args: Sequence[Any], signature: CallSignature, count: int) -> list[tuple[Any, ...]]:
+    """The key of each row; empty where rows are not as simple as in most optimizers.
 
-    It is simple where all tensors stand in lists and have storages of their own, and have two parts of the key each.
+    Rows are simple if all tensors are in lists and have storages of their own: each has two parts of the key.
     """
-    parts = form.key
-    if len(form.storages) < len(form.tensors) or parts[3]:
+    parts = signature.key
+    if len(signature.storages) < len(signature.tensors) or parts[3]:
         return []
     columns: list[Any] = []
     shared: list[Any] = []

@@ -77,7 +77,7 @@ class MemoryTracker:
         self._asked: list[_StorageLifetime] = []
         self._died = self._gone.append
 
-    def met(self, number: int, storage: torch.UntypedStorage, kind: StorageKind) -> None:
+    def note_storage(self, number: int, storage: torch.UntypedStorage, kind: StorageKind) -> None:
         """An op uses a storage for the first time; `kind` says whether it has just made it."""
         life = self._by_address.get(storage._cdata)
         if life is None:
@@ -85,7 +85,7 @@ class MemoryTracker:
             life = self._watched(storage, self._ops if kind == "intermediate" else _BEFORE_TRACE, category)
         self._by_number[number] = life
 
-    def module(self, module: torch.nn.Module) -> None:
+    def note_module(self, module: torch.nn.Module) -> None:
         """Parameters, buffers and gradients are there, whether ops use them or not."""
         for parameter in module.parameters():
             self._existing(parameter, "parameters")
@@ -94,7 +94,7 @@ class MemoryTracker:
         for buffer in module.buffers():
             self._existing(buffer, "parameters")
 
-    def recorded(self, op: Op) -> None:
+    def note_op(self, op: Op) -> None:
         """An op has run; its results were met before."""
         if self._gone or self._asked:
             self._bury()
@@ -110,15 +110,15 @@ class MemoryTracker:
                     if life is not None:
                         life.category = "gradients"
 
-    def lives(self, untouched: StateSnapshot, storages: Mapping[int, Storage]) -> Lifetimes | None:
+    def lifetimes(self, snapshot: StateSnapshot, storages: Mapping[int, Storage]) -> Lifetimes | None:
         """What was noted, for the device that holds most, a CPU only where nothing else is used. Ends the watch."""
         self._bury()
-        for leaf in untouched.leaves():
+        for leaf in snapshot.leaves():
             if isinstance(leaf, torch.nn.Parameter):
                 self._existing(leaf, "parameters")
             if leaf.grad is not None:
                 self._existing(leaf.grad, "gradients")
-        for optimizer in untouched.optimizers():
+        for optimizer in snapshot.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._existing(parameter, "parameters")

@@ -21,9 +21,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from nearpeak.ops.fast_init import positional_constructor
-from nearpeak.ops.lifetimes import Lifetimes
 from nearpeak.ops.low_gc import low_gc
-from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind, name_with_origin
+from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind, Trace, name_with_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
@@ -47,9 +46,9 @@ from nearpeak.trace.storages import Storages, below_transforms, innermost
 class FakeCopies:
     """One fake copy for each real tensor."""
 
-    def __init__(self, mode: FakeTensorMode, untouched: StateSnapshot) -> None:
+    def __init__(self, mode: FakeTensorMode, snapshot: StateSnapshot) -> None:
         self._mode = mode
-        self._untouched = untouched
+        self._snapshot = snapshot
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +58,7 @@ class FakeCopies:
         copied = self._fakes.get(id(tensor))
         if copied is not None:
             return copied[1]
-        self._untouched.leaf(tensor)
+        self._snapshot.leaf(tensor)
         if _is_step_count(tensor):  # an optimizer's count of steps, say: its value may be asked for
             with no_dispatch():
                 value = tensor.clone()
@@ -122,18 +121,18 @@ Location = tuple[str, str]
 class Locations:
     """Where the ops of one trace come from; ask once for each op, in order."""
 
-    def __init__(self, modules: ModulePaths, untouched: StateSnapshot) -> None:
+    def __init__(self, modules: ModulePaths, snapshot: StateSnapshot) -> None:
         self.parameters: dict[int, str] = {}
         """Paths of parameters, by the ids of the tensors."""
         self.lines = UserLines()
         self._modules = modules
-        self._untouched = untouched
+        self._snapshot = snapshot
         self._sequence: int = torch._C._autograd._get_sequence_nr()
         self._by_sequence: dict[int, Location] = {}
         self._last_backward: Location = ("", "")
 
-    def here(self, graph_task: int) -> Location:
-        """The running module and the user's line; for an op of autograd's own those of the forward op behind it.
+    def current(self, graph_task: int) -> Location:
+        """The running module and the user's line; for an op of autograd itself those of the forward op behind it.
 
         A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
         here: all numbers that are new since the op before belong to this op.
@@ -163,7 +162,7 @@ class Locations:
             return self._last_backward
         variable = getattr(node, "variable", None)
         if variable is not None:  # gradients are accumulated into a leaf
-            self._untouched.leaf(variable)
+            self._snapshot.leaf(variable)
             name = self.parameters.get(id(variable))
             module = self._last_backward[0] if name is None else name.rpartition(".")[0]
             return (module, self._last_backward[1])
@@ -178,19 +177,19 @@ _CREATE_GRAPH = 2
 
 
 class RecomputeDetector:
-    """Asked for each op of a backward pass.
+    """Tells which ops of a backward pass run a forward again, as activation checkpointing does.
 
-    Autograd runs without recording for a backward pass of its own, unless the pass shall itself be differentiated. So
-    what is recorded there is a forward; and whatever a module does that was called in this very pass.
+    Autograd disables gradients in a backward pass, unless the pass itself is differentiated. So an op with gradients
+    enabled is of a forward, and so is every op of a module that was called in this pass.
     """
 
     def __init__(self, modules: ModulePaths) -> None:
         self._modules = modules
         self._differentiated: dict[int, bool] = {}
-        """Passes whose own ops are recorded."""
+        """Whether a pass is itself differentiated, by its number."""
 
-    def here(self, graph_task: int) -> bool:
-        """Whether the op that runs now, in this pass, is of a forward."""
+    def is_recomputing(self, graph_task: int) -> bool:
+        """Whether the op that runs now in this pass is of a forward."""
         stack = self._modules.stack
         if stack and stack[-1][2] == graph_task:
             return True
@@ -203,14 +202,10 @@ class RecomputeDetector:
 
 
 def _creates_graph(frame: FrameType | None) -> bool:
-    """Whether the pass around a frame was asked for its graph. Engines' own threads have no frames of who asked."""
+    """Whether the pass around a frame has create_graph=True. Threads of the engine have no frame of the caller."""
     engine = _nearest_engine_frame(frame)
-    engines = (
-        [engine]
-        if engine is not None
-        else [_nearest_engine_frame(thread_frame) for thread_frame in sys._current_frames().values()]
-    )
-    return any(_requested_graph(engine_frame) for engine_frame in engines if engine_frame is not None)
+    engines = [engine] if engine is not None else map(_nearest_engine_frame, sys._current_frames().values())
+    return any(_requested_graph(frame) for frame in engines if frame is not None)
 
 
 def _nearest_engine_frame(frame: FrameType | None) -> FrameType | None:
@@ -263,25 +258,24 @@ class Recorder(TorchDispatchMode):
         """Lets through what calls the compiler itself, as flex attention does; torch refuses that for other modes."""
         return True
 
-    def __init__(self, *, mode: FakeTensorMode | None, limit: int, untouched: StateSnapshot) -> None:
+    def __init__(self, *, mode: FakeTensorMode | None, limit: int, snapshot: StateSnapshot) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self._memory = MemoryTracker() if mode is None else None  # fake tensors have none
-        self.storages = Storages(None if self._memory is None else self._memory.met)
+        self.storages = Storages(None if self._memory is None else self._memory.note_storage)
         self.mutated: set[int] = set()
-        self.modules = ModulePaths(self._met_root)
+        self.modules = ModulePaths(self._add_root)
         self.optimizers_running = 0
         self.graph_recorded = False
-        """Whether autograd has recorded an op of a forward."""
+        """Whether autograd has recorded an op of a forward pass."""
         self.paused = False
-        """Whether ops pass unrecorded, as those of a compiler at work do."""
-        self._untouched = untouched
+        """Whether ops pass unrecorded: those of a compiler at work do."""
+        self._snapshot = snapshot
         self._mode = mode
-        self._remembers = memo.can_memoize(mode)
         self._limit = limit
-        self._copies = None if mode is None else FakeCopies(mode, untouched)
-        self._forms = CallSignatures(self.storages, mode) if mode is not None and self._remembers else None
-        self._locations = Locations(self.modules, untouched)
+        self._copies = None if mode is None else FakeCopies(mode, snapshot)
+        self._signatures = CallSignatures(self.storages, mode) if mode is not None and memo.can_memoize(mode) else None
+        self._locations = Locations(self.modules, snapshot)
         self._recompute = RecomputeDetector(self.modules)
         self._entered: list[ExitStack] = []
 
@@ -321,31 +315,31 @@ class Recorder(TorchDispatchMode):
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a tensor made of others: its own ops come here afterwards
         schema = schema_of(func)
-        forms = self._forms if schema.memoizable and len(self.ops) < self._limit else None
-        if forms is None:
-            return self._asked(schema, func, args, kwargs, None, None)
+        signatures = self._signatures if schema.memoizable and len(self.ops) < self._limit else None
+        if signatures is None:
+            return self._run_with_torch(schema, func, args, kwargs, None, None)
         with torch._C.DisableTorchFunction():
-            form = forms.of(schema, args, kwargs)
-            if form is not None:
-                recipe = memo.recipes.get(form.key)
+            signature = signatures.of(schema, args, kwargs)
+            if signature is not None:
+                recipe = memo.recipes.get(signature.key)
                 if recipe is not None:
-                    return self._again(schema, form, recipe, forms)
+                    return self._replay(schema, signature, recipe, signatures)
                 if schema.by_rows:
-                    rows = memoized_rows(func, schema, args, kwargs, form, forms)
+                    rows = memoized_rows(func, schema, args, kwargs, signature, signatures)
                     if rows:
-                        return self._replay_rows(schema, form, rows, forms)
-        return self._asked(schema, func, args, kwargs, form, forms)
+                        return self._replay_rows(schema, signature, rows, signatures)
+        return self._run_with_torch(schema, func, args, kwargs, signature, signatures)
 
-    def _asked(
+    def _run_with_torch(
         self,
         schema: OperatorSchema,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        form: CallSignature | None,
-        forms: CallSignatures | None,
+        signature: CallSignature | None,
+        signatures: CallSignatures | None,
     ) -> Any:
-        """The result of an op from torch, and recorded."""
+        """Runs an op with torch, records it, and memoizes its results."""
         mode = self._mode
         if schema.query:
             return func(*args, **kwargs)
@@ -359,7 +353,7 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if schema.lift:
-            if self._forms is not None and mode is not None and keeps_its_value(args[0]):
+            if self._signatures is not None and mode is not None and keeps_its_value(args[0]):
                 result = memo.constant_tensor(mode, args[0])  # a number keeps its value: optimizers count steps so
             else:
                 result = func(*args, **kwargs)
@@ -369,14 +363,14 @@ class Recorder(TorchDispatchMode):
             raise LimitReached
         originals: dict[int, torch.Tensor] = {}
         with torch._C.DisableTorchFunction():
-            if self._copies is not None and form is None:
+            if self._copies is not None and signature is None:
                 args, kwargs = self._copies.faked(args, originals), self._copies.faked(kwargs, originals)
-                if originals and forms is not None:  # real tensors have a form as soon as they are fake
-                    form = forms.of(schema, args, kwargs)
-                    recipe = memo.recipes.get(form.key) if form is not None else None
-                    if form is not None and recipe is not None:
-                        return restore_originals(self._again(schema, form, recipe, forms), originals)
-            arguments = form.arguments if form is not None else self._arguments(schema, args, kwargs)
+                if originals and signatures is not None:  # the copies of real tensors have one
+                    signature = signatures.of(schema, args, kwargs)
+                    recipe = memo.recipes.get(signature.key) if signature is not None else None
+                    if signature is not None and recipe is not None:
+                        return restore_originals(self._replay(schema, signature, recipe, signatures), originals)
+            arguments = signature.arguments if signature is not None else self._arguments(schema, args, kwargs)
             self._note_mutations(schema, arguments)
             if mode is None and not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
                 self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
@@ -394,61 +388,80 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             if schema.mutated and not schema.memoizable:
                 drop_notes((*args, *kwargs.values()))
-            if mode is not None and form is not None and form.key not in memo.recipes:
+            if mode is not None and signature is not None and signature.key not in memo.recipes:
                 with torch._C._DisableTorchDispatch():
-                    memo.memoize(form.key, mode, form.tensors, result)
+                    memo.memoize(signature.key, mode, signature.tensors, result)
             self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
         return restore_originals(result, originals) if originals else result
 
-    def _again(self, schema: OperatorSchema, form: CallSignature, recipe: Recipe, forms: CallSignatures) -> Any:
-        """The result of an op on arguments of a form that is known, made without torch, and recorded."""
+    def _replay(
+        self, schema: OperatorSchema, signature: CallSignature, recipe: Recipe, signatures: CallSignatures
+    ) -> Any:
+        """The result of a memoized call, made without torch, and recorded."""
         if schema.mutated:
-            self._note_mutations(schema, form.arguments)
+            self._note_mutations(schema, signature.arguments)
         results: list[Any] = []
         outputs: list[Tensor] = []
-        if recipe.makes:
+        if recipe.makes_tensors:
             with torch._C._DisableTorchDispatch():
-                memo.replay(form, recipe, forms, results, outputs)
+                memo.replay(signature, recipe, signatures, results, outputs)
         else:
-            memo.replay(form, recipe, forms, results, outputs)
-        self._record(schema, form.arguments, tuple(outputs), (recipe.form, tuple(form.storages)))
+            memo.replay(signature, recipe, signatures, results, outputs)
+        self._record(schema, signature.arguments, tuple(outputs), (recipe.op_signature, tuple(signature.storages)))
         return results[0] if recipe.container is None else recipe.container(results)
 
     def _replay_rows(
-        self, schema: OperatorSchema, form: CallSignature, rows: list[RowSignature], forms: CallSignatures
+        self, schema: OperatorSchema, signature: CallSignature, rows: list[RowSignature], signatures: CallSignatures
     ) -> Any:
-        """The same for an op on rows of tensors."""
-        self._note_mutations(schema, form.arguments)
+        """As `_replay`, for an op on lists whose rows are memoized."""
+        self._note_mutations(schema, signature.arguments)
         results: list[Any] = []
         outputs: list[Tensor] = []
         with torch._C._DisableTorchDispatch():
             for row, recipe in rows:
-                memo.replay(row, recipe, forms, results, outputs)
+                memo.replay(row, recipe, signatures, results, outputs)
         for output in outputs:
-            form.storages.setdefault(output.storage, len(form.storages))
-        stands_for = memo.row_op_forms.setdefault(form.key, OpSignature())
-        self._record(schema, form.arguments, tuple(outputs), (stands_for, tuple(form.storages)))
+            signature.storages.setdefault(output.storage, len(signature.storages))
+        stands_for = memo.row_op_signatures.setdefault(signature.key, OpSignature())
+        self._record(schema, signature.arguments, tuple(outputs), (stands_for, tuple(signature.storages)))
         return results if rows[0][1].container is list else None
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake copy of a real tensor, where tensors are fake."""
+        """The fake copy of a real tensor; live, the tensor itself."""
         return tensor if self._copies is None else self._copies.of(tensor)
 
-    def finished(self) -> tuple[Op, ...]:
-        """The ops in order. Where any ran on a device, what the host did for itself is `host.NAME`."""
+    def finish(self, results: Iterable[torch.Tensor], **fields: Any) -> Trace:
+        """The trace, once everything has run; `fields` are further ones of it.
+
+        Storages of `results`, of gradients and of optimizer states are its results.
+        """
+        used = {
+            self.storages.used(self.fake_of(innermost(tensor)))
+            for tensor in (*results, *self._snapshot.outliving_tensors())
+        }
+        storages = self.storages.facts()
+        trace = Trace(
+            ops=self._final_ops(),
+            storages=storages,
+            results=frozenset(number for number in used if number is not None) | self.mutated,
+            lives=None if self._memory is None else self._memory.lifetimes(self._snapshot, storages),
+            on_host=frozenset(self.storages.on_host),
+            pinned=frozenset(self.storages.pinned),
+            graph_recorded=self.graph_recorded,
+        )
+        return dataclasses.replace(trace, **fields)
+
+    def _final_ops(self) -> tuple[Op, ...]:
+        """The ops in order. If some ran on a device, ops on tensors in host memory alone have the origin "host"."""
         host = self.storages.on_host
         if not host or len(host) == self.storages.count:
             return tuple(self.ops)
         return tuple(_as_host_op(op) if _uses_only(op, host) else op for op in self.ops)
 
-    def lives(self) -> Lifetimes | None:
-        """What was in memory during the ops, where they really ran. Ask once, at the end."""
-        return None if self._memory is None else self._memory.lives(self._untouched, self.storages.facts())
-
-    def _met_root(self, module: torch.nn.Module, name: str) -> None:
-        self._untouched.module(module)
+    def _add_root(self, module: torch.nn.Module, name: str) -> None:
+        self._snapshot.module(module)
         if self._memory is not None:
-            self._memory.module(module)
+            self._memory.note_module(module)
         prefix = f"{name}." if name else ""
         with below_transforms():
             for path, parameter in module.named_parameters():
@@ -458,17 +471,17 @@ class Recorder(TorchDispatchMode):
             for path, buffer in module.named_buffers():
                 self.storages.name(self.fake_of(innermost(buffer)), "buffer", strip_compile_wrapper(prefix + path))
 
-    def launched(self, schema: OperatorSchema, arguments: dict[str, Any]) -> bool:
-        """Records a kernel that passes by torch's dispatcher; whether it shall really run."""
+    def record_launch(self, schema: OperatorSchema, arguments: dict[str, Any]) -> bool:
+        """Records a kernel that bypasses torch's dispatcher; whether it shall really run."""
         if len(self.ops) >= self._limit:
             raise LimitReached
         with torch._C.DisableTorchFunction():
             if self._copies is not None:
                 arguments = self._copies.faked(arguments, {})
-            self.recorded(schema, self._arguments(schema, (), arguments))
+            self.record(schema, self._arguments(schema, (), arguments))
         return self._mode is None
 
-    def recorded(self, schema: OperatorSchema, arguments: dict[str, Any]) -> None:
+    def record(self, schema: OperatorSchema, arguments: dict[str, Any]) -> None:
         """Records an op whose arguments are plain data already."""
         self._note_mutations(schema, arguments)
         self._record(schema, arguments, ())
@@ -502,26 +515,26 @@ class Recorder(TorchDispatchMode):
         schema: OperatorSchema,
         arguments: dict[str, Any],
         outputs: tuple[Tensor, ...],
-        form: tuple[OpSignature, tuple[int, ...]] | None = None,
+        signature: tuple[OpSignature, tuple[int, ...]] | None = None,
     ) -> None:
         graph_task = _current_graph_task()
         phase: Phase = "backward" if graph_task != -1 else "optimizer" if self.optimizers_running else "forward"
-        module, source = self._locations.here(graph_task)
+        module, source = self._locations.current(graph_task)
         products, convolutions = tf32_flags()
-        again = graph_task != -1 and self._recompute.here(graph_task)
+        again = graph_task != -1 and self._recompute.is_recomputing(graph_task)
         op = _make_op(
             *(schema.name, arguments, outputs, schema.mutated, phase, module, source),
             *(products, convolutions, again, schema.origin),
         )
-        if form is not None:
-            _set_field(op, "form", form)
+        if signature is not None:
+            _set_field(op, "form", signature)
         self.ops.append(op)
         if self._memory is not None:
-            self._memory.recorded(op)
+            self._memory.note_op(op)
 
 
 def _any_requires_grad(values: Any) -> bool:
-    """Whether any tensor of nested lists does. Nothing is kept of them: their deaths are watched."""
+    """Whether any tensor of nested lists does. No reference to them stays: their lifetimes are tracked."""
     if isinstance(values, (list, tuple)):
         return any(_any_requires_grad(value) for value in values)
     return isinstance(values, torch.Tensor) and values.requires_grad

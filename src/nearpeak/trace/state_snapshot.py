@@ -18,9 +18,9 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
 class StateSnapshot:
-    """Remembers objects when they are first met, and restores them.
+    """Copies the state of objects when they are first met, and restores it.
 
-    With `live`, nothing shall be restored: then it holds no tensors that their owners let go of.
+    With `live`, nothing is restored, and no tensor is held that its owner lets go of.
     """
 
     def __init__(self, *, live: bool = False) -> None:
@@ -31,14 +31,14 @@ class StateSnapshot:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Restores everything that was remembered inside, after errors too."""
+        """Restores everything that was met inside, after errors too."""
         try:
             yield
         finally:
             self._restore()
 
     def module(self, module: nn.Module) -> None:
-        """Remembers the attributes, parameters, buffers and gradients of a module and all below it."""
+        """Stores the attributes, parameters, buffers and gradients of a module and all below it."""
         for part in () if self._live else module.modules():
             if id(part) not in self._modules:
                 containers = {name: dict(part.__dict__[name]) for name in _CONTAINERS}
@@ -47,7 +47,7 @@ class StateSnapshot:
             self.leaf(parameter)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remembers the state and settings of an optimizer and the gradients of its parameters."""
+        """Stores the state and settings of an optimizer and the gradients of its parameters."""
         if id(optimizer) in self._optimizers:
             return
         state, groups = {}, []
@@ -60,7 +60,7 @@ class StateSnapshot:
                 self.leaf(parameter)
 
     def leaf(self, tensor: torch.Tensor) -> None:
-        """Remembers the gradient of a leaf."""
+        """Stores the gradient of a leaf."""
         tensor = innermost(tensor)
         if id(tensor) not in self._leaves and tensor.is_leaf:
             self._leaves[id(tensor)] = (tensor, None if self._live else tensor.grad)
@@ -73,8 +73,8 @@ class StateSnapshot:
         """The optimizers that were met."""
         return (optimizer for optimizer, _, _ in self._optimizers.values())
 
-    def wanted(self) -> Iterator[torch.Tensor]:
-        """What outlives the call: gradients of the leaves and the state of the optimizers, as they are now."""
+    def outliving_tensors(self) -> Iterator[torch.Tensor]:
+        """Gradients of the leaves and states of the optimizers, as they are now."""
         for leaf, _ in self._leaves.values():
             if leaf.grad is not None:
                 yield leaf.grad
@@ -106,7 +106,7 @@ _SCALER_METHODS = ("scale", "unscale_", "step", "update")
 
 
 class _ScalerSnapshots(threading.local):
-    """The scalers that the trace on this thread met, with their attributes before."""
+    """The scalers that the trace on this thread met, with their attributes and states before."""
 
     def __init__(self) -> None:
         self.scalers: dict[int, tuple[Any, dict[str, Any], dict[int, dict[str, Any]]]] | None = None
@@ -117,7 +117,7 @@ _scaler_snapshots = _ScalerSnapshots()
 
 @contextmanager
 def restore_grad_scalers() -> Iterator[None]:
-    """Inside, a scaler takes its step whether or not a gradient overflowed, since fake ones have no values."""
+    """Inside, gradient scalers take their step whether or not a gradient overflowed; at the end they are restored."""
     with _patch_grad_scalers():
         outer, _scaler_snapshots.scalers = _scaler_snapshots.scalers, {}
         try:
@@ -151,10 +151,10 @@ def _patch_grad_scalers() -> Iterator[None]:
 
 
 def _snapshot_before(method: Callable[..., Any]) -> Callable[..., Any]:
-    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _scaler_snapshots.scalers is not None and id(self) not in _scaler_snapshots.scalers:
             states = {key: dict(state) for key, state in getattr(self, _SCALER_STATES, {}).items()}
             _scaler_snapshots.scalers[id(self)] = (self, dict(self.__dict__), states)
         return method(self, *args, **kwargs)
 
-    return remember
+    return call

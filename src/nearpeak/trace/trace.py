@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from nearpeak.errors import UsageError
-from nearpeak.ops.op import Op, Trace
+from nearpeak.ops.op import Trace
 from nearpeak.trace.cuda_ops.lower import emulate_target
 from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.fake import allow_building, fake_mode, fresh_conversions
@@ -34,7 +35,7 @@ from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import LimitReached, Recorder, without_tf32
 from nearpeak.trace.source import failing_line
 from nearpeak.trace.state_snapshot import StateSnapshot, restore_grad_scalers
-from nearpeak.trace.storages import innermost, tensors_in
+from nearpeak.trace.storages import tensors_in
 
 MAX_OPS = 2_000_000
 """Ops after which a trace stops."""
@@ -76,9 +77,9 @@ def trace(
     """
     named = dict(kwargs or {})
     holdings = ReachableModules(fn, args, named)
-    untouched = StateSnapshot(live=live)
+    snapshot = StateSnapshot(live=live)
     mode = None if live else _find_fake_mode(args, named, holdings)
-    recorder = Recorder(mode=mode, limit=limit, untouched=untouched)
+    recorder = Recorder(mode=mode, limit=limit, snapshot=snapshot)
     truncated = False
     redirection: Since | None = None
     compiled: Since | None = None
@@ -86,7 +87,7 @@ def trace(
         if mode is not None:
             args, named = pytree.tree_map_only(torch.Tensor, _without_history, (args, named))
             stack.enter_context(fresh_conversions(mode))
-            stack.enter_context(untouched.restoring())
+            stack.enter_context(snapshot.restoring())
             stack.enter_context(mode)
             stack.enter_context(allow_building())
             stack.enter_context(_no_duplicate_error_logs())
@@ -106,9 +107,9 @@ def trace(
         for name, module in holdings.roots():
             recorder.modules.add_root(module, name)
         for optimizer in holdings.optimizers:
-            untouched.optimizer(optimizer)
+            snapshot.optimizer(optimizer)
         stack.enter_context(recorder.modules.watching())
-        stack.enter_context(_watch_optimizers(recorder, untouched))
+        stack.enter_context(_watch_optimizers(recorder, snapshot))
         returned: Any = None
         try:
             with recorder:
@@ -132,21 +133,11 @@ def trace(
                 ".data_ptr(), copy.deepcopy, a kernel that torch does not know), and fake ones have none. Make kernels "
                 "operators with torch.library.custom_op and register_fake, or pass live=True to run on real tensors."
             ) from None
-        results = {
-            recorder.storages.used(recorder.fake_of(innermost(item)))
-            for item in (*tensors_in(returned), *untouched.wanted())
-        }
-    return Trace(
-        ops=_final_ops(recorder, target),
-        storages=recorder.storages.facts(),
-        results=frozenset(number for number in results if number is not None) | recorder.mutated,
-        truncated=truncated,
-        notes=tuple(_trace_notes(truncated, limit, redirection, target, compiled)),
-        lives=recorder.lives(),
-        on_host=frozenset(recorder.storages.on_host),
-        pinned=frozenset(recorder.storages.pinned),
-        graph_recorded=recorder.graph_recorded,
-    )
+        notes = tuple(_trace_notes(truncated, limit, redirection, target, compiled))
+        finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)  # before states are restored
+    if target is not None and target.kind == "cpu":  # where torch's flags for tf32 mean nothing
+        finished = dataclasses.replace(finished, ops=without_tf32(recorder.ops))
+    return finished
 
 
 def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], holdings: ReachableModules) -> FakeTensorMode:
@@ -180,9 +171,9 @@ def _backward(recorder: Recorder, returned: Any) -> None:
 
 
 @contextmanager
-def _watch_optimizers(recorder: Recorder, untouched: StateSnapshot) -> Iterator[None]:
+def _watch_optimizers(recorder: Recorder, snapshot: StateSnapshot) -> Iterator[None]:
     def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        untouched.optimizer(optimizer)
+        snapshot.optimizer(optimizer)
         recorder.optimizers_running += 1
 
     def after(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -217,11 +208,6 @@ def _value_error_message(error: DataDependentOutputException | DynamicOutputShap
         f"{failing_line(error.__traceback__)}: {error.func} {what}, and fake tensors have none. Pass live=True to run "
         "on real tensors, or replace that line by one whose result depends on shapes alone."
     )
-
-
-def _final_ops(recorder: Recorder, target: Target | None) -> tuple[Op, ...]:
-    """What was recorded; torch's flags for tf32 mean nothing on a CPU."""
-    return recorder.finished() if target is None or target.kind == "gpu" else without_tf32(recorder.ops)
 
 
 def _trace_notes(

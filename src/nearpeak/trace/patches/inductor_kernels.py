@@ -312,7 +312,7 @@ def _record_launch(recorder: Recorder, kernel: Any, args: Sequence[Any]) -> None
         mutated=("written",),
         origin="inductor",
     )
-    recorder.recorded(schema, arguments)
+    recorder.record(schema, arguments)
 
 
 def _arguments_from_code(

@@ -57,7 +57,7 @@ def _recording_launch(launch: Callable[..., Any]) -> Callable[..., Any]:
             mutated=tensors,
             origin="triton",
         )
-        if not recorder.launched(schema, arguments):
+        if not recorder.record_launch(schema, arguments):
             return None
         with _disable_current_modes():  # tuning runs ops of its own
             return launch(self, *args, **kwargs)
