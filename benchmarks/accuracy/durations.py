@@ -30,7 +30,7 @@ import triton.testing
 from torch.nn import functional
 
 import nearpeak
-from nearpeak.measure.cuda import Stage, cuda_device
+from nearpeak.measure.gpu import Stage, gpu_instrument
 from nearpeak.measure.instrument import calibration_kernels
 from nearpeak.measure.kernel_times import busy_seconds, profile_calls
 from nearpeak.measure.prepared import IDLE_SHARE
@@ -101,7 +101,7 @@ def referee(case: nearpeak.Case, seconds: float, spin_seconds: float = 0.05) -> 
     The profiler slows some kernels down, and the pauses around all of them. So the events' zero is taken in the same
     session, and their reading is of the very calls that the profiler timed.
     """
-    device = cuda_device(torch.cuda.current_device())
+    device = gpu_instrument(torch.cuda.current_device())
     paced = Stage(device, "cold", pace_seconds=max(0.0, IDLE_SHARE * seconds - STAGE_SECONDS))
     plain = Stage(device, "cold")
     calls = max(7, min(40, int(0.3 / (4 * seconds + 60e-6))))

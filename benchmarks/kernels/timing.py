@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from nearpeak.measure.bench import quiet_collector
-from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device, host_seconds
+from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument, host_seconds
 from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.prepared import IDLE_SHARE, LONGEST_PACE_SECONDS
 from nearpeak.measure.samplers import STAGE_SECONDS, EventSampler
@@ -38,7 +38,7 @@ class _Sampler(Protocol):
 class _Behind:
     """Calls behind a spin that hides their launches."""
 
-    def __init__(self, device: CudaDevice, way: Way, reset: Way | None, enqueue_seconds: float) -> None:
+    def __init__(self, device: GpuInstrument, way: Way, reset: Way | None, enqueue_seconds: float) -> None:
         zero = zero_of(device.index, "cold").events
         rough = EventSampler(
             device,
@@ -67,7 +67,7 @@ class _Behind:
 class _Waiting:
     """A call that waits for the device itself: between two events, and all that its user waits for counts."""
 
-    def __init__(self, device: CudaDevice, way: Way, reset: Way | None) -> None:
+    def __init__(self, device: GpuInstrument, way: Way, reset: Way | None) -> None:
         self._device, self._way, self._stage = device, way, Stage(device, "cold", reset=reset)
 
     def seconds(self) -> float:
@@ -95,7 +95,7 @@ def _sampler(way: Way, reset: Way | None, may_wait: bool) -> tuple[_Sampler, boo
     """What measures a way, and whether that waits for the device."""
     if not torch.cuda.is_available():
         return _Host(way, reset), False
-    device = cuda_device(torch.cuda.current_device())
+    device = gpu_instrument(torch.cuda.current_device())
     enqueue = []
     for _ in range(2):
         if reset is not None:

@@ -11,9 +11,10 @@ from nearpeak._records import from_json
 from nearpeak.cli.main import main
 from nearpeak.cli.verbs import doctor
 from nearpeak.cli.verbs.doctor import Check, Report, text
-from nearpeak.machines import detect
+from nearpeak.devices import nvml
+from nearpeak.devices.device import GpuFacts, GpuScan
 
-H200 = detect.GpuFacts(
+H200 = GpuFacts(
     index=0,
     name="NVIDIA H200",
     uuid=None,
@@ -37,9 +38,9 @@ def fake_torch(*, cuda: str | None, available: bool) -> SimpleNamespace:
 def scan(monkeypatch: pytest.MonkeyPatch):
     """Sets the GPUs that the driver reports."""
 
-    def install(*gpus: detect.GpuFacts) -> None:
-        found = detect.GpuScan(gpus=gpus, problem=None if gpus else "NVML reports no GPU")
-        monkeypatch.setattr(detect, "scan_gpus", lambda: found)
+    def install(*gpus: GpuFacts) -> None:
+        found = GpuScan(gpus=gpus, problem=None if gpus else "NVML reports no GPU")
+        monkeypatch.setattr(nvml, "scan_gpus", lambda: found)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return install

@@ -341,7 +341,7 @@ def test_bad_arguments(call, message):
 
 
 def test_a_gpu_that_is_not_there():
-    with pytest.raises(EnvironmentProblem, match=r"device='cuda:99': this machine has \d+ CUDA devices"):
+    with pytest.raises(EnvironmentProblem, match=r"device='cuda:99': torch can use \d+ GPUs here"):
         activations(2, device="cuda:99")
 
 

@@ -84,8 +84,8 @@ def memory(monkeypatch):
     class Memory:
         used, available = 2**30, float(2**36)
 
-    monkeypatch.setattr(prepared, "_resident_bytes", lambda: Memory.used)
-    monkeypatch.setattr(prepared, "_available_bytes", lambda: Memory.available)
+    monkeypatch.setattr(prepared.CPU, "allocated_bytes", lambda index: Memory.used)
+    monkeypatch.setattr(prepared.CPU, "available_bytes", lambda index: Memory.available)
     return Memory
 
 
@@ -160,7 +160,7 @@ def test_where_the_free_memory_is_unknown_nothing_is_refused(memory):
 
 
 def test_a_real_leak_is_seen(monkeypatch):
-    monkeypatch.setattr(prepared, "_available_bytes", lambda: 1e15)
+    monkeypatch.setattr(prepared.CPU, "available_bytes", lambda index: 1e15)
     kept = []
     size = 40 * 2**20  # above what malloc serves from memory that it has already
     found = probe_host(Case(lambda: kept.append(torch.ones(size // 4))))

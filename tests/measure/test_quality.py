@@ -188,9 +188,9 @@ def test_throttling_is_flagged_by_its_reason(reason, name):
 
 
 def test_every_reason_that_can_be_read_has_its_flag():
-    from nearpeak.measure.conditions import _REASONS
+    from nearpeak.devices.nvml import _THROTTLE_REASONS
 
-    for reason in (*_REASONS.values(), "cpu quota", "cpu contended"):
+    for reason in (*_THROTTLE_REASONS.values(), "cpu quota", "cpu contended"):
         assert flags(under(noisy(20), 20, reason))
 
 

@@ -12,11 +12,11 @@ from nearpeak.machines import catalogue
 from nearpeak.measure.bench import bench
 from nearpeak.measure.case import Case
 from nearpeak.measure.compare import compare
-from nearpeak.measure.cuda import LONGEST_SPIN_SECONDS, Stage, cuda_device
 from nearpeak.measure.delay_kernel import delay_kernel, triton_missing
+from nearpeak.measure.gpu import LONGEST_SPIN_SECONDS, Stage, gpu_instrument
 from nearpeak.measure.instrument import can_time_in_graphs, eviction_ratio, profiled_seconds, zero_of
 from nearpeak.measure.machine import known_machine
-from nearpeak.measure.prepared import IDLE_SHARE, PROVEN_EVICTION, probe_cuda
+from nearpeak.measure.prepared import IDLE_SHARE, PROVEN_EVICTION, probe_gpu
 from nearpeak.measure.samplers import STAGE_SECONDS, EventSampler, GraphSampler, RegressionSampler, WallSampler
 from nearpeak.measure.selftest.experiments import spin_host
 from nearpeak.measure.statistics import median
@@ -28,7 +28,7 @@ QUICK = {"max_seconds": 0.3, "warmup_seconds": 0.02}
 
 @pytest.fixture(scope="module")
 def device():
-    return cuda_device(torch.cuda.current_device())
+    return gpu_instrument(torch.cuda.current_device())
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_a_known_ratio_is_found(device, spin):
 def test_a_leak_is_counted_to_the_byte(device):
     kept = []
     x = torch.randn(3, device=device.device)
-    found = probe_cuda(Case(lambda x: kept.append(torch.ones(2**20, device=x.device)), x), device, kernels=False)
+    found = probe_gpu(Case(lambda x: kept.append(torch.ones(2**20, device=x.device)), x), device, kernels=False)
     assert found.memory_growth == 2**22
 
 

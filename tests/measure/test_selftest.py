@@ -15,7 +15,7 @@ from nearpeak.measure.selftest.report import Experiment, Report
 from nearpeak.measure.timing import Block
 from nearpeak.render.views import selftest as render
 
-CPU = Place(cuda=None, spin=spin_host)
+CPU = Place(gpu=None, spin=spin_host)
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU where there is one")
 
 
@@ -121,7 +121,7 @@ def test_the_spin_experiment_judges_the_slope_and_not_the_intercept(monkeypatch,
 
     spun = []
     monkeypatch.setattr(selftest_experiments, "bench", fake_bench)
-    found = selftest_experiments.delay_linearity(Place(cuda=None, spin=spun.append), False)
+    found = selftest_experiments.delay_linearity(Place(gpu=None, spin=spun.append), False)
     assert found.passed is passed
     assert found.data["slope"] == pytest.approx(slope, abs=1e-6)
     assert found.data["intercept"] == pytest.approx(0.5e-6, abs=1e-9)
@@ -146,7 +146,7 @@ def test_a_host_spin_lasts_as_long_as_told():
 
 def test_a_spin_case_asks_anew_at_every_call():
     spun = []
-    place = Place(cuda=None, spin=spun.append)
+    place = Place(gpu=None, spin=spun.append)
     lengths = iter([5, 7])
     case = place.spin_case(lambda: next(lengths))
     case.call()
@@ -158,7 +158,7 @@ def test_a_spin_case_asks_anew_at_every_call():
 
 @pytest.mark.parametrize("name", ["spin", "ratio", "drift"])
 def test_experiments_that_need_a_spin_say_so_where_there_is_none(name):
-    found = EXPERIMENTS[name](Place(cuda=None, spin=None), True)
+    found = EXPERIMENTS[name](Place(gpu=None, spin=None), True)
     assert (found.passed, found.found) == (None, "needs triton")
 
 
@@ -187,7 +187,7 @@ def test_coverage_counts_the_runs_whose_interval_holds_the_truth():
     assert selftest_experiments._covered(blocks, 2.0, Options(precision=0.01)) == 0.0
 
 
-def live_tensor_bytes():
+def live_tensor_bytes(index):
     """What Python holds in tensors: exact, where a process's size depends on what its allocator kept."""
     tensors = (item for item in gc.get_objects() if type(item) is torch.Tensor)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -210,7 +210,7 @@ def live_tensor_bytes():
 )
 def test_a_fault_raises_its_own_flag(name, fault, monkeypatch):
     if name == "MEMORY_GROWS":
-        monkeypatch.setattr(prepared, "_resident_bytes", live_tensor_bytes)
+        monkeypatch.setattr(prepared.CPU, "allocated_bytes", live_tensor_bytes)
     monkeypatch.setattr(prepared, "host_eviction_ratio", lambda: 2.0)  # of a busy machine it may be anything
     timing = fault(CPU)
     found = {flag.name: flag.severity for flag in timing.flags}

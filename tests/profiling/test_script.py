@@ -300,7 +300,7 @@ def test_times_of_steps_come_from_the_device_where_the_host_is_ahead(write, monk
 
 
 def test_a_profiler_that_sees_no_kernels_of_a_gpu_in_use_is_no_cpu_profile(write, monkeypatch):
-    monkeypatch.setattr(session, "_cuda_in_use", lambda: True)
+    monkeypatch.setattr(session, "_gpu_was_used", lambda: True)
     ran = profile_script(write(LOOP), on="h200-sxm")
     assert (ran.profile, ran.problem, ran.exit_code) == (None, True, 0)
     assert "saw no kernels" in ran.missing

@@ -53,7 +53,7 @@ def watching(monkeypatch, tmp_path):
     """A watch that believes in a GPU, and the profilers that it made."""
     Profiler.made = []
     monkeypatch.setattr(session, "Profiler", lambda: Profiler(tmp_path))
-    monkeypatch.setattr(session, "_cuda_in_use", lambda: True)
+    monkeypatch.setattr(session, "_gpu_was_used", lambda: True)
     return session.Session(lambda line: None, traces=False)
 
 
@@ -103,7 +103,7 @@ def test_the_first_of_another_kind_begins_them_anew(watching):
 
 
 def test_on_a_cpu_one_step_is_profiled(watching, monkeypatch):
-    monkeypatch.setattr(session, "_cuda_in_use", lambda: False)
+    monkeypatch.setattr(session, "_gpu_was_used", lambda: False)
     while watching.schedule.phase != "traced":
         watching.step_ends()
     assert Profiler.made[0].among == [1]

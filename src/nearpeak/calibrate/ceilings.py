@@ -1,6 +1,6 @@
 """The achievable ceilings of this machine, measured: memory, caches, matrix and vector units, launches, transfers.
 
-`calibrate_host` measures the CPU, `calibrate_cuda` a GPU.
+`calibrate_host` measures the CPU, `calibrate_gpu` a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Achievable, Ceiling, LaunchCost
-from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.delay_kernel import fma_kernel
+from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument
 from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.options import Progress
 from nearpeak.measure.samplers import (
@@ -234,10 +234,10 @@ GPU_SUSTAINED_SECONDS = 1.5
 TRANSFER_BYTES = 2**28
 
 
-def calibrate_cuda(index: int, progress: Progress | None = None) -> Achievable:
+def calibrate_gpu(index: int, progress: Progress | None = None) -> Achievable:
     """Measures GPU `index`, in under a minute on an H200."""
-    with torch.cuda.device(index):
-        device = cuda_device(index)
+    device = gpu_instrument(index)
+    with device.backend.selected(index):
         ceilings = CeilingCollector(progress)
         _gpu_bandwidths(ceilings, device)
         _gpu_cache_bandwidth(ceilings, device)
@@ -246,11 +246,11 @@ def calibrate_cuda(index: int, progress: Progress | None = None) -> Achievable:
             _measure_gpu_gemm(ceilings, device, name, products)
         _measure_fma(ceilings, device)
         _measure_transfers(ceilings, device)
-        torch.cuda.empty_cache()
+        device.backend.release_cached_memory()
         return ceilings.achievable()
 
 
-def _event_sampler(device: CudaDevice, call: Callable[[], Any], *, pace: bool = True) -> EventSampler:
+def _event_sampler(device: GpuInstrument, call: Callable[[], Any], *, pace: bool = True) -> EventSampler:
     """Events around hot calls, in bursts unless `pace` is off; sized by a first look."""
     for _ in range(2):
         call()
@@ -262,12 +262,12 @@ def _event_sampler(device: CudaDevice, call: Callable[[], Any], *, pace: bool = 
     )
 
 
-def _event_zero(device: CudaDevice) -> float:
+def _event_zero(device: GpuInstrument) -> float:
     return zero_of(device.index, "hot").events
 
 
-def _gpu_bandwidths(ceilings: CeilingCollector, device: CudaDevice) -> None:
-    free = torch.cuda.mem_get_info(device.device)[0]
+def _gpu_bandwidths(ceilings: CeilingCollector, device: GpuInstrument) -> None:
+    free = device.backend.available_bytes(device.index) or device.properties.memory_bytes or 0
     # Large, because what a write leaves in the cache when its kernel ends has not reached the memory.
     size = int(min(2**33, free // 5)) // 4096 * 4096
     a, b, c = (torch.randn(size // 4, device=device.device) for _ in range(3))
@@ -284,7 +284,7 @@ def _gpu_bandwidths(ceilings: CeilingCollector, device: CudaDevice) -> None:
         ceilings.set(f"bandwidth.{name}", best_rate(_event_sampler(device, call), passes * size, how))
 
 
-def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: CudaDevice) -> None:
+def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: GpuInstrument) -> None:
     if not device.cache_bytes:
         return
     ceilings.say("last-level cache")
@@ -307,7 +307,7 @@ def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: CudaDevice) -> None
             ceilings.best("cache_bandwidth", best_rate(sampler, size, how, blocks=5))
 
 
-def _gpu_launch_cost(ceilings: CeilingCollector, device: CudaDevice) -> None:
+def _gpu_launch_cost(ceilings: CeilingCollector, device: GpuInstrument) -> None:
     ceilings.say("launch cost")
     small = torch.randn(16, device=device.device)
     out = torch.empty_like(small)
@@ -316,7 +316,7 @@ def _gpu_launch_cost(ceilings: CeilingCollector, device: CudaDevice) -> None:
         torch.add(small, small, out=out)
 
     def empty() -> None:
-        torch.cuda._sleep(1)
+        device.backend.delay(1)
 
     enqueue = WallSampler(device, call, "enqueue", call_seconds=1e-5)
     ceilings.set("launch.enqueue", median_duration(enqueue, "torch.add of 16 elements, host time behind a busy device"))
@@ -335,7 +335,7 @@ MakeGemm = Callable[[int, int, int, DrawOperand], Callable[[], Any]]
 """Makes a call from rows, depth, columns and what draws the numbers."""
 
 
-def _gpu_gemms(device: CudaDevice) -> Iterator[tuple[str, MakeGemm]]:
+def _gpu_gemms(device: GpuInstrument) -> Iterator[tuple[str, MakeGemm]]:
     """For each dtype, what makes its products."""
 
     def plain(dtype: torch.dtype) -> MakeGemm:
@@ -379,7 +379,7 @@ def _gpu_gemms(device: CudaDevice) -> Iterator[tuple[str, MakeGemm]]:
     yield "float32", plain(torch.float32)
 
 
-def _measure_gpu_gemm(ceilings: CeilingCollector, device: CudaDevice, name: str, make: MakeGemm) -> None:
+def _measure_gpu_gemm(ceilings: CeilingCollector, device: GpuInstrument, name: str, make: MakeGemm) -> None:
     """The ceiling is reached with zeros: a GPU at its power limit clocks higher when fewer bits flip.
 
     Real numbers come between those and random ones, which run 10 to 14 % slower in 16 bits on an H200: the gradient of
@@ -414,7 +414,7 @@ def _measure_gpu_gemm(ceilings: CeilingCollector, device: CudaDevice, name: str,
     ceilings.set(f"matrix_sustained.{name}", Ceiling(value=median(rates), spread=spread, how=how))
 
 
-def _sustained_rates(device: CudaDevice, call: Callable[[], Any], flops: float, batch: int = 20) -> list[float]:
+def _sustained_rates(device: GpuInstrument, call: Callable[[], Any], flops: float, batch: int = 20) -> list[float]:
     """Rates of back-to-back batches; the first half of the time only brings power and heat to their plateau."""
     rates: list[float] = []
     start = time.perf_counter()
@@ -430,7 +430,7 @@ def _sustained_rates(device: CudaDevice, call: Callable[[], Any], flops: float, 
     return rates
 
 
-def _measure_fma(ceilings: CeilingCollector, device: CudaDevice) -> None:
+def _measure_fma(ceilings: CeilingCollector, device: GpuInstrument) -> None:
     """A loop of multiply-adds in registers; needs triton. A float32 product is the other way to that ceiling."""
     ceilings.say("vector units")
     kernel = fma_kernel(device.device)
@@ -440,7 +440,7 @@ def _measure_fma(ceilings: CeilingCollector, device: CudaDevice) -> None:
     ceilings.best("vector.float32", best_rate(_event_sampler(device, kernel.launch), kernel.flops, how))
 
 
-def _measure_transfers(ceilings: CeilingCollector, device: CudaDevice) -> None:
+def _measure_transfers(ceilings: CeilingCollector, device: GpuInstrument) -> None:
     on_device = torch.randn(TRANSFER_BYTES // 4, device=device.device)
     size = quantity(TRANSFER_BYTES, "B")
     pageable = torch.randn(TRANSFER_BYTES // 4)
@@ -453,10 +453,9 @@ def _measure_transfers(ceilings: CeilingCollector, device: CudaDevice) -> None:
         ):
             sampler = WallSampler(device, call, "latency", call_seconds=1e-2)
             ceilings.set(f"{direction}.{name}", best_rate(sampler, TRANSFER_BYTES, f"copy of {size}", blocks=3))
-    if torch.cuda.device_count() > 1:
-        on_peer = torch.empty_like(
-            on_device, device=torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
-        )
+    gpus = device.backend.count()
+    if gpus > 1:
+        on_peer = torch.empty_like(on_device, device=device.backend.device((device.index + 1) % gpus))
         ceilings.say("copies to another GPU")
         sampler = WallSampler(device, lambda: on_peer.copy_(on_device), "latency", call_seconds=1e-3)
         ceilings.set("device_to_device", best_rate(sampler, TRANSFER_BYTES, f"copy of {size} to {on_peer.device}"))

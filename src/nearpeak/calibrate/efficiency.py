@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from nearpeak.bound.expected import CACHED, NARROW, kinds_of
 from nearpeak.bound.floors import as_written
+from nearpeak.devices.backends import is_gpu
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import EfficiencyPoint, Machine
-from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
+from nearpeak.measure.gpu import GpuInstrument, Stage, current_gpu
 from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.options import Progress
 from nearpeak.measure.page_faults import MANY_FAULTS, freed_memory_kept, page_faults
@@ -66,7 +67,7 @@ def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Ma
     Everything runs in a burst, as the ceilings were measured. An operator that this torch lacks is left out.
     """
     say = progress or (lambda line: None)
-    device = cuda_device(torch.cuda.current_device()) if machine.kind == "gpu" else None
+    device = current_gpu() if machine.kind == "gpu" else None
     timer = _host_timer() if device is None else partial(_gpu_seconds, device)
     measurement = _Measurement(machine, timer)
     with freed_memory_kept() if device is None else nullcontext(), torch.no_grad():
@@ -177,7 +178,7 @@ def _settle_memory(call: Call) -> None:
             return
 
 
-def _gpu_seconds(device: CudaDevice, call: Call, _build_second: Callable[[], Call]) -> tuple[float, float | None]:
+def _gpu_seconds(device: GpuInstrument, call: Call, _build_second: Callable[[], Call]) -> tuple[float, float | None]:
     """The median over a few blocks of cold calls. Eviction leaves the code of kernels where it is."""
     for _ in range(2):
         call()
@@ -192,7 +193,7 @@ def _gpu_seconds(device: CudaDevice, call: Call, _build_second: Callable[[], Cal
 
 def kernel_probes(device: torch.device) -> Iterator[KernelProbe]:
     """All probes for a device."""
-    gpu = device.type == "cuda"
+    gpu = is_gpu(device)
     # On a host no result is so large that the C library would map its memory anew for each call.
     sizes = (2**14, 2**18, 2**22, 2**24, 2**27) if gpu else (2**12, 2**16, 2**20, 2**22)
     few = (2**18, 2**23, 2**27) if gpu else (2**15, 2**18, 2**21)

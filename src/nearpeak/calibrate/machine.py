@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import torch
-
-from nearpeak.calibrate.ceilings import calibrate_cuda, calibrate_host
+from nearpeak.calibrate.ceilings import calibrate_gpu, calibrate_host
 from nearpeak.calibrate.efficiency import measure_efficiency
 from nearpeak.errors import UsageError
 from nearpeak.machines import calibrations, catalogue
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Machine
-from nearpeak.measure.cuda import CudaDevice
-from nearpeak.measure.machine import calibration_key, current_device
+from nearpeak.measure.gpu import GpuInstrument, current_gpu
+from nearpeak.measure.machine import calibration_key
 from nearpeak.measure.options import Progress
 
 
@@ -31,7 +29,7 @@ def machine(name: str | None = None, *, calibrate: bool = False, progress: Progr
     if name is not None:
         return catalogue.find(name)
     say = progress or (lambda line: None)
-    device = current_device()
+    device = current_gpu()
     key = calibration_key(device)
     if not calibrate:
         stored = calibrations.load(key)
@@ -40,7 +38,7 @@ def machine(name: str | None = None, *, calibrate: bool = False, progress: Progr
         if stored is not None:
             say(f"{stored.path} is not used: {stored.reason}")
         say("measuring this machine, once")
-    achievable = calibrate_host(say) if device is None else calibrate_cuda(device.index, say)
+    achievable = calibrate_host(say) if device is None else calibrate_gpu(device.index, say)
     measured = measure_efficiency(dataclasses.replace(_describe(device), achievable=achievable), say)
     saved = calibrations.save(measured, key)
     if isinstance(saved, calibrations.UnusableFile):
@@ -61,25 +59,22 @@ def machine_of_file(path: str | Path, device: str, on: str | Machine | None) -> 
     return known
 
 
-def _describe(device: CudaDevice | None) -> Machine:
+def _describe(device: GpuInstrument | None) -> Machine:
     """The machine as its datasheet or its driver describes it, without measured ceilings."""
     if device is None:
         return detect_cpu()
     known = catalogue.by_driver_name(device.name)
     if known is not None:
         return known
-    properties = torch.cuda.get_device_properties(device.index)
-    amd = torch.version.hip is not None
+    properties = device.properties
     return Machine(
         id=device.name.lower().replace(" ", "-"),
         name=device.name,
         kind="gpu",
-        vendor="amd" if amd else "nvidia",
-        architecture=properties.gcnArchName.partition(":")[0]
-        if amd
-        else f"compute capability {properties.major}.{properties.minor}",
-        processors=properties.multi_processor_count,
-        memory_bytes=float(device.memory_bytes),
-        cache_bytes=float(device.cache_bytes) or None,
+        vendor=device.backend.vendor,
+        architecture=properties.architecture,
+        processors=properties.processors,
+        memory_bytes=properties.memory_bytes,
+        cache_bytes=properties.cache_bytes,
         sources={"memory_bytes": "the driver", "processors": "the driver", "cache_bytes": "the driver"},
     )

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import nearpeak
+from nearpeak.devices.backends import gpu_backend
 from nearpeak.errors import UsageError
 from nearpeak.gallery import NAMES
 from nearpeak.gallery.parts import ExampleResult, Part, Prediction
@@ -147,7 +148,7 @@ def make_context(on: str | None = None, progress: Callable[[str], None] | None =
     faults besides, or not, as earlier examples left the heap.
     """
     machine = nearpeak.machine(on, progress=progress)
-    device = "cuda" if (torch.cuda.is_available() if on is None else is_gpu(machine)) else "cpu"
+    device = "cuda" if (gpu_backend() is not None if on is None else is_gpu(machine)) else "cpu"
     if on is None and device == "cpu":
         keep_freed_memory()
     return Context(machine=machine, device=device, measures=on is None, progress=progress or (lambda line: None))

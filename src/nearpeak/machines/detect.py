@@ -1,19 +1,17 @@
-"""Which processors this machine has: the facts that the system tells, before anything is measured.
+"""`detect_cpu`: the CPU of this machine as the system describes it, before anything is measured.
 
-What the system does not tell stays None. The CPU's figures are those that this process may use: its affinity and the
-limits of its container count, not the whole host.
+What the system does not tell is None. The figures are those that this process may use: its CPU affinity and the limits
+of its cgroup count, not the whole host.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,88 +44,6 @@ _ARM_PARTS = {
 }
 """Names by the implementer and part number of Arm's main ID register, as in arch/arm64/include/asm/cputype.h of Linux:
 there, /proc/cpuinfo has no model name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFacts:
-    """One GPU as its driver describes it; `index` is the driver's own, before CUDA_VISIBLE_DEVICES."""
-
-    index: int
-    name: str
-    uuid: str | None
-    driver_version: str | None
-    memory_bytes: float | None
-    power_limit_watts: float | None
-    clock_multiprocessor_hz: float | None
-    """The highest clock that the driver allows."""
-    clock_memory_hz: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuScan:
-    """The GPUs found, and why there are none where there are none."""
-
-    gpus: tuple[GpuFacts, ...]
-    problem: str | None
-
-
-def detect_gpus() -> tuple[GpuFacts, ...]:
-    """The NVIDIA GPUs of this machine; `scan_gpus` also says why there are none."""
-    return scan_gpus().gpus
-
-
-def detect_gpu_names() -> tuple[str, ...]:
-    """The exact driver names of the NVIDIA GPUs, in the driver's order."""
-    return tuple(gpu.name for gpu in detect_gpus())
-
-
-def scan_gpus() -> GpuScan:
-    """What NVML, the driver's management library, tells about this machine's GPUs."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return GpuScan(gpus=(), problem="the package nvidia-ml-py is not installed")
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return GpuScan(gpus=(), problem=f"NVML cannot be used: {error}")
-    try:
-        gpus = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
-        return GpuScan(gpus=gpus, problem=None if gpus else "NVML reports no GPU")
-    except nvml.NVMLError as error:
-        return GpuScan(gpus=(), problem=f"NVML does not tell about the GPUs: {error}")
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _gpu(nvml: Any, index: int) -> GpuFacts:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def ask(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(*arguments)
-        except nvml.NVMLError:  # some drivers and virtual GPUs do not answer every question
-            return None
-
-    def scaled(value: float | None, scale: float) -> float | None:
-        return None if value is None else value * scale
-
-    memory = ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-    return GpuFacts(
-        index=index,
-        name=_text(nvml.nvmlDeviceGetName(handle)) or "",
-        uuid=_text(ask(nvml.nvmlDeviceGetUUID, handle)),
-        driver_version=_text(ask(nvml.nvmlSystemGetDriverVersion)),
-        memory_bytes=None if memory is None else float(memory.total),
-        power_limit_watts=scaled(ask(nvml.nvmlDeviceGetPowerManagementLimit, handle), 1e-3),
-        clock_multiprocessor_hz=scaled(ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM), 1e6),
-        clock_memory_hz=scaled(ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM), 1e6),
-    )
-
-
-def _text(value: str | bytes | None) -> str | None:
-    """Older releases of pynvml give bytes."""
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
 def detect_cpu(

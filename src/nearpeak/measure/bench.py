@@ -294,5 +294,5 @@ def _on_device(subject: PreparedCase) -> Iterator[None]:
     if subject.device is None:
         yield
     else:
-        with torch.cuda.device(subject.device.device):
+        with subject.device.backend.selected(subject.device.index):
             yield

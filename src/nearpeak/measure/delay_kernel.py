@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from nearpeak.devices.backends import require_gpu_backend
+
 _FMA_STEPS = 4096
 _FMA_CHAINS = 4
 
@@ -49,7 +51,7 @@ def fma_kernel(device: torch.device) -> KnownFlopsKernel | None:
     """Independent chains of float32 multiply-adds in every lane."""
     if triton_missing():
         return None
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = require_gpu_backend().properties(device.index or 0).processors or 1
     programs, width = processors * 16, 1024
     out = torch.empty(programs * width, device=device)
     kernel = _kernels()["fma"]

@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from nearpeak.devices.backends import gpu_backend, is_gpu
 from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.measure.case import Resampled
 from nearpeak.measure.timing import InputStatistics
@@ -50,15 +51,16 @@ def derived_seed(purpose: str, seed: int | None) -> int:
 
 def device_for(device: str | torch.device | None) -> torch.device:
     """The device that was asked for; for None the GPU where there is one, else the CPU."""
+    backend = gpu_backend()
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu") if backend is None else torch.device(backend.torch_type)
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError):
         raise UsageError(f"device={device!r} is not a device. Valid: 'cpu', 'cuda', 'cuda:0', None.") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise EnvironmentProblem(f"device={str(place)!r}: this machine has {found} CUDA devices. Use 'cpu' or None.")
+    count = 0 if backend is None else backend.count()
+    if is_gpu(place) and (place.index or 0) >= count:
+        raise EnvironmentProblem(f"device={str(place)!r}: torch can use {count} GPUs here. Use 'cpu' or None.")
     return place
 
 

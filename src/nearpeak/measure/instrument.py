@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
+from nearpeak.devices.backends import require_gpu_backend
+from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument
 from nearpeak.measure.kernel_times import busy_seconds, profile_calls
 from nearpeak.measure.samplers import (
     UNKNOWN_CACHE_BYTES,
@@ -46,7 +47,7 @@ class InstrumentZero:
 @lru_cache(maxsize=32)
 def zero_of(index: int, cache: Cache) -> InstrumentZero:
     """The zero of GPU `index` for cold or hot calls."""
-    device = cuda_device(index)
+    device = gpu_instrument(index)
     stage = Stage(device, cache)
     readings: dict[str, list[float]] = {"events": [], "graph_events": [], "gap": []}
     proven = True
@@ -71,7 +72,7 @@ def _half_range(values: list[float]) -> float:
     return max(0.1e-6, (max(values) - min(values)) / 2) if values else float("inf")
 
 
-def calibration_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
+def calibration_kernels(device: GpuInstrument) -> list[Callable[[], Any]]:
     """One kernel each, of different shapes: one thread, one block, many blocks, a reduction, a matrix product."""
     place = device.device
     few, many = torch.randn(16, device=place), torch.randn(2**17, device=place)
@@ -84,7 +85,7 @@ def calibration_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
     a = torch.randn(384, 384, device=place, dtype=torch.float16)
     product = torch.empty_like(a)
     return [
-        lambda: torch.cuda._sleep(1),
+        lambda: device.backend.delay(1),
         lambda: torch.add(few, few, out=few_out),
         lambda: torch.exp(many, out=many_out),
         lambda: torch.amax(rows, dim=1, out=rows_out),
@@ -95,7 +96,7 @@ def calibration_kernels(device: CudaDevice) -> list[Callable[[], Any]]:
     ]
 
 
-def _samplers(device: CudaDevice, call: Callable[[], Any], stage: Stage) -> list[tuple[str, Sampler]]:
+def _samplers(device: GpuInstrument, call: Callable[[], Any], stage: Stage) -> list[tuple[str, Sampler]]:
     found: list[tuple[str, Sampler]] = [
         ("events", EventSampler(device, call, stage, call_seconds=5e-6, enqueue_seconds=10e-6)),
         ("gap", RegressionSampler(device, call, call_seconds=5e-6)),
@@ -114,13 +115,13 @@ def _reading(sampler: Sampler) -> float:
 def can_time_in_graphs() -> bool:
     """Whether this torch can record timing events inside a CUDA graph."""
     try:
-        torch.cuda.Event(enable_timing=True, external=True)
+        require_gpu_backend().event(external=True)
     except TypeError:
         return False
     return True
 
 
-def profiled_seconds(call: Callable[[], Any], stage: Stage, device: CudaDevice, calls: int = 30) -> float | None:
+def profiled_seconds(call: Callable[[], Any], stage: Stage, device: GpuInstrument, calls: int = 30) -> float | None:
     """How long the profiler says that the kernels of a call run, staged as a block would; None where it sees none."""
     device.spin(1e-3)
     try:
@@ -137,7 +138,7 @@ def eviction_ratio(index: int, sweep_bytes: int) -> float:
 
     `sweep_bytes` is what the eviction sweeps, so that an answer is kept only for that eviction.
     """
-    device = cuda_device(index)
+    device = gpu_instrument(index)
     a, b, c = (torch.randn(max(24, device.cache_bytes // 24) // 4, device=device.device) for _ in range(3))
     caches: tuple[Cache, Cache] = ("cold", "hot")
     times = []

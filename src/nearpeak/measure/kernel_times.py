@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
+from nearpeak.devices.backends import GPU_BACKENDS, profiler_activities
+
 _RANGE = "nearpeak.call"
+_LAUNCH_PREFIXES = tuple(prefix for backend in GPU_BACKENDS for prefix in backend.launch_prefixes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ def profile_calls(
 
     A kernel belongs to the call during which the host launched it, which the correlation number tells.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    activities = profiler_activities()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's notes about its own cycles
         with torch.profiler.profile(activities=activities) as profiler:
@@ -56,7 +59,7 @@ def profile_calls(
     launches = {
         event.correlation_id(): event.start_ns()
         for event in events
-        if not _on_device(event) and event.name().startswith(("cuda", "cu", "hip"))
+        if not _on_device(event) and event.name().startswith(_LAUNCH_PREFIXES)
     }
     origin = min((event.start_ns() for event in events), default=0)  # seconds since 1970 lose the nanoseconds
     found: list[list[TimedKernel]] = [[] for _ in ranges]

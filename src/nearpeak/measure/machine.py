@@ -9,15 +9,10 @@ import torch
 from nearpeak.machines import calibrations, catalogue
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Machine
-from nearpeak.measure.cuda import CudaDevice, cuda_device
+from nearpeak.measure.gpu import GpuInstrument, current_gpu
 
 
-def current_device() -> CudaDevice | None:
-    """The GPU that torch uses now; None without one."""
-    return cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def calibration_key(device: CudaDevice | None) -> calibrations.CalibrationKey:
+def calibration_key(device: GpuInstrument | None) -> calibrations.CalibrationKey:
     """What a calibration is stored by: the device, its driver and the version of torch. None is this CPU."""
     if device is None:
         driver = f"{platform.system()} {torch.get_num_threads()} threads"
@@ -26,7 +21,7 @@ def calibration_key(device: CudaDevice | None) -> calibrations.CalibrationKey:
     return calibrations.CalibrationKey(device=device.name, driver=driver, torch=torch.__version__)
 
 
-def known_machine(device: CudaDevice | None) -> Machine | None:
+def known_machine(device: GpuInstrument | None) -> Machine | None:
     """The calibration of a device, else its row of the catalogue, else None. Nothing is measured."""
     stored = calibrations.load(calibration_key(device))
     if isinstance(stored, calibrations.Calibration):
@@ -36,9 +31,9 @@ def known_machine(device: CudaDevice | None) -> Machine | None:
 
 def this_machine_key() -> calibrations.CalibrationKey:
     """The calibration key of the current device."""
-    return calibration_key(current_device())
+    return calibration_key(current_gpu())
 
 
 def this_machine_if_known() -> Machine | None:
     """`known_machine` of the current device."""
-    return known_machine(current_device())
+    return known_machine(current_gpu())

@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from nearpeak.devices.backends import CPU, backend_of, gpu_backend
+from nearpeak.devices.device import ConditionsReader, GpuBackend
 from nearpeak.errors import CaseError, EnvironmentProblem, NearpeakError, UsageError
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.measure.case import Case, describe_error
-from nearpeak.measure.conditions import ConditionsReader, CpuConditions
-from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device, host_seconds
+from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument, host_seconds
 from nearpeak.measure.instrument import InstrumentZero, eviction_ratio, host_eviction_ratio, zero_of
 from nearpeak.measure.kernel_times import busy_seconds, profile_calls
 from nearpeak.measure.options import Options
@@ -88,7 +87,7 @@ def device_of(case: Case) -> torch.device:
     """Where the case's tensors are; for a case without tensors, where its kernels run."""
     for tensors in (case.tensors(), case.hidden_tensors()):
         devices: set[torch.device] = {tensor.device for tensor in tensors}
-        on_gpu = sorted((device for device in devices if device.type == "cuda"), key=str)
+        on_gpu = sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
         if len(on_gpu) > 1:
             raise CaseError(
                 f"{case.name} has tensors on several GPUs ({', '.join(map(str, on_gpu))}). Time one device at a time."
@@ -97,19 +96,20 @@ def device_of(case: Case) -> torch.device:
             return on_gpu[0]
         if devices:
             return torch.device("cpu")
-    if torch.cuda.is_available():
+    backend = gpu_backend()
+    if backend is not None:
         with case_errors(case, "on its first call"):
             case.call()
-            calls = profile_calls(case.call, 1, synchronize=torch.cuda.synchronize)
+            calls = profile_calls(case.call, 1, synchronize=backend.synchronize)
         if calls and calls[0]:
-            return torch.device("cuda", torch.cuda.current_device())
+            return backend.device(backend.current())
     return torch.device("cpu")
 
 
 def probe_host(case: Case) -> Probe:
     """The probe of a case that runs on the CPU."""
-    common = _probe(case, synchronize=lambda: None, memory=_resident_bytes)
-    available = _available_bytes() or math.inf
+    common = _probe(case, synchronize=CPU.synchronize, memory=lambda: CPU.allocated_bytes(0))
+    available = CPU.available_bytes(0) or math.inf
     _refuse_endless_growth(case, common.memory_growth, available)
     with case_errors(case, "on a repeated call"):
         growth, faults = _steady_memory(case, common.call_seconds)
@@ -117,10 +117,11 @@ def probe_host(case: Case) -> Probe:
     return replace(common, memory_growth=growth, page_faults=faults)
 
 
-def probe_cuda(case: Case, device: CudaDevice, *, kernels: bool = True) -> Probe:
+def probe_gpu(case: Case, device: GpuInstrument, *, kernels: bool = True) -> Probe:
     """The probe of a case on a GPU, with what only a GPU can tell: waiting, kernels, streams."""
-    common = _probe(case, synchronize=device.synchronize, memory=lambda: torch.cuda.memory_allocated(device.device))
-    _refuse_endless_growth(case, common.memory_growth, torch.cuda.mem_get_info(device.device)[0])
+    backend = device.backend
+    common = _probe(case, synchronize=device.synchronize, memory=lambda: backend.allocated_bytes(device.index))
+    _refuse_endless_growth(case, common.memory_growth, backend.available_bytes(device.index) or math.inf)
     with case_errors(case, "while it was probed"):
         common = replace(common, synchronizes=_synchronizes(case, device, common.enqueue_seconds))
     try:
@@ -180,19 +181,19 @@ def _steady_memory(case: Case, call_seconds: float) -> tuple[float, float]:
     The first calls may live on what the allocator had in store.
     """
     calls = max(2, min(20, int(0.1 / max(call_seconds, 1e-6))))
-    sizes, faults = [_resident_bytes()], [page_faults()]
+    sizes, faults = [CPU.allocated_bytes(0)], [page_faults()]
     for _ in range(3):
         for _ in range(calls):
             if case.reset is not None:
                 case.reset()
             case.call()
-        sizes.append(_resident_bytes())
+        sizes.append(CPU.allocated_bytes(0))
         faults.append(page_faults())
     growth, faulted = (min(b - a for a, b in itertools.pairwise(counts[1:])) / calls for counts in (sizes, faults))
     return max(0.0, growth), faulted
 
 
-def _synchronizes(case: Case, device: CudaDevice, enqueue_seconds: float) -> bool:
+def _synchronizes(case: Case, device: GpuInstrument, enqueue_seconds: float) -> bool:
     """Whether the call waits for the device: behind a long spin it then returns late."""
     spin = 0.02 + 2 * enqueue_seconds
     if spin > 0.3:  # a call that occupies the host this long cannot be told apart from one that waits
@@ -204,12 +205,12 @@ def _synchronizes(case: Case, device: CudaDevice, enqueue_seconds: float) -> boo
     return waited > enqueue_seconds + 0.5 * spin
 
 
-def _off_stream(case: Case, device: CudaDevice, kernel_seconds: float) -> bool:
+def _off_stream(case: Case, device: GpuInstrument, kernel_seconds: float) -> bool:
     """Whether work is still running on another stream when the current stream is done with the call.
 
     Waking up from a wait takes the host some ten microseconds, so only a real share of the call counts.
     """
-    end = torch.cuda.Event()
+    end = device.backend.event()
     open_ends = 0
     for _ in range(5):
         device.synchronize()
@@ -249,21 +250,6 @@ def _finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     return bool(torch.isfinite(_sample(tensor).to(torch.float32)).all())
-
-
-def _resident_bytes() -> int:
-    if sys.platform != "linux":
-        return 0
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def _available_bytes() -> float | None:
-    if sys.platform != "linux":
-        return None
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return None
 
 
 MOST_COPIES = 256
@@ -324,7 +310,7 @@ class PreparedCase:
     case: Case
     probe: Probe
     sampler: Sampler
-    device: CudaDevice | None
+    device: GpuInstrument | None
     conditions: ConditionsReader
     flags: list[Flag] = field(default_factory=list)
     other_seconds: dict[str, float] = field(default_factory=dict)
@@ -342,8 +328,11 @@ def prepare(case: Case, options: Options, calls: int | None = None) -> PreparedC
     place = device_of(case)
     if place.type == "cpu":
         return _prepare_host(case, options, calls)
-    with torch.cuda.device(place):
-        return _prepare_cuda(case, options, cuda_device(torch.cuda.current_device()), calls)
+    backend = backend_of(place)
+    assert isinstance(backend, GpuBackend)
+    index = backend.current() if place.index is None else place.index
+    with backend.selected(index):
+        return _prepare_gpu(case, options, gpu_instrument(index), calls)
 
 
 def prepare_pair(a: Case, b: Case, options: Options) -> tuple[PreparedCase, PreparedCase]:
@@ -377,13 +366,13 @@ def _prepare_host(case: Case, options: Options, calls: int | None) -> PreparedCa
     sampler = HostSampler(
         call, options.cache, call_seconds=probe.call_seconds, reset=case.reset, evict=evict, calls=calls
     )
-    return PreparedCase(case=case, probe=probe, sampler=sampler, device=None, conditions=CpuConditions(), flags=flags)
+    return PreparedCase(case=case, probe=probe, sampler=sampler, device=None, conditions=CPU.conditions(0), flags=flags)
 
 
-def _prepare_cuda(case: Case, options: Options, device: CudaDevice, calls: int | None) -> PreparedCase:
+def _prepare_gpu(case: Case, options: Options, device: GpuInstrument, calls: int | None) -> PreparedCase:
     if options.kind == "cpu":
         raise UsageError(f"{case.name} runs on {device.name}: kind='cpu' is for code on the CPU.")
-    probe = probe_cuda(case, device)
+    probe = probe_gpu(case, device)
     flags: list[Flag] = []
     subject = PreparedCase(
         case=case,
@@ -415,7 +404,7 @@ def _prepare_cuda(case: Case, options: Options, device: CudaDevice, calls: int |
     return subject
 
 
-def _choose_device_sampler(subject: PreparedCase, options: Options, device: CudaDevice, calls: int | None) -> None:
+def _choose_device_sampler(subject: PreparedCase, options: Options, device: GpuInstrument, calls: int | None) -> None:
     """Events behind a spin; a graph for small single kernels, and where a spin cannot hide the launches."""
     case, probe = subject.case, subject.probe
     call: Callable[[], Any] = case.call
@@ -519,7 +508,7 @@ def _first_estimate(
 
 
 def _graph_sampler(
-    device: CudaDevice,
+    device: GpuInstrument,
     call: Callable[[], Any],
     stage: Stage,
     estimate: float,

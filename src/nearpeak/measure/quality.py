@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nearpeak.measure.options import Options
 from nearpeak.measure.page_faults import MANY_FAULTS
 from nearpeak.measure.prepared import PreparedCase
@@ -38,8 +36,7 @@ class Counters:
         """The counts at this moment."""
         allocations = 0
         if subject.device is not None:
-            statistics: dict[str, Any] = torch.cuda.memory_stats(subject.device.device)
-            allocations = statistics.get("num_device_alloc", 0) + statistics.get("num_alloc_retries", 0)
+            allocations = subject.device.backend.driver_allocations(subject.device.index)
         return Counters(allocations=allocations, compilations=_compilations())
 
 
@@ -100,7 +97,7 @@ def _series_flags(subject: PreparedCase, blocks: Sequence[Block], options: Optio
         yield make_flag("HEAVY_TAIL", f"the slowest hundredth takes {took}")
 
 
-_THROTTLES = {
+THROTTLE_FLAGS = {
     "power cap": "POWER_CAP",
     "thermal (software)": "THERMAL",
     "thermal (hardware)": "THERMAL",
@@ -122,7 +119,7 @@ def _condition_flags(subject: PreparedCase, blocks: Sequence[Block]) -> Iterator
                 seen[reason] = seen.get(reason, 0) + 1
     for reason, count in seen.items():
         if count >= SHARED_BLOCKS * len(blocks):
-            yield make_flag(_THROTTLES[reason], f"{reason} in {count} of {len(blocks)} blocks")
+            yield make_flag(THROTTLE_FLAGS[reason], f"{reason} in {count} of {len(blocks)} blocks")
     clocks = [block.conditions.clock_hz for block in blocks if block.conditions.clock_hz]
     if len(clocks) >= 6:
         low, high = quantile(clocks, 0.1), quantile(clocks, 0.9)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from nearpeak.machines.detect import detect_cpu
-from nearpeak.measure.cuda import LONGEST_SPIN_SECONDS, CudaDevice, Stage, host_seconds
+from nearpeak.measure.gpu import LONGEST_SPIN_SECONDS, GpuInstrument, Stage, host_seconds
 from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Block, Cache, Kind
 
@@ -127,7 +127,7 @@ class EventSampler:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: GpuInstrument,
         call: Callable[[], Any],
         stage: Stage,
         *,
@@ -179,7 +179,7 @@ class GraphSampler:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: GpuInstrument,
         call: Callable[[], Any],
         stage: Stage,
         *,
@@ -193,14 +193,16 @@ class GraphSampler:
         unit = call_seconds + stage.pace_seconds + STAGE_SECONDS
         self.calls = calls or max(1, min(20, int(BLOCK_SECONDS / unit)))
         self.method = f"CUDA events around each call in a CUDA graph, less their zero of {zero_seconds * 1e6:.2f} us"
-        self._events: list[Any] = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2 * self.calls)]
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        self._events: list[Any] = [device.backend.event(external=True) for _ in range(2 * self.calls)]
+
+        def staged_calls() -> None:
             for i in range(self.calls):
                 stage()
                 self._events[2 * i].record()
                 call()
                 self._events[2 * i + 1].record()
+
+        self._graph = device.backend.capture(staged_calls)
         self._graph.replay()  # the first replay uploads the graph
         device.synchronize()
 
@@ -223,7 +225,7 @@ class RegressionSampler:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: GpuInstrument,
         call: Callable[[], Any],
         *,
         call_seconds: float,
@@ -246,15 +248,14 @@ class RegressionSampler:
             graph.replay()
         device.synchronize()
 
-    @staticmethod
-    def _capture(call: Callable[[], Any], reset: Callable[[], Any] | None, calls: int) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    def _capture(self, call: Callable[[], Any], reset: Callable[[], Any] | None, calls: int) -> Any:
+        def repeated() -> None:
             for _ in range(calls):
                 if reset is not None:
                     reset()
                 call()
-        return graph
+
+        return self.device.backend.capture(repeated)
 
     def block(self) -> Block:
         """Replays both graphs behind one spin, long enough for both launches, and takes the difference."""
@@ -290,7 +291,7 @@ class WallSampler:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: GpuInstrument,
         call: Callable[[], Any],
         kind: Literal["pipelined", "latency", "enqueue"],
         *,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nearpeak.devices.backends import gpu_in_use
 from nearpeak.errors import CaseError, UsageError, did_you_mean
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.bench import bench
@@ -123,5 +124,6 @@ def _builder(build: Any) -> CaseBuilder:
 
 def _free() -> None:
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    backend = gpu_in_use()
+    if backend is not None:
+        backend.release_cached_memory()

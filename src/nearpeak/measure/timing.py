@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nearpeak import _display
+from nearpeak.devices.device import Conditions
 from nearpeak.ops.work import Work
 from nearpeak.units import percent, seconds_between
 
@@ -153,18 +154,6 @@ Kind = Literal["device", "graph", "pipelined", "latency", "enqueue", "cpu"]
 Cache = Literal["cold", "hot"]
 Regime = Literal["burst", "sustained"]
 Verdict = Literal["FASTER", "SLOWER", "EQUIVALENT", "INCONCLUSIVE"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
-    """The state of the machine, read between blocks; None where it cannot be read."""
-
-    clock_hz: float | None = None
-    memory_clock_hz: float | None = None
-    power_watts: float | None = None
-    temperature_celsius: float | None = None
-    throttle: tuple[str, ...] = ()
-    """Reasons that the driver or the system gives for running slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

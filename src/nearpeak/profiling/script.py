@@ -23,6 +23,7 @@ import torch
 
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.calibrate.machine import machine as find_machine
+from nearpeak.devices.backends import gpu_visible
 from nearpeak.errors import NearpeakError, UsageError
 from nearpeak.machines import calibrations
 from nearpeak.machines.machine import Machine
@@ -327,23 +328,10 @@ def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> 
     """
     if isinstance(on, Machine):
         return on
-    if on is not None or not _has_gpu():
+    if on is not None or not gpu_visible():
         with torch.random.fork_rng(devices=[]):
             return find_machine(on, progress=progress)
     if not any((calibrations.cache_folder() / "machines").glob("*.json")):
         (progress or (lambda line: None))("measuring this machine, once")
         subprocess.run([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL, check=False)
     return None
-
-
-def _has_gpu() -> bool:
-    """Whether there is one, without starting CUDA in this process."""
-    name, before = "PYTORCH_NVML_BASED_CUDA_CHECK", os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
-    os.environ[name] = "1"
-    try:
-        return torch.cuda.is_available()
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

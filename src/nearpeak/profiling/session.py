@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import torch
 
+from nearpeak.devices.backends import gpu_in_use
 from nearpeak.errors import UsageError
 from nearpeak.measure.options import Progress
 from nearpeak.ops.op import Trace
@@ -304,7 +305,7 @@ class Session:
                 return False
             if not recorded.trace.ops and not recorded.kernels:  # another profiler took over
                 return False
-            if not recorded.kernels and _cuda_in_use():
+            if not recorded.kernels and _gpu_was_used():
                 self._give_up(
                     "torch's profiler saw no kernels although the GPU was used. It needs the permission to read "
                     "performance counters (NVreg_RestrictProfilingToAdminUsers=0, or CAP_SYS_ADMIN in a container), "
@@ -337,7 +338,7 @@ class Session:
             elif not _profiler_runs():
                 self._profiler = Profiler()
             # ops are the kernels of a CPU, and it has no clock that they follow together
-            self.schedule.most_profiled = PROFILED_STEPS if _cuda_in_use() else 1
+            self.schedule.most_profiled = PROFILED_STEPS if _gpu_was_used() else 1
             self._begun = time.perf_counter()
         elif phase == "traced":
             if self._recorded is None:
@@ -369,5 +370,6 @@ def _profiler_runs() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0
+def _gpu_was_used() -> bool:
+    backend = gpu_in_use()
+    return backend is not None and backend.peak_allocated_bytes() > 0

@@ -1,4 +1,4 @@
-"""What torch reports about running steps: its profiler, CUDA events between steps, and the graphs of torch.compile."""
+"""What torch reports about running steps: its profiler, GPU events between steps, and the graphs of torch.compile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from types import CodeType
 from typing import Any, ClassVar
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
 
+from nearpeak.devices.backends import gpu_in_use, profiler_activities
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.kineto.host import STEP_END_WAIT
 from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections
@@ -32,10 +33,7 @@ class Profiler:
     """Whether an instance has been started and not stopped."""
 
     def __init__(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = torch_profile(activities=activities, record_shapes=True)
+        self._profiler = torch_profile(activities=profiler_activities(), record_shapes=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # notes about the profiler's own cycles
             self._profiler.start()
@@ -87,8 +85,8 @@ class StepEvents:
     """
 
     def __init__(self) -> None:
-        self._recorded: list[torch.cuda.Event] = []
-        self._spare: list[torch.cuda.Event] = []
+        self._recorded: list[Any] = []
+        self._spare: list[Any] = []
 
     def prepare(self, count: int) -> None:
         """Creates events ahead of time: creating one takes longer than recording it."""
@@ -111,14 +109,15 @@ class StepEvents:
 
 def has_gpu() -> bool:
     """Whether a GPU is in use."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return gpu_in_use() is not None
 
 
 def synchronize() -> None:
     """Waits for the GPU if one is in use; a profiler that is running sees the wait as nearpeak's own."""
-    if has_gpu():
+    backend = gpu_in_use()
+    if backend is not None:
         with record_function(STEP_END_WAIT) if Profiler.running else nullcontext():
-            torch.cuda.synchronize()
+            backend.synchronize()
 
 
 def distributed_rank() -> tuple[int, int] | None:
@@ -129,10 +128,9 @@ def distributed_rank() -> tuple[int, int] | None:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def _events(count: int) -> list[torch.cuda.Event]:
-    if not has_gpu():
-        return []
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+def _events(count: int) -> list[Any]:
+    backend = gpu_in_use()
+    return [] if backend is None else [backend.event() for _ in range(count)]
 
 
 def compiled_graph_count() -> int:

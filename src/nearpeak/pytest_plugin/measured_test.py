@@ -498,11 +498,10 @@ class MeasuredTest:
         if wanted is None:
             return
         import_torch()
-        import torch
-
+        from nearpeak.devices.backends import gpu_backend
         from nearpeak.measure.machine import this_machine_key
 
-        kind = "gpu" if torch.cuda.is_available() else "cpu"
+        kind = "cpu" if gpu_backend() is None else "gpu"
         if wanted in ("gpu", "cpu"):
             if wanted != kind:
                 found = "there is none" if wanted == "gpu" else "there is a GPU, which would be measured"

@@ -6,7 +6,6 @@ lives, whoever owns it. Where the object should go earlier, its storage is asked
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nearpeak.machines.cgroups import memory_limit
+from nearpeak.devices.backends import find_backend
 from nearpeak.ops.lifetimes import Category, Lifetime, Lifetimes
 from nearpeak.ops.op import Op, Storage, StorageKind
 from nearpeak.trace.state_snapshot import StateSnapshot
@@ -206,21 +205,12 @@ def _memory_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _allocator_bytes(device: torch.device, which: str) -> tuple[float, float] | None:
-    """Bytes that torch's allocator has given out and taken from the device: "current", or the "peak" so far."""
-    if device.type != "cuda":
-        return None
-    statistics = torch.cuda.memory_stats_as_nested_dict(device)
-    try:
-        return float(statistics["allocated_bytes"]["all"][which]), float(statistics["reserved_bytes"]["all"][which])
-    except KeyError:  # an allocator of the user's own keeps none
-        return None
+def _allocator_bytes(device: torch.device, moment: str) -> tuple[float, float] | None:
+    """Bytes that torch's allocator has handed out and reserved: at the "current" moment, or at the "peak"."""
+    backend = find_backend(device)
+    return None if backend is None else backend.allocator_bytes(device.index or 0, moment)
 
 
 def _device_capacity(device: torch.device) -> float | None:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    if device.type != "cpu" or not hasattr(os, "sysconf"):
-        return None
-    installed = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(installed, memory_limit() or installed)
+    backend = find_backend(device)
+    return None if backend is None else backend.memory_capacity(device.index or 0)

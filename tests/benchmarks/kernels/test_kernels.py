@@ -257,7 +257,7 @@ def test_a_cuda_way_is_timed_by_events(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(timing, "cuda_device", lambda index: Device())
+    monkeypatch.setattr(timing, "gpu_instrument", lambda index: Device())
     monkeypatch.setattr(timing, "zero_of", lambda index, cache: Zero())
     waiting: list[str] = []
     clock = iter([0.001, 0.001, 0.5, 0.001, 0.001, 0.002])

@@ -131,7 +131,7 @@ def _cpu() -> Check:
 
 
 def _gpu() -> Check:
-    from nearpeak.machines.detect import scan_gpus
+    from nearpeak.devices.nvml import scan_gpus
 
     scan = scan_gpus()
     torch = _import_torch()

@@ -28,8 +28,8 @@ from nearpeak.measure import instrument, samplers
 from nearpeak.measure.bench import CHECK_EVERY, CPU_BOUND_MARGIN, bench, make_timing, quiet_collector
 from nearpeak.measure.case import Case
 from nearpeak.measure.compare import CONFIDENCE, collect_pairs, judge
-from nearpeak.measure.cuda import CudaDevice, Stage, cuda_device
 from nearpeak.measure.delay_kernel import delay_kernel
+from nearpeak.measure.gpu import GpuInstrument, Stage, current_gpu
 from nearpeak.measure.instrument import profiled_seconds
 from nearpeak.measure.machine import known_machine
 from nearpeak.measure.options import Options
@@ -47,19 +47,19 @@ from nearpeak.units import percent, quantity, seconds
 class Place:
     """The device under test."""
 
-    cuda: CudaDevice | None
+    gpu: GpuInstrument | None
     spin: Callable[[int], None] | None
     """Occupies the device for so many nanoseconds; None where there is no way to do that exactly."""
 
     @property
     def name(self) -> str:
         """For reports."""
-        return self.cuda.name if self.cuda is not None else "cpu"
+        return self.gpu.name if self.gpu is not None else "cpu"
 
     @property
     def device(self) -> torch.device:
         """Where tensors go."""
-        return self.cuda.device if self.cuda is not None else torch.device("cpu")
+        return self.gpu.device if self.gpu is not None else torch.device("cpu")
 
     def spin_case(self, nanoseconds: Callable[[], int] | int, name: str = "spin") -> Case:
         """A case that spins; a callable decides anew at every call, which is how drifts are injected."""
@@ -75,10 +75,8 @@ class Place:
 
 def find_place() -> Place:
     """The GPU of this process, or its CPU."""
-    if not torch.cuda.is_available():
-        return Place(cuda=None, spin=spin_host)
-    device = cuda_device(torch.cuda.current_device())
-    return Place(cuda=device, spin=delay_kernel(device.device))
+    gpu = current_gpu()
+    return Place(gpu=gpu, spin=spin_host if gpu is None else delay_kernel(gpu.device))
 
 
 def spin_host(nanoseconds: int) -> None:
@@ -100,7 +98,7 @@ def delay_linearity(place: Place, quick: bool) -> Experiment:
     rows: list[dict[str, float]] = []
     for length in LENGTHS[:: 3 if quick else 1]:
         case = place.spin_case(round(length * 1e9), name=f"spin {seconds(length)}")
-        timing = bench(case, cache="hot" if place.cuda is None else "cold", max_seconds=0.3, warmup_seconds=0.05)
+        timing = bench(case, cache="hot" if place.gpu is None else "cold", max_seconds=0.3, warmup_seconds=0.05)
         rows.append({"true": length, "reported": timing.seconds, "low": timing.low, "high": timing.high})
     slope, intercept = relative_fit([row["true"] for row in rows], [row["reported"] for row in rows])
     worst = max(abs(row["reported"] - intercept - slope * row["true"]) / row["true"] for row in rows)
@@ -165,7 +163,7 @@ def host_waiting(place: Place, quick: bool) -> Experiment:
     """A host delay and a device spin in every combination: device time and CPU-bound verdict must both be right."""
     question = "is CPU-bound code told apart, and its device time right all the same?"
     expected = "all verdicts right, device time within 2 % or 0.5 us"
-    if place.cuda is None or place.spin is None:
+    if place.gpu is None or place.spin is None:
         found = "needs a GPU and triton"
         return Experiment(name="waiting", question=question, expected=expected, found=found, passed=None)
     spin = place.spin
@@ -200,22 +198,22 @@ def host_waiting(place: Place, quick: bool) -> Experiment:
 
 def copy_bandwidth(place: Place, quick: bool) -> Experiment:
     """A large copy by the harness and by a plain loop on the host's clock."""
-    cache = place.cuda.cache_bytes if place.cuda is not None else HostEviction().cache_bytes or UNKNOWN_CACHE_BYTES
-    size = int(max(4 * cache, 2**30 if place.cuda is not None else 2**27))
+    cache = place.gpu.cache_bytes if place.gpu is not None else HostEviction().cache_bytes or UNKNOWN_CACHE_BYTES
+    size = int(max(4 * cache, 2**30 if place.gpu is not None else 2**27))
     source = torch.randn(size // 4, device=place.device)
     target = torch.empty_like(source)
     timing = bench(Case(torch.Tensor.copy_, target, source, name="copy"), max_seconds=1.0)
     rate = 2 * size / timing.seconds
-    loops = 20 if place.cuda is None else 100
+    loops = 20 if place.gpu is None else 100
     best = 0.0
     for _ in range(3):
-        if place.cuda is not None:
-            place.cuda.synchronize()
+        if place.gpu is not None:
+            place.gpu.synchronize()
         start = time.perf_counter()
         for _ in range(loops):
             target.copy_(source)
-        if place.cuda is not None:
-            place.cuda.synchronize()
+        if place.gpu is not None:
+            place.gpu.synchronize()
         best = max(best, 2 * size * loops / (time.perf_counter() - start))
     off = rate / best - 1
     return Experiment(
@@ -223,16 +221,14 @@ def copy_bandwidth(place: Place, quick: bool) -> Experiment:
         question="does a large copy reach the bandwidth that a plain loop reaches?",
         expected="within 5 % (within 15 % on a CPU, whose memory is shared)",
         found=f"{quantity(rate, 'B/s')}, the loop {quantity(best, 'B/s')} ({percent(off, 1)})",
-        passed=abs(off) <= (0.05 if place.cuda is not None else 0.15),
+        passed=abs(off) <= (0.05 if place.gpu is not None else 0.15),
         data={"bytes": size, "harness": rate, "loop": best},
     )
 
 
 def cache_eviction(place: Place, quick: bool) -> Experiment:
     """Small data, hot and cold; then with an eviction that sweeps a sixteenth of the cache, which must be flagged."""
-    size = (
-        place.cuda.cache_bytes if place.cuda is not None else HostEviction().cache_bytes or UNKNOWN_CACHE_BYTES
-    ) // 16
+    size = (place.gpu.cache_bytes if place.gpu is not None else HostEviction().cache_bytes or UNKNOWN_CACHE_BYTES) // 16
     data = torch.randn(int(size) // 4, device=place.device)
     case = Case(torch.neg, data, name="negate")
     hot = bench(case, cache="hot", max_seconds=0.5)
@@ -255,12 +251,12 @@ def cache_eviction(place: Place, quick: bool) -> Experiment:
 
 
 def _bench_with_broken_eviction(place: Place, case: Case) -> Timing:
-    if place.cuda is not None:
-        place.cuda.sweep(1 / 16)
+    if place.gpu is not None:
+        place.gpu.sweep(1 / 16)
         try:
             return bench(case, cache="cold", max_seconds=0.3)
         finally:
-            place.cuda.sweep()
+            place.gpu.sweep()
     sound = samplers.HOST_EVICT_FACTOR
     samplers.HOST_EVICT_FACTOR = 1 / 64
     instrument.host_eviction_ratio.cache_clear()
@@ -273,18 +269,18 @@ def _bench_with_broken_eviction(place: Place, case: Case) -> Timing:
 
 def referee_agreement(place: Place, quick: bool) -> Experiment:
     """Single-kernel operations of several sizes."""
-    return _by_profiler(place, quick) if place.cuda is not None else _by_timer(place, quick)
+    return _by_profiler(place, quick) if place.gpu is not None else _by_timer(place, quick)
 
 
 def _by_profiler(place: Place, quick: bool) -> Experiment:
-    assert place.cuda is not None
+    assert place.gpu is not None
     question = "do device times agree with the profiler's kernel durations?"
     expected = "all within 3 % or 0.3 us"
     rows: list[dict[str, Any]] = []
     for case in _referee_cases(place)[:: 2 if quick else 1]:
         timing = bench(case, max_seconds=0.5)
-        stage = Stage(place.cuda, "cold", pace_seconds=max(0.0, IDLE_SHARE * timing.seconds - STAGE_SECONDS))
-        truth = profiled_seconds(case.call, stage, place.cuda)
+        stage = Stage(place.gpu, "cold", pace_seconds=max(0.0, IDLE_SHARE * timing.seconds - STAGE_SECONDS))
+        truth = profiled_seconds(case.call, stage, place.gpu)
         if truth is None:
             found = "the profiler sees no kernels here"
             return Experiment(name="referee", question=question, expected=expected, found=found, passed=None)
@@ -320,7 +316,7 @@ def _by_timer(place: Place, quick: bool) -> Experiment:
 
 def _referee_cases(place: Place) -> list[Case]:
     device = place.device
-    scale = 1 if place.cuda is not None else 8
+    scale = 1 if place.gpu is not None else 8
     x = torch.randn(2048 // scale, 2048 // scale, device=device)
     vector = torch.randn(2**22 // scale, device=device)
     small = torch.randn(2**16, device=device)
@@ -381,7 +377,7 @@ def known_ratio(place: Place, quick: bool) -> Experiment:
         return Experiment(name="ratio", question=question, expected=expected, found="needs triton", passed=None)
     runs = 5 if quick else 25
     base = 6400 * TICK_NANOSECONDS
-    offset = 300 if place.cuda is not None else 0  # nanoseconds that a kernel takes on top of its spin
+    offset = 300 if place.gpu is not None else 0  # nanoseconds that a kernel takes on top of its spin
     known_to = TICK_NANOSECONDS / base
     rows = []
     for change in (0.002, 0.005, 0.01, 0.02, 0.05):
@@ -459,7 +455,7 @@ def _covered(blocks: Sequence[Block], truth: float, options: Options) -> float:
 
 def _ordinary_cases(place: Place) -> list[Case]:
     """Five kinds of work: small and large pointwise, a reduction, a product, a chain of small operations."""
-    scale = 16 if place.cuda is not None else 1
+    scale = 16 if place.gpu is not None else 1
     device = place.device
     small = torch.randn(2**14 * scale, device=device)
     large = torch.randn(2**18 * scale, device=device)
@@ -479,7 +475,7 @@ def _ordinary_cases(place: Place) -> list[Case]:
 
 def _options(place: Place) -> Options:
     return Options(
-        cache="cold" if place.cuda is not None else "hot",
+        cache="cold" if place.gpu is not None else "hot",
         max_seconds=0.2,
         warmup_seconds=0.0,
         precision=MARGIN / 3,
@@ -565,7 +561,7 @@ def injected_faults(place: Place, quick: bool) -> Experiment:
     wrongly = [flag.name for flag in sound.flags if flag.severity == "wrong"]
     rows: list[dict[str, Any]] = []
     for name, fault in _FAULTS.items():
-        if (name in _GPU_ONLY and place.cuda is None) or (quick and name in _SLOW):
+        if (name in _GPU_ONLY and place.gpu is None) or (quick and name in _SLOW):
             continue
         timing = fault(place)
         seen = [flag.name for flag in timing.flags]
@@ -596,11 +592,13 @@ def _synchronizes(place: Place) -> Timing:
 
 
 def _side_stream(place: Place) -> Timing:
-    x, side = _data(place, 2**26), torch.cuda.Stream()
+    assert place.gpu is not None
+    backend = place.gpu.backend
+    x, side = _data(place, 2**26), backend.new_stream()
 
     def call(x: torch.Tensor) -> None:
         torch.add(x, 1)
-        with torch.cuda.stream(side):
+        with backend.on_stream(side):
             torch.exp(x)
 
     return bench(call, x, **_QUICK)
@@ -657,8 +655,11 @@ def _grows(place: Place) -> Timing:
 
 
 def _allocates(place: Place) -> Timing:
+    assert place.gpu is not None
+    backend = place.gpu.backend
+
     def call(x: torch.Tensor) -> torch.Tensor:
-        torch.cuda.empty_cache()
+        backend.release_cached_memory()
         return torch.exp(x)
 
     # A result so large that no cached segment can hold it beside what is still in use there.
@@ -687,7 +688,7 @@ def _compiles(place: Place) -> Timing:
 
     with _quiet_compiler():
         return bench(
-            call, _data(place), **{**_QUICK, "kind": "auto" if place.cuda is None else "latency", "warmup_seconds": 0.0}
+            call, _data(place), **{**_QUICK, "kind": "auto" if place.gpu is None else "latency", "warmup_seconds": 0.0}
         )
 
 
@@ -704,7 +705,7 @@ def _overflows(place: Place) -> Timing:
 
 
 def _impossible(place: Place) -> Timing:
-    machine = known_machine(place.cuda)
+    machine = known_machine(place.gpu)
     if machine is None or machine.achievable is None or machine.achievable.how != "measured":
         known = find("h200-sxm")
         assert known.achievable is not None
@@ -727,7 +728,10 @@ def _contended(place: Place) -> Timing:
 
 
 def _shared_gpu(place: Place) -> Timing:
-    program = "import torch, time; x = torch.zeros(1, device='cuda'); print('ready', flush=True); time.sleep(60)"
+    program = (
+        f"import torch, time; x = torch.zeros(1, device={str(place.device)!r}); print('ready', flush=True); "
+        "time.sleep(60)"
+    )
     with _other_processes(program, 1, wait_for_line=True):
         return bench(torch.exp, _data(place), **_QUICK)
 
@@ -763,7 +767,7 @@ def _quiet_compiler() -> Iterator[None]:
 
 def _endless_memory_is_refused(place: Place) -> bool:
     kept: list[torch.Tensor] = []
-    size = 2**28 if place.cuda is not None else 2**26
+    size = 2**28 if place.gpu is not None else 2**26
     try:
         bench(lambda x: kept.append(torch.ones(size, device=x.device)), _data(place), **_QUICK)
     except CaseError:

@@ -1,7 +1,7 @@
-"""A CUDA device as an instrument: events, a spin that occupies it, and the eviction of its cache.
+"""A GPU as a measuring instrument: events, a spin that occupies it, and the eviction of its cache.
 
-The spin is `torch.cuda._sleep`, a kernel of one thread that counts clock cycles. It is bounded, so that code which
-synchronizes inside a timed region is slow but never deadlocks, as it would behind a host-released barrier.
+The spin is a kernel of one thread that counts clock cycles. It is bounded, so that code which synchronizes inside a
+timed region is slow but never deadlocks, as it would behind a barrier that the host releases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nearpeak.measure.conditions import GpuConditions
+from nearpeak.devices.backends import gpu_backend, require_gpu_backend
 from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Cache
 
@@ -28,17 +28,17 @@ EVICT_FACTOR = 2.0
 LONGEST_SPIN_SECONDS = 0.25
 
 
-class CudaDevice:
-    """One GPU, with what the harness needs to know of it; use `cuda_device(index)`, which keeps them."""
+class GpuInstrument:
+    """One GPU, with what the harness needs to know of it; use `gpu_instrument(index)`, which keeps them."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.device = torch.device("cuda", index)
-        properties: Any = torch.cuda.get_device_properties(index)
-        self.name: str = properties.name
-        self.cache_bytes = int(getattr(properties, "L2_cache_size", 0))
-        self.memory_bytes = int(properties.total_memory)
-        self.conditions = GpuConditions(str(getattr(properties, "uuid", "")))
+        self.backend = require_gpu_backend()
+        self.device = self.backend.device(index)
+        self.properties = self.backend.properties(index)
+        self.name = self.properties.name
+        self.cache_bytes = int(self.properties.cache_bytes or 0)
+        self.conditions = self.backend.conditions(index)
         self.sweep_bytes = int(EVICT_FACTOR * self.cache_bytes)
         self._sweep: torch.Tensor | None = None
         self._sink = torch.zeros((), device=self.device)
@@ -47,7 +47,7 @@ class CudaDevice:
 
     def spin(self, seconds: float) -> None:
         """Enqueues a kernel that keeps the device busy for about this long, drawing little power."""
-        torch.cuda._sleep(max(1, int(seconds * self.cycles_per_second)))
+        self.backend.delay(max(1, int(seconds * self.cycles_per_second)))
 
     def evict(self) -> None:
         """Enqueues a read of twice the cache, so that nothing of the caller's is in it.
@@ -67,14 +67,14 @@ class CudaDevice:
     def events(self, count: int) -> Sequence[Any]:
         """At least `count` timing events, reused between blocks: creating one costs more than recording it."""
         while len(self._events) < count:
-            event = torch.cuda.Event(enable_timing=True)
+            event = self.backend.event()
             event.record()  # the driver creates it at its first use
             self._events.append(event)
         return self._events[:count]
 
     def synchronize(self) -> None:
         """Waits for everything on this device."""
-        torch.cuda.synchronize(self.device)
+        self.backend.synchronize(self.index)
 
     def recover_from_capture(self) -> None:
         """After a capture that failed: torch's random generator still counts as captured and refuses every draw.
@@ -82,8 +82,7 @@ class CudaDevice:
         The next capture that succeeds puts it right.
         """
         self.synchronize()
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            self._sink.zero_()
+        self.backend.capture(self._sink.zero_)
 
     def event_tick(self) -> float:
         """The smallest step between event times, in seconds."""
@@ -108,20 +107,26 @@ class CudaDevice:
 
     def _measure_spin(self) -> float:
         events = self.events(2)
-        torch.cuda._sleep(1_000_000)
+        self.backend.delay(1_000_000)
         cycles = 4_000_000
         events[0].record()
-        torch.cuda._sleep(cycles)
+        self.backend.delay(cycles)
         events[1].record()
         self.synchronize()
         return cycles / (float(events[0].elapsed_time(events[1])) * 1e-3)
 
 
 @lru_cache(maxsize=16)
-def cuda_device(index: int) -> CudaDevice:
+def gpu_instrument(index: int) -> GpuInstrument:
     """The instrument for GPU `index`, made once per process."""
-    with torch.cuda.device(index):
-        return CudaDevice(index)
+    with require_gpu_backend().selected(index):
+        return GpuInstrument(index)
+
+
+def current_gpu() -> GpuInstrument | None:
+    """The instrument for torch's current GPU; None where torch can use none."""
+    backend = gpu_backend()
+    return None if backend is None else gpu_instrument(backend.current())
 
 
 class Stage:
@@ -132,7 +137,7 @@ class Stage:
 
     def __init__(
         self,
-        device: CudaDevice,
+        device: GpuInstrument,
         cache: Cache,
         *,
         reset: Callable[[], Any] | None = None,
