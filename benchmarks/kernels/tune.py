@@ -31,7 +31,7 @@ from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
 from nearpeak.kernels._runtime.tuning import to_row
 from nearpeak.kernels.attention import tuning as attention_tuning
-from nearpeak.kernels.decode import triton as decode_triton
+from nearpeak.kernels.decode import tuning as decode_tuning
 from nearpeak.kernels.gemm import grouped_triton
 from nearpeak.kernels.gemm import triton as gemm_triton
 from nearpeak.kernels.linear_attention import tuning as linear_attention_tuning
@@ -552,7 +552,7 @@ def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
             kernel=("decode_row" if alone else "decode") + ("" if page_size is None else "_paged"),
             operation="decode_attention",
             where=near,
-            candidates=decode_triton.decode_candidates(row, alone, page_size is not None),
+            candidates=decode_tuning.decode_candidates(row, alone),
             make=lambda heads=heads, page_size=page_size: attend(heads, page_size),  # type: ignore[misc]
             least_bytes=2 * batch * key_heads * capacity * row,
         )
@@ -560,7 +560,7 @@ def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         kernel="cache_append",
         operation="append",
         where=near_of(dim),
-        candidates=decode_triton.append_candidates(dim, key_heads),
+        candidates=decode_tuning.append_candidates(dim, key_heads),
         make=write,
         least_bytes=2 * batch * (2 * key_heads + 32) * row,
     )

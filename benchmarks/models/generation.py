@@ -48,7 +48,7 @@ class Layer(nn.Module):
             query, key = kernels.rotary_pair(query, key, cosines, sines, seq_dim=-2)
             found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         else:
-            is_prompt = not max(cache.most)
+            is_prompt = not max(cache.max_lengths)
             query = cache.append(key, value, cosines=cosines, sines=sines, query=query)
             if is_prompt:
                 keys, values = cache.keys[:, :, :new], cache.values[:, :, :new]

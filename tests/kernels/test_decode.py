@@ -18,7 +18,12 @@ from nearpeak.errors import KernelUnavailable, UsageError
 pytest.importorskip("triton")
 EIGHT_BITS = torch.float8_e4m3fn
 FIVE_BITS = torch.float8_e5m2
-TILE = {"block": 16, "warps": 4, "stages": 2, "programs": 2}
+
+
+def config(**settings):
+    from nearpeak.kernels.decode.tuning import DecodeConfig
+
+    return DecodeConfig(**{"block": 16, "warps": 4, "stages": 2, "programs": 2, **settings})
 
 
 def made(*shape, dtype=torch.float32, seed=0):
@@ -89,7 +94,7 @@ def test_in_parts_and_pages(page, splits):
     def kernel(query, keys, values, lengths, return_lse, pages=None, sinks=None):
         options = (0.0, sinks, 1.0, None, 1.0, None)
         return decode_triton.decode_attention(
-            query, keys, values, lengths, pages, 8**-0.5, -1, *options, config={**TILE, "splits": splits}
+            query, keys, values, lengths, pages, 8**-0.5, -1, *options, config=config(splits=splits)
         )
 
     lengths, pages = ints(70, 17), None
@@ -108,7 +113,7 @@ def test_any_number_of_parts_gives_about_the_same():
 
     rest = (None, 0.25, -1, 0.0, None, 1.0, None, 1.0, None)
     results = [
-        decode_triton.decode_attention(query, keys, values, ints(130), *rest, config={**TILE, "splits": splits})[0]
+        decode_triton.decode_attention(query, keys, values, ints(130), *rest, config=config(splits=splits))[0]
         for splits in (1, 3, 9)
     ]
     for one in results[1:]:
@@ -253,9 +258,9 @@ def test_many_small_weights_count(kind):
     keys[:, :, 0], values[:, :, 1:] = 1.0, 1.0
     query = torch.ones(1, 2, 1, 16, dtype=torch.float16, device=DEVICE)
     scale, rest = 27.0 * math.log(2.0) / 16, (-1, 0.0, None, 1.0, None, 1.0, None)
-    config = {**TILE, "block": 128, "splits": 3}
+    settings = config(block=128, splits=3)
     result, _ = decode_triton.decode_attention(
-        query, keys.to(kind), values.to(kind), ints(4097), None, scale, *rest, config=config
+        query, keys.to(kind), values.to(kind), ints(4097), None, scale, *rest, config=settings
     )
     torch.testing.assert_close(result, torch.full_like(result, 2.0**-15), rtol=0.01, atol=0)
 
@@ -391,7 +396,7 @@ def test_generating_with_a_cache_is_attention_to_all_before(page):
 def test_a_full_cache_says_so():
     cache, key = kernels.KVCache.create(2, 4, 1, 8, device=DEVICE), made(2, 1, 3, 8)
     cache.append(key, key)
-    with pytest.raises(UsageError, match="room for 4 tokens of a sequence, up to 3 are there, and 3 are to come"):
+    with pytest.raises(UsageError, match="room for 4 tokens per sequence, holds up to 3, and 3 are to be appended"):
         cache.append(key, key)
     cache.truncate([1, 3])
     assert cache.lengths.tolist() == [1, 3]
@@ -536,12 +541,12 @@ def test_nothing_to_do():
 
 
 def test_candidates_are_for_blocks_that_fit():
-    from nearpeak.kernels.decode import triton as decode_triton
+    from nearpeak.kernels.decode import tuning
 
     for size in (64, 128, 256, 512):
         for alone in (False, True):
-            assert 4 <= len(decode_triton.decode_candidates(size, alone)) <= 40
-    assert decode_triton.append_candidates(128)
+            assert 4 <= len(tuning.decode_candidates(size, alone)) <= 40
+    assert tuning.append_candidates(128)
 
 
 @pytest.mark.gpu

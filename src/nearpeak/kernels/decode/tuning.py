@@ -1,0 +1,151 @@
+"""Configurations of decode attention and cache append: the measured ones, heuristics, and candidates for the tuner."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from nearpeak.kernels._runtime.launch import next_power_of_2
+from nearpeak.kernels._runtime.tuning import from_row, tuned
+
+MAX_TILE_ROWS = 32
+"""Queries of a tile. Further ones read the keys again, from the L2 cache. With 64 rows Triton uses the asynchronous
+matrix instructions of Hopper, for which Triton 3.6 is known to omit waits."""
+_MAX_SPLITS = 512
+_FULL_WAVE = 0.95
+"""The share of the slots for programs that a full wave takes."""
+_WAVES = range(4, 9)
+"""Waves that keep all multiprocessors busy to the end, if programs do not fit into one."""
+_MANY_TOKENS = 4096
+"""Tokens from which on a program appends four times as many elements; with fewer there would be too few programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """How decode attention is launched."""
+
+    block: int
+    """Keys of a block."""
+    warps: int
+    stages: int
+    """Stages of the software pipeline: blocks in flight."""
+    programs: int
+    """Programs that run at a time on a multiprocessor."""
+    rows: int = MAX_TILE_ROWS
+    """The most queries of a tile."""
+    splits: int | None = None
+    """Programs that share the keys of a sequence; None for `choose_splits`."""
+
+    def max_registers(self) -> int | None:
+        """Registers of a thread with which so many programs fit on a multiprocessor; None for no limit."""
+        most = 65536 // (32 * self.warps * self.programs) // 8 * 8
+        return most if most < 255 else None
+
+
+def decode_config(
+    dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool, paged: bool, device: torch.device
+) -> DecodeConfig:
+    """The configuration for keys of this size.
+
+    `alone`: a single query sees each head of keys. `many`: more than 16 do.
+    """
+    if alone:
+        row = tuned("decode_row_paged" if paged else "decode_row", dim * element_bytes, device)
+    else:
+        row = tuned("decode_paged" if paged else "decode", dim * element_bytes, device)
+    return from_row(row, DecodeConfig) or decode_heuristic(dim, value_dim, element_bytes, alone, many)
+
+
+def decode_heuristic(dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool) -> DecodeConfig:
+    """A configuration for sizes without a measurement.
+
+    Blocks have up to 32 KiB of keys and as much of values. Three to six of them are on a multiprocessor, some in use
+    and the others in flight.
+    """
+    width = max(16, next_power_of_2(max(dim, value_dim)))
+    is_large = element_bytes > 1 and not alone and not many
+    # a query alone has an accumulator in registers for each value of a block
+    most = 8192 // width if alone else 128
+    block = max(16, min(128, (32768 if is_large else 16384) // (width * element_bytes), most))
+    stages, programs = 4, 2
+    if is_large:  # one program, so that there are few partial results to merge
+        stages, programs = 3, 1
+    elif many:  # accumulators take shared memory too
+        stages = 3
+    elif element_bytes == 1 and not alone:  # more instructions per byte: more warps hide their latency
+        stages, programs = 3, 3
+    return DecodeConfig(block=block, warps=8 if alone else 4, stages=stages, programs=programs)
+
+
+def decode_candidates(size: int, alone: bool = False) -> list[DecodeConfig]:
+    """Configurations worth measuring for keys of so many bytes."""
+    configs = []
+    for block in (16, 32, 64, 128):
+        for warps in (2, 4, 8):
+            for stages, programs in ((3, 1), (3, 2), (3, 3), (4, 1), (4, 2), (4, 3), (6, 1), (3, 4)):
+                in_flight = 2 * block * size * (stages - 1) * programs
+                fits = 96 * 1024 <= in_flight <= 200 * 1024 and 8192 <= block * size <= 32768
+                if fits and (warps == 4 or in_flight >= 160 * 1024) and (alone or warps <= 4):
+                    configs.append(DecodeConfig(block=block, warps=warps, stages=stages, programs=programs))
+    return configs
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(programs: int, slots: int, most: int) -> int:
+    """How many programs share the keys of a sequence (split-KV), if `slots` programs run at a time.
+
+    So many that all run in one wave that leaves no slot empty. If no number does that, the fewest that take several
+    waves with an almost full last one. It follows from what the host knows: the lengths are on the device, and one CUDA
+    graph serves all of them.
+    """
+    most = max(1, min(most, _MAX_SPLITS))
+    once = min(slots // programs, most)
+    if once == most or once * programs >= _FULL_WAVE * slots:
+        return once
+    best, best_share = max(once, 1), 0.0
+    for splits in range(1, most + 1):
+        waves = -(-programs * splits // slots)
+        share = programs * splits / (waves * slots)
+        if waves in _WAVES and share > best_share:
+            best, best_share = splits, share
+        if waves >= _WAVES.stop or best_share >= _FULL_WAVE:
+            break
+    return best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendConfig:
+    """How cache append is launched."""
+
+    tokens: int
+    """Tokens of a program."""
+    heads: int
+    """Heads of a program."""
+    warps: int
+
+
+def append_config(tokens: int, heads: int, dim: int, device: torch.device) -> AppendConfig:
+    """The configuration for so many tokens, with heads of `dim` elements."""
+    return from_row(tuned("cache_append", dim, device), AppendConfig) or append_heuristic(tokens, heads, dim)
+
+
+def append_heuristic(tokens: int, heads: int, dim: int) -> AppendConfig:
+    """A configuration for sizes without a measurement: 16 bytes of 16 bits per thread, and more for many tokens."""
+    together = min(next_power_of_2(heads), 8)
+    elements = together * next_power_of_2(dim)
+    if tokens < _MANY_TOKENS:
+        return AppendConfig(tokens=1, heads=together, warps=max(1, min(4, elements // 256)))
+    return AppendConfig(tokens=max(1, min(16, 4096 // elements)), heads=together, warps=4)
+
+
+def append_candidates(dim: int, heads: int = 8) -> list[AppendConfig]:
+    """Configurations worth measuring for heads of this size."""
+    return [
+        AppendConfig(tokens=tokens, heads=together, warps=warps)
+        for tokens in (1, 2, 4, 8)
+        for together in sorted({min(next_power_of_2(heads), number) for number in (1, 2, 4, 8)})
+        for warps in (1, 2, 4)
+        if 4 <= tokens * together * next_power_of_2(dim) // (32 * warps) <= 32
+    ]
