@@ -17,7 +17,7 @@ from nearpeak.machines.machine import Machine
 from nearpeak.ops.cost import Cost, costs_of
 from nearpeak.ops.fast_init import fast_init, positional_constructor
 from nearpeak.ops.low_gc import low_gc
-from nearpeak.ops.op import Op, Phase, Trace
+from nearpeak.ops.op import Op, Origin, Phase, Trace
 from nearpeak.ops.op_classes import classify_ops
 from nearpeak.ops.work import Work
 from nearpeak.units import seconds
@@ -50,6 +50,7 @@ class EstimatedOp:
     """Of a matrix product on a GPU: its tiles and waves, which are no part of the bound."""
     expected_seconds: float | None = None
     """What a good kernel takes for it; None where nothing like it was measured."""
+    origin: Origin = "torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,7 @@ def _estimated(op: Op, facts: _Facts, bound: tuple[float, str], expected: float 
         facts.shapes,
         facts.tiling,
         expected,
+        op.origin,
     )
 
 

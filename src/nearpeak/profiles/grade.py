@@ -1,6 +1,6 @@
-"""`grade_of`: how far a profile can be trusted, as one letter with its reasons.
+"""`grade_profile`: how far a profile can be trusted, as one letter with its reasons.
 
-Each fact has a letter of its own, and the worst is the profile's:
+Each fact has its own letter, and the worst is the profile's:
 
     fact                                   A          B          C          F
     clean steps: slowest less fastest      <= 5 %     <= 20 %    more       -
@@ -10,8 +10,8 @@ Each fact has a letter of its own, and the worst is the profile's:
     fewer than 3 clean steps, or none                 B
     a part of the waterfall below zero                                      F
 
-The wall time is a median, so steps that differ much are a doubt and no error. The profiler makes a step longer than it
-is; times on a GPU stay right, those of a CPU are scaled down, and idle time has no such correction.
+The wall time is a median, so a large spread is a doubt and not an error. The profiler slows a step down; kernel times
+on a GPU stay correct, those on a CPU are scaled down, and idle time has no such correction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nearpeak.units import percent, significant
 Letter = Literal["A", "B", "C", "F"]
 
 MIN_STEPS = 3
-"""Fewer say little about how far steps differ."""
+"""Fewer steps say little about the spread."""
 SPREAD = (0.05, 0.20)
 MATCHED = (0.99, 0.95, 0.50)
 MODELED = (0.98, 0.90, 0.50)
@@ -35,7 +35,7 @@ STRETCH = (2.0, 4.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """A letter, and in a few words what keeps it from being an A, the worst first."""
+    """A letter, and why it is not an A, the worst reason first."""
 
     letter: Letter
     reasons: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ def grade_profile(profile: Profile) -> Grade:
 
 
 def _doubts(profile: Profile) -> Iterator[tuple[Letter, str]]:
-    """Each fact that is worse than A."""
+    """The facts that are worse than A, with their letters."""
     for part in profile.waterfall.broken:
         yield "F", f"{part.name} is below zero"
     if profile.steps == 0:

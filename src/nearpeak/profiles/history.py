@@ -1,6 +1,6 @@
-"""The last ten runs, kept in the folder of the calibrations: "@last" or "@1" is the last, "@2" the one before.
+"""The last ten runs, saved next to the calibrations: "@last" or "@1" is the last, "@2" the one before.
 
-They are saved profiles, as runs/<time>.json.gz. NEARPEAK_KEEP=0 in the environment turns this off.
+They are saved profiles, runs/<time>.json.gz. NEARPEAK_KEEP=0 in the environment disables this.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _REFERENCE = re.compile(r"@(last|\d{1,9})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """One kept run."""
+    """One saved run."""
 
     number: int
-    """1 is the last one."""
+    """1 is the last run."""
     path: Path
     profile: Profile | None
-    """Without its ops; None where the file cannot be read."""
+    """Without its ops; None if the file cannot be read."""
     problem: str = ""
     """Why it cannot be read."""
 
 
 def folder() -> Path:
-    """Where runs are kept."""
+    """The folder of the runs."""
     return calibrations.cache_folder() / "runs"
 
 
 def is_enabled() -> bool:
-    """Whether runs are kept: unless NEARPEAK_KEEP is 0."""
+    """Whether runs are saved: unless NEARPEAK_KEEP is 0."""
     return os.environ.get("NEARPEAK_KEEP", "") != "0"
 
 
 def add_run(profile: Profile) -> Path:
-    """Keeps a run, and removes the oldest ones beyond ten. OSError where the folder cannot be written."""
-    place = folder()
-    place.mkdir(parents=True, exist_ok=True)
+    """Saves a run, and removes the oldest ones beyond ten. OSError if the folder cannot be written."""
+    runs = folder()
+    runs.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")  # sorts by time; no colons in file names
-    path = place / f"{now}Z.json.gz"
+    path = runs / f"{now}Z.json.gz"
     replace_file(path, file.to_bytes(profile, compressed=True))
     for old in _files_newest_first()[MAX_RUNS:]:
         old.unlink(missing_ok=True)  # another run may remove the same one
@@ -57,13 +57,13 @@ def add_run(profile: Profile) -> Path:
 
 
 def resolve(path: str | Path) -> Path:
-    """The file of "@last" or "@2"; any other path as it is. A file with such a name can be given as ./@last."""
-    found = _REFERENCE.fullmatch(str(path)) if isinstance(path, str) else None
-    if found is None:
+    """The file of "@last" or "@2"; any other path unchanged. A file of such a name can be given as ./@last."""
+    reference = _REFERENCE.fullmatch(str(path)) if isinstance(path, str) else None
+    if reference is None:
         if isinstance(path, str) and path.startswith("@") and not Path(path).exists():
             raise UsageError(f"{path}: kept runs are @last, @1 (the same), @2 and so on up to @{MAX_RUNS}.")
         return Path(path)
-    number = 1 if found[1] == "last" else int(found[1])
+    number = 1 if reference[1] == "last" else int(reference[1])
     files = _files_newest_first()
     if not files:
         raise UsageError(f"{path}: no runs are kept in {folder()}. `nearpeak profile SCRIPT` keeps one.")
@@ -77,7 +77,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def past_runs() -> tuple[PastRun, ...]:
-    """All kept runs, the last one first."""
+    """All saved runs, the last one first."""
     return tuple(_read_run(number, path) for number, path in enumerate(_files_newest_first(), start=1))
 
 

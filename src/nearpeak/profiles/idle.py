@@ -1,4 +1,4 @@
-"""Idle time as plain data: its causes, the gaps of a step, and what of it ops are to blame for."""
+"""Idle time as plain data: its causes, the gaps of a step, and the launches that caused it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BETWEEN_QUEUED_KERNELS = "between queued kernels"
 BETWEEN_OPS = "between ops"
 AFTER_LAST_KERNEL = "after the last kernel"
 PROFILER_SLOWDOWN = 2.5
-"""How many times as long ops of the host take under the profiler."""
+"""The factor by which the profiler slows down ops on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,10 @@ class IdleCause:
     cause: CauseName
     seconds: float
     count: int
-    """How often: calls of the host, or gaps."""
+    """The number of host calls, or of gaps."""
     where: str
-    """The source line or module behind it; that with most of it where there are several; "" where it is not known. Of
-    launching and Python, that of the op which came next."""
+    """The source line or module that causes it, or causes most of it; "" if it is not known. For launching and Python,
+    that of the next op."""
     what: str
     """The op or call, or the kind of gap."""
 
@@ -61,17 +61,17 @@ class Gap:
     start_s: float
     seconds: float
     cause: CauseName
-    """The one that has most of it."""
+    """The cause of most of it."""
     where: str
-    """The source line or module behind that; "" where it is not known."""
+    """The source line or module of that cause; "" if it is not known."""
 
 
 class IdleTime(NamedTuple):
-    """Idle time, explained."""
+    """The idle time of a step with its causes."""
 
     causes: tuple[IdleCause, ...]
     """The largest first; they sum to the idle time."""
     launch_wait_s: Mapping[int, float]
-    """Of ops by their index: the idle time before their kernels that their launches are to blame for."""
+    """The idle time that the launches of an op cause, by the index of the op."""
     gaps: tuple[Gap, ...]
-    """In the order of time, as the profiled step had them."""
+    """Of the profiled step, in order."""

@@ -1,4 +1,4 @@
-"""`Memory`: how much memory a step needs at its peak, what for, and where the peak is."""
+"""`PeakMemory`: the memory that a step needs at its peak, by kind, and the op at the peak."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from nearpeak.ops.op import Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """The bytes of a device at the op of a step during which tensors need most. What shares memory counts once.
+    """The memory of a device at the op during which tensors need most. Tensors that share memory count once.
 
-    Parameters (with the buffers of modules), gradients and optimizer state are what they are called. Activations are
-    all other tensors that ops of the step use: what is saved for the backward pass, inputs, temporaries.
+    Parameters include the buffers of modules. Activations are all other tensors that ops of the step use: saved for the
+    backward pass, inputs, temporaries.
     """
 
     device: str
     """As torch names it: "cpu", "cuda:0"."""
     capacity_bytes: float | None
     peak_bytes: float
-    """The sum of all that follow but `unused_bytes`."""
+    """The sum of the following, without `unused_bytes`."""
     parameters_bytes: float
     gradients_bytes: float
     optimizer_bytes: float
     activations_bytes: float
     other_bytes: float | None = None
-    """Given out by the allocator and used by no op of the step: other tensors, libraries, what is rounded up. None
-    where there is no allocator to ask."""
+    """Allocated and used by no op of the step: other tensors, libraries, rounding. None without a caching
+    allocator."""
     workspace_bytes: float | None = None
-    """What ops take inside and give back, at most: the peak of the allocator so far less what it had given out here.
-    None where there is no allocator to ask."""
+    """Temporary memory inside of ops, at most: the peak of the allocator minus what was allocated at this op. None
+    without a caching allocator."""
     unused_bytes: float | None = None
-    """Taken from the device by the allocator and given out to nobody, at its peak. None where there is none to ask."""
+    """Reserved by the caching allocator and not allocated, at its peak. None without one."""
     op: str = ""
-    """The op at the peak, and where it is."""
+    """The op at the peak; its phase, module and line follow."""
     phase: str = ""
     module: str = ""
     source: str = ""
 
 
 def peak_memory(lives: Lifetimes, ops: Sequence[Op]) -> PeakMemory | None:
-    """The peak over the ops of a trace; None without any."""
+    """The peak over the ops of a trace; None without ops."""
     if not ops:
         return None
     peak = _peak_op(lives.lives, len(ops))
@@ -57,7 +57,7 @@ def peak_memory(lives: Lifetimes, ops: Sequence[Op]) -> PeakMemory | None:
     highest = known + (other or 0.0)
     workspace = None if lives.peak_bytes is None else max(0.0, lives.peak_bytes - highest)
     total = highest + (workspace or 0.0)
-    at = ops[peak]
+    op = ops[peak]
     return PeakMemory(
         device=lives.device,
         capacity_bytes=lives.capacity_bytes,
@@ -69,15 +69,15 @@ def peak_memory(lives: Lifetimes, ops: Sequence[Op]) -> PeakMemory | None:
         other_bytes=other,
         workspace_bytes=workspace,
         unused_bytes=None if lives.reserved_bytes is None else max(0.0, lives.reserved_bytes - total),
-        op=at.name,
-        phase=at.phase,
-        module=at.module,
-        source=at.source,
+        op=op.name,
+        phase=op.phase,
+        module=op.module,
+        source=op.source,
     )
 
 
 def _peak_op(lives: Sequence[Lifetime], ops: int) -> int:
-    """The first op during which all that lives is largest."""
+    """The first op during which the live tensors are largest."""
     changes = [0.0] * (ops + 1)
     for life in lives:
         if life.died is None or life.died >= 0:

@@ -1,4 +1,4 @@
-"""`ranking`: where the time of a profile is lost, by op, module, source line or phase, the largest loss first."""
+"""`ranking`: the lost time of a profile by op, module, source line, phase or family, the largest loss first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankedOps:
     measured_s: float
     bound_s: float
     fused_s: float | None
-    """The shares of fused groups; None where one of them is not known."""
+    """The sum of shares of fusion groups; None if one of them is not known."""
     expected_s: float | None
     lost_s: float
     limiter: str
@@ -37,7 +37,7 @@ class RankedOps:
 
 
 def ranking(profile: Profile, by: GroupBy = "op") -> tuple[RankedOps, ...]:
-    """All ops that ran on the device, grouped. What has no bound is ranked by its whole time."""
+    """All ops that ran on the device, grouped. Ops without a bound are ranked by their whole time."""
     groups: dict[str, list[ProfiledOp]] = {}
     for op in profile.ops:
         if op.kernels or op.bound_s > 0.0:

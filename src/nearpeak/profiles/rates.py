@@ -1,16 +1,16 @@
-"""`Rates`: how fast a step computed and moved memory, as figures that can be compared with others: MFU, HFU, shares.
+"""`StepRates`: compute and memory rates of a step that can be compared with others: MFU, HFU, shares of ceilings.
 
-The convention, which is not everybody's:
+Conventions, since there are several:
 
-* FLOPs are those of products, convolutions and attention, which a matrix engine is made for. A multiply-add is 2.
-  Vector work (norms, activations, optimizers) is not counted.
+* FLOPs are those of GEMMs, convolutions and attention, which run on a matrix engine. A multiply-add is 2. Vector work
+  (norms, activations, optimizers) is not counted.
 * They are counted op by op as they ran, not by a formula for a whole model. Causal attention counts the unmasked half;
   a convolution counts in the direct form, without taps on padding, whatever algorithm ran.
-* Model FLOPs are what the mathematics asks for. What is computed twice counts among hardware FLOPs only: a forward that
-  runs again in the backward pass, and the scores that the backward of a fused attention computes again.
+* Model FLOPs are what the mathematics requires. Recomputation counts among hardware FLOPs only: a forward that runs
+  again in the backward pass, and the scores that the backward of fused attention recomputes.
 * The peak is the dense rate of the datasheet for the dtype of each op: of the matrix engine, or of the vector units
-  where it has none, as for float32 without tf32 on a GPU. With several dtypes, the utilization is the time that all
-  FLOPs take at their own peaks over the wall time.
+  without one, as for float32 without tf32 on a GPU. With several dtypes, the utilization is the time that all FLOPs
+  take at their own peaks over the wall time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from nearpeak.ops.tensor import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRates:
-    """Rates of one step; None where the machine has no such ceiling, or no kernel was measured.
+    """Rates of one step; None if the machine has no such ceiling, or no kernel was measured.
 
-    Shares are of the achievable ceilings: over the wall time, and over the time in which kernels ran.
+    Shares are of the achievable ceilings: over the wall time, and over the kernel time.
     """
 
     model_flops: float
     hardware_flops: float
     mfu: float | None
-    """Model FLOPs utilization: against the datasheet's dense peak, over the wall time."""
+    """Model FLOPs utilization: of the datasheet's dense peak, over the wall time."""
     hfu: float | None
-    """The same of the hardware FLOPs."""
+    """Hardware FLOPs utilization."""
     recompute_known: bool
-    """False for a trace file, which does not tell what ran again: then that counts as model FLOPs too."""
+    """False for a trace file, which does not show recomputation: it counts as model FLOPs."""
     memory_bytes: float
-    """The least that the ops as written must move to and from memory, so rates of it are at least as high."""
+    """The least memory traffic of the ops as written. The true rates are at least as high."""
     flops_per_s: float
     """Hardware FLOPs over the wall time."""
     bytes_per_s: float
@@ -49,7 +49,7 @@ class StepRates:
     compute_share: float | None
     bandwidth_share: float | None
     kernel_flops_per_s: float | None
-    """The same four over the time in which kernels ran."""
+    """The following four are over the kernel time."""
     kernel_bytes_per_s: float | None
     kernel_compute_share: float | None
     kernel_bandwidth_share: float | None
@@ -58,7 +58,7 @@ class StepRates:
 def step_rates(
     trace: Trace, estimate: Estimate, machine: Machine, *, wall_s: float, kernel_s: float, recompute_known: bool = True
 ) -> StepRates | None:
-    """The rates of a step that was traced; None where it took no time."""
+    """The rates of a traced step; None if it took no time."""
     if wall_s <= 0.0:
         return None
     model: dict[str, float] = {}
@@ -78,27 +78,27 @@ def step_rates(
     return StepRates(
         model_flops=sum(model.values()),
         hardware_flops=total,
-        mfu=_per_second(_seconds_at_peak(model, machine.theoretical), wall_s),
-        hfu=_per_second(_seconds_at_peak(hardware, machine.theoretical), wall_s),
+        mfu=_ratio(_seconds_at_peak(model, machine.theoretical), wall_s),
+        hfu=_ratio(_seconds_at_peak(hardware, machine.theoretical), wall_s),
         recompute_known=recompute_known,
         memory_bytes=moved,
         flops_per_s=total / wall_s,
         bytes_per_s=moved / wall_s,
-        compute_share=_per_second(at_ceiling, wall_s),
+        compute_share=_ratio(at_ceiling, wall_s),
         bandwidth_share=None if bandwidth is None else moved / wall_s / bandwidth,
-        kernel_flops_per_s=_per_second(total, kernels),
-        kernel_bytes_per_s=_per_second(moved, kernels),
-        kernel_compute_share=_per_second(at_ceiling, kernels),
-        kernel_bandwidth_share=None if bandwidth is None else _per_second(moved / bandwidth, kernels),
+        kernel_flops_per_s=_ratio(total, kernels),
+        kernel_bytes_per_s=_ratio(moved, kernels),
+        kernel_compute_share=_ratio(at_ceiling, kernels),
+        kernel_bandwidth_share=None if bandwidth is None else _ratio(moved / bandwidth, kernels),
     )
 
 
-def _per_second(value: float | None, seconds: float | None) -> float | None:
+def _ratio(value: float | None, seconds: float | None) -> float | None:
     return None if value is None or seconds is None else value / seconds
 
 
 def _seconds_at_peak(flops: Mapping[str, float], ceilings: Theoretical | Achievable | None) -> float | None:
-    """How long FLOPs take at the peaks of their dtypes; None where one has no peak."""
+    """The time that FLOPs take at the peaks of their dtypes; None if one has no peak."""
     total = 0.0
     for dtype, count in flops.items():
         peak = None if ceilings is None else ceilings.matrix.get(dtype) or ceilings.vector.get(dtype)
@@ -111,7 +111,7 @@ def _seconds_at_peak(flops: Mapping[str, float], ceilings: Theoretical | Achieva
 
 
 def _recomputed_scores_share(op: Op, cost: Cost) -> float:
-    """The share of a fused attention's backward that computes the scores again: usually one product of five."""
+    """The share of a fused attention backward that recomputes the scores: usually one GEMM of five."""
     if cost.family != "attention" or "_backward" not in op.name:
         return 0.0
     query, value = (op.arguments.get(name, op.arguments.get(place)) for name, place in (("query", "0"), ("value", "2")))

@@ -13,45 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Interval = tuple[float, float]
-"""Start and end, in seconds."""
-
-
-def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as disjoint intervals in order.
-
-    >>> union([(2.0, 3.0), (0.0, 1.0), (0.5, 1.5)])
-    [(0.0, 1.5), (2.0, 3.0)]
-    """
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def covered_seconds(intervals: Iterable[Interval]) -> float:
-    """How much time they cover together."""
-    return sum(end - start for start, end in merge_intervals(intervals))
-
-
-def exclusive_seconds(intervals: Sequence[Interval]) -> list[float]:
-    """How much each interval covers that none which began before it does; they sum to `length`.
-
-    >>> charges([(0.0, 2.0), (1.0, 3.0), (1.5, 1.8)])
-    [2.0, 1.0, 0.0]
-    """
-    charged = [0.0] * len(intervals)
-    covered = float("-inf")
-    for index in sorted(range(len(intervals)), key=lambda at: intervals[at]):
-        start, end = intervals[index]
-        charged[index] = max(0.0, end - max(start, covered))
-        covered = max(covered, end)
-    return charged
-
-
 PartName = Literal["ideal", "traffic", "fusion", "slow kernels", "not modeled", "communication", "idle"]
 
 PART_MEANINGS: Mapping[PartName, str] = {
@@ -64,9 +25,9 @@ PART_MEANINGS: Mapping[PartName, str] = {
     "idle": "nothing runs on the device",
 }
 ROUNDING = 1e-12
-"""Less of the wall time than this is a difference of sums in another order, and nothing."""
+"""Of the wall time. Smaller parts are rounding errors of sums, and set to zero."""
 TOLERANCE = 0.01
-"""How far below zero a part may be, relative to the wall time, before it is called broken."""
+"""Of the wall time. A part that is further below zero is broken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +51,12 @@ class Waterfall:
 
     @property
     def broken(self) -> tuple[Part, ...]:
-        """Parts that are below zero by more than a measurement can be wrong."""
+        """Parts that are below zero by more than the measurement error."""
         return tuple(part for part in self.parts if part.seconds < -TOLERANCE * self.wall_s)
 
     @property
     def largest_loss(self) -> Part:
-        """The part that costs most of those that can be changed."""
+        """The largest part other than the ideal time."""
         return max((part for part in self.parts if part.name != "ideal"), key=lambda part: part.seconds)
 
 
@@ -112,16 +73,18 @@ def build_waterfall(
     """The parts, from three floors and four measured times.
 
     Args:
-        wall_s: Of the step.
-        ideal_s: The floors of what was traced.
-        fused_s: See `ideal_s`.
-        as_written_s: See `ideal_s`.
-        modeled_s: How long kernels ran whose ops have a bound.
-        kernel_s: How long any kernel ran but those of communication; instants, not durations.
-        communication_s: How long only communication ran.
+        wall_s: The wall time of the step.
+        ideal_s: The ideal floor.
+        fused_s: The fused floor.
+        as_written_s: The floor as written.
+        modeled_s: The time of kernels whose ops have a bound.
+        kernel_s: The time in which any kernel ran, other than communication; each instant counts once.
+        communication_s: The time in which only communication ran.
 
-    >>> found = waterfall(wall_s=10, ideal_s=2, fused_s=3, as_written_s=4, modeled_s=6, kernel_s=7, communication_s=1)
-    >>> [(part.name, part.seconds) for part in found.parts][3:]
+    >>> parts = build_waterfall(
+    ...     wall_s=10, ideal_s=2, fused_s=3, as_written_s=4, modeled_s=6, kernel_s=7, communication_s=1
+    ... ).parts
+    >>> [(part.name, part.seconds) for part in parts][3:]
     [('slow kernels', 2), ('not modeled', 1), ('communication', 1), ('idle', 2)]
     """
     seconds: dict[PartName, float] = {
@@ -133,5 +96,44 @@ def build_waterfall(
         "communication": communication_s,
         "idle": wall_s - kernel_s - communication_s,
     }
-    exact = {name: value if abs(value) > ROUNDING * wall_s else 0.0 for name, value in seconds.items()}
-    return Waterfall(wall_s=wall_s, parts=tuple(Part(name=name, seconds=value) for name, value in exact.items()))
+    rounded = {name: value if abs(value) > ROUNDING * wall_s else 0.0 for name, value in seconds.items()}
+    return Waterfall(wall_s=wall_s, parts=tuple(Part(name=name, seconds=value) for name, value in rounded.items()))
+
+
+Interval = tuple[float, float]
+"""Start and end, in seconds."""
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals as disjoint intervals in order.
+
+    >>> merge_intervals([(2.0, 3.0), (0.0, 1.0), (0.5, 1.5)])
+    [(0.0, 1.5), (2.0, 3.0)]
+    """
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def covered_seconds(intervals: Iterable[Interval]) -> float:
+    """The length of the union of intervals."""
+    return sum(end - start for start, end in merge_intervals(intervals))
+
+
+def exclusive_seconds(intervals: Sequence[Interval]) -> list[float]:
+    """The time that each interval covers and no earlier one does; the sum is `covered_seconds`.
+
+    >>> exclusive_seconds([(0.0, 2.0), (1.0, 3.0), (1.5, 1.8)])
+    [2.0, 1.0, 0.0]
+    """
+    exclusive = [0.0] * len(intervals)
+    covered_until = float("-inf")
+    for index in sorted(range(len(intervals)), key=lambda index: intervals[index]):
+        start, end = intervals[index]
+        exclusive[index] = max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return exclusive
