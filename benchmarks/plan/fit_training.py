@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
 TARGET = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_constants.json"
 LEFT_OUT = TARGET.with_name("training_left_out.json")
-FIXED = {"memory", "expert_products"}
+FIXED = {"memory", "expert_gemm"}
 NAMES = [field.name for field in dataclasses.fields(Efficiency) if field.name not in FIXED]
 SPREAD = 0.35
 """Standard deviation of the prior of a constant, in logarithm."""

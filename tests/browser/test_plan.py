@@ -3,7 +3,7 @@
 import pytest
 
 from nearpeak.plan.cluster.cluster import Cluster
-from nearpeak.plan.models.catalogue import catalogue_model
+from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.serving.plan import Load, serving_plan
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
@@ -17,16 +17,16 @@ from nearpeak.render.views.plan.sliders import decode_sliders, memory_sliders
 
 SEVEN = memory_plan(
     Job(
-        model=catalogue_model("llama-2-7b"),
+        model=get_model("llama-2-7b"),
         layout=Layout(gpus=1, global_batch=1, sharding="none"),
         sequence=4096,
         precision=precision_named("bf16"),
     ),
     Cluster.of("h100-sxm x 1"),
 )
-FOUND = search_plan(catalogue_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
+FOUND = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
 SERVED = serving_plan(
-    catalogue_model("llama-3-8b"), Cluster.of("h100-sxm x 2"), Load(prompt=1024, output=256, concurrency=32)
+    get_model("llama-3-8b"), Cluster.of("h100-sxm x 2"), Load(prompt=1024, output=256, concurrency=32)
 )
 PAGES = {
     "memory": document_page(plan_memory.memory_document(SEVEN), memory_sliders(SEVEN)),

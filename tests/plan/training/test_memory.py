@@ -11,8 +11,7 @@ from nearpeak.errors import UsageError
 from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import count_parameters
 from nearpeak.plan.training.job import Job, precision_named
-from nearpeak.plan.training.layout import Layout, layers_of
-from nearpeak.plan.training.layout import stages as pipeline
+from nearpeak.plan.training.layout import Layout, layers_of, pipeline_stages
 from nearpeak.plan.training.memory import WORKSPACE, memory, memory_by_stage, peak
 
 
@@ -96,7 +95,7 @@ def test_stages_have_their_own_layers() -> None:
     assert first.activations["experts"] / second.activations["experts"] == pytest.approx(4 * 13 / (3 * 15))
     counts = count_parameters(get_model("deepseek-v3"))
     layer = counts.experts_of(get_model("deepseek-v3")) / 58 / 16
-    stages = pipeline(get_model("deepseek-v3"), Layout(gpus=64, pp=4, ep=16, global_batch=64))
+    stages = pipeline_stages(get_model("deepseek-v3"), Layout(gpus=64, pp=4, ep=16, global_batch=64))
     assert [round(stage.expert_weights / layer) for stage in stages] == [16 - 3, 15, 15, 15]
     assert "".join(stage.feeds for stage in stages) == get_model("deepseek-v3").feeds
 

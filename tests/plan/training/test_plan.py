@@ -89,9 +89,9 @@ def test_a_price_below_zero_is_an_error():
 
 def test_a_search_gives_the_plan_of_its_winner():
     found = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
-    assert found.plan is not None and found.found.best is not None
-    assert found.plan.job.layout == found.found.best.layout
-    assert found.plan.time.seconds == pytest.approx(found.found.best.seconds)
+    assert found.plan is not None and found.search.best is not None
+    assert found.plan.job.layout == found.search.best.layout
+    assert found.plan.time.seconds == pytest.approx(found.search.best.seconds)
     assert found.plan.memory.fits
 
 
@@ -102,7 +102,7 @@ def test_a_search_says_what_would_change_its_winner():
     assert by_name["memory x 1.5"].tokens_per_second >= found.plan.time.tokens_per_second
     assert by_name["network / 2"].tokens_per_second <= by_name["network x 2"].tokens_per_second
     assert any(condition.changed for condition in found.conditions)
-    assert found.roomy is not None and found.roomy.memory < found.found.best.memory
+    assert found.with_margin is not None and found.with_margin.memory < found.search.best.memory
     inside = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
     assert not any("network" in condition.what for condition in inside.conditions)
 

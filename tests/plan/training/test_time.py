@@ -11,7 +11,7 @@ from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import forward_flops
-from nearpeak.plan.training.efficiency import Efficiency, load_efficiency, product_rate
+from nearpeak.plan.training.efficiency import Efficiency, gemm_rate, load_efficiency
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.time import PARTS, Planner, TrainingTime, hidden_behind, training_time
@@ -61,14 +61,14 @@ def test_gradients_of_microbatches_are_added_up() -> None:
     narrow, wide = (timed(precision=name, sharding="none") for name in ("bf16-master", "bf16-fp32-grads"))
     weights = get_model("llama-3-8b").parameters - 128256 * 4096  # the embedding has no product
     more = 4 * (4 - 2) / 2 * weights / (load_efficiency().values.memory * 3.35e12)
-    assert wide.parts["products"] - narrow.parts["products"] == pytest.approx(more * 4, rel=0.01)
+    assert wide.parts["GEMMs"] - narrow.parts["GEMMs"] == pytest.approx(more * 4, rel=0.01)
     alone = {"gpus": 64, "global_batch": 64, "sharding": "none"}
-    assert timed(**alone).parts["products"] == timed(**alone, precision="bf16-fp32-grads").parts["products"]
+    assert timed(**alone).parts["GEMMs"] == timed(**alone, precision="bf16-fp32-grads").parts["GEMMs"]
 
 
 def test_the_fullest_stage_of_a_split_sets_the_pace() -> None:
     even, uneven = timed(pp=4), timed(pp=4, split=(14, 6, 6, 6))
-    assert uneven.parts["products"] > 1.2 * even.parts["products"]
+    assert uneven.parts["GEMMs"] > 1.2 * even.parts["GEMMs"]
     assert timed(pp=4, split=(8, 8, 8, 8)).seconds == even.seconds
 
 
@@ -128,12 +128,12 @@ def test_a_gpu_without_the_precision_is_an_error_with_the_nearest() -> None:
         timed("a100-sxm-80gb x 64", precision="fp8")
     machine = Cluster.of("h100-sxm x 8").machine
     with pytest.raises(UsageError, match=r"float4.*Nearest: float8"):
-        product_rate(machine, "float4", 2026.0, Efficiency())
+        gemm_rate(machine, "float4", 2026.0, Efficiency())
 
 
 def test_constants_are_shares_and_have_a_source() -> None:
     fitted = load_efficiency()
-    for name in ("products_ampere", "products_hopper", "products_blackwell", "attention_hopper", "tensor_exposed"):
+    for name in ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "attention_hopper", "tensor_exposed"):
         assert 0.1 < getattr(fitted.values, name) < 1
         assert fitted.provenance[name].kind == "fitted" and "runs of" in fitted.provenance[name].text
     assert 0.02 < fitted.error < 0.2
@@ -150,7 +150,7 @@ def test_the_data_file_has_every_constant_but_those_that_are_not_fitted() -> Non
 
     fitted = load_efficiency()
     names = {field.name for field in dataclasses.fields(Efficiency)}
-    assert set(fitted.provenance) == names - {"memory", "expert_products"}
+    assert set(fitted.provenance) == names - {"memory", "expert_gemm"}
     assert fitted.of("memory")[0].kind == "assumed"
 
 
@@ -158,7 +158,7 @@ def test_a_limit_on_power_slows_products_and_not_memory() -> None:
     cluster = Cluster.of("h100-sxm x 64")
     limited = replace(cluster, machine=replace(cluster.machine, power_watts=500.0))
     full, less = training_time(job(), cluster), training_time(job(), limited)
-    assert less.parts["products"] > 1.15 * full.parts["products"]
+    assert less.parts["GEMMs"] > 1.15 * full.parts["GEMMs"]
     assert less.parts["memory-bound"] == full.parts["memory-bound"]
 
 

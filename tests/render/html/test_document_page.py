@@ -9,7 +9,7 @@ from javascript import run
 
 from nearpeak._records import to_json
 from nearpeak.plan.cluster.cluster import Cluster
-from nearpeak.plan.models.catalogue import catalogue_model
+from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.serving.deployment import ServingLayout
 from nearpeak.plan.serving.plan import Load, serving_plan
 from nearpeak.plan.training.job import Job, precision_named
@@ -27,7 +27,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 def job(name="llama-3-70b", sequence=8192, precision="bf16", software="fused", **layout):
     given = {"gpus": 64, "global_batch": 256, **layout}
     return Job(
-        model=catalogue_model(name),
+        model=get_model(name),
         layout=Layout(**given),
         sequence=sequence,
         precision=precision_named(precision),
@@ -130,7 +130,7 @@ def test_a_choice_that_cannot_be_says_why():
 
 def test_the_roofline_of_decoding_reads_weights_and_cache():
     plan = serving_plan(
-        catalogue_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), Load(prompt=1024, output=256, concurrency=32),
+        get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), Load(prompt=1024, output=256, concurrency=32),
         ServingLayout(tp=8), "fp8",
     )  # fmt: skip
     sliders = decode_sliders(plan)

@@ -57,8 +57,8 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
         software=arguments.software,
         price=arguments.price,
     )
-    found, plan = answer.found, answer.plan
-    narrate(f"{found.legal} legal layouts, {found.fitting} fit; {found.took:.1f} s")
+    found, plan = answer.search, answer.plan
+    narrate(f"{found.legal} legal layouts, {found.fitting} fit; {found.search_seconds:.1f} s")
     write_plan(
         search_document(answer, arguments.top), answer, arguments, lambda: memory_sliders(plan.memory) if plan else None
     )

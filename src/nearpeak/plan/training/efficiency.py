@@ -17,28 +17,28 @@ from nearpeak.machines.machine import Machine
 from nearpeak.plan.provenance import Provenance
 
 FLASH_ATTENTION_2_YEAR = 2024.0
-"""From when on training software has the second generation of fused attention."""
+"""Since when training software has FlashAttention-2."""
 POWER_EXPONENT = 1.0
-"""Exponent of a limit on power in the rate of matrix products. Assumed."""
+"""GEMM rate goes with the power limit to this power. Assumed."""
 GRAPHED_EXPERTS_YEAR = 2026.4
-"""From when on expert layers run without asking the host (Megatron Core with CUDA graphs over dropless experts)."""
+"""Since when dropless expert layers run inside CUDA graphs, without the host (Megatron Core)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Shares of a datasheet's figure, multiples of least traffic, and seconds."""
+    """Fitted constants: shares of datasheet figures, multiples of minimum traffic, and seconds."""
 
-    products_ampere: float = 0.75
-    """Share of the 16-bit peak that large matrix products reach, power and clock included; by architecture."""
-    products_hopper: float = 0.72
-    products_blackwell: float = 0.62
-    products_ultra: float = 1.2
+    gemm_ampere: float = 0.75
+    """Share of the 16-bit peak that large GEMMs reach, power and clock included; by architecture."""
+    gemm_hopper: float = 0.72
+    gemm_blackwell: float = 0.62
+    gemm_ultra: float = 1.2
     """Blackwell Ultra against Blackwell: more power."""
     maturity: float = 1.08
-    """Growth of what Blackwell reaches in 8 and 4 bits with each year of its software, from 2026 on and back. Products
-    in 16 bits have not changed."""
+    """Yearly growth of Blackwell's GEMM rate in 8 and 4 bits, relative to software of 2026. GEMMs in 16 bits have not
+    changed."""
     float8_hopper: float = 0.9
-    """Utilization of 8-bit products against 16-bit ones."""
+    """Utilization of 8-bit GEMMs against 16-bit ones."""
     float8_blackwell: float = 0.9
     float4_blackwell: float = 0.75
     attention_ampere: float = 0.6
@@ -50,10 +50,10 @@ class Efficiency:
     memory: float = 0.85
     """Share of the memory bandwidth that kernels reach. Not fitted: what copies and norms measure."""
     traffic_fused: float = 1.0
-    """Traffic of norms, activations, rotations and residuals, as a multiple of the least, in fused software."""
+    """Traffic of norms, activations, rotary embeddings and residuals over its minimum, in fused software."""
     traffic_eager: float = 2.0
     state_space: float = 6.0
-    """Traffic of the convolution and scan of a state-space layer, as a multiple of the least."""
+    """Traffic of the convolution and scan of a state-space layer, as a multiple of the minimum."""
     quantize_tensor: float = 1.0
     """Traffic of casts to 8 bits with a scale per tensor, as a multiple of reading 16 and writing 8 bits twice."""
     quantize_block: float = 1.5
@@ -62,9 +62,9 @@ class Efficiency:
     """Host seconds that the launches of one layer take, forward and backward, where kernels are fused."""
     launch_eager: float = 400e-6
     step: float = 0.02
-    """Seconds of a step that nothing above explains: the loader, logging, the start of the optimizer."""
+    """Constant seconds of a step: the data loader, logging, the start of the optimizer."""
     tensor_exposed: float = 0.4
-    """Share of tensor-parallel communication that is not hidden, where products are cut up to hide it."""
+    """Share of tensor-parallel communication that is not hidden, where GEMMs are split to overlap with it."""
     context_exposed: float = 0.3
     pipeline_exposed: float = 0.5
     data_hidden: float = 0.6
@@ -74,28 +74,28 @@ class Efficiency:
     network: float = 0.7
     """Share of the collective's modeled rate that large groups across nodes reach in training."""
     expert_exposed: float = 0.7
-    """Share of the experts' all-to-all that is not hidden, where another microbatch's products hide it."""
+    """Share of the experts' all-to-all that is not hidden, where it overlaps with another microbatch."""
     expert_traffic: float = 1.5
     """Traffic of routing, permuting and combining tokens, as a multiple of reading and writing them once."""
     expert_sync: float = 2e-3
-    """Seconds of one expert layer, forward and backward, in which the host learns how many tokens went where."""
+    """Seconds of one expert layer, forward and backward, in which the host waits for the token counts."""
     expert_each: float = 200e-6
-    """Seconds that each expert on a rank adds to that: launches of its own products and casts."""
+    """Seconds that each expert on a rank adds to that: launches of its GEMMs and casts."""
     expert_graph: float = 0.5
-    """Share of the two that is left where shapes do not depend on routing: dropped tokens, software since mid 2026."""
+    """What is left of both where shapes do not depend on routing: dropped tokens, software since mid 2026."""
     expert_fused: float = 0.5
-    """Share of an expert layer's casts and traffic that is left with the fused kernels since mid 2026."""
+    """What is left of an expert layer's casts and traffic with the fused kernels since mid 2026."""
     expert_network: float = 1.0
     """Share of the modeled rate that the experts' all-to-all reaches across nodes."""
-    expert_products: float = 0.95
-    """Utilization of grouped products against single ones. Not fitted: the rest of an expert layer hides it."""
+    expert_gemm: float = 0.95
+    """Utilization of grouped GEMMs against single ones. Not fitted: the rest of an expert layer hides it."""
     straggle: float = 0.01
-    """Growth of a step with each doubling of nodes: the slowest GPU, contention."""
+    """Relative growth of a step with each doubling of nodes: the slowest GPU, contention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedEfficiency:
-    """The constants and where they come from."""
+    """The constants and their provenance."""
 
     values: Efficiency
     provenance: dict[str, Provenance]
@@ -103,14 +103,14 @@ class FittedEfficiency:
     """Mean absolute error of step times of sources that were left out of the fit."""
 
     def of(self, *names: str) -> tuple[Provenance, ...]:
-        """Where these constants come from."""
+        """The provenance of these constants."""
         unknown = Provenance(kind="assumed", text="no measurement")
         return tuple(self.provenance.get(name, unknown) for name in names)
 
 
 @cache
 def load_efficiency() -> FittedEfficiency:
-    """The constants that are part of the package."""
+    """The constants of `training_constants.json`."""
     text = resources.files("nearpeak.plan.training").joinpath("training_constants.json").read_text(encoding="utf-8")
     data = json.loads(text)
     known = {field.name for field in fields(Efficiency)}
@@ -122,7 +122,7 @@ def load_efficiency() -> FittedEfficiency:
 
 
 def fitted_generation(machine: Machine) -> str:
-    """The name that constants go by: "blackwell" for an architecture that none was fitted on and that is newer."""
+    """The generation of GPUs whose constants are used; for an architecture without runs, the nearest."""
     known = {"ampere": "ampere", "ada": "ampere", "turing": "ampere", "volta": "ampere", "hopper": "hopper"}
     return known.get(machine.architecture, "blackwell" if machine.architecture.startswith("blackwell") else "hopper")
 
@@ -133,18 +133,18 @@ def is_ultra(machine: Machine) -> bool:
 
 
 def power_share(machine: Machine) -> float:
-    """What a limit on power leaves of the matrix rate: 1 where the machine has that of its datasheet, or more.
+    """GEMM rate under the machine's power limit, against that at the limit of the datasheet; at most 1.
 
-    Assumed: large products run at the limit of power, and what they reach goes with it.
+    Assumed: large GEMMs run at the power limit, and their rate is proportional to it.
     """
     if machine.power_watts is None:
         return 1.0
-    usual = next((known.power_watts for known in catalogue.machines() if known.id == machine.id), None)
-    return 1.0 if not usual else min(1.0, machine.power_watts / usual) ** POWER_EXPONENT
+    datasheet = next((known.power_watts for known in catalogue.machines() if known.id == machine.id), None)
+    return 1.0 if not datasheet else min(1.0, machine.power_watts / datasheet) ** POWER_EXPONENT
 
 
-def product_rate(machine: Machine, dtype: str, year: float, efficiency: Efficiency) -> float:
-    """FLOP/s that large matrix products in `dtype` reach with software of `year`."""
+def gemm_rate(machine: Machine, dtype: str, year: float, efficiency: Efficiency) -> float:
+    """FLOP/s of large GEMMs in `dtype` with software of `year`."""
     if machine.theoretical is None:
         raise UsageError(f"{machine.name} has no datasheet figures to plan with.")
     peaks, kind = machine.theoretical.matrix, fitted_generation(machine)
@@ -153,15 +153,15 @@ def product_rate(machine: Machine, dtype: str, year: float, efficiency: Efficien
         raise UsageError(
             f"{machine.name} has no matrix engine for {dtype}. Nearest: {nearest}. It has {', '.join(peaks)}."
         )
-    share: float = getattr(efficiency, f"products_{kind}") * power_share(machine)
+    share: float = getattr(efficiency, f"gemm_{kind}") * power_share(machine)
     if is_ultra(machine):
-        share *= efficiency.products_ultra
+        share *= efficiency.gemm_ultra
     if kind == "blackwell" and dtype in ("float8", "float4"):
         share *= efficiency.maturity ** (min(year, 2026.7) - 2026.0)
     if dtype == "float8":
         share *= efficiency.float8_blackwell if kind == "blackwell" else efficiency.float8_hopper
     elif dtype == "float4":
-        # the peak of Blackwell Ultra in 4 bits is half as high again, and products in training do not follow it
+        # the 4-bit peak of Blackwell Ultra is half as high again, and GEMMs in training do not follow it
         share *= efficiency.float4_blackwell
         return share * min(peaks[dtype], 2 * peaks["float8"])
     return share * peaks[dtype]
@@ -173,7 +173,7 @@ def attention_rate(machine: Machine, year: float, efficiency: Efficiency) -> flo
     peaks = machine.theoretical.matrix
     share: float = getattr(efficiency, f"attention_{fitted_generation(machine)}") * power_share(machine)
     if is_ultra(machine):
-        share *= efficiency.products_ultra
+        share *= efficiency.gemm_ultra
     return (
         share
         * (efficiency.attention_first if year < FLASH_ATTENTION_2_YEAR else 1.0)

@@ -14,11 +14,11 @@ Software = Literal["eager", "fused", "unfused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Number formats: of products, and the bytes that each weight takes in every state."""
+    """The dtype of GEMMs, and the bytes of each weight in every state."""
 
     name: str
-    products: str
-    """dtype of the matrix products of layers; the output layer stays in 16 bits."""
+    gemm_dtype: str
+    """dtype of the GEMMs of layers; the output layer stays in 16 bits."""
     parameters: float = 2
     gradients: float = 2
     master: float = 0
@@ -26,38 +26,38 @@ class Precision:
     moments: float = 8
     """Both moments of AdamW."""
     saved: float = 2
-    """Bytes of an activation that is kept for a product's backward pass."""
+    """Bytes of an activation that is saved for the backward pass of a GEMM."""
     scaling: Literal["none", "tensor", "block", "fine"] = "none"
     """How numbers of 8 and 4 bits are scaled: per tensor, in blocks (MXFP8), or in fine blocks (NVFP4)."""
 
     @property
     def wire(self) -> float:
-        """Bytes of a weight on its way to ranks that gather it."""
+        """Bytes of a weight in an all-gather."""
         return min(self.parameters, 2.0)
 
     @property
     def optimizer(self) -> float:
-        """Bytes per weight that a sharded optimizer spreads."""
+        """Bytes per weight of the optimizer states, which sharding spreads over ranks."""
         return self.master + self.moments
 
 
 PRECISIONS: dict[str, Precision] = {
     precision.name: precision
     for precision in (
-        Precision(name="bf16", products="bfloat16"),
-        Precision(name="bf16-master", products="bfloat16", master=4),
-        Precision(name="bf16-fp32-grads", products="bfloat16", gradients=4, master=4),
-        Precision(name="fp16-fp32-grads", products="float16", gradients=4, master=4),
-        Precision(name="bf16-low-moments", products="bfloat16", master=4, moments=4),
-        Precision(name="fp32", products="tfloat32", parameters=4, gradients=4, saved=4),
-        Precision(name="fp8", products="float8", master=4, saved=1, scaling="tensor"),
-        Precision(name="fp8-fp32-grads", products="float8", gradients=4, master=4, saved=1, scaling="tensor"),
-        Precision(name="fp8-low-moments", products="float8", master=4, moments=4, saved=1, scaling="tensor"),
-        Precision(name="mxfp8", products="float8", master=4, saved=1.03125, scaling="block"),
-        Precision(name="fp4", products="float4", master=4, saved=0.5625, scaling="fine"),
+        Precision(name="bf16", gemm_dtype="bfloat16"),
+        Precision(name="bf16-master", gemm_dtype="bfloat16", master=4),
+        Precision(name="bf16-fp32-grads", gemm_dtype="bfloat16", gradients=4, master=4),
+        Precision(name="fp16-fp32-grads", gemm_dtype="float16", gradients=4, master=4),
+        Precision(name="bf16-low-moments", gemm_dtype="bfloat16", master=4, moments=4),
+        Precision(name="fp32", gemm_dtype="tfloat32", parameters=4, gradients=4, saved=4),
+        Precision(name="fp8", gemm_dtype="float8", master=4, saved=1, scaling="tensor"),
+        Precision(name="fp8-fp32-grads", gemm_dtype="float8", gradients=4, master=4, saved=1, scaling="tensor"),
+        Precision(name="fp8-low-moments", gemm_dtype="float8", master=4, moments=4, saved=1, scaling="tensor"),
+        Precision(name="mxfp8", gemm_dtype="float8", master=4, saved=1.03125, scaling="block"),
+        Precision(name="fp4", gemm_dtype="float4", master=4, saved=0.5625, scaling="fine"),
     )
 }
-"""Named ones. "bf16" keeps weights and gradients in 16 bits and the moments in 32: 2 + 2 + 8 bytes a weight."""
+"""By name. "bf16" has weights and gradients in 16 bits and both moments in 32: 2 + 2 + 8 bytes per weight."""
 
 
 def precision_named(name: str) -> Precision:
@@ -69,7 +69,7 @@ def precision_named(name: str) -> Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained and how, but for the hardware."""
+    """A model to train, and how: everything but the hardware."""
 
     model: Model
     layout: Layout
@@ -80,11 +80,11 @@ class Job:
     "eager": one kernel per operator but for attention; "unfused": fused, but attention writes its scores (before
     FlashAttention)."""
     year: float = 2026.6
-    """When the software was released, as a year with a fraction: kernels for experts got faster every few months."""
+    """Release date of the software, as a fractional year: kernels for experts got faster every few months."""
     dropless: bool = True
-    """Experts take all tokens that are sent to them, so that shapes depend on routing."""
+    """No token is dropped, so that shapes depend on routing."""
     trainable: float = 1.0
-    """Share of the weights that have gradients and an optimizer; small for adapters (LoRA)."""
+    """Share of the weights that have gradients and optimizer states; small for adapters (LoRA)."""
 
     def __post_init__(self) -> None:
         if self.sequence < 1:
@@ -99,14 +99,14 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step over all GPUs."""
+        """Tokens of one step on all GPUs."""
         return self.layout.global_batch * self.sequence
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of one microbatch that one rank has, after context parallelism."""
+        """Tokens of one microbatch on one rank, after context parallelism."""
         return self.layout.microbatch * self.sequence // self.layout.cp
 
     def with_layout(self, layout: Layout) -> Job:
-        """The same job laid out otherwise."""
+        """The same job with another layout."""
         return replace(self, layout=layout)

@@ -21,7 +21,7 @@ Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
 Offload = Literal["none", "optimizer", "optimizer+gradients", "all"]
 RECOMPUTE_MODULES = ("attention", "mla_up", "norm", "feed", "feed_activation", "experts", "layer")
-"""What can be computed again in the backward pass; "layer" is everything but the layer's input."""
+"""Modules that the backward pass can recompute; "layer" is all of a layer but its input."""
 _VALID = {"schedule": get_args(Schedule), "sharding": get_args(Sharding), "offload": get_args(Offload)}
 _PRESETS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("layer",)}
 
@@ -32,37 +32,37 @@ class Layout:
 
     gpus: int
     global_batch: int
-    """Sequences of one step, over all GPUs."""
+    """Sequences of one step on all GPUs."""
     microbatch: int = 1
-    """Sequences that one data-parallel rank runs at once."""
+    """Sequences that a data-parallel rank runs at once."""
     tp: int = 1
     sequence_parallel: bool = True
-    """Norms and residuals are split along the sequence among the tensor-parallel ranks; nothing where tp is 1."""
+    """Whether norms and residuals are split along the sequence over the tensor-parallel ranks."""
     cp: int = 1
     pp: int = 1
     virtual: int = 1
     """Pieces of the model per pipeline stage (interleaving)."""
     split: tuple[int, ...] = ()
-    """Layers of each pipeline stage, where they are not spread evenly."""
+    """Layers of each pipeline stage, where they are not equal."""
     schedule: Schedule = "1f1b"
     ep: int = 1
     etp: int = 1
     """Tensor parallelism inside an expert."""
     sharding: Sharding = "zero1"
     shard_group: int = 0
-    """How many data-parallel ranks share one copy of what is sharded (zero1, zero2, hsdp); 0: all."""
+    """Data-parallel ranks that share one copy of the sharded states (zero1, zero2, hsdp); 0: all."""
     recompute: tuple[str, ...] = ()
     """Any of `RECOMPUTE_MODULES`, or one of "none", "selective", "full"."""
     offload: Offload = "none"
     overlap_gradients: bool = True
-    """Gradients are reduced, and parameters gathered, while others are still computed."""
+    """Whether gradients are reduced, and parameters gathered, during computation."""
     overlap_tensor: bool = False
-    """Tensor-parallel communication is hidden behind pieces of its own products."""
+    """Whether GEMMs are split to overlap with tensor-parallel communication."""
     overlap_experts: bool = False
-    """The experts' all-to-all is hidden behind another microbatch's products."""
+    """Whether the experts' all-to-all overlaps with another microbatch."""
     overlap_pipeline: bool = True
     scatter_pipeline: bool = True
-    """Each tensor-parallel rank sends its share of an activation to the next stage, not all of it."""
+    """Whether each tensor-parallel rank sends only its share of an activation to the next stage."""
 
     def __post_init__(self) -> None:
         for field in ("gpus", "global_batch", "microbatch", "tp", "cp", "pp", "virtual", "ep", "etp"):
@@ -117,20 +117,20 @@ class Layout:
 
     @property
     def state_ranks(self) -> int:
-        """Ranks that hold copies of the same dense weights: the sharded optimizer is spread over all of them."""
+        """Ranks with copies of the same dense weights: the sharded optimizer is spread over all of them."""
         return self.dp * self.cp
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks among which sharded states are spread."""
+        """Ranks over which sharded states are spread."""
         return 1 if self.sharding == "none" else (self.shard_group or self.dp) * self.cp
 
     def recomputes(self, module: str) -> bool:
-        """Whether this module's forward pass is run again in the backward pass."""
+        """Whether the backward pass recomputes this module."""
         return module in self.recompute or "layer" in self.recompute
 
     def check(self, model: Model, sequence: int) -> None:
-        """UsageError where this layout cannot run this model: names the field and the nearest legal value."""
+        """Raise UsageError where this layout cannot run `model`; it names the field and the nearest legal value."""
         if model.heads:
             _require_divisor("tp", self.tp, f"the {model.heads} heads of {model.name}", model.heads)
         if "M" in model.mixers:
@@ -173,9 +173,9 @@ class Layout:
 
 
 def _recompute_modules(recompute: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Modules by name, presets written out."""
-    given = (recompute,) if isinstance(recompute, str) else tuple(recompute)
-    modules = tuple(part for item in given for part in _PRESETS.get(item, (item,)))
+    """Modules by name, with presets expanded."""
+    names = (recompute,) if isinstance(recompute, str) else tuple(recompute)
+    modules = tuple(part for item in names for part in _PRESETS.get(item, (item,)))
     for module in modules:
         if module not in RECOMPUTE_MODULES:
             raise UsageError(
@@ -189,7 +189,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def nearest_divisor(value: int, number: int) -> int:
-    """The divisor of `number` that is nearest to `value`; the smaller one of two."""
+    """The divisor of `number` nearest to `value`; the smaller one of two equally near."""
     return min(_divisors(number), key=lambda n: (abs(n - value), n))
 
 
@@ -209,16 +209,16 @@ def _require_multiple(name: str, product: int, field: str, value: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One pipeline stage."""
+    """The layers and weights of one rank of one pipeline stage."""
 
     index: int
     mixers: str
-    """Letters of its layers, as in `Model`."""
+    """One letter per layer, as in `Model`."""
     feeds: str
     has_embedding: bool
     has_output: bool
     in_flight: float
-    """Microbatches, as multiples of the whole stage, whose activations are held at the peak."""
+    """Microbatches whose activations are in memory at the peak, as multiples of the whole stage."""
     dense_weights: float
     """Weights of one rank that are not routed experts, after tensor parallelism."""
     expert_weights: float
@@ -226,27 +226,26 @@ class Stage:
     unsharded_layer: float
     """Weights of the largest layer with its experts, after tensor and expert parallelism."""
     shapes: float
-    """Weights of one matrix of each shape that its layers have, after tensor parallelism."""
+    """Weights of one matrix of each shape in its layers, after tensor parallelism."""
     output_weights: float
-    """Of the output layer, tied or not, after tensor parallelism; 0 but on the last stage."""
+    """Weights of the output layer, tied or not, after tensor parallelism; 0 except on the last stage."""
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return len(self.mixers)
 
 
-def stages(model: Model, layout: Layout) -> list[Stage]:
-    """All stages."""
-    return [stage(model, layout, index) for index in range(layout.pp)]
+def pipeline_stages(model: Model, layout: Layout) -> list[Stage]:
+    """All pipeline stages."""
+    return [pipeline_stage(model, layout, index) for index in range(layout.pp)]
 
 
-def stage(model: Model, layout: Layout, index: int) -> Stage:
-    """The stage `index`."""
-    held = in_flight(layout, index)
-    return _stage(
-        model, layout.tp, layout.ep * layout.etp, layout.pp, layout.virtual, layout.split, layout.etp, index, held
-    )
+def pipeline_stage(model: Model, layout: Layout, index: int) -> Stage:
+    """The pipeline stage `index`."""
+    microbatches = in_flight(layout, index)
+    spread = layout.ep * layout.etp
+    return _stage(model, layout.tp, spread, layout.pp, layout.virtual, layout.split, layout.etp, index, microbatches)
 
 
 @lru_cache(maxsize=8192)
@@ -259,7 +258,7 @@ def _stage(
     split: tuple[int, ...],
     etp: int,
     index: int,
-    held: float,
+    in_flight: float,
 ) -> Stage:
     counts = count_parameters(model)
     places = layers_of(model.layers, pp, virtual, split, index)
@@ -281,7 +280,7 @@ def _stage(
     if last:
         tied_copy = counts.embedding if model.tied and pp > 1 else 0
         dense += (counts.output + tied_copy) / tp + counts.final_norm
-    one_layer = model.experts * counts.expert / spread if experts else 0.0
+    layer_experts = model.experts * counts.expert / spread if experts else 0.0
     mixer = max(counts.attention if attention else 0, counts.state_space if scans else 0)
     feed = counts.dense if "D" in feeds else 0
     shapes = (counts.attention if attention else 0) + (counts.state_space if scans else 0) + feed
@@ -292,17 +291,17 @@ def _stage(
         feeds=feeds,
         has_embedding=first,
         has_output=last,
-        in_flight=held,
+        in_flight=in_flight,
         dense_weights=dense,
-        expert_weights=experts * one_layer,
-        unsharded_layer=mixer / tp + max(feed / tp, counts.expert_shared / tp + one_layer if experts else 0.0),
+        expert_weights=experts * layer_experts,
+        unsharded_layer=mixer / tp + max(feed / tp, counts.expert_shared / tp + layer_experts if experts else 0.0),
         shapes=shapes / tp + (counts.expert / etp if experts else 0.0),
         output_weights=model.vocabulary * model.hidden / tp if last else 0.0,
     )
 
 
 def layers_of(layers: int, pp: int, virtual: int, split: tuple[int, ...], index: int) -> list[int]:
-    """Which layers stage `index` has: as `split` says, else equal pieces in turn, of which the last are smaller.
+    """Layers of stage `index`: those of `split`, else equal pieces in turn, the last ones smaller.
 
     >>> layers_of(8, 2, 2, (), 0), layers_of(8, 2, 1, (5, 3), 1), layers_of(7, 2, 1, (), 1)
     ([0, 1, 4, 5], [5, 6, 7], [4, 5, 6])
@@ -311,20 +310,20 @@ def layers_of(layers: int, pp: int, virtual: int, split: tuple[int, ...], index:
         start = sum(split[:index])
         return list(range(start, start + split[index]))
     whole, rest = divmod(layers, pp * virtual)
-    found: list[int] = []
+    numbers: list[int] = []
     for piece in range(index, pp * virtual, pp):
         start = piece * whole + min(piece, rest)
-        found += range(start, start + whole + (1 if piece < rest else 0))
-    return found
+        numbers += range(start, start + whole + (1 if piece < rest else 0))
+    return numbers
 
 
 def in_flight(layout: Layout, index: int) -> float:
-    """Microbatches whose activations stage `index` holds at the peak, as multiples of the stage's whole share.
+    """Microbatches whose activations are in memory of stage `index` at the peak, as multiples of the whole stage.
 
-    1F1B: as many as there are stages after it, and its own. Interleaved: Megatron's warm-up, in pieces of a stage.
+    1F1B: one for the stage itself and each stage after it. Interleaved: Megatron's warm-up, in pieces of a stage.
     """
-    behind = layout.pp - index - 1
+    later = layout.pp - index - 1
     if layout.virtual > 1:
-        pieces = 2 * behind + (layout.virtual - 1) * layout.pp + 1
+        pieces = 2 * later + (layout.virtual - 1) * layout.pp + 1
         return min(pieces, layout.microbatches * layout.virtual) / layout.virtual
-    return float(min(behind + 1, layout.microbatches))
+    return float(min(later + 1, layout.microbatches))

@@ -21,193 +21,53 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nearpeak.plan.models.model import Model
-from nearpeak.plan.training.job import Job, Precision
-from nearpeak.plan.training.layout import Stage, stages
-from nearpeak.plan.training.layout import stage as stage_of
+from nearpeak.plan.training.job import Job, Precision, Software
+from nearpeak.plan.training.layout import Stage, pipeline_stage, pipeline_stages
 
+CONTEXT = 0.6e9
+"""CUDA context and libraries, outside of torch's allocator. Assumed."""
+COMMUNICATORS = 0.9e9
+"""Buffers of NCCL's communicators, outside of torch's allocator, on more than one GPU. Assumed."""
+WORKSPACE = 0.3e9
+"""cuBLAS and attention workspaces, small tensors, alignment. Assumed."""
+SLACK = 0.05
+"""Memory that torch's allocator reserves beyond what is allocated, as a share of activations and temporaries."""
+MARGIN = 0.05
+"""Margin of `safe`: published peaks exceed the expected one by at most this and 3 % (fragmentation, unequal ranks)."""
 EAGER_BLOCK = 6.5
-"""Bytes per hidden channel that eager code keeps around a mixer or a feed beyond fused kernels: rotated queries and
-keys, the float32 input of the norm. Fitted with the next three by `benchmarks.plan.fit_memory` on published peaks; what
-is too low weighs four times what is too high."""
+"""Bytes per hidden channel that eager code saves around a mixer or a feed beyond fused kernels: rotated queries and
+keys, the float32 input of the norm. Fitted with the next three by `benchmarks.plan.fit_memory` on published peaks;
+underestimates weigh four times as much as overestimates."""
 EAGER_ACTIVATION = 2.0
 """Bytes per intermediate channel: the activated half of a gated feed."""
 EAGER_RUNNING = 60.0
-"""Bytes per token and hidden channel that the layer that runs makes besides: gathered sequences, gradients."""
+"""Bytes per token and hidden channel of temporaries of the running layer: gathered sequences, gradients."""
 EAGER_LOGITS = 7.4
 """Bytes per logit in eager code."""
 LOGITS = 6.5
-"""Bytes per logit: 16 bits as they come, the float32 copy that the loss works on, and a part of their gradient."""
+"""Bytes per logit: 16-bit logits, the float32 copy for the loss, and a part of the gradient."""
 SCAN_CHUNK = 128
 """Tokens between two saved states of a state-space scan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationSettings:
-    """All that the bytes of a token in a layer depend on."""
-
-    model: Model
-    precision: Precision
-    eager: bool
-    unfused: bool
-    sequence: int
-    tp: int
-    spread: int
-    """Ranks that share what lies between blocks."""
-    etp: int
-    nodes: bool
-    """Whether the exchange of experts is hidden behind another microbatch."""
-    recompute: tuple[str, ...]
-
-
-def layer_bytes(job: Job, mixers: str, feeds: str, *, whole: bool = False) -> tuple[Mapping[str, float], float]:
-    """Bytes per token of some layers, by module and in all; a recomputed layer leaves its input alone.
-
-    `whole`: as if nothing were recomputed, which is what stands while a layer is computed again.
-    """
-    layout = job.layout
-    spread = layout.tp if layout.sequence_parallel else 1
-    recompute = () if whole else layout.recompute
-    sequence = job.sequence if job.software == "unfused" else 0
-    return _layer_bytes(
-        job.model,
-        mixers,
-        feeds,
-        job.precision,
-        job.software,
-        sequence,
-        layout.tp,
-        spread,
-        layout.etp,
-        layout.overlap_experts,
-        recompute,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _layer_bytes(
-    model: Model,
-    mixers: str,
-    feeds: str,
-    precision: Precision,
-    software: str,
-    sequence: int,
-    tp: int,
-    spread: int,
-    etp: int,
-    nodes: bool,
-    recompute: tuple[str, ...],
-) -> tuple[Mapping[str, float], float]:
-    total: dict[str, float] = {}
-    if "layer" in recompute:
-        total["inputs of layers"] = len(mixers) * 2.0 * model.hidden / spread
-        return total, sum(total.values())
-    kept = ActivationSettings(
-        model=model,
-        precision=precision,
-        eager=software == "eager",
-        unfused=software == "unfused",
-        sequence=sequence,
-        tp=tp,
-        spread=spread,
-        etp=etp,
-        nodes=nodes,
-        recompute=recompute,
-    )
-    for function, letters in ((mixer_bytes, mixers), (feed_bytes, feeds)):
-        for kind in sorted(set(letters) - {"-"}):
-            for name, value in function(kept, kind).items():
-                total[name] = total.get(name, 0.0) + letters.count(kind) * value
-    return total, sum(total.values())
-
-
-def mixer_bytes(kept: ActivationSettings, kind: str) -> Mapping[str, float]:
-    """Bytes per token of one mixer on one rank, by module."""
-    model, tp, saved = kept.model, kept.tp, kept.precision.saved
-    parts = _residual_and_norm(kept)
-    if kind == "M":
-        inner, states = model.ssm_heads * model.ssm_head_dim, 2 * model.ssm_groups * model.ssm_state
-        scan = 4.0 * inner * model.ssm_state / SCAN_CHUNK
-        parts["state space"] = (2.0 * (2 * inner + states + model.ssm_heads) + 2.0 * (inner + states) + scan) / tp
-        parts["output"] = (2.0 + saved) * inner / tp
-        return parts
-    values, heads = model.heads * model.value_dim, model.heads * model.head_dim
-    if model.kv_rank:
-        parts["latents"] = (2.0 + saved) * (model.q_rank + model.kv_rank) + 2.0 * model.rope_dim
-        parts["queries, keys, values"] = 0.0 if "mla_up" in kept.recompute else 2.0 * (2 * heads + values) / tp
-    else:
-        parts["queries, keys, values"] = 2.0 * (heads + model.kv_heads * (model.head_dim + model.value_dim)) / tp
-    parts["attention"] = (2.0 * values + 4.0 * model.heads) / tp
-    if kept.unfused and "attention" not in kept.recompute:
-        parts["scores"] = 5.0 * model.heads * kept.sequence / tp  # after the softmax, after dropout, and its mask
-    if saved < 2:
-        parts["output"] = saved * values / tp  # a copy in the format of the product
-    return parts
-
-
-def feed_bytes(kept: ActivationSettings, kind: str) -> Mapping[str, float]:
-    """Bytes per token of one feed on one rank, by module."""
-    model, saved = kept.model, kept.precision.saved
-    parts = _residual_and_norm(kept)
-    inner = 2.0 * (2 if model.gated else 1) + (EAGER_ACTIVATION if kept.eager else 0.0)
-    inner += 0.0 if "feed_activation" in kept.recompute else saved
-    if kind == "D":
-        if "feed" not in kept.recompute:
-            parts["feed"] = model.intermediate * inner / kept.tp
-        return parts
-    width, routed = model.latent or model.hidden, model.active_experts / kept.spread
-    parts["router"] = 8.0 * model.experts / kept.spread
-    if "experts" not in kept.recompute:
-        parts["dispatched"] = routed * saved * width
-        parts["combined"] = routed * 2.0 * width
-        parts["experts"] = routed * model.expert_intermediate * inner / kept.etp
-    parts["shared experts"] = model.shared_intermediate * inner / kept.tp
-    if kept.nodes:  # attention, dispatch, experts and combine run by themselves, and their outputs stay
-        parts["schedule"] = 4 * 2.0 * model.hidden / kept.spread
-    if model.latent:
-        parts["latents"] = 2.0 * (saved + 2.0) * model.latent / kept.spread
-    return parts
-
-
-def _residual_and_norm(kept: ActivationSettings) -> dict[str, float]:
-    """The residual and the norm before a block."""
-    hidden = kept.model.hidden / kept.spread
-    parts = {"residual": 2.0 * hidden, "norm": 0.0 if "norm" in kept.recompute else kept.precision.saved * hidden}
-    if kept.eager:
-        parts["eager"] = EAGER_BLOCK * hidden
-    return parts
-
-
-CONTEXT = 0.6e9
-"""CUDA context and libraries: outside of what torch allocates."""
-COMMUNICATORS = 0.9e9
-"""Buffers of NCCL's communicators, outside of torch too; on more than one GPU."""
-WORKSPACE = 0.3e9
-"""cuBLAS and attention workspaces, small tensors, alignment."""
-SLACK = 0.05
-"""What torch's allocator holds beyond what is allocated, of the activations and temporaries."""
-
-MARGIN = 0.05
-"""Share by which published peaks lay above the expected one at the most, but for 3 %: fragmentation, unequal ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes at the peak on each rank of one pipeline stage."""
+    """Peak bytes on each rank of one pipeline stage."""
 
     stage: int
     parameters: float
     gradients: float
     optimizer: float
     activations: dict[str, float]
-    """By module, all microbatches in flight together."""
+    """By module, of all microbatches in flight."""
     logits: float
     communication: float
     """Gathered weights, buckets of gradients, gathered sequences and dispatched tokens."""
     recomputed: float
-    """The largest piece that is computed again at once."""
+    """The largest part that is recomputed at once."""
     workspace: float
     context: float
-    """Outside of torch: driver, libraries, communicators."""
+    """Outside of torch's allocator: driver, libraries, communicators."""
 
     @property
     def states(self) -> float:
@@ -221,51 +81,70 @@ class StageMemory:
 
     @property
     def allocated(self) -> float:
-        """What `torch.cuda.max_memory_allocated` would say."""
+        """Prediction of `torch.cuda.max_memory_allocated`."""
         return self.states + self.activation + self.logits + self.communication + self.recomputed + self.workspace
 
     @property
     def slack(self) -> float:
-        """What the allocator holds beyond that."""
+        """Memory that the allocator reserves beyond `allocated`."""
         return SLACK * (self.allocated - self.states)
 
     @property
     def reserved(self) -> float:
-        """What `torch.cuda.max_memory_reserved` would say."""
+        """Prediction of `torch.cuda.max_memory_reserved`."""
         return self.allocated + self.slack
 
     @property
     def total(self) -> float:
-        """What the GPU must have."""
+        """Memory that the GPU must have."""
         allocated = self.allocated
         return allocated + SLACK * (allocated - self.states) + self.context
 
     @property
     def safe(self) -> float:
-        """With what fragmentation was seen to take: 39 published peaks lie below it, or above by less than 3 %."""
+        """`total` with a margin for fragmentation: 39 published peaks lie below it, or above by less than 3 %."""
         return self.context + (1 + MARGIN) * self.reserved
 
 
 def memory(job: Job) -> StageMemory:
-    """The stage that needs the most."""
+    """The stage that needs the most memory."""
     return max(memory_by_stage(job), key=lambda stage: stage.total)
 
 
 def memory_by_stage(job: Job) -> list[StageMemory]:
     """Every stage of the pipeline."""
-    return [_stage_memory(job, stage) for stage in stages(job.model, job.layout)]
+    return [_stage_memory(job, stage) for stage in pipeline_stages(job.model, job.layout)]
 
 
 def peak(job: Job) -> float:
-    """`total` of the fuller one of the first stage, which holds the most microbatches, and the last; for a search."""
+    """`total` of the fullest stage, without the breakdown: fast, for a search."""
     layout = job.layout
-    first = _stage_total(job, stage_of(job.model, layout, 0))
+    first = _stage_total(job, pipeline_stage(job.model, layout, 0))
     if layout.pp == 1:
         return first
-    first = max(first, _stage_total(job, stage_of(job.model, layout, layout.pp - 1)))
+    first = max(first, _stage_total(job, pipeline_stage(job.model, layout, layout.pp - 1)))
     if layout.pp > 2 and "D" in job.model.feeds and "E" in job.model.feeds:
-        first = max(first, _stage_total(job, stage_of(job.model, layout, 1)))  # where the first layers have no experts
+        first = max(
+            first, _stage_total(job, pipeline_stage(job.model, layout, 1))
+        )  # where the first layers have no experts
     return first
+
+
+def _stage_memory(job: Job, stage: Stage) -> StageMemory:
+    parameters, gradients, optimizer = _states(job, stage)
+    tokens = stage.in_flight * job.microbatch_tokens
+    return StageMemory(
+        stage=stage.index,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations={name: tokens * value for name, value in layer_bytes(job, stage.mixers, stage.feeds)[0].items()},
+        logits=_logits(job, stage),
+        communication=_communication(job, stage),
+        recomputed=_recomputed(job, stage),
+        workspace=_workspace(job, stage),
+        context=_context(job),
+    )
 
 
 def _stage_total(job: Job, stage: Stage) -> float:
@@ -275,33 +154,16 @@ def _stage_total(job: Job, stage: Stage) -> float:
     return states + (1 + SLACK) * rest + _context(job)
 
 
-def _stage_memory(job: Job, stage: Stage) -> StageMemory:
-    parameters, gradients, optimizer = _states(job, stage)
-    held = stage.in_flight * job.microbatch_tokens
-    return StageMemory(
-        stage=stage.index,
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations={name: held * value for name, value in layer_bytes(job, stage.mixers, stage.feeds)[0].items()},
-        logits=_logits(job, stage),
-        communication=_communication(job, stage),
-        recomputed=_recomputed(job, stage),
-        workspace=_workspace(job, stage),
-        context=_context(job),
-    )
-
-
 def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on one rank."""
+    """Bytes of parameters, gradients and optimizer states on one rank."""
     layout, precision, sharding = job.layout, job.precision, job.layout.sharding
     dense, experts = stage.dense_weights, stage.expert_weights
     weights, ranks = dense + experts, layout.shard_ranks
     expert_ranks = 1 if sharding == "none" else max(1, min(layout.edp, ranks))
-    mine = dense / ranks + experts / expert_ranks
-    parameters = (mine if sharding in ("zero3", "hsdp") else weights) * precision.parameters
-    gradients = (weights if sharding in ("none", "zero1") else mine) * precision.gradients * job.trainable
-    optimizer = mine * precision.optimizer * job.trainable
+    shard = dense / ranks + experts / expert_ranks
+    parameters = (shard if sharding in ("zero3", "hsdp") else weights) * precision.parameters
+    gradients = (weights if sharding in ("none", "zero1") else shard) * precision.gradients * job.trainable
+    optimizer = shard * precision.optimizer * job.trainable
     if layout.offload != "none":
         optimizer = 0.0
         gradients = gradients if layout.offload == "optimizer" else 0.0
@@ -310,7 +172,7 @@ def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
 
 
 def _recomputed(job: Job, stage: Stage) -> float:
-    """The one layer that is computed again at a time."""
+    """Activations of the one layer that is recomputed at a time."""
     if "layer" not in job.layout.recompute or not stage.layers:
         return 0.0
     return job.microbatch_tokens * layer_bytes(job, stage.mixers, stage.feeds, whole=True)[1] / stage.layers
@@ -319,7 +181,7 @@ def _recomputed(job: Job, stage: Stage) -> float:
 def _workspace(job: Job, stage: Stage) -> float:
     """Workspaces, and gradients of weights before they are added to those of the step.
 
-    Fused software adds them inside the product, and keeps an empty tensor of each shape of weight for autograd's sake.
+    Fused software adds them inside the GEMM, and has an empty tensor of each shape of weight for autograd.
     """
     if job.trainable < 0.5:
         return WORKSPACE
@@ -342,16 +204,16 @@ def _context(job: Job) -> float:
 
 
 def _communication(job: Job, stage: Stage) -> float:
-    """Buffers that stand while something is on its way."""
+    """Buffers of communication."""
     layout, model = job.layout, job.model
     tokens, total = job.microbatch_tokens, 0.0
     if layout.tp > 1:
-        total += 2.0 * tokens * model.hidden  # a sequence gathered for the product that runs
+        total += 2.0 * tokens * model.hidden  # a sequence gathered for the running GEMM
     if layout.ep > 1:
         spread = layout.tp if layout.sequence_parallel else 1
         total += 2.0 * tokens * model.active_experts * (model.latent or model.hidden) / spread
     if layout.sharding in ("zero3", "hsdp") and layout.shard_ranks > 1:
-        total += 2 * 2.0 * stage.unsharded_layer  # the layer that runs, and the next one
+        total += 2 * 2.0 * stage.unsharded_layer  # the running layer, and the next one
         total += 2.0 * stage.unsharded_layer  # its gradients before they are scattered
     elif layout.sharding == "none" and job.software == "eager" and layout.state_ranks > 1:
         # torch's DistributedDataParallel keeps copies of all gradients in its buckets
@@ -359,3 +221,118 @@ def _communication(job: Job, stage: Stage) -> float:
     elif layout.state_ranks > 1:
         total += 0.2e9  # buckets
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSettings:
+    """All that the activations of a token in a layer depend on."""
+
+    model: Model
+    precision: Precision
+    software: Software
+    sequence: int
+    """Tokens of a sequence where attention saves its scores; else 0."""
+    tp: int
+    spread: int
+    """Ranks that share the tensors between blocks: `tp` with sequence parallelism, else 1."""
+    etp: int
+    overlap_experts: bool
+    recompute: tuple[str, ...]
+
+    @property
+    def eager(self) -> bool:
+        """Whether each operator is a kernel of its own."""
+        return self.software == "eager"
+
+
+def layer_bytes(job: Job, mixers: str, feeds: str, *, whole: bool = False) -> tuple[Mapping[str, float], float]:
+    """Bytes per token of some layers, by module and in all; a recomputed layer saves its input alone.
+
+    `whole`: as if nothing were recomputed, which is what a layer takes while it is recomputed.
+    """
+    layout = job.layout
+    settings = ActivationSettings(
+        job.model,
+        job.precision,
+        job.software,
+        job.sequence if job.software == "unfused" else 0,
+        layout.tp,
+        layout.tp if layout.sequence_parallel else 1,
+        layout.etp,
+        layout.overlap_experts,
+        () if whole else layout.recompute,
+    )
+    return _layer_bytes(settings, mixers, feeds)
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(settings: ActivationSettings, mixers: str, feeds: str) -> tuple[Mapping[str, float], float]:
+    total: dict[str, float] = {}
+    if "layer" in settings.recompute:
+        total["inputs of layers"] = len(mixers) * 2.0 * settings.model.hidden / settings.spread
+        return total, sum(total.values())
+    for module_bytes, letters in ((mixer_bytes, mixers), (feed_bytes, feeds)):
+        for kind in sorted(set(letters) - {"-"}):
+            for name, value in module_bytes(settings, kind).items():
+                total[name] = total.get(name, 0.0) + letters.count(kind) * value
+    return total, sum(total.values())
+
+
+def mixer_bytes(settings: ActivationSettings, kind: str) -> Mapping[str, float]:
+    """Bytes per token of one mixer on one rank, by module."""
+    model, tp, saved = settings.model, settings.tp, settings.precision.saved
+    parts = _residual_and_norm(settings)
+    if kind == "M":
+        inner, states = model.ssm_heads * model.ssm_head_dim, 2 * model.ssm_groups * model.ssm_state
+        scan = 4.0 * inner * model.ssm_state / SCAN_CHUNK
+        parts["state space"] = (2.0 * (2 * inner + states + model.ssm_heads) + 2.0 * (inner + states) + scan) / tp
+        parts["output"] = (2.0 + saved) * inner / tp
+        return parts
+    values, heads = model.heads * model.value_dim, model.heads * model.head_dim
+    if model.kv_rank:
+        parts["latents"] = (2.0 + saved) * (model.q_rank + model.kv_rank) + 2.0 * model.rope_dim
+        parts["queries, keys, values"] = 0.0 if "mla_up" in settings.recompute else 2.0 * (2 * heads + values) / tp
+    else:
+        parts["queries, keys, values"] = 2.0 * (heads + model.kv_heads * (model.head_dim + model.value_dim)) / tp
+    parts["attention"] = (2.0 * values + 4.0 * model.heads) / tp
+    if settings.software == "unfused" and "attention" not in settings.recompute:
+        parts["scores"] = 5.0 * model.heads * settings.sequence / tp  # after the softmax, after dropout, and its mask
+    if saved < 2:
+        parts["output"] = saved * values / tp  # a copy in the format of the product
+    return parts
+
+
+def feed_bytes(settings: ActivationSettings, kind: str) -> Mapping[str, float]:
+    """Bytes per token of one feed on one rank, by module."""
+    model, saved = settings.model, settings.precision.saved
+    parts = _residual_and_norm(settings)
+    inner = 2.0 * (2 if model.gated else 1) + (EAGER_ACTIVATION if settings.eager else 0.0)
+    inner += 0.0 if "feed_activation" in settings.recompute else saved
+    if kind == "D":
+        if "feed" not in settings.recompute:
+            parts["feed"] = model.intermediate * inner / settings.tp
+        return parts
+    width, routed = model.latent or model.hidden, model.active_experts / settings.spread
+    parts["router"] = 8.0 * model.experts / settings.spread
+    if "experts" not in settings.recompute:
+        parts["dispatched"] = routed * saved * width
+        parts["combined"] = routed * 2.0 * width
+        parts["experts"] = routed * model.expert_intermediate * inner / settings.etp
+    parts["shared experts"] = model.shared_intermediate * inner / settings.tp
+    if settings.overlap_experts:  # attention, dispatch, experts and combine run separately and save their outputs
+        parts["schedule"] = 4 * 2.0 * model.hidden / settings.spread
+    if model.latent:
+        parts["latents"] = 2.0 * (saved + 2.0) * model.latent / settings.spread
+    return parts
+
+
+def _residual_and_norm(settings: ActivationSettings) -> dict[str, float]:
+    """The residual and the norm before a block."""
+    hidden = settings.model.hidden / settings.spread
+    parts = {
+        "residual": 2.0 * hidden,
+        "norm": 0.0 if "norm" in settings.recompute else settings.precision.saved * hidden,
+    }
+    if settings.eager:
+        parts["eager"] = EAGER_BLOCK * hidden
+    return parts

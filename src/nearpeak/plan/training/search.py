@@ -26,16 +26,149 @@ from nearpeak.plan.training.memory import memory_by_stage, peak
 from nearpeak.plan.training.plan import TrainingPlan, training_plan
 from nearpeak.plan.training.time import Planner, TrainingTime
 
+STEP_TOKENS = 2**22
+"""Tokens of one training step where no batch is given."""
+QUICK_SEARCH_SECONDS = 1.0
+"""A search that takes longer is not repeated under other conditions."""
 RECOMPUTES: tuple[tuple[str, ...], ...] = ((), ("norm", "feed_activation"), ("layer",))
 MICROBATCHES = (1, 2, 4, 8)
 LARGEST_CP = 16
+"""Largest degree of context parallelism that is tried."""
 FIELDS = ("tp", "cp", "pp", "virtual", "ep", "microbatch", "sharding", "recompute")
-"""What the reasons compare, one at a time."""
+"""Fields of a layout that reasons compare, one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPlan:
+    """The best layout of a model on a cluster: the search, and the winner as a plan."""
+
+    model: Model
+    cluster: Cluster
+    sequence: int
+    global_batch: int
+    search: SearchResult
+    plan: TrainingPlan | None
+    """None where nothing fits."""
+    with_margin: Candidate | None = None
+    """The fastest layout of the front whose `StageMemory.safe` fits, too; None where none does."""
+    conditions: tuple[Condition, ...] = ()
+    """Winners under other conditions; empty where the search takes long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """The winner of the same search under one other condition."""
+
+    what: str
+    layout: Layout | None
+    """None where nothing fits."""
+    tokens_per_second: float
+    """Throughput of the winner under this condition."""
+    changed: bool
+    """Whether another layout wins."""
+
+
+def search_plan(
+    model: Model,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    global_batch: int | None = None,
+    precision: Precision = PRECISIONS["bf16-master"],
+    software: Software = "fused",
+    price: float | None = None,
+) -> SearchPlan:
+    """The fastest layout that fits; without `global_batch`, for a step of about 4 million tokens."""
+    batch = default_batch(cluster.gpus, sequence) if global_batch is None else global_batch
+
+    def job_of(layout: Layout) -> Job:
+        return Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
+
+    result = search(model, cluster, global_batch=batch, sequence=sequence, precision=precision, software=software)
+    plan = None if result.best is None else training_plan(job_of(result.best.layout), cluster, price=price)
+
+    def is_safe(candidate: Candidate) -> bool:
+        return max(stage.safe for stage in memory_by_stage(job_of(candidate.layout))) <= (
+            cluster.machine.memory_bytes or 0
+        )
+
+    conditions: tuple[Condition, ...] = ()
+    if result.best is not None and result.search_seconds < QUICK_SEARCH_SECONDS:
+        best = result.best.layout
+
+        def winner(what: str, changed: Cluster, length: int, sequences: int) -> Condition:
+            other = search(
+                model, changed, global_batch=sequences, sequence=length, precision=precision, software=software
+            ).best
+            if other is None:
+                return Condition(what=what, layout=None, tokens_per_second=0.0, changed=True)
+            same = replace(other.layout, global_batch=best.global_batch, recompute=best.recompute) == best
+            return Condition(
+                what=what,
+                layout=other.layout,
+                tokens_per_second=sequences * length / other.seconds,
+                changed=not same or other.layout.recompute != best.recompute,
+            )
+
+        conditions = tuple(winner(*condition) for condition in _conditions(cluster, sequence, batch))
+    return SearchPlan(
+        model=model,
+        cluster=cluster,
+        sequence=sequence,
+        global_batch=batch,
+        search=result,
+        plan=plan,
+        with_margin=next((candidate for candidate in result.front if is_safe(candidate)), None),
+        conditions=conditions,
+    )
+
+
+def _conditions(cluster: Cluster, sequence: int, batch: int) -> Iterator[tuple[str, Cluster, int, int]]:
+    """Other conditions: a name, and the cluster, the sequence and the batch."""
+    machine = cluster.machine
+    if machine.memory_bytes is not None:
+        larger = replace(machine, memory_bytes=int(1.5 * machine.memory_bytes))
+        yield "memory x 1.5", replace(cluster, machine=larger), sequence, batch
+    if cluster.domains > 1:
+        for factor, words in ((2.0, "x 2"), (0.5, "/ 2")):
+            network = factor * cluster.network_bandwidth
+            yield f"network {words}", replace(cluster, network_bandwidth=network), sequence, batch
+    yield "sequence x 4", cluster, 4 * sequence, max(1, batch // 4)
+    yield "batch / 4", cluster, sequence, max(1, batch // 4)
+
+
+def default_batch(gpus: int, sequence: int) -> int:
+    """Sequences of a step of about 4 million tokens, a number that many layouts divide.
+
+    >>> default_batch(64, 8192), default_batch(72, 4096), default_batch(16384, 8192)
+    (512, 1080, 512)
+    """
+    sequences = max(1, STEP_TOKENS // max(1, sequence))
+    if gpus > sequences or not gpus & (gpus - 1):
+        return 1 << (sequences - 1).bit_length()
+    return gpus * -(-sequences // gpus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Result of a search over all legal layouts."""
+
+    best: Candidate | None
+    time: TrainingTime | None
+    front: tuple[Candidate, ...]
+    """The Pareto front of time against memory, fastest first."""
+    reasons: tuple[Reason, ...]
+    legal: int
+    fitting: int
+    smallest: float
+    """Bytes of the layout that needs the least memory."""
+    search_seconds: float
+    """Duration of the search itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One layout that fits, with what it takes."""
+    """One layout that fits, with its step time and memory."""
 
     layout: Layout
     seconds: float
@@ -45,33 +178,90 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """The best layout that differs in one respect, and what it loses there."""
+    """The best layout with another value of one field, and why it is slower."""
 
     field: str
     value: object
-    """What the winner has."""
+    """The value of the winner."""
     other: Candidate | None
-    """The best with another value; None where none of those fits."""
+    """The best layout with another value; None where none fits."""
     slower: float | None
-    """How much longer its step takes, as a share."""
+    """Relative growth of the step time."""
     because: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The outcome of a search."""
+def search(
+    model: Model,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    sequence: int,
+    precision: Precision = PRECISIONS["bf16-master"],
+    software: Software = "fused",
+    efficiency: Efficiency | None = None,
+) -> SearchResult:
+    """The fastest layout that fits, the Pareto front of time against memory, and reasons."""
+    start = time.perf_counter()
+    capacity = cluster.machine.memory_bytes
+    if capacity is None:
+        raise UsageError(f"{cluster.machine.name} has no memory size in the catalogue to plan with.")
+    planner = Planner(cluster, efficiency)
 
-    best: Candidate | None
-    time: TrainingTime | None
-    front: tuple[Candidate, ...]
-    """Layouts that nothing beats in both time and memory, fastest first."""
-    reasons: tuple[Reason, ...]
-    legal: int
-    fitting: int
-    smallest: float
-    """Bytes of the layout that needs the least: what a GPU must have at least."""
-    took: float
-    """Seconds of the search."""
+    def job_of(layout: Layout) -> Job:
+        return Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
+
+    candidates: list[Candidate] = []
+    legal, smallest = 0, float("inf")
+    for layout in layouts(model, cluster, global_batch, sequence):
+        legal += 1
+        job = job_of(layout)
+        memory = peak(job)
+        smallest = min(smallest, memory)
+        if memory <= capacity:
+            candidates.append(Candidate(layout=layout, seconds=planner.seconds(job), memory=memory))
+    if not legal:
+        raise UsageError(
+            f"global_batch={global_batch} cannot be spread over gpus={cluster.gpus} in any legal way. "
+            f"Nearest: global_batch={max(1, round(global_batch / cluster.gpus)) * cluster.gpus}."
+        )
+    candidates.sort(key=lambda candidate: (candidate.seconds, candidate.memory))
+    best = candidates[0] if candidates else None
+    return SearchResult(
+        best=best,
+        time=planner.time(job_of(best.layout)) if best else None,
+        front=tuple(_front(candidates)),
+        reasons=tuple(_reasons(best, candidates, planner, job_of)) if best else (),
+        legal=legal,
+        fitting=len(candidates),
+        smallest=smallest,
+        search_seconds=time.perf_counter() - start,
+    )
+
+
+def _front(candidates: list[Candidate]) -> Iterator[Candidate]:
+    smallest = float("inf")
+    for candidate in candidates:
+        if candidate.memory < smallest:
+            smallest = candidate.memory
+            yield candidate
+
+
+def _reasons(
+    best: Candidate, candidates: list[Candidate], planner: Planner, job_of: Callable[[Layout], Job]
+) -> Iterator[Reason]:
+    winner = planner.time(job_of(best.layout))
+    for field in FIELDS:
+        value = getattr(best.layout, field)
+        other = next((item for item in candidates if getattr(item.layout, field) != value), None)
+        if other is None:
+            yield Reason(field=field, value=value, other=None, slower=None, because="nothing else fits or is legal")
+            continue
+        loser = planner.time(job_of(other.layout))
+        growth = {name: loser.parts[name] - winner.parts[name] for name in winner.parts}
+        worst = max(growth, key=lambda name: growth[name])
+        because = f"{worst} takes {growth[worst] / winner.seconds:.1%} of a step more"
+        slower = other.seconds / best.seconds - 1
+        yield Reason(field=field, value=value, other=other, slower=slower, because=because)
 
 
 def layouts(model: Model, cluster: Cluster, global_batch: int, sequence: int) -> Iterator[Layout]:
@@ -155,194 +345,3 @@ def _shardings(dp: int, cp: int, pp: int, domain: int) -> list[tuple[Sharding, i
         return [("zero1", 0)]
     groups = [size for size in (domain, 8 * domain) if size < dp and dp % size == 0]
     return [("zero1", 0), ("zero3", 0), *(("hsdp", size) for size in groups)]
-
-
-def search(
-    model: Model,
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    sequence: int,
-    precision: Precision = PRECISIONS["bf16-master"],
-    software: Software = "fused",
-    efficiency: Efficiency | None = None,
-) -> SearchResult:
-    """The fastest layout that fits, the front of time against memory, and the reasons."""
-    start = time.perf_counter()
-    capacity = cluster.machine.memory_bytes
-    if capacity is None:
-        raise UsageError(f"{cluster.machine.name} has no memory size in the catalogue to plan with.")
-    planner = Planner(cluster, efficiency)
-    candidates: list[Candidate] = []
-    legal, smallest = 0, float("inf")
-    for layout in layouts(model, cluster, global_batch, sequence):
-        legal += 1
-        job = Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
-        needed = peak(job)
-        smallest = min(smallest, needed)
-        if needed <= capacity:
-            candidates.append(Candidate(layout=layout, seconds=planner.seconds(job), memory=needed))
-    if not legal:
-        raise UsageError(
-            f"global_batch={global_batch} cannot be spread over gpus={cluster.gpus} in any legal way. "
-            f"Nearest: global_batch={max(1, round(global_batch / cluster.gpus)) * cluster.gpus}."
-        )
-    candidates.sort(key=lambda candidate: (candidate.seconds, candidate.memory))
-    best = candidates[0] if candidates else None
-
-    def job_of(layout: Layout) -> Job:
-        return Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
-
-    return SearchResult(
-        best=best,
-        time=planner.time(job_of(best.layout)) if best else None,
-        front=tuple(_front(candidates)),
-        reasons=tuple(_reasons(best, candidates, planner, job_of)) if best else (),
-        legal=legal,
-        fitting=len(candidates),
-        smallest=smallest,
-        took=time.perf_counter() - start,
-    )
-
-
-def _front(candidates: list[Candidate]) -> Iterator[Candidate]:
-    least = float("inf")
-    for candidate in candidates:
-        if candidate.memory < least:
-            least = candidate.memory
-            yield candidate
-
-
-def _reasons(
-    best: Candidate, candidates: list[Candidate], planner: Planner, job_of: Callable[[Layout], Job]
-) -> Iterator[Reason]:
-    winner = planner.time(job_of(best.layout))
-    for field in FIELDS:
-        value = getattr(best.layout, field)
-        other = next((item for item in candidates if getattr(item.layout, field) != value), None)
-        if other is None:
-            yield Reason(field=field, value=value, other=None, slower=None, because="nothing else fits or is legal")
-            continue
-        theirs = planner.time(job_of(other.layout))
-        growth = {name: theirs.parts[name] - winner.parts[name] for name in winner.parts}
-        worst = max(growth, key=lambda name: growth[name])
-        because = f"{worst} takes {growth[worst] / winner.seconds:.1%} of a step more"
-        slower = other.seconds / best.seconds - 1
-        yield Reason(field=field, value=value, other=other, slower=slower, because=because)
-
-
-STEP_TOKENS = 2**22
-"""Of one training step where no batch is given."""
-
-
-QUICK_SEARCH_SECONDS = 1.0
-"""Seconds of a search that is run again under other conditions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """The winner of the same search if one thing were different."""
-
-    what: str
-    layout: Layout | None
-    """None where nothing fits."""
-    tokens_per_second: float
-    """Of the winner under this condition."""
-    changed: bool
-    """Whether another layout wins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchPlan:
-    """A model on a cluster without a layout: what the search found, and the winner as a plan."""
-
-    model: Model
-    cluster: Cluster
-    sequence: int
-    global_batch: int
-    found: SearchResult
-    plan: TrainingPlan | None
-    """None where nothing fits."""
-    roomy: Candidate | None = None
-    """The fastest that leaves room for fragmentation as it was seen in published runs; None where none does."""
-    conditions: tuple[Condition, ...] = ()
-    """What would change the winner; none where the search takes long."""
-
-
-def search_plan(
-    model: Model,
-    cluster: Cluster,
-    *,
-    sequence: int,
-    global_batch: int | None = None,
-    precision: Precision = PRECISIONS["bf16-master"],
-    software: Software = "fused",
-    price: float | None = None,
-) -> SearchPlan:
-    """The fastest layout that fits; without `global_batch`, for a step of about 4 million tokens."""
-    batch = default_batch(cluster.gpus, sequence) if global_batch is None else global_batch
-    found = search(model, cluster, global_batch=batch, sequence=sequence, precision=precision, software=software)
-    plan = None
-    if found.best is not None:
-        job = Job(model=model, layout=found.best.layout, sequence=sequence, precision=precision, software=software)
-        plan = training_plan(job, cluster, price=price)
-
-    def has_room(item: Candidate) -> bool:
-        job = Job(model=model, layout=item.layout, sequence=sequence, precision=precision, software=software)
-        return max(stage.safe for stage in memory_by_stage(job)) <= (cluster.machine.memory_bytes or 0)
-
-    conditions: tuple[Condition, ...] = ()
-    if found.best is not None and found.took < QUICK_SEARCH_SECONDS:
-        best = found.best.layout
-
-        def again(what: str, there: Cluster, length: int, sequences: int) -> Condition:
-            other = search(
-                model, there, global_batch=sequences, sequence=length, precision=precision, software=software
-            ).best
-            if other is None:
-                return Condition(what=what, layout=None, tokens_per_second=0.0, changed=True)
-            same = replace(other.layout, global_batch=best.global_batch, recompute=best.recompute) == best
-            return Condition(
-                what=what,
-                layout=other.layout,
-                tokens_per_second=sequences * length / other.seconds,
-                changed=not same or other.layout.recompute != best.recompute,
-            )
-
-        conditions = tuple(again(*one) for one in _conditions(cluster, sequence, batch))
-    return SearchPlan(
-        model=model,
-        cluster=cluster,
-        sequence=sequence,
-        global_batch=batch,
-        found=found,
-        plan=plan,
-        roomy=next((item for item in found.front if has_room(item)), None),
-        conditions=conditions,
-    )
-
-
-def _conditions(cluster: Cluster, sequence: int, batch: int) -> Iterator[tuple[str, Cluster, int, int]]:
-    """Conditions that a layout depends on, each with the cluster, the sequence and the batch."""
-    machine = cluster.machine
-    if machine.memory_bytes is not None:
-        larger = replace(machine, memory_bytes=int(1.5 * machine.memory_bytes))
-        yield "memory x 1.5", replace(cluster, machine=larger), sequence, batch
-    if cluster.domains > 1:
-        for factor, words in ((2.0, "x 2"), (0.5, "/ 2")):
-            network = factor * cluster.network_bandwidth
-            yield f"network {words}", replace(cluster, network_bandwidth=network), sequence, batch
-    yield "sequence x 4", cluster, 4 * sequence, max(1, batch // 4)
-    yield "batch / 4", cluster, sequence, max(1, batch // 4)
-
-
-def default_batch(gpus: int, sequence: int) -> int:
-    """Sequences of a step of about 4 million tokens that many layouts can share out.
-
-    >>> default_batch(64, 8192), default_batch(72, 4096), default_batch(16384, 8192)
-    (512, 1080, 512)
-    """
-    wanted = max(1, STEP_TOKENS // max(1, sequence))
-    if gpus > wanted or not gpus & (gpus - 1):
-        return 1 << (wanted - 1).bit_length()
-    return gpus * -(-wanted // gpus)

@@ -262,7 +262,7 @@ def memory_picture(plan: MemoryPlan) -> str:
 
 
 MEANINGS = {
-    "products": "matrix products",
+    "GEMMs": "forward and backward",
     "attention": "scores and values",
     "memory-bound": "norms, activations, residuals",
     "casts": "to 8 or 4 bits",
@@ -350,7 +350,7 @@ def rates_table(plan: TrainingPlan) -> Table:
         )
     if plan.joules_per_million_tokens is not None:
         rows.append(("energy", f"{plan.joules_per_million_tokens / 3.6e6:.3g} kWh per million tokens"))
-    dtype = plan.job.precision.products
+    dtype = plan.job.precision.gemm_dtype
     note = (
         f"MFU: 3 x forward FLOPs, causal attention counted under its mask, over the dense {dtype} peak of "
         f"{quantity(time.peak, 'FLOP/s')}. HFU adds what is computed again."
@@ -406,7 +406,7 @@ def step_picture(plan: TrainingPlan) -> str:
 def steps_picture(times: list[tuple[str, TrainingTime]], model: str, subtitle: str) -> str:
     """Steps of one or more layouts as stacked bars of the same six groups."""
     groups = {
-        "products, attention": ("products", "attention"),
+        "GEMMs, attention": ("GEMMs", "attention"),
         "memory-bound, casts, optimizer": ("memory-bound", "casts", "optimizer"),
         "recompute": ("recompute",),
         "communication": ("tensor", "context", "experts", "pipeline", "data"),
@@ -424,7 +424,7 @@ def steps_picture(times: list[tuple[str, TrainingTime]], model: str, subtitle: s
 
 def search_document(answer: SearchPlan, top: int) -> Document:
     """The report."""
-    found, cluster = answer.found, answer.cluster
+    found, cluster = answer.search, answer.cluster
     fact = (
         f"{found.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}, {found.fitting:,} fit; "
         f"{answer.global_batch} sequences of {answer.sequence} tokens a step."
@@ -454,7 +454,7 @@ def search_document(answer: SearchPlan, top: int) -> Document:
 
 
 def _front(answer: SearchPlan, top: int) -> Table:
-    found = answer.found
+    found = answer.search
     shown = found.front[:top]
     assert found.best is not None
     rest = len(found.front) - len(shown)
@@ -481,18 +481,18 @@ def _front(answer: SearchPlan, top: int) -> Table:
 
 def _headroom(answer: SearchPlan) -> tuple[Paragraph, ...]:
     """Which layout to take where the winner leaves no room for fragmentation."""
-    best, roomy = answer.found.best, answer.roomy
-    if roomy == best or best is None:
+    best, with_margin = answer.search.best, answer.with_margin
+    if with_margin == best or best is None:
         return ()
-    if roomy is None:
+    if with_margin is None:
         return (Paragraph(text="No layout leaves room for the fragmentation that was seen at times.", kind="bad"),)
-    layout = roomy.layout
+    layout = with_margin.layout
     said = f"{degrees_text(layout)}, {sharding_text(layout)}, recompute {recompute_text(layout)}, microbatch {layout.microbatch}"
-    slower = percent(roomy.seconds / best.seconds - 1)
+    slower = percent(with_margin.seconds / best.seconds - 1)
     return (
         Paragraph(
-            text=f"The fastest that leaves room for fragmentation: {said}; {seconds(roomy.seconds)} a step, "
-            f"{slower} slower, {gigabytes(roomy.memory)} GB."
+            text=f"The fastest that leaves room for fragmentation: {said}; {seconds(with_margin.seconds)} a step, "
+            f"{slower} slower, {gigabytes(with_margin.memory)} GB."
         ),
     )
 
@@ -549,7 +549,7 @@ def front_picture(answer: SearchPlan) -> str:
     def point(item: Candidate) -> tuple[float, float]:
         return item.memory / 1e9, item.seconds
 
-    front = answer.found.front
+    front = answer.search.front
     labels = tuple(
         f"{degrees_text(item.layout)}, {sharding_text(item.layout)}, recompute {recompute_text(item.layout)}"
         for item in front
