@@ -23,7 +23,7 @@ from nearpeak.diffs.difference import Difference
 from nearpeak.gallery.parts import ExampleResult
 from nearpeak.machines.catalogue import Network
 from nearpeak.machines.machine import Machine
-from nearpeak.measure.selftest.report import Report as SelfTest
+from nearpeak.measure.results import SelfTestReport
 from nearpeak.measure.timing import SCHEMA, Comparison, Sweep, Timing
 from nearpeak.plan.cluster.cluster import Cluster, System
 from nearpeak.plan.cluster.collectives import Collective
@@ -39,7 +39,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "A timing": (Timing,),
     "A comparison": (Comparison,),
     "A sweep": (Sweep,),
-    "The self-test": (SelfTest,),
+    "The self-test": (SelfTestReport,),
     "estimate": (Estimate,),
     "diff": (Difference,),
     "machine": (Machine, Network),

@@ -12,13 +12,12 @@ from nearpeak.machines import catalogue
 from nearpeak.measure.bench import bench
 from nearpeak.measure.case import Case
 from nearpeak.measure.compare import compare
-from nearpeak.measure.delay_kernel import delay_kernel, triton_missing
 from nearpeak.measure.gpu import LONGEST_SPIN_SECONDS, Stage, gpu_instrument
 from nearpeak.measure.instrument import can_time_in_graphs, eviction_ratio, profiled_seconds, zero_of
 from nearpeak.measure.machine import known_machine
 from nearpeak.measure.prepared import IDLE_SHARE, PROVEN_EVICTION, probe_gpu
 from nearpeak.measure.samplers import STAGE_SECONDS, EventSampler, GraphSampler, RegressionSampler, WallSampler
-from nearpeak.measure.selftest.experiments import spin_host
+from nearpeak.measure.selftest import spin_host
 from nearpeak.measure.statistics import median
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +33,7 @@ def device():
 @pytest.fixture(scope="module")
 def spin(device):
     """Occupies the GPU for so many seconds of its own global timer."""
-    if triton_missing():
-        pytest.skip("needs triton")
-    launch = delay_kernel(device.device)
+    launch = pytest.importorskip("nearpeak.measure.delay_kernel", exc_type=ImportError).delay_kernel(device.device)
 
     def spin(seconds):
         launch(round(seconds * 1e9))

@@ -5,13 +5,11 @@ import pytest
 import torch
 
 from nearpeak.errors import UsageError
-from nearpeak.measure import prepared
+from nearpeak.measure import prepared, selftest
 from nearpeak.measure.bench import bench
 from nearpeak.measure.case import Case
-from nearpeak.measure.selftest import experiments as selftest_experiments
-from nearpeak.measure.selftest import run
-from nearpeak.measure.selftest.experiments import EXPERIMENTS, Place, spin_host
-from nearpeak.measure.selftest.report import Experiment, Report
+from nearpeak.measure.results import Experiment, SelfTestReport
+from nearpeak.measure.selftest import EXPERIMENTS, Place, run, spin_host
 from nearpeak.measure.timing import Block
 from nearpeak.render.views import selftest as render
 
@@ -20,7 +18,9 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU w
 
 
 def report(*experiments, quick=False, device="cpu"):
-    return Report(device=device, torch="2.13.0", date="2026-01-02T03:04:05+00:00", quick=quick, experiments=experiments)
+    return SelfTestReport(
+        device=device, torch="2.13.0", date="2026-01-02T03:04:05+00:00", quick=quick, experiments=experiments
+    )
 
 
 def experiment(name="spin", passed=True, found="slope 1.0001", **fields):
@@ -106,7 +106,7 @@ def test_the_spin_experiment_on_this_cpu():
     assert spin.name == "spin"
     assert isinstance(spin.passed, bool)  # which depends on this machine's noise
     assert spin.data["slope"] > 0.9  # a spin may be read longer, where others share the cores, but not shorter
-    assert [row["true"] for row in spin.data["rows"]] == list(selftest_experiments.LENGTHS[::3])
+    assert [row["true"] for row in spin.data["rows"]] == list(selftest.LENGTHS[::3])
     assert all(row["low"] <= row["reported"] <= row["high"] for row in spin.data["rows"])
     assert max(len(line) for line in render.text(found).splitlines()) <= 80
 
@@ -120,18 +120,18 @@ def test_the_spin_experiment_judges_the_slope_and_not_the_intercept(monkeypatch,
         return types.SimpleNamespace(seconds=seconds, low=seconds, high=seconds)
 
     spun = []
-    monkeypatch.setattr(selftest_experiments, "bench", fake_bench)
-    found = selftest_experiments.delay_linearity(Place(gpu=None, spin=spun.append), False)
+    monkeypatch.setattr(selftest, "bench", fake_bench)
+    found = selftest.delay_linearity(Place(gpu=None, spin=spun.append), False)
     assert found.passed is passed
     assert found.data["slope"] == pytest.approx(slope, abs=1e-6)
     assert found.data["intercept"] == pytest.approx(0.5e-6, abs=1e-9)
-    assert len(found.data["rows"]) == len(selftest_experiments.LENGTHS)
+    assert len(found.data["rows"]) == len(selftest.LENGTHS)
     assert found.found.startswith(f"slope {slope:.4f}, intercept 500 ns, worst point off the line by 0.00 %")
 
 
 def test_the_fit_weighs_relative_errors_and_has_its_example():
-    assert ">>> " in selftest_experiments.relative_fit.__doc__
-    slope, intercept = selftest_experiments.relative_fit([1e-6, 1e-3, 1e-1], [2e-6, 1.001e-3, 1.2e-1])
+    assert ">>> " in selftest.relative_fit.__doc__
+    slope, intercept = selftest.relative_fit([1e-6, 1e-3, 1e-1], [2e-6, 1.001e-3, 1.2e-1])
     assert slope == pytest.approx(1.1, abs=0.01)  # between 1.0 and 1.2; a fit by absolute errors would say 1.2
     assert intercept == pytest.approx(0.9e-6, rel=0.01)
 
@@ -172,19 +172,19 @@ def test_false_verdicts_are_counted():
         "sine": {"FASTER": 1, "SLOWER": 1, "EQUIVALENT": 38, "INCONCLUSIVE": 0},
         "sum": {"FASTER": 0, "SLOWER": 0, "EQUIVALENT": 20, "INCONCLUSIVE": 20},
     }
-    found = selftest_experiments._false_verdicts("same", "?", results)
+    found = selftest._false_verdicts("same", "?", results)
     assert found.found == "2 false in 80 (2.5 %), 72 % equivalent"
     assert found.passed
     results["sum"] = {"FASTER": 3, "SLOWER": 0, "EQUIVALENT": 37, "INCONCLUSIVE": 0}
-    assert not selftest_experiments._false_verdicts("same", "?", results).passed
+    assert not selftest._false_verdicts("same", "?", results).passed
 
 
 def test_coverage_counts_the_runs_whose_interval_holds_the_truth():
     from nearpeak.measure.options import Options
 
     blocks = [Block(seconds=value, readings=(value,)) for value in [1.0, 1.001, 0.999, 1.0005] * 40]
-    assert selftest_experiments._covered(blocks, 1.0, Options(precision=0.01)) == 1.0
-    assert selftest_experiments._covered(blocks, 2.0, Options(precision=0.01)) == 0.0
+    assert selftest._covered(blocks, 1.0, Options(precision=0.01)) == 1.0
+    assert selftest._covered(blocks, 2.0, Options(precision=0.01)) == 0.0
 
 
 def live_tensor_bytes(index):
@@ -197,15 +197,15 @@ def live_tensor_bytes(index):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("DEGENERATE_INPUT", selftest_experiments._zeros),
-        ("INPUT_MUTATED", selftest_experiments._mutates),
-        ("OUTPUT_NONFINITE", selftest_experiments._overflows),
-        ("CLOSURE_INPUTS", selftest_experiments._closure),
-        ("PRECISION_NOT_REACHED", selftest_experiments._no_time),
-        ("MEMORY_GROWS", selftest_experiments._grows),
-        ("PAGE_FAULTS", selftest_experiments._maps_anew),
-        ("COMPILED_DURING_TIMING", selftest_experiments._compiles),
-        ("ABOVE_ROOFLINE", selftest_experiments._impossible),
+        ("DEGENERATE_INPUT", selftest._zeros),
+        ("INPUT_MUTATED", selftest._mutates),
+        ("OUTPUT_NONFINITE", selftest._overflows),
+        ("CLOSURE_INPUTS", selftest._closure),
+        ("PRECISION_NOT_REACHED", selftest._no_time),
+        ("MEMORY_GROWS", selftest._grows),
+        ("PAGE_FAULTS", selftest._maps_anew),
+        ("COMPILED_DURING_TIMING", selftest._compiles),
+        ("ABOVE_ROOFLINE", selftest._impossible),
     ],
 )
 def test_a_fault_raises_its_own_flag(name, fault, monkeypatch):
@@ -221,23 +221,23 @@ def test_a_fault_raises_its_own_flag(name, fault, monkeypatch):
 def test_every_fault_belongs_to_a_flag_and_can_be_left_out_only_by_name():
     from nearpeak.measure.timing import flag_names
 
-    assert set(selftest_experiments._FAULTS) <= set(flag_names())
-    assert set(selftest_experiments._FAULTS) >= selftest_experiments._GPU_ONLY
-    assert set(selftest_experiments._FAULTS) >= selftest_experiments._SLOW
+    assert set(selftest._FAULTS) <= set(flag_names())
+    assert set(selftest._FAULTS) >= selftest._GPU_ONLY
+    assert set(selftest._FAULTS) >= selftest._SLOW
 
 
 @pytest.mark.slow
 def test_the_faults_experiment_names_what_was_missed(monkeypatch):
     def sound(place):
-        return bench(torch.exp, torch.randn(64), **selftest_experiments._QUICK, precision=0.5)
+        return bench(torch.exp, torch.randn(64), **selftest._QUICK, precision=0.5)
 
     monkeypatch.setattr(
-        selftest_experiments,
+        selftest,
         "_FAULTS",
-        {"OUTPUT_NONFINITE": selftest_experiments._overflows, "DRIFT": sound, "OFF_STREAM": sound},
+        {"OUTPUT_NONFINITE": selftest._overflows, "DRIFT": sound, "OFF_STREAM": sound},
     )
-    monkeypatch.setattr(selftest_experiments, "_endless_memory_is_refused", lambda place: True)
-    found = selftest_experiments.injected_faults(CPU, quick=True)
+    monkeypatch.setattr(selftest, "_endless_memory_is_refused", lambda place: True)
+    found = selftest.injected_faults(CPU, quick=True)
     assert found.passed is False
     assert found.found.startswith("2 of 3 raised; missed: DRIFT")  # OFF_STREAM needs a GPU
 
@@ -247,9 +247,9 @@ def test_a_broken_eviction_is_put_back(monkeypatch):
     from nearpeak.measure import instrument, samplers
 
     seen = []
-    monkeypatch.setattr(selftest_experiments, "bench", lambda case, **options: seen.append(samplers.HOST_EVICT_FACTOR))
+    monkeypatch.setattr(selftest, "bench", lambda case, **options: seen.append(samplers.HOST_EVICT_FACTOR))
     sound = samplers.HOST_EVICT_FACTOR
-    selftest_experiments._bench_with_broken_eviction(CPU, Case(torch.neg, torch.ones(3)))
+    selftest._bench_with_broken_eviction(CPU, Case(torch.neg, torch.ones(3)))
     assert seen == [1 / 64]
     assert sound == samplers.HOST_EVICT_FACTOR
     assert instrument.host_eviction_ratio.cache_info().currsize == 0

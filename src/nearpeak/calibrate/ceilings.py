@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +17,6 @@ import torch
 
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Achievable, Ceiling, LaunchCost
-from nearpeak.measure.delay_kernel import fma_kernel
 from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument
 from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.options import Progress
@@ -432,10 +432,12 @@ def _sustained_rates(device: GpuInstrument, call: Callable[[], Any], flops: floa
 
 def _measure_fma(ceilings: CeilingCollector, device: GpuInstrument) -> None:
     """A loop of multiply-adds in registers; needs triton. A float32 product is the other way to that ceiling."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from nearpeak.measure.delay_kernel import fma_kernel
+
     ceilings.say("vector units")
     kernel = fma_kernel(device.device)
-    if kernel is None:
-        return
     how = "multiply-adds in registers"
     ceilings.best("vector.float32", best_rate(_event_sampler(device, kernel.launch), kernel.flops, how))
 

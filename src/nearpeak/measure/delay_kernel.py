@@ -1,17 +1,20 @@
-"""Kernels with a known answer, in triton: a spin of exactly so many nanoseconds, and multiply-adds in registers.
+"""Triton kernels with a known answer: a delay of so many nanoseconds, and a counted number of multiply-adds.
 
-triton comes with GPU builds of torch; without it these are None and what needs them says so.
+Imported only where triton is installed; GPU builds of torch for Linux bring it.
 """
+
+# mypy: ignore-errors
+# Triton's language is not Python to a type checker.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from nearpeak.devices.backends import require_gpu_backend
 
@@ -27,42 +30,47 @@ class KnownFlopsKernel:
     flops: float
 
 
-def triton_missing() -> str | None:
-    """Why there is no triton here, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; GPU builds of torch for Linux bring it"
-    return None
-
-
-def delay_kernel(device: torch.device) -> Callable[[int], None] | None:
+def delay_kernel(device: torch.device) -> Callable[[int], None]:
     """A launcher that occupies one multiprocessor for a number of nanoseconds of the GPU's own global timer."""
-    if triton_missing():
-        return None
     times = torch.zeros(2, dtype=torch.int64, device=device)
-    kernel = _kernels()["spin"]
 
     def launch(nanoseconds: int) -> None:
-        kernel[(1,)](times, nanoseconds, num_warps=1)
+        delay[(1,)](times, nanoseconds, num_warps=1)
 
     return launch
 
 
-def fma_kernel(device: torch.device) -> KnownFlopsKernel | None:
+def fma_kernel(device: torch.device) -> KnownFlopsKernel:
     """Independent chains of float32 multiply-adds in every lane."""
-    if triton_missing():
-        return None
-    processors = require_gpu_backend().properties(device.index or 0).processors or 1
+    processors = require_gpu_backend().properties(device.index or 0).processors
     programs, width = processors * 16, 1024
     out = torch.empty(programs * width, device=device)
-    kernel = _kernels()["fma"]
     return KnownFlopsKernel(
-        launch=lambda: kernel[(programs,)](out, 0.999, _FMA_STEPS, WIDTH=width, num_warps=8),
+        launch=lambda: fma[(programs,)](out, 0.999, _FMA_STEPS, WIDTH=width, num_warps=8),
         flops=2.0 * programs * width * _FMA_STEPS * _FMA_CHAINS,
     )
 
 
-@lru_cache(maxsize=1)
-def _kernels() -> dict[str, Any]:
-    from nearpeak.measure import delay_kernel_triton
+@triton.jit
+def delay(times_ptr, nanoseconds):
+    """Reads the global timer until `nanoseconds` have passed; stores begin and end."""
+    begin = tl.extra.cuda.globaltimer()
+    now = begin
+    while now - begin < nanoseconds:
+        now = tl.extra.cuda.globaltimer()
+    tl.store(times_ptr, begin)
+    tl.store(times_ptr + 1, now)
 
-    return {"spin": delay_kernel_triton.delay, "fma": delay_kernel_triton.fma}
+
+@triton.jit
+def fma(out_ptr, factor, steps, WIDTH: tl.constexpr):  # noqa: N803  # upper case: a compile-time constant
+    """Four independent chains per lane, so that the latency of one hides behind the others."""
+    offsets = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    start = offsets.to(tl.float32)
+    a, b, c, d = start, start + 1.0, start + 2.0, start + 3.0
+    for _ in range(steps):
+        a = a * factor + 1.0
+        b = b * factor + 1.0
+        c = c * factor + 1.0
+        d = d * factor + 1.0
+    tl.store(out_ptr + offsets, a + b + c + d)

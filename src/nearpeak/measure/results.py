@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -164,3 +164,34 @@ def _timings(result: Result) -> tuple[Timing, ...]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One experiment of the self-test. `passed` is None where it could not run on this machine."""
+
+    name: str
+    question: str
+    expected: str
+    found: str
+    passed: bool | None
+    seconds: float = 0.0
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The raw figures behind `found`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestReport:
+    """All experiments of a self-test."""
+
+    device: str
+    torch: str
+    date: str
+    quick: bool
+    experiments: tuple[Experiment, ...]
+    schema: int = 1
+
+    @property
+    def passed(self) -> bool:
+        """Whether no experiment failed."""
+        return all(experiment.passed is not False for experiment in self.experiments)

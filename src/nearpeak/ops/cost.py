@@ -7,8 +7,8 @@ its overloads. A name that is registered twice is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nearpeak.ops.fast_init import fast_init, positional_constructor
@@ -121,7 +121,11 @@ def registered() -> dict[str, Formula]:
     return _FORMULAS
 
 
-def accesses(*items: Tensor | tuple[Tensor, float] | None) -> tuple[Access, ...]:
+Part = Tensor | tuple[Tensor, float]
+"""A tensor, or so many bytes of it."""
+
+
+def accesses(*items: Part | None) -> tuple[Access, ...]:
     """Accesses to tensors: all bytes behind each, or as many as are given with it. The same memory counts once.
 
     Two views of one storage that are not the same view count both, up to what they can hold together.
@@ -134,6 +138,25 @@ def accesses(*items: Tensor | tuple[Tensor, float] | None) -> tuple[Access, ...]
         key = (tensor.storage, tensor.offset, tensor.shape, tensor.strides)
         seen[key] = max(seen.get(key, 0.0), size)
     return tuple(Access(storage=key[0], bytes=size) for key, size in seen.items() if size)
+
+
+def least_bytes(table: Tensor, fixed: Collection[int], shape: tuple[int, ...] | None = None) -> float:
+    """The fewest bytes of `table` that an access touches which goes over `shape` and picks freely along `fixed`.
+
+    Every place along the other dimensions is another element, so this is one slice; where strides overlap, two places
+    may be the same element, and this is one element.
+    """
+    sizes = list(table.shape if shape is None else shape)
+    if 0 in sizes or not table.elements:
+        return 0.0
+    for dimension in fixed:
+        sizes[dimension] = 1
+    distinct = 1
+    for size, stride in zip(table.shape, table.strides, strict=True):
+        distinct *= size if stride else 1
+    if table.bytes < distinct * table.item_bytes:
+        return table.item_bytes
+    return replace(table, shape=tuple(sizes)).bytes
 
 
 def accesses_to_all(tensors: Iterable[Tensor]) -> tuple[Access, ...]:

@@ -3,8 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearpeak.ops.cost import cost_of
-from nearpeak.ops.formulas.indexing import least_bytes
+from nearpeak.ops.cost import cost_of, least_bytes
 from nearpeak.ops.tensor import Tensor
 from nearpeak.ops.work import Work
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nearpeak.ops.cost import Cost, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, Part, accesses, accesses_to_all, formula
 from nearpeak.ops.formulas.matrix import engines, vector_dtype
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -130,7 +130,7 @@ def forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | Non
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     heads = _heads(query, key, value, axis)
     flops, vector, products = _flops(op, 2 * (query.shape[-1] + value.shape[-1]), heads * pairs.count, tf32)
-    reads: list[Tensor | tuple[Tensor, float]] = [
+    reads: list[Part] = [
         _part(query, axis, pairs.queries),
         _part(key, axis, pairs.keys),
         _part(value, axis, pairs.keys),
@@ -138,7 +138,7 @@ def forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | Non
         *(tensor for name in ("q_descale", "k_descale", "v_descale") for tensor in op.tensors(name)),
     ]
     changed = [tensor for name in op.mutated for tensor in op.tensors(name)]
-    writes: list[Tensor | tuple[Tensor, float]] = [*(changed or op.outputs[:1])]
+    writes: list[Part] = [*(changed or op.outputs[:1])]
     for statistics in op.outputs[:1] if changed else op.outputs[1:2]:
         if op.arguments.get("compute_log_sumexp", True):  # some kernels pad it
             writes.append((statistics, min(statistics.bytes, heads * query.shape[axis] * statistics.item_bytes)))
@@ -176,7 +176,7 @@ def backward(
     flops, vector, products = _flops(op, 2 * width, heads * pairs.count, tf32)
     statistics = op.tensor("logsumexp")
     rows = heads * pairs.queries[1]
-    reads: list[Tensor | tuple[Tensor, float]] = [
+    reads: list[Part] = [
         _part(query, axis, pairs.queries),
         _part(key, axis, pairs.keys),
         _part(grad, axis, pairs.queries),

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from nearpeak.ops.cost import Cost, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, Part, accesses, accesses_to_all, formula
 from nearpeak.ops.formulas.matrix import engines, result, vector_dtype
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -283,7 +283,7 @@ def _backward(op: Op) -> Cost:
         return Cost(family="convolution", writes=writes)
     geometry = _geometry(op, source, weight, grad, transposed=bool(op.arguments["transposed"]))
     matrix, vector, direct = _flops(op, geometry, grad.dtype, products=int(for_input) + int(for_weight))
-    reads: list[Tensor | tuple[Tensor, float]] = []
+    reads: list[Part] = []
     if for_input:
         reads.append((weight, weight.bytes * geometry.weight))
     if for_weight:

@@ -18,33 +18,13 @@ were in place wherever it adds.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, accesses, formula
+from nearpeak.ops.cost import Cost, accesses, formula, least_bytes
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
 MASK_DTYPES = ("bool", "uint8")
-
-
-def least_bytes(table: Tensor, fixed: Collection[int], shape: tuple[int, ...] | None = None) -> float:
-    """The fewest bytes of `table` that an access touches which goes over `shape` and picks freely along `fixed`.
-
-    Every place along the other dimensions is another element, so it is one slice. Where strides overlap two places
-    may be the same element: one element then.
-    """
-    sizes = list(table.shape if shape is None else shape)
-    if 0 in sizes or not table.elements:
-        return 0.0
-    for dimension in fixed:
-        sizes[dimension] = 1
-    distinct = 1
-    for size, stride in zip(table.shape, table.strides, strict=True):
-        distinct *= size if stride else 1
-    if table.bytes < distinct * table.item_bytes:
-        return table.item_bytes
-    return replace(table, shape=tuple(sizes)).bytes
 
 
 def share_bytes(table: Tensor, count: float, of: int) -> float:

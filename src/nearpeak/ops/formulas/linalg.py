@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nearpeak.ops.cost import Cost, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, Part, accesses, accesses_to_all, formula
 from nearpeak.ops.formulas.matrix import engines
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -118,7 +118,7 @@ def _solve(op: Op) -> Cost:
     flops, vector = engines(
         matrix.dtype, problem.flops(rows, columns, sides) * math.prod(matrix.shape[:-2]), tf32=op.tf32_products
     )
-    read: list[Tensor | tuple[Tensor, float]] = [
+    read: list[Part] = [
         (matrix, matrix.bytes * (columns + 1) / (2 * columns)) if problem.half else matrix,
         *(tensor for tensor in _others(op, problem)),
     ]

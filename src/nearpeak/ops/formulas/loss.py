@@ -6,13 +6,10 @@ log-probabilities one element is certain, not one for each row.
 
 from __future__ import annotations
 
-from nearpeak.ops.cost import Cost, accesses, formula
+from nearpeak.ops.cost import Cost, Part, accesses, formula
 from nearpeak.ops.formulas.pointwise import arithmetic, distinct, read
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
-
-Part = Tensor | tuple[Tensor, float]
-"""A tensor, or so many bytes of it."""
 
 ELEMENTWISE = """
 binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits huber_loss huber_loss_backward

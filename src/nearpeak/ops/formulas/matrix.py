@@ -7,20 +7,18 @@ several of a shorter dtype (three of tf32, nine of bfloat16), which no library t
 to. `beta=0` means that the addend is not read, `alpha=0` that the factors are not. A complex product takes three real
 ones (Gauss), the fewest that libraries use.
 
-Products with a factor that is half zeros in a fixed pattern: two of four numbers, as tensor cores take it.
-
-Only the half that is stored is multiplied, so a result takes half of the multiply-adds of a full product, at the full
-rate of the dtype: that is the doubled rate of such products, said with dense peaks. float32 runs in tf32. The stored
-half, the places of its numbers and the other factor are read once, the result is written.
+Products with 2:4 structured sparsity multiply only the half of a factor that is stored: half of the multiply-adds of a
+dense product, at the dense rate of the dtype. float32 runs in tf32. The stored half, the positions of its numbers and
+the other factor are read once, the result is written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, Family, Part, accesses, accesses_to_all, formula
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
@@ -57,6 +55,32 @@ def result(op: Op) -> Tensor:
     return op.outputs[0] if op.outputs else op.tensor(op.mutated[0])
 
 
+def product_cost(
+    family: Family,
+    dtype: str,
+    reads: Iterable[Part],
+    writes: Iterable[Part],
+    *,
+    flops: float,
+    other_flops: float = 0.0,
+    tf32: bool = False,
+) -> Cost:
+    """The cost of an op that does `flops` of products in `dtype`, and `other_flops` on the vector units beside them."""
+    matrix, vector = engines(dtype, flops, tf32=tf32)
+    products = dict(matrix or vector)
+    if other_flops:
+        name = vector_dtype(dtype)
+        vector[name] = vector.get(name, 0.0) + other_flops
+    return Cost(
+        family=family,
+        reads=accesses(*reads),
+        writes=accesses(*writes),
+        flops=matrix,
+        vector_flops=vector,
+        products=products,
+    )
+
+
 def matrix_product(
     op: Op,
     left: str,
@@ -66,7 +90,7 @@ def matrix_product(
     contracted: int | None = None,
     dtype: str | None = None,
     vector: Mapping[str, float] | None = None,
-    extra: tuple[Tensor | tuple[Tensor, float], ...] = (),
+    extra: tuple[Part, ...] = (),
 ) -> Cost:
     """`left @ right + added`: an element of the result takes `contracted` multiply-adds (the last size of `left`)."""
     out = result(op)
@@ -76,7 +100,7 @@ def matrix_product(
     inner = (a.shape[-1] if contracted is None else contracted) * _packed(a)
     if not b.elements:  # a sparse factor, of which nothing is known, is recorded as an empty one
         inner = 0
-    reads: list[Tensor | tuple[Tensor, float]] = list(extra)
+    reads: list[Part] = list(extra)
     scale = op.arguments.get("alpha", 1)
     if scale == 0:
         inner = 0
@@ -196,7 +220,7 @@ def _grouped_mm(op: Op) -> Cost:
     inner = a.shape[-1] * _packed(a)
     groups = a.shape[0] if len(a.shape) == 3 else b.shape[0] if len(b.shape) == 3 else out.shape[0]
     a_scales, b_scales = tuple(op.tensors("scale_a")), tuple(op.tensors("scale_b"))
-    reads: list[Tensor | tuple[Tensor, float]] = [*op.tensors("offs"), *op.tensors("bias")]
+    reads: list[Part] = [*op.tensors("offs"), *op.tensors("bias")]
     elements = out.elements
     if len(a.shape) == len(b.shape) == 3:
         reads += [a, b, *a_scales, *b_scales]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, accesses, formula
+from nearpeak.ops.cost import Cost, Part, accesses, formula
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
@@ -43,7 +43,7 @@ COPIES_OF_VIEWS = (
 )
 
 
-def moved(reads: Iterable[Tensor | tuple[Tensor, float]], writes: Iterable[Tensor]) -> Cost:
+def moved(reads: Iterable[Part], writes: Iterable[Tensor]) -> Cost:
     """A cost of this family that only moves bytes."""
     return Cost(family="movement", reads=accesses(*reads), writes=accesses(*writes))
 

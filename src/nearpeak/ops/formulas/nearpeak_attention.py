@@ -16,41 +16,31 @@ from dataclasses import replace
 
 from nearpeak.ops.cost import Cost, accesses, formula
 from nearpeak.ops.formulas.attention import banded
-from nearpeak.ops.formulas.matrix import engines, vector_dtype
+from nearpeak.ops.formulas.matrix import product_cost
 from nearpeak.ops.formulas.pointwise import arithmetic, distinct, total
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
 
 def _visible_pairs(op: Op) -> tuple[int, int]:
-    """How many queries and keys of a head see each other, and how many keys are seen at all."""
+    """The pairs of a query and a key of a head that see each other, and the keys that any query sees."""
     queries, keys = op.tensor("query").shape[2], op.tensor("key").shape[2]
     if op.tensors("query_starts"):
         return 0, 0
     left, right = (None if op.arguments[name] < 0 else op.arguments[name] for name in ("left", "right"))
     offset = keys - queries if op.arguments["bottom_right"] else 0
-    seen = banded(queries, keys, left=left, right=right, offset=offset)
-    return seen.count, seen.keys[1]
+    pairs = banded(queries, keys, left=left, right=right, offset=offset)
+    return pairs.count, pairs.keys[1]
 
 
-def _attention_cost(op: Op, reads: tuple[Tensor, ...], products: int) -> Cost:
+def _attention_cost(op: Op, reads: tuple[Tensor, ...], flops_per_pair: int) -> Cost:
+    """One exponential per pair other_flops the products. Of keys and values, what some query sees is read."""
     query, keys = op.tensor("query"), op.tensor("key").shape[2]
-    pairs, seen = _visible_pairs(op)
+    pairs, visible_keys = _visible_pairs(op)
     count = query.shape[0] * query.shape[1] * pairs
-    matrix, vector = engines(query.dtype, float(products * count), tf32=False)
-    each = dict(matrix or vector)
-    if count:
-        name = vector_dtype(query.dtype)
-        vector[name] = vector.get(name, 0.0) + count
-    parts = [(x, x.bytes * seen / max(keys, 1)) for x in op.tensors("key", "value")]
-    return Cost(
-        family="attention",
-        reads=accesses(*reads, *parts),
-        writes=accesses(*op.outputs),
-        flops=matrix,
-        vector_flops=vector,
-        products=each,
-    )
+    parts = [(x, x.bytes * visible_keys / max(keys, 1)) for x in op.tensors("key", "value")]
+    flops = float(flops_per_pair * count)
+    return product_cost("attention", query.dtype, (*reads, *parts), op.outputs, flops=flops, other_flops=count)
 
 
 @formula("nearpeak.attention")
@@ -87,21 +77,15 @@ def decode_attention(op: Op) -> Cost:
     window = op.arguments["window"]
     pairs = banded(new, new, right=0, left=None if window < 0 else window)
     count = batch * heads * pairs.count
-    per_pair = 2 * (dim + values.shape[-1])
-    matrix, vector = engines(query.dtype, float(per_pair * count), tf32=False)
-    products = dict(matrix or vector)
-    if count:
-        name = vector_dtype(query.dtype)
-        vector[name] = vector.get(name, 0.0) + count
     key_heads = keys.shape[2 if paged else 1]
     rows = (1 if paged else batch) * key_heads * new if count else 0
-    return Cost(
-        family="attention",
-        reads=accesses(query, op.tensor("lengths"), _cache_rows(keys, rows), _cache_rows(values, rows)),
-        writes=accesses(*op.outputs),
-        flops=matrix,
-        vector_flops=vector,
-        products=products,
+    return product_cost(
+        "attention",
+        query.dtype,
+        (query, op.tensor("lengths"), _cache_rows(keys, rows), _cache_rows(values, rows)),
+        op.outputs,
+        flops=2.0 * (dim + values.shape[-1]) * count,
+        other_flops=count,
     )
 
 
@@ -118,15 +102,15 @@ def append_to_cache(op: Op) -> Cost:
     number that is rotated.
     """
     key, value, rotary_dim = op.tensor("key"), op.tensor("value"), op.arguments["rotary_dim"]
-    asked = op.tensors("query")
+    query = op.tensors("query")
     batch, key_heads, new, _ = key.shape
     tables = op.tensors("cosines", "sines") if batch * new else ()
-    rotated = [replace(x, shape=(*x.shape[:-1], rotary_dim)) for x in (key, *asked)] if tables else []
+    rotated = [replace(x, shape=(*x.shape[:-1], rotary_dim)) for x in (key, *query)] if tables else []
     angles = [(table, float(new * rotary_dim // 2 * table.item_bytes)) for table in tables]
     rows = batch * key_heads * new
     return Cost(
         family="indexing",
-        reads=accesses(key, value, *asked, op.tensor("lengths"), *angles),
+        reads=accesses(key, value, *query, op.tensor("lengths"), *angles),
         writes=accesses(
             _cache_rows(op.tensor("key_cache"), rows), _cache_rows(op.tensor("value_cache"), rows), *op.outputs
         ),
@@ -134,26 +118,16 @@ def append_to_cache(op: Op) -> Cost:
     )
 
 
-def _linear_attention_cost(op: Op, reads: tuple[Tensor, ...], by_states: float, by_pairs: float, beside: float) -> Cost:
-    """`by_states` is in products of both sizes of a head, `by_pairs` in operations for each pair of tokens."""
+def _linear_attention_cost(
+    op: Op, reads: tuple[Tensor, ...], by_states: float, by_pairs: float, other_flops: float
+) -> Cost:
+    """`by_states` counts products of both sizes of a head, `by_pairs` operations for each pair of tokens."""
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     batches, heads, queries, dim = query.shape
     keys = key.shape[2]
     pairs = queries * (queries + 1) // 2 if op.arguments["causal"] else queries * keys
-    products = min(2.0 * dim * value.shape[3] * by_states, batches * heads * pairs * by_pairs)
-    flops, vector_flops = engines(query.dtype, products, tf32=False)
-    each = dict(flops or vector_flops)
-    if beside:
-        dtype = vector_dtype(query.dtype)
-        vector_flops[dtype] = vector_flops.get(dtype, 0.0) + beside
-    return Cost(
-        family="attention",
-        reads=accesses(*reads),
-        writes=accesses(*op.outputs),
-        flops=flops,
-        vector_flops=vector_flops,
-        products=each,
-    )
+    flops = min(2.0 * dim * value.shape[3] * by_states, batches * heads * pairs * by_pairs)
+    return product_cost("attention", query.dtype, reads, op.outputs, flops=flops, other_flops=other_flops)
 
 
 def _head_tokens(x: Tensor) -> float:
@@ -171,9 +145,11 @@ def linear_attention(op: Op) -> Cost:
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     if not query.elements or not key.elements:
         return Cost(family="attention", writes=accesses(*op.outputs))
-    beside = float(query.elements + key.elements + op.outputs[0].elements)
+    other_flops = float(query.elements + key.elements + op.outputs[0].elements)
     by_pairs = 2.0 * (query.shape[3] + value.shape[3])
-    return _linear_attention_cost(op, (query, key, value), _head_tokens(query) + _head_tokens(key), by_pairs, beside)
+    return _linear_attention_cost(
+        op, (query, key, value), _head_tokens(query) + _head_tokens(key), by_pairs, other_flops
+    )
 
 
 @formula("nearpeak.linear_attention_backward")
@@ -195,6 +171,6 @@ def linear_attention_backward(op: Op) -> Cost:
     by_states = (_head_tokens(query) + _head_tokens(key)) * for_query
     by_states += _head_tokens(query) * (for_key or for_value) + _head_tokens(key) * (for_key + for_value)
     by_pairs = 2.0 * (value_dim * weights + dim * (for_query + for_key) + (dim + value_dim) * for_value)
-    beside = float(query.elements * (1 + for_query) + key.elements * (1 + for_key))
-    beside += 2.0 * op.tensor("gradient").elements * weights
-    return _linear_attention_cost(op, reads, by_states, by_pairs, beside)
+    other_flops = float(query.elements * (1 + for_query) + key.elements * (1 + for_key))
+    other_flops += 2.0 * op.tensor("gradient").elements * weights
+    return _linear_attention_cost(op, reads, by_states, by_pairs, other_flops)

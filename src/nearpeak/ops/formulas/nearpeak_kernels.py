@@ -1,6 +1,5 @@
-"""Costs of the operators of `nearpeak.kernels` that stream over their operands, and of its losses.
+"""Costs of the operators of `nearpeak.kernels`, except attention: streaming operators, losses, GEMMs and MoE layers.
 
-Softmax, norms, activations, rotary positions, dropout, the AdamW step, fp8 quantization, the permutation of tokens.
 Costs are those of the torch operators that they stand for, less the intermediates. Each operand is read once, each
 result written once. Not charged: what arguments hide (keys after a query, halves of tables that hold each angle twice,
 a gradient that nobody wants) and what values may hide (keys behind a mask, tokens whose choices are dropped).
@@ -8,6 +7,11 @@ a gradient that nobody wants) and what values may hide (keys behind a mask, toke
 `cross_entropy` reads nothing of a row whose target is ignored, and ignored targets are common: as in `loss`, one row of
 logits is certain and not all of them. Gradients are written in full, zeros too. `linear_cross_entropy` multiplies all
 tokens, whatever their targets: none is assumed to be ignored.
+
+Which rows belong to which expert is data. Each row meets the matrix of one expert, so the FLOPs are those of one matrix
+and all rows. All rows could belong to one expert, so only one matrix is certain to be read. As for torch's grouped
+GEMM, every row is assumed to belong to some expert. Sources are those of `sort_tokens`, which name every token: each is
+read once, however many rows it has.
 """
 
 from __future__ import annotations
@@ -15,18 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, Family, accesses, formula
+from nearpeak.ops.cost import Cost, Family, Part, accesses, formula, least_bytes
 from nearpeak.ops.formulas.attention import banded
-from nearpeak.ops.formulas.indexing import least_bytes
-from nearpeak.ops.formulas.matrix import engines, vector_dtype
-from nearpeak.ops.formulas.movement import moved
-from nearpeak.ops.formulas.pointwise import arithmetic, distinct, pointwise_flops, read, total
-from nearpeak.ops.formulas.random import kept_part
+from nearpeak.ops.formulas.matrix import product_cost
+from nearpeak.ops.formulas.pointwise import arithmetic, distinct, kept_part, pointwise_flops, read, total
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
-
-Part = Tensor | tuple[Tensor, float]
-"""A tensor, or so many bytes of it."""
 
 
 def _streamed(
@@ -180,7 +178,7 @@ def dropout_add_backward(op: Op) -> Cost:
 @formula("nearpeak.transpose_copy")
 def transpose_copy(op: Op) -> Cost:
     """Reads x, writes the copy."""
-    return moved(op.tensors("x"), op.outputs)
+    return Cost(family="movement", reads=accesses(*op.tensors("x")), writes=accesses(*op.outputs))
 
 
 @formula("nearpeak.adamw_step")
@@ -278,16 +276,147 @@ def linear_cross_entropy(op: Op) -> Cost:
     if not target.elements or (backward and not any(wanted)):
         return Cost(family="matrix", writes=accesses(*op.outputs))
     logits = float(target.elements * weight.shape[0])
-    products = 2.0 * logits * weight.shape[1] * (1 + wanted[0] + wanted[1])
-    flops, vector_flops = engines(hidden.dtype, products, tf32=op.tf32_products)
-    direct = dict(flops or vector_flops)
-    dtype = vector_dtype(hidden.dtype)
-    beside = logits * (2 + (2 if any(wanted) else 0) + (1 if wanted[2] else 0))
+    reads = (hidden, weight, target, *op.tensors("bias", "statistics"), *_class_weights(op, "class_weight"))
+    return product_cost(
+        "matrix",
+        hidden.dtype,
+        reads,
+        op.outputs,
+        flops=2.0 * logits * weight.shape[1] * (1 + wanted[0] + wanted[1]),
+        other_flops=logits * (2 + (2 if any(wanted) else 0) + (1 if wanted[2] else 0)),
+        tf32=op.tf32_products,
+    )
+
+
+@formula("nearpeak.gemm", "nearpeak.gemm_fp8")
+def gemm(op: Op) -> Cost:
+    """One GEMM. Its epilogue takes three operations per result for an activation, and one each for a gate, a bias, a
+    residual and scales. Reads both factors and what is added; writes the result, and the product where it is saved.
+    """
+    x, weight = op.tensor("x"), op.tensor("weight")
+    result = op.outputs[0]
+    if not result.elements:
+        return Cost(family="matrix")
+    before = x.elements // x.shape[-1] * weight.shape[0] if x.elements else 0
+    beside = float(result.elements) * (len(op.tensors("residual")) + (1 if op.arguments["gated"] else 0))
+    beside += float(before) * len(op.tensors("bias", "scale_x", "scale_weight"))
+    if op.arguments["activation"]:
+        beside += 3.0 * result.elements
+    reads = (x, weight, *op.tensors("bias", "residual", "scale_x", "scale_weight"))
+    return _gemm_cost(op, x.dtype, reads, flops=2.0 * x.elements * weight.shape[0], other_flops=beside)
+
+
+@formula("nearpeak.gemm_backward")
+def gemm_backward(op: Op) -> Cost:
+    """A GEMM for each wanted gradient of the two factors, and one more where the forward pass saved no product.
+
+    Four operations for each element before the activation, and a sum for the bias.
+    """
+    gradient, x, weight = op.tensor("gradient"), op.tensor("x"), op.tensor("weight")
+    for_x, for_weight, for_bias = (bool(op.arguments[f"for_{name}"]) for name in ("x", "weight", "bias"))
+    if not (for_x or for_weight or for_bias) or not x.elements:
+        return Cost(family="matrix", writes=accesses(*op.outputs))
+    activation = bool(op.arguments["activation"])
+    again = activation and not op.tensors("before")
+    before = x.elements // x.shape[-1] * weight.shape[0]
+    beside = float(before) * ((4 if activation else 0) + (1 if for_bias else 0))
+    reads = [gradient, *op.tensors("before")]
+    reads += [x] if for_weight or again else []
+    reads += [weight] if for_x or again else []
+    reads += list(op.tensors("bias")) if again else []
+    flops = 2.0 * x.elements * weight.shape[0] * (for_x + for_weight + again)
+    return _gemm_cost(op, x.dtype, reads, flops=flops, other_flops=beside)
+
+
+def _gemm_cost(op: Op, dtype: str, reads: Iterable[Part], *, flops: float, other_flops: float = 0.0) -> Cost:
+    return product_cost("matrix", dtype, reads, op.outputs, flops=flops, other_flops=other_flops, tf32=op.tf32_products)
+
+
+@formula("nearpeak.route", "nearpeak.route_backward")
+def route(op: Op) -> Cost:
+    """Reads the logits (backward: the gradients and choices too), writes the results: three operations a logit."""
+    logits = op.tensor("logits")
     return Cost(
-        family="matrix",
-        reads=accesses(hidden, weight, target, *op.tensors("bias", "statistics"), *_class_weights(op, "class_weight")),
+        family="sorting" if op.packet.endswith("route") else "normalization",
+        reads=accesses(*op.inputs),
         writes=accesses(*op.outputs),
-        flops=flops,
-        vector_flops={**vector_flops, dtype: vector_flops.get(dtype, 0.0) + beside},
-        products=direct,
+        vector_flops=arithmetic((logits,), (), 3 * logits.elements),
+    )
+
+
+@formula("nearpeak.group_rows")
+def group_rows(op: Op) -> Cost:
+    """Reads the counts and writes where each expert begins. How many tiles are listed is not known."""
+    counts = op.tensor("counts")
+    (groups,) = op.outputs
+    certain = groups.item_bytes * (counts.elements + 2)
+    return Cost(family="sorting", reads=accesses(counts), writes=accesses((groups, certain)))
+
+
+@formula("nearpeak.grouped_gemm", "nearpeak.grouped_gemm_gated", "nearpeak.grouped_gemm_fp8", "nearpeak.gathered_gemm")
+def grouped_gemm(op: Op) -> Cost:
+    """One GEMM of all rows, and three operations per result for an activation. Writes the results, and the products
+    where they are saved. Reads the rows, or the tokens and which of them each row is.
+    """
+    (rows,), weight = op.tensors("rows", "tokens"), op.tensor("weight")
+    result = op.outputs[0]
+    if not result.elements:
+        return Cost(family="matrix")
+    number, depth = result.shape[0], rows.shape[1]
+    columns = weight.elements // weight.shape[0] // depth if depth else 0
+    reads: list[Part] = [rows, _one_expert(weight), *op.tensors("sources", "row_scales")]
+    reads += [(scales, scales.bytes / weight.shape[0]) for scales in op.tensors("weight_scales")]
+    activation = 3.0 * result.elements if op.arguments.get("activation") else 0.0
+    return _gemm_cost(op, rows.dtype, reads, flops=2.0 * number * depth * columns, other_flops=activation)
+
+
+@formula("nearpeak.moe")
+def moe(op: Op) -> Cost:
+    """Both GEMMs of all rows, and three operations for each element of an inner row.
+
+    Reads the tokens, their routing weights, the row map (the sources add nothing to it) and one expert. Writes the
+    results of the tokens, and both factors of the inner rows where they are saved. Inner rows and the outputs of
+    experts before they are summed are not charged: they could stay on the chip. Neither is the sum, as in
+    `unpermute_rows`: a matrix engine could do it.
+    """
+    x, gate_up, down, row_map = (op.tensor(name) for name in ("x", "gate_up", "down", "row_map"))
+    if not row_map.elements or not x.elements:
+        return Cost(family="matrix", writes=accesses(*op.outputs))
+    (_, both, depth), inner = gate_up.shape, down.shape[2]
+    flops = 2.0 * row_map.elements * depth * (both + inner)
+    reads = [x, op.tensor("weights"), row_map, _one_expert(gate_up), _one_expert(down)]
+    return _gemm_cost(op, x.dtype, reads, flops=flops, other_flops=3.0 * row_map.elements * inner)
+
+
+def _one_expert(matrices: Tensor) -> Tensor:
+    """The first expert."""
+    return replace(matrices, shape=(1, *matrices.shape[1:]))
+
+
+@formula("nearpeak.grouped_weight_gradient", "nearpeak.gathered_weight_gradient")
+def grouped_weight_gradient(op: Op) -> Cost:
+    """Outer products of rows and their gradients, summed by expert. All experts are written, tokens are read once."""
+    gradient, rows, sources = op.tensor("gradient"), op.tensor("rows"), op.tensors("sources")
+    number = sources[0].elements if sources else rows.shape[0]
+    if not number:
+        return Cost(family="matrix", writes=accesses(*op.outputs))
+    flops = 2.0 * number * rows.shape[1] * gradient.shape[1]
+    return _gemm_cost(op, rows.dtype, (gradient, rows, *sources), flops=flops)
+
+
+_GATE_BACKWARD = 9
+"""Operations for each number of an inner row: four as `gated_backward` has, a product for the row, one by the weight
+for the row and one for its gradient, and a product and a sum for the gradient of the weight."""
+
+
+@formula("nearpeak.moe_gate_backward")
+def moe_gate_backward(op: Op) -> Cost:
+    """Reads the gradient of inner rows, both factors, the map and the weights; writes the gradients of the factors and
+    of the weights, and the weighted inner rows."""
+    upstream = op.tensor("upstream")
+    return Cost(
+        family="pointwise",
+        reads=accesses(*op.inputs) if upstream.elements else (),
+        writes=accesses(*op.outputs),
+        vector_flops=arithmetic((upstream,), (), _GATE_BACKWARD * upstream.elements),
     )

@@ -27,6 +27,8 @@ from nearpeak.ops.cost import Cost, accesses, formula
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
+SECTOR_BYTES = 32
+
 TAGGED = """
 __ilshift__ __ixor__ __lshift__ __rshift__ __xor__ _conj_physical abs acos acos_ acosh acosh_ add add_ addcdiv addcdiv_
 addcmul addcmul_ angle asin asin_ asinh asinh_ atan atan2 atan2_ atan_ atanh atanh_ bitwise_and bitwise_and_
@@ -115,6 +117,12 @@ def arithmetic(inputs: Iterable[Tensor], outputs: Iterable[Tensor], count: float
     if any(_has_fraction(dtype) for dtype in dtypes | {tensor.dtype for tensor in outputs}):
         return {"float32": count}
     return {}
+
+
+def kept_part(tensor: Tensor, keep: float) -> tuple[Tensor, float]:
+    """What is read of a tensor of which a random share is kept: pieces of 32 bytes, the smallest that memory moves, of
+    which any element is kept. That is nearly all for usual shares."""
+    return tensor, tensor.bytes * (1 - (1 - keep) ** (SECTOR_BYTES / tensor.item_bytes))
 
 
 def _has_fraction(dtype: str) -> bool:

@@ -6,11 +6,8 @@ Generators work with integers and are charged no floating-point operation.
 from __future__ import annotations
 
 from nearpeak.ops.cost import Cost, accesses, formula
-from nearpeak.ops.formulas.pointwise import arithmetic, distinct, read
+from nearpeak.ops.formulas.pointwise import arithmetic, distinct, kept_part, read
 from nearpeak.ops.op import Op
-from nearpeak.ops.tensor import Tensor
-
-SECTOR_BYTES = 32
 
 
 @formula(
@@ -87,12 +84,6 @@ def dropout_backward(op: Op) -> Cost:
         writes=accesses(*op.written),
         vector_flops=arithmetic(gradients, (), keep * sum(distinct(tensor) for tensor in gradients)),
     )
-
-
-def kept_part(tensor: Tensor, keep: float) -> tuple[Tensor, float]:
-    """What is read of a tensor of which a random share is kept: pieces of 32 bytes, the smallest that memory moves, of
-    which any element is kept. That is nearly all for usual shares."""
-    return tensor, tensor.bytes * (1 - (1 - keep) ** (SECTOR_BYTES / tensor.item_bytes))
 
 
 @formula("aten.rrelu_with_noise", "aten.rrelu_with_noise_", "aten.rrelu_with_noise_functional")

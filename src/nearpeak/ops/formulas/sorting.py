@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, accesses, formula
+from nearpeak.ops.cost import Cost, Part, accesses, formula
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
@@ -104,7 +104,7 @@ def count(op: Op) -> Cost:
 def is_in(op: Op) -> Cost:
     """Elements read and one of those that they are looked for in, the least that a match takes; the answers written."""
     elements, candidates = op.arguments.get("elements"), op.arguments.get("test_elements")
-    least: list[Tensor | tuple[Tensor, float]] = [elements] if isinstance(elements, Tensor) else []
+    least: list[Part] = [elements] if isinstance(elements, Tensor) else []
     if isinstance(candidates, Tensor) and candidates.elements:
         least.append((candidates, candidates.item_bytes))
     return Cost(family="sorting", reads=accesses(*least), writes=accesses(*op.outputs))

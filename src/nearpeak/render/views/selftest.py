@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import textwrap
 
-from nearpeak.measure.selftest.report import Report
+from nearpeak.measure.results import SelfTestReport
 
 _MARKS = {True: "ok", False: "FAILED", None: "not run"}
 
 
-def text(report: Report) -> str:
+def text(report: SelfTestReport) -> str:
     """One entry per experiment: the question, what was expected, what was found."""
     title = f"Self-test on {report.device}, torch {report.torch}, {report.date}" + (", quick" if report.quick else "")
     lines = textwrap.wrap(title, 80)

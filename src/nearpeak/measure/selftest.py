@@ -8,6 +8,7 @@ intervals, and broken benchmarks that must each raise their flag.
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import logging
 import math
 import mmap
@@ -28,15 +29,14 @@ from nearpeak.measure import instrument, samplers
 from nearpeak.measure.bench import CHECK_EVERY, CPU_BOUND_MARGIN, bench, make_timing, quiet_collector
 from nearpeak.measure.case import Case
 from nearpeak.measure.compare import CONFIDENCE, collect_pairs, judge
-from nearpeak.measure.delay_kernel import delay_kernel
 from nearpeak.measure.gpu import GpuInstrument, Stage, current_gpu
 from nearpeak.measure.instrument import profiled_seconds
 from nearpeak.measure.machine import known_machine
 from nearpeak.measure.options import Options
 from nearpeak.measure.prepared import IDLE_SHARE, PreparedCase, prepare, prepare_pair
 from nearpeak.measure.quality import interval_of
+from nearpeak.measure.results import Experiment, SelfTestReport
 from nearpeak.measure.samplers import STAGE_SECONDS, UNKNOWN_CACHE_BYTES, HostEviction
-from nearpeak.measure.selftest.report import Experiment, Report
 from nearpeak.measure.statistics import median, median_interval
 from nearpeak.measure.timing import Block, Comparison, Timing
 from nearpeak.ops.work import Work
@@ -76,7 +76,13 @@ class Place:
 def find_place() -> Place:
     """The GPU of this process, or its CPU."""
     gpu = current_gpu()
-    return Place(gpu=gpu, spin=spin_host if gpu is None else delay_kernel(gpu.device))
+    if gpu is None:
+        return Place(gpu=None, spin=spin_host)
+    if importlib.util.find_spec("triton") is None:
+        return Place(gpu=gpu, spin=None)
+    from nearpeak.measure.delay_kernel import delay_kernel
+
+    return Place(gpu=gpu, spin=delay_kernel(gpu.device))
 
 
 def spin_host(nanoseconds: int) -> None:
@@ -815,23 +821,30 @@ EXPERIMENTS: dict[str, Callable[[Place, bool], Experiment]] = {
 }
 
 
-def run_experiments(names: Sequence[str], *, quick: bool, progress: Callable[[str], None]) -> Report:
-    """Runs them one after the other; an experiment that cannot run here says why."""
+def run(
+    names: Sequence[str] = (), quick: bool = False, progress: Callable[[str], None] | None = None
+) -> SelfTestReport:
+    """Runs the named experiments, or all of them, and reports what was expected and what was found.
+
+    `quick` takes fewer repetitions: enough to see that something is broken, too few to prove a rate of 5 %. An
+    experiment that cannot run on this machine says why.
+    """
+    say = progress or (lambda line: None)
     for name in names:
         if name not in EXPERIMENTS:
             raise UsageError(f"There is no experiment {name!r}. {did_you_mean(name, EXPERIMENTS)}")
-    here = find_place()
-    done = []
+    place = find_place()
+    experiments = []
     for name in names or EXPERIMENTS:
-        progress(f"self-test: {name}")
+        say(f"self-test: {name}")
         start = time.perf_counter()
-        experiment = EXPERIMENTS[name](here, quick)
-        done.append(replace(experiment, seconds=time.perf_counter() - start))
-        progress(f"self-test: {name}: {experiment.found}")
-    return Report(
-        device=here.name,
+        experiment = EXPERIMENTS[name](place, quick)
+        experiments.append(replace(experiment, seconds=time.perf_counter() - start))
+        say(f"self-test: {name}: {experiment.found}")
+    return SelfTestReport(
+        device=place.name,
         torch=torch.__version__,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         quick=quick,
-        experiments=tuple(done),
+        experiments=tuple(experiments),
     )
