@@ -37,7 +37,6 @@ from nearpeak.kernels.gemm import triton as gemm_triton
 from nearpeak.kernels.linear_attention import tuning as linear_attention_tuning
 from nearpeak.kernels.losses import triton as losses_triton
 from nearpeak.kernels.moe import triton as moe_triton
-from nearpeak.kernels.norms import triton as norms_triton
 from nearpeak.kernels.norms import tuning as norms_tuning
 from nearpeak.kernels.norms.tuning import table_key
 from nearpeak.kernels.optimizer import triton as optimizer_triton
@@ -382,7 +381,7 @@ def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
     for case in (alone, centered, added, both):
         is_centered, is_added = case in (centered, both), case in (added, both)
         forward, backward = (table_key(name, is_centered, is_added) for name in ("norm_forward", "norm_backward"))
-        yield _from(case, forward, False, norms_triton.forward_candidates(columns), near_of(columns))
+        yield _from(case, forward, False, norms_tuning.forward_candidates(columns), near_of(columns))
         found = norms_tuning.backward_candidates(columns, centered=is_centered, added=is_added)
         yield _from(case, backward, True, found, near_of(columns))
 

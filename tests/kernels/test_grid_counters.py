@@ -1,4 +1,4 @@
-"""Counters of which each launch finds all at 0."""
+"""Counters that each launch finds at 0."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def counters():
     return module._DeviceCounters(DEVICE)
 
 
-def test_a_stream_has_its_own_and_has_them_again(counters):
-    one, other = counters.of_stream(1, 8), counters.of_stream(2, 8)
-    assert counters.of_stream(1, 8) is one
+def test_a_stream_has_counters_of_its_own_at_every_call(counters):
+    one, other = counters.for_stream(1, 8), counters.for_stream(2, 8)
+    assert counters.for_stream(1, 8) is one
     assert not one.any()
     assert not one.data_ptr() <= other.data_ptr() < one.data_ptr() + 4 * len(one)
-    more = counters.of_stream(1, 5000)
+    more = counters.for_stream(1, 5000)
     assert len(more) >= 5000
-    assert counters.of_stream(1, 8) is more
+    assert counters.for_stream(1, 8) is more
 
 
-def test_those_given_for_good_are_never_given_again(counters, monkeypatch):
+def test_counters_of_a_graph_are_never_handed_out_again(counters, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 4096)
-    assert counters.for_good(8) is None  # nothing is cleared while a graph is recorded
-    kept = [counters.of_stream(0, 8)]
-    while (one := counters.for_good(70)) is not None:
+    assert counters.for_graph(8) is None  # nothing is cleared while a graph is recorded
+    kept = [counters.for_stream(0, 8)]
+    while (one := counters.for_graph(70)) is not None:
         kept.append(one)
     assert len(kept) > 10
-    kept += [counters.of_stream(0, 2000), counters.of_stream(1, 10_000)]
+    kept += [counters.for_stream(0, 2000), counters.for_stream(1, 10_000)]
     for one in kept:
         one += 1
     assert all((one == 1).all() for one in kept)

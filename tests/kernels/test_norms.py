@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,19 +18,16 @@ from nearpeak.errors import KernelUnavailable, UsageError
 pytest.importorskip("triton")
 
 from nearpeak.kernels import norms as operations
+from nearpeak.kernels._runtime.row_barrier import SplitConfig
 from nearpeak.kernels._runtime.strided_rows import strided_rows
-from nearpeak.kernels.norms import triton as jit_backward
-from nearpeak.kernels.norms import triton as jit_norms
-from nearpeak.kernels.norms import triton as jit_shared
-from nearpeak.kernels.norms import tuning as jit_configs
+from nearpeak.kernels.norms import triton as norms_triton
+from nearpeak.kernels.norms import tuning
+from nearpeak.kernels.norms.tuning import BackwardTileConfig, ForwardTileConfig, GroupConfig
 
 BF16 = torch.bfloat16
-SPLIT = {"variant": "split", "steps": 2, "warps": 1, "stages": 1, "hints": True, "kept": False, "part": 100}
-TILE = {"variant": "tile", "rows": 2, "warps": 4, "stages": 1, "programs": 1}
-SHARED = {
-    "variant": "shared", "rows": 1, "block": 256, "warps": 4, "stages": 1, "programs": 1, "ahead": False, "hints": True,
-    "batch": 1,
-}  # fmt: skip
+SPLIT = SplitConfig(steps=2, warps=1, part=100)
+TILE = BackwardTileConfig(rows=2, warps=4, stages=1, programs=1)
+GROUPS = GroupConfig(block=256, warps=4, stages=1, programs=1, ahead=False, hints=True, batch=1)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +131,7 @@ def test_rows_of_norm_one_and_mean_zero():
     torch.testing.assert_close(result.square().mean(-1), torch.ones(6, device=DEVICE), atol=1e-4, rtol=0.0)
     same = torch.full((3, 65), 7.0, device=DEVICE)
     assert not kernels.layer_norm(same).any()
-    assert not jit_norms.layer_norm(same, None, None, 1e-5, config={**SPLIT, "part": 24})[0].any()
+    assert not norms_triton.layer_norm(same, None, None, 1e-5, config=replace(SPLIT, part=24))[0].any()
     assert not kernels.rms_norm(torch.zeros(3, 65, device=DEVICE)).any()
 
 
@@ -208,22 +206,22 @@ def test_long_rows(columns, centered):
     x, residual, gradient, sum_gradient = (randn(6, columns) + 3 for _ in range(4))
     weight, bias = randn(columns), randn(columns)
     arguments = weight, bias, 1e-5, 0.5, centered
-    result, total, kept = jit_norms._forward(x, residual, *arguments, SPLIT)
+    result, total, kept = norms_triton._forward(x, residual, *arguments, SPLIT)
     assert torch.equal(total, x + residual)
     exact = operations.norm_reference(total.double(), weight, bias, 1e-5, 0.5, centered, torch.float64)
     low = operations.norm_reference(total, *arguments, torch.float32)
     assert_as_exact(result, exact, low)
     torch.testing.assert_close(kept, operations.row_statistics(total, 1e-5, centered))
-    assert torch.equal(jit_norms._forward(total, None, *arguments, SPLIT)[0], result)
-    for config in ({**SPLIT, "part": 2048}, {**SPLIT, "part": 2048, "kept": True}, {**SPLIT, "kept": True}):
-        again = jit_norms._forward(total, None, *arguments, config)
+    assert torch.equal(norms_triton._forward(total, None, *arguments, SPLIT)[0], result)
+    for config in (replace(SPLIT, part=2048), replace(SPLIT, part=2048, kept=True), replace(SPLIT, kept=True)):
+        again = norms_triton._forward(total, None, *arguments, config)
         assert_as_exact(again[0], exact, low)
         torch.testing.assert_close(again[2], kept)
-        assert torch.equal(jit_norms._forward(x, residual, *arguments, config)[0], again[0])
+        assert torch.equal(norms_triton._forward(x, residual, *arguments, config)[0], again[0])
     given = gradient, total, sum_gradient, kept, weight, bias, 0.5, centered, [True] * 4
     expected = operations._norm_backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
-    for config in ({**SHARED, "rows": 2, "block": 512, "batch": 4}, {**SHARED, "block": 4096}, TILE):
-        actual = jit_backward.norm_backward(*given, config=config)
+    for config in (replace(GROUPS, rows=2, block=512, batch=4), replace(GROUPS, block=4096), TILE):
+        actual = norms_triton.norm_backward(*given, config=config)
         for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
 
@@ -233,12 +231,12 @@ def test_long_rows(columns, centered):
 @pytest.mark.parametrize(("rows", "columns", "block"), [(1, 200, 64), (11, 100, 64), (11, 100, 128), (8, 256, 128)])
 def test_rows_are_shared_by_programs(rows, columns, block, rows_of_tile, ahead, monkeypatch):
     """Several groups, batches and parts that do not divide what they are of, and one part, which waits for nobody."""
-    monkeypatch.setattr(jit_backward, "processors", lambda _: 4)
-    config = {**SHARED, "block": 2 * block, "batch": 3, "rows": rows_of_tile, "ahead": ahead}
+    monkeypatch.setattr(norms_triton, "processors", lambda _: 4)
+    config = replace(GROUPS, block=2 * block, batch=3, rows=rows_of_tile, ahead=ahead)
     x, sum_gradient = randn(rows, columns) + 1, randn(rows, columns)
     weight, bias = randn(columns), randn(columns)
     expanded, transposed = randn(columns).expand(rows, columns), randn(columns, rows).t()
-    plan = jit_shared.plan_groups(rows, columns, 4, 4, config)
+    plan = norms_triton.plan_groups(rows, columns, 4, 4, config)
     assert plan.parts == -(-columns // block)
     assert (plan.groups > 1) == (rows > 1)
     for centered in (False, True):
@@ -249,48 +247,48 @@ def test_rows_are_shared_by_programs(rows, columns, block, rows_of_tile, ahead, 
         ):
             exact = (one.double() if torch.is_tensor(one) else one for one in inputs)
             expected = operations._norm_backward_reference(*exact)
-            actual = jit_backward.norm_backward(*inputs, config=config)
+            actual = norms_triton.norm_backward(*inputs, config=config)
             for one, other in zip(actual, expected, strict=True):
                 torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
 
 
 def test_how_rows_are_shared():
-    config = {**jit_configs.backward_heuristic(65536), "batch": None}
-    plan = jit_shared.plan_groups(2048, 65536, 2, 132, config)
+    config = tuning.backward_heuristic(65536)
+    plan = norms_triton.plan_groups(2048, 65536, 2, 132, config)
     assert (plan.block, plan.parts, plan.groups, plan.batch, plan.registers) == (8192, 8, 32, 2, 64)
-    few = jit_shared.plan_groups(5, 65536, 2, 132, config)
+    few = norms_triton.plan_groups(5, 65536, 2, 132, config)
     assert (few.groups, few.batch) == (5, 1)
-    wide = jit_shared.plan_groups(1024, 524288, 2, 132, config)
-    assert (wide.block, wide.warps, wide.parts, wide.meets) == (16384, 32, 32, True)
-    assert not jit_shared.plan_groups(8, 2**20, 2, 132, config).meets
+    wide = norms_triton.plan_groups(1024, 524288, 2, 132, config)
+    assert (wide.block, wide.warps, wide.parts, wide.waits) == (16384, 32, 32, True)
+    assert not norms_triton.plan_groups(8, 2**20, 2, 132, config).waits
     # a part of a GPU: all programs of a group can run at the same time
-    assert not jit_shared.plan_groups(2048, 262144, 2, 14, config).meets
-    assert jit_shared.plan_groups(2048, 65536, 4, 132, config).block == 4096
+    assert not norms_triton.plan_groups(2048, 262144, 2, 14, config).waits
+    assert norms_triton.plan_groups(2048, 65536, 4, 132, config).block == 4096
 
 
-@pytest.mark.parametrize("config", [TILE, {**SHARED, "block": 64, "batch": 2}], ids=lambda one: one["variant"])
+@pytest.mark.parametrize("config", [TILE, replace(GROUPS, block=64, batch=2)], ids=lambda config: config.variant)
 def test_gradients_only_of_what_wants_them(config):
     x, gradient, weight, bias = randn(5, 96), randn(5, 96), randn(96), randn(96)
     kept = operations.row_statistics(x, 1e-5, True)
     given = gradient, x, None, kept, weight, bias, 0.0, True
-    every = jit_backward.norm_backward(*given, [True] * 4, config=config)
+    every = norms_triton.norm_backward(*given, [True] * 4, config=config)
     for wants in ([True, False, False, False], [False, True, False, True], [False, False, True, False], [False] * 4):
-        some = jit_backward.norm_backward(*given, wants, config=config)
+        some = norms_triton.norm_backward(*given, wants, config=config)
         for one, other, wanted in zip(some, every, wants, strict=True):
             assert torch.equal(one, other) if wanted else not one.numel()
 
 
 def test_a_frozen_weight_costs_nothing(monkeypatch):
     launched = []
-    launch = jit_backward.launch
+    launch = norms_triton.launch
     monkeypatch.setattr(
-        jit_backward,
+        norms_triton,
         "launch",
         lambda kernel, *args, **settings: launched.append(kernel) or launch(kernel, *args, **settings),
     )
     x, weight = randn(3, 16).requires_grad_(), randn(16)
     kernels.rms_norm(x, weight).sum().backward()
-    assert launched == [jit_backward.backward_tile]
+    assert launched == [norms_triton.forward_tile, norms_triton.backward_tile]
 
 
 @settings(max_examples=15)
@@ -327,7 +325,7 @@ def rms_in_float64(x, weight, bias, offset):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("tile", {**TILE, "rows": 1}), ("split", SPLIT)],
+    [("tile", ForwardTileConfig(rows=1, warps=4, programs=1)), ("split", SPLIT)],
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_more_elements_than_32_bits_can_count(name, config):
@@ -338,13 +336,13 @@ def test_more_elements_than_32_bits_can_count(name, config):
         reserved = torch.empty(2 * stride + columns, dtype=BF16, device=DEVICE)
     x = reserved.as_strided((3, columns), (stride, 1))
     x.copy_(randn(3, columns))
-    result, _, kept = jit_norms._forward(x, None, None, None, 1e-6, 0.0, False, config)
+    result, _, kept = norms_triton._forward(x, None, None, None, 1e-6, 0.0, False, config)
     assert torch.equal(result, kernels.rms_norm(x.contiguous()))
-    backward = {**SHARED, "block": 8} if name == "split" else TILE
+    backward = replace(GROUPS, block=8) if name == "split" else TILE
     given = kept, None, None, 0.0, False, [True, False, False, False]
-    actual = jit_backward.norm_backward(x, x, x, *given, config=backward)[0]
+    actual = norms_triton.norm_backward(x, x, x, *given, config=backward)[0]
     near = x.contiguous()
-    assert torch.equal(actual, jit_backward.norm_backward(near, near, near, *given, config=backward)[0])
+    assert torch.equal(actual, norms_triton.norm_backward(near, near, near, *given, config=backward)[0])
 
 
 @pytest.mark.slow
@@ -422,16 +420,12 @@ def test_mistakes_are_named():
 
 @pytest.mark.parametrize("size", [1, 64, 4096, 16384, 32768, 65536, 262144])
 def test_heuristics_are_among_what_can_be_launched(size):
-    kinds = [{"centered": centered, "added": added} for centered in (False, True) for added in (False, True)]
-    for module, kind in ((jit_norms, {}), *((jit_configs, kind) for kind in kinds)):
-        found = module.candidates(size, **kind)
-        assert 4 <= len(found) <= 40
-        need_not = {"part", "batch"} | ({"programs", "packed"} if module is jit_norms else set())  # be given
-        first = found[0].keys() - need_not
-        assert all(one.keys() - need_not == first for one in found if one["variant"] == found[0]["variant"])
-        heuristic = module.heuristic(size, **kind)
-        alike = next(one for one in found if one["variant"] == heuristic["variant"])
-        assert heuristic.keys() - need_not == alike.keys() - need_not
+    assert 4 <= len(tuning.forward_candidates(size)) <= 40
+    assert type(tuning.forward_heuristic(size)) in map(type, tuning.forward_candidates(size))
+    for centered, added in itertools.product((False, True), repeat=2):
+        candidates = tuning.backward_candidates(size, centered=centered, added=added)
+        assert 4 <= len(candidates) <= 40
+        assert type(tuning.backward_heuristic(size, centered=centered)) in map(type, candidates)
 
 
 SIZES = [(32768 * 8, 128), (32768, 1024), (16384, 4096), (4096, 16384), (2048, 65536), (1024, 262144)]
@@ -463,8 +457,8 @@ def test_every_candidate_is_right(size):
     weight, bias = randn(size, dtype=BF16), randn(size, dtype=BF16)
     expected = operations.norm_reference(x, weight, bias, 1e-5, 0.0, True, BF16)
     kept = operations.row_statistics(x, 1e-5, True)
-    for config in jit_norms.forward_candidates(size):
-        actual, statistics = jit_norms.layer_norm(x, weight, bias, 1e-5, config=config)
+    for config in tuning.forward_candidates(size):
+        actual, statistics = norms_triton.layer_norm(x, weight, bias, 1e-5, config=config)
         torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=1e-5, msg=str(config))
         torch.testing.assert_close(statistics, kept, rtol=1e-4, atol=1e-5, msg=str(config))
     for number, (centered, added) in enumerate(itertools.product((False, True), repeat=2)):
@@ -473,10 +467,9 @@ def test_every_candidate_is_right(size):
         expected = operations._norm_backward_reference(
             *(one.double() if torch.is_tensor(one) else one for one in given)
         )
-        for config in jit_configs.backward_candidates(size, centered=centered, added=added)[
-            number::4
-        ]:  # all of them take minutes
-            for one, other in zip(jit_backward.norm_backward(*given, config=config), expected, strict=True):
+        candidates = tuning.backward_candidates(size, centered=centered, added=added)
+        for config in candidates[number::4]:  # all of them take minutes
+            for one, other in zip(norms_triton.norm_backward(*given, config=config), expected, strict=True):
                 torch.testing.assert_close(one.double(), other, rtol=1.6e-2, atol=1e-2, msg=str(config))
 
 

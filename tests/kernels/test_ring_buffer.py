@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,21 +14,22 @@ from kernel_checks import DEVICE, assert_as_exact
 pytest.importorskip("triton")
 
 from nearpeak.kernels import norms as operations
-from nearpeak.kernels import softmax as softmax_operations
 from nearpeak.kernels._runtime import ring_buffer
 from nearpeak.kernels._runtime.launch import next_power_of_2
+from nearpeak.kernels._runtime.ring_buffer import RingConfig
 from nearpeak.kernels._runtime.row_barrier import MAX_PARTS
 from nearpeak.kernels.norms import triton as norms_triton
+from nearpeak.kernels.softmax import log_reference, reference
 from nearpeak.kernels.softmax import triton as softmax_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LONG = ring_buffer.ring_config(32768, 16)
+LONG = RingConfig(width=32768, warps=16)
 CONFIGS = [
     LONG,
-    ring_buffer.ring_config(16384, 8, programs=2),
-    ring_buffer.ring_config(32768, 16, kept=True),
-    ring_buffer.ring_config(16384, 16, ring=4, where="shared"),
-    ring_buffer.ring_config(16384, 8, programs=2, where="registers"),
+    RingConfig(width=16384, warps=8, programs=2),
+    RingConfig(width=32768, warps=16, kept=True),
+    RingConfig(width=16384, warps=16, ring=4, where="shared"),
+    RingConfig(width=16384, warps=8, programs=2, where="registers"),
 ]
 SHARED_BYTES = 227 * 2**10
 """That a program may ask for on Hopper."""
@@ -79,20 +81,20 @@ def test_every_column_has_one_program_and_all_fit(columns, rows, config, dtypes,
     last = columns - (found.parts - 1) * found.part
     assert max((found.chunks - 1) * found.chunk, 1) <= last <= found.part
     assert 1 <= found.parts <= MAX_PARTS
-    assert found.parts * found.groups <= 132 * config["programs"]  # they wait for each other, and all run at a time
+    assert found.parts * found.groups <= 132 * config.programs  # they wait for each other, and all run at a time
     assert found.groups <= rows
     by_column = found.ring * sum(one.itemsize for one in dtypes)
     if ring_buffer.PARAMETER_MEMORY[found.where] == "shared":
         by_column += sum(one.itemsize for one in held)
     by_program = found.chunks * found.chunk * by_column
-    assert by_program + 512 <= SHARED_BYTES // config["programs"]
+    assert by_program + 512 <= SHARED_BYTES // config.programs
     assert found.chunk == next_power_of_2(found.chunk)
     assert (found.mode == ring_buffer.FULL) == (columns == found.parts * found.chunks * found.chunk)
 
 
 @pytest.mark.parametrize(("most", "rows", "groups"), [(66, 2048, 64), (33, 2048, 32), (264, 4096, 256), (66, 660, 66)])
 def test_groups_end_together_where_a_few_less_do(most, rows, groups):
-    assert ring_buffer._groups(most, rows) == groups
+    assert ring_buffer._balanced_groups(most, rows) == groups
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -107,9 +109,8 @@ def test_what_they_are_not_for():
     assert plan(1001, 65535) is None  # the last 16 bytes of the last row are not all of the tensor
     assert plan(1000, 65535, dtypes=(BF16, FP32)) is None  # they do not start alike
     assert plan(1000, 65535, stride=70000) is None
-    assert plan(1000, 65536, LONG | {"where": "shared"}, held=(FP32,)).where == ring_buffer.PARAMETER_MEMORY.index(
-        "global"
-    )  # no room
+    no_room = plan(1000, 65536, replace(LONG, where="shared"), held=(FP32,))
+    assert ring_buffer.PARAMETER_MEMORY[no_room.where] == "global"
     x = torch.empty(9, dtype=BF16)[1:].expand(1000, 8)
     assert ring_buffer.plan_ring(1000, 8, LONG, [(x, 8)], [empty(1000, 8)]) is None
 
@@ -117,11 +118,8 @@ def test_what_they_are_not_for():
 @pytest.mark.skipif(DEVICE == "cuda", reason="is about where they cannot run")
 def test_something_else_runs_where_they_cannot():
     assert not ring_buffer.runs_on(torch.device("cpu"))
-    assert (
-        ring_buffer.ring_forward_candidates(65536, weights=True)
-        == ring_buffer.ring_backward_candidates(65536, sums=True)
-        == []
-    )
+    assert ring_buffer.ring_forward_candidates(65536, weights=True) == []
+    assert ring_buffer.ring_backward_candidates(65536, sums=True) == []
     x, gradient, weight = randn(5, 300), randn(6, 300)[:5], randn(300)
     result, statistics = norms_triton.layer_norm(x, weight, weight, 1e-5, config=LONG)
     assert torch.equal(result, norms_triton.layer_norm(x, weight, weight, 1e-5)[0])
@@ -137,8 +135,8 @@ def test_something_else_runs_where_they_cannot():
 def started(monkeypatch):
     """The names of the kernels in Gluon that were launched."""
     names = []
-    for name in ("parts_norms", "parts_norms_backward", "parts_softmax"):
-        module = importlib.import_module(f"nearpeak.kernels.jit.{name}")
+    for operation in ("norms", "softmax"):
+        module = importlib.import_module(f"nearpeak.kernels.{operation}.sm90")
 
         def launch(kernel, *args, launch=module.launch, **settings):
             names.append(kernel.__name__)
@@ -237,11 +235,11 @@ def test_softmax(rows, columns, dtype, log, scale, config, started):
     x[2] += 100
     forward = softmax_triton.log_forward if log else softmax_triton.forward
     backward = softmax_triton.log_backward if log else softmax_triton.backward
-    reference = softmax_operations.log_reference if log else softmax_operations.reference
+    plain = log_reference if log else reference
     actual = forward(x, None, scale, False, dtype, config=config)
     assert started == ["softmax_parts"]
-    exact = reference(x.double(), scale=scale)
-    assert_as_exact(actual, exact, reference(x, scale=scale), by_exp=True)
+    exact = plain(x.double(), scale=scale)
+    assert_as_exact(actual, exact, plain(x, scale=scale), by_exp=True)
     gradient = randn(rows, columns, dtype=dtype)
     moved = backward(gradient, actual, scale, False, dtype, config=config)
     exact, same = (of_softmax(gradient.to(wider), actual.to(wider), scale, log) for wider in (torch.float64, FP32))

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import torch
 
 from nearpeak.kernels._runtime import row_barrier
-from nearpeak.kernels._runtime.row_barrier import MAX_PARTS, adapt_to_rows, split_row
+from nearpeak.kernels._runtime.row_barrier import MAX_PARTS, SplitConfig, adapt_to_rows, split_row
 
 DEVICE = torch.device("cpu")
 
@@ -30,9 +30,9 @@ def test_few_rows_have_more_parts_and_all_have_few_enough():
 
 def test_what_is_given_or_measured_counts():
     assert split_row(1000, 262144, 2 * 262144, DEVICE, 131072) == (131072, 2)
-    measured = {"variant": "split", "part": 131072}
+    measured = SplitConfig(part=131072)
     assert adapt_to_rows(measured, 1000) == measured
-    assert adapt_to_rows(measured, 8) == {"variant": "split"}  # it was measured with many rows
+    assert adapt_to_rows(measured, 8) == SplitConfig()  # it was measured with many rows
     assert adapt_to_rows(None, 8) is None
 
 

@@ -19,30 +19,22 @@ from nearpeak.kernels.softmax import log_reference, reference
 pytest.importorskip("triton")
 
 from nearpeak.kernels._runtime import rows as jit_rows
-from nearpeak.kernels.softmax import triton as jit_backward
-from nearpeak.kernels.softmax import triton as jit_softmax
+from nearpeak.kernels._runtime.row_barrier import SplitConfig
+from nearpeak.kernels.softmax import triton as softmax_triton
 from nearpeak.kernels.softmax.triton import mask_layout
-from nearpeak.kernels.softmax.tuning import candidates, choose_config, heuristic
+from nearpeak.kernels.softmax.tuning import TileConfig, candidates, choose_config, heuristic
 
 assert_as_exact = functools.partial(kernel_checks.assert_as_exact, by_exp=True)
 assert_kernel_is_exact = functools.partial(kernel_checks.assert_kernel_is_exact, by_exp=True)
 BOTH = [(kernels.softmax, reference), (kernels.log_softmax, log_reference)]
 NAMES = ["softmax", "log_softmax"]
 VARIANTS = {
-    "tile": {"variant": "tile", "rows": 4, "warps": 4, "packed": False},
-    "packed": {"variant": "tile", "rows": 1, "warps": 4, "packed": True},
-    "whole": {"variant": "split", "part": 2**20, "steps": 2, "warps": 1, "stages": 1, "hints": True, "kept": False},
-    "split": {"variant": "split", "part": 704, "steps": 2, "warps": 1, "stages": 1, "hints": True, "kept": True},
-    "kept whole": {"variant": "split", "part": 2**20, "steps": 8, "warps": 1, "stages": 1, "hints": True, "kept": True},
-    "split into more": {
-        "variant": "split",
-        "part": 256,
-        "steps": 1,
-        "warps": 1,
-        "stages": 2,
-        "hints": False,
-        "kept": False,
-    },
+    "tile": TileConfig(rows=4, warps=4),
+    "packed": TileConfig(rows=1, warps=4, packed=True),
+    "whole": SplitConfig(part=2**20, steps=2, warps=1),
+    "split": SplitConfig(part=704, steps=2, warps=1, kept=True),
+    "kept whole": SplitConfig(part=2**20, steps=8, warps=1, kept=True),
+    "split into more": SplitConfig(part=256, steps=1, warps=1, stages=2, hints=False),
 }
 
 
@@ -81,8 +73,8 @@ def test_every_way_of_running(variant, log, masked):
     leaf = x.clone().requires_grad_()
     low = plain(leaf, **options)
     (low_gradient,) = torch.autograd.grad(low, leaf, gradient)
-    forward = jit_softmax.log_forward if log else jit_softmax.forward
-    backward = jit_backward.log_backward if log else jit_backward.backward
+    forward = softmax_triton.log_forward if log else softmax_triton.forward
+    backward = softmax_triton.log_backward if log else softmax_triton.backward
     result = forward(x, mask, 0.7, not masked, dtype, config=config)
     assert_as_exact(result, exact.detach(), low.detach(), "result")
     again = backward(gradient, result, 0.7, not masked, dtype, config=config)
@@ -140,12 +132,12 @@ def test_causal(kernel, plain, shape):
 def test_what_is_not_seen_is_not_looked_at(variant):
     hidden = torch.ones(2, 700, dtype=torch.bool, device=DEVICE).triu(699)
     x, gradient = random(2, 700), random(2, 700)
-    result = jit_softmax.forward(x, None, 1.0, True, x.dtype, config=VARIANTS[variant])
+    result = softmax_triton.forward(x, None, 1.0, True, x.dtype, config=VARIANTS[variant])
     poisoned = x.masked_fill(hidden, float("nan"))
-    assert torch.equal(jit_softmax.forward(poisoned, None, 1.0, True, x.dtype, config=VARIANTS[variant]), result)
-    expected = jit_backward.backward(gradient, result, 1.0, True, x.dtype, config=VARIANTS[variant])
+    assert torch.equal(softmax_triton.forward(poisoned, None, 1.0, True, x.dtype, config=VARIANTS[variant]), result)
+    expected = softmax_triton.backward(gradient, result, 1.0, True, x.dtype, config=VARIANTS[variant])
     poisoned = gradient.masked_fill(hidden, float("nan"))
-    actual = jit_backward.backward(poisoned, result, 1.0, True, x.dtype, config=VARIANTS[variant])
+    actual = softmax_triton.backward(poisoned, result, 1.0, True, x.dtype, config=VARIANTS[variant])
     assert torch.equal(actual, expected)
 
 
@@ -154,11 +146,11 @@ def test_what_is_not_seen_is_not_looked_at(variant):
 def test_a_row_without_any_key(variant, log):
     nothing = float("-inf") if log else 0.0
     mask = torch.tensor([[True], [False]], device=DEVICE)
-    forward = jit_softmax.log_forward if log else jit_softmax.forward
+    forward = softmax_triton.log_forward if log else softmax_triton.forward
     result = forward(random(2, 300), mask, 1.0, False, torch.float32, config=VARIANTS[variant])
     assert result[0].isfinite().all()
     assert torch.equal(result[1], torch.full_like(result[1], nothing))
-    backward = jit_backward.log_backward if log else jit_backward.backward
+    backward = softmax_triton.log_backward if log else softmax_triton.backward
     gradient = backward(torch.ones_like(result), result, 1.0, False, torch.float32, config=VARIANTS[variant])
     assert gradient[0].isfinite().all()
     assert not gradient[1].any()
@@ -254,9 +246,9 @@ def test_rows_farther_apart_than_32_bits_reach(variant):
     x.copy_(random(5, 600))
     near = x.contiguous()
     config = VARIANTS[variant]
-    run = functools.partial(jit_softmax.forward, scale=1.0, causal=False, dtype=torch.float32, config=config)
+    run = functools.partial(softmax_triton.forward, scale=1.0, causal=False, dtype=torch.float32, config=config)
     assert torch.equal(run(x, x), run(near, near))  # as a mask too
-    back = functools.partial(jit_backward.backward, scale=1.0, causal=False, dtype=torch.float32, config=config)
+    back = functools.partial(softmax_triton.backward, scale=1.0, causal=False, dtype=torch.float32, config=config)
     assert torch.equal(back(x, x), back(near, near))
 
 
@@ -345,12 +337,12 @@ def test_configurations():
         for backward in (False, True):
             found = candidates(columns, backward=backward)
             assert columns == 1 or 8 <= len(found) <= 40
-            assert heuristic(columns, backward=backward)["warps"] <= 32
+            assert heuristic(columns, backward=backward).warps <= 32
     tile = VARIANTS["tile"]
-    assert choose_config("softmax", 9, 65536, x, masked=False, config=tile)["packed"]
-    assert choose_config("softmax", 9, 65536, x, masked=True, config=tile)["variant"] == "split"
-    assert choose_config("softmax", 9, 65536, x.float(), masked=False, config=tile)["variant"] == "split"
-    assert choose_config("softmax_backward", 9, 32768, x, masked=False, config=tile)["packed"]
+    assert choose_config("softmax", 9, 65536, x, masked=False, config=tile).packed
+    assert choose_config("softmax", 9, 65536, x, masked=True, config=tile) == SplitConfig()
+    assert choose_config("softmax", 9, 65536, x.float(), masked=False, config=tile) == SplitConfig()
+    assert choose_config("softmax_backward", 9, 32768, x, masked=False, config=tile).packed
 
 
 @pytest.mark.gpu
@@ -365,11 +357,11 @@ def test_full_size(shape, log):
 @pytest.mark.parametrize("shape", [(1024, 4096), (256, 65536), (64, 262144)], ids=str)
 def test_again_and_again(shape):
     x, gradient = random(*shape, dtype=torch.bfloat16), random(*shape, dtype=torch.bfloat16, seed=1)
-    first = jit_softmax.forward(x, None, 1.0, False, x.dtype)
-    back = jit_backward.backward(gradient, first, 1.0, False, x.dtype)
+    first = softmax_triton.forward(x, None, 1.0, False, x.dtype)
+    back = softmax_triton.backward(gradient, first, 1.0, False, x.dtype)
     for _ in range(100):
-        assert torch.equal(jit_softmax.forward(x, None, 1.0, False, x.dtype), first)
-        assert torch.equal(jit_backward.backward(gradient, first, 1.0, False, x.dtype), back)
+        assert torch.equal(softmax_triton.forward(x, None, 1.0, False, x.dtype), first)
+        assert torch.equal(softmax_triton.backward(gradient, first, 1.0, False, x.dtype), back)
 
 
 @pytest.mark.gpu
@@ -380,10 +372,10 @@ def test_every_candidate(columns):
     moved = torch.softmax(leaf := x.double().requires_grad_(), -1)
     (expected_gradient,) = torch.autograd.grad(moved, leaf, gradient.double())
     for config in candidates(columns):
-        result = jit_softmax.forward(x, None, 1.0, False, x.dtype, config=config)
+        result = softmax_triton.forward(x, None, 1.0, False, x.dtype, config=config)
         assert_as_exact(result, moved.detach(), expected, str(config))
     for config in candidates(columns, backward=True):
-        result = jit_backward.backward(gradient, expected, 1.0, False, x.dtype, config=config)
+        result = softmax_triton.backward(gradient, expected, 1.0, False, x.dtype, config=config)
         assert_as_exact(result, expected_gradient, expected_gradient.to(x.dtype), str(config))
 
 

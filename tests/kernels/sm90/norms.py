@@ -17,11 +17,11 @@ def backward(x, weight, statistics, *, centered, adds, last=False):
         if (kernel is norms_triton.add_partials) == last:
             launch(kernel, *args, **settings)
 
-    norms_triton.launch = norms_triton.launch = some
+    norms_triton.launch = some
     try:
         norms_triton.norm_backward(x, x, sum_gradient, statistics, weight, bias, 0.0, centered, wants)
     finally:
-        norms_triton.launch = norms_triton.launch = launch
+        norms_triton.launch = launch
 
 
 def launches():

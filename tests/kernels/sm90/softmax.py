@@ -3,6 +3,7 @@
 import torch
 
 from nearpeak.kernels.softmax import triton as softmax_triton
+from nearpeak.kernels.softmax.tuning import TileConfig
 
 
 def launches():
@@ -11,7 +12,7 @@ def launches():
         x = torch.empty(256, columns, dtype=dtype)
         yield f"forward, {columns}", lambda x=x: softmax_triton.forward(x, None, 1.0, False, dtype)
         yield f"backward, {columns}", lambda x=x: softmax_triton.backward(x, x, 1.0, False, dtype)
-    packed = {"variant": "tile", "rows": 1, "warps": 32, "packed": True}
+    packed = TileConfig(rows=1, warps=32, packed=True)
     x = torch.empty(256, 32768, dtype=dtype)
     yield "backward, packed", lambda: softmax_triton.backward(x, x, 1.0, False, dtype, config=packed)
     long = torch.empty(1024, 262144, dtype=dtype)

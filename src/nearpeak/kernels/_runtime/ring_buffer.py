@@ -1,10 +1,26 @@
-"""How long rows are shared on Hopper: parts of rows in ring buffers in shared memory."""
+"""Ring buffers over long rows on Hopper: which program holds which part of which rows in shared memory.
+
+A row that does not fit into the registers of a program would be read twice, or its programs would wait for each other
+before each row is written. Here a program holds its part of several rows in a ring buffer in shared memory. At any time
+some rows are being copied, the sums of the next one are computed and published to the other programs, and the row
+before it, whose sums have long arrived, is written. Loads are always in flight, every byte moves once, and a program
+hardly ever waits.
+
+A launch has as many programs as run at the same time. The programs of a group hold the parts of one row and go through
+rows together. A program draws its group and part as a ticket when it starts: at most one group of a launch is
+incomplete, and the programs of complete groups wait only for each other, finish, and make room. What a program sums
+depends on its ticket and not on where it runs, so that results are the same in every run.
+
+This module is host code: `plan_ring`, which returns None for GPUs, versions of Triton and tensors that these kernels do
+not support, and the configurations. The device code, in Gluon, is in `ring_buffer_sm90`; the kernels are in the `sm90`
+module of each operation, and are imported when they are launched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 import triton
@@ -17,41 +33,62 @@ from nearpeak.kernels._runtime.row_barrier import MAX_PARTS
 from nearpeak.kernels._runtime.tuning import processors
 
 FULL, ENDED, SHIFTED = range(3)
-"""Rows that fill all parts; that end within one, at 16 bytes; that are dense, but begin and end anywhere."""
+"""Modes: rows fill all parts; they end inside one, at 16 bytes; they are dense, but start and end anywhere."""
 PARAMETER_MEMORY = ("global", "shared", "registers")
-"""Where a part of the weight and the bias stays between two rows; in global memory, that is in a cache."""
+"""Where a part of the weight and the bias stays between two rows; in global memory means in a cache."""
 SLOTS = 4
-"""Of rows whose sums are told at a time: nobody tells of a row before all have read of the one four before it."""
+"""Rows whose sums are published at a time: no row is published before all have read the row four before it."""
 MIN_ROW = 16384
-"""Rows of so many times 16 bits, for which these kernels are worth a try."""
+"""Elements of 16 bits from which on a row is worth these kernels."""
+HEADER_WORDS = 16
+"""The first counts tickets, the middle one finished programs, on a cache line of its own."""
 _SHARED_BYTES = 228 * 2**10
-"""Of a multiprocessor, of which each program takes `_RESERVED_BYTES` more than it asks for."""
+"""Of a multiprocessor. Each program takes `_RESERVED_BYTES` more than it asks for."""
 _RESERVED_BYTES = 1024
 _SCRATCH_BYTES = 512
 """For sums over the threads of a program."""
 _MIN_TURNS = 3
-"""Rows of each group, so that the ring is worth filling."""
-HEADER_WORDS = 16
-"""The first counts tickets, and the middle one programs that are done, on a cache line of their own."""
+"""Rows per group, fewer of which are not worth filling the ring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingConfig:
+    """Parts of rows in ring buffers in shared memory, on Hopper."""
+
+    variant: ClassVar[str] = "parts"
+    width: int
+    """Elements of 16 bits, of all tensors together, in the part of a row that a program copies, at most."""
+    warps: int
+    ring: int = 3
+    """Rows in shared memory."""
+    programs: int = 1
+    """Programs per multiprocessor."""
+    where: Literal["global", "shared", "registers"] = "global"
+    """See `PARAMETER_MEMORY`."""
+    kept: bool = False
+    """Keep a row in registers between the two passes of its sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingPlan:
-    """How rows are shared."""
+    """How the programs of a launch share rows."""
 
     mode: int
     vector: int
-    """Elements of 16 bytes."""
+    """Elements per 16 bytes."""
     part: int
-    """Columns of a part."""
+    """Columns per part."""
     chunks: int
+    """Chunks per part; the last one may reach beyond the part."""
     chunk: int
-    """A part has so many chunks, of so many columns; not all of the last may be its own."""
+    """Columns per chunk."""
     parts: int
+    """Parts per row, and programs per group."""
     groups: int
     ring: int
     """Rows in shared memory."""
     where: int
+    """Index into `PARAMETER_MEMORY`."""
     warps: int
     registers: int | None
 
@@ -62,6 +99,7 @@ class RingPlan:
 
     @property
     def padded(self) -> int:
+        """Parts per row, rounded up to a power of 2."""
         return next_power_of_2(self.parts)
 
     @property
@@ -69,60 +107,66 @@ class RingPlan:
         return self.parts * self.groups, 1, 1
 
     def words(self, unused: Tensor) -> Tensor:
-        """What programs tell each other by, all 0; a row of one part has nobody to tell, and takes any tensor."""
+        """Zeroed 64-bit words to publish sums by; a row of one part publishes nothing and gets `unused`."""
         if self.parts == 1:
             return unused
         size = HEADER_WORDS + self.groups * SLOTS * 2 * self.padded
-        return grid_counters(2 * size, unused.device)  # of 32 bits, and a word has 64
+        return grid_counters(2 * size, unused.device)  # counters have 32 bits
 
 
 def plan_ring(
     rows: int,
     columns: int,
-    config: dict[str, Any],
+    config: RingConfig,
     copied: Sequence[tuple[Tensor, int]],
     written: Sequence[Tensor],
-    held: Sequence[Tensor] = (),
+    parameters: Sequence[Tensor] = (),
     *,
     shifts: bool = True,
 ) -> RingPlan | None:
-    """How to share rows; None where these kernels are not for such rows, or cannot run.
+    """How to share rows; None if these kernels do not support such rows, or cannot run.
 
-    `copied` are the tensors that go through shared memory, with their strides, `written` new ones, dense, and `held`
-    the weight and the bias. SHIFTED rows are for those that have no sums over rows.
+    Args:
+        copied: The tensors that go through shared memory, with their row strides.
+        written: New, dense tensors.
+        parameters: The weight and the bias.
+        shifts: Whether the kernel takes SHIFTED rows, as kernels without sums over rows do.
     """
-    tensors = [*(one for one, _ in copied), *written]
+    tensors = [*(tensor for tensor, _ in copied), *written]
     if not runs_on(tensors[0].device):
         return None
-    sizes = [one.element_size() for one in tensors]
+    sizes = [tensor.element_size() for tensor in tensors]
     vector = 16 // min(sizes)
-    aligned = all(_address(one) % 16 == 0 for one in tensors)
+    aligned = all(_address(tensor) % 16 == 0 for tensor in tensors)
     even = columns % vector == 0 and all(stride % vector == 0 for _, stride in copied)
-    # the last row is read to the end of its last 16 bytes, which must not be after that of the tensor
+    # the last row is read to the end of its last 16 bytes, which must not be beyond the end of the tensor
     dense = len(set(sizes)) == 1 and all(stride == columns for _, stride in copied) and rows * columns % vector == 0
     if not aligned or not (even or (dense and shifts)):
         return None
-    # what a shift moves to the end
+    # a shift moves the end of a row
     width = columns if even else columns + vector - 1
-    warps, programs, ring = config["warps"], config["programs"], config["ring"]
+    warps, programs, ring = config.warps, config.programs, config.ring
     chunk = 32 * warps * vector
-    by_column = sum(one.element_size() for one, _ in copied)
-    most = max(config["width"] * 2 // by_column // chunk, 1) * chunk
-    # all as wide, as memory is what takes time; and none ends before its last chunk, so that others need no masks
-    for parts in range(triton.cdiv(width, most), MAX_PARTS + 1):
+    bytes_per_column = sum(tensor.element_size() for tensor, _ in copied)
+    max_part = max(config.width * 2 // bytes_per_column // chunk, 1) * chunk
+    # all equally wide, as memory traffic takes the time; and none ends before its last chunk, so that only that one
+    # needs masks
+    for parts in range(triton.cdiv(width, max_part), MAX_PARTS + 1):
         part = triton.cdiv(width, parts * vector) * vector
         chunks = triton.cdiv(part, chunk)
         if columns - (parts - 1) * part >= (chunks - 1) * chunk:
             break
     else:
         return None
-    at_hand = processors(tensors[0].device)
-    groups = _groups(programs * at_hand // parts, rows)
-    room = _SHARED_BYTES // programs - _RESERVED_BYTES - _SCRATCH_BYTES - chunks * chunk * by_column * ring
-    where = PARAMETER_MEMORY.index(config["where"]) if even and all(_address(one) % 16 == 0 for one in held) else 0
-    if PARAMETER_MEMORY[where] == "shared" and chunks * chunk * sum(one.element_size() for one in held) > room:
+    multiprocessors = processors(tensors[0].device)
+    groups = _balanced_groups(programs * multiprocessors // parts, rows)
+    room = _SHARED_BYTES // programs - _RESERVED_BYTES - _SCRATCH_BYTES - chunks * chunk * bytes_per_column * ring
+    aligned = even and all(_address(tensor) % 16 == 0 for tensor in parameters)
+    where = PARAMETER_MEMORY.index(config.where) if aligned else 0
+    parameter_bytes = chunks * chunk * sum(tensor.element_size() for tensor in parameters)
+    if PARAMETER_MEMORY[where] == "shared" and parameter_bytes > room:
         where = 0
-    if parts > at_hand or room < 0 or rows < _MIN_TURNS * groups:
+    if parts > multiprocessors or room < 0 or rows < _MIN_TURNS * groups:
         return None
     return RingPlan(
         mode=SHIFTED if not even else FULL if columns == parts * chunks * chunk else ENDED,
@@ -139,52 +183,45 @@ def plan_ring(
     )
 
 
-def _groups(most: int, rows: int) -> int:
-    """So many, or a few less if then more of them have a row in the last turn."""
+def _balanced_groups(max_groups: int, rows: int) -> int:
+    """This many groups, or a few less if more of them then have a row in the last turn."""
 
-    def places(groups: int) -> int:
+    def row_slots(groups: int) -> int:
         return -(-rows // max(groups, 1)) * groups
 
-    return min(range(most, most - most // 20 - 1, -1), key=places)
+    return min(range(max_groups, max_groups - max_groups // 20 - 1, -1), key=row_slots)
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def ring_forward_candidates(size: int, *, weights: bool) -> list[dict[str, Any]]:
-    """Configurations worth measuring for rows of so many times 16 bits, with a weight or without."""
+def ring_forward_candidates(size: int, *, weights: bool) -> list[RingConfig]:
+    """Configurations worth measuring for rows of this many elements of 16 bits, with a weight or without."""
     if not _is_available() or size < MIN_ROW:
         return []
-    found = [ring_config(32768, 16), ring_config(32768, 8), ring_config(32768, 32), ring_config(16384, 8, programs=2)]
-    if weights:
-        held = [ring_config(16384, 8, programs=2), ring_config(32768, 16), ring_config(16384, 16, ring=6)]
-        return [*found, ring_config(16384, 16, ring=4, where="shared"), *(one | {"where": "registers"} for one in held)]
-    return [*found, ring_config(32768, 16, kept=True)]
+    wide, narrow = RingConfig(width=32768, warps=16), RingConfig(width=16384, warps=8, programs=2)
+    configs = [wide, replace(wide, warps=8), replace(wide, warps=32), narrow]
+    if not weights:
+        return [*configs, replace(wide, kept=True)]
+    deep = RingConfig(width=16384, warps=16, ring=6)
+    configs.append(replace(deep, ring=4, where="shared"))
+    return configs + [replace(config, where="registers") for config in (narrow, wide, deep)]
 
 
-def ring_backward_candidates(size: int, *, sums: bool = False, added: bool = False) -> list[dict[str, Any]]:
+def ring_backward_candidates(size: int, *, sums: bool = False, added: bool = False) -> list[RingConfig]:
     """The same for gradients, with sums over rows or without, and of a norm after an addition."""
     if not _is_available() or size < MIN_ROW:
         return []
-    found = [ring_config(32768, 16), ring_config(16384, 8, programs=2)]
+    wide = RingConfig(width=32768, warps=16)
+    configs = [wide, RingConfig(width=16384, warps=8, programs=2)]
     if added:  # parts of three tensors are smaller than others
-        found += [one | {"ring": 4} for one in found]
+        configs += [replace(config, ring=4) for config in configs]
     if sums:
-        return found + [one | {"where": "shared"} for one in found]
-    return [*found, ring_config(32768, 8), ring_config(32768, 32)]
-
-
-def ring_config(
-    width: int, warps: int, *, ring: int = 3, programs: int = 1, where: str = "global", kept: bool = False
-) -> dict[str, Any]:
-    """Of all tensors, a program copies parts of a row of at most `width` times 16 bits; `programs` are by processor."""
-    return {
-        "variant": "parts", "width": width, "warps": warps, "ring": ring, "programs": programs, "where": where,
-        "kept": kept,
-    }  # fmt: skip
+        return configs + [replace(config, where="shared") for config in configs]
+    return [*configs, replace(wide, warps=8), replace(wide, warps=32)]
 
 
 def _is_available() -> bool:
-    """Whether a tuner is to try them."""
+    """Whether the tuner can measure these kernels here."""
     return torch.cuda.is_available() and runs_on(torch.device("cuda", torch.cuda.current_device()))

@@ -1,7 +1,8 @@
-"""What kernels over rows share: tensors as rows, the width of loads, exponentials, and values read a second time."""
+"""What kernels over rows share: tensors as rows, the width of loads, exponentials, and rematerialized values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd, prod
 
 import triton
@@ -12,13 +13,13 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest float32. A maximum starts from it and not from -inf, so that a difference from it is never inf - inf."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_WIDTH = 16
-"""A number that all sizes and strides are multiples of allows the widest loads for any dtype."""
+"""Sizes and strides that are multiples of this allow the widest loads, whatever the dtype."""
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """A tensor as [rows, columns], the columns next to each other in memory.
+    """A tensor as (rows, columns) with a column stride of 1.
 
-    This is a view where one stride leads from each row to the next, also a stride of 0, and a copy otherwise.
+    This is a view if rows are one stride apart, also a stride of 0, and a copy otherwise.
     """
     columns = x.shape[-1] if x.dim() else 1
     shape = (prod(x.shape[:-1]), columns)
@@ -31,33 +32,46 @@ def as_rows(x: Tensor) -> Tensor:
     return x.reshape(shape)
 
 
+def merge_dimensions(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides of dimensions; neighbors that one stride leads through are merged, sizes of 1 dropped."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
 def common_width(*numbers: int) -> int:
     """The largest power of 2, up to 16, that divides all of these sizes and strides.
 
-    Triton knows of multiples of 16 alone. A kernel that says `number // WIDTH * WIDTH` of each, as `multiple` does,
-    loads several elements at once for others too.
+    By itself, Triton notices only multiples of 16. A kernel that applies `assume_multiple` to each of them loads
+    several elements at once for smaller powers too.
     """
     return gcd(MAX_WIDTH, *numbers)
 
 
 @triton.jit
 def assume_multiple(number, WIDTH: tl.constexpr):
-    """The same number, which the compiler now knows to be a multiple of WIDTH."""
+    """The same number, as a multiple of WIDTH to the compiler."""
     return number // WIDTH * WIDTH
 
 
 @triton.jit
 def exponential(x):
-    """The exponential; of numbers below 1e-38 it is 0, which saves four instructions of each."""
+    """The exponential; results below 1e-38 become 0, which saves four instructions each."""
     return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
 def rematerialize(values, size, after):
-    """The same values; those of 16 bits the compiler takes for others, known only once `after`, a number, is.
+    """The same values; to the compiler, values of 16 bits are new ones that depend on the number `after`.
 
-    Without this it converts a row to float32 once, and keeps that in twice the registers until it is used again.
-    `size` is never negative, which the compiler cannot know.
+    Otherwise it converts a row to float32 once, and keeps that in twice the registers until it is used again. `size` is
+    never negative, which the compiler cannot know.
     """
     if values.dtype.primitive_bitwidth == 16:
         never = ((after > 0) & (size < 0)).to(tl.int16)

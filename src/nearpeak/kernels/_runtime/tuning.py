@@ -15,11 +15,13 @@ import functools
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
-_Config = TypeVar("_Config")
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
 
 
 def tuned(kernel: str, size: int, device: torch.device) -> dict[str, Any] | None:
@@ -27,7 +29,13 @@ def tuned(kernel: str, size: int, device: torch.device) -> dict[str, Any] | None
     return _tuned(kernel, size, device.index if device.type == "cuda" else None)
 
 
-def from_row(row: Mapping[str, Any] | None, *kinds: type[_Config]) -> _Config | None:
+@overload
+def from_row(row: Mapping[str, Any] | None, kind: type[_A], /) -> _A | None: ...
+@overload
+def from_row(row: Mapping[str, Any] | None, a: type[_A], b: type[_B], /) -> _A | _B | None: ...
+@overload
+def from_row(row: Mapping[str, Any] | None, a: type[_A], b: type[_B], c: type[_C], /) -> _A | _B | _C | None: ...
+def from_row(row: Mapping[str, Any] | None, *kinds: Any) -> Any:
     """The configuration in a row of the table, of the one kind, or of that with the row's `variant`."""
     if row is None:
         return None
@@ -35,7 +43,7 @@ def from_row(row: Mapping[str, Any] | None, *kinds: type[_Config]) -> _Config | 
         return kinds[0](**row)
     settings = dict(row)
     variant = settings.pop("variant")
-    return next(kind for kind in kinds if kind.variant == variant)(**settings)  # type: ignore[attr-defined]
+    return next(kind for kind in kinds if kind.variant == variant)(**settings)
 
 
 def to_row(config: Any) -> dict[str, Any]:

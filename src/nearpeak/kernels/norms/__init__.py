@@ -1,8 +1,11 @@
-"""RMSNorm and LayerNorm over the last dimension, alone and after an addition to the residual stream.
+"""`rms_norm` and `layer_norm` over the last dimension, and `add_rms_norm` and `add_layer_norm` after an addition.
 
-Bytes that must be moved: forward reads x (and the residual) and writes the result (and the sum); backward reads what was normalized and the
-gradients and writes the gradient of x. The weight, the statistics of rows and the partial sums for its gradient are small beside these.
-The sum is rounded to the dtype of the residual before it is normalized, as in a model that adds and normalizes in two steps.
+Bytes moved: forward reads x, and the residual, and writes the result, and the sum; backward reads what was normalized
+and the gradients of the results, and writes the gradient of x, which is also that of the residual if both have one
+dtype. The weight, the statistics of rows and the partial sums for its gradient are small beside these.
+
+The sum is rounded to the dtype of the residual before it is normalized, so that results are the same as those of a
+model that adds and normalizes in two steps.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Gluon kernels of the norms for Hopper: rows in ring buffers in shared memory, every byte moved once. See `_runtime.ring_buffer`."""
+"""Gluon kernels of the norms for Hopper, over ring buffers in shared memory: every byte moves once.
+
+`_runtime.ring_buffer` explains how programs share rows. A turn of a kernel has four phases: start the copies of the row
+RING - 1 turns ahead, compute and publish the sums of the next row, collect the sums of this row, and write it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from nearpeak.kernels._runtime.launch import launch
-from nearpeak.kernels._runtime.ring_buffer import plan_ring
+from nearpeak.kernels._runtime.ring_buffer import RingConfig, plan_ring
 from nearpeak.kernels._runtime.ring_buffer_sm90 import (
     FULL,
     GLOBAL,
@@ -41,16 +44,15 @@ from nearpeak.kernels._runtime.ring_buffer_sm90 import (
     wait_for_values,
 )
 from nearpeak.kernels._runtime.strided_rows import StridedRows
-from nearpeak.kernels.norms.triton import empty_partials
 
 _FORWARD_UNSPECIALIZED = ["rows", "columns", "x_stride", "residual_stride", "part", "parts", "groups"]
 _AHEAD = 2
-"""Chunks of weights that are read before they are used."""
+"""Chunks of the weight and the bias that are read before they are used."""
 
 
 @gluon.jit
 def load_values(ring, added, slot, c: gl.constexpr, dtype: gl.constexpr, FORM: gl.constexpr):
-    """A chunk of what is normalized: of the sum, as it is written, where there is an addition."""
+    """A chunk of the row to normalize: of the rounded sum where there is an addition."""
     values = load_chunk(ring, slot, c, FORM)
     if added is not None:
         values = as_float32((values + load_chunk(added, slot, c, FORM)).to(dtype))
@@ -59,13 +61,13 @@ def load_values(ring, added, slot, c: gl.constexpr, dtype: gl.constexpr, FORM: g
 
 @gluon.jit
 def part_squares(ring, added, total_row, slot, begin, shift, stop, FORM: gl.constexpr):
-    """The sum of squares of a part. Where there is an addition, its sum is written."""
+    """The sum of squares of a part. Where there is an addition, this writes the sum."""
     squares = gl.zeros([FORM[3]], gl.float32, FORM[4])
     for c in gl.static_range(FORM[2]):
         values = load_values(ring, added, slot, c, total_row.dtype.element_ty, FORM)
         if added is not None:
             store_chunk(total_row, values, c, begin, shift, stop, FORM)
-        if FORM[0] == SHIFTED:  # otherwise there is 0
+        if FORM[0] == SHIFTED:  # in other modes these columns are 0
             values = mask_chunk(values, 0.0, c, begin, shift, stop, FORM)
         squares += values * values
     return gl.sum(squares, 0)
@@ -73,7 +75,7 @@ def part_squares(ring, added, total_row, slot, begin, shift, stop, FORM: gl.cons
 
 @gluon.jit
 def merge_moments(count, mean, squares, other_count, other_mean, other_squares):
-    """Counts, means and sums of squares of differences from these, of two sets of numbers as one."""
+    """Merges the counts, means and sums of squared differences from the mean of two sets of numbers."""
     total = count + other_count
     share = other_count / gl.maximum(total, 1.0)
     moved = other_mean - mean
@@ -82,17 +84,17 @@ def merge_moments(count, mean, squares, other_count, other_mean, other_squares):
 
 @gluon.jit
 def merge_equal_moments(count, mean, squares, other_count, other_mean, other_squares):
-    """The same of as many each, as the threads of a program have: without a division."""
+    """The same for sets of equal size, as the threads of a program have: without a division."""
     moved = other_mean - mean
     return count + other_count, (mean + other_mean) * 0.5, squares + other_squares + moved * moved * (count * 0.5)
 
 
 @gluon.jit
 def part_moments(ring, added, total_row, slot, begin, shift, stop, FORM: gl.constexpr):
-    """The mean of a part and the sum of squares of differences from it, in one pass; of an addition the sum is written.
+    """The mean of a part and the sum of squared differences from it, in one pass; this writes the sum of an addition.
 
-    Each thread takes the mean of its first numbers, c, off all others. That loses few digits: where c is the mean of a
-    share f of the numbers, its square distance from the mean of all is at most their variance divided by f.
+    Each thread subtracts the mean c of its first numbers from all of them. That loses few digits: if c is the mean of a
+    fraction f of the numbers, its squared distance from the mean of all is at most their variance over f.
     """
     dtype: gl.constexpr = total_row.dtype.element_ty
     counts = gl.zeros([FORM[3]], gl.float32, FORM[4])
@@ -104,8 +106,8 @@ def part_moments(ring, added, total_row, slot, begin, shift, stop, FORM: gl.cons
     count = sum_by_thread(counts, FORM)
     values = load_values(ring, added, slot, 0, dtype, FORM)
     if is_edge(0, FORM):
-        some = gl.maximum(sum_by_thread(chunk_mask(0, begin, shift, stop, FORM).to(gl.float32), FORM), 1.0)
-        near = gl.div_rn(sum_by_thread(mask_chunk(values, 0.0, 0, begin, shift, stop, FORM), FORM), some)
+        first_count = gl.maximum(sum_by_thread(chunk_mask(0, begin, shift, stop, FORM).to(gl.float32), FORM), 1.0)
+        near = gl.div_rn(sum_by_thread(mask_chunk(values, 0.0, 0, begin, shift, stop, FORM), FORM), first_count)
     else:
         near = sum_by_thread(values, FORM) * (1.0 / FORM[1])
     close = broadcast_by_thread(near, FORM)
@@ -133,7 +135,7 @@ def part_moments(ring, added, total_row, slot, begin, shift, stop, FORM: gl.cons
 
 @gluon.jit
 def row_moments(means, squares, part, parts, shift, columns, PARTS: gl.constexpr, FORM: gl.constexpr):
-    """The mean of a row and the sum of squares of differences from it, by those of its parts."""
+    """The mean of a row and the sum of squared differences from it, from those of its parts."""
     each = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     begin, end = part_bounds(each, part, FORM)
     counts = gl.minimum(end, shift + columns) - gl.maximum(begin, shift)
@@ -159,13 +161,13 @@ def norm_forward_parts(
     added = None
     if residual is not None:
         added = allocate_ring(residual.dtype.element_ty, RING, FORM)
-    held_weight = None
-    held_bias = None
+    shared_weight = None
+    shared_bias = None
     if WHERE == SHARED:  # copied with the first row
         if weight is not None:
-            held_weight = copy_parameter(weight, begin, gl.minimum(end, columns), FORM)
+            shared_weight = copy_parameter(weight, begin, gl.minimum(end, columns), FORM)
         if bias is not None:
-            held_bias = copy_parameter(bias, begin, gl.minimum(end, columns), FORM)
+            shared_bias = copy_parameter(bias, begin, gl.minimum(end, columns), FORM)
     if WHERE == REGISTERS:
         factors = read_parameters((), weight, None, begin, 0, CHUNKS, 0, gl.minimum(end, columns), WHERE, FORM)
         levels = read_parameters((), bias, None, begin, 0, CHUNKS, 0, gl.minimum(end, columns), WHERE, FORM)
@@ -179,6 +181,7 @@ def norm_forward_parts(
     next_squares = 0.0
     for turn in range(-1, turns):
         row = group + turn * groups
+        # start to copy the row RING - 1 turns ahead
         if turn + RING - 1 < turns:
             ahead = row + (RING - 1) * groups
             copy_row(x, ring, ahead, turn + RING - 1, begin, end, columns, x_stride, RING, FORM)
@@ -187,12 +190,13 @@ def norm_forward_parts(
         async_copy.commit_group()
         mean = next_mean
         squares = next_squares
-        there = row_words(words, group, turn, PARTS)
+        row_slot = row_words(words, group, turn, PARTS)
         if PARTS > 1:
-            found_squares = poll(there + PARTS, PARTS)
+            polled_squares = poll(row_slot + PARTS, PARTS)
             if CENTERED:
-                found_means = poll(there, PARTS)
+                polled_means = poll(row_slot, PARTS)
         async_copy.wait_group(RING - 2)
+        # sums of the next row
         if turn + 1 < turns:
             _start, written, shift = row_offsets(row + groups, columns, x_stride, FORM)
             slot = (turn + 1) % RING
@@ -202,20 +206,21 @@ def norm_forward_parts(
             else:
                 next_squares = part_squares(ring, added, total + written, slot, begin, shift, stop, FORM)
             if PARTS > 1:
-                mine = row_words(words, group, turn + 1, PARTS) + own
-                publish(mine + PARTS, next_squares, turn + 2)
+                own_words = row_words(words, group, turn + 1, PARTS) + own
+                publish(own_words + PARTS, next_squares, turn + 2)
                 if CENTERED:
-                    publish(mine, next_mean, turn + 2)
+                    publish(own_words, next_mean, turn + 2)
+        # collect the sums of this row, and write it
         if turn >= 0:
             _start, written, shift = row_offsets(row, columns, x_stride, FORM)
             stop = gl.minimum(end, shift + columns)
             if WHERE != REGISTERS:
-                factors = read_parameters((), weight, held_weight, begin, 0, AHEAD, shift, stop, WHERE, FORM)
-                levels = read_parameters((), bias, held_bias, begin, 0, AHEAD, shift, stop, WHERE, FORM)
+                factors = read_parameters((), weight, shared_weight, begin, 0, AHEAD, shift, stop, WHERE, FORM)
+                levels = read_parameters((), bias, shared_bias, begin, 0, AHEAD, shift, stop, WHERE, FORM)
             if PARTS > 1:
-                all_squares = wait_for_values(there + PARTS, found_squares, parts, turn + 1, PARTS)
+                all_squares = wait_for_values(row_slot + PARTS, polled_squares, parts, turn + 1, PARTS)
                 if CENTERED:
-                    means = wait_for_values(there, found_means, parts, turn + 1, PARTS)
+                    means = wait_for_values(row_slot, polled_means, parts, turn + 1, PARTS)
                     mean, squares = row_moments(means, all_squares, part, parts, shift, columns, PARTS, FORM)
                 else:
                     squares = gl.sum(all_squares, 0)
@@ -227,10 +232,10 @@ def norm_forward_parts(
             for c in gl.static_range(CHUNKS):
                 if WHERE != REGISTERS:
                     factors = read_parameters(
-                        factors, weight, held_weight, begin, c + AHEAD, c + AHEAD + 1, shift, stop, WHERE, FORM
+                        factors, weight, shared_weight, begin, c + AHEAD, c + AHEAD + 1, shift, stop, WHERE, FORM
                     )
                     levels = read_parameters(
-                        levels, bias, held_bias, begin, c + AHEAD, c + AHEAD + 1, shift, stop, WHERE, FORM
+                        levels, bias, shared_bias, begin, c + AHEAD, c + AHEAD + 1, shift, stop, WHERE, FORM
                     )
                 values = load_values(ring, added, turn % RING, c, total.dtype.element_ty, FORM)
                 if CENTERED:
@@ -248,41 +253,37 @@ def norm_forward_parts(
 
 
 def forward(
-    found: StridedRows, weight: Tensor | None, bias: Tensor | None, result: Tensor, total: Tensor, statistics: Tensor,
-    rows: int, columns: int, eps: float, offset: float, centered: bool, config: dict[str, Any],
+    strided: StridedRows, weight: Tensor | None, bias: Tensor | None, result: Tensor, total: Tensor, statistics: Tensor,
+    rows: int, columns: int, eps: float, offset: float, centered: bool, config: RingConfig,
 ) -> bool:  # fmt: skip
-    """Writes the result, the sum and the statistics of rows; False where this is not for them, and nothing is done."""
-    x, residual = found.tensors
+    """Writes the result, the sum and the statistics of rows. Returns False, and does nothing, for unsupported rows."""
+    x, residual = strided.tensors
     assert x is not None
-    strides = [found.strides[0][2], found.strides[1][2]]
-    if found.levels > 1:
+    strides = [strided.strides[0][2], strided.strides[1][2]]
+    if strided.levels > 1:
         return False
     copied = [(x, strides[0])] if residual is None else [(x, strides[0]), (residual, strides[1])]
     written = [result] if residual is None else [result, total]
-    held = [one for one in (weight, bias) if one is not None]
-    chosen = plan_ring(rows, columns, config, copied, written, held)
-    if chosen is None:
+    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
+    plan = plan_ring(rows, columns, config, copied, written, parameters)
+    if plan is None:
         return False
-    # a chunk from shared memory is there at once
-    ahead = 0 if chosen.where == SHARED.value else 1 if chosen.mode == SHIFTED.value else _AHEAD
+    # a chunk from shared memory needs no prefetch
+    ahead = 0 if plan.where == SHARED.value else 1 if plan.mode == SHIFTED.value else _AHEAD
     launch(
-        norm_forward_parts, chosen.grid, x, residual, weight, bias, result, total, statistics,
-        chosen.words(statistics), rows, columns, *strides, eps, offset or None, chosen.part, chosen.parts,
-        chosen.groups,
-        centered, chosen.where, ahead, chosen.ring, chosen.padded,
-        *chosen.form, warps=chosen.warps, registers=chosen.registers,
+        norm_forward_parts, plan.grid, x, residual, weight, bias, result, total, statistics, plan.words(statistics),
+        rows, columns, *strides, eps, offset or None, plan.part, plan.parts, plan.groups, centered, plan.where, ahead,
+        plan.ring, plan.padded, *plan.form, warps=plan.warps, registers=plan.registers,
     )  # fmt: skip
     return True
 
 
 _BACKWARD_UNSPECIALIZED = ["rows", "columns", "gradient_stride", "x_stride", "sum_stride", "part", "parts", "groups"]
-_BACKWARD_AHEAD = 2
-"""Chunks of the weight that are read before they are used."""
 
 
 @gluon.jit
 def effective_weight(factor, offset):
-    """The weight as it counts; without an offset None is given."""
+    """weight + offset in float32; an offset of None is 0."""
     factor = as_float32(factor)
     if offset is not None:
         factor += offset.to(gl.float32)
@@ -296,21 +297,21 @@ def add_pairs(first, second, other_first, other_second):
 
 @gluon.jit
 def zero_sums(WANTED: gl.constexpr, FORM: gl.constexpr):
-    """A sum over rows, of all chunks."""
-    found = ()
+    """Zeroed sums over rows, one (chunk,) for each chunk."""
+    sums = ()
     if WANTED:
         for _ in gl.static_range(FORM[2]):
-            found += (gl.zeros([FORM[3]], gl.float32, FORM[4]),)  # type: ignore[assignment]
-    return found
+            sums += (gl.zeros([FORM[3]], gl.float32, FORM[4]),)  # type: ignore[assignment]
+    return sums
 
 
 @gluon.jit
 def part_sums(
-    gradients, values, weight, held, weight_sums, bias_sums, slot, begin, stop, mean, rstd, offset,
+    gradients, values, weight, shared_weight, weight_sums, bias_sums, slot, begin, stop, mean, rstd, offset,
     CENTERED: gl.constexpr, WANTS_WEIGHT: gl.constexpr, WANTS_BIAS: gl.constexpr, WHERE: gl.constexpr,
     FORM: gl.constexpr,
 ):  # fmt: skip
-    """Of a part the sums of g * w * d along the row, and of g * w if CENTERED; and the sums over rows, with this one."""
+    """The sums along a part of g * w * d, and of g * w if CENTERED; and the sums over rows, including this one."""
     by_thread: gl.constexpr = gl.BlockedLayout([1, FORM[1]], [32, 1], [gl.num_warps(), 1], [1, 0])
     along = gl.zeros([FORM[3] // FORM[1]], gl.float32, gl.SliceLayout(1, by_thread))
     level = gl.zeros([FORM[3] // FORM[1]], gl.float32, gl.SliceLayout(1, by_thread))
@@ -321,13 +322,13 @@ def part_sums(
         product = load_chunk(values, slot, c, FORM)
         if CENTERED:
             product -= mean
-        product *= g  # after the end of a row 0, as g is
+        product *= g  # 0 after the end of a row, like g
         if WANTS_WEIGHT:
             all_weights += (weight_sums[c] + product * rstd,)  # type: ignore[assignment]
         if WANTS_BIAS:
             all_biases += (bias_sums[c] + g,)  # type: ignore[assignment]
         if weight is not None:
-            factor = effective_weight(read_parameter(weight, held, c, begin, 0, stop, WHERE, FORM), offset)
+            factor = effective_weight(read_parameter(weight, shared_weight, c, begin, 0, stop, WHERE, FORM), offset)
             product *= factor
             g *= factor
         along += sum_by_thread(product, FORM)
@@ -367,9 +368,9 @@ def norm_backward_parts(
     added = None
     if sum_gradient is not None:
         added = allocate_ring(sum_gradient.dtype.element_ty, RING, FORM)
-    held = None
+    shared_weight = None
     if WHERE == SHARED and weight is not None:
-        held = copy_parameter(weight, begin, stop, FORM)
+        shared_weight = copy_parameter(weight, begin, stop, FORM)
     for turn in gl.static_range(RING - 2):
         if turn < turns:
             row = group + turn * groups
@@ -398,38 +399,42 @@ def norm_backward_parts(
             if sum_gradient is not None:
                 copy_row(sum_gradient, added, ahead, turn + RING - 1, begin, stop, columns, sum_stride, RING, FORM)
         async_copy.commit_group()
-        there = row_words(words, group, turn, PARTS)
+        row_slot = row_words(words, group, turn, PARTS)
         if PARTS > 1:
-            found_along = poll(there, PARTS)
+            polled_along = poll(row_slot, PARTS)
             if CENTERED:
-                found_level = poll(there + PARTS, PARTS)
+                polled_level = poll(row_slot + PARTS, PARTS)
         async_copy.wait_group(RING - 2)
+        # sums of the next row
         if turn + 1 < turns:
             next_along, next_level, weight_sums, bias_sums = part_sums(
-                gradients, values, weight, held, weight_sums, bias_sums, (turn + 1) % RING, begin, stop,
+                gradients, values, weight, shared_weight, weight_sums, bias_sums, (turn + 1) % RING, begin, stop,
                 mean, rstd, offset, CENTERED, WANTS_WEIGHT, WANTS_BIAS, WHERE, FORM,
             )  # fmt: skip
             if PARTS > 1:
-                mine = row_words(words, group, turn + 1, PARTS) + own
-                publish(mine, next_along, turn + 2)
+                own_words = row_words(words, group, turn + 1, PARTS) + own
+                publish(own_words, next_along, turn + 2)
                 if CENTERED:
-                    publish(mine + PARTS, next_level, turn + 2)
+                    publish(own_words + PARTS, next_level, turn + 2)
+        # collect the sums of this row, and write it
         if turn >= 0:
-            factors = read_parameters((), weight, held, begin, 0, AHEAD, 0, stop, WHERE, FORM)
-            rstd = gl.load(statistics + row)  # again: no register is left to keep it in meanwhile
+            factors = read_parameters((), weight, shared_weight, begin, 0, AHEAD, 0, stop, WHERE, FORM)
+            rstd = gl.load(statistics + row)  # loaded again: no register is left to keep it in
             if CENTERED:
                 mean = gl.load(statistics + rows + row)
             if PARTS > 1:
-                along = gl.sum(wait_for_values(there, found_along, parts, turn + 1, PARTS), 0)
+                along = gl.sum(wait_for_values(row_slot, polled_along, parts, turn + 1, PARTS), 0)
                 if CENTERED:
-                    level = gl.sum(wait_for_values(there + PARTS, found_level, parts, turn + 1, PARTS), 0)
+                    level = gl.sum(wait_for_values(row_slot + PARTS, polled_level, parts, turn + 1, PARTS), 0)
             share = rstd / columns
             slope = -along * share * rstd * rstd
             lift = -level * share
             slot = turn % RING
             _start, written, _shift = row_offsets(row, columns, x_stride, FORM)
             for c in gl.static_range(CHUNKS):
-                factors = read_parameters(factors, weight, held, begin, c + AHEAD, c + AHEAD + 1, 0, stop, WHERE, FORM)
+                factors = read_parameters(
+                    factors, weight, shared_weight, begin, c + AHEAD, c + AHEAD + 1, 0, stop, WHERE, FORM
+                )
                 result = load_chunk(values, slot, c, FORM)
                 if CENTERED:
                     result = (result - mean) * slope + lift
@@ -456,32 +461,33 @@ def norm_backward_parts(
 
 
 def backward(
-    found: StridedRows, statistics: Tensor, weight: Tensor | None, dx: Tensor | None, dresidual: Tensor | None,
-    rows: int, columns: int, offset: float | None, centered: bool, wants: list[bool], config: dict[str, Any],
+    strided: StridedRows, statistics: Tensor, weight: Tensor | None, dx: Tensor | None, dresidual: Tensor | None,
+    rows: int, columns: int, offset: float | None, centered: bool, wants: list[bool], config: RingConfig,
 ) -> tuple[Tensor | None, int] | None:  # fmt: skip
-    """Writes the gradients of rows; what is left are sums over rows, and of how many parts they are.
+    """Writes the gradients of rows. Returns the sums over rows, (1 or 2, parts, columns), and the number of parts.
 
-    None where this is not for such rows, and nothing is done.
+    Returns None, and does nothing, for unsupported rows.
     """
-    gradient, x, sum_gradient = found.tensors
+    gradient, x, sum_gradient = strided.tensors
     assert gradient is not None
     assert x is not None
-    if found.levels > 1 or (dx is None and dresidual is None):
+    if strided.levels > 1 or (dx is None and dresidual is None):
         return None
-    tensors = zip(found.tensors, found.strides, strict=True)
-    copied = [(one, strides[2]) for one, strides in tensors if one is not None]
-    written = [one for one in (dx, dresidual) if one is not None]
-    chosen = plan_ring(rows, columns, config, copied, written, [] if weight is None else [weight], shifts=False)
-    if chosen is None:
+    tensors = zip(strided.tensors, strided.strides, strict=True)
+    copied = [(tensor, strides[2]) for tensor, strides in tensors if tensor is not None]
+    written = [tensor for tensor in (dx, dresidual) if tensor is not None]
+    plan = plan_ring(rows, columns, config, copied, written, [] if weight is None else [weight], shifts=False)
+    if plan is None:
         return None
-    # sums over rows are in registers, and no weight has room there
-    where = GLOBAL.value if chosen.where == REGISTERS.value else chosen.where
-    partials = empty_partials(wants, chosen.groups, columns, x.device)
+    # sums over rows take the registers, and leave none for the weight
+    where = GLOBAL.value if plan.where == REGISTERS.value else plan.where
+    sums = wants[2] + wants[3]
+    partials = x.new_empty((sums, plan.groups, columns), dtype=torch.float32) if sums else None
     launch(
-        norm_backward_parts, chosen.grid, gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials,
-        chosen.words(statistics), rows, columns, *(strides[2] for strides in found.strides), offset,
-        chosen.part, chosen.parts, chosen.groups, centered, wants[2], wants[3], where,
-        0 if where == SHARED.value else _BACKWARD_AHEAD, chosen.ring, chosen.padded, *chosen.form,
-        warps=chosen.warps, registers=chosen.registers,
+        norm_backward_parts, plan.grid, gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials,
+        plan.words(statistics), rows, columns, *(strides[2] for strides in strided.strides), offset,
+        plan.part, plan.parts, plan.groups, centered, wants[2], wants[3], where,
+        0 if where == SHARED.value else _AHEAD, plan.ring, plan.padded, *plan.form,
+        warps=plan.warps, registers=plan.registers,
     )  # fmt: skip
-    return partials, chosen.groups
+    return partials, plan.groups

@@ -1,4 +1,20 @@
-"""Portable Triton kernels of the norms, forward and backward, and their launchers. CENTERED is a LayerNorm."""
+"""Portable Triton kernels of the norms, forward and backward, and their launchers. CENTERED is a LayerNorm.
+
+Forward, by the length of rows:
+
+- tile: a program has one or more whole rows in registers. Every byte moves once.
+- split: rows that do not fit into registers. A program reads its part of a row twice, the second time from its end to
+  its start, as the end was read last and is most likely still in the L2 cache. A row has enough parts for the rows in
+  flight to fit into that cache; their programs exchange statistics at a barrier before they write.
+- ring: the same on Hopper, from shared memory, where every byte moves once: `norms.sm90`.
+
+Backward, in one pass, the gradient of rows and partial gradients of weight and bias. Programs sum over their rows in
+float32, and a second kernel adds the partial sums in a fixed order, so that results are the same in every run.
+
+- tile: a fixed number of programs, each with whole rows in registers, goes over all rows. Every byte moves once.
+- groups: rows that do not fit. A group of programs shares a row and reads it twice: see `backward_shared`.
+- ring: the same on Hopper: `norms.sm90`.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +28,39 @@ from torch import Tensor
 
 from nearpeak.kernels._runtime.gluon import runs_on
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
-from nearpeak.kernels._runtime.ring_buffer import ring_forward_candidates
+from nearpeak.kernels._runtime.ring_buffer import RingConfig
 from nearpeak.kernels._runtime.row_barrier import (
     ALL,
     FIRST,
     LAST,
     MAX_PARTS,
     PHASES,
-    adapt_to_rows,
     arrive,
     arrive_and_wait,
     barrier_counters,
     claim_part,
-    split_candidates,
     split_row,
     wait,
 )
 from nearpeak.kernels._runtime.rows import rematerialize
 from nearpeak.kernels._runtime.strided_rows import StridedRows, row_start, strided_rows
-from nearpeak.kernels._runtime.tuning import processors, tuned
-from nearpeak.kernels.norms.tuning import backward_heuristic, registers_per_thread, table_key
+from nearpeak.kernels._runtime.tuning import processors
+from nearpeak.kernels.norms.tuning import (
+    BackwardConfig,
+    BackwardTileConfig,
+    ForwardConfig,
+    ForwardTileConfig,
+    GroupConfig,
+    backward_config,
+    backward_heuristic,
+    forward_config,
+    forward_heuristic,
+    registers_per_thread,
+)
 
-MAX_FORWARD_TILE = 32768
-"""A row of more than so many times 16 bits does not fit into the registers of 32 warps."""
-
-MAX_ROWS = 128
-"""Of a program: each takes registers of its own for its address and its statistics."""
+_CACHE_BYTES = 34 * 2**20
+"""Bytes, of the two tensors that are read twice, that stay in the L2 cache (50 MB) beside what is written."""
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @triton.jit
@@ -49,35 +72,38 @@ def forward_tile(
     CENTERED: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: PACKED, as the 16 bits that were read, so that more programs run at a time."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
+    column = tl.arange(0, BLOCK)  # (BLOCK,)
     in_rows = row < rows
     in_columns = column < columns
     inside = in_rows[:, None] & in_columns[None, :]
+    # load x, and add the residual
     start = row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
-    kept = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0)
-    values = kept.to(tl.float32)
+    loaded = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0)  # (ROWS, BLOCK)
+    values = loaded.to(tl.float32)
     written = (row * columns)[:, None] + column[None, :]
     if residual is not None:
         start = row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
         values += tl.load(residual + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        # normalized as it is written, and as a model computes it that adds and normalizes apart
-        kept = values.to(total.dtype.element_ty)
-        tl.store(total + written, kept, mask=inside)
-        values = kept.to(tl.float32)
+        # the rounded sum is normalized, as in a model that adds and normalizes in two steps
+        loaded = values.to(total.dtype.element_ty)
+        tl.store(total + written, loaded, mask=inside)
+        values = loaded.to(tl.float32)
+    # statistics of each row
     share = 1.0 / columns
     if CENTERED:
         mean = tl.div_rn(tl.sum(values, 1), tl.cast(columns, tl.float32))  # exact where it can be, unlike "/" on a GPU
         if PACKED:
-            values = rematerialize(kept, columns, mean[:, None]).to(tl.float32)
+            values = rematerialize(loaded, columns, mean[:, None]).to(tl.float32)
         values = tl.where(inside, values - mean[:, None], 0.0)
         tl.store(statistics + rows + row, mean, mask=in_rows)
     rstd = tl.math.rsqrt(tl.sum(values * values, 1) * share + tl.cast(eps, tl.float32))
     tl.store(statistics + row, rstd, mask=in_rows)
     if PACKED:
-        values = rematerialize(kept, columns, rstd[:, None]).to(tl.float32)
+        values = rematerialize(loaded, columns, rstd[:, None]).to(tl.float32)
         if CENTERED:
             values -= mean[:, None]
+    # normalize, scale and shift
     values *= rstd[:, None]
     if weight is not None:
         factor = tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)
@@ -89,9 +115,9 @@ def forward_tile(
 
 @triton.jit
 def read_part(x_row, residual_row, total_row, column, stop, HINTS: tl.constexpr):
-    """Some columns, 0 from `stop` on; with a residual the sum, which is written."""
+    """Columns of x, 0 from `stop` on; with a residual the sum, which is also written."""
     inside = column < stop
-    # what is read again soon is to stay in the cache, the sum if there is one
+    # what is read again soon should stay in the cache: the sum if there is one
     again: tl.constexpr = "evict_last" if HINTS and residual_row is None else ""
     values = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy=again)
     if residual_row is not None:
@@ -106,12 +132,12 @@ def part_statistics(
     x_row, residual_row, total_row, first, begin, stop,
     CENTERED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the columns from `begin` to `stop` the mean, and the sum of squares, of differences from it if CENTERED.
+    """The mean of the columns from `begin` to `stop`, and their sum of squares, of differences from it if CENTERED.
 
-    The mean of what is read `first`, c, is taken off all others. That loses few digits: where c is the mean of a share
-    f of the numbers, its square distance from the mean of all is at most their variance divided by f.
+    The mean c of the chunk that was read `first` is subtracted from all numbers. That loses few digits: if c is the
+    mean of a fraction f of the numbers, its squared distance from the mean of all is at most their variance over f.
     """
-    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (STEPS, BLOCK)
     near = 0.0
     values = first.to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -157,9 +183,9 @@ def write_part(
     CENTERED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Reads the columns from `begin` to `stop` again, from their end to their start, and writes them.
+    """Reads the columns from `begin` to `stop` again, from their end to their start, and writes them normalized.
 
-    What was read `first` is at hand if it was KEPT.
+    The chunk that was read `first` is still in registers if KEPT.
     """
     lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     blocks = tl.cdiv(stop - begin, STEPS * BLOCK)
@@ -183,7 +209,7 @@ def forward_split(
     CENTERED: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row; a row of one part needs to wait for nobody."""
+    """One part of one row; a row of one part needs no barrier."""
     number = tl.program_id(0)
     if PARTS > 1:
         number = claim_part(counters, PHASE)
@@ -197,12 +223,14 @@ def forward_split(
         residual_row = residual + row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
     total_row = total + row * columns
     mean = 0.0
-    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # first pass: statistics of this part
+    lane = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (STEPS, BLOCK)
     first = read_part(x_row, residual_row, total_row, begin + lane, stop, HINTS)
     if PARTS == 1 or PHASE != LAST:
         mean, squares = part_statistics(
             x_row, residual_row, total_row, first, begin, stop, CENTERED, STEPS, BLOCK, STAGES, HINTS
         )
+    # exchange them with the other parts of the row
     if PARTS > 1:
         partial += row * 2 * parts
         if PHASE != LAST:
@@ -221,6 +249,7 @@ def forward_split(
                 mean = tl.div_rn(tl.sum(means * counts, 0), columns.to(tl.float32))
                 all_squares += counts * (means - mean) * (means - mean)
             squares = tl.sum(all_squares, 0)
+    # second pass: normalize and write
     if PARTS == 1 or PHASE != FIRST:
         rstd = tl.math.rsqrt(squares / columns + tl.cast(eps, tl.float32))
         if own == 0:
@@ -237,20 +266,15 @@ def forward_split(
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    *,
-    config: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    *, config: ForwardConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     result, _, statistics = _forward(x, None, weight, bias, eps, offset, False, config)
     return result, statistics
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, config: dict[str, Any] | None = None
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     result, _, statistics = _forward(x, None, weight, bias, eps, 0.0, True, config)
     return result, statistics
@@ -258,23 +282,23 @@ def layer_norm(
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    *, config: dict[str, Any] | None = None,
+    *, config: ForwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _forward(x, residual, weight, bias, eps, offset, False, config)
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    *, config: dict[str, Any] | None = None,
+    *, config: ForwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _forward(x, residual, weight, bias, eps, 0.0, True, config)
 
 
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    centered: bool, config: dict[str, Any] | None,
+    centered: bool, config: ForwardConfig | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The result, the sum (x itself without a residual) and [1 or 2, rows] of float32: 1 / deviation, and the mean."""
+    """The result, the sum (x itself without a residual), and float32 statistics: (1 or 2, rows), rstd and mean."""
     columns = x.shape[-1]
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
@@ -283,85 +307,56 @@ def _forward(
     if not x.numel():
         return result, total, statistics.zero_()
     size = columns * max(x.element_size(), total.element_size()) // 2
-    found = strided_rows(x, residual)
+    strided = strided_rows(x, residual)
     if weight is not None:
         weight = weight.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    tensors = (*found.tensors, weight, bias, result, total, statistics)
-    sizes = (rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], eps, offset)
-    key = table_key("norm_forward", centered, residual is not None)
-    config = config or adapt_to_rows(tuned(key, size, x.device), rows) or forward_heuristic(size)
-    if config["variant"] == "parts":
+    config = config or forward_config(size, rows, x.device, centered=centered, added=residual is not None)
+    results = (result, total, statistics)
+    if isinstance(config, RingConfig):
         if runs_on(x.device):
-            from nearpeak.kernels.norms import sm90 as norms_sm90
+            from nearpeak.kernels.norms import sm90
 
-            written = (result, total, statistics)
-            if norms_sm90.forward(found, weight, bias, *written, rows, columns, eps, offset, centered, config):
-                return written
+            if sm90.forward(strided, weight, bias, *results, rows, columns, eps, offset, centered, config):
+                return results
         config = forward_heuristic(size)
-    if config["variant"] == "tile":
-        grid = (triton.cdiv(rows, config["rows"]), 1, 1)
-        block = next_power_of_2(columns)
+    tensors = (*strided.tensors, weight, bias, *results)
+    sizes = (rows, columns, strided.middle, strided.inner, *strided.strides[0], *strided.strides[1], eps, offset)
+    warps = config.warps
+    if isinstance(config, ForwardTileConfig):
         launch(
-            forward_tile, grid, *tensors, *sizes, centered, found.levels, config["rows"], block,
-            config.get("packed", False), warps=config["warps"],
-            registers=registers_per_thread(config["warps"], config["programs"]) if "programs" in config else None,
+            forward_tile, (triton.cdiv(rows, config.rows), 1, 1), *tensors, *sizes, centered, strided.levels,
+            config.rows, next_power_of_2(columns), config.packed, warps=warps,
+            registers=None if config.programs is None else registers_per_thread(warps, config.programs),
         )  # fmt: skip
-        return result, total, statistics
-    part, parts = split_row(rows, columns, columns * total.element_size(), x.device, config.get("part"))
-    partial, counted = statistics, statistics
+        return results
+    part, parts = split_row(rows, columns, columns * total.element_size(), x.device, config.part)
+    partial = counters = statistics
     if parts > 1:
         partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)
-        counted = barrier_counters(rows, x.device)
-    block = min(16 // x.element_size() * 32 * config["warps"], next_power_of_2(part))
+        counters = barrier_counters(rows, x.device)
+    block = min(16 // x.element_size() * 32 * warps, next_power_of_2(part))
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
-            forward_split, (rows * parts, 1, 1), *tensors, partial, counted, *sizes, part, parts, centered, found.levels,
-            next_power_of_2(parts), config["steps"], block, config["stages"], config["hints"], config["kept"], phase,
-            warps=config["warps"],
+            forward_split, (rows * parts, 1, 1), *tensors, partial, counters, *sizes, part, parts, centered,
+            strided.levels, next_power_of_2(parts), config.steps, block, config.stages, config.hints, config.kept,
+            phase, warps=warps,
         )  # fmt: skip
-    return result, total, statistics
+    return results
 
 
-def forward_heuristic(size: int) -> dict[str, Any]:
-    """What to launch with where nobody measured, for rows of so many times 16 bits."""
-    block = next_power_of_2(size)
-    if block <= MAX_FORWARD_TILE:
-        warps = min(max(block // 1024, 4), 32)
-        # 32 elements by thread, in 4 loads of 16 bytes
-        rows = min(max(32 * 32 * warps // block, 1), MAX_ROWS)
-        found = {"variant": "tile", "rows": rows, "warps": warps}
-        return {**found, "programs": 2} if _fills_registers(warps, block) else found
-    return {"variant": "split", "steps": 4, "warps": 16, "stages": 1, "hints": True, "kept": False}
-
-
-def _fills_registers(warps: int, block: int) -> bool:
-    """Whether a row takes half of the registers, and the compiler may take a few more than half for it."""
-    return warps == 16 and block == MAX_FORWARD_TILE // 2
-
-
-def forward_candidates(size: int) -> list[dict[str, Any]]:
-    """Configurations worth measuring for rows of so many times 16 bits."""
-    block = next_power_of_2(size)
-    found: list[dict[str, Any]] = []
-    if block <= MAX_FORWARD_TILE:
-        for warps in (1, 2, 4, 8, 16, 32):
-            for elements in (8, 16, 32, 64):  # by thread
-                rows = min(elements * 32 * warps // block, MAX_ROWS)
-                if rows and elements * warps <= 1024 and (rows > 1 or elements * 32 * warps == block):
-                    config = {"variant": "tile", "rows": rows, "warps": warps}
-                    found += [config] if config not in found else []
-        found += [{**one, "programs": 2} for one in found if one["rows"] == 1 and _fills_registers(one["warps"], block)]
-        found += [{**one, "packed": True} for one in found if one["rows"] == 1 and block >= 4096]
-    if block >= MAX_FORWARD_TILE // 2:
-        found += split_candidates(size) + ring_forward_candidates(size, weights=True)
-    return found
+# Backward. With g = gradient, w = weight and d = x, less its mean for a LayerNorm, n = d * rstd is the normalized row.
+#
+#     dx = rstd * (g * w - n * mean(g * w * n) - mean(g * w)), the last term for a LayerNorm alone
+#        = g * (w * rstd) + d * slope + level, with two numbers for each row,
+#
+# plus the gradient of the sum where there was an addition.
 
 
 @triton.jit
 def row_and_column_masks(index, count, column, columns, ROWS: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
-    """Which rows and which columns there are, and both together; with FULL and EVEN all, which costs nothing."""
+    """Masks of rows (ROWS,), columns (BLOCK,) and both (ROWS, BLOCK); constants where FULL and EVEN, at no cost."""
     if FULL:
         in_rows = tl.full([ROWS], True, tl.int1)
     else:
@@ -379,7 +374,7 @@ def row_and_column_masks(index, count, column, columns, ROWS: tl.constexpr, FULL
 
 @triton.jit
 def as_float32(values):
-    """The same numbers; of two of bfloat16 in a register the second is one instruction from this, and not two."""
+    """Converts to float32. The second of two bfloat16 in a register takes one instruction like this, and not two."""
     if values.dtype == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
@@ -396,14 +391,14 @@ def read_rows(
 
 @triton.jit
 def read_weight(weight, column, in_columns):
-    """From the L1 cache again for each row: its registers are worth more than this load."""
-    # as a row, so that it arrives in the threads that have the columns of others
+    """The weight, loaded from the L1 cache for each row: registers are scarcer than this load."""
+    # as a row, so that each thread gets the columns that it has of other tensors
     return tl.load(weight + column[None, :], mask=in_columns[None, :], other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
 def effective_weight(factor, offset):
-    """The weight as it counts; without an offset None is given."""
+    """weight + offset in float32; an offset of None is 0."""
     factor = as_float32(factor)
     if offset is not None:
         factor += tl.cast(offset, tl.float32)
@@ -412,10 +407,7 @@ def effective_weight(factor, offset):
 
 @triton.jit
 def gradient_coefficients(along, level, rstd, columns, CENTERED: tl.constexpr):
-    """What the elements of a row less their mean are multiplied by, and what is added.
-
-    `along` is the sum of g * w * d along the row, and `level` that of g * w.
-    """
+    """The slope and the level of each row, from the sums of g * w * d (`along`) and of g * w (`level`) over it."""
     share = rstd / columns
     if CENTERED:
         level = -level * share
@@ -424,7 +416,7 @@ def gradient_coefficients(along, level, rstd, columns, CENTERED: tl.constexpr):
 
 @triton.jit
 def write_rows(result, added, dx, dresidual, row, column, inside, columns):
-    """Writes a gradient of rows, with that of their sum added where there was an addition."""
+    """Writes the gradient of rows, plus that of the sum where there was an addition."""
     if added is not None:
         result += as_float32(added)
     written = (row * columns)[:, None] + column[None, :]
@@ -439,7 +431,7 @@ def write_partials(
     partials, weight_sum, bias_sum, part, parts, column, in_columns, columns,
     WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Leaves the sums over the rows of one part: first all parts for the weight, then all for the bias."""
+    """Writes the sums over the rows of a program: all parts for the weight, then all parts for the bias."""
     part = part.to(tl.int64)
     if WANTS_WEIGHT:
         tl.store(partials + part * columns + column, weight_sum, mask=in_columns)
@@ -448,23 +440,88 @@ def write_partials(
         tl.store(partials + part * columns + column, bias_sum, mask=in_columns)
 
 
-def empty_partials(wants: list[bool], parts: int, columns: int, device: torch.device) -> Tensor | None:
-    count = wants[2] + wants[3]
-    return torch.empty((count, parts, columns), dtype=torch.float32, device=device) if count else None
-
-
-CACHE_BYTES = 34 * 2**20
-"""Bytes of the two tensors that are read twice that stay in the L2 cache (50 MB) beside what is written."""
+@triton.jit
+def backward_tile(
+    gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials,
+    rows, columns, middle, inner,
+    gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner, sum_outer, sum_middle, sum_inner,
+    offset,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    weight_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * ROWS
+        row = first + tl.arange(0, ROWS)
+        in_rows, in_columns, inside = row_and_column_masks(first, rows, column, columns, ROWS, FULL, EVEN)
+        # load g, x and the gradient of the sum: (ROWS, BLOCK)
+        g_read = read_rows(
+            gradient, row, column, inside, middle, inner, gradient_outer, gradient_middle, gradient_inner, LEVELS, ""
+        )
+        x_read = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, "")
+        added = None
+        if sum_gradient is not None and (dx is not None or dresidual is not None):
+            added = read_rows(
+                sum_gradient, row, column, inside, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS, ""
+            )
+        rstd = tl.load(statistics + row, mask=in_rows, other=0.0)
+        g = as_float32(g_read)
+        n = as_float32(x_read)
+        if CENTERED:
+            mean = tl.load(statistics + rows + row, mask=in_rows, other=0.0)[:, None]
+            n -= mean
+        # sums over rows, for weight and bias
+        product = n * g
+        if WANTS_WEIGHT:
+            weight_sum += product * rstd[:, None]
+        if WANTS_BIAS:
+            bias_sum += g
+        # sums along rows, then the gradient of rows
+        if dx is not None or dresidual is not None:
+            level = 0.0
+            if weight is not None:
+                factor = read_weight(weight, column, in_columns)
+                scale = effective_weight(factor, offset)
+                product *= scale
+                g *= scale
+            along = tl.sum(product, 1)
+            if CENTERED:
+                level = tl.sum(g, 1)
+            slope, level = gradient_coefficients(along, level, rstd, columns, CENTERED)
+            if AGAIN:
+                # rows wait for their sums as the 16 bits that were read, not as float32
+                n = rematerialize(x_read, columns, along[:, None]).to(tl.float32)
+                if CENTERED:
+                    n -= mean
+                g = rematerialize(g_read, columns, along[:, None]).to(tl.float32)
+                if weight is not None:
+                    if ROWS == 1 and weight.dtype.element_ty.primitive_bitwidth == 16:
+                        scale = effective_weight(rematerialize(factor, columns, along[:, None]), offset)
+                    g *= scale
+            result = n * slope[:, None]
+            if CENTERED:
+                result += level[:, None]
+            result += g * rstd[:, None]
+            write_rows(result, added, dx, dresidual, row, column, inside, columns)
+    write_partials(
+        partials, tl.sum(weight_sum, 0), tl.sum(bias_sum, 0), program, programs, column, column < columns, columns,
+        WANTS_WEIGHT, WANTS_BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
 def sum_over_parts(sums, row, parts, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """The sums along rows, of all parts of each."""
+    """The sums over whole rows, (rows,), from those of their parts."""
     each = tl.arange(0, PARTS)[None, :]
-    found = tl.load(sums + (row * PARTS)[:, None] + each, cache_modifier=".cg")
+    partial = tl.load(sums + (row * PARTS)[:, None] + each, cache_modifier=".cg")  # (rows, PARTS)
     if PADDED:
-        found = tl.where(each < parts, found, 0.0)
-    return tl.sum(found, 1)
+        partial = tl.where(each < parts, partial, 0.0)
+    return tl.sum(partial, 1)
 
 
 @triton.jit
@@ -477,8 +534,19 @@ def backward_shared(
     PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     EVEN: tl.constexpr, AHEAD: tl.constexpr, HINTS: tl.constexpr, STAGES: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """One part of the rows of one group; a row of one part needs to wait for nobody."""
-    # what is read again soon is to stay in the cache, and to leave it then
+    """One part of the rows of one group; a row of one part needs no barrier.
+
+    A program has BLOCK columns and keeps the sums over rows of these in registers. The programs of a group, one for
+    each part, have the same rows and go through them in batches: each reads its part of a batch and writes the sums
+    along its rows to a buffer. Once those of all parts have arrived, it reads the batch again, from the L2 cache, and
+    writes the gradient. Batches are large, as a barrier waits for all stores of a program, and small enough to stay in
+    the cache. AHEAD, a program reads the next batch before it waits for this one.
+
+    A program draws its group and part as a ticket when it starts. So at most one group is incomplete, and the programs
+    of complete groups wait only for each other, finish, and make room for it. A row of more parts than the GPU has
+    multiprocessors takes two launches, without a barrier, of which the second writes.
+    """
+    # what is read again soon should stay in the cache, and leave it then
     FIRST_POLICY: tl.constexpr = "evict_last" if HINTS else ""
     LAST_POLICY: tl.constexpr = "evict_first" if HINTS else ""
     number = tl.program_id(0)
@@ -489,10 +557,11 @@ def backward_shared(
     column = own * BLOCK + tl.arange(0, BLOCK)
     weight_sum = tl.zeros([BLOCK], tl.float32)
     bias_sum = tl.zeros([BLOCK], tl.float32)
-    # AHEAD there is one more turn, in which nothing is left to be read
-    for turn_of in range(group, tl.cdiv(rows, batch) + (groups if AHEAD else 0), groups):
+    # AHEAD there is one more turn, with nothing left to read
+    for turn in range(group, tl.cdiv(rows, batch) + (groups if AHEAD else 0), groups):
+        # first pass over a batch: sums along rows, and over rows
         if PHASE != LAST:
-            first = tl.cast(turn_of, tl.int64) * batch
+            first = tl.cast(turn, tl.int64) * batch
             count = tl.minimum(rows - first, batch).to(tl.int32)
             for index in tl.range(0, count, ROWS, num_stages=STAGES):
                 in_rows, in_columns, inside = row_and_column_masks(index, count, column, columns, ROWS, FULL, EVEN)
@@ -521,11 +590,12 @@ def backward_shared(
                         tl.store(sums + (rows + row) * PARTS + own, tl.sum(g, 1), mask=in_rows)
             if PHASE == ALL:
                 if PARTS == 1:
-                    tl.debug_barrier()  # sums are read by other threads than those that wrote them
+                    tl.debug_barrier()  # other threads read the sums than wrote them
                 elif count > 0:
-                    arrive(counters, turn_of)
+                    arrive(counters, turn)
+        # second pass: the gradient of rows
         if PHASE != FIRST:
-            before = turn_of - (groups if AHEAD else 0)
+            before = turn - (groups if AHEAD else 0)
             if before >= 0:
                 if PHASE == ALL and PARTS > 1:
                     wait(counters, before, parts)
@@ -533,7 +603,7 @@ def backward_shared(
                 count = tl.minimum(rows - first, batch).to(tl.int32)
                 last = (count - 1) // ROWS * ROWS
                 for back in tl.range(0, count, ROWS, num_stages=STAGES):
-                    index = last - back  # what was read last is nearest
+                    index = last - back  # what was read last is most likely still in the cache
                     in_rows, in_columns, inside = row_and_column_masks(index, count, column, columns, ROWS, FULL, EVEN)
                     row = first + index + tl.arange(0, ROWS)
                     g = read_rows(
@@ -549,7 +619,7 @@ def backward_shared(
                             sum_gradient, row, column, inside, middle, inner,
                             sum_outer, sum_middle, sum_inner, LEVELS, "",
                         )  # fmt: skip
-                    # without a mask: what rows after the last make of the sums of another is not written
+                    # no mask: rows after the last read the sums of the last, and are not written
                     known = row if FULL else tl.minimum(row, rows - 1)
                     along = sum_over_parts(sums, known, parts, PARTS, PADDED)
                     level = 0.0
@@ -573,166 +643,12 @@ def backward_shared(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
-    """How rows are shared."""
-
-    block: int
-    """Columns of a part."""
-    parts: int
-    """Of a row, and programs of a group."""
-    groups: int
-    batch: int
-    """Rows that a group reads before it meets."""
-    warps: int
-    registers: int
-    """Of a thread, so that as many programs run on each processor as there are for it."""
-    meets: bool
-    """Whether there are few enough parts for their programs to wait for each other."""
-
-
-def plan_groups(rows: int, columns: int, widest: int, processors: int, config: dict[str, Any]) -> GroupPlan:
-    """How rows are shared; `widest` are the bytes of an element, and blocks of configurations are of 16 bits each."""
-    most = min(MAX_PARTS, processors)
-    block, warps = min(config["block"] * 2 // widest, next_power_of_2(columns)), config["warps"]
-    programs = config["programs"]
-    while triton.cdiv(columns, block) > most and warps < 32:  # as many elements by thread
-        block, warps, programs = 2 * block, 2 * warps, max(programs // 2, 1)
-    parts = triton.cdiv(columns, block)
-    groups = max(programs * processors // parts, 1)
-    room = CACHE_BYTES // (groups * parts * block * 2 * widest * (2 if config["ahead"] else 1))
-    batch = max(config.get("batch") or room, 1)
-    # all groups are to have the same to do, and few rows are for as many of them as there can be
-    batch = triton.cdiv(rows, groups * triton.cdiv(rows, groups * batch))
-    if batch > config["rows"]:
-        batch -= batch % config["rows"]
-    batches = triton.cdiv(rows, batch)
-    groups = triton.cdiv(batches, triton.cdiv(batches, groups))
-    return GroupPlan(
-        block=block,
-        parts=parts,
-        groups=groups,
-        batch=batch,
-        warps=warps,
-        registers=registers_per_thread(warps, programs),
-        meets=parts <= most,
-    )
-
-
-def _backward_by_groups(
-    found: StridedRows, tensors: tuple[Tensor | None, ...], rows: int, columns: int, offset: float | None, centered: bool,
-    wants: list[bool], processors: int, config: dict[str, Any],
-) -> tuple[Tensor | None, int]:  # fmt: skip
-    """Writes the gradients of rows; what is left are sums over rows, and of how many parts they are."""
-    gradient, x, _ = found.tensors
-    assert gradient is not None
-    assert x is not None
-    chosen = plan_groups(rows, columns, max(gradient.element_size(), x.element_size()), processors, config)
-    parts, height = chosen.parts, config["rows"]
-    partials = empty_partials(wants, chosen.groups, columns, gradient.device)
-    counted = sums = x
-    phases: tuple[Any, ...]
-    if not wants[0] and not wants[1]:
-        phases = (FIRST,)
-    else:
-        # some may never be written: a power of 2 of them is read at once
-        sums = torch.empty((2 if centered else 1, rows, next_power_of_2(parts)), dtype=torch.float32, device=x.device)
-        if parts == 1:
-            phases = (ALL,)
-        else:
-            phases = PHASES if chosen.meets else (FIRST, LAST)
-            if phases[0] is ALL:
-                counted = barrier_counters(triton.cdiv(rows, chosen.batch), x.device)
-    for phase in phases:
-        launch(
-            backward_shared, (chosen.groups * parts, 1, 1), *found.tensors, *tensors, partials, sums, counted,
-            rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], *found.strides[2], offset,
-            parts, chosen.groups, chosen.batch, centered, found.levels, wants[2], wants[3],
-            next_power_of_2(parts), parts != next_power_of_2(parts), height, chosen.block,
-            height == 1 or (rows % height == 0 and chosen.batch % height == 0), columns % chosen.block == 0,
-            config["ahead"], config["hints"], config["stages"], phase,
-            warps=chosen.warps, registers=chosen.registers,
-        )  # fmt: skip
-    return partials, chosen.groups
-
-
-@triton.jit
-def backward_tile(
-    gradient, x, sum_gradient, statistics, weight, dx, dresidual, partials,
-    rows, columns, middle, inner,
-    gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner, sum_outer, sum_middle, sum_inner,
-    offset,
-    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    AGAIN: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    weight_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * ROWS
-        row = first + tl.arange(0, ROWS)
-        in_rows, in_columns, inside = row_and_column_masks(first, rows, column, columns, ROWS, FULL, EVEN)
-        g_read = read_rows(
-            gradient, row, column, inside, middle, inner, gradient_outer, gradient_middle, gradient_inner, LEVELS, ""
-        )
-        x_read = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, "")
-        added = None
-        if sum_gradient is not None and (dx is not None or dresidual is not None):
-            added = read_rows(
-                sum_gradient, row, column, inside, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS, ""
-            )
-        rstd = tl.load(statistics + row, mask=in_rows, other=0.0)
-        g = as_float32(g_read)
-        n = as_float32(x_read)
-        if CENTERED:
-            mean = tl.load(statistics + rows + row, mask=in_rows, other=0.0)[:, None]
-            n -= mean
-        product = n * g
-        if WANTS_WEIGHT:
-            weight_sum += product * rstd[:, None]
-        if WANTS_BIAS:
-            bias_sum += g
-        if dx is not None or dresidual is not None:
-            level = 0.0
-            if weight is not None:
-                factor = read_weight(weight, column, in_columns)
-                scale = effective_weight(factor, offset)
-                product *= scale
-                g *= scale
-            along = tl.sum(product, 1)
-            if CENTERED:
-                level = tl.sum(g, 1)
-            slope, level = gradient_coefficients(along, level, rstd, columns, CENTERED)
-            if AGAIN:
-                # rows wait for their sums as the 16 bits that were read, and not as float32
-                n = rematerialize(x_read, columns, along[:, None]).to(tl.float32)
-                if CENTERED:
-                    n -= mean
-                g = rematerialize(g_read, columns, along[:, None]).to(tl.float32)
-                if weight is not None:
-                    if ROWS == 1 and weight.dtype.element_ty.primitive_bitwidth == 16:
-                        scale = effective_weight(rematerialize(factor, columns, along[:, None]), offset)
-                    g *= scale
-            result = n * slope[:, None]
-            if CENTERED:
-                result += level[:, None]
-            result += g * rstd[:, None]
-            write_rows(result, added, dx, dresidual, row, column, inside, columns)
-    write_partials(
-        partials, tl.sum(weight_sum, 0), tl.sum(bias_sum, 0), program, programs, column, column < columns, columns,
-        WANTS_WEIGHT, WANTS_BIAS,
-    )  # fmt: skip
-
-
 @triton.jit
 def add_partials(
     partials, dweight, dbias, programs, columns,
     WANTS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of [programs, columns] of float32, one after the other for weight and bias."""
+    """Sums the (1 or 2, programs, columns) partial sums over programs, for weight and bias."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_columns = column < columns
     row = tl.arange(0, ROWS)
@@ -751,14 +667,11 @@ def add_partials(
         tl.store(dbias + column, result.to(dbias.dtype.element_ty), mask=mine)
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
 def norm_backward(
     gradient: Tensor, x: Tensor, sum_gradient: Tensor | None, statistics: Tensor, weight: Tensor | None,
-    bias: Tensor | None, offset: float, centered: bool, wants: list[bool], *, config: dict[str, Any] | None = None,
+    bias: Tensor | None, offset: float, centered: bool, wants: list[bool], *, config: BackwardConfig | None = None,
 ) -> Gradients:  # fmt: skip
-    """The gradients of x, residual, weight and bias, each of no elements where it is not wanted.
+    """The gradients of x, residual, weight and bias, each without elements if it is not wanted.
 
     `x` is what was normalized: the sum where there was an addition. The gradient of x has the dtype of `gradient`, that
     of the residual has the dtype of `x`.
@@ -772,28 +685,28 @@ def norm_backward(
     if not any(wants):
         return dx, dresidual, dweight, dbias
     columns = gradient.shape[-1]
+    rows = gradient.numel() // columns
     size = columns * max(gradient.element_size(), x.element_size()) // 2
-    found = strided_rows(gradient, x, sum_gradient)
+    strided = strided_rows(gradient, x, sum_gradient)
     if weight is not None:
         weight = weight.contiguous()
-    added = sum_gradient is not None
-    config = config or tuned(table_key("norm_backward", centered, added), size, x.device)
-    config = config or backward_heuristic(size, centered=centered, added=added)
+    config = config or backward_config(size, x.device, centered=centered, added=sum_gradient is not None)
     tensors = (statistics, weight, dx if wants[0] else None, dresidual if wants[1] else None)
-    rows, at_hand = gradient.numel() // columns, processors(x.device)
-    left = None
-    if config["variant"] == "parts":
+    arguments = (strided, *tensors, rows, columns, offset or None, centered, wants)
+    sums = None
+    if isinstance(config, RingConfig):
         if runs_on(x.device):
-            from nearpeak.kernels.norms import sm90 as norms_sm90
+            from nearpeak.kernels.norms import sm90
 
-            left = norms_sm90.backward(found, *tensors, rows, columns, offset or None, centered, wants, config)
-        config = backward_heuristic(size, centered=centered, added=added)
-    if left is None:
-        run = _backward_by_tiles if config["variant"] == "tile" else _backward_by_groups
-        left = run(found, tensors, rows, columns, offset or None, centered, wants, at_hand, config)
-    partials, parts = left
+            sums = sm90.backward(*arguments, config)
+        config = backward_heuristic(size, centered=centered)
+    if isinstance(config, BackwardTileConfig):
+        sums = sums or _backward_by_tiles(*arguments, config)
+    else:
+        sums = sums or _backward_by_groups(*arguments, config)
+    partials, parts = sums
     if wants[2] or wants[3]:
-        # all is read at once: programs are few, and have little to do
+        # all partial sums are read at once: programs are few, and have little to do
         height = min(next_power_of_2(parts), 1024)
         width = max(4096 // height, 32 if columns > 2048 else 8)
         launch(
@@ -805,24 +718,108 @@ def norm_backward(
 
 
 def _backward_by_tiles(
-    found: StridedRows, tensors: tuple[Tensor | None, ...], rows: int, columns: int, offset: float | None, centered: bool,
-    wants: list[bool], at_hand: int, config: dict[str, Any],
+    strided: StridedRows, statistics: Tensor, weight: Tensor | None, dx: Tensor | None, dresidual: Tensor | None,
+    rows: int, columns: int, offset: float | None, centered: bool, wants: list[bool], config: BackwardTileConfig,
 ) -> tuple[Tensor | None, int]:  # fmt: skip
-    gradient, x, _ = found.tensors
+    """Writes the gradients of rows. Returns the sums over rows, (1 or 2, parts, columns), and the number of parts."""
+    gradient, x, _ = strided.tensors
     assert gradient is not None
     assert x is not None
-    device = gradient.device
-    height, block = config["rows"], next_power_of_2(columns)
-    programs = min(triton.cdiv(rows, height), config["programs"] * at_hand)
-    partials = empty_partials(wants, programs, columns, device)
+    height, block = config.rows, next_power_of_2(columns)
+    programs = min(triton.cdiv(rows, height), config.programs * processors(gradient.device))
+    partials = _empty_partials(wants, programs, columns, gradient.device)
     launch(
-        backward_tile, (programs, 1, 1), *found.tensors, *tensors, partials,
-        rows, columns, found.middle, found.inner, *found.strides[0], *found.strides[1], *found.strides[2], offset,
-        centered, found.levels, wants[2], wants[3], height, block, rows % height == 0, columns == block,
-        config["stages"], max(gradient.element_size(), x.element_size()) == 2,
-        warps=config["warps"], registers=registers_per_thread(config["warps"], config["programs"]) if height <= 4 else None,
+        backward_tile, (programs, 1, 1), *strided.tensors, statistics, weight, dx, dresidual, partials,
+        rows, columns, strided.middle, strided.inner, *strided.strides[0], *strided.strides[1], *strided.strides[2],
+        offset, centered, strided.levels, wants[2], wants[3], height, block, rows % height == 0, columns == block,
+        config.stages, max(gradient.element_size(), x.element_size()) == 2, warps=config.warps,
+        registers=registers_per_thread(config.warps, config.programs) if height <= 4 else None,
     )  # fmt: skip
     return partials, programs
+
+
+def _backward_by_groups(
+    strided: StridedRows, statistics: Tensor, weight: Tensor | None, dx: Tensor | None, dresidual: Tensor | None,
+    rows: int, columns: int, offset: float | None, centered: bool, wants: list[bool], config: GroupConfig,
+) -> tuple[Tensor | None, int]:  # fmt: skip
+    """The same by groups of programs."""
+    gradient, x, _ = strided.tensors
+    assert gradient is not None
+    assert x is not None
+    widest = max(gradient.element_size(), x.element_size())
+    plan = plan_groups(rows, columns, widest, processors(x.device), config)
+    parts, padded, height = plan.parts, next_power_of_2(plan.parts), config.rows
+    partials = _empty_partials(wants, plan.groups, columns, gradient.device)
+    counters = sums = x
+    phases: tuple[Any, ...]
+    if dx is None and dresidual is None:
+        phases = (FIRST,)
+    else:
+        # some elements are never written: a power of 2 of them is read at once
+        sums = torch.empty((2 if centered else 1, rows, padded), dtype=torch.float32, device=x.device)
+        if parts == 1:
+            phases = (ALL,)
+        else:
+            phases = PHASES if plan.waits else (FIRST, LAST)
+            if phases[0] is ALL:
+                counters = barrier_counters(triton.cdiv(rows, plan.batch), x.device)
+    for phase in phases:
+        launch(
+            backward_shared, (plan.groups * parts, 1, 1), *strided.tensors, statistics, weight, dx, dresidual, partials,
+            sums, counters, rows, columns, strided.middle, strided.inner,
+            *strided.strides[0], *strided.strides[1], *strided.strides[2], offset,
+            parts, plan.groups, plan.batch, centered, strided.levels, wants[2], wants[3],
+            padded, parts != padded, height, plan.block,
+            height == 1 or (rows % height == 0 and plan.batch % height == 0), columns % plan.block == 0,
+            config.ahead, config.hints, config.stages, phase, warps=plan.warps, registers=plan.registers,
+        )  # fmt: skip
+    return partials, plan.groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """How groups of programs share rows."""
+
+    block: int
+    """Columns per program."""
+    parts: int
+    """Parts per row, and programs per group."""
+    groups: int
+    batch: int
+    """Rows between two barriers of a group."""
+    warps: int
+    registers: int
+    """Registers per thread, so that all programs of a multiprocessor run at the same time."""
+    waits: bool
+    """Whether a group is small enough for its programs to wait for each other."""
+
+
+def plan_groups(rows: int, columns: int, widest: int, processors: int, config: GroupConfig) -> GroupPlan:
+    """How to share rows whose widest elements have this many bytes; blocks of configurations are of 16 bits."""
+    max_parts = min(MAX_PARTS, processors)
+    block, warps = min(config.block * 2 // widest, next_power_of_2(columns)), config.warps
+    programs = config.programs
+    while triton.cdiv(columns, block) > max_parts and warps < 32:  # as many elements per thread
+        block, warps, programs = 2 * block, 2 * warps, max(programs // 2, 1)
+    parts = triton.cdiv(columns, block)
+    groups = max(programs * processors // parts, 1)
+    cached_rows = _CACHE_BYTES // (groups * parts * block * 2 * widest * (2 if config.ahead else 1))
+    batch = max(config.batch or cached_rows, 1)
+    # all groups get equal work, and a few rows are spread over as many groups as possible
+    batch = triton.cdiv(rows, groups * triton.cdiv(rows, groups * batch))
+    if batch > config.rows:
+        batch -= batch % config.rows
+    batches = triton.cdiv(rows, batch)
+    groups = triton.cdiv(batches, triton.cdiv(batches, groups))
+    return GroupPlan(
+        block=block,
+        parts=parts,
+        groups=groups,
+        batch=batch,
+        warps=warps,
+        registers=registers_per_thread(warps, programs),
+        waits=parts <= max_parts,
+    )
 
 
 def _empty_gradient(gradient: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
@@ -833,3 +830,8 @@ def _empty_parameter_gradient(gradient: Tensor, parameter: Tensor | None, wanted
     if parameter is None or not wanted:
         return gradient.new_empty((0,))
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=gradient.device)
+
+
+def _empty_partials(wants: list[bool], parts: int, columns: int, device: torch.device) -> Tensor | None:
+    sums = wants[2] + wants[3]
+    return torch.empty((sums, parts, columns), dtype=torch.float32, device=device) if sums else None

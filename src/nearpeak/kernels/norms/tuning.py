@@ -1,104 +1,210 @@
-"""Launch configurations of the norms: table keys, heuristics, and the candidates of the tuner."""
+"""Launch configurations of the norms: from the table, by heuristics, and the candidates of the tuner.
+
+Sizes are row lengths in elements of 16 bits. A LayerNorm and a norm after an addition keep more in registers than an
+RMSNorm, so that each has rows of its own in the table.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
 
 from nearpeak.kernels._runtime.launch import next_power_of_2
-from nearpeak.kernels._runtime.ring_buffer import ring_backward_candidates
-from nearpeak.kernels._runtime.row_barrier import MAX_PARTS
+from nearpeak.kernels._runtime.ring_buffer import RingConfig, ring_backward_candidates, ring_forward_candidates
+from nearpeak.kernels._runtime.row_barrier import MAX_PARTS, SplitConfig, adapt_to_rows, split_candidates
+from nearpeak.kernels._runtime.tuning import from_row, tuned
 
+MAX_FORWARD_TILE = 32768
+"""A longer row does not fit into the registers of 32 warps."""
 MAX_BACKWARD_TILE = 16384
 MAX_ROWS = 128
-"""Of a program: each takes registers of its own for its address and its statistics."""
-MIN_SHARED_TILE = 4096
-SHARED_BYTES = 220 * 2**10
-"""The shared memory of a multiprocessor, less a little for sums."""
+"""Rows per program, each of which takes registers for its address and its statistics."""
+MIN_GROUP_ROW = 4096
+_SHARED_BYTES = 220 * 2**10
+"""The shared memory of a multiprocessor, less a little for reductions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardTileConfig:
+    """Whole rows in the registers of a program."""
+
+    variant: ClassVar[str] = "tile"
+    rows: int
+    """Rows per program."""
+    warps: int
+    programs: int | None = None
+    """Programs per multiprocessor, to which registers are limited; None sets no limit."""
+    packed: bool = False
+    """Keep rows as the 16 bits that were read, and not as float32, so that more programs run at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardTileConfig:
+    """Whole rows in registers. A fixed number of programs goes over all rows."""
+
+    variant: ClassVar[str] = "tile"
+    rows: int
+    """Rows per program and iteration."""
+    warps: int
+    stages: int
+    programs: int
+    """Programs per multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Rows shared by a group of programs, which read them twice, in batches."""
+
+    variant: ClassVar[str] = "shared"
+    rows: int = 1
+    """Rows per program and iteration."""
+    block: int
+    """Columns per program."""
+    warps: int
+    stages: int
+    programs: int
+    """Programs per multiprocessor."""
+    ahead: bool
+    """Read the next batch before waiting for this one."""
+    hints: bool
+    """Ask the cache to keep a batch until it is read again."""
+    batch: int | None = None
+    """Rows between two barriers; None: as many as fit into the cache."""
+
+
+ForwardConfig = ForwardTileConfig | SplitConfig | RingConfig
+BackwardConfig = BackwardTileConfig | GroupConfig | RingConfig
 
 
 def table_key(kernel: str, centered: bool, added: bool) -> str:
-    """The name in the table of "norm_forward" or "norm_backward" of a LayerNorm, or of a norm after an addition."""
+    """The table's name of "norm_forward" or "norm_backward" for a LayerNorm, or for a norm after an addition."""
     return kernel + "_centered" * centered + "_added" * added
 
 
 def registers_per_thread(warps: int, programs: int) -> int:
-    """That a thread may have if so many programs are to run at a time on a multiprocessor, which has 65,536."""
+    """The registers of a thread if this many programs run at a time on a multiprocessor, which has 65,536."""
     return min(2048 // (warps * programs) // 8 * 8, 255)
 
 
-def backward_heuristic(size: int, *, centered: bool = False, added: bool = False) -> dict[str, Any]:
-    """What to launch backward kernels with where nobody measured, for rows of so many times 16 bits."""
-    block = next_power_of_2(size)
-    if block <= MAX_BACKWARD_TILE and not (centered and block == MAX_BACKWARD_TILE):
-        # by thread 32 elements; half as many with a second sum over rows, and in rows that need all threads
-        elements = 16 if centered or block == MAX_BACKWARD_TILE else 32
-        warps = min(max(block // (32 * elements), 4), 32)
-        rows = min(max(elements * 32 * warps // block, 1), MAX_ROWS)
-        stages = 3 if centered and rows == 1 else 1
-        programs = max((24 if centered and rows == 1 else 16) // warps, 1)
-        return {"variant": "tile", "rows": rows, "warps": warps, "stages": stages, "programs": programs}
-    block, stages = (4096, 3) if centered else (8192, 1)
-    return {
-        "variant": "shared", "rows": 1, "block": block, "warps": 16, "stages": stages, "programs": 2, "ahead": True,
-        "hints": True,
-    }  # fmt: skip
+def forward_config(size: int, rows: int, device: torch.device, *, centered: bool, added: bool) -> ForwardConfig:
+    """The measured configuration, or the heuristic."""
+    row = tuned(table_key("norm_forward", centered, added), size, device)
+    measured = from_row(row, ForwardTileConfig, SplitConfig, RingConfig)
+    return forward_heuristic(size) if measured is None else adapt_to_rows(measured, rows)
 
 
-def backward_candidates(size: int, *, centered: bool = False, added: bool = False) -> list[dict[str, Any]]:
-    """Configurations worth measuring for rows of so many times 16 bits; `programs` are by multiprocessor."""
+def forward_heuristic(size: int) -> ForwardTileConfig | SplitConfig:
     block = next_power_of_2(size)
-    found: list[dict[str, Any]] = []
+    if block > MAX_FORWARD_TILE:
+        return SplitConfig()
+    warps = min(max(block // 1024, 4), 32)
+    # 32 elements per thread, in 4 loads of 16 bytes
+    rows = min(max(32 * 32 * warps // block, 1), MAX_ROWS)
+    return ForwardTileConfig(rows=rows, warps=warps, programs=2 if _fills_half(warps, block) else None)
+
+
+def _fills_half(warps: int, block: int) -> bool:
+    """Whether a row takes half of the registers, where the compiler may take a few more than half."""
+    return warps == 16 and block == MAX_FORWARD_TILE // 2
+
+
+def forward_candidates(size: int) -> list[ForwardConfig]:
+    """Configurations worth measuring."""
+    block = next_power_of_2(size)
+    tiles: list[ForwardTileConfig] = []
+    if block <= MAX_FORWARD_TILE:
+        for warps in (1, 2, 4, 8, 16, 32):
+            for elements in (8, 16, 32, 64):  # per thread
+                rows = min(elements * 32 * warps // block, MAX_ROWS)
+                if rows and elements * warps <= 1024 and (rows > 1 or elements * 32 * warps == block):
+                    config = ForwardTileConfig(rows=rows, warps=warps)
+                    tiles += [config] if config not in tiles else []
+        single = [config for config in tiles if config.rows == 1]
+        tiles += [replace(config, programs=2) for config in single if _fills_half(config.warps, block)]
+        if block >= 4096:
+            tiles += [replace(config, packed=True) for config in tiles if config.rows == 1]
+    if block < MAX_FORWARD_TILE // 2:
+        return [*tiles]
+    return [*tiles, *split_candidates(size), *ring_forward_candidates(size, weights=True)]
+
+
+def backward_config(size: int, device: torch.device, *, centered: bool, added: bool) -> BackwardConfig:
+    """The measured configuration, or the heuristic."""
+    row = tuned(table_key("norm_backward", centered, added), size, device)
+    measured = from_row(row, BackwardTileConfig, GroupConfig, RingConfig)
+    return backward_heuristic(size, centered=centered) if measured is None else measured
+
+
+def backward_heuristic(size: int, *, centered: bool = False) -> BackwardTileConfig | GroupConfig:
+    block = next_power_of_2(size)
+    if block > MAX_BACKWARD_TILE or (centered and block == MAX_BACKWARD_TILE):
+        width, stages = (4096, 3) if centered else (8192, 1)
+        return GroupConfig(block=width, warps=16, stages=stages, programs=2, ahead=True, hints=True)
+    # 32 elements per thread; half as many with a second sum over rows, and in rows that need all threads
+    elements = 16 if centered or block == MAX_BACKWARD_TILE else 32
+    warps = min(max(block // (32 * elements), 4), 32)
+    rows = min(max(elements * 32 * warps // block, 1), MAX_ROWS)
+    stages = 3 if centered and rows == 1 else 1
+    programs = max((24 if centered and rows == 1 else 16) // warps, 1)
+    return BackwardTileConfig(rows=rows, warps=warps, stages=stages, programs=programs)
+
+
+def backward_candidates(size: int, *, centered: bool = False, added: bool = False) -> list[BackwardConfig]:
+    """Configurations worth measuring."""
+    block = next_power_of_2(size)
+    configs: list[BackwardConfig] = []
     if block <= MAX_BACKWARD_TILE:
-        found += [
-            {"variant": "tile", "rows": rows, "warps": warps, "stages": stages, "programs": programs}
-            for warps, rows in _tiles(block)
+        configs += [
+            BackwardTileConfig(rows=rows, warps=warps, stages=stages, programs=programs)
+            for warps, rows in _tile_shapes(block)
             for stages in (1, 2, 3)
-            for programs in _programs(rows * block, block, warps, stages, centered, added)
+            for programs in _tile_programs(rows * block, block, warps, stages, centered, added)
         ]
-    found += [
-        {
-            "variant": "shared", "rows": 1, "block": width, "warps": warps, "stages": stages, "programs": programs,
-            "ahead": ahead, "hints": hints, "batch": batch,
-        }
-        for width, warps, programs in _shapes(block, centered)
-        for ahead, batch in _batches(block, width, programs)
+    configs += [
+        GroupConfig(
+            block=width, warps=warps, stages=stages, programs=programs, ahead=ahead, hints=hints, batch=batch
+        )
+        for width, warps, programs in _group_shapes(block, centered)
+        for ahead, batch in _group_batches(block, width, programs)
         for stages in (1, 3)
         for hints in ((True, False) if ahead and batch > 1 and stages == 1 else (width < block,))
         if _fits(width, width, warps, programs, stages, centered, added)
     ]  # fmt: skip
-    return found + ring_backward_candidates(size, sums=True, added=added)
+    return [*configs, *ring_backward_candidates(size, sums=True, added=added)]
 
 
-def _shapes(block: int, centered: bool) -> list[tuple[int, int, int]]:
-    """Columns, warps and programs of rows that are shared, or read twice by one program."""
-    if block < MIN_SHARED_TILE:
+def _group_shapes(block: int, centered: bool) -> list[tuple[int, int, int]]:
+    """Columns and warps of a program, and programs per multiprocessor."""
+    if block < MIN_GROUP_ROW:
         return []
-    if block == MIN_SHARED_TILE:
+    if block == MIN_GROUP_ROW:
         return [(block, 16, 2), (block, 8, 4)]
-    found = [(8192, 32, 1), (8192, 16, 1) if centered else (8192, 16, 2)]
-    return found if block > MAX_PARTS * 4096 else [*found, (4096, 16, 2)]
+    shapes = [(8192, 32, 1), (8192, 16, 1) if centered else (8192, 16, 2)]
+    return shapes if block > MAX_PARTS * 4096 else [*shapes, (4096, 16, 2)]
 
 
-def _tiles(block: int) -> list[tuple[int, int]]:
-    """Warps and rows of tiles: of 16 or 32 elements by thread, also 64 of rows that are not long."""
+def _tile_shapes(block: int) -> list[tuple[int, int]]:
+    """Warps and rows of tiles with 16 or 32 elements per thread; also 64 where rows are not long."""
     if block >= 2048:
-        most = 64 if block <= 4096 else 32
-        return [(warps, 1) for warps in (2, 4, 8, 16, 32) if 16 <= block // (32 * warps) <= most]
-    found = {(warps, elements * 32 * warps // block) for warps in (1, 2, 4) for elements in (16, 32)}
-    return sorted({(warps, min(rows, MAX_ROWS)) for warps, rows in found if rows})
+        max_elements = 64 if block <= 4096 else 32
+        return [(warps, 1) for warps in (2, 4, 8, 16, 32) if 16 <= block // (32 * warps) <= max_elements]
+    shapes = {(warps, elements * 32 * warps // block) for warps in (1, 2, 4) for elements in (16, 32)}
+    return sorted({(warps, min(rows, MAX_ROWS)) for warps, rows in shapes if rows})
 
 
-def _programs(elements: int, block: int, warps: int, stages: int, centered: bool, added: bool) -> list[int]:
-    """As many as run at a time, and fewer, which leave fewer partial sums."""
-    most = 32 // warps
-    while most and not _fits(elements, block, warps, most, stages, centered, added):
-        most -= 1
-    fewer = {most // 2} if block < 2048 else {most - 1, most - 2} if stages == 1 else {most - 1}
-    return sorted({programs for programs in {most, *fewer} if programs > 0 and (block >= 2048 or stages != 2)})
+def _tile_programs(elements: int, block: int, warps: int, stages: int, centered: bool, added: bool) -> list[int]:
+    """As many programs as run at a time, and fewer, which leave fewer partial sums."""
+    programs = 32 // warps
+    while programs and not _fits(elements, block, warps, programs, stages, centered, added):
+        programs -= 1
+    fewer = {programs // 2} if block < 2048 else {programs - 1, programs - 2} if stages == 1 else {programs - 1}
+    return sorted({number for number in {programs, *fewer} if number > 0 and (block >= 2048 or stages != 2)})
 
 
-def _batches(block: int, width: int, programs: int) -> list[tuple[bool, int]]:
-    """Whether to read ahead, and how many rows at a time, by what is to stay in the cache."""
+def _group_batches(block: int, width: int, programs: int) -> list[tuple[bool, int]]:
+    """Whether to read ahead, and rows per batch, by the bytes that are to stay in the cache."""
     if block <= width:  # nobody waits: rows are read again at once, from the L1 cache if they are still there
         return [(False, 1), (False, 4)]
     row = 132 * programs * width * 4
@@ -106,8 +212,8 @@ def _batches(block: int, width: int, programs: int) -> list[tuple[bool, int]]:
 
 
 def _fits(elements: int, block: int, warps: int, programs: int, stages: int, centered: bool, added: bool) -> bool:
-    """Whether registers and shared memory of a multiprocessor last for so many programs, as ptxas was seen to do."""
-    by_thread, tensors = elements // (32 * warps), 2 + added
-    needed = by_thread * (1 + 1.25 * centered) + by_thread * (tensors + 1) / 2 + 12
-    kept = (stages - 1) * 2 * (tensors * elements + block)  # of all tensors and of the weight, in 16 bits
-    return needed <= registers_per_thread(warps, programs) and programs * kept <= SHARED_BYTES
+    """Whether a multiprocessor has the registers and shared memory for this many programs, as observed with ptxas."""
+    per_thread, tensors = elements // (32 * warps), 2 + added
+    registers = per_thread * (1 + 1.25 * centered) + per_thread * (tensors + 1) / 2 + 12
+    buffered = (stages - 1) * 2 * (tensors * elements + block)  # bytes of all tensors and of the weight, in 16 bits
+    return registers <= registers_per_thread(warps, programs) and programs * buffered <= _SHARED_BYTES

@@ -1,8 +1,12 @@
-"""Gluon kernels of softmax and log-softmax for Hopper: rows in ring buffers in shared memory. See `_runtime.ring_buffer`."""
+"""Gluon kernels of softmax and log-softmax for Hopper, over ring buffers in shared memory: every byte moves once.
+
+`_runtime.ring_buffer` explains how programs share rows; the phases of a turn are those of `norms.sm90`.
+
+Exponentials are powers of 2. The scores are multiplied by log2(e) in the same instruction that subtracts the maximum,
+which is multiplied once before; its rounding error cancels. A logarithm uses natural exponents.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -11,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from nearpeak.kernels._runtime import rows as shared
 from nearpeak.kernels._runtime.launch import launch
-from nearpeak.kernels._runtime.ring_buffer import plan_ring
+from nearpeak.kernels._runtime.ring_buffer import RingConfig, plan_ring
 from nearpeak.kernels._runtime.ring_buffer_sm90 import (
     FULL,
     SHIFTED,
@@ -37,7 +41,7 @@ LOG2_E = gl.constexpr(shared.LOG2_E.value)
 
 @gluon.jit
 def load_score(ring, slot, c: gl.constexpr, begin, shift, stop, scale, PLAIN: gl.constexpr, FORM: gl.constexpr):
-    """A chunk of scale * x, -inf for what is not of the row; if PLAIN the scale of x is 1."""
+    """A chunk of scale * x, -inf outside of the row; if PLAIN the scale is 1."""
     values = load_chunk(ring, slot, c, FORM)
     if not PLAIN:
         values *= scale
@@ -46,7 +50,7 @@ def load_score(ring, slot, c: gl.constexpr, begin, shift, stop, scale, PLAIN: gl
 
 @gluon.jit
 def exp_score(score, top, PLAIN: gl.constexpr, LOG: gl.constexpr):
-    """The exponential of what a score is below the maximum."""
+    """exp(score - top), of scores and maxima that are multiplied by log2(e) unless LOG or PLAIN."""
     if LOG:
         return gl.exp2((score - top) * LOG2_E)
     if PLAIN:
@@ -59,7 +63,7 @@ def part_statistics(
     ring, slot, begin, shift, stop, scale,
     PLAIN: gl.constexpr, LOG: gl.constexpr, KEPT: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Of a part the maximum, and the sum of the exponentials of what is below it."""
+    """The maximum m of a part, and the sum of exp(score - m)."""
     tops = gl.full([FORM[3]], LOWEST, gl.float32, FORM[4])
     for c in gl.static_range(FORM[2]):
         tops = gl.maximum(tops, load_score(ring, slot, c, begin, shift, stop, scale, PLAIN, FORM))
@@ -98,16 +102,18 @@ def softmax_parts(
     next_total = 0.0
     for turn in range(-1, turns):
         row = group + turn * groups
+        # start to copy the row RING - 1 turns ahead
         if turn + RING - 1 < turns:
             copy_row(x, ring, row + (RING - 1) * groups, turn + RING - 1, begin, end, columns, stride, RING, FORM)
         async_copy.commit_group()
         top = next_top
         total = next_total
-        there = row_words(words, group, turn, PARTS)
+        row_slot = row_words(words, group, turn, PARTS)
         if PARTS > 1:
-            found_tops = poll(there, PARTS)
-            found_totals = poll(there + PARTS, PARTS)
+            polled_tops = poll(row_slot, PARTS)
+            polled_totals = poll(row_slot + PARTS, PARTS)
         async_copy.wait_group(RING - 2)
+        # sums of the next row
         if turn + 1 < turns:
             _start, _written, shift = row_offsets(row + groups, columns, stride, FORM)
             stop = gl.minimum(end, shift + columns)
@@ -115,17 +121,18 @@ def softmax_parts(
                 ring, (turn + 1) % RING, begin, shift, stop, scale, PLAIN, LOG, KEPT, FORM
             )
             if PARTS > 1:
-                mine = row_words(words, group, turn + 1, PARTS) + own
-                publish(mine, next_top, turn + 2)
-                publish(mine + PARTS, next_total, turn + 2)
+                own_words = row_words(words, group, turn + 1, PARTS) + own
+                publish(own_words, next_top, turn + 2)
+                publish(own_words + PARTS, next_total, turn + 2)
+        # collect the sums of this row, and write it
         if turn >= 0:
             if PARTS > 1:
                 each = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-                tops = gl.where(each < parts, wait_for_values(there, found_tops, parts, turn + 1, PARTS), LOWEST)
-                totals = wait_for_values(there + PARTS, found_totals, parts, turn + 1, PARTS)
+                tops = gl.where(each < parts, wait_for_values(row_slot, polled_tops, parts, turn + 1, PARTS), LOWEST)
+                totals = wait_for_values(row_slot + PARTS, polled_totals, parts, turn + 1, PARTS)
                 top = gl.max(tops, 0)
                 total = gl.sum(totals * exp_score(tops, top, False, LOG), 0)
-            # a row of nothing but -inf has a sum of 0
+            # a row of -inf alone has a sum of 0
             if LOG:
                 finish = gl.log(gl.where(total == 0, 1.0, total))
             else:
@@ -146,7 +153,7 @@ def softmax_parts(
 
 @gluon.jit
 def part_sum(gradients, results, slot, begin, shift, stop, LOG: gl.constexpr, FORM: gl.constexpr):
-    """Of a part the sum of g * y, or of g for a logarithm; keys that are not seen have no part in it."""
+    """The sum of g * y over a part, or of g for a logarithm, without keys that are not seen."""
     sums = gl.zeros([FORM[3]], gl.float32, FORM[4])
     for c in gl.static_range(FORM[2]):
         product = load_chunk(gradients, slot, c, FORM)
@@ -184,25 +191,28 @@ def softmax_backward_parts(
     next_total = 0.0
     for turn in range(-1, turns):
         row = group + turn * groups
+        # start to copy the row RING - 1 turns ahead
         if turn + RING - 1 < turns:
             ahead = row + (RING - 1) * groups
             copy_row(gradient, gradients, ahead, turn + RING - 1, begin, end, columns, gradient_stride, RING, FORM)
             copy_row(y, results, ahead, turn + RING - 1, begin, end, columns, y_stride, RING, FORM)
         async_copy.commit_group()
         total = next_total
-        there = row_words(words, group, turn, PARTS)
+        row_slot = row_words(words, group, turn, PARTS)
         if PARTS > 1:
-            found = poll(there, PARTS)
+            polled = poll(row_slot, PARTS)
         async_copy.wait_group(RING - 2)
+        # sums of the next row
         if turn + 1 < turns:
             _start, _written, shift = row_offsets(row + groups, columns, y_stride, FORM)
             stop = gl.minimum(end, shift + columns)
             next_total = part_sum(gradients, results, (turn + 1) % RING, begin, shift, stop, LOG, FORM)
             if PARTS > 1:
                 publish(row_words(words, group, turn + 1, PARTS) + own, next_total, turn + 2)
+        # collect the sums of this row, and write it
         if turn >= 0:
             if PARTS > 1:
-                total = gl.sum(wait_for_values(there, found, parts, turn + 1, PARTS), 0)
+                total = gl.sum(wait_for_values(row_slot, polled, parts, turn + 1, PARTS), 0)
             _start, written, shift = row_offsets(row, columns, y_stride, FORM)
             stop = gl.minimum(end, shift + columns)
             for c in gl.static_range(CHUNKS):
@@ -217,30 +227,30 @@ def softmax_backward_parts(
     clear_words(words, groups, PARTS)
 
 
-def forward(x: Tensor, result: Tensor, scale: float, config: dict[str, Any], *, log: bool) -> bool:
-    """Writes the softmax of rows; False where this is not for them, and nothing is done."""
+def forward(x: Tensor, result: Tensor, scale: float, config: RingConfig, *, log: bool) -> bool:
+    """Writes the softmax of rows. Returns False, and does nothing, for unsupported rows."""
     rows, columns = x.shape
-    chosen = plan_ring(rows, columns, config, [(x, x.stride(0))], [result])
-    if chosen is None:
+    plan = plan_ring(rows, columns, config, [(x, x.stride(0))], [result])
+    if plan is None:
         return False
     launch(
-        softmax_parts, chosen.grid, x, result, chosen.words(result), scale, rows, columns, x.stride(0),
-        chosen.part, chosen.parts, chosen.groups, scale == 1.0, log, config["kept"] and chosen.mode == FULL.value,
-        chosen.ring, chosen.padded, *chosen.form, warps=chosen.warps, registers=chosen.registers,
+        softmax_parts, plan.grid, x, result, plan.words(result), scale, rows, columns, x.stride(0),
+        plan.part, plan.parts, plan.groups, scale == 1.0, log, config.kept and plan.mode == FULL.value,
+        plan.ring, plan.padded, *plan.form, warps=plan.warps, registers=plan.registers,
     )  # fmt: skip
     return True
 
 
-def backward(gradient: Tensor, y: Tensor, dx: Tensor, scale: float, config: dict[str, Any], *, log: bool) -> bool:
-    """Writes the gradient of x from that of the result; False where this is not for such rows, and nothing is done."""
+def backward(gradient: Tensor, y: Tensor, dx: Tensor, scale: float, config: RingConfig, *, log: bool) -> bool:
+    """Writes the gradient of x from that of the result. Returns False, and does nothing, for unsupported rows."""
     rows, columns = y.shape
     strides = gradient.stride(0), y.stride(0)
-    chosen = plan_ring(rows, columns, config, [(gradient, strides[0]), (y, strides[1])], [dx])
-    if chosen is None:
+    plan = plan_ring(rows, columns, config, [(gradient, strides[0]), (y, strides[1])], [dx])
+    if plan is None:
         return False
     launch(
-        softmax_backward_parts, chosen.grid, gradient, y, dx, chosen.words(dx), scale, rows, columns, *strides,
-        chosen.part, chosen.parts, chosen.groups, log, chosen.ring, chosen.padded, *chosen.form,
-        warps=chosen.warps, registers=chosen.registers,
+        softmax_backward_parts, plan.grid, gradient, y, dx, plan.words(dx), scale, rows, columns, *strides,
+        plan.part, plan.parts, plan.groups, log, plan.ring, plan.padded, *plan.form,
+        warps=plan.warps, registers=plan.registers,
     )  # fmt: skip
     return True

@@ -1,9 +1,15 @@
-"""Portable Triton kernels of softmax and log-softmax, forward and backward, and their launchers."""
+"""Portable Triton kernels of softmax and log-softmax, forward and backward, and their launchers.
+
+A row that fits is in registers (`TileConfig`). Of a longer one a program reads its part twice (`SplitConfig`), the
+second time backward, as what was read last is most likely still in the cache. A row has several parts if there are few
+rows, or if those in flight would not fit into the cache: their programs exchange the maximum and the sum of their parts
+at a barrier before they write. On Hopper, parts may be in shared memory instead, where nothing is read twice:
+`softmax.sm90`.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -11,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch
+from nearpeak.kernels._runtime.ring_buffer import RingConfig
 from nearpeak.kernels._runtime.row_barrier import (
     ALL,
     FIRST,
@@ -21,50 +28,44 @@ from nearpeak.kernels._runtime.row_barrier import (
     claim_part,
     split_row,
 )
-from nearpeak.kernels._runtime.rows import LOWEST, as_rows, common_width, exponential, rematerialize
-from nearpeak.kernels.softmax.tuning import choose_config, chunk_shape, heuristic
+from nearpeak.kernels._runtime.rows import (
+    LOWEST,
+    as_rows,
+    common_width,
+    exponential,
+    merge_dimensions,
+    rematerialize,
+)
+from nearpeak.kernels.softmax.tuning import Config, TileConfig, choose_config, chunk_shape, heuristic
 
 NONE, BOOLEAN, ADDITIVE = 0, 1, 2
 MaskStrides = tuple[int, int, int, int, int, int]
-"""Of the rows, two sizes and three strides, from the outside in; and the stride of columns. See `locate`."""
+"""Rows per outer and per middle step, the strides of outer, middle and inner steps, and that of columns."""
 
 
 def mask_layout(mask: Tensor, x: Tensor) -> tuple[int, Tensor, MaskStrides]:
-    """The kind of a mask, its memory, and where in it the mask of a row of `x` is.
+    """The kind of a mask, its memory, and the strides by which `mask_offset` finds the mask of a row of `x`.
 
-    Dimensions of rows with one stride between them count as one. Where more than three are left, which takes `x` of
-    five dimensions or more, the mask is copied for all rows; and where its columns are apart, it is copied too.
+    A mask is not expanded in memory. It is copied if its columns are not dense, or if more than three strides lead
+    through its rows, which takes `x` of five dimensions or more.
     """
     kind = BOOLEAN if mask.dtype == torch.bool else ADDITIVE
     if mask.dim() and mask.shape[-1] > 1 and mask.stride(-1) > 1:
-        # once, and not for each row that it is expanded to
+        # without the dimensions that it is expanded in
         mask = mask[tuple(slice(None) if stride else slice(1) for stride in mask.stride())].contiguous()
-    whole = mask.expand(x.shape)
-    groups = _merged_dimensions(whole)
-    if len(groups) > 3:
-        whole = whole.contiguous()
-        groups = _merged_dimensions(whole)
-    (_, outer_step), (middle, middle_step), (inner, inner_step) = [(1, 0)] * (3 - len(groups)) + groups
-    step = whole.stride(-1) if whole.dim() else 0
-    return kind, whole, (middle * inner, inner, outer_step, middle_step, inner_step, step)
-
-
-def _merged_dimensions(whole: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of the dimensions of rows, with those merged that one stride leads through."""
-    groups: list[tuple[int, int]] = []
-    for size, stride in zip(whole.shape[:-1], whole.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if groups and groups[-1][1] == size * stride:
-            groups[-1] = (groups[-1][0] * size, stride)
-        else:
-            groups.append((size, stride))
-    return groups
+    expanded = mask.expand(x.shape)
+    merged = merge_dimensions(expanded.shape[:-1], expanded.stride()[:-1])
+    if len(merged) > 3:
+        expanded = expanded.contiguous()
+        merged = merge_dimensions(expanded.shape[:-1], expanded.stride()[:-1])
+    (_, outer_step), (middle, middle_step), (inner, inner_step) = [(1, 0)] * (3 - len(merged)) + merged
+    step = expanded.stride(-1) if expanded.dim() else 0
+    return kind, expanded, (middle * inner, inner, outer_step, middle_step, inner_step, step)
 
 
 @triton.jit
 def mask_offset(row, outer, middle, outer_step, middle_step, inner_step, WIDTH: tl.constexpr):
-    """How far into its memory the mask of a row starts; `outer` and `middle` are rows per step of these."""
+    """The offset at which the mask of a row starts; `outer` and `middle` are rows per step."""
     return (
         row // outer * (outer_step // WIDTH * WIDTH)
         + row % outer // middle * (middle_step // WIDTH * WIDTH)
@@ -74,7 +75,7 @@ def mask_offset(row, outer, middle, outer_step, middle_step, inner_step, WIDTH: 
 
 @triton.jit
 def visible_keys(row, columns, queries, CAUSAL: tl.constexpr):
-    """How many of its first keys a row sees."""
+    """How many keys a row sees, counted from the first."""
     end = columns
     if CAUSAL:
         end = tl.minimum(tl.maximum((row % queries).to(tl.int32) + (columns - queries + 1), 0), columns)
@@ -83,13 +84,13 @@ def visible_keys(row, columns, queries, CAUSAL: tl.constexpr):
 
 @triton.jit
 def padding_value(PLAIN: tl.constexpr):
-    """What stands for what is not loaded: a score of its own, or what any number can be added to."""
+    """The value of elements that are not loaded: -inf as a score, or 0 if a mask is added to it."""
     return float("-inf") if PLAIN else 0.0
 
 
 @triton.jit
 def masked_score(values, mask, step, column, loaded, end, scale, MASK: tl.constexpr, PLAIN: tl.constexpr):
-    """scale * x + mask in float32, -inf where a key is not seen."""
+    """scale * x + mask in float32, -inf for keys that are not seen."""
     score = values.to(tl.float32)
     if PLAIN:
         return score
@@ -104,7 +105,7 @@ def masked_score(values, mask, step, column, loaded, end, scale, MASK: tl.conste
 
 @triton.jit
 def normalize_score(score, top, total, LOG: tl.constexpr):
-    """The result by the maximum and the sum of a row; a row without any key has a sum of 0."""
+    """The result, from the maximum and the sum of a row; a row without visible keys has a sum of 0."""
     if LOG:
         return score - top - tl.log(tl.where(total == 0, 1.0, total))
     return exponential(score - top) * tl.where(total == 0, 0.0, 1.0 / total)
@@ -118,15 +119,16 @@ def softmax_tile_kernel(
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
+    column = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     end = visible_keys(row, columns, queries, CAUSAL)
-    loaded = column < (end + (WIDTH - 1)) // WIDTH * WIDTH  # whole loads: a part of one would make all of them narrow
+    loaded = column < (end + (WIDTH - 1)) // WIDTH * WIDTH  # whole vectors: part of one would make all loads narrow
     if ROWS > 1:
         loaded = loaded & (row < rows)
     if MASK:
         mask += mask_offset(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
     values = tl.load(x + row * (stride // WIDTH * WIDTH) + column, mask=loaded, other=padding_value(PLAIN))
+    # (ROWS, BLOCK) scores; maximum and sum of each row
     score = masked_score(values, mask, step, column, loaded, end, scale, MASK, PLAIN)
     top = tl.maximum(tl.max(score, 1, keep_dims=True), LOWEST)
     if PACKED:
@@ -154,10 +156,10 @@ def part_statistics(
     STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr,
     STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
-    """The maximum of the columns from `begin` to `end`, and the sum of the exponentials of what is below it.
+    """The maximum m of the columns from `begin` to `end`, and the sum of exp(score - m).
 
-    Each column of a chunk has a maximum and a sum of its own, so that threads meet once, after the loop. The `first`
-    chunk is at hand.
+    Each column of a chunk has a maximum and a sum of its own, so that threads reduce once, after the loop. The `first`
+    chunk is already in registers.
     """
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     at = begin // WIDTH * WIDTH + column
@@ -182,9 +184,9 @@ def write_part(
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, PLAIN: tl.constexpr, LOG: tl.constexpr,
     STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards.
+    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backward.
 
-    The `first` chunk is at hand if it was KEPT.
+    The `first` chunk is still in registers if KEPT.
     """
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
@@ -202,10 +204,10 @@ def write_part(
         score = masked_score(values, mask, step, at, loaded, end, scale, MASK, PLAIN)
         value = normalize_score(score, top, total, LOG).to(result.dtype.element_ty)
         tl.store(result + at, value, mask=at < stop)
-    for start in range(begin + chunks * CHUNK, stop, CHUNK):  # after the last key that is seen: nothing to read
+    for start in range(begin + chunks * CHUNK, stop, CHUNK):  # after the last visible key: nothing to read
         at = start // WIDTH * WIDTH + column
-        nothing = tl.full(column.shape, float("-inf") if LOG else 0.0, result.dtype.element_ty)
-        tl.store(result + at, nothing, mask=at < stop)
+        hidden = tl.full(column.shape, float("-inf") if LOG else 0.0, result.dtype.element_ty)
+        tl.store(result + at, hidden, mask=at < stop)
 
 
 @triton.jit
@@ -215,7 +217,7 @@ def softmax_split_kernel(
     MASK: tl.constexpr, PLAIN: tl.constexpr, CAUSAL: tl.constexpr, LOG: tl.constexpr, PHASE: tl.constexpr,
     STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row; a row of one part needs to wait for nobody."""
+    """One part of one row; a row of one part needs no barrier."""
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
     number = tl.program_id(0)
@@ -225,15 +227,17 @@ def softmax_split_kernel(
     begin = number % parts * (part // WIDTH * WIDTH)
     stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
     end = tl.minimum(visible_keys(row, columns, queries, CAUSAL), stop)
-    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (STEPS, BLOCK)
     x += row * (stride // WIDTH * WIDTH)
     if MASK:
         mask += mask_offset(row, outer, middle, outer_step, middle_step, inner_step, WIDTH)
     first = load_first_chunk(x, begin, end, column, WIDTH, PLAIN, HINTS)
+    # first pass: maximum and sum of this part
     if PARTS == 1 or PHASE != LAST:
         top, total = part_statistics(
             x, mask, step, first, begin, end, scale, column, STEPS, BLOCK, WIDTH, MASK, PLAIN, STAGES, HINTS
         )
+    # exchange them with the other parts of the row
     if PARTS > 1:
         partial += row * 2 * parts
         if PHASE != LAST:
@@ -248,6 +252,7 @@ def softmax_split_kernel(
             totals = tl.load(partial + parts + each, mask=among, other=0.0, cache_modifier=".cg")
             top = tl.max(tops, 0)
             total = tl.sum(totals * exponential(tops - top), 0)
+    # second pass: write the result
     if PARTS == 1 or PHASE != FIRST:
         write_part(
             x, mask, step, first, result + row * columns, begin, end, stop, scale, top, total, column,
@@ -257,47 +262,46 @@ def softmax_split_kernel(
 
 def _forward(
     x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype, *, log: bool,
-    config: dict[str, Any] | None = None,
+    config: Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """The softmax of the last dimension, contiguous; `x` is copied where its last stride is not 1."""
+    """The softmax of the last dimension, contiguous; `x` is copied if its last stride is not 1."""
     result = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
         return result
     flat = as_rows(x)
     rows, columns = flat.shape
-    kind, masks, place = (NONE, flat, (1, 1, 0, 0, 0, 0)) if mask is None else mask_layout(mask, x)
+    kind, masks, mask_strides = (NONE, flat, (1, 1, 0, 0, 0, 0)) if mask is None else mask_layout(mask, x)
     queries = x.shape[-2] if causal else 1
     stride = flat.stride(0)
-    width = common_width(columns, stride, *place[2:5])
-    config = choose_config("softmax", rows, columns, x, masked=kind != NONE, config=config)
-    warps = config["warps"]
+    width = common_width(columns, stride, *mask_strides[2:5])
     plain = kind == NONE and not causal and scale == 1.0
-    sizes = (rows, columns, queries, stride, *place)
-    if config["variant"] == "parts":  # `chosen` knows that it can run
-        from nearpeak.kernels.softmax import sm90 as softmax_sm90
+    sizes = (rows, columns, queries, stride, *mask_strides)
+    config = choose_config("softmax", rows, columns, x, masked=kind != NONE, config=config)
+    if isinstance(config, RingConfig):  # `choose_config` knows that it can run
+        from nearpeak.kernels.softmax import sm90
 
-        if kind == NONE and not causal and softmax_sm90.forward(flat, result, scale, config, log=log):
+        if kind == NONE and not causal and sm90.forward(flat, result, scale, config, log=log):
             return result
         config = choose_config("softmax", rows, columns, x, masked=kind != NONE, config=heuristic(columns))
-        warps = config["warps"]
-    if config["variant"] == "tile":
-        height, block = config["rows"], triton.next_power_of_2(columns)
+        assert not isinstance(config, RingConfig)
+    if isinstance(config, TileConfig):
         launch(
-            softmax_tile_kernel, (triton.cdiv(rows, height), 1, 1), flat, masks, result, scale, *sizes,
-            height, block, width, kind, plain, causal, log, config["packed"], warps=warps,
+            softmax_tile_kernel, (triton.cdiv(rows, config.rows), 1, 1), flat, masks, result, scale, *sizes,
+            config.rows, triton.next_power_of_2(columns), width, kind, plain, causal, log, config.packed,
+            warps=config.warps,
         )  # fmt: skip
         return result
     constants = (*chunk_shape(config, x, bytewise=kind == BOOLEAN), width, kind, plain, causal, log)
-    part, parts = split_row(rows, columns, columns * x.element_size(), x.device, config.get("part"))
-    partial, counted = flat, flat
+    part, parts = split_row(rows, columns, columns * x.element_size(), x.device, config.part)
+    partial = counters = flat
     if parts > 1:
         partial = torch.empty((rows, 2, parts), dtype=torch.float32, device=x.device)
-        counted = barrier_counters(rows, x.device)
+        counters = barrier_counters(rows, x.device)
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
-            softmax_split_kernel, (rows * parts, 1, 1), flat, masks, result, partial, counted, scale, *sizes,
+            softmax_split_kernel, (rows * parts, 1, 1), flat, masks, result, partial, counters, scale, *sizes,
             part, parts, triton.next_power_of_2(parts), *constants, phase,
-            config["stages"], config["hints"], config["kept"], warps=warps,
+            config.stages, config.hints, config.kept, warps=config.warps,
         )  # fmt: skip
     return result
 
@@ -308,7 +312,7 @@ log_forward = functools.partial(_forward, log=True)
 
 @triton.jit
 def contribution(gradient, y, LOG: tl.constexpr):
-    """What an element adds to the sum over its row. Keys that are not seen have no part in it."""
+    """What an element adds to the sum over its row: g * y, or g for a logarithm; nothing for keys that are not seen."""
     gradient, y = gradient.to(tl.float32), y.to(tl.float32)
     if LOG:
         return tl.where(y == float("-inf"), 0.0, gradient)
@@ -317,7 +321,7 @@ def contribution(gradient, y, LOG: tl.constexpr):
 
 @triton.jit
 def input_gradient(gradient, y, total, scale, LOG: tl.constexpr):
-    """The gradient of x by the sum over its row."""
+    """The gradient of x, from the sum over its row."""
     gradient, y = gradient.to(tl.float32), y.to(tl.float32)
     if LOG:
         return tl.where(y == float("-inf"), 0.0, scale * (gradient - exponential(y) * total))
@@ -342,10 +346,10 @@ def softmax_backward_tile_kernel(
         stored = stored & (row < rows)
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
-    nothing = float("-inf") if LOG else 0.0
+    hidden = float("-inf") if LOG else 0.0
     upstream = tl.load(gradient + column, mask=loaded, other=0.0)
-    values = tl.load(y + column, mask=loaded, other=nothing)
-    if CAUSAL:  # some after the last key that is seen were loaded: their gradient may be anything
+    values = tl.load(y + column, mask=loaded, other=hidden)
+    if CAUSAL:  # elements after the last visible key were loaded too, whose gradient may be anything
         upstream = tl.where(column < end, upstream, 0.0)
     total = tl.sum(contribution(upstream, values, LOG), 1, keep_dims=True)
     if PACKED:
@@ -365,7 +369,7 @@ def part_sum(
     STEPS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
     STAGES: tl.constexpr, HINTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the columns from `begin` to `end`; the first chunk is at hand."""
+    """The sum over the columns from `begin` to `end`; the first chunk is already in registers."""
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     at = begin // WIDTH * WIDTH + column
     total = tl.sum(contribution(tl.where(at < end, first_gradient, 0.0), first_y, LOG), 0)
@@ -384,9 +388,9 @@ def write_part_gradient(
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backwards.
+    """Writes the columns from `begin` to `stop`, of which those up to `end` are read again, backward.
 
-    The first chunk is at hand if it was KEPT.
+    The first chunk is still in registers if KEPT.
     """
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
@@ -416,7 +420,7 @@ def softmax_backward_split_kernel(
     LOG: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row; a row of one part needs to wait for nobody."""
+    """One part of one row; a row of one part needs no barrier."""
     scale = tl.cast(scale, tl.float32)
     columns = columns // WIDTH * WIDTH
     number = tl.program_id(0)
@@ -426,17 +430,19 @@ def softmax_backward_split_kernel(
     begin = number % parts * (part // WIDTH * WIDTH)
     stop = tl.minimum(begin + part // WIDTH * WIDTH, columns)
     end = tl.minimum(visible_keys(row, columns, queries, CAUSAL), stop)
-    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (STEPS, BLOCK)
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
     at = begin // WIDTH * WIDTH + column
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     first_gradient = load_chunk(gradient, at, reach, 0.0, "evict_last" if HINTS else "")
     first_y = load_chunk(y, at, reach, float("-inf") if LOG else 0.0, "evict_last" if HINTS else "")
+    # first pass: sum of this part
     if PARTS == 1 or PHASE != LAST:
         total = part_sum(
             gradient, y, first_gradient, first_y, begin, end, column, STEPS, BLOCK, WIDTH, LOG, STAGES, HINTS
         )
+    # exchange them with the other parts of the row
     if PARTS > 1:
         partial += row * parts
         if PHASE != LAST:
@@ -446,19 +452,19 @@ def softmax_backward_split_kernel(
         if PHASE != FIRST:
             each = tl.arange(0, PARTS)
             total = tl.sum(tl.load(partial + each, mask=each < parts, other=0.0, cache_modifier=".cg"), 0)
+    # second pass: write the result
     if PARTS == 1 or PHASE != FIRST:
-        there = result + row * columns
         write_part_gradient(
-            gradient, y, first_gradient, first_y, there, begin, end, stop, scale, total, column,
+            gradient, y, first_gradient, first_y, result + row * columns, begin, end, stop, scale, total, column,
             STEPS * BLOCK, WIDTH, LOG, STAGES, HINTS, KEPT,
         )  # fmt: skip
 
 
 def _backward(
     gradient: Tensor, y: Tensor, scale: float, causal: bool, dtype: torch.dtype, *, log: bool,
-    config: dict[str, Any] | None = None,
+    config: Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of x, contiguous; what has a last stride other than 1 is copied."""
+    """The gradient of x, contiguous, from the result y and its gradient; copies those without a last stride of 1."""
     result = torch.empty(y.shape, dtype=dtype, device=y.device)
     if not y.numel():
         return result
@@ -467,36 +473,35 @@ def _backward(
     strides = upstream.stride(0), values.stride(0)
     width = common_width(columns, *strides)
     widest = max(upstream, values, key=Tensor.element_size)
-    config = choose_config("softmax_backward", rows, columns, widest, masked=False, config=config)
-    warps = config["warps"]
     sizes = (rows, columns, y.shape[-2] if causal else 1, *strides)
-    if config["variant"] == "parts":  # `chosen` knows that it can run
-        from nearpeak.kernels.softmax import sm90 as softmax_sm90
+    config = choose_config("softmax_backward", rows, columns, widest, masked=False, config=config)
+    if isinstance(config, RingConfig):  # `choose_config` knows that it can run
+        from nearpeak.kernels.softmax import sm90
 
-        if not causal and softmax_sm90.backward(upstream, values, result, scale, config, log=log):
+        if not causal and sm90.backward(upstream, values, result, scale, config, log=log):
             return result
         guess = heuristic(columns, backward=True)
         config = choose_config("softmax_backward", rows, columns, widest, masked=False, config=guess)
-        warps = config["warps"]
-    if config["variant"] == "tile":
-        height = config["rows"]
+        assert not isinstance(config, RingConfig)
+    if isinstance(config, TileConfig):
         launch(
-            softmax_backward_tile_kernel, (triton.cdiv(rows, height), 1, 1), upstream, values, result, scale, *sizes,
-            height, triton.next_power_of_2(columns), width, causal, log, config["packed"], warps=warps,
+            softmax_backward_tile_kernel, (triton.cdiv(rows, config.rows), 1, 1), upstream, values, result, scale,
+            *sizes, config.rows, triton.next_power_of_2(columns), width, causal, log, config.packed,
+            warps=config.warps,
         )  # fmt: skip
         return result
     constants = (*chunk_shape(config, widest), width, causal, log)
     row_bytes = columns * (upstream.element_size() + values.element_size())
-    part, parts = split_row(rows, columns, row_bytes, y.device, config.get("part"))
-    partial, counted = values, values
+    part, parts = split_row(rows, columns, row_bytes, y.device, config.part)
+    partial = counters = values
     if parts > 1:
         partial = torch.empty((rows, parts), dtype=torch.float32, device=y.device)
-        counted = barrier_counters(rows, y.device)
+        counters = barrier_counters(rows, y.device)
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
-            softmax_backward_split_kernel, (rows * parts, 1, 1), upstream, values, result, partial, counted, scale, *sizes,
-            part, parts, triton.next_power_of_2(parts), *constants, phase,
-            config["stages"], config["hints"], config["kept"], warps=warps,
+            softmax_backward_split_kernel, (rows * parts, 1, 1), upstream, values, result, partial, counters, scale,
+            *sizes, part, parts, triton.next_power_of_2(parts), *constants, phase,
+            config.stages, config.hints, config.kept, warps=config.warps,
         )  # fmt: skip
     return result
 
