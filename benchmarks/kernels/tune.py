@@ -406,12 +406,11 @@ def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
             )
             for grad in (True, False)
         )
-        for case, kernel, backward in (
-            (with_bias, "activation_forward", False),
-            (without, "activation_backward", True),
-            (with_bias, "activation_backward_bias", True),
-        ):
-            yield _from(case, kernel, backward, pointwise_triton.tile_candidates(columns, kernel), near_of(columns))
+        tiles, near = pointwise_triton.tile_candidates(columns), near_of(columns)
+        yield _from(with_bias, "activation_forward", False, tiles, near)
+        yield _from(without, "activation_backward", True, tiles, near)
+        sums = pointwise_triton.column_sum_candidates(columns)
+        yield _from(with_bias, "activation_backward_bias", True, sums, near)
 
 
 def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:

@@ -125,7 +125,7 @@ def test_sums_over_many_rows():
     _, (_, exact) = gradients(ALL["gelu"][1], [x.double(), bias.double()], upstream)
     _, (_, low) = gradients(ALL["gelu"][1], [x, bias], upstream)
     for rows in (1, 4):
-        config = {"block": 8, "rows": rows, "warps": 4, "programs": 7}
+        config = pointwise_triton.ColumnSumConfig(block=8, rows=rows, warps=4, programs=7)
         _, actual = pointwise_triton.activation_backward_with_bias(upstream, x, bias, "gelu", config=config)
         assert_as_exact(actual, exact, low)
 
@@ -138,7 +138,7 @@ def test_all_candidates_give_the_same():
     for config in pointwise_triton.tile_candidates(70):
         assert torch.equal(pointwise_triton.activation_forward(x, bias, "silu", config=config), expected)
     slope, total = pointwise_triton.activation_backward_with_bias(x, x, bias, "silu")
-    for config in pointwise_triton.tile_candidates(70, "activation_backward_bias")[::3]:
+    for config in pointwise_triton.column_sum_candidates(70)[::3]:
         actual = pointwise_triton.activation_backward_with_bias(x, x, bias, "silu", config=config)
         assert torch.equal(actual[0], slope)
         torch.testing.assert_close(actual[1], total)

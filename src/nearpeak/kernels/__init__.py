@@ -11,7 +11,6 @@ function that was filled in later would be replaced by the package of the same n
 """
 
 from nearpeak.kernels._runtime.policy import Support, supports, using
-from nearpeak.kernels.add import add
 from nearpeak.kernels.attention import Attention, attention, attention_packed, scaled_dot_product_attention
 from nearpeak.kernels.decode import KVCache, append, decode_attention
 from nearpeak.kernels.gemm import Linear, gemm
@@ -25,6 +24,7 @@ from nearpeak.kernels.pointwise import (
     DropoutAdd,
     GeGLU,
     SwiGLU,
+    add,
     bias_gelu,
     bias_relu_squared,
     bias_silu,

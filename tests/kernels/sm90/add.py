@@ -2,10 +2,10 @@
 
 import torch
 
-from nearpeak.kernels.add import triton as add_triton
+from nearpeak.kernels.pointwise import triton as pointwise_triton
 
 
 def launches():
     x = torch.empty(2**20, dtype=torch.bfloat16)
-    yield "add, bfloat16", lambda: add_triton.forward(x, x)
-    yield "add, float32", lambda: add_triton.forward(x.float(), x.float())
+    yield "add, bfloat16", lambda: pointwise_triton.add(x, x)
+    yield "add, float32", lambda: pointwise_triton.add(x.float(), x.float())

@@ -30,7 +30,7 @@ from nearpeak.kernels._runtime.tuning import processors
 from nearpeak.kernels.decode.tuning import AppendConfig, DecodeConfig, append_config, choose_splits, decode_config
 from nearpeak.kernels.losses.triton import tanh
 from nearpeak.kernels.quantize.triton import CLAMPS
-from nearpeak.kernels.rotary.triton import empty_result
+from nearpeak.kernels.rotary import empty_result
 
 _MIN_SPLIT_KEYS = 256
 """The fewest keys of a split, in a sequence that fills the capacity."""

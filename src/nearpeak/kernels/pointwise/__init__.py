@@ -1,6 +1,11 @@
-"""Pointwise operations: activations with a bias, gated activations (SwiGLU, GeGLU), and dropout with a residual add.
+"""Pointwise operations: `add`, activations with a bias, gated activations (SwiGLU, GeGLU), dropout with a residual.
 
-All arithmetic is in float32 and rounded once, so that results in 16 bits are a little nearer to the exact ones than torch's.
+All arithmetic is in float32 and rounded once. torch rounds after each of its operations, so that results in 16 bits are
+a little nearer to the exact ones here, and not equal to torch's to the last bit.
+
+An operation is: a reference in plain torch; `why_not`, the reason why its kernel does not support some arguments; the
+operators of torch for its forward and backward pass; and the function that users call. `add` is the smallest complete
+example. The kernels are in `pointwise.triton`.
 """
 
 from __future__ import annotations
@@ -17,6 +22,55 @@ from nearpeak.kernels._runtime.philox import keep_mask, keep_scale
 from nearpeak.kernels._runtime.policy import cannot_run, fused
 
 Approximate = Literal["none", "tanh"]
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+
+
+def _why_not_floats(*tensors: Tensor | None) -> str | None:
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_floating_point():
+            return f"it takes floating-point numbers, and this is {str(tensor.dtype).removeprefix('torch.')}"
+    return cannot_run(*tensors)
+
+
+def _add_reference(x: Tensor, y: Tensor) -> Tensor:
+    return torch.add(x, y)
+
+
+def _add_why_not(x: Tensor, y: Tensor) -> str | None:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return "it takes tensors of one shape and dtype"
+    return cannot_run(x, y)
+
+
+def _add_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    """Saves nothing: both gradients are that of the sum."""
+
+
+_add = Operator(
+    "add(Tensor x, Tensor y) -> Tensor",
+    backends={"nvidia": "pointwise.triton:add"},
+    reference=_add_reference,
+    fake=lambda x, y: _empty(x),
+    why_not=_add_why_not,
+    setup_context=_add_setup_context,
+    backward=lambda ctx, gradient: (gradient, gradient),
+)
+
+
+@fused(reference=_add_reference, why_not=_add_why_not)
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """`x + y` for tensors of one shape and dtype; the result is contiguous.
+
+    torch's own addition is as fast; this is an example of how a kernel is made.
+    """
+    return _add(x, y)  # type: ignore[no-any-return]
 
 
 def gelu_name(approximate: str) -> str:
@@ -59,37 +113,11 @@ def _activation_backward_with_bias_reference(
 def _activation_why_not(x: Tensor, bias: Tensor | None, activation: str) -> str | None:
     if bias is not None and (bias.dim() != 1 or not x.dim() or bias.shape[0] != x.shape[-1]):
         return f"it takes a bias as long as the last dimension, and this has the shapes {_shapes(x, bias)}"
-    return cannot_run(x, bias) or _not_float(x, bias)
-
-
-def _not_float(*tensors: Tensor | None) -> str | None:
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_floating_point():
-            return f"it takes numbers with a fraction, and this is {str(tensor.dtype).removeprefix('torch.')}"
-    return None
-
-
-def _shapes(*tensors: Tensor) -> str:
-    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    return _why_not_floats(x, bias)
 
 
 def _activation_backward_why_not(gradient: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> str | None:
     return cannot_run(gradient) or _activation_why_not(x, bias, activation)
-
-
-def _activation_fake(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _activation_backward_fake(gradient: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _activation_backward_with_bias_fake(
-    gradient: Tensor, x: Tensor, bias: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    contiguous = torch.contiguous_format
-    return torch.empty_like(x, memory_format=contiguous), torch.empty_like(bias, memory_format=contiguous)
 
 
 def _activation_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, str], output: Tensor) -> None:
@@ -108,21 +136,21 @@ _activation_backward = Operator(
     "activation_backward(Tensor gradient, Tensor x, Tensor? bias, str activation) -> Tensor",
     backends={"nvidia": "pointwise.triton:activation_backward"},
     reference=_activation_backward_reference,
-    fake=_activation_backward_fake,
+    fake=lambda gradient, x, bias, activation: _empty(x),
     why_not=_activation_backward_why_not,
 )
 _activation_backward_with_bias = Operator(
     "activation_backward_with_bias(Tensor gradient, Tensor x, Tensor bias, str activation) -> (Tensor, Tensor)",
     backends={"nvidia": "pointwise.triton:activation_backward_with_bias"},
     reference=_activation_backward_with_bias_reference,
-    fake=_activation_backward_with_bias_fake,
+    fake=lambda gradient, x, bias, activation: (_empty(x), _empty(bias)),
     why_not=_activation_backward_why_not,
 )
 _activation = Operator(
     "activation(Tensor x, Tensor? bias, str activation) -> Tensor",
     backends={"nvidia": "pointwise.triton:activation_forward"},
     reference=_activation_reference,
-    fake=_activation_fake,
+    fake=lambda x, bias, activation: _empty(x),
     why_not=_activation_why_not,
     setup_context=_activation_setup_context,
     backward=_activation_gradients,
@@ -142,12 +170,13 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = 
     """`gelu(x + bias)`, contiguous and in the dtype of x.
 
     Args:
-        x: Of any shape, float32, bfloat16 or float16. It is copied where its last stride is not 1, or its other
-            dimensions are not one after another in memory; so is an upstream gradient.
-        bias: As long as the last dimension of x, of any of these dtypes.
+        x: Any shape, float32, bfloat16 or float16. It is copied if its last stride is not 1, or if its rows are not one
+            stride apart; so is an upstream gradient.
+        bias: As long as the last dimension of x, any of these dtypes.
         approximate: "none" for the error function, "tanh" for the approximation with a hyperbolic tangent.
 
-    Kept for the backward pass: x and bias. The gradient of the bias is summed in float32, each time in one order.
+    Bytes moved: forward reads x and writes the result; backward reads the gradient and x and writes the gradient of x.
+    x and bias are saved for the backward pass. The gradient of the bias is summed in float32, always in the same order.
     """
     return _activation(x, bias, gelu_name(approximate))  # type: ignore[no-any-return]
 
@@ -162,7 +191,7 @@ def _silu_why_not(x: Tensor, bias: Tensor | None = None) -> str | None:
 
 @fused(reference=_silu_reference, why_not=_silu_why_not)
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`silu(x + bias)`, contiguous and in the dtype of x. Arguments and gradients are as of `bias_gelu`."""
+    """`silu(x + bias)`, contiguous and in the dtype of x. Arguments and gradients are those of `bias_gelu`."""
     return _activation(x, bias, "silu")  # type: ignore[no-any-return]
 
 
@@ -176,7 +205,7 @@ def _relu_squared_why_not(x: Tensor, bias: Tensor | None = None) -> str | None:
 
 @fused(reference=_relu_squared_reference, why_not=_relu_squared_why_not)
 def bias_relu_squared(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`relu(x + bias) ** 2`, contiguous and in the dtype of x. Arguments and gradients are as of `bias_gelu`."""
+    """`relu(x + bias) ** 2`, contiguous and in the dtype of x. Arguments and gradients are those of `bias_gelu`."""
     return _activation(x, bias, "relu_squared")  # type: ignore[no-any-return]
 
 
@@ -224,22 +253,12 @@ def _gated_packed_why_not(x: Tensor, activation: str, interleaved: bool) -> str 
     return _why_not_floats(x)
 
 
-def _why_not_floats(*tensors: Tensor) -> str | None:
-    if not all(tensor.is_floating_point() for tensor in tensors):
-        return "it takes numbers with a fraction"
-    return cannot_run(*tensors)
-
-
 def _gated_backward_why_not(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | None:
     return _gated_why_not(gate, up, activation) or _why_not_floats(gradient)
 
 
 def _gated_packed_backward_why_not(gradient: Tensor, x: Tensor, activation: str, interleaved: bool) -> str | None:
     return _gated_packed_why_not(x, activation, interleaved) or _why_not_floats(gradient)
-
-
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _gated_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
@@ -307,11 +326,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, contiguous.
 
     Args:
-        gate, up: Of one shape and dtype, float32, bfloat16 or float16. Rows may be apart, as in `x[..., :n]`; a tensor
-            is copied where its last stride is not 1, or its other dimensions are not one after another in memory.
+        gate, up: One shape and dtype: float32, bfloat16 or float16. Rows may be strided, as in `x[..., :n]`; a tensor
+            is copied if its last stride is not 1, or if its rows are not one stride apart.
 
-    Kept for the backward pass: both. Where they are halves of one tensor, `swiglu_packed` also writes their gradients
-    into one.
+    Bytes moved: forward reads both and writes the result; backward reads the gradient and both and writes both
+    gradients, in one pass. Both are saved for the backward pass. If they are halves of one tensor, `swiglu_packed` also
+    writes their gradients into one.
     """
     return _gated(gate, up, "silu")  # type: ignore[no-any-return]
 
@@ -326,7 +346,7 @@ def _geglu_why_not(gate: Tensor, up: Tensor, approximate: Approximate = "none") 
 
 @fused(reference=_geglu_reference, why_not=_geglu_why_not)
 def geglu(gate: Tensor, up: Tensor, approximate: Approximate = "none") -> Tensor:
-    """`gelu(gate, approximate=approximate) * up`, contiguous. Arguments and gradients are as of `swiglu`."""
+    """`gelu(gate, approximate=approximate) * up`, contiguous. Arguments and gradients are those of `swiglu`."""
     return _gated(gate, up, gelu_name(approximate))  # type: ignore[no-any-return]
 
 
@@ -340,15 +360,15 @@ def _swiglu_packed_why_not(x: Tensor, *, interleaved: bool = False) -> str | Non
 
 @fused(reference=_swiglu_packed_reference, why_not=_swiglu_packed_why_not)
 def swiglu_packed(x: Tensor, *, interleaved: bool = False) -> Tensor:
-    """`silu(gate) * up` of a tensor whose last dimension holds both, contiguous.
+    """`silu(gate) * up` of a tensor whose last dimension contains both, contiguous.
 
     Args:
-        x: float32, bfloat16 or float16. It is copied where its last stride is not 1, or its other dimensions are not
-            one after another in memory.
-        interleaved: Whether gate and up take turns, `x[..., ::2]` and `x[..., 1::2]`. Else they are the first and the
-            second half.
+        x: float32, bfloat16 or float16. It is copied if its last stride is not 1, or if its rows are not one stride
+            apart.
+        interleaved: Whether gate and up alternate: `x[..., ::2]` and `x[..., 1::2]`. Otherwise they are the first and
+            the second half.
 
-    Kept for the backward pass: x. The gradient is one tensor like x, written in one pass.
+    x is saved for the backward pass. The gradient is one tensor like x, written in one pass.
     """
     return _gated_packed(x, "silu", interleaved)  # type: ignore[no-any-return]
 
@@ -363,12 +383,12 @@ def _geglu_packed_why_not(x: Tensor, approximate: Approximate = "none", *, inter
 
 @fused(reference=_geglu_packed_reference, why_not=_geglu_packed_why_not)
 def geglu_packed(x: Tensor, approximate: Approximate = "none", *, interleaved: bool = False) -> Tensor:
-    """`gelu(gate, approximate=approximate) * up` of a tensor whose last dimension holds both, as `swiglu_packed`."""
+    """`gelu(gate, approximate=approximate) * up` of a tensor whose last dimension contains both, as `swiglu_packed`."""
     return _gated_packed(x, gelu_name(approximate), interleaved)  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):
-    """`swiglu_packed` as a module, to come after a linear layer with twice as many results as the next one takes."""
+    """`swiglu_packed` as a module, after a linear layer with twice as many outputs as the next one has inputs."""
 
     def __init__(self, *, interleaved: bool = False) -> None:
         super().__init__()
@@ -382,7 +402,7 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(nn.Module):
-    """`geglu_packed` as a module, to come after a linear layer with twice as many results as the next one takes."""
+    """`geglu_packed` as a module, after a linear layer with twice as many outputs as the next one has inputs."""
 
     def __init__(self, approximate: Approximate = "none", *, interleaved: bool = False) -> None:
         super().__init__()
@@ -435,7 +455,7 @@ def _dropout_add_why_not(
 
 
 def seed_tensor(seed: Tensor | int | None, device: torch.device) -> Tensor:
-    """On the device, and made there: nothing is copied, so that a CUDA graph can have it."""
+    """A seed on the device. It is created there, without a copy, so that a CUDA graph can record it."""
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
             raise UsageError(f"A seed is one number of int64, and this is {seed.dtype} of shape {tuple(seed.shape)}.")
@@ -493,15 +513,16 @@ def dropout_add(
     """`dropout(x, p) + residual`, computed in float32 and rounded once, in the dtype that torch gives such a sum.
 
     Args:
-        x: Each element is 0 with probability p, and x / (1 - p) otherwise.
-        residual: Of the shape of x. Tensors that are not contiguous are copied first.
+        x: Each element becomes 0 with probability p, and x / (1 - p) otherwise.
+        residual: The shape of x. Tensors that are not contiguous are copied first.
         p: From 0 to 1.
-        training: False adds alone.
-        seed: What decides on the mask, with the shape and p: a number, or a tensor of one int64 on the device of x.
-            None draws one from torch's generator of that device, which `torch.manual_seed` makes repeatable.
+        training: If False, only adds.
+        seed: Determines the mask, with the shape and p: a number, or a tensor of one int64 on the device of x. None
+            draws one from torch's generator of that device, which `torch.manual_seed` makes reproducible.
 
-    The mask depends on the place of an element alone, not on layout, dtype or device. For the backward pass the seed is
-    kept.
+    The mask is not stored: it depends on the seed and the index of an element alone, not on layout, dtype or device.
+    Bytes moved: forward reads x and the residual and writes the sum; backward reads the gradient and writes that of x.
+    The seed is saved for the backward pass.
     """
     if not training or p == 0.0:
         return x + residual

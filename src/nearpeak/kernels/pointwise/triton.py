@@ -1,8 +1,22 @@
-"""Triton kernels of the pointwise operations: activations, gated activations, dropout."""
+"""Triton kernels of the pointwise operations, their launchers and configurations.
+
+Activations: a program takes a tile of rows and columns. Dense tensors without a bias are one long row. For the gradient
+of a bias, a program goes down a stretch of rows and keeps the sums of its columns; the sums of all stretches are added
+in a second launch, always in the same order.
+
+Gated activations: the halves of a packed row are two tensors with a common stride. Interleaved ones are loaded together
+and separated in registers.
+
+Dropout: random numbers are computed where they are used, from a seed and the index of an element in a contiguous
+tensor. Philox computes four numbers from one counter. The elements of a chunk have the four numbers of CHUNK / 4
+counters: the first quarter the first numbers, the second quarter the second, and so on. So each quarter is loaded by
+itself, and zeros moves between threads. This order is part of what a seed means: it does not depend on the number of
+programs or threads.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,10 +26,90 @@ from torch import Tensor
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.philox import CHUNK, ROUNDS, keep_scale, signed_threshold
 from nearpeak.kernels._runtime.rows import as_rows, common_width, exponential
-from nearpeak.kernels._runtime.tuning import tuned
+from nearpeak.kernels._runtime.tuning import from_row, tuned
 
-PROGRAMS = 1056
-"""Programs that sum columns: 8 for each of 132 multiprocessors, which all run at once."""
+_ADD_BLOCK = 4096
+_PROGRAMS = 1056
+"""Programs that sum columns: 8 for each of 132 multiprocessors, which all run at the same time."""
+_QUARTER = tl.constexpr(CHUNK // 4)
+_ROUNDS = tl.constexpr(ROUNDS)
+_LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def add_kernel(x, y, result, elements, BLOCK: tl.constexpr):
+    # in 64 bits from the start: a tensor may have more than 2**31 elements
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    inside = at < elements
+    total = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(y + at, mask=inside).to(tl.float32)
+    tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """The sum; tensors that are not contiguous are copied first."""
+    x, y = x.contiguous(), y.contiguous()
+    result = torch.empty_like(x)
+    elements = x.numel()
+    launch(add_kernel, (triton.cdiv(elements, _ADD_BLOCK), 1, 1), x, y, result, elements, _ADD_BLOCK, warps=8)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """The tile of a program."""
+
+    block: int
+    """Columns."""
+    rows: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSumConfig:
+    """The same where columns are summed."""
+
+    block: int
+    rows: int
+    warps: int
+    programs: int
+    """In all."""
+
+
+def tile_heuristic(rows: int, columns: int, elements: int = 4096) -> TileConfig:
+    """Two loads of 128 bits by each of 256 threads in bfloat16."""
+    block = min(next_power_of_2(columns), elements)
+    while columns % block and block > 1024:  # no half empty blocks at the ends of rows
+        block //= 2
+    return TileConfig(block=block, rows=min(elements // block, next_power_of_2(rows)), warps=8)
+
+
+def tile_candidates(size: int) -> list[TileConfig]:
+    """Configurations worth measuring for rows of this length."""
+    longest = next_power_of_2(size)
+    return [
+        TileConfig(block=block, rows=elements // block, warps=warps)
+        for elements in (1024, 2048, 4096, 8192, 16384)
+        for warps in (2, 4, 8, 16)
+        if 8 <= elements // (32 * warps) <= 64
+        for block in sorted({min(longest, elements), min(longest, elements, 1024)})
+    ]
+
+
+def column_sum_heuristic(rows: int, columns: int) -> ColumnSumConfig:
+    """A thread has 8 columns, and sums them without the other threads."""
+    block = min(next_power_of_2(columns), 1024)
+    return ColumnSumConfig(block=block, rows=min(4096 // block, next_power_of_2(rows)), warps=4, programs=_PROGRAMS)
+
+
+def column_sum_candidates(size: int) -> list[ColumnSumConfig]:
+    """Configurations worth measuring for rows of this length."""
+    return [
+        ColumnSumConfig(block=width, rows=height * block // width, warps=warps, programs=programs)
+        for block, warps in ((256, 1), (512, 2), (1024, 4), (2048, 8))
+        for width in (min(block, next_power_of_2(size)),)
+        for height in (2, 4, 8)
+        for programs in (_PROGRAMS, 2 * _PROGRAMS)
+    ]
 
 
 @triton.jit
@@ -27,11 +121,11 @@ def activate(x, NAME: tl.constexpr):
         size = tl.minimum(tl.abs(x), 16.0)
         value = tl.where(x < 0.0, 0.0, x) - size * normal_tail(size)
     elif NAME == "gelu_tanh":
-        # (1 + tanh u) / 2 is the sigmoid of 2 u, and loses nothing where the tanh is near to -1
+        # (1 + tanh u) / 2 is the sigmoid of 2 u, and loses zeros where the tanh is near to -1
         value = x * sigmoid(gelu_tanh_argument(x))
     else:
         tl.static_assert(NAME == "relu_squared" or NAME == "relu")
-        value = tl.where(x < 0.0, 0.0, x)  # so that what is not a number stays so
+        value = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
         if NAME == "relu_squared":
             value *= value
     return value
@@ -64,11 +158,11 @@ def value_and_derivative(x, NAME: tl.constexpr):
 
 @triton.jit
 def normal_tail(size):
-    """What of a normal distribution is beyond `size`, from 0 to 16, where it is 0 in float32.
+    """The tail of the normal distribution beyond `size`, from 0 to 16, where it is 0 in float32.
 
-    A polynomial fitted here to its logarithm, weighted by what it is multiplied with: off by less than 3e-8 of the tail
-    up to 3, and by 2e-5 at 7. The library's error function takes twice the instructions of this and is then what the
-    GPU waits for instead of memory; and 1 + erf(x) has no digits left below -5.
+    A polynomial fitted to its logarithm, weighted by what it is multiplied with: its relative error is below 3e-8 up to
+    3, and 2e-5 at 7. The library's error function takes twice the instructions, which makes a kernel compute-bound; and
+    1 + erf(x) has no digits left below -5.
     """
     power = -1.4232441891692815e-08 * size + 4.874133310295292e-07
     power = power * size - 7.032534085738007e-06
@@ -84,7 +178,7 @@ def normal_tail(size):
 
 @triton.jit
 def gelu_tanh_argument(x):
-    """2 u of GELU's tanh form: 2 sqrt(2 / pi) (x + 0.044715 x**3)."""
+    """2 u, where u is the argument of the tanh in GELU: 2 sqrt(2 / pi) (x + 0.044715 x**3)."""
     return x * (1.5957691216057308 + 0.07135481627260025 * x * x)
 
 
@@ -95,7 +189,7 @@ def sigmoid(x):
 
 @triton.jit
 def sigmoid_and_slope(x):
-    """The sigmoid and its derivative s (1 - s), without the loss of taking s from 1."""
+    """The sigmoid s and its derivative s (1 - s), without the cancellation in 1 - s."""
     small = exponential(-tl.abs(x))
     part = 1.0 / (1.0 + small)
     return tl.where(x < 0.0, small * part, part), small * part * part
@@ -106,12 +200,12 @@ def activation_kernel(
     x, bias, result, rows, columns, column_blocks, x_stride,
     NAME: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # nothing changes: the compiler is told of what all are multiples, and loads as wide as that allows
+    # tells the compiler that these are multiples of WIDTH, so that it loads as wide as that allows
     columns, x_stride = columns // WIDTH * WIDTH, x_stride // WIDTH * WIDTH
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * ROWS
     first_column = (program % column_blocks).to(tl.int64) * BLOCK
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     inside = (row < rows - first_row) & (column < columns - first_column)
     offset = row.to(tl.int64)
     x += first_row * x_stride + first_column
@@ -133,7 +227,7 @@ def activation_backward_kernel(
     program = tl.program_id(0)
     chunk = (program // column_blocks).to(tl.int64)
     first_column = (program % column_blocks).to(tl.int64) * BLOCK
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     is_column = column < columns - first_column
     offset = row.to(tl.int64)
     gradient += first_column + offset * gradient_stride + column
@@ -153,7 +247,7 @@ def activation_backward_kernel(
         slope *= upstream.to(tl.float32)
         tl.store(x_gradient + first_row * columns, slope.to(x_gradient.dtype.element_ty), mask=inside)
         if SUMS:
-            total += tl.where(inside, slope, 0.0)  # where nothing is, 0 may have met an infinite slope
+            total += tl.where(inside, slope, 0.0)  # outside, 0 times an infinite slope is NaN
     if SUMS:
         partial += chunk * columns + first_column
         tl.store(partial + column, tl.sum(total, 0, keep_dims=True), mask=is_column)
@@ -162,7 +256,7 @@ def activation_backward_kernel(
 @triton.jit
 def sum_rows_kernel(partial, result, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     first_column = tl.program_id(0).to(tl.int64) * BLOCK
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     is_column = column < columns - first_column
     partial += row.to(tl.int64) * columns + first_column + column
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -173,70 +267,71 @@ def sum_rows_kernel(partial, result, rows, columns, ROWS: tl.constexpr, BLOCK: t
     tl.store(result + column, tl.sum(total, 0, keep_dims=True).to(result.dtype.element_ty), mask=is_column)
 
 
-def activation_forward(
-    x: Tensor, bias: Tensor | None, activation: str, *, config: dict[str, Any] | None = None
-) -> Tensor:
-    """The activation of x + bias, contiguous. Copies x where its last stride is not 1."""
+def activation_forward(x: Tensor, bias: Tensor | None, activation: str, *, config: TileConfig | None = None) -> Tensor:
+    """The activation of x + bias, contiguous. Copies x if its last stride is not 1."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return result
     (x,) = as_tiles(x, flat=bias is None)
     rows, columns = x.shape
-    config = config or tuned("activation_forward", columns, x.device) or tile_heuristic(rows, columns)
-    block, height = config["block"], config["rows"]
+    row = tuned("activation_forward", columns, x.device)
+    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    block, height = config.block, config.rows
     column_blocks = triton.cdiv(columns, block)
     launch(
         activation_kernel, (column_blocks * triton.cdiv(rows, height), 1, 1),
         x, x if bias is None else bias.contiguous(), result, rows, columns, column_blocks, x.stride(0),
-        activation, bias is not None, common_width(columns, x.stride(0)), height, block, warps=config["warps"],
+        activation, bias is not None, common_width(columns, x.stride(0)), height, block, warps=config.warps,
     )  # fmt: skip
     return result
 
 
 def activation_backward(
-    gradient: Tensor, x: Tensor, bias: Tensor | None, activation: str, *, config: dict[str, Any] | None = None
+    gradient: Tensor, x: Tensor, bias: Tensor | None, activation: str, *, config: TileConfig | None = None
 ) -> Tensor:
-    """The gradient of x, contiguous. Copies what has a last stride that is not 1."""
+    """The gradient of x, contiguous. Copies tensors whose last stride is not 1."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return result
     gradient, x = as_tiles(gradient, x, flat=bias is None)
     rows, columns = x.shape
-    config = config or tuned("activation_backward", columns, x.device) or tile_heuristic(rows, columns)
-    block, height = config["block"], config["rows"]
+    row = tuned("activation_backward", columns, x.device)
+    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    block, height = config.block, config.rows
     column_blocks = triton.cdiv(columns, block)
     launch(
         activation_backward_kernel, (column_blocks * triton.cdiv(rows, height), 1, 1),
         gradient, x, x if bias is None else bias.contiguous(), result, x, rows, columns, column_blocks, 1,
         gradient.stride(0), x.stride(0), activation, bias is not None, False,
-        common_width(columns, gradient.stride(0), x.stride(0)), height, block, warps=config["warps"],
+        common_width(columns, gradient.stride(0), x.stride(0)), height, block, warps=config.warps,
     )  # fmt: skip
     return result
 
 
 def activation_backward_with_bias(
-    gradient: Tensor, x: Tensor, bias: Tensor, activation: str, *, config: dict[str, Any] | None = None
+    gradient: Tensor, x: Tensor, bias: Tensor, activation: str, *, config: ColumnSumConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and bias, contiguous. Copies what has a last stride that is not 1."""
+    """The gradients of x and bias, contiguous. Copies tensors whose last stride is not 1."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return result, torch.zeros_like(bias, memory_format=torch.contiguous_format)
     bias_gradient = torch.empty_like(bias, memory_format=torch.contiguous_format)
     gradient, x = as_tiles(gradient, x, flat=False)
     rows, columns = x.shape
-    config = config or tuned("activation_backward_bias", columns, x.device) or column_sum_heuristic(rows, columns)
-    block, height = config["block"], config["rows"]
+    row = tuned("activation_backward_bias", columns, x.device)
+    config = config or from_row(row, ColumnSumConfig) or column_sum_heuristic(rows, columns)
+    block, height = config.block, config.rows
     column_blocks = triton.cdiv(columns, block)
-    steps = triton.cdiv(rows, height * max(1, config["programs"] // column_blocks))
+    steps = triton.cdiv(rows, height * max(1, config.programs // column_blocks))
     chunks = triton.cdiv(rows, height * steps)
     partial = torch.empty((chunks, columns), dtype=torch.float32, device=x.device)
     launch(
         activation_backward_kernel, (column_blocks * chunks, 1, 1),
         gradient, x, bias.contiguous(), result, partial, rows, columns, column_blocks, steps,
         gradient.stride(0), x.stride(0), activation, True, True,
-        common_width(columns, gradient.stride(0), x.stride(0)), height, block, warps=config["warps"],
+        common_width(columns, gradient.stride(0), x.stride(0)), height, block, warps=config.warps,
     )  # fmt: skip
-    width = 32  # 128 bytes, so that a short row too is shared among many programs
+    width = 32  # 128 bytes, so that a short row is split among many programs too
     launch(
         sum_rows_kernel, (triton.cdiv(columns, width), 1, 1), partial, bias_gradient, chunks, columns, 64, width
     )  # fmt: skip
@@ -244,51 +339,13 @@ def activation_backward_with_bias(
 
 
 def as_tiles(*tensors: Tensor, flat: bool) -> list[Tensor]:
-    """The tensors as rows with a last stride of 1: views where they can be, and else copies.
+    """The tensors as rows with a last stride of 1: views if possible, and copies otherwise.
 
-    With `flat`, tensors that all lie in one piece come as a single row, which is cut into full blocks but for the last.
+    With `flat`, contiguous tensors become a single row, which has full blocks but for the last.
     """
     if flat and all(tensor.is_contiguous() for tensor in tensors):
         return [tensor.view(1, -1) for tensor in tensors]
     return [as_rows(tensor) for tensor in tensors]
-
-
-def tile_heuristic(rows: int, columns: int, elements: int = 4096) -> dict[str, Any]:
-    """What to launch with where nobody measured: two loads of 128 bits by each of 256 threads in bfloat16."""
-    block = min(next_power_of_2(columns), elements)
-    while columns % block and block > 1024:  # no half empty blocks at the ends of rows
-        block //= 2
-    return {"block": block, "rows": min(elements // block, next_power_of_2(rows)), "warps": 8}
-
-
-def column_sum_heuristic(rows: int, columns: int) -> dict[str, Any]:
-    """The same where columns are summed: a thread has 8 columns, so that it sums them without the others."""
-    block = min(next_power_of_2(columns), 1024)
-    return {"block": block, "rows": min(4096 // block, next_power_of_2(rows)), "warps": 4, "programs": PROGRAMS}
-
-
-def tile_candidates(size: int, kernel: str = "activation_forward") -> list[dict[str, Any]]:
-    """Configurations worth measuring for rows of this length; "activation_backward_bias" has one more choice."""
-    longest = next_power_of_2(size)
-    found: list[dict[str, Any]] = []
-    if kernel == "activation_backward_bias":
-        for block, warps in ((256, 1), (512, 2), (1024, 4), (2048, 8)):
-            for height in (2, 4, 8):
-                width = min(block, longest)
-                for programs in (PROGRAMS, 2 * PROGRAMS):
-                    found.append(
-                        {"block": width, "rows": height * block // width, "warps": warps, "programs": programs}
-                    )
-        return found
-    for elements in (1024, 2048, 4096, 8192, 16384):
-        for warps in (2, 4, 8, 16):
-            if 8 <= elements // (32 * warps) <= 64:
-                for block in sorted({min(longest, elements), min(longest, elements, 1024)}):
-                    found.append({"block": block, "rows": elements // block, "warps": warps})
-    return found
-
-
-__all__ = ["gated_backward", "gated_forward", "gated_packed_backward", "gated_packed_forward", "tile_candidates"]
 
 
 @triton.jit
@@ -296,22 +353,22 @@ def load_pair(
     gate, up, first_row, first_column, rows, columns, gate_stride, up_stride,
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gate and one of the other factor, in float32."""
+    """A tile of the gate and one of the other factor, both (ROWS, BLOCK), in float32."""
     row = tl.arange(0, ROWS)[:, None]
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, :]
         inside = (row < rows - first_row) & (column < 2 * (columns - first_column))
         gate += first_row * gate_stride + 2 * first_column + row.to(tl.int64) * gate_stride
         both = tl.load(gate + column, mask=inside, other=0.0)
-        one, other = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
+        gate_tile, up_tile = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
     else:
         column = tl.arange(0, BLOCK)[None, :]
         inside = (row < rows - first_row) & (column < columns - first_column)
         gate += first_row * gate_stride + first_column + row.to(tl.int64) * gate_stride
         up += first_row * up_stride + first_column + row.to(tl.int64) * up_stride
-        one = tl.load(gate + column, mask=inside, other=0.0)
-        other = tl.load(up + column, mask=inside, other=0.0)
-    return one.to(tl.float32), other.to(tl.float32)
+        gate_tile = tl.load(gate + column, mask=inside, other=0.0)
+        up_tile = tl.load(up + column, mask=inside, other=0.0)
+    return gate_tile.to(tl.float32), up_tile.to(tl.float32)
 
 
 @triton.jit
@@ -323,13 +380,13 @@ def gated_kernel(
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * ROWS
     first_column = (program % column_blocks).to(tl.int64) * BLOCK
-    one, other = load_pair(
+    gate_tile, up_tile = load_pair(
         gate, up, first_row, first_column, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, BLOCK
     )
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     inside = (row < rows - first_row) & (column < columns - first_column)
     result += first_row * columns + first_column + row.to(tl.int64) * columns
-    tl.store(result + column, (activate(one, NAME) * other).to(result.dtype.element_ty), mask=inside)
+    tl.store(result + column, (activate(gate_tile, NAME) * up_tile).to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -343,29 +400,29 @@ def gated_backward_kernel(
     program = tl.program_id(0)
     first_row = (program // column_blocks).to(tl.int64) * ROWS
     first_column = (program % column_blocks).to(tl.int64) * BLOCK
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     inside = (row < rows - first_row) & (column < columns - first_column)
     gradient += first_row * gradient_stride + first_column + row.to(tl.int64) * gradient_stride
     upstream = tl.load(gradient + column, mask=inside, other=0.0).to(tl.float32)
-    one, other = load_pair(
+    gate_tile, up_tile = load_pair(
         gate, up, first_row, first_column, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, BLOCK
     )
-    value, slope = value_and_derivative(one, NAME)
-    one = (upstream * other * slope).to(gate_gradient.dtype.element_ty)
-    other = (upstream * value).to(gate_gradient.dtype.element_ty)
+    value, slope = value_and_derivative(gate_tile, NAME)
+    gate_slope = (upstream * up_tile * slope).to(gate_gradient.dtype.element_ty)
+    up_slope = (upstream * value).to(gate_gradient.dtype.element_ty)
     line = first_row * result_stride + row.to(tl.int64) * result_stride
     if INTERLEAVED:
-        both = tl.reshape(tl.join(one, other), (ROWS, 2 * BLOCK))
+        both = tl.reshape(tl.join(gate_slope, up_slope), (ROWS, 2 * BLOCK))
         column = tl.arange(0, 2 * BLOCK)[None, :]
         inside = (row < rows - first_row) & (column < 2 * (columns - first_column))
         tl.store(gate_gradient + line + 2 * first_column + column, both, mask=inside)
     else:
-        tl.store(gate_gradient + line + first_column + column, one, mask=inside)
-        tl.store(up_gradient + line + first_column + column, other, mask=inside)
+        tl.store(gate_gradient + line + first_column + column, gate_slope, mask=inside)
+        tl.store(up_gradient + line + first_column + column, up_slope, mask=inside)
 
 
-def gated_forward(gate: Tensor, up: Tensor, activation: str, *, config: dict[str, Any] | None = None) -> Tensor:
-    """The activation of `gate` times `up`, contiguous. Copies what has a last stride that is not 1."""
+def gated_forward(gate: Tensor, up: Tensor, activation: str, *, config: TileConfig | None = None) -> Tensor:
+    """The activation of `gate` times `up`, contiguous. Copies tensors whose last stride is not 1."""
     result = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if result.numel():
         gate, up = as_tiles(gate, up, flat=True)
@@ -373,10 +430,8 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str, *, config: dict[str
     return result
 
 
-def gated_packed_forward(
-    x: Tensor, activation: str, interleaved: bool, *, config: dict[str, Any] | None = None
-) -> Tensor:
-    """The same from one tensor that holds both factors. Copies x where its last stride is not 1."""
+def gated_packed_forward(x: Tensor, activation: str, interleaved: bool, *, config: TileConfig | None = None) -> Tensor:
+    """The same from one tensor that contains both factors. Copies x if its last stride is not 1."""
     result = x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
     if result.numel():
         _launch_gated(*_halves(as_rows(x), interleaved), result, activation, interleaved, config)
@@ -384,9 +439,9 @@ def gated_packed_forward(
 
 
 def gated_backward(
-    gradient: Tensor, gate: Tensor, up: Tensor, activation: str, *, config: dict[str, Any] | None = None
+    gradient: Tensor, gate: Tensor, up: Tensor, activation: str, *, config: TileConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of both factors, contiguous. Copies what has a last stride that is not 1."""
+    """The gradients of both factors, contiguous. Copies tensors whose last stride is not 1."""
     gate_gradient = torch.empty_like(gate, memory_format=torch.contiguous_format)
     up_gradient = torch.empty_like(up, memory_format=torch.contiguous_format)
     if gate.numel():
@@ -397,9 +452,9 @@ def gated_backward(
 
 
 def gated_packed_backward(
-    gradient: Tensor, x: Tensor, activation: str, interleaved: bool, *, config: dict[str, Any] | None = None
+    gradient: Tensor, x: Tensor, activation: str, interleaved: bool, *, config: TileConfig | None = None
 ) -> Tensor:
-    """The gradient of the tensor that holds both factors, contiguous. Copies what has a last stride that is not 1."""
+    """The gradient of the tensor that contains both factors, contiguous. Copies tensors whose last stride is not 1."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
         x = as_rows(x)
@@ -416,48 +471,58 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _launch_gated(
-    gate: Tensor, up: Tensor, result: Tensor, activation: str, interleaved: bool, config: dict[str, Any] | None
+    gate: Tensor, up: Tensor, result: Tensor, activation: str, interleaved: bool, config: TileConfig | None
 ) -> None:
     rows = gate.shape[0]
     columns = gate.shape[1] // (2 if interleaved else 1)
-    config = config or tuned("gated_forward", columns, gate.device) or tile_heuristic(rows, columns)
-    block, height = config["block"], config["rows"]
+    row = tuned("gated_forward", columns, gate.device)
+    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    block, height = config.block, config.rows
     column_blocks = triton.cdiv(columns, block)
     launch(
         gated_kernel, (column_blocks * triton.cdiv(rows, height), 1, 1),
         gate, up, result, rows, columns, column_blocks, gate.stride(0), up.stride(0),
         activation, interleaved, common_width(columns, gate.stride(0), up.stride(0)), height, block,
-        warps=config["warps"],
+        warps=config.warps,
     )  # fmt: skip
 
 
 def _launch_gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor, gate_gradient: Tensor, up_gradient: Tensor,
-    activation: str, interleaved: bool, config: dict[str, Any] | None,
+    activation: str, interleaved: bool, config: TileConfig | None,
 ) -> None:  # fmt: skip
     rows, columns = gradient.shape
     strides = gradient.stride(0), gate.stride(0), up.stride(0), gate_gradient.stride(0)
-    config = config or tuned("gated_backward", columns, gate.device) or tile_heuristic(rows, columns)
-    block, height = config["block"], config["rows"]
+    row = tuned("gated_backward", columns, gate.device)
+    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    block, height = config.block, config.rows
     column_blocks = triton.cdiv(columns, block)
     launch(
         gated_backward_kernel, (column_blocks * triton.cdiv(rows, height), 1, 1),
         gradient, gate, up, gate_gradient, up_gradient, rows, columns, column_blocks, *strides,
-        activation, interleaved, common_width(columns, *strides), height, block, warps=config["warps"],
+        activation, interleaved, common_width(columns, *strides), height, block, warps=config.warps,
     )  # fmt: skip
 
 
-_QUARTER = tl.constexpr(CHUNK // 4)
-_ROUNDS = tl.constexpr(ROUNDS)
-_LOWEST = tl.constexpr(-(2**31))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropoutConfig:
+    """How many chunks a program has."""
+
+    chunks: int
+    warps: int
+
+
+def dropout_candidates(elements: int) -> list[DropoutConfig]:
+    """Configurations worth measuring."""
+    return [DropoutConfig(chunks=chunks, warps=warps) for chunks in (1, 2, 4) for warps in (2, 4, 8)]
 
 
 @triton.jit
-def philox_numbers(key, counter, nothing):
-    """The random numbers of counters of 64 bits; `nothing` is 0, in as many elements."""
-    low = (counter & 0xFFFFFFFF).to(tl.uint32) + nothing
-    high = (counter >> 32).to(tl.uint32) + nothing
-    return tl.philox(key, low, high, nothing, nothing, _ROUNDS)
+def philox_numbers(key, counter, zeros):
+    """The four random numbers of each 64-bit counter; `zeros` has as many elements."""
+    low = (counter & 0xFFFFFFFF).to(tl.uint32) + zeros
+    high = (counter >> 32).to(tl.uint32) + zeros
+    return tl.philox(key, low, high, zeros, zeros, _ROUNDS)
 
 
 @triton.jit
@@ -467,9 +532,9 @@ def _read(x, at, elements):
 
 @triton.jit
 def _write(values, added, result, at, elements, random, threshold, scale):
-    # the comparison of unsigned numbers, by signed ones: their order is the same with the highest bit turned round
-    kept = (random.to(tl.int32, bitcast=True) ^ _LOWEST) < threshold
-    values = tl.where(kept, values * tl.cast(scale, tl.float32), 0.0)
+    # compares unsigned numbers as signed ones: with the highest bit flipped, their order is the same
+    keep = (random.to(tl.int32, bitcast=True) ^ _LOWEST) < threshold
+    values = tl.where(keep, values * tl.cast(scale, tl.float32), 0.0)
     if added is not None:
         values += added
     tl.store(result + at, values.to(result.dtype.element_ty), mask=at < elements)
@@ -477,7 +542,7 @@ def _write(values, added, result, at, elements, random, threshold, scale):
 
 @triton.jit(do_not_specialize=["threshold"])
 def dropout_kernel(x, residual, result, seed, elements, threshold, scale, CHUNKS: tl.constexpr):
-    """x dropped and scaled, plus the residual where there is one. A program has CHUNKS chunks."""
+    """Dropout of x, plus the residual if there is one. A program has CHUNKS chunks."""
     key = tl.load(seed)
     for number in tl.static_range(CHUNKS):
         chunk = tl.program_id(0).to(tl.int64) * CHUNKS + number
@@ -487,23 +552,23 @@ def dropout_kernel(x, residual, result, seed, elements, threshold, scale, CHUNKS
         values2 = _read(x, at + 2 * _QUARTER, elements)
         values3 = _read(x, at + 3 * _QUARTER, elements)
         added0, added1, added2, added3 = None, None, None, None
-        if residual is not None:  # all that is loaded comes first: no load passes a store
+        if residual is not None:  # all loads come first: none passes a store
             added0 = _read(residual, at, elements)
             added1 = _read(residual, at + _QUARTER, elements)
             added2 = _read(residual, at + 2 * _QUARTER, elements)
             added3 = _read(residual, at + 3 * _QUARTER, elements)
-        # 0, and of the layout of what was loaded: with it each thread makes the random numbers of its own elements,
-        # which otherwise go through shared memory
-        nothing = (values0.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
+        # zeros in the layout of the loaded values: each thread computes the random numbers of its own elements, which
+        # otherwise would go through shared memory
+        zeros = (values0.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
         counter = chunk * _QUARTER + tl.arange(0, _QUARTER)
-        random0, random1, random2, random3 = philox_numbers(key, counter, nothing)
+        random0, random1, random2, random3 = philox_numbers(key, counter, zeros)
         _write(values0, added0, result, at, elements, random0, threshold, scale)
         _write(values1, added1, result, at + _QUARTER, elements, random1, threshold, scale)
         _write(values2, added2, result, at + 2 * _QUARTER, elements, random2, threshold, scale)
         _write(values3, added3, result, at + 3 * _QUARTER, elements, random3, threshold, scale)
 
 
-def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, p: float, *, config: dict[str, Any] | None = None) -> Tensor:
+def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, p: float, *, config: DropoutConfig | None = None) -> Tensor:
     """Tensors that are not contiguous are copied first."""
     dtype = torch.promote_types(x.dtype, residual.dtype)
     result = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -512,7 +577,7 @@ def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, p: float, *, config: 
 
 
 def dropout_backward(
-    gradient: Tensor, seed: Tensor, p: float, dtype: torch.dtype, *, config: dict[str, Any] | None = None
+    gradient: Tensor, seed: Tensor, p: float, dtype: torch.dtype, *, config: DropoutConfig | None = None
 ) -> Tensor:
     """The gradient of x; one that is not contiguous is copied first."""
     result = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
@@ -521,20 +586,11 @@ def dropout_backward(
 
 
 def _launch_dropout(
-    x: Tensor, residual: Tensor | None, result: Tensor, seed: Tensor, p: float, config: dict[str, Any] | None
+    x: Tensor, residual: Tensor | None, result: Tensor, seed: Tensor, p: float, config: DropoutConfig | None
 ) -> None:
     elements = x.numel()
-    config = config or tuned("dropout_add", elements, x.device) or dropout_heuristic(elements)
-    grid = (triton.cdiv(elements, config["chunks"] * CHUNK), 1, 1)
+    config = config or from_row(tuned("dropout_add", elements, x.device), DropoutConfig)
+    config = config or DropoutConfig(chunks=1, warps=4)
+    grid = (triton.cdiv(elements, config.chunks * CHUNK), 1, 1)
     arguments = (x, residual, result, seed, elements, signed_threshold(p), keep_scale(p))
-    launch(dropout_kernel, grid, *arguments, config["chunks"], warps=config["warps"])
-
-
-def dropout_heuristic(elements: int) -> dict[str, Any]:
-    """What to launch with for so many elements, where nobody measured."""
-    return {"chunks": 1, "warps": 4}
-
-
-def dropout_candidates(elements: int) -> list[dict[str, Any]]:
-    """Configurations worth measuring for so many elements."""
-    return [{"chunks": chunks, "warps": warps} for chunks in (1, 2, 4) for warps in (2, 4, 8)]
+    launch(dropout_kernel, grid, *arguments, config.chunks, warps=config.warps)

@@ -1,8 +1,8 @@
-"""`rotary` and `rotary_pair`: pairs of numbers in each head turned by the angles of their token.
+"""`rotary` and `rotary_pair`: rotary position embeddings, which rotate pairs of numbers in each head.
 
 Computed in float32 and rounded once. Bytes moved, forward and backward: x is read once and written once, cosines and
-sines are read once for each token. Kept for the backward pass: cosines, sines and positions, and nothing of x; its
-gradient is the upstream gradient turned back.
+sines are read once for each token. Cosines, sines and positions are saved for the backward pass, and nothing of x: its
+gradient is the upstream gradient rotated back.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def rotate_reference(
         sin = -sin
     wide = x[..., :rotary_dim].to(torch.promote_types(x.dtype, cos.dtype))  # so that gradients are rounded once
     if interleaved:
-        one, other = wide[..., ::2], wide[..., 1::2]
+        first, second = wide[..., ::2], wide[..., 1::2]
     else:
-        one, other = wide.chunk(2, -1)
-    turned = one * cos - other * sin, other * cos + one * sin
-    both = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat((both.to(x.dtype), x[..., rotary_dim:]), -1)
+        first, second = wide.chunk(2, -1)
+    pairs = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), -1)
 
 
 def _angles(table: Tensor, positions: Tensor | None, length: int, interleaved: bool, rotary_dim: int) -> Tensor:
-    """A row of a table for each token, [seq, pairs] or [batch, seq, pairs]."""
+    """The row of a table for each token, (seq, pairs) or (batch, seq, pairs)."""
     table = table[..., :length, :] if positions is None else table[positions]
     if table.shape[-1] != rotary_dim:
         return table
@@ -59,7 +59,7 @@ def _rotate_in_place_reference(
 
 def _why_not_tensors(tensors: list[Tensor], cos: Tensor, sin: Tensor, positions: Tensor | None) -> str | None:
     if any(x.dtype != tensors[0].dtype or not x.is_floating_point() for x in tensors):
-        return "it takes tensors of one dtype with a fraction"
+        return "it takes floating-point tensors of one dtype"
     if cos.requires_grad or sin.requires_grad:
         return "it has no gradients of cosines and sines"
     if tensors[0].numel() // max(1, tensors[0].shape[-1]) > 2**31 - 2**16:
@@ -82,7 +82,7 @@ def _why_not_in_place(
         if x.stride(-1) != 1:
             return "it rotates in place where the last stride is 1"
         if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
-            return "it cannot rotate in place what is many times at one address"
+            return "it cannot rotate an expanded tensor in place"
     return _why_not_tensors(tensors, cos, sin, positions)
 
 
@@ -143,17 +143,17 @@ def check_arguments(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, positions: Tensor | None,
     inplace: bool, seq_dim: int, rotary_dim: int | None,
 ) -> tuple[bool, int]:  # fmt: skip
-    """Whether heads come before the sequence, and how many numbers of a head are rotated; raises for what is wrong."""
+    """Whether heads come before the sequence, and how many numbers of a head rotate; raises `UsageError`."""
     x = tensors[0]
-    if any(one.dim() not in (3, 4) or one.dim() != x.dim() for one in tensors):
+    if any(tensor.dim() not in (3, 4) or tensor.dim() != x.dim() for tensor in tensors):
         raise UsageError(f"rotary takes [batch, seq, heads, head_dim], without batch too, and not {_shapes(*tensors)}.")
     dimension = seq_dim - x.dim() if seq_dim >= 0 else seq_dim
     if dimension not in (-3, -2):
         raise UsageError(f"seq_dim is the third or the second from the end, -3 or -2, and not {seq_dim}.")
     batch, length, head_dim = x.shape[0] if x.dim() == 4 else 1, x.shape[dimension], x.shape[-1]
-    for one in tensors[1:]:
-        if one.shape[-1] != head_dim or one.shape[dimension] != length or one.shape[:-3] != x.shape[:-3]:
-            raise UsageError(f"q and k may differ in their number of heads alone, and these are {_shapes(*tensors)}.")
+    for tensor in tensors[1:]:
+        if tensor.shape[-1] != head_dim or tensor.shape[dimension] != length or tensor.shape[:-3] != x.shape[:-3]:
+            raise UsageError(f"q and k may differ only in their number of heads, and these are {_shapes(*tensors)}.")
     width = cos.shape[-1] if cos.dim() else 0
     if rotary_dim is None:
         rotary_dim = head_dim if width == head_dim else 2 * width
@@ -178,8 +178,10 @@ def check_arguments(
             raise UsageError(f"positions are [seq] or [batch, seq], and not {_shapes(positions)}, for {_shapes(x)}.")
         if positions.dtype not in (torch.int32, torch.int64):
             raise UsageError(f"positions are int32 or int64, and not {positions.dtype}.")
-    if inplace and torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
-        raise UsageError("rotary with inplace=True records no gradient. Use it under torch.no_grad(), or without.")
+    if inplace and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UsageError(
+            "rotary with inplace=True records no gradient. Call it under torch.no_grad(), or without inplace."
+        )
     return dimension == -2, rotary_dim
 
 
@@ -209,24 +211,23 @@ def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, positions: Tensor | None = None,
     inplace: bool = False, seq_dim: int = -3, rotary_dim: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """x with each pair of numbers (a, b) of a head as (a cos - b sin, b cos + a sin).
+    """Rotates each pair of numbers (a, b) of a head to (a cos - b sin, b cos + a sin).
 
     Args:
-        x: [batch, seq, heads, head_dim], or [batch, heads, seq, head_dim] with `seq_dim=-2`; both also without batch.
-            float32, bfloat16 or float16, of any strides: a part of a packed tensor is not copied, but for a last
-            stride that is not 1. The result has its dimensions in memory in the order of x.
-        cos, sin: [seq, pairs], or [seq, rotary_dim] with each angle twice, as models often have them; also with a
-            batch in front. Of any of these dtypes. No gradients are computed of them: where they need one, plain torch
-            runs.
-        interleaved: Whether a pair is two neighbors. Else it is a number of the first half and its like of the second.
-        positions: [seq] or [batch, seq], the row of cos and sin for each token, int32 or int64. Otherwise tokens have
-            the rows in order. The result is NaN where there is no such row: the kernel raises nothing.
-        inplace: Writes the result over x and gives x back. Only where no gradient is recorded: torch knows of no
-            formula for operators that write to their inputs.
-        seq_dim: Where the sequence is: -3 or -2, or the same counted from the front.
-        rotary_dim: How many numbers of each head are rotated, from its first; the others stay. By default head_dim
-            where cos has as many columns, and otherwise two for each column: it has to be given where cos has
-            rotary_dim columns, and rotary_dim is less than head_dim.
+        x: (batch, seq, heads, head_dim), or (batch, heads, seq, head_dim) with `seq_dim=-2`; both also without batch.
+            float32, bfloat16 or float16, with any strides: a slice of a packed tensor is not copied, unless its last
+            stride is not 1. The dimensions of the result have the same order in memory as those of x.
+        cos, sin: (seq, pairs), or (seq, rotary_dim) with each angle twice; also with a batch in front. Any of these
+            dtypes. They get no gradients: if they require one, plain torch runs.
+        interleaved: Whether the two numbers of a pair are neighbors. Otherwise one is in the first half of the head and
+            the other at the same place in the second half.
+        positions: (seq,) or (batch, seq), the row of cos and sin for each token, int32 or int64. By default tokens use
+            the rows in order. The result is NaN for positions outside of the table; the kernel raises no error.
+        inplace: Overwrites x and returns it. Only where no gradient is recorded.
+        seq_dim: The dimension of the sequence: -3 or -2, or the same counted from the front.
+        rotary_dim: How many numbers of each head are rotated, from the first; the others are copied. By default
+            head_dim if cos has as many columns, and otherwise two for each column. Required if cos has rotary_dim
+            columns and rotary_dim is less than head_dim.
     """
     heads_first, size = check_arguments([x], cos, sin, positions, inplace, seq_dim, rotary_dim)
     if inplace:
@@ -257,9 +258,9 @@ def rotary_pair(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, positions: Tensor | None = None,
     inplace: bool = False, seq_dim: int = -3, rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q and k rotated in one launch, which reads cos and sin once for both.
+    """Rotates q and k in one launch, which reads cos and sin once for both.
 
-    They may differ in their number of heads, and in their strides. The other arguments are as of `rotary`.
+    They may differ in their number of heads, and in their strides. The other arguments are those of `rotary`.
     """
     heads_first, size = check_arguments([q, k], cos, sin, positions, inplace, seq_dim, rotary_dim)
     if inplace:
