@@ -15,8 +15,8 @@ from nearpeak.kernels.linear_attention import naive_linear_attention
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.linear_attention import triton as jit
-from nearpeak.kernels.linear_attention import tuning as linear_attention_tuning
+from nearpeak.kernels.linear_attention import triton as linear_attention_triton
+from nearpeak.kernels.linear_attention import tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -32,7 +32,7 @@ def seeded_and_required():
 @pytest.fixture
 def segments(monkeypatch):
     """Makes segments of 128 tokens, so that short sequences have several."""
-    monkeypatch.setattr(jit, "segment_of", lambda *args: 128)
+    monkeypatch.setattr(linear_attention_triton, "segment_length", lambda *args: 128)
 
 
 def randn(*shape, dtype=FP32):
@@ -104,7 +104,7 @@ def test_lengths_in_chunks_and_segments(tokens, causal, segments):
 def test_one_segment_is_as_several(tokens, monkeypatch):
     tensors = made(queries=tokens, dim=16)
     one = kernels.linear_attention(*tensors)
-    monkeypatch.setattr(jit, "segment_of", lambda *args: 128)
+    monkeypatch.setattr(linear_attention_triton, "segment_length", lambda *args: 128)
     torch.testing.assert_close(kernels.linear_attention(*tensors), one)
 
 
@@ -298,10 +298,10 @@ def test_mistakes_are_named():
     query, key, value = made()
     for tensors, options, said in [
         ((query[0], key, value), {}, r"takes \[batch, heads, tokens, dim\]"),
-        ((query, key[..., :8], value), {}, "queries the dim of keys"),
+        ((query, key[..., :8], value), {}, "query the dim of key"),
         ((query[:, :, :5], key, value), {}, "5 queries and 19 keys"),
-        ((query, key, value), {"eps": -1.0}, "eps is 0 or above"),
-        ((query.long(), key, value), {}, "is of floats"),
+        ((query, key, value), {"eps": -1.0}, "eps must be 0 or above"),
+        ((query.long(), key, value), {}, "takes floats"),
         ((query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1)), {}, "must be a multiple"),
     ]:
         with pytest.raises(UsageError, match=said), kernels.using("auto"):
@@ -316,18 +316,17 @@ def test_the_module():
 
 
 def test_segments_fill_a_gpu_and_are_not_too_short():
-    config = {"programs": 2}
     device = torch.device("cpu")  # stands for an H200
-    segment = linear_attention_tuning.segment_of(16384, 16, 2, config, device)
+    segment = tuning.segment_length(16384, 16, 2, 2, device)
     assert segment % 128 == 0
     assert 132 <= 16 * 2 * -(-16384 // segment) <= 2 * 132
-    assert linear_attention_tuning.segment_of(16384, 1000, 2, config, device) >= 16384
-    assert linear_attention_tuning.segment_of(5, 1, 1, config, device) == 256
+    assert tuning.segment_length(16384, 1000, 2, 2, device) >= 16384
+    assert tuning.segment_length(5, 1, 1, 2, device) == 256
     for kernel in ("linear_attention", "linear_attention_states"):
-        found = [linear_attention_tuning.candidates(widest, kernel) for widest in (64, 128)]
-        assert linear_attention_tuning.heuristic(kernel, BF16) in found[0]
+        found = [tuning.candidates(widest, kernel) for widest in (64, 128)]
+        assert tuning.heuristic(kernel, BF16) in found[0]
         assert all(config in found[1] for config in found[0])
-        assert all(128 % config["rows"] == 0 and config["warps"] == 4 for config in found[1])
+        assert all(128 % config.rows == 0 and config.warps == 4 for config in found[1])
 
 
 @pytest.mark.gpu

@@ -19,30 +19,25 @@ from nearpeak.kernels._runtime.policy import cannot_run, fused
 from nearpeak.kernels.attention.reference import empty_token_major, to_token_major
 
 MAX_HEAD_DIM = 128
-"""The state of heads of more dimensions does not fit into a processor's registers."""
+"""The state of larger heads does not fit into the registers of a multiprocessor."""
 EPS = 1e-6
 
 
 def feature_map(x: Tensor) -> Tensor:
-    """1 + elu(x), which is above 0."""
+    """1 + elu(x), which is positive."""
     return functional.elu(x) + 1.0
 
 
-def _describe_shapes(*tensors: Tensor) -> str:
-    return ", ".join(str(list(one.shape)) for one in tensors)
-
-
 def _check_arguments(query: Tensor, key: Tensor, value: Tensor, causal: bool, eps: float) -> None:
+    shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise UsageError(
-            f"linear_attention takes [batch, heads, tokens, dim], and these are {_describe_shapes(query, key, value)}."
-        )
-    if not all(one.is_floating_point() for one in (query, key, value)):
-        raise UsageError(f"linear_attention is of floats; these are {query.dtype}, {key.dtype} and {value.dtype}.")
+        raise UsageError(f"linear_attention takes [batch, heads, tokens, dim], and these are {shapes}.")
+    if not all(x.is_floating_point() for x in (query, key, value)):
+        raise UsageError(f"linear_attention takes floats; these are {query.dtype}, {key.dtype} and {value.dtype}.")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise UsageError(
-            "query, key and value have one batch, queries the dim of keys, and values the heads and tokens of keys;"
-            f" these are {_describe_shapes(query, key, value)}."
+            "query, key and value must have one batch, query the dim of key, and value the heads and tokens of key;"
+            f" these are {shapes}."
         )
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         raise UsageError(
@@ -50,24 +45,28 @@ def _check_arguments(query: Tensor, key: Tensor, value: Tensor, causal: bool, ep
         )
     if causal and query.shape[2] != key.shape[2]:
         raise UsageError(
-            f"Causal linear attention has a key for each query; these are {query.shape[2]} queries and"
-            f" {key.shape[2]} keys. Give causal=False for queries that see all keys."
+            f"Causal linear attention needs a key for each query; these are {query.shape[2]} queries and"
+            f" {key.shape[2]} keys. Use causal=False for queries that see all keys."
         )
     if not eps >= 0.0:
-        raise UsageError(f"eps is 0 or above, and this is {eps}.")
+        raise UsageError(f"eps must be 0 or above, and this is {eps}.")
 
 
 def _quadratic_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """The result and the sums of weights, with all weights in memory; sums are in float32 at least."""
-    group = query.shape[1] // max(key.shape[1], 1)
-    if group > 1:
-        key, value = (one.repeat_interleave(group, 1) for one in (key, value))
+    """The result and the norms, with all weights in memory; sums are at least in float32."""
+    key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     weights = feature_map(query) @ feature_map(key).mT
     if causal:
         weights = weights.tril()
     norms = weights.sum(-1, dtype=torch.promote_types(weights.dtype, torch.float32)) + eps
     shares = (weights / norms[..., None]).to(value.dtype)  # before the product: sums of float16 overflow
     return shares @ value, norms
+
+
+def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values for each head of queries."""
+    group = query.shape[1] // max(x.shape[1], 1)
+    return x if group == 1 else x.repeat_interleave(group, 1)
 
 
 def _linear_attention_reference(
@@ -80,15 +79,13 @@ def _linear_attention_reference(
 def naive_linear_attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, eps: float = EPS
 ) -> Tensor:
-    """The same as `linear_attention`, as its formula reads: the state of every token, from a cumulative sum.
+    """`linear_attention` as its formula reads: the state of every token, from a cumulative sum.
 
-    It does the fewest operations and yet takes longer than the quadratic form for most lengths: it writes and reads
-    dim * value dim numbers for each token, in the dtype of the tensors. It is here to be measured.
+    It does the fewest operations, and still takes longer than the quadratic form for most lengths: it writes and reads
+    dim * value dim elements per token, in the dtype of the tensors. It is a baseline for measurements.
     """
     _check_arguments(query, key, value, causal, eps)
-    group = query.shape[1] // max(key.shape[1], 1)
-    if group > 1:
-        key, value = (one.repeat_interleave(group, 1) for one in (key, value))
+    key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     queries, keys = feature_map(query), feature_map(key)
     if causal:
         states = (keys[..., :, None] * value[..., None, :]).cumsum(2)
@@ -124,25 +121,24 @@ def _backward_reference(
     for_query: bool, for_key: bool, for_value: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     wide = norms.dtype
-    queries, above = feature_map(query.to(wide)), gradient.to(wide)
-    group = query.shape[1] // max(key.shape[1], 1)
-    keys, values = (one.to(wide).repeat_interleave(group, 1) for one in (feature_map(key), value))
+    queries, gradient = feature_map(query.to(wide)), gradient.to(wide)
+    keys, values = (_repeat_heads(x.to(wide), query) for x in (feature_map(key), value))
     shares = queries @ keys.mT / norms[..., None]
-    by_weight = above @ values.mT - (above * result.to(wide)).sum(-1, keepdim=True)
+    by_weight = gradient @ values.mT - (gradient * result.to(wide)).sum(-1, keepdim=True)
     by_weight = by_weight / norms[..., None]
     if causal:
         shares, by_weight = shares.tril(), by_weight.tril()
 
-    def finished(found: Tensor, like: Tensor, derivative: bool) -> Tensor:
-        found = found.unflatten(1, (like.shape[1], -1)).sum(2)
+    def sum_over_group(x: Tensor, like: Tensor, derivative: bool) -> Tensor:
+        x = x.unflatten(1, (like.shape[1], -1)).sum(2)
         if derivative:
-            found = found * torch.where(like > 0, 1.0, like.to(wide).exp())
-        return to_token_major(found.to(like.dtype))
+            x = x * torch.where(like > 0, 1.0, like.to(wide).exp())
+        return to_token_major(x.to(like.dtype))
 
     return (
-        finished(by_weight @ keys, query, True) if for_query else query.new_empty(0),
-        finished(by_weight.mT @ queries, key, True) if for_key else query.new_empty(0),
-        finished(shares.mT @ above, value, False) if for_value else query.new_empty(0),
+        sum_over_group(by_weight @ keys, query, True) if for_query else query.new_empty(0),
+        sum_over_group(by_weight.mT @ queries, key, True) if for_key else query.new_empty(0),
+        sum_over_group(shares.mT @ gradient, value, False) if for_value else query.new_empty(0),
     )
 
 
@@ -158,8 +154,8 @@ def _fake_backward(
     *wanted: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(
-        empty_token_major(one, *one.shape) if asked else query.new_empty(0)
-        for one, asked in zip((query, key, value), wanted, strict=True)
+        empty_token_major(x, *x.shape) if needed else query.new_empty(0)
+        for x, needed in zip((query, key, value), wanted, strict=True)
     )
 
 
@@ -172,8 +168,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[:3]
-    found = _backward(gradient, *ctx.saved_tensors, ctx.causal, *wanted)
-    return (*(one if need else None for one, need in zip(found, wanted, strict=True)), None, None)
+    gradients = _backward(gradient, *ctx.saved_tensors, ctx.causal, *wanted)
+    return (*(x if needed else None for x, needed in zip(gradients, wanted, strict=True)), None, None)
 
 
 _backward = Operator(
@@ -206,21 +202,20 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool 
               [2.]]]])
 
     Args:
-        query: [batch, heads, queries, dim], in any strides; one whose last stride is not 1 is copied first, and so are
-            keys, values and upstream gradients of this kind.
-        key: [batch, key heads, keys, dim]. The number of heads is a multiple of that of key heads: so many heads of
-            queries in a row have the same keys, which are not repeated in memory.
-        value: [batch, key heads, keys, value dim], which may differ from dim. Both are up to 128 for the kernel.
-        causal: A query sees the keys up to its own; there are as many keys as queries. Otherwise it sees all.
+        query: [batch, heads, queries, dim], with any strides. Tensors whose last stride is not 1 are copied first.
+        key: [batch, key heads, keys, dim]. The number of heads is a multiple of the number of key heads: consecutive
+            heads of queries share a head of keys (grouped-query attention), which is not repeated in memory.
+        value: [batch, key heads, keys, value dim], which may differ from dim. The kernel supports up to 128 of both.
+        causal: A query sees the keys up to its own, and there are as many keys as queries. Otherwise it sees all.
         eps: Added to the sum of weights.
 
-    The result is [batch, heads, queries, value dim] in the dtype of the value, with tokens before heads in memory, so
-    that `result.transpose(1, 2).flatten(2)` is no copy.
+    The result is [batch, heads, queries, value dim] in the dtype of the value, with tokens before heads in memory:
+    `result.transpose(1, 2).flatten(2)` does not copy.
 
-    Products of bfloat16 are of features rounded to it, and all sums, the state that runs along a sequence too, are in
-    float32. float16 is computed in float32 with tensor cores that keep as many bits as float16 has, since sums over
-    tokens pass its range; float32 in full, which has no tensor cores and is slow. For the backward pass the inputs, the
-    result and the sums of weights are kept. Gradients are the same to the last bit in every run.
+    In bfloat16, features are rounded to it for products, and all sums, including the running state, are in float32.
+    float16 is computed in tf32, which has as many bits, since sums over tokens exceed its range. float32 is computed
+    in full precision, without tensor cores, and is slow. The backward pass saves the inputs, the result and the sums of
+    weights. Gradients are bitwise reproducible.
     """
     _check_arguments(query, key, value, causal, eps)
     result, _ = _forward(query, key, value, causal, float(eps))
@@ -228,7 +223,7 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool 
 
 
 class LinearAttention(torch.nn.Module):
-    """`linear_attention` with its options kept: `module(query, key, value)`."""
+    """`linear_attention` as a module: `module(query, key, value)`."""
 
     def __init__(self, *, causal: bool = True, eps: float = EPS) -> None:
         super().__init__()

@@ -26,8 +26,6 @@ segments before and accumulates each chunk after its use.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -35,21 +33,23 @@ from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels.attention.triton import addressable
-from nearpeak.kernels.linear_attention.tuning import config_of, segment_of
+from nearpeak.kernels.linear_attention.tuning import LinearAttentionConfig, kernel_config, segment_length
+
+_MEANS_ROWS = 64
 
 
 @triton.jit
 def feature_map(x):
-    """1 + elu(x). That of -inf is 0, which is what tokens and columns that do not exist are to have."""
+    """1 + elu(x). It is 0 for -inf, the value of padding."""
     return tl.where(x > 0.0, x + 1.0, tl.exp(x))
 
 
 @triton.jit
 def as_dot_operand(values, FLOAT16: tl.constexpr):
-    """As products take them: bfloat16 and float32 are as they are, float16 becomes float32.
+    """An operand of a product: float16 as float32, other dtypes unchanged.
 
-    The sums over tokens that are multiplied here pass the largest float16, and their inverses its smallest. The tensor
-    cores take float32 with as many bits as float16 has.
+    Sums over tokens exceed the range of float16, and so do their inverses. The tensor cores take float32 with as many
+    bits as float16 has (tf32).
     """
     if FLOAT16:
         values = values.to(tl.float32)
@@ -61,36 +61,36 @@ def load_tokens(
     x, first, stride, tokens, first_column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     FEATURES: tl.constexpr, WHOLE: tl.constexpr, EXACT: tl.constexpr = True,
 ):  # fmt: skip
-    """ROWS tokens from `first` on, BLOCK of their columns, zeros where there are none; in float32 as features.
+    """A tile (ROWS, BLOCK) of tokens from `first` on, padded with zeros. FEATURES: the features of it, in float32.
 
-    Not EXACT: tokens that do not exist may have any finite features, which saves looking at each number.
+    Not EXACT: features of padding tokens may be any finite number, which saves a select for each element.
     """
-    at = tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
     columns = first_column + tl.arange(0, BLOCK)
-    places = x + tl.cast(first, tl.int64) * stride + (at[:, None] * stride + columns[None, :])
-    there = (first + at < tokens)[:, None]
+    pointers = x + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + columns[None, :])
+    mask = (first + row < tokens)[:, None]
     if not WHOLE:
-        there = there & (columns < COLUMNS)[None, :]
+        mask = mask & (columns < COLUMNS)[None, :]
     if FEATURES and WHOLE and not EXACT:
-        values = feature_map(tl.load(places, mask=there, other=0.0).to(tl.float32))
+        values = feature_map(tl.load(pointers, mask=mask, other=0.0).to(tl.float32))
     elif FEATURES:
-        values = feature_map(tl.load(places, mask=there, other=float("-inf")).to(tl.float32))
+        values = feature_map(tl.load(pointers, mask=mask, other=float("-inf")).to(tl.float32))
     else:
-        values = tl.load(places, mask=there, other=0.0)
+        values = tl.load(pointers, mask=mask, other=0.0)
     return values
 
 
 @triton.jit
 def load_per_token(x, first, tokens, other, ROWS: tl.constexpr):
-    """One float32 for each of ROWS tokens."""
-    at = first + tl.arange(0, ROWS)
-    return tl.load(x + at, mask=at < tokens, other=other)
+    """One float32 for each of ROWS tokens, such as its norm."""
+    index = first + tl.arange(0, ROWS)
+    return tl.load(x + index, mask=index < tokens, other=other)
 
 
 _STATE_ELEMENTS = 512
-"""Of a state, by program, where states are added up."""
+"""Elements of a state that a program sums over segments."""
 BEFORE, AFTER, ALL = 0, 1, 2
-"""Which segments are added up for each: those before it, after it, or all, for the first alone."""
+"""The segments that are summed for each segment: those before it, those after it, or all, only for the first."""
 _AFTER, _ALL = tl.constexpr(AFTER), tl.constexpr(ALL)
 
 
@@ -100,7 +100,7 @@ def _accumulate_state(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SCALED: tl.constexpr, FLOAT16: tl.constexpr,
     PRECISION: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The state with tokens from `begin` to `end` added."""
+    """Adds tokens from `begin` to `end` to the state, (BLOCK_DIM, COLUMNS), and to the vector behind it."""
     for first in range(begin, end, ROWS):
         right = as_dot_operand(
             load_tokens(values, first, value_stride, end, first_column, VALUE_DIM, ROWS, COLUMNS, False, WHOLE), FLOAT16
@@ -125,10 +125,10 @@ def linear_attention_states_kernel(
     SCALED: tl.constexpr, MANY: tl.constexpr, FLOAT16: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The state of one segment of one head, COLUMNS of its value dims.
+    """The state of one segment of one head, COLUMNS of its value dimensions.
 
-    SCALED: features are of queries, and divided by the norms of these; the row behind the state has them times the
-    means. MANY: the state is of several heads in a row, `members`.
+    SCALED: the features are those of queries divided by their norms, and the vector behind the state sums them
+    multiplied by the means. MANY: the state is that of several consecutive heads, `members`.
     """
     program = tl.program_id(0)
     blocks: tl.constexpr = BLOCK_VALUE_DIM // COLUMNS
@@ -142,25 +142,25 @@ def linear_attention_states_kernel(
     vector = tl.zeros([BLOCK_DIM], tl.float32)
     keys += batch * key_batch_stride + head * members * key_head_stride
     values += batch * value_batch_stride + head * members * value_head_stride
-    norms_here, means_here = norms, means
+    norms_of_head, means_of_head = norms, means
     if SCALED:
-        norms_here += number // segments * members * tokens
-        means_here += number // segments * members * tokens
+        norms_of_head += number // segments * members * tokens
+        means_of_head += number // segments * members * tokens
     if MANY:
         for _member in range(members):
             state, vector = _accumulate_state(
-                state, vector, keys, values, norms_here, means_here, key_stride, value_stride, begin, end,
+                state, vector, keys, values, norms_of_head, means_of_head, key_stride, value_stride, begin, end,
                 first_column, DIM, VALUE_DIM, BLOCK_DIM, SCALED, FLOAT16, PRECISION, WHOLE, ROWS, COLUMNS,
             )  # fmt: skip
             keys += key_head_stride
             values += value_head_stride
             if SCALED:
-                norms_here += tokens
-                means_here += tokens
+                norms_of_head += tokens
+                means_of_head += tokens
     else:
         state, vector = _accumulate_state(
-            state, vector, keys, values, norms_here, means_here, key_stride, value_stride, begin, end, first_column,
-            DIM, VALUE_DIM, BLOCK_DIM, SCALED, FLOAT16, PRECISION, WHOLE, ROWS, COLUMNS,
+            state, vector, keys, values, norms_of_head, means_of_head, key_stride, value_stride, begin, end,
+            first_column, DIM, VALUE_DIM, BLOCK_DIM, SCALED, FLOAT16, PRECISION, WHOLE, ROWS, COLUMNS,
         )  # fmt: skip
     states += number * (BLOCK_DIM * BLOCK_VALUE_DIM + BLOCK_DIM)
     rows = tl.arange(0, BLOCK_DIM)
@@ -172,57 +172,24 @@ def linear_attention_states_kernel(
 
 @triton.jit(do_not_specialize=["segments"])
 def linear_attention_sums_kernel(states, segments, SIZE: tl.constexpr, WHICH: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Adds up the states of a head's segments, in their place; always in one order."""
+    """Exclusive prefix sum of the states of a head's segments, in place and in a fixed order; or their total (ALL)."""
     blocks: tl.constexpr = (SIZE + ELEMENTS - 1) // ELEMENTS
     program = tl.program_id(0)
-    at = program % blocks * ELEMENTS + tl.arange(0, ELEMENTS)
-    there = at < SIZE
-    states += (program // blocks).to(tl.int64) * segments * SIZE + at
+    element = program % blocks * ELEMENTS + tl.arange(0, ELEMENTS)
+    mask = element < SIZE
+    states += (program // blocks).to(tl.int64) * segments * SIZE + element
     total = tl.zeros([ELEMENTS], tl.float32)
-    for turn in range(segments):
-        number = turn
+    for step in range(segments):
+        segment = step
         if WHICH == _AFTER:
-            number = segments - 1 - turn
-        place = states + tl.cast(number, tl.int64) * SIZE
-        here = tl.load(place, mask=there, other=0.0)
+            segment = segments - 1 - step
+        pointers = states + tl.cast(segment, tl.int64) * SIZE
+        state = tl.load(pointers, mask=mask, other=0.0)
         if WHICH != _ALL:
-            tl.store(place, total, mask=there)
-        total += here
+            tl.store(pointers, total, mask=mask)
+        total += state
     if WHICH == _ALL:
-        tl.store(states, total, mask=there)
-
-
-def segment_states(
-    keys: Tensor, values: Tensor, heads: int, segment: int, which: int, config: dict[str, Any],
-    constants: tuple[int, int, int, int], norms: Tensor | None = None, means: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """A state for each segment of so many tokens, [batch, heads, segments, size], of segments before, after, or all.
-
-    With norms and means the features are of queries, [batch, heads * members, tokens, dim], and the values are
-    gradients of results.
-    """
-    batches, all_heads, tokens, _ = keys.shape
-    members = all_heads // max(heads, 1)
-    _, _, block_dim, block_value_dim = constants
-    size = block_dim * block_value_dim + block_dim
-    segments = max(triton.cdiv(tokens, segment), 1)
-    states = torch.empty((batches, heads, segments, size), dtype=torch.float32, device=keys.device)
-    columns = min(config["columns"], block_value_dim)
-    launch(
-        linear_attention_states_kernel, (block_value_dim // columns * segments * heads * batches, 1, 1), states, keys,
-        values, norms, means, *keys.stride()[:3], *values.stride()[:3], heads, members, tokens, segment, segments,
-        *constants, norms is not None, members > 1, keys.dtype == torch.float16, dot_precision(keys.dtype),
-        config["rows"], columns, warps=config["warps"], stages=config["stages"],
-    )  # fmt: skip
-    if segments > 1 or which != ALL:
-        grid = (triton.cdiv(size, _STATE_ELEMENTS) * heads * batches, 1, 1)
-        launch(linear_attention_sums_kernel, grid, states, segments, size, which, _STATE_ELEMENTS)
-    return states
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Of products of float32: as they are, or with the bits that float16 has, for what was float16."""
-    return "tf32" if dtype == torch.float16 else "ieee"
+        tl.store(states, total, mask=mask)
 
 
 RESULT, QUERY, KEY, VALUE = 0, 1, 2, 3
@@ -230,20 +197,19 @@ _RESULT, _QUERY, _KEY, _VALUE = tl.constexpr(RESULT), tl.constexpr(QUERY), tl.co
 
 
 @triton.jit
-def _matvec(own, vector, PRECISION: tl.constexpr):
-    """own @ vector; of 16 bits by the tensor cores, whose operands stay where they are.
+def _matvec(tile, vector, PRECISION: tl.constexpr):
+    """tile @ vector; in 16 bits on the tensor cores, so that the operand stays where it is.
 
-    There the vector is the sum of two numbers of the dtype of `own`, in two columns, so that it is as good as in
-    float32.
+    There the vector is split into two numbers of 16 bits, in two columns, which keep the precision of float32.
     """
-    if own.dtype == tl.float32:
-        total = tl.sum(own * vector[None, :], 1)
+    if tile.dtype == tl.float32:
+        total = tl.sum(tile * vector[None, :], 1)
     else:
         column = tl.arange(0, 16)[None, :]
-        high = vector.to(own.dtype)
-        low = (vector - high.to(tl.float32)).to(own.dtype)
+        high = vector.to(tile.dtype)
+        low = (vector - high.to(tl.float32)).to(tile.dtype)
         both = tl.where(column == 0, high[:, None], tl.where(column == 1, low[:, None], tl.zeros_like(low)[:, None]))
-        total = tl.sum(tl.dot(own, both, input_precision=PRECISION), 1)
+        total = tl.sum(tl.dot(tile, both, input_precision=PRECISION), 1)
     return total
 
 
@@ -253,48 +219,49 @@ def _chunk_step(
     first_column, KIND: tl.constexpr, WIDTH: tl.constexpr, INNER_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     FLOAT16: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the pairs of one chunk to sums, and the chunk to the state."""
+    """Adds the pairs of tokens of one chunk to sums, (ROWS, COLUMNS), and the chunk to the state."""
     RIGHT_FEATURES: tl.constexpr = (KIND == _RESULT) | (KIND == _VALUE)
     BACKWARDS: tl.constexpr = (KIND == _KEY) | (KIND == _VALUE)
-    # features of tokens after the last are divided by infinity, or else multiplied with results of no token alone
-    others = load_tokens(right, first, right_stride, tokens, 0, WIDTH, ROWS, BLOCK, RIGHT_FEATURES, WHOLE, False)
+    # right_s and inner_s; features of padding tokens are divided by infinity, or only meet results of padding
+    rights = load_tokens(right, first, right_stride, tokens, 0, WIDTH, ROWS, BLOCK, RIGHT_FEATURES, WHOLE, False)
     inners = load_tokens(
         inner, first, inner_stride, tokens, first_column, INNER_WIDTH, ROWS, COLUMNS, not RIGHT_FEATURES, WHOLE, False
     )
     if KIND == _VALUE:
-        others *= (1.0 / load_per_token(norms, first, tokens, float("inf"), ROWS))[:, None]
+        rights *= (1.0 / load_per_token(norms, first, tokens, float("inf"), ROWS))[:, None]
     if KIND == _KEY:
         inners *= (1.0 / load_per_token(norms, first, tokens, float("inf"), ROWS))[:, None]
-    others = as_dot_operand(others, FLOAT16).to(left.dtype)
+    rights = as_dot_operand(rights, FLOAT16).to(left.dtype)
     inners = as_dot_operand(inners, FLOAT16).to(left.dtype)
-    # before the products, so that features are in registers no longer than it takes
+    # the vector; before the products, so that features are in registers for a shorter time
     if KIND == _RESULT:
-        vector += tl.sum(others.to(tl.float32), 0)
+        vector += tl.sum(rights.to(tl.float32), 0)
     elif KIND == _QUERY:
         vector += tl.sum(inners.to(tl.float32), 0)
     elif KIND == _KEY:
         mean = load_per_token(means, first, tokens, 0.0, ROWS)
         vector += tl.sum(inners.to(tl.float32) * mean[:, None], 0)
-    weights = tl.dot(left, tl.trans(others), input_precision=PRECISION)
+    # weights of pairs, (ROWS, ROWS), masked
+    weights = tl.dot(left, tl.trans(rights), input_precision=PRECISION)
     if KIND == _QUERY:
         weights -= mean[:, None]
     if KIND == _KEY:
         weights -= mean[None, :]
-    at = tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
     if not BACKWARDS:
-        seen = at[:, None] >= at[None, :]
+        visible = row[:, None] >= row[None, :]
     else:
-        seen = at[:, None] <= at[None, :]
-    weights = tl.where(seen, weights, 0.0)
+        visible = row[:, None] <= row[None, :]
+    weights = tl.where(visible, weights, 0.0)
     if KIND == _RESULT:
         total += tl.sum(weights, 1)
     sums = tl.dot(weights.to(left.dtype), inners, sums, input_precision=PRECISION)
-    # what is as it was loaded goes first: the tensor cores take it transposed from where it is, and features do not
-    # have to be computed a second time in another order
+    # state += right^T inner, or its transpose: the operand that was loaded unchanged is transposed, as the tensor cores
+    # read it from shared memory, and features need not be computed a second time in another order
     if RIGHT_FEATURES:
-        state = tl.dot(tl.trans(inners), others, state, input_precision=PRECISION)
+        state = tl.dot(tl.trans(inners), rights, state, input_precision=PRECISION)
     else:
-        state = tl.dot(tl.trans(others), inners, state, input_precision=PRECISION)
+        state = tl.dot(tl.trans(rights), inners, state, input_precision=PRECISION)
     return sums, total, state, vector
 
 
@@ -310,10 +277,10 @@ def linear_attention_kernel(
 ):  # fmt: skip
     """COLUMNS of the results of one segment of one head.
 
-    `group` heads in a row have the same right and inner, or a head has those of `members` heads, one after another. Of
-    states there are `records` for each of these. The result is times the derivative of the features of
-    `outer`, where there is one.
+    `group` consecutive heads share right and inner, or a head sums over those of `members` heads. There are `records`
+    states for each of these. The result is multiplied by the derivative of the features of `outer`, if there is one.
     """
+    # this program's segment, and pointers to its head
     program = tl.program_id(0)
     blocks: tl.constexpr = BLOCK_INNER // COLUMNS
     first_column = program % blocks * COLUMNS
@@ -326,9 +293,9 @@ def linear_attention_kernel(
     BACKWARDS: tl.constexpr = (KIND == _KEY) | (KIND == _VALUE)
     LEFT_FEATURES: tl.constexpr = (KIND == _RESULT) | (KIND == _VALUE)
     left += batch * left_batch_stride + head * left_head_stride
-    other_head = head // group * members
-    right += batch * right_batch_stride + other_head * right_head_stride
-    inner += batch * inner_batch_stride + other_head * inner_head_stride
+    right_head = head // group * members
+    right += batch * right_batch_stride + right_head * right_head_stride
+    inner += batch * inner_batch_stride + right_head * inner_head_stride
     if outer is not None:
         outer += batch * outer_batch_stride + head * outer_head_stride
     out += (batch * tokens * heads + head) * INNER_WIDTH
@@ -340,6 +307,7 @@ def linear_attention_kernel(
         norms += (batch * heads + head) * members * tokens
         means += (batch * heads + head) * members * tokens
 
+    # the state and the vector at the start: (COLUMNS, BLOCK) where left are features, and otherwise (BLOCK, COLUMNS)
     rows = tl.arange(0, BLOCK)
     columns = first_column + tl.arange(0, COLUMNS)
     VECTOR: tl.constexpr = BLOCK if KIND == _RESULT else COLUMNS
@@ -348,17 +316,17 @@ def linear_attention_kernel(
         if CAUSAL:
             record += place
         states += record * (BLOCK * BLOCK_INNER + (BLOCK if LEFT_FEATURES else BLOCK_INNER))
-        behind = states + BLOCK * BLOCK_INNER
-        if LEFT_FEATURES:  # transposed: it is kept with features first
+        vectors = states + BLOCK * BLOCK_INNER
+        if LEFT_FEATURES:  # in memory, features are the rows
             state = tl.load(states + rows[None, :] * BLOCK_INNER + columns[:, None])
         else:
             state = tl.load(states + columns[None, :] * BLOCK + rows[:, None])
         if KIND == _RESULT:
-            vector = tl.load(behind + rows)
+            vector = tl.load(vectors + rows)
         elif KIND == _VALUE:
             vector = tl.zeros([VECTOR], tl.float32)
         else:
-            vector = tl.load(behind + columns)
+            vector = tl.load(vectors + columns)
     else:
         if LEFT_FEATURES:
             state = tl.zeros([COLUMNS, BLOCK], tl.float32)
@@ -367,88 +335,67 @@ def linear_attention_kernel(
         vector = tl.zeros([VECTOR], tl.float32)
 
     chunks = tl.cdiv(end - begin, ROWS)
-    for turn in range(chunks):
-        first = begin + turn * ROWS
+    for step in range(chunks):
+        first = begin + step * ROWS
         if BACKWARDS:
-            first = begin + (chunks - 1 - turn) * ROWS
-        own = load_tokens(left, first, left_stride, tokens, 0, WIDTH, ROWS, BLOCK, LEFT_FEATURES, WHOLE, False)
+            first = begin + (chunks - 1 - step) * ROWS
+        lefts = load_tokens(left, first, left_stride, tokens, 0, WIDTH, ROWS, BLOCK, LEFT_FEATURES, WHOLE, False)
         if FLOAT16:
-            own = own.to(tl.float32)
+            lefts = lefts.to(tl.float32)
         else:
-            own = own.to(out.dtype.element_ty)
+            lefts = lefts.to(out.dtype.element_ty)
+
+        # tokens of earlier chunks: left_t @ state, less the mean
         total = tl.zeros([ROWS], tl.float32)
         mean = total
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
         if KIND == _RESULT:
-            total = _matvec(own, vector, PRECISION)
+            total = _matvec(lefts, vector, PRECISION)
         elif KIND == _QUERY:
             mean = load_per_token(means, first, tokens, 0.0, ROWS)
             sums -= mean[:, None] * vector[None, :]
         elif KIND == _KEY:
             sums -= vector[None, :]
-        before = state.to(own.dtype)
+        before = state.to(lefts.dtype)
         if LEFT_FEATURES:
             before = tl.trans(before)
-        sums = tl.dot(own, before, sums, input_precision=PRECISION)
+        sums = tl.dot(lefts, before, sums, input_precision=PRECISION)
+
+        # pairs of tokens of this chunk
         if CAUSAL and not MANY:
             sums, total, state, vector = _chunk_step(
-                sums, total, state, vector, own, mean, right, inner, norms, means, right_stride, inner_stride, first,
+                sums, total, state, vector, lefts, mean, right, inner, norms, means, right_stride, inner_stride, first,
                 tokens, first_column, KIND, WIDTH, INNER_WIDTH, BLOCK, FLOAT16, PRECISION, WHOLE, ROWS, COLUMNS,
             )  # fmt: skip
         elif CAUSAL:
             for member in range(members):
                 sums, total, state, vector = _chunk_step(
-                    sums, total, state, vector, own, mean, right + member * right_head_stride,
+                    sums, total, state, vector, lefts, mean, right + member * right_head_stride,
                     inner + member * inner_head_stride, norms + member * tokens, means + member * tokens,
                     right_stride, inner_stride, first, tokens, first_column, KIND, WIDTH, INNER_WIDTH, BLOCK, FLOAT16,
                     PRECISION, WHOLE, ROWS, COLUMNS,
                 )  # fmt: skip
 
-        at = first + tl.arange(0, ROWS)
+        # divide by the norms, multiply by the derivative of features, and store
+        index = first + tl.arange(0, ROWS)
         if KIND == _RESULT:
             total += tl.cast(eps, tl.float32)
             sums *= (1.0 / total)[:, None]
             if first_column == 0:
-                tl.store(norms + at, total, mask=at < tokens)
+                tl.store(norms + index, total, mask=index < tokens)
         elif KIND == _QUERY:
             sums *= (1.0 / load_per_token(norms, first, tokens, 1.0, ROWS))[:, None]
         if outer is not None:
-            outside = load_tokens(
+            outers = load_tokens(
                 outer, first, outer_stride, tokens, first_column, INNER_WIDTH, ROWS, COLUMNS, False, WHOLE
             ).to(tl.float32)
-            sums *= tl.where(outside > 0.0, 1.0, tl.exp(outside))
-        there = (at < tokens)[:, None]
+            sums *= tl.where(outers > 0.0, 1.0, tl.exp(outers))
+        mask = (index < tokens)[:, None]
         if not WHOLE:
-            there = there & (columns < INNER_WIDTH)[None, :]
+            mask = mask & (columns < INNER_WIDTH)[None, :]
         stride = heads * INNER_WIDTH
-        places = out + tl.cast(first, tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + columns[None, :])
-        tl.store(places, sums.to(out.dtype.element_ty), mask=there)
-
-
-def launch_scan(
-    out: Tensor, kind: int, causal: bool, left: Tensor, right: Tensor, inner: Tensor, outer: Tensor | None,
-    norms: Tensor, means: Tensor | None, states: Tensor | None, segment: int, blocks: tuple[int, int], eps: float,
-    config: dict[str, Any],
-) -> None:  # fmt: skip
-    """Fills `out`, [batch, heads, tokens, dim] with tokens before heads in memory."""
-    batches, heads, tokens, inner_width = out.shape
-    other_heads = right.shape[1]
-    group, members = (1, other_heads // heads) if kind in (KEY, VALUE) else (heads // other_heads, 1)
-    segments = triton.cdiv(tokens, segment)
-    block, block_inner = blocks
-    columns = min(config["columns"], block_inner)
-    launch(
-        linear_attention_kernel, (block_inner // columns * segments * heads * batches, 1, 1), out, left, right, inner,
-        outer, norms, means, states, *left.stride()[:3], *right.stride()[:3], *inner.stride()[:3],
-        *((0, 0, 0) if outer is None else outer.stride()[:3]), heads, group, members, tokens, segment, segments,
-        1 if states is None else states.shape[2], eps, kind, causal, left.shape[3], inner_width, block,
-        block_inner, members > 1, out.dtype == torch.float16,
-        dot_precision(out.dtype), config["rows"], columns, warps=config["warps"], stages=config["stages"],
-    )  # fmt: skip
-
-
-_MEANS_ROWS = 64
-Config = dict[str, Any]
+        pointers = out + tl.cast(first, tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + columns[None, :])
+        tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "blocks"])
@@ -465,116 +412,132 @@ def linear_attention_means_kernel(
     gradient += batch * gradient_batch_stride + head * gradient_head_stride
     result += batch * result_batch_stride + head * result_head_stride
     WHOLE: tl.constexpr = VALUE_DIM == BLOCK
-    above = load_tokens(gradient, first, gradient_stride, tokens, 0, VALUE_DIM, ROWS, BLOCK, False, WHOLE)
-    here = load_tokens(result, first, result_stride, tokens, 0, VALUE_DIM, ROWS, BLOCK, False, WHOLE)
-    at = first + tl.arange(0, ROWS)
-    mean = tl.sum(above.to(tl.float32) * here.to(tl.float32), 1)
-    tl.store(means + number * tokens + at, mean, mask=at < tokens)
+    d_out = load_tokens(gradient, first, gradient_stride, tokens, 0, VALUE_DIM, ROWS, BLOCK, False, WHOLE)
+    out = load_tokens(result, first, result_stride, tokens, 0, VALUE_DIM, ROWS, BLOCK, False, WHOLE)
+    index = first + tl.arange(0, ROWS)
+    mean = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(means + number * tokens + index, mean, mask=index < tokens)
 
 
 class _LinearAttentionProblem:
-    """Sizes, and what follows from them."""
+    """The sizes of a call, and the launches of its kernels."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, config: Config | None) -> None:
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, config: LinearAttentionConfig | None
+    ) -> None:
         self.query, self.key, self.value = addressable(query), addressable(key), addressable(value)
         self.batches, self.key_heads = key.shape[:2]
         self.causal = causal
         self.dtype, self.device = query.dtype, query.device
+        # tf32 has as many bits as float16
+        self.precision = "tf32" if query.dtype == torch.float16 else "ieee"
         dim, value_dim = query.shape[3], value.shape[3]
         self.blocks = (max(next_power_of_2(dim), 16), max(next_power_of_2(value_dim), 16))
         self.constants = (dim, value_dim, *self.blocks)
-        self._given = config
+        self._fixed_config = config
 
-    def config(self, kernel: str) -> Config:
-        return self._given or config_of(kernel, max(self.blocks), self.dtype, self.device)
+    def config(self, kernel: str) -> LinearAttentionConfig:
+        return self._fixed_config or kernel_config(kernel, max(self.blocks), self.dtype, self.device)
 
-    def run(
-        self, kind: int, name: str, left: Tensor, right: Tensor, inner: Tensor, outer: Tensor | None, norms: Tensor,
-        means: Tensor | None, states: _SegmentStates, eps: float = 0.0,
+    def means(self, gradient: Tensor, result: Tensor) -> Tensor:
+        """The sum of gradient * result of each query, [batch, heads, tokens]."""
+        batches, heads, tokens, dim = gradient.shape
+        means = torch.empty((batches, heads, tokens), dtype=torch.float32, device=self.device)
+        blocks = triton.cdiv(tokens, _MEANS_ROWS)
+        launch(
+            linear_attention_means_kernel, (blocks * heads * batches, 1, 1), gradient, result, means,
+            *gradient.stride()[:3], *result.stride()[:3], heads, tokens, blocks, dim, self.blocks[1], _MEANS_ROWS,
+        )  # fmt: skip
+        return means
+
+    def states(
+        self, keys: Tensor, values: Tensor, which: int, norms: Tensor | None = None, means: Tensor | None = None
+    ) -> tuple[Tensor | None, int]:
+        """The states that scans of one direction start with, [batch, heads, segments, size], and tokens of a segment.
+
+        With norms and means, `keys` are queries, [batch, heads * members, tokens, dim], and `values` are gradients of
+        results. None for a causal mask and one segment, which starts with zeros.
+        """
+        config = self.config("linear_attention_states")
+        batches, all_heads, tokens, _ = keys.shape
+        heads, (block_dim, block_value_dim) = self.key_heads, self.blocks
+        columns = min(config.columns, block_value_dim)
+        sequences = batches * (heads if which != BEFORE else self.query.shape[1])
+        segment = segment_length(tokens, sequences, block_value_dim // columns, config.programs, self.device)
+        if self.causal and tokens <= segment:
+            return None, segment
+        which = which if self.causal else ALL
+        members = all_heads // max(heads, 1)
+        segments = max(triton.cdiv(tokens, segment), 1)
+        size = block_dim * block_value_dim + block_dim
+        states = torch.empty((batches, heads, segments, size), dtype=torch.float32, device=self.device)
+        launch(
+            linear_attention_states_kernel, (block_value_dim // columns * segments * heads * batches, 1, 1), states,
+            keys, values, norms, means, *keys.stride()[:3], *values.stride()[:3], heads, members, tokens, segment,
+            segments, *self.constants, norms is not None, members > 1, self.dtype == torch.float16, self.precision,
+            config.rows, columns, warps=config.warps, stages=config.stages,
+        )  # fmt: skip
+        if segments > 1 or which != ALL:
+            grid = (triton.cdiv(size, _STATE_ELEMENTS) * heads * batches, 1, 1)
+            launch(linear_attention_sums_kernel, grid, states, segments, size, which, _STATE_ELEMENTS)
+        return states, segment
+
+    def scan(
+        self, kind: int, kernel: str, left: Tensor, right: Tensor, inner: Tensor, outer: Tensor | None, norms: Tensor,
+        means: Tensor | None, states: Tensor | None, segment: int, eps: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """A result or gradient, [batch, heads, tokens, dim] with tokens before heads in memory."""
-        batches, heads, tokens, _ = left.shape
-        dim = inner.shape[3]
-        strides = (tokens * heads * dim, dim, heads * dim, 1)
-        out = torch.empty_strided((batches, heads, tokens, dim), strides, dtype=self.dtype, device=self.device)
-        blocks = self.blocks if kind in (RESULT, VALUE) else self.blocks[::-1]
-        config = self.config(name)
-        segment = states.segment
+        """The result or a gradient, [batch, heads, tokens, dim], token-major in memory."""
+        batches, heads, tokens, width = left.shape
+        inner_width, right_heads = inner.shape[3], right.shape[1]
+        strides = (tokens * heads * inner_width, inner_width, heads * inner_width, 1)
+        out = torch.empty_strided((batches, heads, tokens, inner_width), strides, dtype=self.dtype, device=self.device)
+        block, block_inner = self.blocks if kind in (RESULT, VALUE) else self.blocks[::-1]
+        group, members = (1, right_heads // heads) if kind in (KEY, VALUE) else (heads // right_heads, 1)
+        config = self.config(kernel)
+        columns = min(config.columns, block_inner)
         if not self.causal:
-            columns = min(config["columns"], blocks[1])
-            segment = segment_of(tokens, batches * heads, blocks[1] // columns, config, self.device)
-        launch_scan(
-            out, kind, self.causal, left, right, inner, outer, norms, means, states.tensor, segment, blocks, eps, config
-        )
+            segment = segment_length(tokens, batches * heads, block_inner // columns, config.programs, self.device)
+        segments = triton.cdiv(tokens, segment)
+        launch(
+            linear_attention_kernel, (block_inner // columns * segments * heads * batches, 1, 1), out, left, right,
+            inner, outer, norms, means, states, *left.stride()[:3], *right.stride()[:3], *inner.stride()[:3],
+            *((0, 0, 0) if outer is None else outer.stride()[:3]), heads, group, members, tokens, segment, segments,
+            1 if states is None else states.shape[2], eps, kind, self.causal, width, inner_width, block,
+            block_inner, members > 1, self.dtype == torch.float16,
+            self.precision, config.rows, columns, warps=config.warps, stages=config.stages,
+        )  # fmt: skip
         return out
 
 
-class _SegmentStates:
-    """The states that scans of one direction start with."""
-
-    def __init__(
-        self, problem: _LinearAttentionProblem, keys: Tensor, values: Tensor, which: int, norms: Tensor | None = None,
-        means: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        config = problem.config("linear_attention_states")
-        block = problem.blocks[1]
-        columns = min(config["columns"], block)
-        sequences = problem.batches * (problem.key_heads if which != BEFORE else problem.query.shape[1])
-        self.segment = segment_of(keys.shape[2], sequences, block // columns, config, problem.device)
-        self.tensor: Tensor | None = None
-        if keys.shape[2] > self.segment or not problem.causal:
-            self.tensor = segment_states(
-                keys, values, problem.key_heads, self.segment, which if problem.causal else ALL, config,
-                problem.constants, norms, means,
-            )  # fmt: skip
-
-
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, eps: float, *, config: Config | None = None
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, eps: float, *, config: LinearAttentionConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The result, tokens before heads in memory, and the sum of the weights of each query, with eps, in float32."""
+    """The result, token-major in memory, and the norm of each query: the sum of its weights plus eps, in float32."""
     problem = _LinearAttentionProblem(query, key, value, causal, config)
     query, key, value = problem.query, problem.key, problem.value
     norms = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    states = _SegmentStates(problem, key, value, BEFORE)
-    result = problem.run(RESULT, "linear_attention", query, key, value, None, norms, None, states, eps)
+    states = problem.states(key, value, BEFORE)
+    result = problem.scan(RESULT, "linear_attention", query, key, value, None, norms, None, *states, eps)
     return result, norms
 
 
 def backward(
     gradient: Tensor, result: Tensor, norms: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool,
-    for_query: bool, for_key: bool, for_value: bool, *, config: Config | None = None,
+    for_query: bool, for_key: bool, for_value: bool, *, config: LinearAttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value; empty tensors for those that nobody wants."""
+    """The gradients of query, key and value; empty tensors for those that are not needed."""
     problem = _LinearAttentionProblem(query, key, value, causal, config)
     query, key, value = problem.query, problem.key, problem.value
     gradient, norms = addressable(gradient), norms.contiguous()
-    means = _gradient_means(gradient, addressable(result), problem.blocks[1])
+    means = problem.means(gradient, addressable(result))
     by_query, by_key, by_value = (query.new_empty(0) for _ in range(3))
     if for_query:
-        states = _SegmentStates(problem, key, value, BEFORE)
-        by_query = problem.run(
-            QUERY, "linear_attention_query", gradient, value, key, query, norms, means, states
-        )  # fmt: skip
+        states = problem.states(key, value, BEFORE)
+        by_query = problem.scan(QUERY, "linear_attention_query", gradient, value, key, query, norms, means, *states)
     if for_key or for_value:
-        states = _SegmentStates(problem, query, gradient, AFTER, norms, means)
+        states = problem.states(query, gradient, AFTER, norms, means)
         if for_key:
-            by_key = problem.run(
-                KEY, "linear_attention_key", value, gradient, query, key, norms, means, states
-            )  # fmt: skip
+            by_key = problem.scan(KEY, "linear_attention_key", value, gradient, query, key, norms, means, *states)
         if for_value:
-            by_value = problem.run(
-                VALUE, "linear_attention_value", key, query, gradient, None, norms, means, states
-            )  # fmt: skip
+            by_value = problem.scan(VALUE, "linear_attention_value", key, query, gradient, None, norms, means, *states)
     return by_query, by_key, by_value
-
-
-def _gradient_means(gradient: Tensor, result: Tensor, block: int) -> Tensor:
-    batches, heads, tokens, dim = gradient.shape
-    means = torch.empty((batches, heads, tokens), dtype=torch.float32, device=gradient.device)
-    blocks = triton.cdiv(tokens, _MEANS_ROWS)
-    launch(
-        linear_attention_means_kernel, (blocks * heads * batches, 1, 1), gradient, result, means,
-        *gradient.stride()[:3], *result.stride()[:3], heads, tokens, blocks, dim, block, _MEANS_ROWS,
-    )  # fmt: skip
-    return means
