@@ -9,7 +9,7 @@ import nearpeak
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.errors import UsageError
 from nearpeak.findings.engine import add_rules, check_ignored_rules, find, forget_rule, rule, rules
-from nearpeak.findings.step import Step, between
+from nearpeak.findings.step import Step
 from nearpeak.machines.catalogue import find as find_machine
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.profile import DeviceKernel, build_profile
@@ -197,7 +197,6 @@ def test_the_flow_of_data():
     flow = step.flow
     assert flow.consumers[:3] == [(1,), (2,), (3,)]
     assert set(flow.producers[1].values()) == {0}
-    assert list(between(flow, 0, 3)) == [0, 1, 2, 3]
     inner = set(flow.written_by[1]) | set(flow.written_by[2])
     assert flow.private([1, 2, 3]) >= inner
     assert not set(flow.written_by[0]) & flow.private([0, 1, 2])  # it is returned

@@ -135,7 +135,7 @@ def test_of_a_cpu_only_a_clean_step_says_what_its_ops_have_of_the_time_between_t
         DeviceActivity(20 * us, 30 * us, None, op=1),
         DeviceActivity(60 * us, 70 * us, None, op=2),
     ]
-    given = {"working": None, "window": (0.0, 70 * us)}
+    given = {"host_ops": None, "window": (0.0, 70 * us)}
     assert attribute(ran, [], **given, idle_s=40 * us, clean=False).launch_wait_s == {}
     found = attribute(ran, [], **given, idle_s=20 * us, clean=True)
     assert found.launch_wait_s == pytest.approx({1: 5 * us, 2: 15 * us})

@@ -1,4 +1,4 @@
-"""Regions: ops that one kernel could do in forward and another in backward, and what these two would take."""
+"""`Region`: ops that one fused kernel in forward and one in backward could replace, and the time of these kernels."""
 
 from __future__ import annotations
 
@@ -9,89 +9,136 @@ from nearpeak.bound.dataflow import CHAINED
 from nearpeak.findings.step import Step
 from nearpeak.ops.cost import Access, Family
 from nearpeak.ops.op import Op
+from nearpeak.units import quantity, seconds
 
 FUSIBLE: frozenset[Family] = CHAINED | {"reduction"}
-"""Families of ops that a compiler puts into one kernel with their neighbors."""
+"""Families of ops that a compiler fuses with their neighbors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionSaving:
+    """What fusing a region saves."""
+
+    members: list[int]
+    """The ops that launch a kernel."""
+    measured_s: float
+    remaining_s: float
+    """The time of the fused kernels."""
+    moved_bytes: float
+    needed_bytes: float
+    """The memory traffic of the fused kernels."""
+    gains: dict[int, float]
+    gone: list[int]
+    kernels: str
+    """What replaces the region, as the subject of a sentence."""
+
+    def evidence(self, step: Step, where: str) -> str:
+        """The ops, their traffic and time, and the traffic that is needed."""
+        return (
+            f"{describe_ops(step, self.members)}{where} move {quantity(self.moved_bytes, 'B')} in "
+            f"{seconds(self.measured_s)}; fused, {quantity(self.needed_bytes, 'B')} would do."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Ops that a fused form replaces. `backward` is empty where none ran."""
+    """Ops that fused kernels replace. `backward` is empty without a backward pass."""
 
     forward: frozenset[int]
     backward: frozenset[int] = frozenset()
 
     @property
     def members(self) -> frozenset[int]:
-        """All of them."""
+        """The ops of both passes."""
         return self.forward | self.backward
 
 
+def fusion_saving(
+    step: Step, region: Region, *, times: float = 1.0, kinds: tuple[str, str] = ("pointwise", "pointwise")
+) -> FusionSaving:
+    """What fusing a region saves. For `times` and `kinds` see `remaining_seconds`."""
+    members = ops_that_launch(step, region.members)
+    remaining = remaining_seconds(step, region, times=times, kinds=kinds)
+    reads, writes = traffic(step, region)
+    return FusionSaving(
+        members=members,
+        measured_s=step.seconds(members),
+        remaining_s=remaining,
+        moved_bytes=step.bytes(members),
+        needed_bytes=sum(access.bytes for part in (*reads, *writes) for access in part),
+        gains=proportional_gains(step, members, remaining),
+        gone=launches_removed(step, members, remaining),
+        kernels="One kernel in forward and one in backward" if region.backward else "One kernel",
+    )
+
+
 def proportional_gains(step: Step, members: Iterable[int], remaining_s: float) -> dict[int, float]:
-    """What is saved op by op, where `remaining_s` is left of all: each gives the same share of its time."""
+    """The saving per op if `remaining_s` remains of all: each op saves the same share of its time."""
     took = {index: step.measured[index].measured_s for index in members}
     total = sum(took.values())
     share = 1 - remaining_s / total if total > remaining_s else 0.0
-    return {index: seconds * share for index, seconds in took.items() if seconds}
+    return {index: time * share for index, time in took.items() if time}
 
 
 def launches_removed(step: Step, members: Iterable[int], remaining_s: float) -> list[int]:
-    """Those whose launches nobody waits for any more where one kernel does the work of all, one for each phase.
+    """The ops whose launch wait is gone if one kernel per phase does the work of all.
 
-    Of each phase it is all but the first; and the first too, where the kernels that remain run for longer than the host
-    takes for an op: it is then ahead of them.
+    In each phase these are all ops but the first; and the first too, if the remaining kernels run for longer than the
+    host takes for an op, so that the host is ahead of them.
     """
     phases: dict[str, list[int]] = {}
     for index in sorted(members):
         phases.setdefault(step.ops[index].phase, []).append(index)
-    every = [index for some in phases.values() for index in some]
-    host_s = (step.seconds(every) + launch_wait_seconds(step, every)) / max(1, len(every))
+    ordered = [index for ops in phases.values() for index in ops]
+    host_s = (step.seconds(ordered) + launch_wait_seconds(step, ordered)) / max(1, len(ordered))
     if remaining_s > host_s * len(phases):
-        return every
-    return [index for some in phases.values() for index in some[1:]]
+        return ordered
+    return [index for ops in phases.values() for index in ops[1:]]
 
 
 def launch_wait_seconds(step: Step, members: Iterable[int]) -> float:
-    """What the device waited for the launches of ops."""
+    """The idle time that the launches of ops cause."""
     return sum(step.measured[index].launch_wait_s for index in members)
 
 
 def ops_that_launch(step: Step, members: Iterable[int]) -> list[int]:
-    """Those that do anything: views, and `empty`, do not."""
+    """The ops that launch a kernel: all but views and `empty`."""
     return [index for index in sorted(members) if step.costs[index].reads or step.costs[index].writes]
 
 
 def with_backward(step: Step, forwards: Sequence[Collection[int]]) -> list[Region]:
-    """Forward parts with the ops that ran backward through them.
+    """The forward parts with the ops of the backward pass through them.
 
-    These carry the lines and modules of their forward ops. A piece of backward that hangs together by its gradients
-    belongs to the part with most of its lines; where several have the same lines, the last ran backward first.
+    Backward ops carry the lines and modules of their forward ops. A piece of the backward pass that is connected by its
+    gradients belongs to the part with most of its lines; of several parts with the same lines, the last runs backward
+    first.
     """
-    alike: dict[tuple[frozenset[str], frozenset[str]], list[Collection[int]]] = {}
+    groups: dict[tuple[frozenset[str], frozenset[str]], list[Collection[int]]] = {}
+    """Parts by the lines and modules of their ops."""
     for forward in sorted(forwards, key=min):
         launched = [step.ops[index] for index in ops_that_launch(step, forward)]
         lines = frozenset(op.source for op in (*launched, *_views_read(step, forward))) - {""}
-        alike.setdefault((lines, frozenset(op.module for op in launched)), []).append(forward)
+        groups.setdefault((lines, frozenset(op.module for op in launched)), []).append(forward)
     pieces: dict[tuple[frozenset[str], frozenset[str]], list[set[int]]] = {}
-    for piece in _backward_pieces(step, {line for lines, _ in alike for line in lines}):
+    for piece in _backward_pieces(step, {line for lines, _ in groups for line in lines}):
         modules = {step.ops[index].module for index in piece}
-        near = [kind for kind in alike if modules <= kind[1]] or [kind for kind in alike if modules & kind[1]]
+        near = [key for key in groups if modules <= key[1]] or [key for key in groups if modules & key[1]]
         if near:
             shared = [sum(step.ops[index].source in lines for index in piece) for lines, _ in near]
             pieces.setdefault(near[shared.index(max(shared))], []).append(piece)
-    found = []
-    for kind, group in alike.items():
-        backward: list[set[int]] = [set() for _ in group]
-        own = pieces.get(kind, [])
+    regions = []
+    for key, parts in groups.items():
+        backwards: list[set[int]] = [set() for _ in parts]
+        own = pieces.get(key, [])
         for position, piece in enumerate(reversed(own)):
-            backward[position * len(group) // len(own)] |= piece
-        for forward, behind in zip(group, backward, strict=True):
-            found.append(Region(forward=frozenset(forward), backward=frozenset(behind)))
-    return found
+            backwards[position * len(parts) // len(own)] |= piece
+        for forward, backward in zip(parts, backwards, strict=True):
+            regions.append(Region(forward=frozenset(forward), backward=frozenset(backward)))
+    return regions
 
 
 def _views_read(step: Step, forward: Collection[int]) -> list[Op]:
-    """Views of what the ops read, among them and right before them: going backward they are copies."""
+    """Views of what the ops read, among them and right before them: in backward they are copies."""
     touched = {storage for index in forward for storage in step.flow.read_by[index]}
     start = min(forward)
     while start and step.costs[start - 1].family == "view":
@@ -113,9 +160,10 @@ def _backward_pieces(step: Step, lines: Collection[str]) -> list[set[int]]:
 
 
 def connected_pieces(step: Step, candidates: Collection[int], *, siblings: bool = True) -> list[set[int]]:
-    """Ops in pieces, the first first: two hang together where one reads what the other wrote for these ops alone.
+    """The connected pieces of some ops, in order: two ops are connected if one reads what the other wrote for these ops
+    alone.
 
-    With `siblings`, also where both read what came from the same op of their phase.
+    With `siblings`, also if both read the output of the same op of their phase.
     """
     inside = set(candidates)
     parent = {index: index for index in sorted(inside)}
@@ -144,10 +192,10 @@ def connected_pieces(step: Step, candidates: Collection[int], *, siblings: bool 
 
 
 def traffic(step: Step, region: Region) -> tuple[list[tuple[Access, ...]], list[tuple[Access, ...]]]:
-    """What a fused form reads and writes, in forward and in backward.
+    """The reads and writes of the fused kernels, in forward and in backward.
 
-    Nothing that only the region itself reads is written. What the backward part wants of that it finds again in what
-    the forward part read.
+    What only the region itself reads is not written. The backward kernel recomputes it from the inputs of the forward
+    kernel.
     """
     members = region.members
     wanted = {
@@ -179,7 +227,7 @@ def traffic(step: Step, region: Region) -> tuple[list[tuple[Access, ...]], list[
 
 
 def _whole_access(step: Step, part: Collection[int], access: Access) -> Access:
-    """With all parts of a storage that ops read: the halves of a tensor are two."""
+    """The access with all parts of the storage that the ops read: the halves of a tensor are two parts."""
     parts: dict[int, float] = {}
     for index in part:
         for tensor in step.ops[index].inputs:
@@ -193,10 +241,10 @@ def _whole_access(step: Step, part: Collection[int], access: Access) -> Access:
 def remaining_seconds(
     step: Step, region: Region, *, times: float = 1.0, kinds: tuple[str, str] = ("pointwise", "pointwise")
 ) -> float:
-    """What is left of a region: one kernel in forward and one in backward, like good kernels of these kinds.
+    """The time of the fused kernels of a region, one in forward and one in backward, of these kinds.
 
-    They take so many times as long as is expected of such kernels, for what `pace` says of this machine; but no less
-    than it can do.
+    They take `times` as long as good kernels of their kinds, for what `measured_over_expected` says about this machine,
+    and no less than their bounds.
     """
     reads, writes = traffic(step, region)
     return sum(
@@ -206,18 +254,18 @@ def remaining_seconds(
 
 
 def reduces_last_dim(op: Op) -> bool:
-    """Whether a reduction is over the last dimension alone."""
-    dimensions = op.arguments.get("dim")
-    given = op.inputs[0].shape
-    one = dimensions[0] if isinstance(dimensions, tuple) and len(dimensions) == 1 else dimensions
-    return isinstance(one, int) and one in (-1, len(given) - 1)
+    """Whether a reduction is over the last dimension only."""
+    dim = op.arguments.get("dim")
+    if isinstance(dim, tuple) and len(dim) == 1:
+        dim = dim[0]
+    return isinstance(dim, int) and dim in (-1, len(op.inputs[0].shape) - 1)
 
 
 def measured_over_expected(step: Step, members: Iterable[int]) -> float:
-    """What ops took over what good kernels take for them: below 1 where this machine is better than was thought.
+    """The measured over the expected time of ops: below 1 if this machine is better than expected.
 
-    Ops that go through their tensors in several orders, by strides or broadcast, do not count: how slow these are
-    expected to be says nothing about a kernel that does not have to be.
+    Ops whose tensors have different layouts, by strides or broadcasting, do not count: their expected slowness does not
+    apply to a fused kernel.
     """
     known = [index for index in members if step.measured[index].expected_s and _has_one_layout(step, index)]
     expected = sum(step.measured[index].expected_s or 0.0 for index in known)
@@ -226,7 +274,7 @@ def measured_over_expected(step: Step, members: Iterable[int]) -> float:
 
 
 def _has_one_layout(step: Step, index: int) -> bool:
-    """Whether all tensors of an op have the same strides; for families of which nothing else is known, True."""
+    """Whether all tensors of a pointwise op have the same strides; True for other families."""
     if step.costs[index].family not in ("pointwise", "movement"):
         return True
     op = step.ops[index]
@@ -238,13 +286,8 @@ def _has_one_layout(step: Step, index: int) -> bool:
     return len(strides) <= 1
 
 
-def total_bytes(accesses: Iterable[Sequence[Access]]) -> float:
-    """Of all of them together."""
-    return sum(access.bytes for part in accesses for access in part)
-
-
 def describe_ops(step: Step, members: Iterable[int]) -> str:
-    """Names of ops with how often each is there: "3 mul, pow, mean"."""
+    """The names of ops with their counts: "3 mul, pow, mean"."""
     counts: dict[str, int] = {}
     for index in members:
         name = step.ops[index].packet.removeprefix("aten.")
@@ -253,5 +296,5 @@ def describe_ops(step: Step, members: Iterable[int]) -> str:
 
 
 def slowest_op(step: Step, members: Collection[int]) -> int:
-    """The op that took longest, the first of them."""
+    """The op with the longest time."""
     return max(sorted(members), key=lambda index: step.measured[index].measured_s)

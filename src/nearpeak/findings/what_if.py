@@ -1,4 +1,4 @@
-"""What ops would take in another form: another dtype, other sizes, or torch's fused attention."""
+"""The time that ops would take in another form: in another dtype, with other sizes, or as fused attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nearpeak.ops.tensor import Tensor
 
 
 def with_dtype(op: Op, old: str, new: str) -> Op:
-    """An op with all tensors of one dtype in another."""
+    """The op with all tensors of one dtype cast to another."""
     arguments = {name: _with_dtype(value, old, new) for name, value in op.arguments.items()}
     return dataclasses.replace(op, arguments=arguments, outputs=_with_dtype(op.outputs, old, new))
 
@@ -29,7 +29,7 @@ def _with_dtype(value: Any, old: str, new: str) -> Any:
 
 
 def gemm_op(batch: int, m: int, n: int, k: int, *, dtype: str, tf32: bool = False) -> Op:
-    """A product of dense matrices of these sizes, none of which the step has."""
+    """A GEMM of dense matrices of these sizes that are not in the step."""
     sizes = ((m, k), (k, n), (m, n))
     left, right, out = (
         Tensor(
@@ -45,38 +45,38 @@ def gemm_op(batch: int, m: int, n: int, k: int, *, dtype: str, tf32: bool = Fals
 
 
 def slowness(step: Step, index: int) -> float:
-    """How many times as long an op took as a good kernel would take; 1 where it was not slower."""
+    """The measured time of an op over that of a good kernel; at least 1."""
     expected = step.expected(step.ops[index])
     return max(1.0, step.measured[index].measured_s / expected) if expected else 1.0
 
 
-def median_slowness(step: Step, products: Collection[int]) -> float:
-    """The median of how many times as long products took as good kernels take; at least 1."""
+def median_slowness(step: Step, gemms: Collection[int]) -> float:
+    """The median of the measured times of GEMMs over those of good kernels; at least 1."""
     ratios = [
         step.measured[index].measured_s / expected
-        for index in products
+        for index in gemms
         if (expected := step.expected(step.ops[index])) and step.measured[index].measured_s
     ]
     return max(1.0, median(ratios)) if ratios else 1.0
 
 
 MAX_HEAD_DIM = 256
-"""Of a head: beyond it torch's kernels for GPUs do not go."""
+"""The largest head dimension of torch's fused kernels for GPUs."""
 CUDNN_MAX_HEAD_DIM = 128
 _CUDNN_FIRST = ("hopper", "blackwell")
-"""Where torch takes the kernels of cuDNN first."""
+"""Architectures on which torch prefers the kernels of cuDNN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Attention: `lead` are batch and heads."""
+    """The shape of an attention call; `lead` are batch and heads."""
 
     lead: tuple[int, ...]
     queries: int
     keys: int
     width: int
     depth: int
-    """Of a value."""
+    """The head dimension of the values."""
     dtype: str
     mask: Tensor | None
     causal: bool
@@ -85,7 +85,7 @@ class AttentionShape:
 
 
 def fused_attention_seconds(step: Step, shape: AttentionShape, *, backward: bool) -> float | None:
-    """With backward or without; None where torch would write the matrix of pairs all the same."""
+    """The time of torch's fused attention, with or without backward; None if torch has no fused kernel for it."""
     name = _attention_operator(step, shape)
     if name is None:
         return None
@@ -117,7 +117,7 @@ def fused_attention_seconds(step: Step, shape: AttentionShape, *, backward: bool
 
 
 def _attention_operator(step: Step, shape: AttentionShape) -> str | None:
-    """The operator that torch's choice falls on, with its own preferences and a torch from 2.11."""
+    """The operator that torch 2.11 and later chooses by default."""
     if step.machine.kind == "cpu":
         return None if shape.dropout else "_scaled_dot_product_flash_attention_for_cpu"
     if shape.width > MAX_HEAD_DIM or shape.depth > MAX_HEAD_DIM:

@@ -104,6 +104,11 @@ class Op(_HasSignature):
     origin: Origin = "torch"
 
     @property
+    def place(self) -> str:
+        """The line of the user's code, or the module if the line is not known."""
+        return self.source or self.module
+
+    @property
     def packet(self) -> str:
         """The name without its overload: "aten.add"."""
         return self.name.rpartition(".")[0]

@@ -181,7 +181,7 @@ def attribute_idle(
     def where(op: int | None) -> str:
         there = index(op)
         place = None if there is None else (ops if traced is None else traced)[there]
-        return "" if place is None else place.source or place.module
+        return "" if place is None else place.place
 
     # What torch does inside of `torch.tensor` and the like is in no trace: the next op that is has nearly its line.
     known = [where(op) for op in range(len(ops))]

@@ -13,7 +13,7 @@ from nearpeak.units import seconds
 @rule("allocator-growth", needs=["host"])
 def allocator_growth(step: Step) -> Iterator[Waste]:
     """Idle time in calls of the driver for memory, in a step after the first ones."""
-    found = [cause for cause in step.profile.idle if cause.cause == "allocator"]
+    found = step.idle_causes("allocator")
     if not found:
         return
     idle_s = sum(cause.seconds for cause in found)

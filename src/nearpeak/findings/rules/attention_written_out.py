@@ -15,7 +15,7 @@ from nearpeak.findings.regions import (
     ops_that_launch,
     proportional_gains,
 )
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.findings.what_if import AttentionShape, fused_attention_seconds
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -48,7 +48,7 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
             gains=proportional_gains(step, members, predicted),
             gone=launches_removed(step, members, predicted),
             evidence=f"{len(ops_that_launch(step, members))} ops in {passes} move {quantity(moved, 'B')} in "
-            f"{seconds(took)}, for a matrix of {' x '.join(map(str, pairs.shape))} that nothing else reads.",
+            f"{seconds(took)}, for a matrix of {shape_text(pairs.shape)} that nothing else reads.",
             reasoning=f"One kernel that never writes this matrix takes {seconds(predicted)} for {passes} here.",
             remedy=_remedy(found.shape),
         )

@@ -15,7 +15,7 @@ _LOADS = ("cuModule", "cuLibrary", "cudaModule", "cudaLibrary", "hipModule", "La
 @rule("compilation", needs=["host"])
 def compilation(step: Step) -> Iterator[Waste]:
     """Idle time in compilations that clean steps have too: compiled code whose shapes or values keep changing."""
-    found = [cause for cause in step.profile.idle if cause.cause == "compilation"]
+    found = step.idle_causes("compilation")
     idle_s = sum(cause.seconds for cause in found)
     compiler, steps = step.profile.compiler, step.profile.steps
     seen_often = compiler is not None and steps > 0 and compiler.recompiled_in_steps >= steps

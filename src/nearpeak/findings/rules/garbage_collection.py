@@ -15,7 +15,7 @@ EVERY = 100
 @rule("garbage-collection", needs=["host"])
 def garbage_collection(step: Step) -> Iterator[Waste]:
     """Idle time in collections that clean steps have too."""
-    found = [cause for cause in step.profile.idle if cause.cause == "garbage collection"]
+    found = step.idle_causes("garbage collection")
     idle_s = sum(cause.seconds for cause in found)
     if not found or not is_recurring_stall(step.profile, idle_s):
         return

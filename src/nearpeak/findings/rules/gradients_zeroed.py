@@ -16,10 +16,6 @@ COPIED = 2 / 3
 @rule("gradients-zeroed", needs=["storages"])
 def gradients_zeroed(step: Step) -> Iterator[Waste]:
     """Fills of older storages, to which the next op that touches them adds something in a backward pass."""
-    touched: dict[int, list[int]] = {}
-    for index, (reads, writes) in enumerate(step.touches):
-        for storage in {*reads, *writes}:
-            touched.setdefault(storage, []).append(index)
     for fill, cost in enumerate(step.costs):
         op = step.ops[fill]
         if cost.reads or not cost.writes or not op.mutated or not _zeroes(op.packet) or op.phase == "backward":
@@ -27,7 +23,7 @@ def gradients_zeroed(step: Step) -> Iterator[Waste]:
         adds: dict[int, float] = {}
         zeroed = 0.0
         for access in cost.writes:
-            ops = touched[access.storage]
+            ops = step.touched_by[access.storage]
             # The step after this one begins as this one did.
             after = ops[(ops.index(fill) + 1) % len(ops)]
             if step.trace.storages[access.storage].kind == "intermediate" or not _accumulates(

@@ -17,7 +17,7 @@ MOST_WORKERS = 16
 @rule("input-stall", needs=["host"])
 def input_stall(step: Step) -> Iterator[Waste]:
     """Idle time inside of a data loader, beyond what it takes to take over a batch."""
-    stalls = [cause for cause in step.profile.idle if cause.cause == "input"]
+    stalls = step.idle_causes("input")
     idle_s = sum(cause.seconds for cause in stalls)
     batches = sum(cause.count for cause in stalls)
     saving = idle_s - batches * HANDOVER

@@ -59,7 +59,7 @@ def _chain(step: Step, index: int) -> list[int]:
     elements = step.ops[index].outputs[0].elements
     while True:
         at = chain[-1]
-        readers = [reader for reader in step.flow.consumers[at] if step.ops[reader].phase == "forward"]
+        readers = step.forward_readers(at)
         if len(readers) != 1:
             return chain
         op = step.ops[readers[0]]
@@ -72,7 +72,7 @@ def _chain(step: Step, index: int) -> list[int]:
 def _read(step: Step, index: int) -> float | None:
     """The share of an op's result that later ops of the forward read; None where that is not known."""
     out = step.ops[index].outputs[0]
-    readers = [reader for reader in step.flow.consumers[index] if step.ops[reader].phase == "forward"]
+    readers = step.forward_readers(index)
     if out.storage in step.flow.results or not readers or not out.elements:
         return None
     parts: set[tuple[int, tuple[int, ...], tuple[int, ...], int]] = set()

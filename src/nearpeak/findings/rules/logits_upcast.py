@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.findings.what_if import with_dtype
 from nearpeak.ops.op import Op
 from nearpeak.units import quantity, seconds
@@ -42,7 +42,7 @@ def logits_upcast(step: Step) -> Iterator[Waste]:
             at=cast,
             gains=gains,
             evidence=f"{quantity(step.ops[cast].tensor('self').bytes, 'B')} of {short} logits, "
-            f"{' x '.join(map(str, logits.shape))}, become {quantity(logits.bytes, 'B')} of float32. "
+            f"{shape_text(logits.shape)}, become {quantity(logits.bytes, 'B')} of float32. "
             f"{len(casts)} casts take {seconds(step.seconds(casts))}, and {len(gains) - len(casts)} passes over "
             f"float32 {seconds(step.seconds(set(gains) - set(casts)))}.",
             reasoning=f"The casts go away, and every other pass takes what it took times a good kernel's time in "
@@ -73,7 +73,7 @@ def _cast_after(step: Step, softmax: int) -> Iterator[Waste]:
             title="Log-probabilities are cast to float32 for the loss.",
             at=cast,
             gains=gains,
-            evidence=f"{quantity(logits.bytes, 'B')} of {logits.dtype}, {' x '.join(map(str, logits.shape))}, become "
+            evidence=f"{quantity(logits.bytes, 'B')} of {logits.dtype}, {shape_text(logits.shape)}, become "
             f"twice as many of float32. {1 + len(back)} casts take {seconds(step.seconds((cast, *back)))}.",
             reasoning=f"The casts go away, and the loss's backward pass writes {logits.dtype}.",
             remedy=_remedy(logits.dtype),

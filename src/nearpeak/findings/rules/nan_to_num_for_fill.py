@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
 
@@ -55,4 +55,4 @@ def _masked_softmax(step: Step, index: int) -> bool:
 
 
 def _size(tensor: Tensor) -> str:
-    return f"{' x '.join(map(str, tensor.shape))} of {tensor.dtype}, {quantity(tensor.bytes, 'B')},"
+    return f"{shape_text(tensor.shape)} of {tensor.dtype}, {quantity(tensor.bytes, 'B')},"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
@@ -53,9 +53,9 @@ def slow_attention_backend(step: Step) -> Iterator[Waste]:
             else f"Attention runs in the {_KERNELS[backend]} kernels; cuDNN's are faster on this GPU.",
             at=members[0],
             gains=gains,
-            evidence=f"{op.packet} of {' x '.join(map(str, query.shape))} queries and {key.shape[-2]} keys in "
+            evidence=f"{op.packet} of {shape_text(query.shape)} queries and {key.shape[-2]} keys in "
             f"{query.dtype}{', with its backward,' if len(gains) > 1 else ''} takes {seconds(took)}"
-            + (f", with a mask of {' x '.join(map(str, mask.shape))} {mask.dtype}." if mask else "."),
+            + (f", with a mask of {shape_text(mask.shape)} {mask.dtype}." if mask else "."),
             reasoning=f"{_better(op, causal=causal).packet} takes {seconds(took - sum(gains.values()))} for it: "
             + ("the measured time by the ratio of expected times." if by_ratio else "its expected time."),
             remedy=_remedy(causal),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
@@ -30,7 +30,7 @@ def softmax_for_argmax(step: Step) -> Iterator[Waste]:
             title="Probabilities are computed only to find where the largest are.",
             at=index,
             gains={index: took},
-            evidence=f"{op.packet} over {' x '.join(str(size) for size in op.outputs[0].shape)} takes {seconds(took)} "
+            evidence=f"{op.packet} over {shape_text(op.outputs[0].shape)} takes {seconds(took)} "
             f"for {quantity(moved, 'B')}; only {first.packet} at {first.source or 'a later op'} reads the result.",
             reasoning="The order of the logits is that of the probabilities: the op goes away, and its reader takes "
             "as long on the logits.",

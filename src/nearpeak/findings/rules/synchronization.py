@@ -1,4 +1,4 @@
-"""Rules "pageable-copy" and "synchronization": the host waits for the device or for a copy, or copies unpinned memory."""
+"""Rules "pageable-copy" and "synchronization": the host waits for the device or a copy, or copies unpinned memory."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
 
 def copies_from_host(step: Step, where: str) -> bool:
     """Whether the ops at a place copy from the host's memory to the device's; False where storages are not known."""
-    return any((op.source or op.module) == where and _is_copy_to_device(step, op) for op in step.ops)
+    return any(op.place == where and _is_copy_to_device(step, op) for op in step.ops)
 
 
 def copies_to_host(step: Step, where: str) -> bool:
     """Whether the ops at a place copy from the device's memory to the host's; False where storages are not known."""
     host = step.trace.on_host
     return any(
-        (op.source or op.module) == where
+        op.place == where
         and op.packet in COPIES
         and any(tensor.storage in host for tensor in op.written)
         and not all(tensor.storage in host for tensor in _copy_sources(op))
@@ -79,7 +79,7 @@ def _copies_by_place(step: Step) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for index, op in enumerate(step.ops):
         if _is_copy_to_device(step, op):
-            found.setdefault(op.source or op.module, []).append(index)
+            found.setdefault(op.place, []).append(index)
     return found
 
 
@@ -200,7 +200,7 @@ def _removed_work(step: Step, where: str, form: _Form) -> dict[int, float]:
         return {
             index: step.measured[index].measured_s
             for index, op in enumerate(step.ops)
-            if op.packet in _READS and (op.source or op.module) == where
+            if op.packet in _READS and op.place == where
         }
     return {}
 
@@ -223,7 +223,7 @@ def _queued_copy_seconds(step: Step, where: str) -> float:
 
 def _is_copy_at(step: Step, index: int | None, where: str) -> bool:
     op = None if index is None else step.ops[index]
-    return op is not None and op.packet in COPIES and (op.source or op.module) == where
+    return op is not None and op.packet in COPIES and op.place == where
 
 
 def _mask_counting_seconds(step: Step, where: str) -> dict[int, float]:
@@ -231,7 +231,7 @@ def _mask_counting_seconds(step: Step, where: str) -> dict[int, float]:
     found = {}
     for index, op in enumerate(step.ops):
         masks = [tensor for tensor in op.inputs if tensor.dtype in ("bool", "uint8")]
-        if (op.source or op.module) != where or (not masks and op.packet != "aten.nonzero"):
+        if op.place != where or (not masks and op.packet != "aten.nonzero"):
             continue
         if op.packet == "aten.nonzero":
             found[index] = step.measured[index].measured_s

@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.regions import (
-    describe_ops,
-    launches_removed,
-    measured_over_expected,
-    ops_that_launch,
-    proportional_gains,
-    remaining_seconds,
-    total_bytes,
-    traffic,
-    with_backward,
-)
-from nearpeak.findings.step import Step
+from nearpeak.findings.regions import fusion_saving, measured_over_expected, ops_that_launch, with_backward
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.finding import Fix
-from nearpeak.units import quantity, seconds
+from nearpeak.units import seconds
 
 ACTIVATIONS = (
     *("aten.silu", "aten.gelu", "aten.sigmoid", "aten.relu", "aten.tanh", "aten.hardswish", "aten.mish"),
@@ -37,20 +27,16 @@ def unfused_gated_activation(step: Step) -> Iterator[Waste]:
     }
     for region in with_backward(step, list(products)):
         activation = products[region.forward]
-        members = ops_that_launch(step, region.members)
-        took = step.seconds(members)
-        remaining = remaining_seconds(step, region, times=measured_over_expected(step, members))
-        reads, writes = traffic(step, region)
-        passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
+        times = measured_over_expected(step, ops_that_launch(step, region.members))
+        saving = fusion_saving(step, region, times=times)
         yield Waste(
             title="A gated activation is two ops: the activation is written, and read again for the product.",
             at=max(region.forward),
-            gains=proportional_gains(step, members, remaining),
-            gone=launches_removed(step, members, remaining),
-            evidence=f"{describe_ops(step, members)} on {' x '.join(map(str, step.ops[activation].outputs[0].shape))} "
-            f"move {quantity(step.bytes(members), 'B')} in {seconds(took)}; fused, "
-            f"{quantity(total_bytes([*reads, *writes]), 'B')} would do.",
-            reasoning=f"{passes} that reads gate and value and writes the result would take {seconds(remaining)}.",
+            gains=saving.gains,
+            gone=saving.gone,
+            evidence=saving.evidence(step, f" on {shape_text(step.ops[activation].outputs[0].shape)}"),
+            reasoning=f"{saving.kernels} that reads gate and value and writes the result would take "
+            f"{seconds(saving.remaining_s)}.",
             remedy=_remedy(step, activation),
             fix=_fix(step, activation),
         )
@@ -61,7 +47,7 @@ def _product(step: Step, index: int) -> int | None:
     op = step.ops[index]
     if op.phase != "forward" or op.packet not in ACTIVATIONS or op.recomputed:
         return None
-    readers = [reader for reader in step.flow.consumers[index] if step.ops[reader].phase == "forward"]
+    readers = step.forward_readers(index)
     if len(readers) != 1 or step.ops[readers[0]].packet not in ("aten.mul", "aten.mul_"):
         return None
     given, made = op.inputs[0], op.outputs[0]

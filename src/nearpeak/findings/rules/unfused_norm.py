@@ -9,14 +9,10 @@ from nearpeak.bound.dataflow import CHAINED
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import (
     describe_ops,
-    launches_removed,
+    fusion_saving,
     measured_over_expected,
     ops_that_launch,
-    proportional_gains,
     reduces_last_dim,
-    remaining_seconds,
-    total_bytes,
-    traffic,
     with_backward,
 )
 from nearpeak.findings.step import Step
@@ -50,20 +46,20 @@ def unfused_norm(step: Step) -> Iterator[Waste]:
     by_members = {norm.members: norm for norm in norms}
     for region in with_backward(step, list(by_members)):
         norm = by_members[region.forward]
-        members = ops_that_launch(step, region.members)
-        took = step.seconds(members)
-        remaining = remaining_seconds(step, region, times=min(1.0, measured_over_expected(step, members)), kinds=KINDS)
-        reads, writes = traffic(step, region)
+        times = min(1.0, measured_over_expected(step, ops_that_launch(step, region.members)))
+        saving = fusion_saving(step, region, times=times, kinds=KINDS)
         name = "LayerNorm" if norm.centered else "RMSNorm"
         passes = "forward and backward" if region.backward else "forward"
         yield Waste(
             title=f"{name} is written as {len(ops_that_launch(step, norm.members))} ops, a kernel each.",
             at=norm.root,
-            gains=proportional_gains(step, members, remaining),
-            gone=launches_removed(step, members, remaining),
-            evidence=f"{describe_ops(step, members)} on rows of {norm.size} move {quantity(step.bytes(members), 'B')} in "
-            f"{seconds(took)}, {passes}; as one op {quantity(total_bytes([*reads, *writes]), 'B')} would do.",
-            reasoning=f"One kernel for each of {passes}, at the speed of torch's LayerNorm: {seconds(remaining)}.",
+            gains=saving.gains,
+            gone=saving.gone,
+            evidence=f"{describe_ops(step, saving.members)} on rows of {norm.size} move "
+            f"{quantity(saving.moved_bytes, 'B')} in {seconds(saving.measured_s)}, {passes}; as one op "
+            f"{quantity(saving.needed_bytes, 'B')} would do.",
+            reasoning=f"One kernel for each of {passes}, at the speed of torch's LayerNorm: "
+            f"{seconds(saving.remaining_s)}.",
             remedy=_remedy(step, norm),
             fix=step.nearpeak_kernel("layer_norm", "(x, weight, bias)")
             if norm.centered
@@ -118,7 +114,7 @@ def _applied(step: Step, root: int, rows: int, elements: int) -> list[int] | Non
     """The ops from a root to the one that multiplies or divides whole rows by it."""
     at, way = root, list[int]()
     for _ in range(MAX_HOPS):
-        after = [reader for reader in step.flow.consumers[at] if step.ops[reader].phase == "forward"]
+        after = step.forward_readers(at)
         if len(after) != 1 or step.costs[after[0]].family != "pointwise":
             return None
         at = after[0]
@@ -157,7 +153,7 @@ def _trailing(step: Step, last: int, elements: int, size: int) -> set[int]:
     found: set[int] = set()
     at = last
     for _ in range(MAX_HOPS):
-        after = [reader for reader in step.flow.consumers[at] if step.ops[reader].phase == "forward"]
+        after = step.forward_readers(at)
         if len(after) != 1 or step.costs[after[0]].family not in CHAINED:
             return found
         at = after[0]

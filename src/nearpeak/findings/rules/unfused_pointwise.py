@@ -10,21 +10,16 @@ from nearpeak.findings.regions import (
     FUSIBLE,
     Region,
     connected_pieces,
-    describe_ops,
-    launches_removed,
+    fusion_saving,
     measured_over_expected,
     ops_that_launch,
-    proportional_gains,
     reduces_last_dim,
-    remaining_seconds,
     slowest_op,
-    total_bytes,
-    traffic,
     with_backward,
 )
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Op
-from nearpeak.units import quantity, seconds
+from nearpeak.units import seconds
 
 LEAST_OPS = 3
 LEAST_SAVED = 0.2
@@ -96,25 +91,20 @@ def _dropout(step: Step) -> set[int]:
 
 def _waste(step: Step, region: Region) -> Waste | None:
     members = ops_that_launch(step, region.members)
-    took = step.seconds(members)
     kind = "reduction" if any(step.costs[index].family == "reduction" for index in members) else "pointwise"
-    # Kernels that are slower than others of their kind stay so: they read through strides, say.
-    remaining = remaining_seconds(step, region, times=measured_over_expected(step, members), kinds=(kind, kind))
-    if took - remaining < LEAST_SAVED * took:
+    # Kernels that are slower than others of their kind stay so: because of their strides, for example.
+    saving = fusion_saving(step, region, times=measured_over_expected(step, members), kinds=(kind, kind))
+    if saving.measured_s - saving.remaining_s < LEAST_SAVED * saving.measured_s:
         return None
-    reads, writes = traffic(step, region)
-    moved, needed = step.bytes(members), total_bytes([*reads, *writes])
     lines = sorted({step.ops[index].source for index in members} - {""})
-    where = f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""
-    passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
     return Waste(
         title=f"{len(members)} small ops, each a kernel of its own, could be one.",
         at=slowest_op(step, region.forward),
-        gains=proportional_gains(step, members, remaining),
-        gone=launches_removed(step, members, remaining),
-        evidence=f"{describe_ops(step, members)}{where} move {quantity(moved, 'B')} in {seconds(took)}; fused, "
-        f"{quantity(needed, 'B')} would do.",
-        reasoning=f"{passes} that reads and writes only what others want would take {seconds(remaining)}.",
+        gains=saving.gains,
+        gone=saving.gone,
+        evidence=saving.evidence(step, f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""),
+        reasoning=f"{saving.kernels} that reads and writes only what others need would take "
+        f"{seconds(saving.remaining_s)}.",
         remedy="Put these lines into a function of its own and compile it:\n"
         "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.units import quantity, seconds
 
 _NORMS = {
@@ -43,7 +43,7 @@ def unfused_residual(step: Step) -> Iterator[Waste]:
             at=add,
             gains=gains,
             gone=[add],
-            evidence=f"add of {' x '.join(map(str, given.shape))} took {seconds(took)}, and {op.packet} at "
+            evidence=f"add of {shape_text(given.shape)} took {seconds(took)}, and {op.packet} at "
             f"{op.source or 'the next op'} reads its result at once, in {seconds(norm_took)}.",
             reasoning=f"{quantity(spared, 'B')} need not be moved, at the speed of the ops that move them.",
             remedy="@torch.compile\ndef add_and_norm(x, residual, weight):\n    total = x + residual\n"

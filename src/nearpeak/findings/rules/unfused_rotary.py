@@ -6,20 +6,10 @@ import math
 from collections.abc import Collection, Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.regions import (
-    describe_ops,
-    launches_removed,
-    measured_over_expected,
-    ops_that_launch,
-    proportional_gains,
-    remaining_seconds,
-    total_bytes,
-    traffic,
-    with_backward,
-)
-from nearpeak.findings.step import Step
+from nearpeak.findings.regions import fusion_saving, measured_over_expected, ops_that_launch, with_backward
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.tensor import Tensor
-from nearpeak.units import quantity, seconds
+from nearpeak.units import seconds
 
 _SUMS = ("aten.add", "aten.sub", "aten.add_", "aten.sub_")
 _PRODUCTS = ("aten.mul", "aten.mul_")
@@ -37,29 +27,24 @@ times for tensors that lie in memory as they are read."""
 @rule("unfused-rotary", needs=["storages"])
 def unfused_rotary(step: Step) -> Iterator[Waste]:
     """Sums of two products with tables that are smaller than what they multiply, both of one tensor."""
-    found = {}
+    embeddings = {}
     for index in range(len(step.ops)):
         inner = _whole(step, index) or _halves(step, index)
         if inner is not None:
-            found[frozenset(inner | _casts(step, inner, index))] = index
-    for region in with_backward(step, list(found)):
-        at = found[region.forward]
+            embeddings[frozenset(inner | _casts(step, inner, index))] = index
+    for region in with_backward(step, list(embeddings)):
+        last = embeddings[region.forward]
         members = ops_that_launch(step, region.members)
-        took = step.seconds(members)
         strided = _STRIDED if _swapped(step, members) else 1.0
-        remaining = remaining_seconds(step, region, times=strided * min(1.0, measured_over_expected(step, members)))
-        reads, writes = traffic(step, region)
-        passes = "One kernel in forward and one in backward" if region.backward else "One kernel"
+        saving = fusion_saving(step, region, times=strided * min(1.0, measured_over_expected(step, members)))
         yield Waste(
             title=f"A rotary embedding is written as {len(ops_that_launch(step, region.forward))} ops, a kernel each.",
-            at=at,
-            gains=proportional_gains(step, members, remaining),
-            gone=launches_removed(step, members, remaining),
-            evidence=f"{describe_ops(step, members)} on {' x '.join(map(str, step.ops[at].outputs[0].shape))} move "
-            f"{quantity(step.bytes(members), 'B')} in {seconds(took)}; fused, "
-            f"{quantity(total_bytes([*reads, *writes]), 'B')} would do.",
-            reasoning=f"{passes} that reads the tensor and the tables and writes the result would take "
-            f"{seconds(remaining)} as a compiler writes it.",
+            at=last,
+            gains=saving.gains,
+            gone=saving.gone,
+            evidence=saving.evidence(step, f" on {shape_text(step.ops[last].outputs[0].shape)}"),
+            reasoning=f"{saving.kernels} that reads the tensor and the tables and writes the result would take "
+            f"{seconds(saving.remaining_s)} as a compiler writes it.",
             remedy="@torch.compile\ndef rotate(x, cos, sin):\n    left, right = x.chunk(2, dim=-1)\n"
             "    return x * cos + torch.cat((-right, left), dim=-1) * sin\n# and rotate(query, cos, sin), "
             "rotate(key, cos, sin) at this line",
@@ -117,7 +102,7 @@ def _products(step: Step, index: int) -> list[int] | None:
     found = list(dict.fromkeys(step.flow.producers[index].values()))
     if len(found) != 2 or any(step.ops[at].packet not in _PRODUCTS or _table(step, at) is None for at in found):
         return None
-    alone = all(set(_forward(step, at)) == {index} for at in found)
+    alone = all(set(step.forward_readers(at)) == {index} for at in found)
     return found if alone else None
 
 
@@ -161,13 +146,9 @@ def _casts(step: Step, members: Collection[int], last: int) -> set[int]:
         for producer in step.flow.producers[index].values()
         if producer not in members
         and step.ops[producer].packet == "aten._to_copy"
-        and set(_forward(step, producer)) <= set(members)
+        and set(step.forward_readers(producer)) <= set(members)
         and step.ops[producer].outputs[0].elements >= step.ops[last].outputs[0].elements
     }
-    after = _forward(step, last)
+    after = step.forward_readers(last)
     cast = len(after) == 1 and step.ops[after[0]].packet == "aten._to_copy"
     return before | ({after[0]} if cast else set())
-
-
-def _forward(step: Step, index: int) -> list[int]:
-    return [reader for reader in step.flow.consumers[index] if step.ops[reader].phase == "forward"]

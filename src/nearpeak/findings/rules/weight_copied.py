@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
@@ -39,7 +39,7 @@ def weight_copied(step: Step) -> Iterator[Waste]:
             title=f"A weight is copied {changes} in every step, before a product with it.",
             at=index,
             gains={index: took},
-            evidence=f"{op.packet} copies a parameter of {' x '.join(str(size) for size in source.shape)} {changes}: "
+            evidence=f"{op.packet} copies a parameter of {shape_text(source.shape)} {changes}: "
             f"{quantity(step.bytes([index]), 'B')} in {seconds(took)}; {first.packet} at "
             f"{first.source or 'a later op'} reads the copy.",
             reasoning="The copy goes away; the product reads as many bytes as before.",

@@ -14,11 +14,7 @@ from nearpeak.units import quantity, seconds
 @rule("zeroed-then-overwritten", needs=["storages"])
 def zeroed_then_overwritten(step: Step) -> Iterator[Waste]:
     """Fills whose result the next op to touch it writes whole without reading it."""
-    touched: dict[int, list[int]] = {}
-    for index, (reads, writes) in enumerate(step.touches):
-        for storage in {*reads, *writes}:
-            touched.setdefault(storage, []).append(index)
-    for storage, ops in touched.items():
+    for storage, ops in step.touched_by.items():
         for fill, after in pairwise(ops):
             if not _fills(step, fill, storage) or not _overwrites(step, after, storage):
                 continue
