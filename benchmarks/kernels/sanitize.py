@@ -33,6 +33,7 @@ from torch import Tensor
 from nearpeak import kernels
 from nearpeak.kernels import ladder as kernels_ladder
 from nearpeak.kernels.gemm import grouped_triton
+from nearpeak.kernels.gemm.tuning import SM90_GROUPED_CONFIGS, SM90_GROUPED_GRADIENT_CONFIGS
 from nearpeak.kernels.optimizer import triton as optimizer_triton
 
 DTYPE = torch.bfloat16
@@ -275,10 +276,10 @@ class Calls:
         number, height = sum(counts), grouped_triton.SM90_HEIGHT
         rows, weight = self.random(number, 72), self.random(len(counts), 272, 72)
         groups = kernels.row_groups(self.counts(counts), rows=number)
-        for config in grouped_triton.SM90_CONFIGS:
+        for config in SM90_GROUPED_CONFIGS:
             grouped_triton.multiply(rows, weight, groups, height, False, config=config)
             grouped_triton.multiply_gated(rows, weight, groups, height, "silu", True, config=config)
-        for config in grouped_triton.SM90_GRADIENT_CONFIGS:
+        for config in SM90_GROUPED_GRADIENT_CONFIGS:
             grouped_triton.weight_gradient(self.random(number, 136), rows, groups, len(counts), config=config)
 
     def layer_of_experts(self, tokens: int, columns: int, inner: int) -> None:

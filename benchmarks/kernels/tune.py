@@ -32,8 +32,7 @@ from nearpeak import kernels
 from nearpeak.kernels._runtime.tuning import to_row
 from nearpeak.kernels.attention import tuning as attention_tuning
 from nearpeak.kernels.decode import tuning as decode_tuning
-from nearpeak.kernels.gemm import grouped_triton
-from nearpeak.kernels.gemm import triton as gemm_triton
+from nearpeak.kernels.gemm import tuning as gemm_tuning
 from nearpeak.kernels.linear_attention import tuning as linear_attention_tuning
 from nearpeak.kernels.losses import triton as losses_triton
 from nearpeak.kernels.moe import triton as moe_triton
@@ -168,10 +167,10 @@ def _product(side: int, depth: int, kind: str, keep: bool, device: str) -> Tunab
     # tiles that are left over at the end decide, so that an entry holds for results of nearly this size alone
     numbers = side * side
     return Tunable(
-        kernel=f"product_hopper_{kind}" + ("_kept" if keep else ""),
+        kernel=f"gemm_sm90_{kind}" + ("_kept" if keep else ""),
         operation="product",
         where=Where(numbers, numbers - numbers // 32, numbers + numbers // 32),
-        candidates=gemm_triton.sm90_candidates(numbers, kind, keep=keep),
+        candidates=gemm_tuning.sm90_candidates(kind, keep=keep),
         make=make,
         least_bytes=(side + results) * depth * (1 if eight else 2) + 2 * numbers * (1 + (2 if gated else 1) * keep),
     )
@@ -207,13 +206,13 @@ def _experts(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
             where = where._replace(up_to=MANY)
         least = 2 * experts * (rows * depth + columns * depth + rows * columns)
         found: list[tuple[str, Any, Callable[[], Any]]] = [
-            ("grouped_product_hopper", grouped_triton.SM90_CONFIGS, forward),
+            ("grouped_gemm_sm90", gemm_tuning.SM90_GROUPED_CONFIGS, forward),
             (
-                "grouped_product_hopper_gated",
-                grouped_triton.SM90_CONFIGS,
+                "grouped_gemm_sm90_gated",
+                gemm_tuning.SM90_GROUPED_CONFIGS,
                 lambda forward=forward: forward(activation="silu"),
             ),
-            ("grouped_gradient_hopper", grouped_triton.SM90_GRADIENT_CONFIGS, gradient),
+            ("grouped_weight_gradient_sm90", gemm_tuning.SM90_GROUPED_GRADIENT_CONFIGS, gradient),
         ]
         for kernel, candidates, make in found:
             yield Tunable(
@@ -236,10 +235,10 @@ def _experts_of_few(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
                 return _grouped(experts, 3 * height // 8, columns, depth, device, **options)
 
             yield Tunable(
-                kernel="grouped_product" + ("_gated" if gated else ""),
+                kernel="grouped_gemm" + ("_gated" if gated else ""),
                 operation="grouped_product",
                 where=near_of(height),
-                candidates=grouped_triton.candidates(height, gated),
+                candidates=gemm_tuning.grouped_candidates(height, gated),
                 make=make,
                 least_bytes=2 * experts * columns * depth,
             )
@@ -513,7 +512,7 @@ def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
                 operation="cross_entropy",
                 where=Where(columns, losses_triton.LONGEST_WHOLE_ROW, MANY),
                 candidates=[
-                    {"elements": elements, "warps": warps}
+                    losses_triton.GradientConfig(elements=elements, warps=warps)
                     for elements in (2048, 4096, 8192, 16384)
                     for warps in (4, 8, 16)
                     if 8 <= elements // (32 * warps) <= 64

@@ -107,11 +107,11 @@ def loss_of(logits, target):
 
 @pytest.mark.parametrize("columns", [16, 4112, 4099])
 def test_logits_but_for_the_last_of_each_sequence_are_not_copied(columns):
-    from nearpeak.kernels.losses import triton as jit
+    from nearpeak.kernels.losses import triton as losses_triton
 
     logits, target = made((3, 4, columns), torch.bfloat16)
     part, wanted = logits[:, :-1], target[:, 1:]
-    assert jit.logit_rows(part).tensor is part
+    assert losses_triton.logit_rows(part).tensor is part
     assert_exact(part, wanted)
     assert_exact(part, wanted, reduction="none")
 
@@ -134,16 +134,18 @@ def test_any_of_it(shape, columns, dtype, reduction, smoothing, softcap, z_loss,
 
 
 @pytest.mark.parametrize(
-    "config", [{"kernel": "long", "repeats": 2, "warps": 1}, {"kernel": "whole", "rows": 4, "warps": 4}]
+    "config", [("LongRowConfig", {"repeats": 2, "warps": 1}), ("WholeRowConfig", {"rows": 4, "warps": 4})], ids=str
 )
 @pytest.mark.parametrize("columns", [1, 512, 1025, 1600])
 def test_both_kernels_at_the_edges_of_blocks(columns, config):
-    from nearpeak.kernels.losses import triton as jit
+    from nearpeak.kernels.losses import triton as losses_triton
 
+    name, sizes = config
+    config = getattr(losses_triton, name)(**sizes)
     for options in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.01)):
         logits, target = made((3, columns), torch.bfloat16)
         target[2] = columns - 1
-        loss, gradient, statistics, _ = jit.cross_entropy_forward(
+        loss, gradient, statistics, _ = losses_triton.cross_entropy_forward(
             logits, target, None, -100, *options, "sum", True, config=config
         )
         names = dict(zip(("label_smoothing", "softcap", "z_loss"), options, strict=True))
@@ -320,15 +322,15 @@ def test_in_place_on_what_cannot_be_addressed_or_has_other_uses():
 
 def test_a_gradient_of_one_costs_no_pass(monkeypatch):
     """Nothing is written where the gradient from above is 1, and no copy is made."""
-    from nearpeak.kernels.losses import triton as jit
+    from nearpeak.kernels.losses import triton as losses_triton
 
     x = torch.randn(100, device=DEVICE)
     before = x.clone()
     x[0] = float("nan")  # 1 times a NaN of these bits would be another NaN
     bits = x.view(torch.int32).clone()
-    jit.scale_gradient_(x, torch.ones((), device=DEVICE))
+    losses_triton.scale_gradient_(x, torch.ones((), device=DEVICE))
     assert torch.equal(x.view(torch.int32), bits)
-    jit.scale_gradient_(x, torch.tensor(3.0, device=DEVICE))
+    losses_triton.scale_gradient_(x, torch.tensor(3.0, device=DEVICE))
     assert torch.equal(x[1:], 3 * before[1:])
 
 
@@ -458,13 +460,13 @@ def test_the_module():
 
 
 def test_candidates_are_right_too():
-    from nearpeak.kernels.losses import triton as jit
+    from nearpeak.kernels.losses import triton as losses_triton
 
     for columns in (256, 4096, 32768, 128256):
-        assert 4 <= len(jit.cross_entropy_candidates(columns)) <= 40
+        assert 4 <= len(losses_triton.cross_entropy_candidates(columns)) <= 40
     logits, target = made((3, 256), torch.bfloat16)
-    for config in jit.cross_entropy_candidates(256)[::4]:
-        loss, gradient, _, _ = jit.cross_entropy_forward(
+    for config in losses_triton.cross_entropy_candidates(256)[::4]:
+        loss, gradient, _, _ = losses_triton.cross_entropy_forward(
             logits, target, None, -100, 0.0, 0.0, 0.0, "mean", True, config=config
         )
         wide = logits.double().requires_grad_()

@@ -14,6 +14,7 @@ from nearpeak.kernels._runtime import gluon
 from nearpeak.kernels.gemm import _activate, dequantize_operand, epilogue_reference
 from nearpeak.kernels.gemm import triton as gemm_triton
 from nearpeak.kernels.gemm.triton import Epilogue, Scales
+from nearpeak.kernels.gemm.tuning import sm90_candidates, sm90_heuristic
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -64,33 +65,31 @@ def test_what_is_left_to_the_portable_kernel(on_hopper):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_configurations_fit(kind, has_residual, keep, itemsize):
-    found = gemm_triton.sm90_candidates(0, kind, itemsize, has_residual, keep)
+    found = sm90_candidates(kind, itemsize, has_residual, keep)
     assert found
     for config in found:
-        assert gemm_triton.sm90_shared_bytes(config, kind.endswith("gated"), itemsize) <= 232_448
-        assert config["block_n"] // config["pieces"] * itemsize % 128 == 0  # as wide as what is swizzled
-        assert config["buffers"] == 1 or not has_residual
+        assert config.shared_bytes(kind.endswith("gated"), itemsize) <= 232_448
+        assert config.block_n // config.slices * itemsize % 128 == 0  # as wide as what is swizzled
+        assert config.buffers == 1 or not has_residual
 
 
 def test_a_table_is_asked_where_what_was_measured_fits():
     def name(itemsize=2, **options):
         return gemm_triton.sm90_table_name(itemsize, Epilogue(**options), None)
 
-    assert name() == "product_hopper_16_bits"
-    assert name(activation="silu", gated=True) == "product_hopper_16_bits_gated"
-    assert name(activation="silu", gated=True, keep=True) == "product_hopper_16_bits_gated_kept"
+    assert name() == "gemm_sm90_16_bits"
+    assert name(activation="silu", gated=True) == "gemm_sm90_16_bits_gated"
+    assert name(activation="silu", gated=True, keep=True) == "gemm_sm90_16_bits_gated_kept"
     assert name(itemsize=4) is None
     assert name(residual=torch.empty(1, 1)) is None
-    wide = [config for config in gemm_triton.sm90_candidates(0) if config["pieces"] == 1]
-    assert any(gemm_triton.sm90_shared_bytes(config, False, 4) > 232_448 for config in wide)  # why it is None
+    wide = [config for config in sm90_candidates() if config.slices == 1]
+    assert any(config.shared_bytes(False, 4) > 232_448 for config in wide)  # why it is None
 
 
 def test_tiles_are_chosen_by_what_is_left_to_wait_for():
-    a = torch.empty(1, 64, dtype=BF16, device="meta")
-
     def chosen(rows, columns):
-        found = gemm_triton.sm90_heuristic(a, torch.empty(rows, columns, dtype=BF16, device="meta"), Epilogue(), None)
-        return found["rows"] * found["consumers"], found["block_n"]
+        found = sm90_heuristic(torch.empty(rows, columns, dtype=BF16, device="meta"))
+        return found.block_m, found.block_n
 
     assert chosen(8192, 8192) == (128, 256)
     assert chosen(1024, 2048) == (128, 128)  # 128 tiles for 132 processors, and not 64
@@ -143,7 +142,7 @@ SIZE = (300, 520, 200)
 """Rows, columns and features: several tiles with something outside, and more steps than stages."""
 
 
-@pytest.mark.parametrize("config", gemm_triton.sm90_candidates(0), ids=str)
+@pytest.mark.parametrize("config", sm90_candidates(), ids=str)
 def test_the_logic_of_each_tile(emulate, config):
     rows, columns, depth = SIZE
     check(emulate, made(rows, depth), made(columns, depth, seed=1), Epilogue(), config)
@@ -165,7 +164,7 @@ def test_what_follows(emulate, gated, has_residual, keep):
     residual = made(rows, columns // 2 if gated else columns, seed=2) if has_residual else None
     epilogue = Epilogue(bias=made(columns, seed=3), residual=residual, activation="silu", gated=gated, keep=keep)
     kind = gemm_triton.sm90_config_kind(epilogue, None)
-    for config in gemm_triton.sm90_candidates(0, kind, 2, has_residual, keep):
+    for config in sm90_candidates(kind, 2, has_residual, keep):
         check(emulate, made(rows, depth), made(columns, depth, seed=1), epilogue, config)
 
 
@@ -181,7 +180,7 @@ def test_eight_bits(emulate, gated, fast, kind):
     scales = Scales(a, scale_a, b, scale_b, fast)
     wide = dequantize_operand(a, scale_a, 1), dequantize_operand(b, scale_b, 128)
     epilogue = Epilogue(activation="gelu" if gated else "", gated=gated)
-    for config in gemm_triton.sm90_candidates(0, gemm_triton.sm90_config_kind(epilogue, scales), 4):
+    for config in sm90_candidates(gemm_triton.sm90_config_kind(epilogue, scales), 4):
         check(emulate, a, b, epilogue, config, scales, torch.float32 if gated else BF16, wide)
 
 
@@ -217,7 +216,7 @@ def test_results_of_all_layouts(case, dtype):
     exact = a.double() @ b.double().T
     for left in (a, a.t().contiguous().t()):
         for right in (b, b.t().contiguous().t()):
-            for config in gemm_triton.sm90_candidates(0):
+            for config in sm90_candidates():
                 found, _ = gemm_triton.forward(left, right, None, None, "", False, dtype, False, False, config=config)
                 assert_near(found, exact, str(config))
 
@@ -235,7 +234,7 @@ def test_results_of_all_configurations(kind, has_residual, keep):
     residual = on_gpu(1000, 520 if gated else 1040, seed=3) if has_residual else None
     before = a.double() @ b.double().T + bias.double()
     exact = epilogue_reference(before, "silu", gated, residual)
-    for config in gemm_triton.sm90_candidates(0, kind, 2, has_residual, keep):
+    for config in sm90_candidates(kind, 2, has_residual, keep):
         given = (a, b, bias, residual, "silu", gated, BF16, False, keep)
         found, kept = gemm_triton.forward(*given, config=config)
         assert_near(found, exact, str(config))
@@ -260,7 +259,7 @@ def test_results_of_eight_bits(gated, blocks):
     exact = epilogue_reference(before, "silu" if gated else "", gated, None)
     epilogue = Epilogue(activation="silu" if gated else "", gated=gated)
     scales = Scales(a, scale_a, b, scale_b, False)
-    for config in gemm_triton.sm90_candidates(0, gemm_triton.sm90_config_kind(epilogue, scales), 4):
+    for config in sm90_candidates(gemm_triton.sm90_config_kind(epilogue, scales), 4):
         given = (a, b, None, None, scale_a, scale_b, epilogue.activation, gated, torch.float32, False)
         found = gemm_triton.fp8_forward(*given, config=config)
         assert (found.double() - exact).abs().max() < 1e-3 * exact.abs().max(), config

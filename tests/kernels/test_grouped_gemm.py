@@ -15,6 +15,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 pytest.importorskip("triton")
 
 from nearpeak.kernels.gemm import grouped, grouped_triton
+from nearpeak.kernels.gemm.tuning import SM90_GROUPED_CONFIGS, SM90_GROUPED_GRADIENT_CONFIGS, grouped_candidates
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 
@@ -479,10 +480,10 @@ def test_candidates_compute_the_same():
     rows, weight = made([30, 0, 9], 100, 90, BF16)
     groups = grouped.group_rows(counts, 39, 64)
     expected = grouped_triton.multiply(rows, weight, groups, 64, False)
-    assert len(grouped_triton.candidates(128)) >= 10
-    for config in grouped_triton.candidates(64):
+    assert len(grouped_candidates(128)) >= 10
+    for config in grouped_candidates(64):
         torch.testing.assert_close(grouped_triton.multiply(rows, weight, groups, 64, False, config=config), expected)
-    assert all(config in grouped_triton.candidates(64) for config in grouped_triton.candidates(64, two=True))
+    assert all(config in grouped_candidates(64) for config in grouped_candidates(64, gated=True))
 
 
 def test_a_configuration_of_hopper_says_nothing_to_the_portable_kernel():
@@ -492,7 +493,7 @@ def test_a_configuration_of_hopper_says_nothing_to_the_portable_kernel():
     groups = grouped.group_rows(counts, 39, 128)
     expected = grouped_triton.multiply(rows, weight, groups, 128, False)
     gradient = grouped_triton.weight_gradient(expected, rows, groups, 3)
-    for config in grouped_triton.SM90_CONFIGS:
+    for config in SM90_GROUPED_CONFIGS:
         assert torch.equal(grouped_triton.multiply(rows, weight, groups, 128, False, config=config), expected)
-    for config in grouped_triton.SM90_GRADIENT_CONFIGS:
+    for config in SM90_GROUPED_GRADIENT_CONFIGS:
         assert torch.equal(grouped_triton.weight_gradient(expected, rows, groups, 3, config=config), gradient)

@@ -17,6 +17,7 @@ from nearpeak import kernels
 from nearpeak.kernels._runtime import gluon
 from nearpeak.kernels._runtime.grid_counters import grid_counters
 from nearpeak.kernels.gemm import grouped, grouped_triton
+from nearpeak.kernels.gemm.tuning import SM90_GROUPED_CONFIGS, SM90_GROUPED_GRADIENT_CONFIGS
 
 BF16 = torch.bfloat16
 EIGHT = torch.float8_e4m3fn
@@ -127,7 +128,7 @@ EMULATED = [[300, 0, 1, 129, 64, 65, 270], [321, 40]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SM90_GROUPED_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic(emulate, counts, config):
     check_products(emulate, counts, config)
@@ -142,7 +143,7 @@ def test_however_fast_warps_are_and_however_many_programs(emulate, programs, slo
     rows, weight, given = made(counts, 264, 40 if programs == 7 else 264)
     groups = grouped.build_groups(given, len(rows), 128)
     exact = grouped.multiply_reference(rows.double().nan_to_num(), weight.double(), groups, 128, False)
-    for number, config in enumerate(grouped_triton.SM90_CONFIGS):
+    for number, config in enumerate(SM90_GROUPED_CONFIGS):
         found = nothing(len(rows), 264)
         given = (rows, weight, groups, found, None, False, "", config)
         emulate(partial(grouped_triton.launch_sm90, *given), programs, seed=number, slowest=slowest)
@@ -150,7 +151,7 @@ def test_however_fast_warps_are_and_however_many_programs(emulate, programs, slo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SM90_GROUPED_GRADIENT_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_of_gradients(emulate, counts, config):
     rows, _, given = made(counts, 144, 72)
@@ -165,7 +166,7 @@ def test_the_logic_of_gradients(emulate, counts, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SM90_GROUPED_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_with_rows_of_tokens(emulate, counts, config):
     """Plain ones, transposed ones, and those with an activation whose factors are kept or not."""
@@ -194,7 +195,7 @@ def test_however_fast_warps_copy_tokens_and_however_many_programs(emulate, slowe
     """With depths of one step, and of as many as take each slot of the ring several times."""
     counts = [130, 0, 20]
     for seed, (programs, depth, config) in enumerate(
-        zip((1, 7, 40), (264, 40, 520), grouped_triton.SM90_CONFIGS, strict=True)
+        zip((1, 7, 40), (264, 40, 520), SM90_GROUPED_CONFIGS, strict=True)
     ):
         tokens, sources, rows, groups = of_tokens(counts, depth)
         weight = made(counts, 136, depth)[1]
@@ -206,7 +207,7 @@ def test_however_fast_warps_copy_tokens_and_however_many_programs(emulate, slowe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gathered", ["rows", "gradient"])
-@pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SM90_GROUPED_GRADIENT_CONFIGS, ids=str)
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
 def test_the_logic_of_gradients_with_rows_of_tokens(emulate, counts, config, gathered):
     tokens, sources, copied, groups = of_tokens(counts, 72 if gathered == "rows" else 200)
@@ -396,7 +397,7 @@ def assert_close(actual, exact):
 @hopper
 @pytest.mark.parametrize(("columns", "depth", "dtype"), [(512, 1024, BF16), (320, 200, torch.float16), (16, 8, BF16)])
 @pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
-@pytest.mark.parametrize("config", grouped_triton.SM90_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SM90_GROUPED_CONFIGS, ids=str)
 def test_results(config, counts, columns, depth, dtype):
     rows, weight, given = made(counts, columns, depth, dtype)
     height = 128
@@ -421,7 +422,7 @@ def test_results(config, counts, columns, depth, dtype):
 @hopper
 @pytest.mark.parametrize(("columns", "depth"), [(512, 1024), (320, 200), (16, 8)])
 @pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
-@pytest.mark.parametrize("config", grouped_triton.SM90_GRADIENT_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SM90_GROUPED_GRADIENT_CONFIGS, ids=str)
 def test_gradients_of_matrices(config, counts, columns, depth):
     rows, _, given = made(counts, columns, depth)
     groups = grouped.group_rows(given, len(rows), 128)
@@ -441,7 +442,7 @@ def test_tokens_give_what_their_copies_give(counts, columns, depth, dtype):
     weight = made(counts, columns, depth, dtype)[1]
     across = weight.mT.contiguous()
     upstream = torch.randn(len(rows), columns, device=DEVICE).to(dtype)
-    for config in grouped_triton.SM90_CONFIGS:
+    for config in SM90_GROUPED_CONFIGS:
         for matrices, transposed in ((weight, False), (across, True)):
             found = grouped_triton.multiply(tokens, matrices, groups, 128, transposed, sources, config=config)
             assert torch.equal(found, grouped_triton.multiply(rows, matrices, groups, 128, transposed, config=config))
@@ -454,7 +455,7 @@ def test_tokens_give_what_their_copies_give(counts, columns, depth, dtype):
             )
         )
     number = len(counts)
-    for config in grouped_triton.SM90_GRADIENT_CONFIGS:
+    for config in SM90_GROUPED_GRADIENT_CONFIGS:
         found = grouped_triton.weight_gradient(upstream, tokens, groups, number, sources, "rows", config=config)
         assert torch.equal(found, grouped_triton.weight_gradient(upstream, rows, groups, number, config=config))
         found = grouped_triton.weight_gradient(tokens, upstream, groups, number, sources, "gradient", config=config)

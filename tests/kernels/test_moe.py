@@ -358,7 +358,7 @@ def test_backward_of_the_gate(activation, columns, dtype):
     taken = sorted_rows(row_map)
     wide = gate_backward._reference(upstream.double(), kept.double(), weights.double(), row_map, activation)
     low = gate_backward._reference(upstream, kept, weights, row_map, activation)
-    for config in (None, {"columns": 16, "warps": 1}):
+    for config in (None, moe_triton.TokenConfig(columns=16, warps=1)):
         found = moe_triton.gate_backward(upstream, kept, weights, row_map, activation, config=config)
         for one, exact, same in zip(found[:2], wide[:2], low[:2], strict=True):
             assert_as_exact(one[taken], exact[taken], same[taken], by_exp=True)

@@ -283,8 +283,8 @@ def computed_names() -> set[str]:
         *("softmax", "softmax_backward"),
         *(f"attention_hopper_{dim}{causal}" for dim in (64, 128) for causal in both),
         *(f"attention_{kernel}{causal}" for kernel in ("forward", "keys", "queries") for causal in both),
-        *(f"product_hopper_{kind}" for kind in kinds),
-        *(f"grouped_product{hopper}{gated}" for hopper in ("", "_hopper") for gated in ("", "_gated")),
+        *(f"gemm_sm90_{kind}" for kind in kinds),
+        *(f"grouped_gemm{sm90}{gated}" for sm90 in ("", "_sm90") for gated in ("", "_gated")),
         *(f"linear_attention{name}" for name in ("", "_states", "_query", "_key", "_value")),
     }
 

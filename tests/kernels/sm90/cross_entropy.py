@@ -2,7 +2,7 @@
 
 import torch
 
-from nearpeak.kernels.losses import triton as jit
+from nearpeak.kernels.losses import triton as losses_triton
 
 ROWS = 8192
 BF16, F32 = torch.bfloat16, torch.float32
@@ -10,15 +10,15 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def launches():
     target = torch.empty(ROWS, dtype=torch.int64)
-    parts, losses, tops, totals = torch.empty(jit.PARTS), *(torch.empty(ROWS) for _ in range(3))
+    parts, losses, tops, totals = torch.empty(losses_triton.PARTS), *(torch.empty(ROWS) for _ in range(3))
 
     def forward(columns, dtype, *, inplace=True, gradient=True, smoothing=0.0, softcap=0.0, entropy=False, config=None):
         logits = torch.empty(ROWS, columns, dtype=dtype)
-        settings = jit.LossSettings(-100, smoothing, softcap, 0.0, "mean")
+        settings = losses_triton.LossSettings(-100, smoothing, softcap, 0.0, "mean")
         written = (logits if inplace else torch.empty_like(logits)) if gradient else None
         entropies = losses if entropy else None
         tensors = (logits, target, None, None, parts, losses, tops, totals)
-        jit.write_rows(*tensors, settings, gradient=written, entropies=entropies, config=config)
+        losses_triton.write_rows(*tensors, settings, gradient=written, entropies=entropies, config=config)
 
     yield "256", lambda: forward(256, BF16)
     yield "4096", lambda: forward(4096, BF16, inplace=False)
@@ -26,7 +26,7 @@ def launches():
     yield "128256", lambda: forward(128256, BF16)
     yield (
         "128256, elsewhere, 16 warps",
-        lambda: forward(128256, BF16, inplace=False, config={"kernel": "long", "repeats": 4, "warps": 16}),
+        lambda: forward(128256, BF16, inplace=False, config=losses_triton.LongRowConfig(repeats=4, warps=16)),
     )
     yield "128256, float32", lambda: forward(128256, F32)
     yield "50257, rows begin anywhere", lambda: forward(50257, BF16)
@@ -35,10 +35,12 @@ def launches():
 
     def backward(columns, dtype):
         logits = torch.empty(ROWS, columns, dtype=dtype)
-        settings = jit.LossSettings(-100, 0.0, 0.0, 0.0, "none")
-        jit.write_gradient(losses, logits, torch.empty_like(logits), target, None, tops, totals, parts, settings)
+        settings = losses_triton.LossSettings(-100, 0.0, 0.0, 0.0, "none")
+        losses_triton.write_gradient(
+            losses, logits, torch.empty_like(logits), target, None, tops, totals, parts, settings
+        )
 
     yield "gradient, 128256, float16", lambda: backward(128256, torch.float16)
     yield "gradient, 50257", lambda: backward(50257, BF16)
     gradient = torch.empty(ROWS, 128256, dtype=BF16)
-    yield "gradient times a number", lambda: jit.scale_gradient_(gradient, losses)
+    yield "gradient times a number", lambda: losses_triton.scale_gradient_(gradient, losses)

@@ -1,4 +1,4 @@
-"""Launches of the portable kernel of `product` to compile."""
+"""Launches of the portable kernel of `gemm` to compile."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Launches of `grouped_product` to compile, of the sizes of a layer of 128 experts."""
+"""Launches of `grouped_gemm` to compile, of the sizes of a layer of 128 experts."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import torch
 
 from nearpeak.kernels.gemm import grouped_triton
 from nearpeak.kernels.gemm.grouped import groups_size
+from nearpeak.kernels.gemm.tuning import grouped_gradient_heuristic, grouped_heuristic
 
 BF16 = torch.bfloat16
 
@@ -40,14 +41,14 @@ def launches():
             yield f"8 bits {name}, tokens, Hopper", lambda given=given: grouped_triton.multiply_fp8(*given, sources)
         yield "gradient of matrices, Hopper", lambda: grouped_triton.weight_gradient(upstream, rows, groups, experts)
         yield from gathered("Hopper", few_tokens, up, upstream, inside, groups, sources, None, None, None)
-    portable = grouped_triton.heuristic(128, 2, False)
+    portable = grouped_heuristic(128, 2, False)
     yield "plain", lambda: grouped_triton.multiply(rows, up, groups, 128, False, config=portable)
-    two = grouped_triton.heuristic(128, 2, True)
+    two = grouped_heuristic(128, 2, True)
     yield "gated and kept", lambda: grouped_triton.multiply_gated(rows, up, groups, 128, "silu", True, config=two)
     few = torch.empty(groups_size(experts, 64, 16), dtype=torch.int32)
     yield "a few rows", lambda: grouped_triton.multiply(rows[:64], up, few, 16, False)
     yield "float32", lambda: grouped_triton.multiply(rows.float(), up.float(), groups, 128, False)
-    config = grouped_triton.gradient_heuristic(2)
+    config = grouped_gradient_heuristic(2)
     yield from gathered("portable", few_tokens, up, upstream, inside, groups, sources, portable, two, config)
     yield (
         "gradient of matrices",

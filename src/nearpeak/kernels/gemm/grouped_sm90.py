@@ -1,16 +1,17 @@
 """The grouped GEMM kernels for Hopper, in Gluon: forward, fp8, and the gradient of the weights.
 
-One warp loads, two warpgroups multiply. A program goes from tile to tile of 128 rows of one expert and WIDTH columns, stored in
-two halves; with an activation these are the same columns of gate and up. The load warp draws tiles (`dynamic_tiles`), copies rows
-and weights into a ring buffer in shared memory, and runs ahead into the next tile. Tiles of the same columns of a matrix follow
-each other, so that it is read from DRAM once. Each warpgroup has 64 of the rows; where the last tile of an expert has no more
-than 64, the second warpgroup is idle and half of the work is saved.
+One warp loads, two warpgroups multiply. A program goes from tile to tile of 128 rows of one expert and WIDTH columns,
+stored in two halves; with an activation these are the same columns of gate and up. The load warp draws tiles (see
+`dynamic_tiles`), copies rows and weights into a ring buffer in shared memory, and runs ahead into the next tile. Tiles
+of the same columns of a matrix follow each other, so that it is read from DRAM once. Each warpgroup has 64 of the rows.
+If the last tile of an expert has no more than 64, the second warpgroup multiplies nothing: half of the work is saved.
 
-A tile may reach beyond the rows of its expert. The rows of the next expert are then loaded but not stored: full tiles are stored
-by TMA, others element by element.
+A tile may reach beyond the rows of its expert. The rows of the next expert are then loaded but not stored: full tiles
+are stored by TMA, others element by element.
 
-Rows may be gathered from tokens: two more warps copy them with asynchronous copies, 16 bytes per thread, and arrive at the
-barrier of the step; consumers put a fence between that barrier and the matrix instruction.
+Rows may be gathered from tokens, in any order. TMA copies rows that are a fixed stride apart, so two more warps copy
+them instead, 16 bytes per thread, and arrive at the barrier of a step. Tensor cores read shared memory through another
+path than threads write it: warpgroups put a fence between that barrier and the matrix instruction.
 """
 
 from __future__ import annotations
@@ -39,84 +40,88 @@ from nearpeak.kernels._runtime.sm90_layouts import wgmma_layout
 from nearpeak.kernels.pointwise.triton import activate
 
 GATHER_THREADS = gl.constexpr(64)
-"""Of two warps: as many arrive at the barrier of a step."""
+"""Threads of two warps: as many arrive at the barrier of a step."""
 
 
 @gluon.constexpr_function
 def gathered_layout(bits=16):
-    """Elements of 8 rows, 16 bytes for each thread."""
+    """Elements of 8 rows, 16 bytes per thread."""
     return gl.BlockedLayout([1, 128 // bits], [4, 8], [2, 1], [1, 0])
 
 
 @gluon.jit
-def copy_tokens(target, tokens, own, inside, column, columns):
-    """Has some columns of rows copied that begin at `own`. What is not inside, or behind the columns, becomes zeros."""
-    wide: gl.constexpr = target.shape[1]
+def copy_tokens(target, tokens, row_offset, inside, column, columns):
+    """Starts copies of some columns of the rows at `row_offset`. Elements that are not inside become zeros."""
+    width: gl.constexpr = target.shape[1]
     layout: gl.constexpr = gathered_layout(target.dtype.primitive_bitwidth)
-    column += gl.arange(0, wide, layout=gl.SliceLayout(0, layout))
+    column += gl.arange(0, width, layout=gl.SliceLayout(0, layout))
     async_copy.async_copy_global_to_shared(
-        target, tokens + (own[:, None] + column[None, :]), inside[:, None] & (column < columns)[None, :]
+        target, tokens + (row_offset[:, None] + column[None, :]), inside[:, None] & (column < columns)[None, :]
     )
 
 
 ROWS = gl.constexpr(64)
-"""Rows of a warpgroup, as many as its products have."""
+"""Rows of a warpgroup: those of one matrix instruction."""
 HEIGHT = gl.constexpr(128)
 ENTRY_SIZE = gl.constexpr(8)
 
 
 @gluon.constexpr_function
 def written_layout(columns):
-    """The elements of 64 rows of 16 bits as a warpgroup writes them, 16 bytes by each thread at once."""
+    """64 rows of 16-bit elements as a warpgroup stores them, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [32 * 8 // columns, columns // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def find_tile(groups, tile, column_tiles, entries):
-    """The expert of a tile, -1 for nobody, its first row, where the rows of the expert end, and its columns."""
+    """The expert of a tile (-1 for none), its first row, the end of the expert's rows, and its column tile."""
     entry = groups + entries + tile // column_tiles * ENTRY_SIZE
     expert = gl.load(entry)
     leader = gl.load(entry + 1)
     count = gl.load(entry + 2)
     row = gl.load(entry + 3)
     end = gl.load(entry + 4)
-    place = tile - leader * column_tiles
-    return expert, row + place % count * HEIGHT, end, place // count
+    offset = tile - leader * column_tiles
+    return expert, row + offset % count * HEIGHT, end, offset // count
 
 
 @gluon.jit
 def _load_steps(
-    rows, weight, rings, barriers, expert, row, end, place, count, begin, steps, GATHERED: gl.constexpr,
+    rows, weight, rings, barriers, expert, row, end, column_tile, count, begin, steps, GATHERED: gl.constexpr,
     GATED: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies some steps of a tile into the ring. How many steps of all tiles there have been."""
-    row_ring, weight_ring, _written = rings
+    """Copies some steps of a tile into the ring buffer. Returns the number of steps of all tiles so far."""
+    row_ring, weight_ring, _stores = rings
     full, free = barriers
-    both = row + ROWS < end
+    has_second_half = row + ROWS < end
     for step in range(begin, steps):
         slot = count % STAGES
-        at = step * DEPTH
+        feature = step * DEPTH
         mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
         if GATHERED:
             mbarrier.expect(full.index(slot), weight.block_type.nbytes)
         else:
-            mbarrier.expect(full.index(slot), weight.block_type.nbytes + 2 * rows.block_type.nbytes, pred=both)
-            mbarrier.expect(full.index(slot), weight.block_type.nbytes + rows.block_type.nbytes, pred=both == 0)
-            tma.async_copy_global_to_shared(rows, [row, at], full.index(slot), row_ring.index(2 * slot))
+            mbarrier.expect(
+                full.index(slot), weight.block_type.nbytes + 2 * rows.block_type.nbytes, pred=has_second_half
+            )
+            mbarrier.expect(
+                full.index(slot), weight.block_type.nbytes + rows.block_type.nbytes, pred=has_second_half == 0
+            )
+            tma.async_copy_global_to_shared(rows, [row, feature], full.index(slot), row_ring.index(2 * slot))
             tma.async_copy_global_to_shared(
-                rows, [row + ROWS, at], full.index(slot), row_ring.index(2 * slot + 1), pred=both
+                rows, [row + ROWS, feature], full.index(slot), row_ring.index(2 * slot + 1), pred=has_second_half
             )
         if GATED:
             tma.async_copy_global_to_shared(
-                weight, [expert, 0, place * (WIDTH // 2), at], full.index(slot), weight_ring.index(slot)
+                weight, [expert, 0, column_tile * (WIDTH // 2), feature], full.index(slot), weight_ring.index(slot)
             )
         elif ALONG:
             tma.async_copy_global_to_shared(
-                weight, [expert, place * WIDTH, at], full.index(slot), weight_ring.index(slot)
+                weight, [expert, column_tile * WIDTH, feature], full.index(slot), weight_ring.index(slot)
             )
         else:
             tma.async_copy_global_to_shared(
-                weight, [expert, at, place * WIDTH], full.index(slot), weight_ring.index(slot)
+                weight, [expert, feature, column_tile * WIDTH], full.index(slot), weight_ring.index(slot)
             )
         count += 1
     return count
@@ -127,25 +132,25 @@ def load_tiles(
     counter, groups, rows, weight, rings, barriers, slots, sizes, GATHERED: gl.constexpr, GATED: gl.constexpr,
     ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies pieces of rows and of matrices. ALONG: the depth of matrices is what lies together in memory."""
+    """The load warp: draws tiles and copies rows and weights. ALONG: weights are contiguous along the depth."""
     experts, _columns, depth, entries, column_tiles = sizes
     tiles = gl.load(groups + experts + 1) * column_tiles
     tile = gl.program_id(0)
     count = 0
     turn = 0
     while tile < tiles:
-        expert, row, end, place = find_tile(groups, tile, column_tiles, entries)
-        publish_tile(slots, turn, expert, row, end, place)
+        expert, row, end, column_tile = find_tile(groups, tile, column_tiles, entries)
+        publish_tile(slots, turn, expert, row, end, column_tile)
         steps = gl.where(expert < 0, 0, gl.cdiv(depth, DEPTH))
-        most = gl.maximum(steps - STEPS_AHEAD, 0)
+        early_steps = gl.maximum(steps - STEPS_AHEAD, 0)
         count = _load_steps(
-            rows, weight, rings, barriers, expert, row, end, place, count, 0, most, GATHERED, GATED, ALONG, WIDTH,
-            DEPTH, STAGES,
+            rows, weight, rings, barriers, expert, row, end, column_tile, count, 0, early_steps, GATHERED, GATED,
+            ALONG, WIDTH, DEPTH, STAGES,
         )  # fmt: skip
         number = draw_tile_number(counter)
         count = _load_steps(
-            rows, weight, rings, barriers, expert, row, end, place, count, most, steps, GATHERED, GATED, ALONG, WIDTH,
-            DEPTH, STAGES,
+            rows, weight, rings, barriers, expert, row, end, column_tile, count, early_steps, steps, GATHERED, GATED,
+            ALONG, WIDTH, DEPTH, STAGES,
         )  # fmt: skip
         tile = resolve_tile_number(number)
         turn += 1
@@ -157,61 +162,61 @@ def load_tiles(
 def gather_tiles(
     tokens, stride, sources, row_ring, barriers, slots, depth, DEPTH: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Copies pieces of the rows of tokens."""
+    """The gather warps: copy the rows of tokens."""
     full, free = barriers
     bits: gl.constexpr = row_ring.dtype.primitive_bitwidth
-    down = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gathered_layout(bits)))
-    depth = depth // (128 // bits) * (128 // bits)  # it is a multiple of 16 bytes, and now the compiler knows
+    row_index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gathered_layout(bits)))
+    depth = depth // (128 // bits) * (128 // bits)  # tells the compiler that it is a multiple of 16 bytes
     stride = stride // (128 // bits) * (128 // bits)
     count = 0
     turn = 0
-    expert, row, end, place = receive_tile(slots, turn)
-    while place >= 0:
+    expert, row, end, column_tile = receive_tile(slots, turn)
+    while column_tile >= 0:
         steps = gl.where(expert < 0, 0, gl.cdiv(depth, DEPTH))
-        first = row + down
+        first = row + row_index
         second = first + ROWS
-        one = gl.load(sources + first, mask=first < end, other=0) * stride
-        other = gl.load(sources + second, mask=second < end, other=0) * stride
+        first_offset = gl.load(sources + first, mask=first < end, second_offset=0) * stride
+        second_offset = gl.load(sources + second, mask=second < end, second_offset=0) * stride
         for step in range(steps):
             slot = count % STAGES
             mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
-            copy_tokens(row_ring.index(2 * slot), tokens, one, first < end, step * DEPTH, depth)
-            copy_tokens(row_ring.index(2 * slot + 1), tokens, other, second < end, step * DEPTH, depth)
+            copy_tokens(row_ring.index(2 * slot), tokens, first_offset, first < end, step * DEPTH, depth)
+            copy_tokens(row_ring.index(2 * slot + 1), tokens, second_offset, second < end, step * DEPTH, depth)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             count += 1
         turn += 1
-        expert, row, end, place = receive_tile(slots, turn)
+        expert, row, end, column_tile = receive_tile(slots, turn)
 
 
 @gluon.jit
 def write_tile(
-    chunk, written, turn, target, pointer, row, end, column, columns, stride, part,
+    chunk, stores, turn, target, pointer, row, end, column, columns, stride, part,
     CONSUMER: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes 64 rows and some columns of a part; rows from the end on belong to others. The number of the next copy."""
+    """Stores 64 rows and some columns of a part, up to row `end`. Returns the number of the next copy."""
     dtype: gl.constexpr = target.dtype
-    wide: gl.constexpr = chunk.shape[1]
-    layout: gl.constexpr = written_layout(wide)
-    columns = columns // 8 * 8  # they are a multiple of 8, and now the compiler knows
+    width: gl.constexpr = chunk.shape[1]
+    layout: gl.constexpr = written_layout(width)
+    columns = columns // 8 * 8  # tells the compiler that it is a multiple of 8
     stride = stride // 8 * 8
-    buffer = written.index(CONSUMER * BUFFERS + turn % BUFFERS)
+    buffer = stores.index(CONSUMER * BUFFERS + turn % BUFFERS)
     if row + ROWS <= end:
         tma.store_wait(BUFFERS - 1)
-        gl.thread_barrier()  # one thread waits for the last copy from here, and all write
+        gl.thread_barrier()  # one thread waits for the last copy from this buffer, and all overwrite it
         buffer.store(chunk.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(target, [part, row, column], buffer.reshape([1, ROWS, wide]))
+        tma.async_copy_shared_to_global(target, [part, row, column], buffer.reshape([1, ROWS, width]))
         turn += 1
     else:
         tma.store_wait(0)
         gl.thread_barrier()
         buffer.store(chunk.to(dtype))
         values = buffer.load(layout)
-        row_at = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        column_at = column + gl.arange(0, wide, layout=gl.SliceLayout(0, layout))
-        inside = (row_at < end)[:, None] & (column_at < columns)[None, :]
-        place = (row_at.to(gl.int64) * stride)[:, None] + (part * columns + column_at)[None, :]
-        gl.store(pointer + place, values, mask=inside)
+        row_index = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        column_index = column + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+        inside = (row_index < end)[:, None] & (column_index < columns)[None, :]
+        offset = (row_index.to(gl.int64) * stride)[:, None] + (part * columns + column_index)[None, :]
+        gl.store(pointer + offset, values, mask=inside)
     return turn
 
 
@@ -228,9 +233,9 @@ def _consume(
     NAME: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """The products of 64 rows of each tile."""
-    result, kept, result_tiles, kept_tiles = targets
-    row_ring, weight_ring, written = rings
+    """A warpgroup: the products of its 64 rows of each tile."""
+    result, gate_up, result_tiles, gate_up_tiles = targets
+    row_ring, weight_ring, stores = rings
     full, free = barriers
     GATED: gl.constexpr = NAME != ""
     HALF: gl.constexpr = WIDTH // 2
@@ -238,48 +243,50 @@ def _consume(
     count = 0
     copies = 0
     turn = 0
-    expert, row, end, place = receive_tile(slots, turn)
-    while place >= 0:
+    expert, row, end, column_tile = receive_tile(slots, turn)
+    while column_tile >= 0:
         steps = gl.where(expert < 0, 0, gl.cdiv(depth, DEPTH))
-        own = row + CONSUMER * ROWS
+        first_row = row + CONSUMER * ROWS
         total = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
-        if own < end:
+        if first_row < end:
             for step in range(steps):
                 slot = count % STAGES
                 mbarrier.wait(full.index(slot), (count // STAGES) & 1)
                 if GATHERED:
                     fence_async_shared()
-                given = row_ring.index(2 * slot + CONSUMER)
+                left = row_ring.index(2 * slot + CONSUMER)
                 if ALONG:
-                    matrix = weight_ring.index(slot).reshape([WIDTH, DEPTH]).permute((1, 0))
+                    right = weight_ring.index(slot).reshape([WIDTH, DEPTH]).permute((1, 0))
                 else:
-                    matrix = weight_ring.index(slot).reshape([DEPTH, WIDTH])
-                added = warpgroup_mma(given, matrix, total, is_async=True)
-                total = warpgroup_mma_wait(num_outstanding=1, deps=(added,))
-                # the product before this one is done with its pieces
+                    right = weight_ring.index(slot).reshape([DEPTH, WIDTH])
+                product = warpgroup_mma(left, right, total, is_async=True)
+                total = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
+                # the previous product has read its slot
                 mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
                 count += 1
             total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
-            one, other = halves(total)
-            column = place * (HALF if GATED else WIDTH)
-            if GATED and kept is not None:
+            first_half, second_half = halves(total)
+            column = column_tile * (HALF if GATED else WIDTH)
+            if GATED and gate_up is not None:
                 copies = write_tile(
-                    one, written, copies, kept_tiles, kept, own, end, column, columns, 2 * columns, 0, CONSUMER, BUFFERS
-                )
+                    first_half, stores, copies, gate_up_tiles, gate_up, first_row, end, column, columns, 2 * columns,
+                    0, CONSUMER, BUFFERS,
+                )  # fmt: skip
                 copies = write_tile(
-                    other, written, copies, kept_tiles, kept, own, end, column, columns, 2 * columns, 1, CONSUMER,
-                    BUFFERS,
+                    second_half, stores, copies, gate_up_tiles, gate_up, first_row, end, column, columns,
+                    2 * columns, 1, CONSUMER, BUFFERS,
                 )  # fmt: skip
             if GATED:
-                one = activate(one, NAME) * other
+                first_half = activate(first_half, NAME) * second_half
             copies = write_tile(
-                one, written, copies, result_tiles, result, own, end, column, columns, columns, 0, CONSUMER, BUFFERS
-            )
+                first_half, stores, copies, result_tiles, result, first_row, end, column, columns, columns, 0,
+                CONSUMER, BUFFERS,
+            )  # fmt: skip
             if not GATED and column + HALF < columns:
                 copies = write_tile(
-                    other, written, copies, result_tiles, result, own, end, column + HALF, columns, columns, 0,
-                    CONSUMER, BUFFERS,
+                    second_half, stores, copies, result_tiles, result, first_row, end, column + HALF, columns,
+                    columns, 0, CONSUMER, BUFFERS,
                 )  # fmt: skip
         else:
             for _step in range(steps):
@@ -288,19 +295,20 @@ def _consume(
                 mbarrier.arrive(free.index(slot), count=1)
                 count += 1
         turn += 1
-        expert, row, end, place = receive_tile(slots, turn)
+        expert, row, end, column_tile = receive_tile(slots, turn)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["experts", "columns", "depth", "entries", "column_tiles", "stride"])
 def grouped_gemm_sm90_kernel(
-    counter, groups, result, kept, tokens, sources, rows, weight, result_tiles, kept_tiles, experts, columns, depth,
-    entries, column_tiles, stride, NAME: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr,
+    counter, groups, result, gate_up, tokens, sources, rows, weight, result_tiles, gate_up_tiles, experts, columns,
+    depth, entries, column_tiles, stride, NAME: gl.constexpr, ALONG: gl.constexpr, WIDTH: gl.constexpr,
+    DEPTH: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """From `rows` to `kept_tiles` they are descriptors, of tiles with a part before rows.
+    """`rows` to `gate_up_tiles` are TMA descriptors, those of results with a leading dimension of parts.
 
-    Where there are `sources`, each row is that of a token, and `rows` says of their tiles no more than how they lie.
+    With `sources`, rows are gathered from `tokens`, and only the layout of the descriptor `rows` is used.
     """
     dtype: gl.constexpr = rows.dtype
     GATED: gl.constexpr = NAME != ""
@@ -313,7 +321,7 @@ def grouped_gemm_sm90_kernel(
         weight_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, WIDTH, DEPTH], weight.layout)
     else:
         weight_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, DEPTH, WIDTH], weight.layout)
-    written = gl.allocate_shared_memory(
+    stores = gl.allocate_shared_memory(
         result_tiles.dtype, [2 * BUFFERS, ROWS, HALF], gl.NVMMASharedLayout(128, 16, rank=2)
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -323,10 +331,10 @@ def grouped_gemm_sm90_kernel(
         mbarrier.init(free.index(slot), count=2)
     slots = allocate_tile_slots(3 if GATHERED else 2)
     fence_async_shared()
-    rings = (row_ring, weight_ring, written)
+    rings = (row_ring, weight_ring, stores)
     barriers = (full, free)
     sizes = (experts, columns, depth, entries, column_tiles)
-    targets = (result, kept, result_tiles, kept_tiles)
+    targets = (result, gate_up, result_tiles, gate_up_tiles)
     if GATHERED:
         gl.warp_specialize(
             [
@@ -371,24 +379,24 @@ def grouped_gemm_sm90_kernel(
 
 
 SCALE_BLOCK = gl.constexpr(128)
-"""Of the depth, and of columns, what shares a scale."""
+"""Depth and columns of a block that shares an fp8 scale."""
 
 
 @gluon.jit
 def _load_scales(
-    row_scales, weight_scales, expert, row_at, inside, column_at, step, columns, down, across,
+    row_scales, weight_scales, expert, row_index, inside, column, step, columns, column_blocks, depth_blocks,
     GATED: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """The scales of rows, and of columns, of one block of the depth."""
-    by_row = gl.load(row_scales + row_at.to(gl.int64) * across + step, mask=inside, other=0.0)
-    own = weight_scales + expert.to(gl.int64) * down * across + step
-    if GATED:  # a half of the tile is within one block of columns
-        first = gl.load(own + column_at // SCALE_BLOCK * across)
-        second = gl.load(own + (columns + column_at) // SCALE_BLOCK * across)
+    """The scales of rows, of gate columns and of up columns, of one block of the depth."""
+    row_scale = gl.load(row_scales + row_index.to(gl.int64) * depth_blocks + step, mask=inside, other=0.0)
+    expert_scales = weight_scales + expert.to(gl.int64) * column_blocks * depth_blocks + step
+    if GATED:  # half a tile is within one block of columns
+        first = gl.load(expert_scales + column // SCALE_BLOCK * depth_blocks)
+        second = gl.load(expert_scales + (columns + column) // SCALE_BLOCK * depth_blocks)
     else:
-        first = gl.load(own + column_at // SCALE_BLOCK * across)
+        first = gl.load(expert_scales + column // SCALE_BLOCK * depth_blocks)
         second = first
-    return by_row, first, second
+    return row_scale, first, second
 
 
 @gluon.jit
@@ -396,10 +404,10 @@ def _consume_fp8(
     CONSUMER: gl.constexpr, targets, scales, sources, rings, barriers, slots, columns, depth, down,
     NAME: gl.constexpr, BLOCKS: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The products of 64 rows of each tile."""
+    """A warpgroup: the products of its 64 rows of each tile."""
     result, result_tiles = targets
     row_scales, weight_scales = scales
-    row_ring, weight_ring, written = rings
+    row_ring, weight_ring, stores = rings
     full, free = barriers
     GATED: gl.constexpr = NAME != ""
     CHUNK: gl.constexpr = WIDTH // 2 if GATED else WIDTH
@@ -408,60 +416,61 @@ def _consume_fp8(
     copies = 0
     turn = 0
     across = gl.cdiv(depth, DEPTH)
-    expert, row, end, place = receive_tile(slots, turn)
-    while place >= 0:
+    expert, row, end, column_tile = receive_tile(slots, turn)
+    while column_tile >= 0:
         steps = gl.where(expert < 0, 0, across)
-        own = row + CONSUMER * ROWS
-        column = place * CHUNK
-        if own < end:
-            row_at = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-            inside = row_at < end
+        first_row = row + CONSUMER * ROWS
+        column = column_tile * CHUNK
+        if first_row < end:
+            row_index = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            inside = row_index < end
             if sources is not None:
-                row_at = gl.load(sources + row_at, mask=inside, other=0)
-            half = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)) < WIDTH // 2
+                row_index = gl.load(sources + row_index, mask=inside, up=0)
+            is_gate = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)) < WIDTH // 2
             total = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
-            some = gl.maximum(expert, 0)
+            weight_expert = gl.maximum(expert, 0)
             if BLOCKS:
-                by_row, one_scale, other_scale = _load_scales(
-                    row_scales, weight_scales, some, row_at, inside, column, 0, columns, down, across, GATED, WIDTH
-                )
+                row_scale, gate_scale, up_scale = _load_scales(
+                    row_scales, weight_scales, weight_expert, row_index, inside, column, 0, columns, down, across,
+                    GATED, WIDTH,
+                )  # fmt: skip
             for step in range(steps):
                 slot = count % STAGES
                 mbarrier.wait(full.index(slot), (count // STAGES) & 1)
                 if sources is not None:
                     fence_async_shared()
-                given = row_ring.index(2 * slot + CONSUMER)
-                matrix = weight_ring.index(slot).reshape([WIDTH, DEPTH]).permute((1, 0))
-                none = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
-                added = warpgroup_mma(given, matrix, none, use_acc=False, is_async=True)
-                if BLOCKS:  # on their way while tensor cores work
-                    next_row, next_one, next_other = _load_scales(
-                        row_scales, weight_scales, some, row_at, inside, column, gl.minimum(step + 1, steps - 1),
-                        columns, down, across, GATED, WIDTH,
+                left = row_ring.index(2 * slot + CONSUMER)
+                right = weight_ring.index(slot).reshape([WIDTH, DEPTH]).permute((1, 0))
+                zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
+                product = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+                if BLOCKS:  # loads overlap with the tensor cores
+                    next_row, next_gate, next_up = _load_scales(
+                        row_scales, weight_scales, weight_expert, row_index, inside, column, gl.minimum(step + 1,
+                        steps - 1), columns, down, across, GATED, WIDTH,
                     )  # fmt: skip
-                part = warpgroup_mma_wait(num_outstanding=0, deps=(added,))
+                part = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
                 mbarrier.arrive(free.index(slot), count=1)
                 if BLOCKS:
                     if GATED:
-                        by_column = gl.where(half, one_scale, other_scale)
-                        total += part * by_row[:, None] * by_column[None, :]
+                        column_scale = gl.where(is_gate, gate_scale, up_scale)
+                        total += part * row_scale[:, None] * column_scale[None, :]
                     else:
-                        total += part * (by_row * one_scale)[:, None]
-                    by_row = next_row
-                    one_scale = next_one
-                    other_scale = next_other
+                        total += part * (row_scale * gate_scale)[:, None]
+                    row_scale = next_row
+                    gate_scale = next_gate
+                    up_scale = next_up
                 else:
                     total += part
                 count += 1
             if not BLOCKS:
-                scale = gl.load(row_scales + row_at, mask=inside, other=0.0) * gl.load(weight_scales + some)
+                scale = gl.load(row_scales + row_index, mask=inside, up=0.0) * gl.load(weight_scales + weight_expert)
                 total = total * scale[:, None]
             if GATED:
-                one, other = halves(total)
-                total = activate(one, NAME) * other
+                gate, up = halves(total)
+                total = activate(gate, NAME) * up
             copies = write_tile(
-                total, written, copies, result_tiles, result, own, end, column, columns, columns, 0, CONSUMER, 1
-            )
+                total, stores, copies, result_tiles, result, first_row, end, column, columns, columns, 0, CONSUMER, 1,
+            )  # fmt: skip
         else:
             for _step in range(steps):
                 slot = count % STAGES
@@ -469,7 +478,7 @@ def _consume_fp8(
                 mbarrier.arrive(free.index(slot), count=1)
                 count += 1
         turn += 1
-        expert, row, end, place = receive_tile(slots, turn)
+        expert, row, end, column_tile = receive_tile(slots, turn)
     tma.store_wait(0)
 
 
@@ -479,9 +488,10 @@ def grouped_gemm_fp8_sm90_kernel(
     depth, entries, column_tiles, down, stride, NAME: gl.constexpr, BLOCKS: gl.constexpr, WIDTH: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`down` is how many blocks the columns of a matrix have; `rows`, `weight`, `result_tiles` are descriptors.
+    """The same for fp8 with scales, and tiles of 128 columns. `down` is the number of scale blocks along the columns.
 
-    For `tokens` and `sources` see `grouped_hopper_kernel`.
+    The tensor cores accumulate fp8 products with about 14 bits. So the sum of each 128 of the depth is taken from them,
+    multiplied by its scales if there are any for it, and added in float32; meanwhile the other warpgroup multiplies.
     """
     dtype: gl.constexpr = rows.dtype
     GATED: gl.constexpr = NAME != ""
@@ -492,7 +502,7 @@ def grouped_gemm_fp8_sm90_kernel(
         weight_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, CHUNK, DEPTH], weight.layout)
     else:
         weight_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, CHUNK, DEPTH], weight.layout)
-    written = gl.allocate_shared_memory(result_tiles.dtype, [2, ROWS, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2))
+    stores = gl.allocate_shared_memory(result_tiles.dtype, [2, ROWS, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -500,7 +510,7 @@ def grouped_gemm_fp8_sm90_kernel(
         mbarrier.init(free.index(slot), count=2)
     slots = allocate_tile_slots(3 if GATHERED else 2)
     fence_async_shared()
-    rings = (row_ring, weight_ring, written)
+    rings = (row_ring, weight_ring, stores)
     barriers = (full, free)
     sizes = (experts, columns, depth, entries, column_tiles)
     targets = (result, result_tiles)
@@ -547,23 +557,23 @@ def grouped_gemm_fp8_sm90_kernel(
 
 
 MAX_ROWS = gl.constexpr(2**30)
-"""Rows that there seem to be."""
+"""The number of rows that descriptors pretend there are."""
 
 
 @gluon.jit
 def _expert_rows(groups, expert):
-    """The first row of an expert, and how many it has."""
+    """The first row of an expert, and the number of its rows."""
     begin = gl.load(groups + expert)
     return begin, gl.load(groups + expert + 1) - begin
 
 
 @gluon.jit
 def _load_gradient_steps(
-    gradient, rows, rings, barriers, last, number, column, at, count, begin, steps, GATHERED: gl.constexpr,
+    gradient, rows, rings, barriers, last, number, column, feature, count, begin, steps, GATHERED: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies some steps of a tile into the ring. How many steps of all tiles there have been."""
-    gradient_ring, row_ring, _written = rings
+    """Copies some steps of a tile into the ring buffer. Returns the number of steps of all tiles so far."""
+    gradient_ring, row_ring, _stores = rings
     full, free = barriers
     for step in range(begin, steps):
         slot = count % STAGES
@@ -584,7 +594,9 @@ def _load_gradient_steps(
                     gradient_ring.index(2 * slot + half),
                 )
         if GATHERED != "rows":
-            tma.async_copy_global_to_shared(rows, [MAX_ROWS, last, row, at], full.index(slot), row_ring.index(slot))
+            tma.async_copy_global_to_shared(
+                rows, [MAX_ROWS, last, row, feature], full.index(slot), row_ring.index(slot)
+            )
         count += 1
     return count
 
@@ -602,18 +614,20 @@ def _load_gradient_tiles(
         expert = tile // (down * across)
         begin, number = _expert_rows(groups, expert)
         column = tile % (down * across) // across * HEIGHT
-        at = tile % across * WIDTH
-        publish_tile(slots, turn, expert, number, column, at)
+        feature = tile % across * WIDTH
+        publish_tile(slots, turn, expert, number, column, feature)
         steps = gl.cdiv(number, DEPTH)
-        most = gl.maximum(steps - STEPS_AHEAD, 0)
+        early_steps = gl.maximum(steps - STEPS_AHEAD, 0)
         last = begin + number
         count = _load_gradient_steps(
-            gradient, rows, rings, barriers, last, number, column, at, count, 0, most, GATHERED, DEPTH, STAGES
-        )
+            gradient, rows, rings, barriers, last, number, column, feature, count, 0, early_steps, GATHERED, DEPTH,
+            STAGES,
+        )  # fmt: skip
         drawn = draw_tile_number(counter)
         count = _load_gradient_steps(
-            gradient, rows, rings, barriers, last, number, column, at, count, most, steps, GATHERED, DEPTH, STAGES
-        )
+            gradient, rows, rings, barriers, last, number, column, feature, count, early_steps, steps, GATHERED, DEPTH,
+            STAGES,
+        )  # fmt: skip
         tile = resolve_tile_number(drawn)
         turn += 1
     publish_tile(slots, turn, 0, 0, 0, -1)
@@ -622,11 +636,11 @@ def _load_gradient_tiles(
 
 @gluon.jit
 def _gather_gradient_step(
-    tokens, own, stride, number, column, columns, rings, barriers, count, step, GATHERED: gl.constexpr,
+    tokens, tokens_of_rows, stride, number, column, columns, rings, barriers, count, step, GATHERED: gl.constexpr,
     WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the rows of tokens for one step, if there is such a step. How many there have been."""
-    gradient_ring, row_ring, _written = rings
+    """Copies the rows of tokens for one step, if there is one. Returns the number of steps so far."""
+    gradient_ring, row_ring, _stores = rings
     full, free = barriers
     first = step * DEPTH
     if first < number:
@@ -636,9 +650,11 @@ def _gather_gradient_step(
         if GATHERED == "gradient":
             for half in gl.static_range(2):
                 target = gradient_ring.index(2 * slot + half).reshape([DEPTH, ROWS])
-                copy_tokens(target, tokens, own * stride, inside, column + half * ROWS, columns)
+                copy_tokens(target, tokens, tokens_of_rows * stride, inside, column + half * ROWS, columns)
         else:
-            copy_tokens(row_ring.index(slot).reshape([DEPTH, WIDTH]), tokens, own * stride, inside, column, columns)
+            copy_tokens(
+                row_ring.index(slot).reshape([DEPTH, WIDTH]), tokens, tokens_of_rows * stride, inside, column, columns
+            )
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         count += 1
     return count
@@ -649,32 +665,32 @@ def _gather_gradient_tiles(
     groups, tokens, stride, columns, sources, rings, barriers, slots, GATHERED: gl.constexpr, WIDTH: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies pieces of the rows of tokens. Where they are is loaded for four steps at a time."""
-    down = gl.arange(0, DEPTH, layout=gl.SliceLayout(1, gathered_layout()))
-    columns = columns // 8 * 8  # they are multiples of 8, and now the compiler knows
+    """The gather warps: copy the rows of tokens, whose indices they load four steps at a time."""
+    row_index = gl.arange(0, DEPTH, layout=gl.SliceLayout(1, gathered_layout()))
+    columns = columns // 8 * 8  # tells the compiler that these are multiples of 8
     stride = stride // 8 * 8
     count = 0
     turn = 0
-    expert, number, column, at = receive_tile(slots, turn)
-    while at >= 0:
-        own = sources + gl.load(groups + expert) + down
-        place = (column if GATHERED == "gradient" else at) // ROWS * ROWS
+    expert, number, column, feature = receive_tile(slots, turn)
+    while feature >= 0:
+        source_index = sources + gl.load(groups + expert) + row_index
+        first_column = (column if GATHERED == "gradient" else feature) // ROWS * ROWS
         for step in range(0, gl.cdiv(number, DEPTH), 4):
-            left = number - step * DEPTH - down
-            four = (
-                gl.load(own, mask=left > 0, other=0),
-                gl.load(own + DEPTH, mask=left > DEPTH, other=0),
-                gl.load(own + 2 * DEPTH, mask=left > 2 * DEPTH, other=0),
-                gl.load(own + 3 * DEPTH, mask=left > 3 * DEPTH, other=0),
+            rows_left = number - step * DEPTH - row_index
+            next_tokens = (
+                gl.load(source_index, mask=rows_left > 0, other=0),
+                gl.load(source_index + DEPTH, mask=rows_left > DEPTH, other=0),
+                gl.load(source_index + 2 * DEPTH, mask=rows_left > 2 * DEPTH, other=0),
+                gl.load(source_index + 3 * DEPTH, mask=rows_left > 3 * DEPTH, other=0),
             )
-            for ahead in gl.static_range(4):
+            for index in gl.static_range(4):
                 count = _gather_gradient_step(
-                    tokens, four[ahead], stride, number, place, columns, rings, barriers, count, step + ahead, GATHERED,
-                    WIDTH, DEPTH, STAGES,
+                    tokens, next_tokens[index], stride, number, first_column, columns, rings, barriers, count,
+                    step + index, GATHERED, WIDTH, DEPTH, STAGES,
                 )  # fmt: skip
-            own += 4 * DEPTH
+            source_index += 4 * DEPTH
         turn += 1
-        expert, number, column, at = receive_tile(slots, turn)
+        expert, number, column, feature = receive_tile(slots, turn)
 
 
 @gluon.jit
@@ -682,15 +698,15 @@ def _consume_gradient(
     CONSUMER: gl.constexpr, result, rings, barriers, slots, GATHERED: gl.constexpr, WIDTH: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of each tile of the result."""
-    gradient_ring, row_ring, written = rings
+    """A warpgroup: 64 rows of each tile of the gradient."""
+    gradient_ring, row_ring, stores = rings
     full, free = barriers
     HALF: gl.constexpr = WIDTH // 2
     layout: gl.constexpr = wgmma_layout(WIDTH)
     count = 0
     turn = 0
-    expert, number, column, at = receive_tile(slots, turn)
-    while at >= 0:
+    expert, number, column, feature = receive_tile(slots, turn)
+    while feature >= 0:
         steps = gl.cdiv(number, DEPTH)
         total = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
         for step in range(steps):
@@ -698,31 +714,33 @@ def _consume_gradient(
             mbarrier.wait(full.index(slot), (count // STAGES) & 1)
             if GATHERED != "":
                 fence_async_shared()
-            upstream = gradient_ring.index(2 * slot + CONSUMER).reshape([DEPTH, ROWS]).permute((1, 0))
-            given = row_ring.index(slot).reshape([DEPTH, WIDTH])
-            added = warpgroup_mma(upstream, given, total, is_async=True)
-            total = warpgroup_mma_wait(num_outstanding=1, deps=(added,))
+            left = gradient_ring.index(2 * slot + CONSUMER).reshape([DEPTH, ROWS]).permute((1, 0))
+            right = row_ring.index(slot).reshape([DEPTH, WIDTH])
+            product = warpgroup_mma(left, right, total, is_async=True)
+            total = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
             count += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
         row = column + CONSUMER * ROWS
-        one, other = halves(total)
-        tma.store_wait(1)  # the first half of the tile before is out; one thread waits, and all write
+        first_half, second_half = halves(total)
+        tma.store_wait(1)  # the first half of the previous tile is stored; one thread waits, and all overwrite it
         gl.thread_barrier()
-        written.index(2 * CONSUMER).store(one.to(result.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(result, [expert, row, at], written.index(2 * CONSUMER).reshape([1, ROWS, HALF]))
-        tma.store_wait(1)
-        gl.thread_barrier()
-        written.index(2 * CONSUMER + 1).store(other.to(result.dtype))
+        stores.index(2 * CONSUMER).store(first_half.to(result.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(
-            result, [expert, row, at + HALF], written.index(2 * CONSUMER + 1).reshape([1, ROWS, HALF])
+            result, [expert, row, feature], stores.index(2 * CONSUMER).reshape([1, ROWS, HALF])
+        )
+        tma.store_wait(1)
+        gl.thread_barrier()
+        stores.index(2 * CONSUMER + 1).store(second_half.to(result.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(
+            result, [expert, row, feature + HALF], stores.index(2 * CONSUMER + 1).reshape([1, ROWS, HALF])
         )
         turn += 1
-        expert, number, column, at = receive_tile(slots, turn)
+        expert, number, column, feature = receive_tile(slots, turn)
     tma.store_wait(0)
 
 
@@ -731,14 +749,24 @@ def grouped_weight_gradient_sm90_kernel(
     counter, groups, tokens, sources, gradient, rows, result, tiles, down, across, stride, columns,
     GATHERED: gl.constexpr, WIDTH: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """From `gradient` to `result` they are descriptors, of gradients and rows those with two more dimensions.
+    """The gradient of the weights: one warp loads, two warpgroups multiply.
 
-    GATHERED: "gradient" or "rows" where these are those of tokens, which `sources` name, or "".
+    A tile is 128 columns of the gradients of an expert's rows by WIDTH columns of the rows. The product goes over the
+    rows, DEPTH at a time, up to those of the next expert; rows beyond are loaded as zeros. Experts mostly have a few
+    hundred rows, and storing a tile takes nearly as long as multiplying: a warpgroup puts its tile into shared memory,
+    and TMA copies it from there while the next one is multiplied.
+
+    TMA checks bounds against one size per dimension, the same for all experts. So rows are described as if there were
+    2**30 of them, the last of which are those of the expert, and two more dimensions move the address back to where
+    these are: address arithmetic wraps around at 2**64.
+
+    GATHERED: "gradient" or "rows" if these are gathered from `tokens` by `sources`, or "". `gradient`, `rows` and
+    `result` are TMA descriptors.
     """
     dtype: gl.constexpr = rows.dtype
     gradient_ring = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, DEPTH, ROWS], gradient.layout)
     row_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, DEPTH, WIDTH], rows.layout)
-    written = gl.allocate_shared_memory(dtype, [4, ROWS, WIDTH // 2], gl.NVMMASharedLayout(128, 16, rank=2))
+    stores = gl.allocate_shared_memory(dtype, [4, ROWS, WIDTH // 2], gl.NVMMASharedLayout(128, 16, rank=2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -746,7 +774,7 @@ def grouped_weight_gradient_sm90_kernel(
         mbarrier.init(free.index(slot), count=2)
     slots = allocate_tile_slots(2 if GATHERED == "" else 3)
     fence_async_shared()
-    rings = (gradient_ring, row_ring, written)
+    rings = (gradient_ring, row_ring, stores)
     barriers = (full, free)
     sizes = (tiles, down, across)
     if GATHERED == "":

@@ -1,12 +1,12 @@
 """The GEMM kernel for Hopper, in Gluon: one warp loads, warpgroups multiply, and each warpgroup has a warp that stores.
 
-The load warp copies tiles of both operands into a ring buffer in shared memory, running ahead into the next output tile. Each
-warpgroup holds some rows of an output tile in registers. After the main loop it applies the epilogue, a slice of columns at a
-time, into a buffer in shared memory and continues with the next tile; the store warp copies the buffer to the result, and a slice
-of the residual into the buffer before.
+The load warp copies tiles of both operands into a ring buffer in shared memory, running ahead into the next output
+tile. Each warpgroup holds some rows of an output tile in registers. After the main loop it applies the epilogue, one
+slice of columns at a time, into a buffer in shared memory and continues with the next tile. The store warp copies the
+buffer to the result, and before that a slice of the residual into the buffer.
 
-The kernel is persistent: one program per multiprocessor. Rows of tiles are taken in groups, so that the tiles in flight form
-nearly a square and their operands stay in the L2 cache.
+The kernel is persistent: one program per multiprocessor. Rows of tiles are taken in groups, so that the tiles in flight
+form nearly a square and their operands stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from nearpeak.kernels._runtime.sm90_layouts import wgmma_layout
 from nearpeak.kernels.pointwise.triton import activate
 
 SCALE_BLOCK = gl.constexpr(128)
-"""Features, and columns, that share a scale, where blocks have them."""
+"""Features, and columns, that share an fp8 scale, if scales are by block."""
 
 
 @gluon.jit
 def tile_coordinates(tile, row_tiles, column_tiles, group):
-    """The row and the column of a tile among all, where `group` rows are gone down before the next column."""
+    """The row and the column of a tile. Tiles go down `group` rows before the next column."""
     in_group = group * column_tiles
     first = tile // in_group * group
     high = gl.minimum(row_tiles - first, group)
@@ -39,20 +39,21 @@ def tile_coordinates(tile, row_tiles, column_tiles, group):
 
 
 @gluon.jit
-def _copy_tile(source, line, feature, barrier, target, ACROSS: gl.constexpr):
-    """Has a tile copied; ACROSS: features come first in memory, and lines, rows or columns of the result, are apart."""
-    if ACROSS:
-        tma.async_copy_global_to_shared(source, [feature, line], barrier, target)
+def _copy_tile(source, row_index, feature, barrier, target, COLUMN_MAJOR: gl.constexpr):
+    """Starts the copy of a tile. COLUMN_MAJOR: rows of the operand are contiguous in memory, and not features."""
+    if COLUMN_MAJOR:
+        tma.async_copy_global_to_shared(source, [feature, row_index], barrier, target)
     else:
-        tma.async_copy_global_to_shared(source, [line, feature], barrier, target)
+        tma.async_copy_global_to_shared(source, [row_index, feature], barrier, target)
 
 
 @gluon.jit
 def load_operands(
     a, b, up, rings, barriers, sizes, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, A_ACROSS: gl.constexpr,
-    B_ACROSS: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, A_COLUMN_MAJOR: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
 ):  # fmt: skip
+    """The load warp: copies the tiles of both operands into the ring buffer, as far ahead as it is long."""
     a_ring, b_ring, _buffers = rings
     full, free, _ready, _written = barriers
     _rows, _columns, steps, row_tiles, column_tiles, group, tiles = sizes
@@ -64,31 +65,33 @@ def load_operands(
         column = column_tile * BLOCK_N
         for step in range(steps):
             slot = count % STAGES
-            there = full.index(slot)
+            is_full = full.index(slot)
             mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(there, size)
+            mbarrier.expect(is_full, size)
             for consumer in gl.static_range(CONSUMERS):
                 target = a_ring.index(slot * CONSUMERS + consumer)
-                _copy_tile(a, row + consumer * ROWS, step * BLOCK_K, there, target, A_ACROSS)
-            if GATED:  # next to each other, so that they are one factor
-                _copy_tile(b, column, step * BLOCK_K, there, b_ring.index(slot).slice(0, BLOCK_N), B_ACROSS)
-                _copy_tile(up, column, step * BLOCK_K, there, b_ring.index(slot).slice(BLOCK_N, BLOCK_N), B_ACROSS)
+                _copy_tile(a, row + consumer * ROWS, step * BLOCK_K, is_full, target, A_COLUMN_MAJOR)
+            if GATED:  # adjacent, so that they are one operand
+                _copy_tile(b, column, step * BLOCK_K, is_full, b_ring.index(slot).slice(0, BLOCK_N), B_COLUMN_MAJOR)
+                _copy_tile(
+                    up, column, step * BLOCK_K, is_full, b_ring.index(slot).slice(BLOCK_N, BLOCK_N), B_COLUMN_MAJOR
+                )
             else:
-                _copy_tile(b, column, step * BLOCK_K, there, b_ring.index(slot), B_ACROSS)
+                _copy_tile(b, column, step * BLOCK_K, is_full, b_ring.index(slot), B_COLUMN_MAJOR)
             count += 1
 
 
 @gluon.jit
-def _operand(tile, ACROSS: gl.constexpr):
-    """A tile in shared memory with lines first."""
-    if ACROSS:
+def _operand(tile, COLUMN_MAJOR: gl.constexpr):
+    """A tile in shared memory as (rows, features)."""
+    if COLUMN_MAJOR:
         tile = tile.permute((1, 0))
     return tile
 
 
 @gluon.jit
 def halves(value, ROWS: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr):
-    """The first and the second half of columns, WIDTH each, which are in registers of their own."""
+    """The first and the second WIDTH columns, which are in different registers."""
     first, second = value.reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)).split()
     layout: gl.constexpr = wgmma_layout(WIDTH, BITS)
     first = gl.convert_layout(first, layout, assert_trivial=True)
@@ -98,10 +101,10 @@ def halves(value, ROWS: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr):
 @gluon.jit
 def accumulate(
     CONSUMER: gl.constexpr, rings, barriers, count, steps, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, A_ACROSS: gl.constexpr,
-    B_ACROSS: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, A_COLUMN_MAJOR: gl.constexpr,
+    B_COLUMN_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile, and with a gate those of the other factor. One product is on its way as the next begins."""
+    """The main loop of a tile: its sums, (rows, block_n), and those of `up` with a gate. Two products are in flight."""
     a_ring, b_ring, _buffers = rings
     full, free, _ready, _written = barriers
     bits: gl.constexpr = a_ring.dtype.primitive_bitwidth
@@ -110,18 +113,18 @@ def accumulate(
     for step in range(steps):
         slot = count % STAGES
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-        left = _operand(a_ring.index(slot * CONSUMERS + CONSUMER), A_ACROSS)
-        right = _operand(b_ring.index(slot), B_ACROSS).permute((1, 0))
+        left = _operand(a_ring.index(slot * CONSUMERS + CONSUMER), A_COLUMN_MAJOR)
+        right = _operand(b_ring.index(slot), B_COLUMN_MAJOR).permute((1, 0))
         total = warpgroup_mma(left, right, total, use_acc=step > 0, is_async=True)
         total = warpgroup_mma_wait(num_outstanding=1, deps=(total,))
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
         count += 1
     total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
     mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1)
-    other = total
+    up_total = total
     if GATED:
-        total, other = halves(total, ROWS, BLOCK_N, bits)
-    return total, other, count
+        total, up_total = halves(total, ROWS, BLOCK_N, bits)
+    return total, up_total, count
 
 
 @gluon.jit
@@ -130,9 +133,9 @@ def accumulate_promoted(
     BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
     BY_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """The same of factors of 8 bits, each product added in float32: tensor cores would keep 14 bits of the sum.
+    """The same for fp8, with each product added in float32: the tensor cores would keep 14 bits of the sum.
 
-    While one warpgroup adds, another one's product is computed.
+    While one warpgroup adds, the tensor cores work for another.
     """
     a_ring, b_ring, _buffers = rings
     full, free, _ready, _written = barriers
@@ -140,38 +143,38 @@ def accumulate_promoted(
     wide: gl.constexpr = BLOCK_N * (2 if GATED else 1)
     layout: gl.constexpr = wgmma_layout(BLOCK_N, 8)
     total = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
-    other = total
+    up_total = total
     if BY_BLOCK:
-        line = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), rows - 1)
-        a_at = a_scale + line.to(gl.int64) * a_scale_row
-        b_at = b_scale + column // SCALE_BLOCK * b_scale_column
-        up_at = b_scale + (column + columns) // SCALE_BLOCK * b_scale_column
+        row_index = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), rows - 1)
+        a_scales = a_scale + row_index.to(gl.int64) * a_scale_row
+        b_scales = b_scale + column // SCALE_BLOCK * b_scale_column
+        up_scales = b_scale + (column + columns) // SCALE_BLOCK * b_scale_column
     for step in range(steps):
         slot = count % STAGES
         if BY_BLOCK:
-            by_row = gl.load(a_at + step * a_scale_block).to(gl.float32)
-            by_tile = gl.load(b_at + step * b_scale_block).to(gl.float32)
+            a_factor = gl.load(a_scales + step * a_scale_block).to(gl.float32)
+            b_factor = gl.load(b_scales + step * b_scale_block).to(gl.float32)
             if GATED:
-                by_up = gl.load(up_at + step * b_scale_block).to(gl.float32)
+                up_factor = gl.load(up_scales + step * b_scale_block).to(gl.float32)
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
         left = a_ring.index(slot * CONSUMERS + CONSUMER)
         right = b_ring.index(slot).permute((1, 0))
-        none = gl.zeros([ROWS, wide], gl.float32, layout=wgmma_layout(wide, 8))
-        part = warpgroup_mma(left, right, none, use_acc=False, is_async=True)
+        zeros = gl.zeros([ROWS, wide], gl.float32, layout=wgmma_layout(wide, 8))
+        part = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         mbarrier.arrive(free.index(slot), count=1)
         if GATED:
-            part, more = halves(part, ROWS, BLOCK_N, 8)
+            part, up_value = halves(part, ROWS, BLOCK_N, 8)
         if BY_BLOCK:
-            total = total + part * (by_row * by_tile)[:, None]
+            total = total + part * (a_factor * b_factor)[:, None]
             if GATED:
-                other = other + more * (by_row * by_up)[:, None]
+                up_total = up_total + up_value * (a_factor * up_factor)[:, None]
         else:
             total = total + part
             if GATED:
-                other = other + more
+                up_total = up_total + up_value
         count += 1
-    return total, other, count
+    return total, up_total, count
 
 
 @gluon.jit
@@ -179,7 +182,7 @@ def _store_buffer(
     CONSUMER: gl.constexpr, target, row, column, buffers, ready, written, count, BUFFERS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Has a buffer copied to where it goes, and gives back the one that was copied before it."""
+    """Starts the copy of a buffer to global memory, and frees the one that was copied before."""
     slot = CONSUMER * BUFFERS + count % BUFFERS
     mbarrier.wait(written.index(slot), (count // BUFFERS) & 1)
     tma.async_copy_shared_to_global(target, [row, column], buffers.index(slot))
@@ -194,25 +197,25 @@ def _store_buffer(
 @gluon.jit
 def _write_tiles(
     CONSUMER: gl.constexpr, outputs, rings, barriers, sizes, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMERS: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr,
+    CONSUMERS: gl.constexpr, SLICES: gl.constexpr, BUFFERS: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Has what a warpgroup leaves in its buffers copied to where it goes, and the residual into the buffer before."""
+    """The store warp: copies the buffers of a warpgroup to global memory, and the residual into them before."""
     result, kept, kept_up, residual = outputs
     _a_ring, _b_ring, buffers = rings
     _full, _free, ready, written = barriers
     _rows, _columns, _steps, row_tiles, column_tiles, group, tiles = sizes
-    width: gl.constexpr = BLOCK_N // PIECES
+    width: gl.constexpr = BLOCK_N // SLICES
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_coordinates(tile, row_tiles, column_tiles, group)
         row = row_tile * (ROWS * CONSUMERS) + CONSUMER * ROWS
-        for piece in gl.static_range(PIECES):
-            column = column_tile * BLOCK_N + piece * width
-            if HAS_RESIDUAL:  # there is one buffer then, which the result before has left
+        for index in gl.static_range(SLICES):
+            column = column_tile * BLOCK_N + index * width
+            if HAS_RESIDUAL:  # there is one buffer then, and the result before has been copied from it
                 mbarrier.expect(ready.index(CONSUMER), residual.block_type.nbytes)
-                place = buffers.index(CONSUMER)
-                tma.async_copy_global_to_shared(residual, [row, column], ready.index(CONSUMER), place)
+                buffer = buffers.index(CONSUMER)
+                tma.async_copy_global_to_shared(residual, [row, column], ready.index(CONSUMER), buffer)
             if KEEP:
                 count = _store_buffer(CONSUMER, kept, row, column, buffers, ready, written, count, BUFFERS, False)
                 if GATED:
@@ -228,30 +231,30 @@ def _scale_and_bias(
     value, bias, scales, row, column, rows, columns, offset, HAS_BIAS: gl.constexpr, OUTER: gl.constexpr,
     ROWS: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Sums times the scales of rows and columns, and the bias. What is outside is anything."""
+    """Sums times the scales of rows and columns, plus the bias. Arbitrary beyond the last row and column."""
     layout: gl.constexpr = wgmma_layout(WIDTH, BITS)
-    at = gl.minimum(column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)), columns - 1) + offset
+    column_index = gl.minimum(column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)), columns - 1) + offset
     if OUTER:
         a_scale, b_scale, a_scale_row, _a_scale_block, b_scale_column, _b_scale_block = scales
-        line = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), rows - 1)
-        value = value * gl.load(a_scale + line.to(gl.int64) * a_scale_row).to(gl.float32)[:, None]
-        value = value * gl.load(b_scale + at.to(gl.int64) * b_scale_column).to(gl.float32)[None, :]
+        row_index = gl.minimum(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), rows - 1)
+        value = value * gl.load(a_scale + row_index.to(gl.int64) * a_scale_row).to(gl.float32)[:, None]
+        value = value * gl.load(b_scale + column_index.to(gl.int64) * b_scale_column).to(gl.float32)[None, :]
     if HAS_BIAS:
-        value = value + gl.load(bias + at).to(gl.float32)[None, :]
+        value = value + gl.load(bias + column_index).to(gl.float32)[None, :]
     return value
 
 
 @gluon.jit
 def _hand_to_writer(
-    CONSUMER: gl.constexpr, value, buffers, ready, written, turn, BUFFERS: gl.constexpr, IS_THERE: gl.constexpr,
+    CONSUMER: gl.constexpr, value, buffers, ready, written, turn, BUFFERS: gl.constexpr, IS_FREE: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Gives a piece to the warp that writes it, once a buffer is free: IS_THERE where that is known.
+    """Hands a slice to the store warp, once a buffer is free. IS_FREE: it is known to be.
 
-    A buffer for a residual is free for the first time once the residual is there.
+    A buffer with a residual becomes free when the residual has arrived.
     """
     slot = CONSUMER * BUFFERS + turn % BUFFERS
-    if not IS_THERE:
+    if not IS_FREE:
         if HAS_RESIDUAL:
             mbarrier.wait(ready.index(slot), turn & 1)
         else:
@@ -264,15 +267,15 @@ def _hand_to_writer(
 
 
 @gluon.jit
-def _piece(
-    total, INDEX: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr, BITS: gl.constexpr
+def _column_slice(
+    total, INDEX: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SLICES: gl.constexpr, BITS: gl.constexpr
 ):
-    """Some of the columns of a tile, which are in registers of their own."""
+    """One slice of the columns of a tile, which are in different registers."""
     value = total
-    if PIECES > 1:
+    if SLICES > 1:
         first, second = halves(value, ROWS, BLOCK_N // 2, BITS)
-        value = second if INDEX >= PIECES // 2 else first
-        if PIECES == 4:
+        value = second if INDEX >= SLICES // 2 else first
+        if SLICES == 4:
             first, second = halves(value, ROWS, BLOCK_N // 4, BITS)
             value = second if INDEX % 2 == 1 else first
     return value
@@ -281,16 +284,16 @@ def _piece(
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr, bias, scales, rings, barriers, sizes, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, BUFFERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr, BUFFERS: gl.constexpr,
     ACTIVATION: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, OUTER: gl.constexpr, BY_BLOCK: gl.constexpr, PROMOTED: gl.constexpr,
-    A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr,
+    A_COLUMN_MAJOR: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """This warpgroup's rows of each tile."""
+    """A warpgroup: the main loop and the epilogue of its rows of each tile."""
     a_ring, _b_ring, buffers = rings
     _full, _free, ready, written = barriers
     rows, columns, steps, row_tiles, column_tiles, group, tiles = sizes
-    width: gl.constexpr = BLOCK_N // PIECES
+    width: gl.constexpr = BLOCK_N // SLICES
     bits: gl.constexpr = a_ring.dtype.primitive_bitwidth
     count = 0
     turn = 0
@@ -299,23 +302,24 @@ def _consume(
         row = row_tile * (ROWS * CONSUMERS) + CONSUMER * ROWS
         column = column_tile * BLOCK_N
         if PROMOTED:
-            total, other, count = accumulate_promoted(
+            total, up_total, count = accumulate_promoted(
                 CONSUMER, rings, barriers, count, steps, scales, row, column, columns, rows, ROWS, BLOCK_N, CONSUMERS,
                 STAGES, GATED, BY_BLOCK,
             )  # fmt: skip
         else:
-            total, other, count = accumulate(
-                CONSUMER, rings, barriers, count, steps, ROWS, BLOCK_N, CONSUMERS, STAGES, GATED, A_ACROSS, B_ACROSS
-            )
-        for piece in gl.static_range(PIECES):
-            value = _piece(total, piece, ROWS, BLOCK_N, PIECES, bits)
-            start = column + piece * width
+            total, up_total, count = accumulate(
+                CONSUMER, rings, barriers, count, steps, ROWS, BLOCK_N, CONSUMERS, STAGES, GATED, A_COLUMN_MAJOR,
+                B_COLUMN_MAJOR,
+            )  # fmt: skip
+        for index in gl.static_range(SLICES):
+            value = _column_slice(total, index, ROWS, BLOCK_N, SLICES, bits)
+            start = column + index * width
             value = _scale_and_bias(
                 value, bias, scales, row, start, rows, columns, 0, HAS_BIAS, OUTER, ROWS, width, bits
             )
             if HAS_RESIDUAL:
                 mbarrier.wait(ready.index(CONSUMER), turn & 1)
-                added = buffers.index(CONSUMER).load(wgmma_layout(width, bits))
+                residual_value = buffers.index(CONSUMER).load(wgmma_layout(width, bits))
                 turn += 1
             if KEEP:
                 turn = _hand_to_writer(
@@ -324,15 +328,17 @@ def _consume(
             if ACTIVATION != "":
                 value = activate(value, ACTIVATION)
             if GATED:
-                more = _piece(other, piece, ROWS, BLOCK_N, PIECES, bits)
-                more = _scale_and_bias(
-                    more, bias, scales, row, start, rows, columns, columns, HAS_BIAS, OUTER, ROWS, width, bits
+                up_value = _column_slice(up_total, index, ROWS, BLOCK_N, SLICES, bits)
+                up_value = _scale_and_bias(
+                    up_value, bias, scales, row, start, rows, columns, columns, HAS_BIAS, OUTER, ROWS, width, bits
                 )  # fmt: skip
                 if KEEP:
-                    turn = _hand_to_writer(CONSUMER, more, buffers, ready, written, turn, BUFFERS, False, HAS_RESIDUAL)
-                value = value * more
+                    turn = _hand_to_writer(
+                        CONSUMER, up_value, buffers, ready, written, turn, BUFFERS, False, HAS_RESIDUAL
+                    )
+                value = value * up_value
             if HAS_RESIDUAL:
-                value = value + added.to(gl.float32)
+                value = value + residual_value.to(gl.float32)
             turn = _hand_to_writer(
                 CONSUMER, value, buffers, ready, written, turn, BUFFERS, HAS_RESIDUAL and not KEEP, HAS_RESIDUAL
             )  # fmt: skip
@@ -348,12 +354,12 @@ def gemm_sm90_kernel(
     bias, a_scale, b_scale, a, b, up, result, kept, kept_up, residual, rows, columns, steps, row_tiles, column_tiles,
     group, tiles, a_scale_row, a_scale_block, b_scale_column, b_scale_block,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    PIECES: gl.constexpr, BUFFERS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr,
+    SLICES: gl.constexpr, BUFFERS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, OUTER: gl.constexpr, BY_BLOCK: gl.constexpr,
-    PROMOTED: gl.constexpr, A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr,
+    PROMOTED: gl.constexpr, A_COLUMN_MAJOR: gl.constexpr, B_COLUMN_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Factors, results and the residual are descriptors; `columns` are those of the result, BLOCK_N those of a tile."""
-    width: gl.constexpr = BLOCK_N // PIECES
+    """Operands, results and the residual are TMA descriptors; `columns` are those of the result, BLOCK_N of a tile."""
+    width: gl.constexpr = BLOCK_N // SLICES
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, a.block_shape[0], a.block_shape[1]], a.layout)
     lines: gl.constexpr = b.block_shape[0] * (2 if GATED else 1)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, lines, b.block_shape[1]], b.layout)
@@ -378,23 +384,25 @@ def gemm_sm90_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    0, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, PIECES, BUFFERS,
-                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED, A_ACROSS, B_ACROSS,
+                    0, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, SLICES, BUFFERS,
+                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED,
+                    A_COLUMN_MAJOR, B_COLUMN_MAJOR,
                 )),
                 (_consume, (
-                    1, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, PIECES, BUFFERS,
-                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED, A_ACROSS, B_ACROSS,
+                    1, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, SLICES, BUFFERS,
+                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED,
+                    A_COLUMN_MAJOR, B_COLUMN_MAJOR,
                 )),
                 (load_operands, (
-                    a, b, up, rings, barriers, sizes, ROWS, BLOCK_N, BLOCK_K, CONSUMERS, STAGES, GATED, A_ACROSS,
-                    B_ACROSS,
+                    a, b, up, rings, barriers, sizes, ROWS, BLOCK_N, BLOCK_K, CONSUMERS, STAGES, GATED, A_COLUMN_MAJOR,
+                    B_COLUMN_MAJOR,
                 )),
                 (_write_tiles, (
-                    0, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, PIECES, BUFFERS, GATED, KEEP,
+                    0, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, SLICES, BUFFERS, GATED, KEEP,
                     HAS_RESIDUAL,
                 )),
                 (_write_tiles, (
-                    1, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, PIECES, BUFFERS, GATED, KEEP,
+                    1, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, SLICES, BUFFERS, GATED, KEEP,
                     HAS_RESIDUAL,
                 )),
             ],
@@ -405,31 +413,34 @@ def gemm_sm90_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    0, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, PIECES, BUFFERS,
-                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED, A_ACROSS, B_ACROSS,
+                    0, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, SLICES, BUFFERS,
+                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED,
+                    A_COLUMN_MAJOR, B_COLUMN_MAJOR,
                 )),
                 (_consume, (
-                    1, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, PIECES, BUFFERS,
-                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED, A_ACROSS, B_ACROSS,
+                    1, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, SLICES, BUFFERS,
+                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED,
+                    A_COLUMN_MAJOR, B_COLUMN_MAJOR,
                 )),
                 (_consume, (
-                    2, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, PIECES, BUFFERS,
-                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED, A_ACROSS, B_ACROSS,
+                    2, bias, scales, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, STAGES, SLICES, BUFFERS,
+                    ACTIVATION, GATED, KEEP, HAS_BIAS, HAS_RESIDUAL, OUTER, BY_BLOCK, PROMOTED,
+                    A_COLUMN_MAJOR, B_COLUMN_MAJOR,
                 )),
                 (load_operands, (
-                    a, b, up, rings, barriers, sizes, ROWS, BLOCK_N, BLOCK_K, CONSUMERS, STAGES, GATED, A_ACROSS,
-                    B_ACROSS,
+                    a, b, up, rings, barriers, sizes, ROWS, BLOCK_N, BLOCK_K, CONSUMERS, STAGES, GATED, A_COLUMN_MAJOR,
+                    B_COLUMN_MAJOR,
                 )),
                 (_write_tiles, (
-                    0, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, PIECES, BUFFERS, GATED, KEEP,
+                    0, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, SLICES, BUFFERS, GATED, KEEP,
                     HAS_RESIDUAL,
                 )),
                 (_write_tiles, (
-                    1, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, PIECES, BUFFERS, GATED, KEEP,
+                    1, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, SLICES, BUFFERS, GATED, KEEP,
                     HAS_RESIDUAL,
                 )),
                 (_write_tiles, (
-                    2, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, PIECES, BUFFERS, GATED, KEEP,
+                    2, outputs, rings, barriers, sizes, ROWS, BLOCK_N, CONSUMERS, SLICES, BUFFERS, GATED, KEEP,
                     HAS_RESIDUAL,
                 )),
             ],

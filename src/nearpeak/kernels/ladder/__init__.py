@@ -333,16 +333,13 @@ def multiply_specialized(a: Tensor, b: Tensor) -> Tensor:
 
 def specialized_tile(m: int, n: int, k: int, kernel: str = "") -> Tile:
     """That of the configuration that the kernel is launched with."""
-    from nearpeak.kernels._runtime.tuning import tuned
-    from nearpeak.kernels.gemm import triton as launcher
-    from nearpeak.kernels.gemm.triton import Epilogue
+    from nearpeak.kernels._runtime.tuning import from_row, tuned
+    from nearpeak.kernels.gemm.tuning import Sm90Config, sm90_heuristic
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    config = tuned("product_hopper_16_bits", m * n, device)
-    if config is None:
-        a, result = (torch.empty(m, size, dtype=torch.bfloat16, device="meta") for size in (k, n))
-        config = launcher.sm90_heuristic(a, result, Epilogue(), None)
-    return Tile(rows=config["rows"] * config["consumers"], columns=config["block_n"])
+    config = from_row(tuned("gemm_sm90_16_bits", m * n, device), Sm90Config)
+    config = config or sm90_heuristic(torch.empty(m, n, dtype=torch.bfloat16, device="meta"))
+    return Tile(rows=config.block_m, columns=config.block_n)
 
 
 SPECIALIZED = Rung(

@@ -1,18 +1,19 @@
 """The Triton kernels of `cross_entropy`, and the launchers of both losses.
 
-Bytes moved, for n logits of b bytes: n * b for the loss alone; 2 * n * b with the gradient written in the same pass; 3 * n * b
-where the gradient is written by a backward pass.
+Bytes moved, for n logits of b bytes: n * b for the loss alone; 2 * n * b with the gradient stored in the same pass;
+3 * n * b if the gradient is stored by a backward pass.
 
-Of a row the loss needs its maximum, the sum of exponentials below it, and the logit of the target; the gradient is
-    scale * ((all terms + extra) * softmax - own at the target - spread * class weights) * slope of the softcap
-with numbers that are the same for a whole row. Ignored rows are not read.
+The loss of a row needs its maximum, the sum of exponentials relative to it, and the target's logit. The gradient is
+    scale * ((all terms + extra) * softmax - own at the target - spread * class weights) * derivative of the softcap
+with factors that are the same for a whole row. Ignored rows are not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import triton
@@ -21,14 +22,322 @@ from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.rows import LOWEST, exponential
-from nearpeak.kernels._runtime.tuning import tuned
+from nearpeak.kernels._runtime.tuning import from_row, tuned
+from nearpeak.kernels.losses import PARTS
+
+LONGEST_WHOLE_ROW = 32768
+"""The longest row that is kept in registers."""
+_LONGEST_NARROW_ROW = 4096
+"""The same for rows that do not begin at multiples of 16 elements: longer ones load faster block by block."""
+_COUNT_BLOCK = 1024
+_SCALE_BLOCK = 8192
+_SCALE_PROGRAMS = 132 * 8
+CHUNK_BYTES = 512 * 2**20
+"""The most memory for the logits of a chunk, unless the caller says how many tokens it has."""
+FEW_CHUNKS = 4
+"""Up to so many chunks, the gradient of the weight is accumulated in the dtype of the weight."""
+_SLICE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRowConfig:
+    """Of the kernel that keeps whole rows in registers: rows of a program."""
+
+    variant: ClassVar[str] = "whole"
+    rows: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRowConfig:
+    """Of the kernel for long rows: loads of 16 bytes that a thread has in flight."""
+
+    variant: ClassVar[str] = "long"
+    repeats: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientConfig:
+    """Of the kernel that computes the gradient alone: elements of a program."""
+
+    elements: int = 4096
+    warps: int = 4
+
+
+RowConfig = WholeRowConfig | LongRowConfig
+_ROW_CONFIGS: tuple[type[RowConfig], ...] = (WholeRowConfig, LongRowConfig)
+
+
+def cross_entropy_heuristic(columns: int, rows: int, wide: bool, gradient: bool) -> RowConfig:
+    """The configuration where none was measured."""
+    if columns <= (LONGEST_WHOLE_ROW if wide else _LONGEST_NARROW_ROW):
+        block = next_power_of_2(columns)
+        several = max(1, min(4096 // block, next_power_of_2(triton.cdiv(rows, 264))))
+        return WholeRowConfig(rows=several, warps=max(1, min(32, several * block // 1024)))
+    # one program of 32 warps per multiprocessor: the 132 rows in flight then stay in the L2 cache
+    return LongRowConfig(repeats=2, warps=32 if columns > 65536 and gradient else 16)
+
+
+def cross_entropy_candidates(columns: int) -> list[RowConfig]:
+    """Configurations worth measuring, of forward passes that store the gradient, for rows of this length."""
+    block = next_power_of_2(columns)
+    whole = [
+        WholeRowConfig(rows=rows, warps=warps)
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16, 32)
+        if 8 <= rows * block // (32 * warps) <= 64 and (rows == 1 or rows * block <= 16384)
+    ]
+    long = [
+        LongRowConfig(repeats=repeats, warps=warps)
+        for repeats in (1, 2, 4)
+        for warps in (4, 8, 16, 32)
+        if repeats * warps * 256 <= columns and repeats * warps <= 64
+    ]
+    return [*(whole if columns <= LONGEST_WHOLE_ROW else []), *(long if columns > _LONGEST_NARROW_ROW else [])]
+
+
+class LossSettings(NamedTuple):
+    """The options of a loss."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+    reduction: str
+
+
+def cross_entropy_forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float,
+    z_loss: float, reduction: str, with_gradient: bool, *, config: RowConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss; the gradient of the logits or an empty tensor; top and sum of each row; the denominator of a mean."""
+    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    gradient = torch.empty(logits.shape if with_gradient else (0,), dtype=logits.dtype, device=logits.device)
+    loss, statistics, parts = _forward(logits, target, weight, settings, gradient if with_gradient else None, config)
+    return loss, gradient, statistics, parts
+
+
+def cross_entropy_forward_(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float,
+    z_loss: float, reduction: str, *, config: RowConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss, and top and sum of each row. The gradient overwrites the logits."""
+    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    return _forward(logits, target, weight, settings, logits, config)[:2]
+
+
+def _forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, settings: LossSettings, gradient: Tensor | None,
+    config: RowConfig | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    flat = target.reshape(-1).contiguous()
+    losses = torch.empty(flat.numel(), dtype=torch.float32, device=logits.device)
+    statistics = torch.empty(2, flat.numel(), dtype=torch.float32, device=logits.device)
+    weight = None if weight is None else weight.contiguous()
+    parts = denominator(flat, weight, logits.shape[-1], settings)
+    total = weight_total(weight, settings)
+    tops, totals = statistics.unbind()
+    write_rows(logits, flat, weight, total, parts, losses, tops, totals, settings, gradient=gradient, config=config)
+    return reduce_losses(losses, target.shape, settings), statistics, parts
+
+
+def denominator(target: Tensor, weight: Tensor | None, columns: int, settings: LossSettings) -> Tensor:
+    """The sum of the weights of the targets that are not ignored, in parts, on the device; empty unless for a mean."""
+    rows = target.numel()
+    parts = torch.empty(PARTS if settings.reduction == "mean" else 0, dtype=torch.float32, device=target.device)
+    if settings.reduction == "mean":
+        programs = min(PARTS, next_power_of_2(triton.cdiv(rows, _COUNT_BLOCK)))
+        launch(
+            count_targets_kernel, (programs, 1, 1), target, target if weight is None else weight, parts, rows, columns,
+            settings.ignore_index, triton.cdiv(rows, programs), weight is not None, PARTS // programs, _COUNT_BLOCK,
+            warps=4,
+        )  # fmt: skip
+    return parts
+
+
+def weight_total(weight: Tensor | None, settings: LossSettings) -> Tensor | None:
+    """The sum of all class weights, if label smoothing needs it."""
+    if weight is None or not settings.label_smoothing:
+        return None
+    return weight.sum(dtype=torch.float32)
+
+
+def reduce_losses(losses: Tensor, shape: torch.Size, settings: LossSettings) -> Tensor:
+    """The loss from that of each row, which a mean has divided already."""
+    if settings.reduction == "none":
+        return losses.view(shape)
+    if settings.reduction == "mean" and not losses.numel():
+        return losses.new_full((), float("nan"))
+    return losses.sum()
+
+
+def write_rows(
+    logits: Tensor, target: Tensor, weight: Tensor | None, total: Tensor | None, parts: Tensor, losses: Tensor,
+    tops: Tensor, totals: Tensor, settings: LossSettings, *, gradient: Tensor | None = None, scaled: bool = True,
+    logprobs: Tensor | None = None, entropies: Tensor | None = None, config: RowConfig | None = None,
+) -> None:  # fmt: skip
+    """Stores the loss of each row, its top and sum of exponentials, and the rest if there is a tensor for it.
+
+    `target` is contiguous and of one dimension, `gradient` may be `logits`. With `scaled` the gradient is that of a
+    mean if the loss is one.
+    """
+    source, sink = _source_and_sink(logits, gradient)
+    rows, columns = source.rows, source.columns
+    wide = _is_wide(columns, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride)
+    if config is None and wide:
+        config = from_row(tuned("cross_entropy", columns, logits.device), *_ROW_CONFIGS)
+    config = config or cross_entropy_heuristic(columns, rows, wide, gradient is not None)
+    shared = (
+        source.tensor, sink.tensor, target, losses if weight is None else weight, losses if total is None else total,
+        parts, losses, tops, totals, losses if logprobs is None else logprobs,
+        losses if entropies is None else entropies,
+        rows, columns, source.inner, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride,
+        settings.ignore_index, float(settings.label_smoothing), float(settings.softcap or 1.0), float(settings.z_loss),
+        source.has_outer, settings.reduction == "mean", scaled, weight is not None, settings.label_smoothing != 0.0,
+        settings.softcap != 0.0, settings.z_loss != 0.0, gradient is not None, logprobs is not None,
+        entropies is not None, PARTS,
+    )  # fmt: skip
+    if isinstance(config, WholeRowConfig):
+        grid = (triton.cdiv(rows, config.rows), 1, 1)
+        launch(
+            cross_entropy_whole_rows_kernel, grid, *shared, config.rows, next_power_of_2(columns), warps=config.warps
+        )
+    else:
+        lanes = config.warps * 32 * (16 // source.tensor.element_size())
+        launch(
+            cross_entropy_long_rows_kernel, (rows, 1, 1), *shared, config.repeats, lanes, _shift(source, sink),
+            warps=config.warps,
+        )  # fmt: skip
+    if gradient is logits and sink.tensor is not logits:
+        logits.copy_(sink.tensor)  # its strides could not be addressed: the kernel wrote to a copy
+
+
+def cross_entropy_backward(
+    upstream: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, parts: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str,
+    *, config: GradientConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits, contiguous."""
+    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    write_gradient(upstream, logits, gradient, target, weight, statistics[0], statistics[1], parts, settings, config)
+    return gradient
+
+
+def cross_entropy_backward_(
+    upstream: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, parts: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str,
+    *, config: GradientConfig | None = None,
+) -> None:  # fmt: skip
+    """Overwrites the logits with their gradient."""
+    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
+    write_gradient(upstream, logits, logits, target, weight, statistics[0], statistics[1], parts, settings, config)
+
+
+def write_gradient(
+    upstream: Tensor, logits: Tensor, gradient: Tensor, target: Tensor, weight: Tensor | None, tops: Tensor,
+    totals: Tensor, parts: Tensor, settings: LossSettings, config: GradientConfig | None = None,
+) -> None:  # fmt: skip
+    """Stores the gradient; `upstream` is a scalar or has one number per row, `gradient` may be `logits`."""
+    source, sink = _source_and_sink(logits, gradient)
+    rows, columns = source.rows, source.columns
+    weight = None if weight is None else weight.contiguous()
+    total = weight_total(weight, settings)
+    upstream = upstream.reshape(-1)
+    shift = _shift(source, sink)
+    config = config or from_row(tuned("cross_entropy_gradient", columns, logits.device), GradientConfig)
+    config = config or GradientConfig()
+    block = min(next_power_of_2(columns), config.elements)
+    several = 1 if shift and columns > _LONGEST_NARROW_ROW else config.elements // block
+    shift = shift if several == 1 else 0
+    grid = (triton.cdiv(rows, several), triton.cdiv(columns + max(shift - 1, 0), block), 1)
+    launch(
+        cross_entropy_gradient_kernel, grid, upstream, source.tensor, sink.tensor, target.reshape(-1).contiguous(),
+        tops if weight is None else weight, tops if total is None else total, parts, tops, totals,
+        rows, columns, source.inner, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride,
+        0 if upstream.numel() == 1 else upstream.stride(0),
+        settings.ignore_index, float(settings.label_smoothing), float(settings.softcap or 1.0), float(settings.z_loss),
+        source.has_outer, settings.reduction == "mean", weight is not None, settings.label_smoothing != 0.0,
+        settings.softcap != 0.0, settings.z_loss != 0.0, PARTS, several, block, shift, warps=config.warps,
+    )  # fmt: skip
+    if gradient is logits and sink.tensor is not logits:
+        logits.copy_(sink.tensor)
+
+
+def scale_gradient_(gradient: Tensor, factor: Tensor) -> None:
+    """Multiplies in place by a scalar on the device, at the cost of a launch alone if that is 1."""
+    if not gradient.is_contiguous():
+        gradient.mul_(factor)
+        return
+    programs = min(triton.cdiv(gradient.numel(), _SCALE_BLOCK), _SCALE_PROGRAMS)
+    launch(scale_gradient_kernel, (programs, 1, 1), gradient, factor, gradient.numel(), _SCALE_BLOCK, warps=8)
+
+
+class LogitRows(NamedTuple):
+    """Logits as rows, without a copy if two strides address all of them, as in logits[:, :-1]."""
+
+    tensor: Tensor
+    rows: int
+    columns: int
+    inner: int
+    outer_stride: int
+    row_stride: int
+
+    @property
+    def has_outer(self) -> bool:
+        return self.inner < self.rows
+
+
+def logit_rows(logits: Tensor) -> LogitRows:
+    """A tensor (..., columns) as rows. It is copied if the last stride is not 1, or if rows need more than two."""
+    columns = logits.shape[-1]
+    count = prod(logits.shape[:-1])
+    if columns > 1 and logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    levels: list[tuple[int, int]] = []  # sizes and strides, merged where one stride leads through both dimensions
+    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if levels and levels[-1][1] == size * stride:
+            levels[-1] = (levels[-1][0] * size, stride)
+        else:
+            levels.append((size, stride))
+    if len(levels) > 2:
+        logits = logits.contiguous()
+        levels = [(count, columns)]
+    levels = [(1, 0)] * (2 - len(levels)) + levels
+    return LogitRows(logits, count, columns, levels[1][0], levels[0][1], levels[1][1])
+
+
+def _source_and_sink(logits: Tensor, gradient: Tensor | None) -> tuple[LogitRows, LogitRows]:
+    """The rows of logits and of their gradient, which is contiguous or the logits, with the same `inner`."""
+    source = logit_rows(logits)
+    if gradient is None or gradient is logits:
+        return source, source
+    columns = source.columns
+    return source, LogitRows(gradient, source.rows, columns, source.inner, source.inner * columns, columns)
+
+
+def _is_wide(*numbers: int) -> bool:
+    return not any(number % 16 for number in numbers)
+
+
+def _shift(source: LogitRows, sink: LogitRows) -> int:
+    """The number of elements in 16 bytes, if rows of both begin equally far from a multiple of these but not at one."""
+    numbers = (source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride)
+    width = 16 // source.tensor.element_size()
+    if _is_wide(*numbers) or source.tensor.dtype != sink.tensor.dtype:
+        return 0
+    differences = (source.outer_stride - sink.outer_stride, source.row_stride - sink.row_stride)
+    return 0 if any(number % width for number in differences) else width
 
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent and its slope in float32.
+    """The hyperbolic tangent and its derivative in float32.
 
-    From one exponential, and near 0, where that cancels, a polynomial: off by 1.5e-7 of its value at most.
+    From one exponential, and near 0, where that cancels, from a polynomial: the relative error is 1.5e-7 at most.
     """
     size = tl.abs(x)
     decay = exponential(-2.0 * size)
@@ -41,24 +350,24 @@ def tanh(x):
     series = -0.3333328366 + square * series
     near = size + size * square * series
     result = tl.where(size < 0.6, near, far)
-    # the slope from the exponential: 1 - tanh**2 would cancel where that is near 1
+    # the derivative from the exponential: 1 - tanh**2 would cancel where tanh is near 1
     return tl.where(x < 0.0, -result, result), 4.0 * decay * inverse * inverse
 
 
 @triton.jit
 def capped(values, cap, CAP: tl.constexpr):
-    """Logits in float32 and below the softcap, and the slope of that."""
+    """Logits in float32 with the softcap applied, and its derivative."""
     values = values.to(tl.float32)
-    bend = values
+    cap_slope = values
     if CAP:
-        part, bend = tanh(values / cap)
+        part, cap_slope = tanh(values / cap)
         values = cap * part
-    return values, bend
+    return values, cap_slope
 
 
 @triton.jit
 def row_start(row, inner, outer_stride, row_stride, OUTER: tl.constexpr):
-    """Where a row begins, in elements: rows are `row_stride` apart, and blocks of `inner` rows `outer_stride`."""
+    """The first element of a row: rows are `row_stride` apart, and blocks of `inner` rows `outer_stride`."""
     if OUTER:
         start = row // inner * outer_stride + row % inner * row_stride
     else:
@@ -68,7 +377,7 @@ def row_start(row, inner, outer_stride, row_stride, OUTER: tl.constexpr):
 
 @triton.jit
 def mean_scale(parts, MEAN: tl.constexpr, PARTS: tl.constexpr):
-    """What a mean multiplies each row with; 1 for a sum."""
+    """The factor of each row in a mean; 1 for a sum."""
     scale = 1.0
     if MEAN:
         scale = 1.0 / tl.sum(tl.load(parts + tl.arange(0, PARTS)))
@@ -77,7 +386,7 @@ def mean_scale(parts, MEAN: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def loss_weights(target, valid, weight, weight_total, smoothing, columns, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr):
-    """What the target's own term and all terms together weigh in a row's loss, and what each class weighs besides."""
+    """The weights in a row's loss of the target's own term, of all terms together, and of each class besides."""
     own = 1.0
     if WEIGHTED:
         own = tl.load(weight + target, mask=valid, other=0.0).to(tl.float32)
@@ -95,17 +404,17 @@ def loss_weights(target, valid, weight, weight_total, smoothing, columns, WEIGHT
 
 @triton.jit
 def finish_row(
-    row, rows, kept, valid, logit, top, total, smooth, spread_of, own, all_terms, spread, z, scale,
+    row, rows, is_kept, valid, logit, top, total, smooth, entropy_sum, own, all_terms, spread, z, scale,
     losses, tops, totals, logprobs, entropies, SMOOTH: tl.constexpr, Z: tl.constexpr,
     LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the loss of rows and what was asked for besides; gives by what the z-loss multiplies the softmax.
+    """Stores the loss and the statistics of rows. Returns the factor of the softmax in the gradient of the z-loss.
 
-    `smooth` is the sum of the (weighted) distances of all logits from the top, `spread_of` that of the softmax.
+    `smooth` is the sum of the (weighted) distances of all logits from the top, `entropy_sum` that weighted by softmax.
     """
     inside = row < rows
     log_total = tl.log(total)
-    below = top - logit  # before the logarithm: the difference of two large numbers is exact, their sums are not
+    below = top - logit  # first: a difference of large numbers is exact, their sums are not
     loss = own * (below + log_total)
     extra = 0.0
     if SMOOTH:
@@ -114,36 +423,36 @@ def finish_row(
         normalizer = top + log_total
         loss += z * normalizer * normalizer
         extra = 2.0 * z * normalizer
-    none = tl.where(kept, float("nan"), 0.0)
-    # 0 times infinity where all are ignored: a mean of nothing is not a number
-    tl.store(losses + row, tl.where(valid, loss, none) * scale, mask=inside)
+    invalid = tl.where(is_kept, float("nan"), 0.0)
+    # 0 times infinity if all are ignored: the mean of no rows is NaN
+    tl.store(losses + row, tl.where(valid, loss, invalid) * scale, mask=inside)
     tl.store(tops + row, tl.where(valid, top, 0.0), mask=inside)
     tl.store(totals + row, tl.where(valid, total, 1.0), mask=inside)
     if LOGPROBS:
-        tl.store(logprobs + row, tl.where(valid, -(below + log_total), none), mask=inside)
+        tl.store(logprobs + row, tl.where(valid, -(below + log_total), invalid), mask=inside)
     if ENTROPY:
-        tl.store(entropies + row, tl.where(valid, log_total - spread_of / total, none), mask=inside)
+        tl.store(entropies + row, tl.where(valid, log_total - entropy_sum / total, invalid), mask=inside)
     return extra
 
 
 @triton.jit
 def logit_gradient(
-    bend, powers, column, wanted, here, factor, own, spread, extra, weight, inside,
+    cap_slope, powers, column, label, may_have_label, factor, own, spread, extra, weight, inside,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by logits from their exponentials and slopes of the softcap; `here`: the target may be here."""
+    """The gradient of logits, from their exponentials and the derivative of the softcap."""
     result = powers * factor
-    if here:
-        result = tl.where(column == wanted, result - own, result)
+    if may_have_label:
+        result = tl.where(column == label, result - own, result)
     if Z:
-        result += powers * extra  # after the difference, which may be of almost equal numbers
+        result += powers * extra  # after the difference, which may cancel
     if SMOOTH:
         if WEIGHTED:
             result -= spread * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         else:
             result -= spread
     if CAP:
-        result = result * bend
+        result = result * cap_slope
     return result
 
 
@@ -152,17 +461,17 @@ def count_targets_kernel(
     target, weight, parts, rows, columns, ignore_index, chunk, WEIGHTED: tl.constexpr, EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the weights of the targets that are kept, in parts, of which a program writes EACH."""
+    """Sums the weights of the targets that are not ignored, in parts, of which a program writes EACH."""
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, chunk, BLOCK):
         step = start + tl.arange(0, BLOCK)
         row = program * chunk + step
         inside = (step < chunk) & (row < rows)
-        wanted = tl.load(target + row, mask=inside, other=0).to(tl.int64)
-        valid = inside & (wanted != ignore_index) & (wanted >= 0) & (wanted < columns)
+        label = tl.load(target + row, mask=inside, other=0).to(tl.int64)
+        valid = inside & (label != ignore_index) & (label >= 0) & (label < columns)
         if WEIGHTED:
-            total += tl.load(weight + wanted, mask=valid, other=0.0).to(tl.float32)
+            total += tl.load(weight + label, mask=valid, other=0.0).to(tl.float32)
         else:
             total += valid.to(tl.float32)
     tl.store(parts + program * EACH + tl.arange(0, EACH), tl.sum(tl.reshape(total, [EACH, BLOCK // EACH]), 1))
@@ -177,36 +486,36 @@ def cross_entropy_whole_rows_kernel(
     CAP: tl.constexpr, Z: tl.constexpr, GRADIENT: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows that fit into registers, several by a program: each byte is read once."""
+    """Rows that fit into registers, several per program: each byte is read once."""
     smoothing, cap, z = tl.cast(smoothing, tl.float32), tl.cast(cap, tl.float32), tl.cast(z, tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     scale = mean_scale(parts, MEAN, PARTS)
-    wanted = tl.load(target + row, mask=row < rows, other=0).to(tl.int64)
-    kept = (row < rows) & (wanted != ignore_index)
-    valid = kept & (wanted >= 0) & (wanted < columns)
+    label = tl.load(target + row, mask=row < rows, other=0).to(tl.int64)
+    is_kept = (row < rows) & (label != ignore_index)
+    valid = is_kept & (label >= 0) & (label < columns)
     start = row_start(row, inner, outer_stride, row_stride, OUTER)
     column = tl.arange(0, BLOCK)[None, :]
     inside = valid[:, None] & (column < columns)
     loaded = tl.load(logits + start[:, None] + column, mask=inside, other=float("-inf"))
-    values, bend = capped(loaded, cap, CAP)
-    logit = capped(tl.load(logits + start + wanted, mask=valid, other=0.0), cap, CAP)[0]
-    own, all_terms, spread = loss_weights(wanted, valid, weight, weight_total, smoothing, columns, WEIGHTED, SMOOTH)
+    values, cap_slope = capped(loaded, cap, CAP)
+    logit = capped(tl.load(logits + start + label, mask=valid, other=0.0), cap, CAP)[0]
+    own, all_terms, spread = loss_weights(label, valid, weight, weight_total, smoothing, columns, WEIGHTED, SMOOTH)
     if CAP:
         values = tl.where(inside, values, float("-inf"))
     top = tl.maximum(tl.max(values, 1), LOWEST)
     below = values - top[:, None]
     powers = exponential(below)
     total = tl.sum(powers, 1)
-    smooth, spread_of = total, total
+    smooth, entropy_sum = total, total
     if SMOOTH:
         distance = tl.where(inside, below, 0.0)
         if WEIGHTED:
             distance *= tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
         smooth = tl.sum(distance, 1)
     if ENTROPY:
-        spread_of = tl.sum(tl.where(powers > 0.0, powers * below, 0.0), 1)
+        entropy_sum = tl.sum(tl.where(powers > 0.0, powers * below, 0.0), 1)
     extra = finish_row(
-        row, rows, kept, valid, logit, top, total, smooth, spread_of, own, all_terms, spread, z, scale,
+        row, rows, is_kept, valid, logit, top, total, smooth, entropy_sum, own, all_terms, spread, z, scale,
         losses, tops, totals, logprobs, entropies, SMOOTH, Z, LOGPROBS, ENTROPY,
     )  # fmt: skip
     if GRADIENT:
@@ -216,14 +525,14 @@ def cross_entropy_whole_rows_kernel(
         extra = (scale * extra / total)[:, None]
         own = (own + tl.zeros_like(total)) * scale
         result = logit_gradient(
-            bend, powers, column, wanted[:, None], True, factor, own[:, None], scale * spread, extra, weight,
+            cap_slope, powers, column, label[:, None], True, factor, own[:, None], scale * spread, extra, weight,
             column < columns, WEIGHTED, SMOOTH, CAP, Z,
         )  # fmt: skip
-        none = tl.where(kept, float("nan"), 0.0)[:, None]
-        result = tl.where(valid[:, None], result, none)
-        to = row_start(row, inner, gradient_outer, gradient_stride, OUTER)
+        invalid = tl.where(is_kept, float("nan"), 0.0)[:, None]
+        result = tl.where(valid[:, None], result, invalid)
+        gradient_start = row_start(row, inner, gradient_outer, gradient_stride, OUTER)
         tl.store(
-            gradient + to[:, None] + column,
+            gradient + gradient_start[:, None] + column,
             result.to(gradient.dtype.element_ty),
             mask=(row < rows)[:, None] & (column < columns),
         )
@@ -238,18 +547,18 @@ def cross_entropy_gradient_kernel(
     CAP: tl.constexpr, Z: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient from the logits and what the forward pass found of each row; SHIFT as above, for single rows."""
+    """The gradient, from the logits and the statistics of the forward pass. SHIFT as in the long-row kernel."""
     smoothing, cap, z = tl.cast(smoothing, tl.float32), tl.cast(cap, tl.float32), tl.cast(z, tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    known = row < rows
-    wanted = tl.load(target + row, mask=known, other=0).to(tl.int64)
-    kept = known & (wanted != ignore_index)
-    valid = kept & (wanted >= 0) & (wanted < columns)
-    top = tl.load(tops + row, mask=known, other=0.0)
-    total = tl.load(totals + row, mask=known, other=1.0)
-    scale = mean_scale(parts, MEAN, PARTS) * tl.load(upstream + row * upstream_stride, mask=known, other=0.0)
+    is_row = row < rows
+    label = tl.load(target + row, mask=is_row, other=0).to(tl.int64)
+    is_kept = is_row & (label != ignore_index)
+    valid = is_kept & (label >= 0) & (label < columns)
+    top = tl.load(tops + row, mask=is_row, other=0.0)
+    total = tl.load(totals + row, mask=is_row, other=1.0)
+    scale = mean_scale(parts, MEAN, PARTS) * tl.load(upstream + row * upstream_stride, mask=is_row, other=0.0)
     scale = scale.to(tl.float32)
-    own, all_terms, spread = loss_weights(wanted, valid, weight, weight_total, smoothing, columns, WEIGHTED, SMOOTH)
+    own, all_terms, spread = loss_weights(label, valid, weight, weight_total, smoothing, columns, WEIGHTED, SMOOTH)
     extra = 0.0
     if Z:
         extra = 2.0 * z * (top + tl.log(total))
@@ -257,61 +566,48 @@ def cross_entropy_gradient_kernel(
     extra = (scale * extra / total)[:, None]
     own = (scale * own)[:, None]
     spread = (scale * spread)[:, None]
-    none = tl.where(kept, float("nan"), 0.0)[:, None]
+    invalid = tl.where(is_kept, float("nan"), 0.0)[:, None]
     start = row_start(row, inner, outer_stride, row_stride, OUTER)
-    to = row_start(row, inner, gradient_outer, gradient_stride, OUTER)
-    lead = tl.zeros([ROWS], tl.int32)
+    gradient_start = row_start(row, inner, gradient_outer, gradient_stride, OUTER)
+    shift = tl.zeros([ROWS], tl.int32)
     if SHIFT:
-        lead = (start % SHIFT).to(tl.int32)
+        shift = (start % SHIFT).to(tl.int32)
         start = start // SHIFT * SHIFT
-        to = to // SHIFT * SHIFT
-    lead = lead[:, None]
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    column = at - lead
-    inside = known[:, None] & (column >= 0) & (column < columns)
-    source, sink = logits + start[:, None] + at, gradient + to[:, None] + at
-    # of one row, all but the first and last block need no mask
+        gradient_start = gradient_start // SHIFT * SHIFT
+    shift = shift[:, None]
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = offset - shift
+    inside = is_row[:, None] & (column >= 0) & (column < columns)
+    logit_row, gradient_row = logits + start[:, None] + offset, gradient + gradient_start[:, None] + offset
+    # with one row per program, only the first and the last block need a mask
     unmasked = (ROWS == 1) & (tl.program_id(1) > 0) & ((tl.program_id(1) + 1) * BLOCK <= columns)
     if unmasked:
-        loaded = tl.load(source)
+        loaded = tl.load(logit_row)
     else:
-        loaded = tl.load(source, mask=inside & valid[:, None], other=0.0)
-    values, bend = capped(loaded, cap, CAP)
+        loaded = tl.load(logit_row, mask=inside & valid[:, None], other=0.0)
+    values, cap_slope = capped(loaded, cap, CAP)
     powers = exponential(values - top[:, None])
     result = logit_gradient(
-        bend,
-        powers,
-        column,
-        wanted[:, None],
-        True,
-        factor,
-        own,
-        spread,
-        extra,
-        weight,
-        inside,
-        WEIGHTED,
-        SMOOTH,
-        CAP,
-        Z,
-    )
-    result = tl.where(valid[:, None], result, none).to(gradient.dtype.element_ty)
+        cap_slope, powers, column, label[:, None], True, factor, own, spread, extra, weight, inside, WEIGHTED, SMOOTH,
+        CAP, Z,
+    )  # fmt: skip
+    result = tl.where(valid[:, None], result, invalid).to(gradient.dtype.element_ty)
     if unmasked:
-        tl.store(sink, result)
+        tl.store(gradient_row, result)
     else:
-        tl.store(sink, result, mask=inside)
+        tl.store(gradient_row, result, mask=inside)
 
 
 @triton.jit
 def scale_gradient_kernel(gradient, factor, elements, BLOCK: tl.constexpr):
-    """Multiplies a gradient by one number, in place; where this is 1, it reads no more than that number."""
-    by = tl.load(factor).to(tl.float32)
-    if by != 1.0:
+    """Multiplies a gradient by a scalar in place; if that is 1, it reads nothing else."""
+    scale = tl.load(factor).to(tl.float32)
+    if scale != 1.0:
         for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            inside = at < elements
-            values = tl.load(gradient + at, mask=inside)
-            tl.store(gradient + at, (values.to(tl.float32) * by).to(gradient.dtype.element_ty), mask=inside)
+            offset = block * BLOCK + tl.arange(0, BLOCK)
+            inside = offset < elements
+            values = tl.load(gradient + offset, mask=inside)
+            tl.store(gradient + offset, (values.to(tl.float32) * scale).to(gradient.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -319,7 +615,7 @@ def absorb_block(
     values, column, inside, tops, totals, smooths, spreads, origin, weight,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Takes a block [repeats, lanes] into what each lane has: no thread waits for another before the row's end."""
+    """Adds a block, (repeats, lanes), to the statistics of each lane; lanes are reduced at the end of the row."""
     if MASKED:
         values = tl.where(inside, values, float("-inf"))
     higher = tl.maximum(tops, tl.max(values, 0))
@@ -327,7 +623,7 @@ def absorb_block(
     below = values - higher[None, :]
     powers = exponential(below)
     if ENTROPY:
-        # the distances so far were from the top so far
+        # the distances so far are from the previous top
         moved = tl.where(totals > 0.0, (tops - higher) * totals, 0.0)
         spreads = shrink * (spreads + moved) + tl.sum(tl.where(powers > 0.0, powers * below, 0.0), 0)
     if SMOOTH:
@@ -343,41 +639,28 @@ def absorb_block(
 
 @triton.jit
 def write_block(
-    source, sink, first, step, lead, end, wanted, top, factor, own, spread, extra, weight, cap,
+    logit_row, gradient_row, first, step, shift, end, label, top, factor, own, spread, extra, weight, cap,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, Z: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one block of a row, whose elements begin at `first` from where the row's addresses do."""
-    at = first + step
-    inside = (at >= lead) & (at < end)
+    """Stores the gradient of one block of a row, which begins `first` elements after `source_row`."""
+    offset = first + step
+    inside = (offset >= shift) & (offset < end)
     if MASKED:
-        values = tl.load(source + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        values = tl.load(logit_row + offset, mask=inside, other=0.0, eviction_policy="evict_first")
     else:
-        values = tl.load(source + at, eviction_policy="evict_first")
-    values, bend = capped(values, cap, CAP)
-    here = (wanted + lead >= first) & (wanted + lead < first + BLOCK)
+        values = tl.load(logit_row + offset, eviction_policy="evict_first")
+    values, cap_slope = capped(values, cap, CAP)
+    may_have_label = (label + shift >= first) & (label + shift < first + BLOCK)
     powers = exponential(values - top)
     result = logit_gradient(
-        bend,
-        powers,
-        at - lead,
-        wanted,
-        here,
-        factor,
-        own,
-        spread,
-        extra,
-        weight,
-        inside,
-        WEIGHTED,
-        SMOOTH,
-        CAP,
-        Z,
-    ).to(sink.dtype.element_ty)
+        cap_slope, powers, offset - shift, label, may_have_label, factor, own, spread, extra, weight, inside, WEIGHTED,
+        SMOOTH, CAP, Z,
+    ).to(gradient_row.dtype.element_ty)  # fmt: skip
     if MASKED:
-        tl.store(sink + at, result, mask=inside, eviction_policy="evict_first")
+        tl.store(gradient_row + offset, result, mask=inside, eviction_policy="evict_first")
     else:
-        tl.store(sink + at, result, eviction_policy="evict_first")
+        tl.store(gradient_row + offset, result, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -389,69 +672,69 @@ def cross_entropy_long_rows_kernel(
     CAP: tl.constexpr, Z: tl.constexpr, GRADIENT: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr,
     PARTS: tl.constexpr, REPEATS: tl.constexpr, LANES: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of any length, one by a program: read once from memory, and again, from the cache, for the gradient.
+    """Rows of any length, one per program: read once from memory, and again, from the cache, for the gradient.
 
-    The second time goes from the end to the beginning, as what was read last is in the cache most surely. Where rows
-    do not begin at multiples of 16 bytes, SHIFT is how many elements these are: blocks begin at the multiple before the
-    row, and all but the first and the last need no mask, so that they are loaded and stored by 16 bytes too.
+    The second pass goes from the end to the beginning, since what was read last is most likely still in the cache. If
+    rows do not begin at multiples of 16 bytes, SHIFT is the number of elements in 16 bytes: blocks begin at the
+    multiple before the row, and only the first and the last need a mask, so that loads and stores are of 16 bytes too.
     """
     smoothing, cap, z = tl.cast(smoothing, tl.float32), tl.cast(cap, tl.float32), tl.cast(z, tl.float32)
     BLOCK: tl.constexpr = REPEATS * LANES
     row = tl.program_id(0).to(tl.int64)
-    wanted = tl.load(target + row).to(tl.int64)
-    kept = wanted != ignore_index
-    valid = kept & (wanted >= 0) & (wanted < columns)
+    label = tl.load(target + row).to(tl.int64)
+    is_kept = label != ignore_index
+    valid = is_kept & (label >= 0) & (label < columns)
     start = row_start(row, inner, outer_stride, row_stride, OUTER)
-    to = row_start(row, inner, gradient_outer, gradient_stride, OUTER)
-    lead = 0
+    gradient_start = row_start(row, inner, gradient_outer, gradient_stride, OUTER)
+    shift = 0
     first = 0
     if SHIFT:
-        lead = (start % SHIFT).to(tl.int32)
+        shift = (start % SHIFT).to(tl.int32)
         start = start // SHIFT * SHIFT
-        to = to // SHIFT * SHIFT
+        gradient_start = gradient_start // SHIFT * SHIFT
         first = 1
-    source, sink = logits + start, gradient + to
-    end = columns + lead
+    logit_row, gradient_row = logits + start, gradient + gradient_start
+    end = columns + shift
     full = end // BLOCK
     last = tl.maximum(full, first)
     step = (tl.arange(0, REPEATS) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
     if valid:
         scale = mean_scale(parts, MEAN, PARTS)
-        logit = capped(tl.load(source + lead + wanted), cap, CAP)[0]
-        own, all_terms, spread = loss_weights(wanted, valid, weight, weight_total, smoothing, columns, WEIGHTED, SMOOTH)
-        origin = tl.where(tl.abs(logit) < float("inf"), logit, 0.0)  # sums of distances from it do not cancel
+        logit = capped(tl.load(logit_row + shift + label), cap, CAP)[0]
+        own, all_terms, spread = loss_weights(label, valid, weight, weight_total, smoothing, columns, WEIGHTED, SMOOTH)
+        origin = tl.where(tl.abs(logit) < float("inf"), logit, 0.0)  # distances from it add up without cancellation
         lane_tops = tl.full([LANES], LOWEST, tl.float32)
         lane_totals = tl.zeros([LANES], tl.float32)
         smooths, spreads = lane_totals, lane_totals
         if SHIFT:
-            inside = (step >= lead) & (step < end)
-            values = capped(tl.load(source + step, mask=inside, other=0.0), cap, CAP)[0]
+            inside = (step >= shift) & (step < end)
+            values = capped(tl.load(logit_row + step, mask=inside, other=0.0), cap, CAP)[0]
             lane_tops, lane_totals, smooths, spreads = absorb_block(
-                values, step - lead, inside, lane_tops, lane_totals, smooths, spreads, origin, weight,
+                values, step - shift, inside, lane_tops, lane_totals, smooths, spreads, origin, weight,
                 WEIGHTED, SMOOTH, ENTROPY, True,
             )  # fmt: skip
         for block in range(first, full):
-            at = block * BLOCK + step
+            offset = block * BLOCK + step
             if GRADIENT:
-                loaded = tl.load(source + at, eviction_policy="evict_last")
+                loaded = tl.load(logit_row + offset, eviction_policy="evict_last")
             else:
-                loaded = tl.load(source + at, eviction_policy="evict_first")
+                loaded = tl.load(logit_row + offset, eviction_policy="evict_first")
             values = capped(loaded, cap, CAP)[0]
             lane_tops, lane_totals, smooths, spreads = absorb_block(
-                values, at - lead, at < end, lane_tops, lane_totals, smooths, spreads, origin, weight,
+                values, offset - shift, offset < end, lane_tops, lane_totals, smooths, spreads, origin, weight,
                 WEIGHTED, SMOOTH, ENTROPY, False,
             )  # fmt: skip
         if last * BLOCK < end:
-            at = last * BLOCK + step
-            values = capped(tl.load(source + at, mask=at < end, other=0.0), cap, CAP)[0]
+            offset = last * BLOCK + step
+            values = capped(tl.load(logit_row + offset, mask=offset < end, other=0.0), cap, CAP)[0]
             lane_tops, lane_totals, smooths, spreads = absorb_block(
-                values, at - lead, at < end, lane_tops, lane_totals, smooths, spreads, origin, weight,
+                values, offset - shift, offset < end, lane_tops, lane_totals, smooths, spreads, origin, weight,
                 WEIGHTED, SMOOTH, ENTROPY, True,
             )  # fmt: skip
         top = tl.max(lane_tops, 0)
         shrink = exponential(lane_tops - top)
         total = tl.sum(lane_totals * shrink, 0)
-        smooth, spread_of = total, total
+        smooth, entropy_sum = total, total
         if SMOOTH:
             smooth = tl.sum(smooths, 0)
             if WEIGHTED:
@@ -460,9 +743,9 @@ def cross_entropy_long_rows_kernel(
                 smooth += columns * (origin - top)
         if ENTROPY:
             moved = tl.where(lane_totals > 0.0, (lane_tops - top) * lane_totals, 0.0)
-            spread_of = tl.sum(shrink * (spreads + moved), 0)
+            entropy_sum = tl.sum(shrink * (spreads + moved), 0)
         extra = finish_row(
-            row, rows, kept, valid, logit, top, total, smooth, spread_of, own, all_terms, spread, z, scale,
+            row, rows, is_kept, valid, logit, top, total, smooth, entropy_sum, own, all_terms, spread, z, scale,
             losses, tops, totals, logprobs, entropies, SMOOTH, Z, LOGPROBS, ENTROPY,
         )  # fmt: skip
         if GRADIENT:
@@ -474,333 +757,48 @@ def cross_entropy_long_rows_kernel(
             spread = scale * spread
             if last * BLOCK < end:
                 write_block(
-                    source, sink, last * BLOCK, step, lead, end, wanted, top, factor, own, spread, extra, weight, cap,
-                    WEIGHTED, SMOOTH, CAP, Z, True, BLOCK,
+                    logit_row, gradient_row, last * BLOCK, step, shift, end, label, top, factor, own, spread, extra,
+                    weight, cap, WEIGHTED, SMOOTH, CAP, Z, True, BLOCK,
                 )  # fmt: skip
             for block in range(first, full):
                 write_block(
-                    source, sink, (full - 1 - block + first) * BLOCK, step, lead, end, wanted, top, factor, own,
-                    spread, extra, weight, cap, WEIGHTED, SMOOTH, CAP, Z, False, BLOCK,
+                    logit_row, gradient_row, (full - 1 - block + first) * BLOCK, step, shift, end, label, top, factor,
+                    own, spread, extra, weight, cap, WEIGHTED, SMOOTH, CAP, Z, False, BLOCK,
                 )  # fmt: skip
             if SHIFT:
                 write_block(
-                    source, sink, 0, step, lead, end, wanted, top, factor, own, spread, extra, weight, cap,
+                    logit_row, gradient_row, 0, step, shift, end, label, top, factor, own, spread, extra, weight, cap,
                     WEIGHTED, SMOOTH, CAP, Z, True, BLOCK,
                 )  # fmt: skip
     else:
-        none = tl.where(kept, float("nan"), 0.0)
-        tl.store(losses + row, none * mean_scale(parts, MEAN, PARTS))  # a mean of nothing is not a number
+        invalid = tl.where(is_kept, float("nan"), 0.0)
+        tl.store(losses + row, invalid * mean_scale(parts, MEAN, PARTS))  # the mean of no rows is NaN
         tl.store(tops + row, 0.0)
         tl.store(totals + row, 1.0)
         if LOGPROBS:
-            tl.store(logprobs + row, none)
+            tl.store(logprobs + row, invalid)
         if ENTROPY:
-            tl.store(entropies + row, none)
+            tl.store(entropies + row, invalid)
         if GRADIENT:
-            blank = (tl.zeros([REPEATS, LANES], tl.float32) + none).to(gradient.dtype.element_ty)
+            blank = (tl.zeros([REPEATS, LANES], tl.float32) + invalid).to(gradient.dtype.element_ty)
             for block in range(last + 1):
-                at = block * BLOCK + step
-                tl.store(sink + at, blank, mask=(at >= lead) & (at < end))
+                offset = block * BLOCK + step
+                tl.store(gradient_row + offset, blank, mask=(offset >= shift) & (offset < end))
 
 
-LONGEST_WHOLE_ROW = 32768
-"""The longest row that is held in registers."""
-_LONGEST_NARROW_ROW = 4096
-"""The same for rows that do not begin at multiples of 16 elements: longer ones are loaded better block by block."""
-PARTS = 128
-"""In so many parts the targets are counted, whose sum every program takes."""
-_COUNT_BLOCK = 1024
-_SCALE_BLOCK = 8192
-_PROGRAMS = 132 * 8
-
-CrossEntropyConfig = dict[str, Any]
-
-
-class LossSettings(NamedTuple):
-    """What a loss is, beside its tensors."""
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float
-    z_loss: float
-    reduction: str
-
-
-class LogitRows(NamedTuple):
-    """Logits as rows, without a copy where two strides lead to all of them: also logits[:, :-1]."""
-
-    tensor: Tensor
-    rows: int
-    columns: int
-    inner: int
-    outer_stride: int
-    row_stride: int
-
-    @property
-    def has_outer(self) -> bool:
-        return self.inner < self.rows
-
-
-def logit_rows(logits: Tensor) -> LogitRows:
-    """A tensor [..., columns] as rows. It is copied where the last stride is not 1, or more than two others lead on."""
-    columns = logits.shape[-1]
-    count = prod(logits.shape[:-1])
-    if columns > 1 and logits.stride(-1) != 1:
-        logits = logits.contiguous()
-    levels: list[tuple[int, int]] = []
-    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if levels and levels[-1][1] == size * stride:
-            levels[-1] = (levels[-1][0] * size, stride)
-        else:
-            levels.append((size, stride))
-    if len(levels) > 2:
-        logits = logits.contiguous()
-        levels = [(count, columns)]
-    levels = [(1, 0)] * (2 - len(levels)) + levels
-    return LogitRows(logits, count, columns, levels[1][0], levels[0][1], levels[1][1])
-
-
-def _source_and_sink(logits: Tensor, gradient: Tensor | None) -> tuple[LogitRows, LogitRows]:
-    """The rows of logits and of their gradient, which is contiguous or the logits; both are counted the same way."""
-    source = logit_rows(logits)
-    if gradient is None or gradient is logits:
-        return source, source
-    columns = source.columns
-    return source, LogitRows(gradient, source.rows, columns, source.inner, source.inner * columns, columns)
-
-
-def _is_wide(*numbers: int) -> bool:
-    return not any(number % 16 for number in numbers)
-
-
-def _shift(source: LogitRows, sink: LogitRows) -> int:
-    """How many elements are 16 bytes, where rows of both begin equally far from a multiple of these but not at one."""
-    numbers = (source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride)
-    width = 16 // source.tensor.element_size()
-    if _is_wide(*numbers) or source.tensor.dtype != sink.tensor.dtype:
-        return 0
-    apart = (source.outer_stride - sink.outer_stride, source.row_stride - sink.row_stride)
-    return 0 if any(number % width for number in apart) else width
-
-
-def cross_entropy_heuristic(columns: int, rows: int, wide: bool, gradient: bool) -> CrossEntropyConfig:
-    """What to launch with where nobody measured."""
-    if columns <= (LONGEST_WHOLE_ROW if wide else _LONGEST_NARROW_ROW):
-        block = next_power_of_2(columns)
-        several = max(1, min(4096 // block, next_power_of_2(triton.cdiv(rows, 264))))
-        return {"kernel": "whole", "rows": several, "warps": max(1, min(32, several * block // 1024))}
-    # one program of 32 warps on each SM: the rows in work, 132 of them, then stay in the cache
-    return {"kernel": "long", "repeats": 2, "warps": 32 if columns > 65536 and gradient else 16}
-
-
-def cross_entropy_candidates(columns: int) -> list[CrossEntropyConfig]:
-    """What is worth measuring, of forward passes that write the gradient, for rows of this length."""
-    block = next_power_of_2(columns)
-    whole = [
-        {"kernel": "whole", "rows": rows, "warps": warps}
-        for rows in (1, 2, 4, 8, 16, 32)
-        for warps in (1, 2, 4, 8, 16, 32)
-        if 8 <= rows * block // (32 * warps) <= 64 and (rows == 1 or rows * block <= 16384)
-    ]
-    long = [
-        {"kernel": "long", "repeats": repeats, "warps": warps}
-        for repeats in (1, 2, 4)
-        for warps in (4, 8, 16, 32)
-        if repeats * warps * 256 <= columns and repeats * warps <= 64
-    ]
-    return (whole if columns <= LONGEST_WHOLE_ROW else []) + (long if columns > _LONGEST_NARROW_ROW else [])
-
-
-def denominator(target: Tensor, weight: Tensor | None, columns: int, settings: LossSettings) -> Tensor:
-    """The sum of the weights of the targets that are kept, in parts, on the device; empty where it is not a mean."""
-    rows = target.numel()
-    parts = torch.empty(PARTS if settings.reduction == "mean" else 0, dtype=torch.float32, device=target.device)
-    if settings.reduction == "mean":
-        programs = min(PARTS, next_power_of_2(triton.cdiv(rows, _COUNT_BLOCK)))
-        launch(
-            count_targets_kernel, (programs, 1, 1), target, target if weight is None else weight, parts, rows, columns,
-            settings.ignore_index, triton.cdiv(rows, programs), weight is not None, PARTS // programs, _COUNT_BLOCK,
-            warps=4,
-        )  # fmt: skip
-    return parts
-
-
-def weight_total(weight: Tensor | None, settings: LossSettings) -> Tensor | None:
-    """The sum of all weights, where smoothing needs it."""
-    if weight is None or not settings.label_smoothing:
-        return None
-    return weight.sum(dtype=torch.float32)
-
-
-def write_rows(
-    logits: Tensor, target: Tensor, weight: Tensor | None, total: Tensor | None, parts: Tensor, losses: Tensor,
-    tops: Tensor, totals: Tensor, settings: LossSettings, *, gradient: Tensor | None = None, scaled: bool = True,
-    logprobs: Tensor | None = None, entropies: Tensor | None = None, config: CrossEntropyConfig | None = None,
-) -> None:  # fmt: skip
-    """Writes the loss of each row, its top and sum of exponentials, and the rest where there is a tensor for it.
-
-    `target` is contiguous and of one dimension, `gradient` may be `logits`. With `scaled` the gradient is that of a
-    mean where the loss is one.
-    """
-    source, sink = _source_and_sink(logits, gradient)
-    rows, columns = source.rows, source.columns
-    wide = _is_wide(columns, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride)
-    if config is None and wide:
-        config = tuned("cross_entropy", columns, logits.device)
-    config = config or cross_entropy_heuristic(columns, rows, wide, gradient is not None)
-    shared = (
-        source.tensor, sink.tensor, target, losses if weight is None else weight, losses if total is None else total,
-        parts, losses, tops, totals, losses if logprobs is None else logprobs,
-        losses if entropies is None else entropies,
-        rows, columns, source.inner, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride,
-        settings.ignore_index, float(settings.label_smoothing), float(settings.softcap or 1.0), float(settings.z_loss),
-        source.has_outer, settings.reduction == "mean", scaled, weight is not None, settings.label_smoothing != 0.0,
-        settings.softcap != 0.0, settings.z_loss != 0.0, gradient is not None, logprobs is not None,
-        entropies is not None, PARTS,
-    )  # fmt: skip
-    warps = config["warps"]
-    if config["kernel"] == "whole":
-        block = next_power_of_2(columns)
-        grid = (triton.cdiv(rows, config["rows"]), 1, 1)
-        launch(cross_entropy_whole_rows_kernel, grid, *shared, config["rows"], block, warps=warps)
-    else:
-        lanes = warps * 32 * (16 // source.tensor.element_size())
-        launch(
-            cross_entropy_long_rows_kernel, (rows, 1, 1), *shared, config["repeats"], lanes, _shift(source, sink), warps=warps
-        )  # fmt: skip
-    if gradient is logits and sink.tensor is not logits:
-        logits.copy_(sink.tensor)  # it could not be addressed, and was copied
-
-
-def reduce_losses(losses: Tensor, shape: torch.Size, settings: LossSettings) -> Tensor:
-    """The loss from that of each row, which a mean has divided already."""
-    if settings.reduction == "none":
-        return losses.view(shape)
-    if settings.reduction == "mean" and not losses.numel():
-        return losses.new_full((), float("nan"))
-    return losses.sum()
-
-
-def _forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, settings: LossSettings, gradient: Tensor | None,
-    config: CrossEntropyConfig | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    flat = target.reshape(-1).contiguous()
-    losses = torch.empty(flat.numel(), dtype=torch.float32, device=logits.device)
-    statistics = torch.empty(2, flat.numel(), dtype=torch.float32, device=logits.device)
-    weight = None if weight is None else weight.contiguous()
-    parts = denominator(flat, weight, logits.shape[-1], settings)
-    total = weight_total(weight, settings)
-    tops, totals = statistics.unbind()
-    write_rows(logits, flat, weight, total, parts, losses, tops, totals, settings, gradient=gradient, config=config)
-    return reduce_losses(losses, target.shape, settings), statistics, parts
-
-
-def cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float,
-    z_loss: float, reduction: str, with_gradient: bool, *, config: CrossEntropyConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss; the gradient by the logits or an empty tensor; top and sum of each row; what a mean divides by."""
-    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    gradient = torch.empty(logits.shape if with_gradient else (0,), dtype=logits.dtype, device=logits.device)
-    written = gradient if with_gradient else None
-    loss, statistics, parts = _forward(logits, target, weight, settings, written, config)
-    return loss, gradient, statistics, parts
-
-
-def cross_entropy_forward_(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float,
-    z_loss: float, reduction: str, *, config: CrossEntropyConfig | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss, and top and sum of each row; the gradient is then where the logits were."""
-    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    return _forward(logits, target, weight, settings, logits, config)[:2]
-
-
-def write_gradient(
-    upstream: Tensor, logits: Tensor, gradient: Tensor, target: Tensor, weight: Tensor | None, tops: Tensor,
-    totals: Tensor, parts: Tensor, settings: LossSettings, config: CrossEntropyConfig | None = None,
-) -> None:  # fmt: skip
-    """Writes the gradient; `upstream` is one number or one for each row, `gradient` may be `logits`."""
-    source, sink = _source_and_sink(logits, gradient)
-    rows, columns = source.rows, source.columns
-    weight = None if weight is None else weight.contiguous()
-    total = weight_total(weight, settings)
-    upstream = upstream.reshape(-1)
-    shift = _shift(source, sink)
-    config = config or tuned("cross_entropy_gradient", columns, logits.device)
-    if config is None:
-        config = {"elements": 4096, "warps": 4}
-    block = min(next_power_of_2(columns), config["elements"])
-    several = 1 if shift and columns > _LONGEST_NARROW_ROW else config["elements"] // block
-    shift = shift if several == 1 else 0
-    grid = (triton.cdiv(rows, several), triton.cdiv(columns + max(shift - 1, 0), block), 1)
-    launch(
-        cross_entropy_gradient_kernel, grid, upstream, source.tensor, sink.tensor, target.reshape(-1).contiguous(),
-        tops if weight is None else weight, tops if total is None else total, parts, tops, totals,
-        rows, columns, source.inner, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride,
-        0 if upstream.numel() == 1 else upstream.stride(0),
-        settings.ignore_index, float(settings.label_smoothing), float(settings.softcap or 1.0), float(settings.z_loss),
-        source.has_outer, settings.reduction == "mean", weight is not None, settings.label_smoothing != 0.0,
-        settings.softcap != 0.0, settings.z_loss != 0.0, PARTS, several, block, shift, warps=config["warps"],
-    )  # fmt: skip
-    if gradient is logits and sink.tensor is not logits:
-        logits.copy_(sink.tensor)
-
-
-def cross_entropy_backward(
-    upstream: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, parts: Tensor,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str,
-    *, config: CrossEntropyConfig | None = None,
-) -> Tensor:  # fmt: skip
-    """The gradient by the logits, contiguous."""
-    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    write_gradient(upstream, logits, gradient, target, weight, statistics[0], statistics[1], parts, settings, config)
-    return gradient
-
-
-def cross_entropy_backward_(
-    upstream: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, parts: Tensor,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str,
-    *, config: CrossEntropyConfig | None = None,
-) -> None:  # fmt: skip
-    """Writes the gradient where the logits were."""
-    settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
-    write_gradient(upstream, logits, logits, target, weight, statistics[0], statistics[1], parts, settings, config)
-
-
-def scale_gradient_(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies in place by one number on the device, which costs a launch and no more where it is 1."""
-    if not gradient.is_contiguous():
-        gradient.mul_(factor)
-        return
-    programs = min(triton.cdiv(gradient.numel(), _SCALE_BLOCK), _PROGRAMS)
-    launch(scale_gradient_kernel, (programs, 1, 1), gradient, factor, gradient.numel(), _SCALE_BLOCK, warps=8)
-
-
-CHUNK_BYTES = 512 * 2**20
-"""What the logits of a chunk take at most, where nobody says how many tokens it has."""
-FEW_CHUNKS = 4
-"""Up to so many, the gradient of the weight is added up in the weight's own dtype."""
-_SLICE_BYTES = 64 * 2**20
-
-
-def tokens_per_chunk(tokens: int, columns: int, itemsize: int, asked: int) -> int:
-    """How many tokens a chunk has: chunks are alike, and multiples of 128, which tiles of matrix products divide."""
-    if asked > 0:
-        return min(asked, max(tokens, 1))
-    most = CHUNK_BYTES // (columns * itemsize)
-    most = max(128, most // 128 * 128)
-    chunks = max(1, -(-tokens // most))
-    even = -(-tokens // chunks)
-    return max(1, min(tokens, -(-even // 128) * 128))
+def tokens_per_chunk(tokens: int, columns: int, itemsize: int, requested: int) -> int:
+    """The number of tokens in a chunk: chunks of equal size, and a multiple of 128, for full tiles in the GEMMs."""
+    if requested > 0:
+        return min(requested, max(tokens, 1))
+    largest = CHUNK_BYTES // (columns * itemsize)
+    largest = max(128, largest // 128 * 128)
+    chunks = max(1, -(-tokens // largest))
+    equal = -(-tokens // chunks)
+    return max(1, min(tokens, -(-equal // 128) * 128))
 
 
 class _GradientAccumulator:
-    """The gradients by hidden, weight and bias, chunk by chunk; empty tensors for those that nobody wants."""
+    """Accumulates the gradients of hidden, weight and bias over chunks; empty tensors for those not requested."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, float32: bool | None,
@@ -819,7 +817,7 @@ class _GradientAccumulator:
         self.bias_dtype = weight.dtype if bias is None else bias.dtype
 
     def add(self, first: int, hidden: Tensor, logits: Tensor) -> None:
-        """Adds what a chunk gives, whose logits are their gradient now."""
+        """Adds those of a chunk, whose logits have been overwritten by their gradient."""
         if self.for_hidden:
             torch.mm(logits, self.weight, out=self.by_hidden[first : first + len(hidden)])
         if self.for_bias:
@@ -832,15 +830,15 @@ class _GradientAccumulator:
             else:
                 torch.addmm(self.by_weight, logits.t(), hidden, out=self.by_weight)
             return
-        # a product of low precision cannot be added to float32 at once: by slices, which take little memory
+        # cuBLAS does not accumulate 16-bit products into a float32 tensor: add them in slices, which take little memory
         rows = max(128, _SLICE_BYTES // (hidden.shape[1] * hidden.element_size()) // 128 * 128)
         for start in range(0, len(self.weight), rows):
-            share = torch.mm(logits[:, start : start + rows].t(), hidden)
+            product = torch.mm(logits[:, start : start + rows].t(), hidden)
             part = self.by_weight[start : start + rows]
             if first == 0:
-                part.copy_(share)
+                part.copy_(product)
             else:
-                part.add_(share)
+                part.add_(product)
 
     def results(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         by_hidden = self.by_hidden.view(shape) if self.for_hidden else self.by_hidden
@@ -850,7 +848,7 @@ class _GradientAccumulator:
 def _logits_by_chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of each chunk where it begins, its hidden states and its logits, which are in the same place each time."""
+    """For each chunk its first token, its hidden states and its logits, in one buffer that is used again."""
     buffer = torch.empty(chunk, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     for first in range(0, len(hidden), chunk):
         part = hidden[first : first + chunk]
@@ -868,8 +866,8 @@ def linear_cross_entropy_forward(
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str, chunk_tokens: int,
     float32: bool | None, with_logprobs: bool, with_entropy: bool, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The loss; its gradients by hidden, weight and bias; a factor that these still need; logprobs; entropies; top and
-    sum of each row; what a mean divides by. Empty tensors for what was not asked for.
+    """The loss; its gradients of hidden, weight and bias; a factor to multiply these by; logprobs; entropies; top and
+    sum of each row; the denominator of a mean. Empty tensors for what is not requested.
     """
     settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -887,22 +885,22 @@ def linear_cross_entropy_forward(
     chunk = tokens_per_chunk(count, columns, hidden.element_size(), chunk_tokens)
     wanted = (for_hidden, for_weight, for_bias)
     gradients = _GradientAccumulator(rows, weight, bias, -(-count // chunk), float32, wanted)
-    # in float16 the share of a row in a mean of thousands is lost: the gradient is that of the sum until the end
-    late = hidden.dtype == torch.float16 and reduction == "mean"
+    # in float16 the share of a row in a mean of thousands underflows: keep the gradient of the sum until the end
+    scale_late = hidden.dtype == torch.float16 and reduction == "mean"
     for first, part, logits in _logits_by_chunk(rows, weight, bias, chunk):
         end = first + len(part)
         write_rows(
             logits, flat[first:end], class_weight, total, parts, losses[first:end], statistics[0, first:end],
-            statistics[1, first:end], settings, gradient=logits if gradients.any else None, scaled=not late,
+            statistics[1, first:end], settings, gradient=logits if gradients.any else None, scaled=not scale_late,
             logprobs=logprobs[first:end] if with_logprobs else None,
             entropies=entropies[first:end] if with_entropy else None,
         )  # fmt: skip
         if gradients.any:
             gradients.add(first, part, logits)
     factor = torch.ones((), dtype=torch.float32, device=hidden.device)
-    if late:
-        counted = parts.sum()
-        factor = torch.where(counted > 0, 1.0 / counted, 0.0)
+    if scale_late:
+        total_weight = parts.sum()
+        factor = torch.where(total_weight > 0, 1.0 / total_weight, 0.0)
     return (
         reduce_losses(losses, target.shape, settings), *gradients.results(hidden.shape), factor,
         logprobs.view(target.shape) if with_logprobs else logprobs,
@@ -916,7 +914,7 @@ def linear_cross_entropy_backward(
     statistics: Tensor, parts: Tensor, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
     reduction: str, chunk_tokens: int, float32: bool | None, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients by hidden, weight and bias, from logits that are computed again."""
+    """The gradients of hidden, weight and bias, from logits that are computed again."""
     settings = LossSettings(ignore_index, label_smoothing, softcap, z_loss, reduction)
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = target.reshape(-1)
