@@ -44,7 +44,7 @@ class StepFunction:
         return self.place == "__main__" or self.place == module or self._file == file.resolve()
 
     def decorate(self, tree: ast.Module) -> None:
-        """Marks the function in a syntax tree, whose namespace then needs `DECORATOR`."""
+        """Marks the function in a syntax tree, whose namespace then needs `STEP_DECORATOR`."""
         functions = dict(_functions_in_tree(tree.body, ""))
         function = functions.get(self.name)
         if function is None:

@@ -1,7 +1,7 @@
-"""`MemoryWatch`: when the storages that a live trace meets come and go.
+"""`MemoryTracker`: when the storages of a live trace are allocated and freed.
 
-The death of a storage is told by a weak reference to its Python object, which torch keeps for as long as the storage
-lives, whoever owns it. Where the object should go earlier, its storage is asked after every op from then on.
+A weak reference to the Python object of a storage reports its end: torch keeps the object for as long as the storage
+lives, whoever owns it. If the object goes earlier, the storage is checked after every op from then on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _GRADIENT_ACCUMULATION_OPS = frozenset(
     f"aten.{name}"
     for name in ("detach.default", "add.Tensor", "add_.Tensor", "clone.default", "new_empty_strided.default")
 )
-"""What autograd runs to put a gradient into its leaf."""
+"""Ops of autograd that accumulate a gradient into its leaf."""
 
 
 class _StorageLifetime(weakref.ref[torch.UntypedStorage]):
-    """A storage that is watched; the reference itself, so that its callback knows which one died."""
+    """A tracked storage; it is the weak reference itself, so that the callback knows which storage was freed."""
 
     __slots__ = ("address", "born", "bytes", "category", "died", "level")
 
@@ -41,7 +41,7 @@ class _StorageLifetime(weakref.ref[torch.UntypedStorage]):
 
 
 class _DeviceUsage:
-    """How much of one device is in use."""
+    """Bytes of the tracked storages on one device."""
 
     __slots__ = ("bytes", "device", "high", "levels", "peaks")
 
@@ -51,10 +51,10 @@ class _DeviceUsage:
         self.high = 0
         self.levels: dict[int, float] = {}
         self.peaks = _allocator_bytes(device, "peak")
-        """Of the allocator before the trace: bytes that were given out, and taken from the device."""
+        """Allocated and reserved bytes, as the allocator has them before the trace."""
 
     def note(self, op: int) -> None:
-        """Asks the allocator where the storages are more than ever before: asking costs as much as an op on it."""
+        """Reads the allocator at a new maximum of the storages; reading costs as much as an op on the host."""
         if self.bytes > self.high:
             self.high = self.bytes
             if self.peaks is not None:
@@ -64,39 +64,39 @@ class _DeviceUsage:
 
 
 class MemoryTracker:
-    """Notes the storages of one live trace. The allocator's own statistics are read, never reset."""
+    """Tracks the storages of one live trace. The allocator's statistics are read, never reset."""
 
     def __init__(self) -> None:
         self._ops = 0
         self._by_number: dict[int, _StorageLifetime] = {}
         self._by_address: dict[int, _StorageLifetime] = {}
-        self._held: list[StorageWeakRef] = []  # an address stays taken as long as something refers to it
+        self._references: list[StorageWeakRef] = []  # an address stays taken as long as something refers to it
         self._levels: dict[torch.device, _DeviceUsage] = {}
-        self._gone: list[_StorageLifetime] = []
-        self._asked: list[_StorageLifetime] = []
-        self._died = self._gone.append
+        self._finalized: list[_StorageLifetime] = []
+        self._unreleased: list[_StorageLifetime] = []
+        self._on_finalize = self._finalized.append
 
     def note_storage(self, number: int, storage: torch.UntypedStorage, kind: StorageKind) -> None:
-        """An op uses a storage for the first time; `kind` says whether it has just made it."""
+        """An op uses a storage for the first time; "intermediate" if it has just allocated it."""
         life = self._by_address.get(storage._cdata)
         if life is None:
             category: Category = "parameters" if kind in ("parameter", "buffer") else "activations"
-            life = self._watched(storage, self._ops if kind == "intermediate" else _BEFORE_TRACE, category)
+            life = self._track(storage, self._ops if kind == "intermediate" else _BEFORE_TRACE, category)
         self._by_number[number] = life
 
     def note_module(self, module: torch.nn.Module) -> None:
-        """Parameters, buffers and gradients are there, whether ops use them or not."""
+        """Parameters, buffers and gradients take memory whether ops use them or not."""
         for parameter in module.parameters():
-            self._existing(parameter, "parameters")
+            self._track_existing(parameter, "parameters")
             if parameter.grad is not None:
-                self._existing(parameter.grad, "gradients")
+                self._track_existing(parameter.grad, "gradients")
         for buffer in module.buffers():
-            self._existing(buffer, "parameters")
+            self._track_existing(buffer, "parameters")
 
     def note_op(self, op: Op) -> None:
-        """An op has run; its results were met before."""
-        if self._gone or self._asked:
-            self._bury()
+        """An op has run; its results were noted before."""
+        if self._finalized or self._unreleased:
+            self._note_freed()
         for level in self._levels.values():
             if level.bytes > level.high:
                 level.note(self._ops)
@@ -110,24 +110,24 @@ class MemoryTracker:
                         life.category = "gradients"
 
     def lifetimes(self, snapshot: StateSnapshot, storages: Mapping[int, Storage]) -> Lifetimes | None:
-        """What was noted, for the device that holds most, a CPU only where nothing else is used. Ends the watch."""
-        self._bury()
+        """The storages of the device with the most bytes, of a CPU if there is no other. Ends the tracking."""
+        self._note_freed()
         for leaf in snapshot.leaves():
             if isinstance(leaf, torch.nn.Parameter):
-                self._existing(leaf, "parameters")
+                self._track_existing(leaf, "parameters")
             if leaf.grad is not None:
-                self._existing(leaf.grad, "gradients")
+                self._track_existing(leaf.grad, "gradients")
         for optimizer in snapshot.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    self._existing(parameter, "parameters")
+                    self._track_existing(parameter, "parameters")
             for tensor in tensors_in(dict(optimizer.state)):
-                self._existing(tensor, "optimizer")
+                self._track_existing(tensor, "optimizer")
         for number, life in self._by_number.items():
             life.bytes = max(life.bytes, int(storages[number].bytes))  # it may have grown
         lifetimes = list(self._by_address.values())
         self._by_number.clear()
-        self._by_address.clear()  # without references nobody is told of what dies from here on
+        self._by_address.clear()  # without references no callback runs from here on
         return self._of_one_device(lifetimes)
 
     def _of_one_device(self, lifetimes: list[_StorageLifetime]) -> Lifetimes | None:
@@ -137,11 +137,11 @@ class MemoryTracker:
         sums.pop(torch.device("meta"), None)
         if not sums:
             return None
-        device = max(sums, key=lambda device_in_use: (device_in_use.type != "cpu", sums[device_in_use]))
+        device = max(sums, key=lambda candidate: (candidate.type != "cpu", sums[candidate]))
         level = self._levels[device]
         peaks = level.peaks
         if peaks is not None and peaks[0] < max(level.levels.values(), default=0.0):
-            peaks = _allocator_bytes(device, "peak")  # the statistics were reset not long ago
+            peaks = _allocator_bytes(device, "peak")  # the statistics were reset recently
         return Lifetimes(
             device=str(device),
             capacity_bytes=_device_capacity(device),
@@ -155,12 +155,12 @@ class MemoryTracker:
             reserved_bytes=None if peaks is None else peaks[1],
         )
 
-    def _watched(self, storage: torch.UntypedStorage, born: int, category: Category) -> _StorageLifetime:
+    def _track(self, storage: torch.UntypedStorage, born: int, category: Category) -> _StorageLifetime:
         device = storage.device
         level = self._levels.get(device)
         if level is None:
             level = self._levels[device] = _DeviceUsage(device)
-        life = _StorageLifetime(storage, self._died)
+        life = _StorageLifetime(storage, self._on_finalize)
         life.address = storage._cdata
         life.born = born
         life.bytes = storage.nbytes()
@@ -169,33 +169,33 @@ class MemoryTracker:
         life.level = level
         level.bytes += life.bytes
         self._by_address[life.address] = life
-        self._held.append(StorageWeakRef(storage))
+        self._references.append(StorageWeakRef(storage))
         return life
 
-    def _existing(self, tensor: torch.Tensor, category: Category) -> None:
+    def _track_existing(self, tensor: torch.Tensor, category: Category) -> None:
         for part in _memory_tensors(innermost(tensor)):
             storage = part.untyped_storage()
             life = self._by_address.get(storage._cdata)
             if life is None:
-                self._watched(storage, _BEFORE_TRACE, category)
+                self._track(storage, _BEFORE_TRACE, category)
             elif life.category == "activations" or category == "parameters":
                 life.category = category
 
-    def _bury(self) -> None:
-        """Takes note of what died since the op before, during which it was still there."""
+    def _note_freed(self) -> None:
+        """Notes what was freed since the op before, during which it was still there."""
         last = self._ops - 1
-        gone, self._asked = [*self._gone, *self._asked], []
-        self._gone.clear()
+        gone, self._unreleased = [*self._finalized, *self._unreleased], []
+        self._finalized.clear()
         for life in gone:
             if torch.UntypedStorage._expired(life.address):
                 life.died = last
                 life.level.bytes -= life.bytes
             else:
-                self._asked.append(life)
+                self._unreleased.append(life)
 
 
 def _memory_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory that one is made of: itself, where it is no wrapper around others."""
+    """The tensors with memory behind a tensor: itself, or the inner tensors of a wrapper subclass."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names: Iterable[str] = flatten()[0]
@@ -206,7 +206,7 @@ def _memory_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _allocator_bytes(device: torch.device, moment: str) -> tuple[float, float] | None:
-    """Bytes that torch's allocator has handed out and reserved: at the "current" moment, or at the "peak"."""
+    """Allocated and reserved bytes of torch's allocator, at the "current" moment or at the "peak"."""
     backend = find_backend(device)
     return None if backend is None else backend.allocator_bytes(device.index or 0, moment)
 

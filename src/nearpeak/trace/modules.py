@@ -121,24 +121,24 @@ _MAX_DEPTH = 4
 class ModulePaths:
     """Paths of modules below their roots, and the stack of those that run now.
 
-    `met` is called with every root before anything of it runs.
+    `on_root` is called with every root and its name before the root runs.
     """
 
-    def __init__(self, met: Callable[[nn.Module, str], None]) -> None:
-        self._met = met
+    def __init__(self, on_root: Callable[[nn.Module, str], None]) -> None:
+        self._on_root = on_root
         self._paths: dict[int, str] = {}
-        self._held: list[nn.Module] = []  # an id stays taken as long as its object lives
+        self._modules: list[nn.Module] = []  # an id stays taken as long as its object lives
         self.stack: list[tuple[int, str, int]] = []
         """Of modules whose forward runs, the innermost last: id, path, and the backward pass in which it was called."""
         self._roots: set[str] = set()
 
     def add_root(self, module: nn.Module, name: str) -> None:
         """Gives a module and all below it their paths; one without a name is the origin of paths."""
-        self._held.append(module)
+        self._modules.append(module)
         self._roots.add(name)
         for path, part in module.named_modules(prefix=name):
             self._paths.setdefault(id(part), strip_compile_wrapper(path))
-        self._met(module, name)
+        self._on_root(module, name)
 
     def meet(self, module: nn.Module) -> None:
         """Makes a module that is below no known one a root."""
@@ -171,7 +171,7 @@ class ModulePaths:
 def strip_compile_wrapper(path: str) -> str:
     """A path without what `torch.compile` puts around a module.
 
-    >>> without_wrapper("_orig_mod.0.weight"), without_wrapper("block._orig_mod")
+    >>> strip_compile_wrapper("_orig_mod.0.weight"), strip_compile_wrapper("block._orig_mod")
     ('0.weight', 'block')
     """
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")

@@ -1,4 +1,4 @@
-"""`Schema`: what is asked of an operator again and again."""
+"""`OperatorSchema`: the facts about an operator that are needed for each of its calls, looked up once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _schemas: dict[int, tuple[Any, OperatorSchema]] = {}
 
 
 def schema_of(operator: Any) -> OperatorSchema:
-    """The facts of an operator, found once."""
+    """The facts of an operator."""
     cached = _schemas.get(id(operator))
     if cached is None:
         cached = _schemas[id(operator)] = (operator, _build_schema(operator))

@@ -67,16 +67,16 @@ class Storages:
     """Numbers storages by identity.
 
     A weak reference to each is kept. It keeps no data alive, but the address that identifies the storage is not given
-    to another one as long as it exists, so numbers are never reused. `met` is called with each new number.
+    to another one as long as it exists, so numbers are never reused. `on_new` is called with each new number.
     """
 
-    def __init__(self, met: Callable[[int, torch.UntypedStorage, StorageKind], None] | None = None) -> None:
-        self._met = met
+    def __init__(self, on_new: Callable[[int, torch.UntypedStorage, StorageKind], None] | None = None) -> None:
+        self._on_new = on_new
         self.on_host: set[int] = set()
         """Of real tensors: those in the memory of the host."""
         self.pinned: set[int] = set()
         self._numbers: dict[int, int] = {}
-        self._held: list[StorageWeakRef | torch.UntypedStorage] = []
+        self._references: list[StorageWeakRef | torch.UntypedStorage] = []
         self._known: dict[int, tuple[StorageKind, str]] = {}
         self._bytes: list[int] = []
         self._kinds: list[tuple[StorageKind, str]] = []
@@ -87,11 +87,11 @@ class Storages:
         """Says what the storage of a tensor is, for when it is first used."""
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            self._held.append(StorageWeakRef(storage))
+            self._references.append(StorageWeakRef(storage))
             self._known.setdefault(storage._cdata, (kind, name))
             number = self._numbers.get(storage._cdata)
             if number is not None and self.existed(number) and not self._kinds[number][1]:
-                self._kinds[number] = self._known[storage._cdata]  # an op used it before its module was met
+                self._kinds[number] = self._known[storage._cdata]  # an op used it before its module was on_new
 
     def number(self, tensor: torch.Tensor, kind: StorageKind) -> int:
         """The number of the storage behind a tensor; `kind` is what it is if it is seen for the first time."""
@@ -102,13 +102,13 @@ class Storages:
         if number is None:
             number = len(self._bytes)
             self._numbers[address] = number
-            self._held.append(StorageWeakRef(storage))
+            self._references.append(StorageWeakRef(storage))
             self._bytes.append(size)
             if kind == "input" and isinstance(tensor, torch.nn.Parameter):
                 kind = "parameter"
             self._kinds.append((kind, "") if kind == "intermediate" else self._known.get(address, (kind, "")))
-            if self._met is not None:
-                self._met(number, storage, self._kinds[number][0])
+            if self._on_new is not None:
+                self._on_new(number, storage, self._kinds[number][0])
                 if storage.device.type == "cpu":
                     self.on_host.add(number)
                     if torch.cuda.is_initialized() and tensor.is_pinned():
@@ -144,7 +144,7 @@ class Storages:
         """The number of a storage that an op on fake tensors has just made."""
         number = len(self._bytes)
         self._numbers[storage._cdata] = number
-        self._held.append(storage)  # which has no memory: it is fake
+        self._references.append(storage)  # which has no memory: it is fake
         self._bytes.append(size)
         self._kinds.append(_INTERMEDIATE)
         return number

@@ -1,4 +1,4 @@
-"""`lowered`: while it is entered, operators on the CPU's tensors are taken apart as on the target.
+"""`lowering_for`: inside, operators on CPU tensors are composed of the operators that the target runs.
 
 A lowering is a function for an operator that torch composes of others, differently by device. It is registered with
 torch's dispatcher for the CPU's autograd, in place of torch's own composition, for as long as a trace for a GPU runs.

@@ -97,8 +97,8 @@ Argument = RecordedTensor | TensorList | Scalar | Unknown | None
 def parse_arguments(inputs: Inputs) -> tuple[Argument, ...]:
     """The arguments in the order of the operator's schema.
 
-    >>> arguments_of(Inputs([[2, 3], []], [[3, 1], []], ["c10::BFloat16", "Scalar"], ["", "-1"]))
-    (Seen(shape=(2, 3), strides=(3, 1), dtype='bfloat16'), Scalar(value=-1))
+    >>> parse_arguments(Inputs([[2, 3], []], [[3, 1], []], ["c10::BFloat16", "Scalar"], ["", "-1"]))
+    (RecordedTensor(shape=(2, 3), strides=(3, 1), dtype='bfloat16'), Scalar(value=-1))
     """
     types = inputs.types if isinstance(inputs.types, list) else []
     lists = [bool(_item_or_none(inputs.dims, place)) for place, name in enumerate(types) if name == "TensorList"]

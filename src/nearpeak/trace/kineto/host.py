@@ -93,7 +93,7 @@ def kind_of_range(name: str) -> HostKind | None:
 def line_of_mark(name: str) -> str:
     """The user's line in the name of a mark; "" where it has none.
 
-    >>> marked_line("nearpeak: garbage collection at train.py:41"), marked_line("nearpeak: garbage collection")
+    >>> line_of_mark("nearpeak: garbage collection at train.py:41"), line_of_mark("nearpeak: garbage collection")
     ('train.py:41', '')
     """
     return name.rpartition(LINE_SEPARATOR)[2] if LINE_SEPARATOR in name else ""

@@ -73,18 +73,19 @@ class MinTraffic(NamedTuple):
     """The places of tensors that it reads or writes whole."""
     written: tuple[int, str] | None
     """How many elements of which dtype it writes."""
-    product: RecordedGemm | None = None
+    gemm: RecordedGemm | None = None
 
 
 def min_traffic(name: str, arguments: Sequence[Argument], facts: Mapping[str, Any]) -> MinTraffic:
     """What is certain of a kernel.
 
-    >>> x, y = Seen((8192, 2048), (2048, 1), "bfloat16"), Seen((8192, 2048), (2048, 1), "float32")
+    >>> x = RecordedTensor((8192, 2048), (2048, 1), "bfloat16")
+    >>> y = x._replace(dtype="float32")
     >>> blocks = {"kernel_kwargs": "XBLOCK=1024"}
-    >>> least_moved("triton_poi_fused_add_0", (x, y, x, Scalar(16777216)), blocks)
-    Least(read=0, touched=(1,), written=(16777216, 'bfloat16'), product=None)
-    >>> least_moved("triton_poi_fused_add_slice_0", (x, y, x, Scalar(16777216)), blocks)
-    Least(read=None, touched=(), written=(16777216, 'bfloat16'), product=None)
+    >>> min_traffic("triton_poi_fused_add_0", (x, y, x, Scalar(16777216)), blocks)
+    MinTraffic(read=0, touched=(1,), written=(16777216, 'bfloat16'), gemm=None)
+    >>> min_traffic("triton_poi_fused_add_slice_0", (x, y, x, Scalar(16777216)), blocks)
+    MinTraffic(read=None, touched=(), written=(16777216, 'bfloat16'), gemm=None)
     """
     template = _TEMPLATE_NAME.match(name)
     if template is not None:

@@ -1,4 +1,4 @@
-"""`Kernel`: what ran on the device, each part of exactly one op."""
+"""`KernelRun`: a kernel, copy or fill that ran on the device, with the op that launched it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def graph_note(kernels: Sequence[KernelRun]) -> str:
     """What is not known of kernels that CUDA graphs launched; "" where there are none.
 
     >>> run = dict(name="k", kind="kernel", start_s=0.0, seconds=2e-6, device=0, stream=7, op=None)
-    >>> graph_note([Kernel(in_graph=True, **run), Kernel(in_graph=True, **run), Kernel(**run)])
+    >>> graph_note([KernelRun(in_graph=True, **run), KernelRun(in_graph=True, **run), KernelRun(**run)])
     '2 kernels of 0.004 ms were launched by CUDA graphs and have no ops, so they are measured without bounds.'
     """
     inside = [kernel for kernel in kernels if kernel.in_graph]
@@ -112,7 +112,7 @@ def seconds_by_op(kernels: Sequence[KernelRun]) -> dict[int | None, float]:
     """Measured device time by the index of the op; under None what belongs to none.
 
     >>> run = dict(kind="kernel", start_s=0.0, device=0, stream=7)
-    >>> seconds_by_op([Kernel(name=name, seconds=1.0, op=op, **run) for name, op in (("a", 3), ("b", 3), ("c", None))])
+    >>> seconds_by_op([KernelRun(name="a", seconds=1.0, op=op, **run) for op in (3, 3, None)])
     {3: 2.0, None: 1.0}
     """
     total: dict[int | None, float] = {}

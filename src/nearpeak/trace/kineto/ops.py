@@ -420,9 +420,9 @@ def _draft_inductor_op(call: OpCall, storages: GuessedStorages) -> _DraftOp:
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     if least.read is not None:
         arguments["read"] = tensors[least.read]
-    if least.product is not None:
-        arguments |= {"inner": least.product.inner, "product": least.product.dtype}
-        arguments["read"] = tuple(tensors[place] for place in least.product.operands)
+    if least.gemm is not None:
+        arguments |= {"inner": least.gemm.inner, "product": least.gemm.dtype}
+        arguments["read"] = tuple(tensors[place] for place in least.gemm.operands)
     arguments["touched"] = tuple(tensors[place] for place in least.touched)
     outputs: tuple[Tensor, ...] = ()
     if least.written is not None:

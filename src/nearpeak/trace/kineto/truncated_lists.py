@@ -61,11 +61,11 @@ class KernelLaunch(NamedTuple):
 def min_gathered(arguments: tuple[Argument, ...], launches: Sequence[KernelLaunch]) -> TruncatedLists | None:
     """Of `x[i]`: the result as one flat tensor of as many elements as it has at the least; None if that is not known.
 
-    >>> x = Seen((100, 64), (64, 1), "float32")
+    >>> x = RecordedTensor((100, 64), (64, 1), "float32")
     >>> kernel = "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<at::native::"
-    >>> found = least_gathered((x, None), [Launch(kernel + "index_kernel_impl<at::native::OpaqueType<4> >", 7)])
-    >>> found.members  # six full blocks, and one that is not empty
-    (Seen(shape=(3073,), strides=(1,), dtype='float32'),)
+    >>> launch = KernelLaunch(kernel + "index_kernel_impl<at::native::OpaqueType<4> >", 7)
+    >>> min_gathered((x, None), [launch]).members  # six full blocks, and one that is not empty
+    (RecordedTensor(shape=(3073,), strides=(1,), dtype='float32'),)
     """
     source = arguments[0] if arguments else None
     elements = 0

@@ -1,4 +1,4 @@
-"""`flex_known`: inside, flex attention says how many pairs its block mask leaves, where the mask has values.
+"""`count_mask_pairs`: inside, ops of flex attention have the number of pairs that their block mask leaves.
 
 Which blocks a mask names is data. A mask that was built outside of `fake()` and of the trace has it, and its function
 says which pairs of a block that is partly masked remain. The counts travel with the options for the kernel, which no

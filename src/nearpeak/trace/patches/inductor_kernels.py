@@ -59,7 +59,7 @@ class TouchedElements:
 def touched_elements(code: str, sizes: tuple[tuple[str, int], ...] = ()) -> TouchedElements | None:
     """What a kernel touches at the least; None for code that is of another manner.
 
-    >>> found = touched_by('''
+    >>> touched = touched_elements('''
     ... def triton_poi_fused_add_0(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
     ...     xnumel = 4096
     ...     xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
@@ -70,7 +70,7 @@ def touched_elements(code: str, sizes: tuple[tuple[str, int], ...] = ()) -> Touc
     ...     tmp1 = tl.load(in_ptr1 + (x0), xmask, eviction_policy='evict_last')
     ...     tl.store(out_ptr0 + (x2), tmp0 + tmp1, xmask)
     ... ''')
-    >>> found.read, found.written, found.complete
+    >>> touched.read, touched.written, touched.complete
     ({'in_ptr0': 4096, 'in_ptr1': 64}, {'out_ptr0': 4096}, True)
 
     Args:
@@ -354,7 +354,7 @@ def _arguments_from_template(
     arguments: dict[str, Any] = {"read": (), "written": (), "complete": False}
     if out is not None and traffic.written is not None:
         arguments["written"] = (recorder.storages.tensor(out, "intermediate"),)
-    if traffic.product is not None:
-        arguments |= {"inner": traffic.product.inner, "product": traffic.product.dtype}
-        arguments["read"] = tuple(plain[place] for place in traffic.product.operands if place < len(plain))
+    if traffic.gemm is not None:
+        arguments |= {"inner": traffic.gemm.inner, "product": traffic.gemm.dtype}
+        arguments["read"] = tuple(plain[place] for place in traffic.gemm.operands if place < len(plain))
     return arguments

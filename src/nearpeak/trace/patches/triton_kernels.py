@@ -1,4 +1,4 @@
-"""`kernels_seen`: inside a trace, a Triton kernel that the code launches itself is an op of its own.
+"""`record_triton_kernels`: inside a trace, a Triton kernel that the code launches itself is an op of its own.
 
 `kernel[grid](x, y, n)` passes by torch's dispatcher. On fake tensors nothing is launched, compiled or tuned; live, the
 launch follows. What a kernel reads and writes does not show from outside: each tensor may be written, and none is
