@@ -51,7 +51,7 @@ def test_the_time_of_what_is_there_is_right(tmp_path: Path, name: str, share: fl
     assert sum(kernel.seconds for kernel in found.kernels) == pytest.approx(sum(e["dur"] for e in kernels) / 1e6)
     assert len(found.kernels) == len(kernels)
     assert found.trace.truncated
-    assert any("is not whole" in note for note in found.notes)
+    assert any("is incomplete" in note for note in found.notes)
     assert found.partial or not kernels
     bound = estimate_trace(found.trace, nearpeak.machine("h200-sxm"), ceilings="theoretical")
     for index, seconds in found.device_seconds.items():
@@ -96,10 +96,10 @@ def test_the_last_step_is_read_that_is_whole(write_trace: Write, make: Any, miss
     found = read_trace(path)
     assert found.trace.truncated
     assert found.step == step
-    assert any("is not whole" in note for note in found.notes) != whole
+    assert any("is incomplete" in note for note in found.notes) != whole
     asked = read_trace(path, step=2)
     assert asked.step == 2
-    assert any("Step 2 is not whole" in note for note in asked.notes)
+    assert any("Step 2 is incomplete" in note for note in asked.notes)
 
 
 def test_a_file_that_was_cut_off_before_its_first_op(tmp_path: Path):

@@ -48,7 +48,7 @@ DTYPES: dict[str, str] = {
 
 
 class Unknown:
-    """The type of `UNKNOWN`: something was passed, and the file does not say what."""
+    """The type of `UNKNOWN`: an argument that the file does not show."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
@@ -58,7 +58,7 @@ UNKNOWN: Final = Unknown()
 
 
 class RecordedTensor(NamedTuple):
-    """A tensor as the file shows it. The profiler writes no dtype for the members of a list: then it is None."""
+    """A tensor in the file. `dtype` is None for members of a list, for which the profiler writes none."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -91,7 +91,7 @@ class Scalar(NamedTuple):
 
 
 Argument = RecordedTensor | TensorList | Scalar | Unknown | None
-"""One argument. None is an absent one, or one of a kind that is never written: a device, a string, a generator."""
+"""One argument. None is an absent one, or one of a type that is never written: a device, a string, a generator."""
 
 
 def parse_arguments(inputs: Inputs) -> tuple[Argument, ...]:
@@ -127,7 +127,7 @@ def _parse_argument(name: str, dims: Any, strides: Any, value: Any, other_lists:
 
 
 def _parse_tensor_list(dims: Any, strides: Any, other_lists: bool) -> Argument:
-    """The members of a list. The profiler leaves out those of a long list; an empty one stands beside others."""
+    """The members of a list. No shapes mean an empty list beside lists with members, else a long list was omitted."""
     if not isinstance(dims, list) or (not dims and not other_lists):
         return UNKNOWN
     members = [_parse_tensor(shape, _item_or_none(strides, place), None) for place, shape in enumerate(dims)]
@@ -184,7 +184,7 @@ def _parse_integers(value: Any) -> tuple[int, ...] | None:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a tensor without gaps, its last dimension the innermost."""
+    """The strides of a contiguous tensor."""
     strides = []
     step = 1
     for size in reversed(shape):

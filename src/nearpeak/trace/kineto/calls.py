@@ -1,10 +1,10 @@
-"""The calls of a recording that are its ops: what a dispatch mode below autograd would have seen, each once.
+"""`find_op_calls`: the events of a recording that are ops, the same that a dispatch mode below autograd records.
 
-Events nest: `aten::linear` holds `aten::addmm`, `aten::to` holds `aten::_to_copy`, which holds `aten::copy_`. An
-operator that is composite is taken apart before autograd, and the calls inside it are the ops. Any other operator is an
-op, and what it calls inside is how it does its work; so is a composite one that ran a kernel of its own. Whatever else
-launches kernels itself, a custom operator that torch here does not know, an autograd function, Inductor's kernels, a
-CUDA graph, is an op of unknown results.
+Events nest: `aten::linear` contains `aten::addmm`, `aten::to` contains `aten::_to_copy`, which contains `aten::copy_`.
+A composite operator is decomposed before autograd, and the calls inside it are the ops. Any other operator is an op,
+and the calls inside it are its implementation; so is a composite operator that launched a kernel itself. Everything
+else that launches kernels is an op of unknown results: a custom operator that this torch does not know, an autograd
+function, a kernel of Inductor's, a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProfilerStep(NamedTuple):
 
 @dataclass(slots=True)
 class OpCall:
-    """One op, as the recording has it."""
+    """One op of the recording."""
 
     span: Span
     kind: CallKind
@@ -48,48 +48,48 @@ class OpCall:
     phase: Phase
     module: str
     source: str
-    behind: int | None
-    """In the backward pass: the sequence number of the forward op behind it."""
+    forward_sequence: int | None
+    """In the backward pass: the sequence number of the forward op that made its node."""
     thread: int
-    """Numbers the threads of the CPU."""
+    """The number of its CPU thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpCalls:
-    """All ops in the order of time, and which of them something on the device belongs to."""
+    """All ops in the order of time, and how device events refer to them."""
 
     calls: Sequence[OpCall]
     by_external: Mapping[int, OpCall]
     by_correlation: Mapping[int, OpCall]
     launches: Mapping[int, Span]
-    """Of what runs on the device, when it was launched."""
+    """The launch of each device event, by correlation id."""
     steps: Sequence[ProfilerStep]
     gradients: Sequence[tuple[float, RecordedTensor]]
-    """What the backward pass added to the gradients of leaves, with the time in microseconds; in the order of time."""
+    """Gradients that the backward pass accumulated into leaves, with the time in microseconds; in the order of time."""
     missing_kernels: Sequence[OpCall]
-    """Ops that launched a kernel which is not in the file, once for each."""
+    """Ops that launched a kernel which is not in the file, once per kernel."""
     host: Sequence[HostCall] = ()
-    """What can leave the device idle."""
+    """Host activity that can leave the device idle."""
     regions: Sequence[Span] = ()
-    """Runs of code that torch.compile made."""
+    """Runs of compiled code."""
 
 
 class _OpenSpan(NamedTuple):
-    """A span that is open, and what holds for everything inside."""
+    """A span that contains the current one, and what holds for everything inside it."""
 
     end: float
     span: Span
     owner: OpCall | None
     hidden: bool
-    """Inside of a query or of the compiler: nothing in here is an op."""
+    """Inside a query or the compiler: nothing in here is an op."""
     phase: Phase
     module: str
     source: str
-    behind: int | None
+    forward_sequence: int | None
 
 
 def find_op_calls(recording: Recording) -> OpCalls:
-    """Walks through every thread."""
+    """The ops of all threads."""
     walk = _ThreadWalk(recording)
     for spans in recording.threads.values():
         walk.thread(spans)
@@ -130,7 +130,7 @@ class _ThreadWalk:
         self._thread += 1
         stack: list[_OpenSpan] = []
         parents: set[int] = set()
-        """Positions of ops that hold others."""
+        """Positions of ops that contain others."""
         unknown: list[tuple[int, Span, _OpenSpan | None]] = []
         positions: list[int] = []
         launches, host = len(self.launches), len(self.host)
@@ -149,17 +149,17 @@ class _ThreadWalk:
                 unknown.append((position, span, outer))
             stack.append(frame)
             positions.append(position if span.kind == "op" else positions[-1] if positions else -1)
-        if len(self.launches) == launches:  # one that only watches the device, which does not hold it up
+        if len(self.launches) == launches:  # a thread that only polls the device does not hold it up
             self.host[host:] = [call for call in self.host[host:] if call.span.kind != "launch"]
         for position, span, outer in unknown:
             if position not in parents and not span.name.startswith(("autograd::", "torch::")):
                 self._leaf(span, outer)
 
     def locate(self) -> None:
-        """Gives the ops of the backward pass the place of the forward op behind them."""
+        """Gives ops of the backward pass the module and line of their forward op."""
         for call in self.calls:
-            if call.behind is not None and call.behind in self._forward:
-                module, source = self._forward[call.behind]
+            if call.forward_sequence is not None and call.forward_sequence in self._forward:
+                module, source = self._forward[call.forward_sequence]
                 call.module, call.source = call.module or module, call.source or source
 
     def _enter(self, span: Span, outer: _OpenSpan | None) -> _OpenSpan:
@@ -169,14 +169,14 @@ class _ThreadWalk:
         meaning = kind_of_range(span.name)
         if meaning is not None:
             self.host.append(HostCall(meaning, span, frame.owner))
-            if meaning == "compilation":  # it runs the code on tensors without data
+            if meaning == "compilation":  # which runs the code on tensors without data
                 return frame._replace(hidden=True)
         if span.name.startswith(_COMPILED_REGION_PREFIX):
             self.regions.append(span)
         if span.kind == "annotation":
             return self._annotated(frame, span)
         if span.name.startswith(_BACKWARD_NODE):
-            return frame._replace(phase="backward", behind=span.sequence, module="", source="")
+            return frame._replace(phase="backward", forward_sequence=span.sequence, module="", source="")
         if span.name == _ACCUMULATE_GRAD:
             self.gradients.extend(
                 (span.start, item) for item in self._arguments(span)[:1] if isinstance(item, RecordedTensor)
@@ -204,7 +204,7 @@ class _ThreadWalk:
         if span.external in self._launchers:  # it launches kernels itself
             if operator is not None:
                 return frame._replace(owner=self._call(frame, span, "operator", arguments, operator))
-            self._call(frame, span, "unknown", arguments, None)  # what it calls is an op of its own all the same
+            self._call(frame, span, "unknown", arguments, None)  # the calls inside it are ops all the same
         return frame
 
     def _call(
@@ -223,7 +223,7 @@ class _ThreadWalk:
             phase=frame.phase,
             module=frame.module,
             source=frame.source,
-            behind=frame.behind,
+            forward_sequence=frame.forward_sequence,
             thread=self._thread,
         )
         self.calls.append(call)
@@ -232,7 +232,7 @@ class _ThreadWalk:
         return call
 
     def _leaf(self, span: Span, outer: _OpenSpan | None) -> None:
-        """An operator that calls no other and that torch here does not know: it must do something itself."""
+        """An operator that this torch does not know and that calls no other: it must do something itself."""
         if span.external is None or span.external not in self.by_external:
             arguments = self._arguments(span)
             operator = find_operator(span.name, arguments) if span.inputs is not None else None
@@ -242,7 +242,7 @@ class _ThreadWalk:
     def _arguments(self, span: Span) -> tuple[Argument, ...]:
         if span.inputs is None:
             return ()
-        parsed = self._parsed.get(id(span.inputs))  # the recording keeps them all, so an id stays taken
+        parsed = self._parsed.get(id(span.inputs))  # the recording keeps them alive, so ids are unique
         if parsed is None:
             parsed = self._parsed[id(span.inputs)] = parse_arguments(span.inputs)
         return parsed

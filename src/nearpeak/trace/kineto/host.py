@@ -1,4 +1,4 @@
-"""`HostSpan`: what the CPU did that can leave a device idle: waiting for it, loading input, allocating, compiling."""
+"""`HostSpan`: host activity that can leave a device idle: synchronization, data loading, allocation, compilation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nearpeak.trace.kineto.recording import Recording, Span
 HostKind = Literal["profiler", "compilation", "garbage collection", "input", "allocator", "synchronization"]
 
 GARBAGE_COLLECTION: Final = "nearpeak: garbage collection"
-"""How the mark around a collection begins; see `nearpeak.trace.kineto.marks`."""
+"""How the name of the range around a garbage collection begins; see `kineto/marks.py`."""
 STEP_END_WAIT: Final = "nearpeak: end of a step"
-"""The name of the mark around a wait for the device that is nearpeak's, not that of the code which is profiled."""
+"""The name of the range around a synchronization that is nearpeak's own, not the profiled code's."""
 
 _WAIT_CALLS = re.compile(r"\w*Synchronize|(?:cuda|cu|hip)Memcpy(?!\w*Async)|ur(?:EventWait|QueueFinish)")
-"""Calls that return when the device is done with something. torch reads numbers on AMD with hipMemcpyWithStream."""
+"""Calls that block until the device has finished something. On AMD, torch reads numbers with hipMemcpyWithStream."""
 _ALLOCATION_CALLS = re.compile(
     r"(?:cuda|cu|hip)(?:Malloc|Free|Host(?:Alloc|Free|Malloc|Register|Unregister)"
     r"|Mem(?:Alloc|Free|HostAlloc|Create|Release|Map|Unmap|SetAccess|AddressReserve|AddressFree))"
@@ -28,30 +28,30 @@ _KERNEL_LOADING_CALLS = re.compile(
     r"(?:cuda|cu|hip)(?:Module|Library)Load|Lazy Function Loading|Runtime Triggered Module Load"
 )
 DATA_LOADER_RANGE: Final = "enumerate(DataLoader)#"
-"""How torch names the range in which a data loader gives its next batch; see `nearpeak.trace.kineto.marks` too."""
+"""How the name of torch's range around the next batch of a data loader begins; see `kineto/marks.py` too."""
 LINE_SEPARATOR: Final = " at "
-"""Before the line in the name of a mark of nearpeak's."""
+"""Separates the user's line in the name of a range that nearpeak adds."""
 _COMPILATION_SUFFIX = "(dynamo_timed)"
-"""How the names of Dynamo's and Inductor's own ranges end, which they open while they compile."""
+"""How the names of the ranges end that Dynamo and Inductor open while they compile."""
 _COMPILATION_RANGE = "dynamo"
-"""The range around all of a compilation: what comes before and after the ranges inside takes milliseconds too."""
+"""The range around a whole compilation: the time outside of its inner ranges takes milliseconds too."""
 _PAGEABLE = "Pageable"
-"""In the name of a copy: a side of it is memory that the driver must copy itself, so that the call waits."""
+"""In the name of a copy from or to memory that is not pinned, which makes the call block."""
 _IGNORED_OVERHEADS = ("Command Buffer Full",)
 
 
 class HostCall(NamedTuple):
-    """A span with what it means. Times are microseconds."""
+    """A span with its kind. Times are microseconds."""
 
     kind: HostKind
     span: Span
     owner: object | None
-    """The call of the op that holds it."""
+    """The call of the op around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpan:
-    """Something that the CPU did and that can leave a device idle."""
+    """Host activity that can leave a device idle."""
 
     kind: HostKind
     name: str
@@ -59,12 +59,12 @@ class HostSpan:
     """From the start of what was read."""
     seconds: float
     op: int | None
-    """The index of the op that holds it."""
+    """The index of the op around it."""
 
 
 @functools.cache  # a file has few different names
 def kind_of_runtime_call(name: str) -> HostKind | None:
-    """What a call of the device's runtime or driver means for the device; None for an ordinary one, as a launch.
+    """The kind of a call of the device's runtime or driver; None for an ordinary one such as a launch.
 
     >>> [kind_of_runtime_call(name) for name in ("cudaStreamSynchronize", "hipMalloc", "cudaMemcpyAsync")]
     ['synchronization', 'allocator', None]
@@ -78,7 +78,7 @@ def kind_of_runtime_call(name: str) -> HostKind | None:
 
 @functools.cache
 def kind_of_range(name: str) -> HostKind | None:
-    """What an op or a range with this name means; None for an ordinary one.
+    """The kind of an op or a range with this name; None for an ordinary one.
 
     >>> kind_of_range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")
     'input'
@@ -91,7 +91,7 @@ def kind_of_range(name: str) -> HostKind | None:
 
 
 def line_of_mark(name: str) -> str:
-    """The user's line in the name of a mark; "" where it has none.
+    """The user's line in the name of a range that nearpeak adds; "" where it has none.
 
     >>> line_of_mark("nearpeak: garbage collection at train.py:41"), line_of_mark("nearpeak: garbage collection")
     ('train.py:41', '')
@@ -100,7 +100,7 @@ def line_of_mark(name: str) -> str:
 
 
 def overhead_calls(recording: Recording) -> list[HostCall]:
-    """What the profiler says it did itself, and kernels that were loaded late."""
+    """The overheads that the profiler reports: its own, and lazily loaded kernels."""
     return [
         HostCall(kind_of_runtime_call(span.name) or "profiler", span, None)
         for span in recording.overheads
@@ -109,7 +109,7 @@ def overhead_calls(recording: Recording) -> list[HostCall]:
 
 
 def blocking_copies(recording: Recording, launches: Mapping[int, Span], owners: Mapping[int, object]) -> list[HostCall]:
-    """The calls of copies that wait for the device although their name does not say so."""
+    """The calls of copies that block although their name does not say so: those of memory that is not pinned."""
     copies = []
     for item in recording.device_spans:
         if item.kind == "memcpy" and _PAGEABLE in item.name and item.correlation is not None:
@@ -120,7 +120,7 @@ def blocking_copies(recording: Recording, launches: Mapping[int, Span], owners: 
 
 
 def host_spans(calls: Iterable[HostCall], indices: Mapping[int, int], start: float, end: float) -> tuple[HostSpan, ...]:
-    """Those that reach into a window, in the order of time. What lies in another one of the same kind is left out.
+    """Host calls that overlap a window, in the order of time, without those inside another one of the same kind.
 
     Args:
         calls: All of the file.
@@ -149,7 +149,7 @@ def host_spans(calls: Iterable[HostCall], indices: Mapping[int, int], start: flo
 
 
 def busy_intervals(threads: Iterable[Sequence[Span]], start: float, end: float) -> tuple[tuple[float, float], ...]:
-    """When any thread was inside of an op or a call of the runtime: starts and ends, disjoint, in seconds."""
+    """When any thread was inside an op or a call of the runtime: disjoint starts and ends, in seconds."""
     merged: list[tuple[float, float]] = []
     for spans in threads:
         open_from = open_until = start

@@ -1,16 +1,16 @@
-"""What a kernel of Inductor's must move at the least, from the event that its launch leaves in the file.
+"""`min_traffic`: the least that a kernel of Inductor's must move, from the event of its launch in a trace file.
 
-The event has the tensors that the kernel was given and the sizes of its loops, and neither the names of the tensors nor
-its code. This is certain:
+The event has the tensors that the kernel was passed and the sizes of its loops, and neither the names of the tensors
+nor its code. This is certain:
 
 * Inductor passes tensors that are read and written first, then those that are read, then those that are written, then
   its own scratch memory; every kernel writes at least one; so the first or the last tensor is written. A pointwise
   kernel stores one element per point of its loops, a reduction one per row, unless it scatters, where two points may
   store to one place.
-* The kernel's name has all operators that it was made of. If each of them goes over its operands whole (`add`, `sum`,
-  `view`, and not `slice`, `cat`, `embedding`), then the kernel goes over each of its tensors whole: a tensor that it
-  would not use is not passed. So the first is read, the last is written, and the others are one or the other. Of the
-  others that look alike one counts, as arguments of compiled code may be the same memory.
+* The kernel's name lists the operators that were fused into it. If each of them uses its operands whole (`add`, `sum`,
+  `view`, and not `slice`, `cat`, `embedding`), then the kernel uses each of its tensors whole: unused tensors are not
+  passed. So the first is read, the last is written, and the others are read or written. Of others with the same dtype
+  and size one counts, since arguments of compiled code may share memory.
 * A template of a matrix product, fused with such operators alone, has two operands of M x K and K x N elements and a
   result of M x N, from which K follows. Of several pairs that fit, the least K counts.
 """
@@ -33,7 +33,7 @@ _SCATTER_OPERATORS = re.compile(
     r"scatter|index|embedding_(dense|sparse|bag|backward|renorm)|_put|pool|upsample|grid_sampler|nll_loss_backward|fold"
     r"|sort|bincount"
 )
-"""Names of operators that can become stores to computed places."""
+"""Names of operators that can become stores to computed addresses."""
 _REDUCTION_OPERATORS = frozenset("amax amin linalg_vector_norm logsumexp mean prod std sum var var_mean".split())
 WHOLE_OPERAND_OPERATORS = _REDUCTION_OPERATORS | frozenset(
     """
@@ -48,14 +48,14 @@ reciprocal relu remainder round rsqrt rsub sigmoid sigmoid_backward sign silu si
 softplus_backward sqrt square sub tan tanh tanh_backward trunc
 """.split()
 )
-"""Operators of which the result depends on every element of every operand."""
+"""Operators whose result depends on every element of every operand."""
 _GEMM_OPERATORS = frozenset(["addmm", "baddbmm", "bmm", "mm"])
 _CAST_OPERATORS = frozenset(["_to_copy", "convert_element_type"])
 _INTEGER_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
 class RecordedGemm(NamedTuple):
-    """A matrix product."""
+    """A matrix product of a compiled kernel."""
 
     inner: int
     """Multiply-adds for an element of the result."""
@@ -65,19 +65,19 @@ class RecordedGemm(NamedTuple):
 
 
 class MinTraffic(NamedTuple):
-    """What a kernel moves at the least."""
+    """The least that a kernel moves."""
 
     read: int | None
-    """The place, among its tensors, of one that it reads whole."""
+    """The index, among its tensors, of one that it reads whole."""
     touched: tuple[int, ...]
-    """The places of tensors that it reads or writes whole."""
+    """The indices of tensors that it reads or writes whole."""
     written: tuple[int, str] | None
-    """How many elements of which dtype it writes."""
+    """Number and dtype of the elements that it writes."""
     gemm: RecordedGemm | None = None
 
 
 def min_traffic(name: str, arguments: Sequence[Argument], facts: Mapping[str, Any]) -> MinTraffic:
-    """What is certain of a kernel.
+    """The traffic that is certain.
 
     >>> x = RecordedTensor((8192, 2048), (2048, 1), "bfloat16")
     >>> y = x._replace(dtype="float32")
@@ -103,13 +103,13 @@ def min_traffic(name: str, arguments: Sequence[Argument], facts: Mapping[str, An
     loops = _loop_count(kind, blocks)
     if len(sizes) < loops or (_SCATTER_OPERATORS.search(fused) and not _cannot_scatter(fused, tensors)):
         return nothing
-    sizes = sizes[len(sizes) - loops :]  # before them are the sizes of dynamic shapes
+    sizes = sizes[len(sizes) - loops :]  # sizes of dynamic shapes come before
     scratch = "RSPLIT" in blocks
     points = math.prod(sizes if kind == "poi" else sizes[:1])
     ends = tensors if scratch else (tensors[0], tensors[-1])
     written = (points, min((str(tensor.dtype) for tensor in ends), key=lambda dtype: ITEM_BYTES[dtype]))
     operators = whole_operators(fused)
-    if operators is None or len(tensors) == 1:  # a constant has nothing to read
+    if operators is None or len(tensors) == 1:  # a fill reads nothing
         return MinTraffic(None, (), written)
     return _traffic_of_whole_operands(
         tensors, math.prod(sizes), written, reduces=bool(operators & _REDUCTION_OPERATORS), scratch=scratch
@@ -119,10 +119,10 @@ def min_traffic(name: str, arguments: Sequence[Argument], facts: Mapping[str, An
 def _traffic_of_whole_operands(
     tensors: Sequence[RecordedTensor], points: int, written: tuple[int, str], *, reduces: bool, scratch: bool
 ) -> MinTraffic:
-    """Of a kernel that goes over all of its tensors.
+    """The traffic of a kernel that uses all of its tensors whole.
 
-    One with more elements than the loops have points is taken only where a sum was written out. Scratch memory comes
-    last, is flat, and need not be used to its end: where there is some, no flat tensor at the end counts.
+    A tensor with more elements than the loops have points counts only if a reduction was unrolled. Scratch memory comes
+    last, is flat, and may be used in part: if there is some, no flat tensor at the end counts.
     """
     sizes = [(str(tensor.dtype), math.prod(tensor.shape)) for tensor in tensors]
     usable = [size <= points or (reduces and size % max(points, 1) == 0) for _, size in sizes]
@@ -143,7 +143,7 @@ def _traffic_of_whole_operands(
 
 
 def _traffic_of_gemm(fused: str, tensors: Sequence[RecordedTensor]) -> MinTraffic:
-    """Of a template. A cast may have made float32 operands smaller, and the product faster."""
+    """The traffic of a template. A cast may have made float32 operands smaller, and the product faster."""
     operators = _parse_operators(fused, WHOLE_OPERAND_OPERATORS | _GEMM_OPERATORS)
     if operators is None or len(operators & _GEMM_OPERATORS) != 1 or len(tensors) < 3:
         return MinTraffic(None, (), None)
@@ -164,7 +164,7 @@ def _traffic_of_gemm(fused: str, tensors: Sequence[RecordedTensor]) -> MinTraffi
 
 
 def _inner_size(left: RecordedTensor, right: RecordedTensor, out: RecordedTensor) -> int | None:
-    """The size that a product of these sums over, whichever way its operands lie in memory; None if they do not fit."""
+    """The size K that a product of these sums over, whatever the layout of its operands; None if they do not fit."""
     if len(left.shape) != len(right.shape) or len(left.shape) not in (2, 3):
         return None
     batch = left.shape[0] if len(left.shape) == 3 else 1
@@ -174,15 +174,15 @@ def _inner_size(left: RecordedTensor, right: RecordedTensor, out: RecordedTensor
     inner = math.isqrt(square)
     if rest or inner**2 != square or inner not in left.shape[-2:] or inner not in right.shape[-2:]:
         return None
-    # Parts of the sum, for another kernel to add up, are a larger result.
+    # Partial sums, which another kernel adds up, are a larger result.
     columns = [math.prod(tensor.shape) // max(inner * batch, 1) for tensor in (left, right)]
     return inner if out.shape and out.shape[-1] in columns else None
 
 
 def whole_operators(fused: str) -> frozenset[str] | None:
-    """The operators in a kernel's name, if all of them go over their operands whole; else None.
+    """The operators in a kernel's name, if all of them use their operands whole; else None.
 
-    A name has each operator once, in order of the alphabet, with an underscore between them.
+    A name has each operator once, in alphabetical order, separated by underscores.
 
     >>> sorted(whole_operators("_to_copy__unsafe_view_add_mean_mul"))
     ['_to_copy', '_unsafe_view', 'add', 'mean', 'mul']
@@ -195,7 +195,7 @@ def whole_operators(fused: str) -> frozenset[str] | None:
 @functools.lru_cache(maxsize=4096)
 def _parse_operators(fused: str, allowed: frozenset[str]) -> frozenset[str] | None:
     ends: dict[int, frozenset[str]] = {}
-    """Operators up to a place that one can begin at, the last of them being the greatest."""
+    """The operators up to a position at which another can begin."""
     for start in [0, *(match.end() for match in re.finditer("_", fused))]:
         before = ends.get(start) if start else frozenset[str]()
         if before is None:
@@ -208,15 +208,15 @@ def _parse_operators(fused: str, allowed: frozenset[str]) -> frozenset[str] | No
 
 
 def _cannot_scatter(fused: str, tensors: Sequence[RecordedTensor]) -> bool:
-    """Whether it cannot scatter: the rows of an embedding's gradient come from a tensor of integers, and it has none.
+    """Whether a kernel of an embedding's gradient has no integer tensor, and so no row indices to scatter to.
 
-    Clearing the gradient and casting it are kernels of their own with this name.
+    The kernels that clear and cast the gradient have this name too.
     """
     return fused == "embedding_dense_backward" and not any(tensor.dtype in _INTEGER_DTYPES for tensor in tensors)
 
 
 def _loop_count(kind: str, blocks: str) -> int:
-    """How many of the numbers at the end are sizes of loops. A persistent reduction has its own without a block."""
+    """How many of the last numbers are loop sizes. A persistent reduction has a loop size without a block size."""
     pointwise = len(re.findall(r"\b[XYZ]BLOCK=", blocks)) or 1
     if kind == "poi":
         return pointwise

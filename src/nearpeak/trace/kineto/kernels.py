@@ -23,19 +23,19 @@ class KernelRun:
     op: int | None
     """The index of the op that launched it; None where the file does not tell."""
     in_graph: bool = False
-    """It was launched by a CUDA graph, with all others of the graph."""
+    """A CUDA graph launched it, with all other kernels of the graph."""
     bytes: float | None = None
-    """Of a copy or a fill."""
+    """Of a copy or a fill; None for a kernel."""
     launched_s: float | None = None
-    """When the CPU was done launching it, from the start of what was read; None where the file does not tell. A graph
-    has one launch, so that of its kernels is over when the first of them starts."""
+    """When the CPU had launched it, from the start of what was read; None where the file does not tell. A graph has one
+    launch, which is over at the latest when its first kernel starts."""
 
 
 def owner_of(span: DeviceSpan, calls: OpCalls) -> OpCall | None:
-    """The op that something on the device belongs to.
+    """The op that launched a kernel.
 
-    A graph's kernels belong to its launch. Otherwise the number of the innermost event at the launch says it, or, where
-    that is missing, the event that holds the launch.
+    Kernels of a graph belong to the launch of the graph. For others the id of the innermost event at the launch tells,
+    or, where that is missing, the event around the launch.
     """
     launched_by = calls.by_correlation.get(span.correlation) if span.correlation is not None else None
     if launched_by is not None and launched_by.kind == "graph":
@@ -45,7 +45,7 @@ def owner_of(span: DeviceSpan, calls: OpCalls) -> OpCall | None:
 
 
 def launch_time(span: DeviceSpan, calls: OpCalls, owner: OpCall | None) -> float:
-    """When it was launched, in microseconds; its own start where the file does not tell."""
+    """When it was launched, in microseconds; its start where the file does not tell."""
     launch = calls.launches.get(span.correlation) if span.correlation is not None else None
     if launch is not None:
         return launch.start
@@ -55,9 +55,9 @@ def launch_time(span: DeviceSpan, calls: OpCalls, owner: OpCall | None) -> float
 def kernel_runs(
     spans: Sequence[tuple[DeviceSpan, OpCall | None]], indices: Mapping[int, int], origin: float, calls: OpCalls
 ) -> tuple[KernelRun, ...]:
-    """The kernels with the indices of their ops, which are by the identity of their calls; in order of time."""
+    """The kernels in order of time. `indices` has the index of each op by the identity of its call."""
     begun: dict[int | None, float] = {}
-    """Of each launch of a graph, when the device began with it."""
+    """When the device began with each launch of a graph."""
     for span, owner in spans:
         if is_in_graph(span, owner):
             begun[span.correlation] = min(span.start, begun.get(span.correlation, span.start))
@@ -84,7 +84,7 @@ def is_in_graph(span: DeviceSpan, owner: OpCall | None) -> bool:
 
 
 def graph_note(kernels: Sequence[KernelRun]) -> str:
-    """What is not known of kernels that CUDA graphs launched; "" where there are none.
+    """A note about kernels that CUDA graphs launched; "" where there are none.
 
     >>> run = dict(name="k", kind="kernel", start_s=0.0, seconds=2e-6, device=0, stream=7, op=None)
     >>> graph_note([KernelRun(in_graph=True, **run), KernelRun(in_graph=True, **run), KernelRun(**run)])
@@ -101,7 +101,7 @@ def graph_note(kernels: Sequence[KernelRun]) -> str:
 
 
 def _launch_end_s(span: DeviceSpan, calls: OpCalls, origin: float, begun: float | None) -> float | None:
-    """The end of its launch, or when the device had begun with it already: a long graph runs while it is launched."""
+    """The end of its launch, or the start of its graph if that is earlier: a long graph runs while it is launched."""
     launch = calls.launches.get(span.correlation) if span.correlation is not None else None
     if launch is None:
         return None

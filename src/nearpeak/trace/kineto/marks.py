@@ -18,10 +18,10 @@ from nearpeak.trace.source import user_line
 
 @contextmanager
 def mark_garbage_collections() -> Iterator[None]:
-    """Inside, each collection on a thread that is profiled is a range named `GARBAGE_COLLECTION` and the user's line.
+    """Inside, each garbage collection on a profiled thread is a range named `GARBAGE_COLLECTION` and the user's line.
 
-    The range is one that Inductor uses too: it goes through no dispatcher. A collection can begin in the middle of
-    anything, where running an operator would not be safe.
+    The kind of range is one that bypasses the dispatcher: a collection can begin in the middle of anything, where
+    running an operator would not be safe.
     """
     open_ranges: list[_RecordFunctionFast] = []
     process = os.getpid()
@@ -42,15 +42,15 @@ def mark_garbage_collections() -> Iterator[None]:
         yield
     finally:
         gc.callbacks.remove(mark)
-        while open_ranges:  # left inside of a collection: by a finalizer that ends the profile
+        while open_ranges:  # a finalizer ended the profile during a collection
             open_ranges.pop().__exit__(None, None, None)
 
 
 @contextmanager
 def mark_data_loading() -> Iterator[None]:
-    """Inside, each batch that a DataLoader gives is a range around torch's own one, with the line that asked for it."""
+    """Inside, each batch of a DataLoader is a range around torch's own, with the user's line that requested it."""
     module = sys.modules.get("torch.utils.data.dataloader")
-    if module is None:  # then nobody has a loader
+    if module is None:  # then no loader exists
         yield
         return
     loader_iterator: Any = module._BaseDataLoaderIter

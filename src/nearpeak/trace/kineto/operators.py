@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar, TensorList, Unknown
 from nearpeak.trace.schema import is_composite
+from nearpeak.trace.storages import dtype_name
 
 _TENSOR_LISTS = ("List[Tensor]", "List[Optional[Tensor]]")
 _ENUMERATIONS = ("ScalarType", "Layout", "MemoryFormat")
@@ -58,10 +59,10 @@ def _schema_parameter(argument: Any) -> SchemaParameter:
 
 
 def find_overload(name: str, arguments: tuple[Argument, ...]) -> torch._ops.OpOverload[Any, Any] | None:
-    """The overload of an event "namespace::operator" that fits its arguments best; None where none fits.
+    """The overload of an event "namespace::operator" that fits its arguments best; None if none fits.
 
-    The profiler writes every argument, defaults too, so the number of them says much. A file of another torch may have
-    fewer than the schema here, or more that are absent.
+    The profiler writes every argument, defaults too, so their number says much. A file of another torch may have fewer
+    than the schema of this one, or more that are absent.
     """
     best: tuple[float, Any] = (0.0, None)
     for overload, parameters in _overloads(name):
@@ -77,14 +78,14 @@ def _overloads(name: str) -> tuple[tuple[Any, tuple[SchemaParameter, ...]], ...]
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)
         names = packet.overloads()
-    except (AttributeError, RuntimeError):  # torch here has no such operator
+    except (AttributeError, RuntimeError):  # this torch has no such operator
         return ()
     candidates = ((overload, schema_parameters(overload)) for overload in (getattr(packet, item) for item in names))
     return tuple((overload, parameters) for overload, parameters in candidates if _takes_tensors(overload))
 
 
 def _takes_tensors(overload: torch._ops.OpOverload[Any, Any]) -> bool:
-    """TorchScript's own overloads share names with those on tensors, and are never recorded."""
+    """Whether it is no overload of TorchScript's, which share names with those on tensors and are never recorded."""
     try:
         overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU)
     except RuntimeError:  # the dispatcher does not know it
@@ -142,7 +143,7 @@ def _fit_value(kind: str, value: Any) -> float | None:
 
 
 _QUERIES = ("aten::result_type", "aten::is_same_size", "aten::is_pinned", "aten::can_cast", "aten::lift_fresh")
-"""Operators that ask about tensors and touch no data; `lift_fresh` is how `torch.tensor` hands over its data."""
+"""Operators that query tensors and touch no data; `torch.tensor` passes its data through `lift_fresh`."""
 _ENUMERATION_VALUES: dict[str, tuple[Any, ...]] = {
     "ScalarType": (
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64),
@@ -154,7 +155,7 @@ _ENUMERATION_VALUES: dict[str, tuple[Any, ...]] = {
     "Layout": (torch.strided,),
     "MemoryFormat": (*(torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d),),
 }
-"""What the numbers of enumerations stand for, in the order of c10's headers."""
+"""The values of enumerations by number, in the order of c10's headers."""
 
 
 class OperatorResult(NamedTuple):
@@ -165,21 +166,20 @@ class OperatorResult(NamedTuple):
     dtype: str
     offset: int
     memory: int
-    """Whose memory it has: that of the operator's tensor with this number, in order of the arguments; a number beyond
-    them is memory of its own."""
+    """The number of the argument tensor whose storage it views; a number beyond them is a new storage."""
     bytes: int
-    """Of all of that memory, where it is its own."""
+    """Of the whole storage, if it is new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedOperator:
-    """One overload, and what is asked of it again and again. There is one object for each."""
+    """One overload of an operator; there is one object for each."""
 
     name: str
     overload: Any
     parameters: tuple[SchemaParameter, ...]
     composite: bool
-    """It is taken apart before autograd: the ops inside are what runs."""
+    """It is decomposed before autograd: the ops inside are what runs."""
     query: bool
 
     @property
@@ -201,13 +201,13 @@ def _build_operator(overload: Any, event: str) -> RecordedOperator:
 
 @functools.lru_cache(maxsize=65536)
 def find_operator(event: str, arguments: tuple[Argument, ...]) -> RecordedOperator | None:
-    """The operator of an event "aten::mm"; None where torch here has none that takes these arguments."""
+    """The operator of an event "aten::mm"; None if this torch has none that takes these arguments."""
     overload = find_overload(event, arguments)
     return None if overload is None else _build_operator(overload, event)
 
 
 def is_python_number(parameter: SchemaParameter, argument: Argument) -> bool:
-    """Whether a tensor is really a number of the user's: `x * 2.0` is recorded with a double of no dimensions."""
+    """Whether a tensor is a Python number: `x * 2.0` is recorded with a zero-dimensional double."""
     return (
         isinstance(argument, RecordedTensor)
         and not argument.shape
@@ -218,7 +218,7 @@ def is_python_number(parameter: SchemaParameter, argument: Argument) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def infer_results(operator: RecordedOperator, arguments: tuple[Argument, ...]) -> tuple[OperatorResult, ...] | None:
-    """What the operator returns; None where that depends on values or on what the file does not show."""
+    """What the operator returns; None if that depends on values or on what the file does not show."""
     if any(isinstance(argument, Unknown) for argument in arguments):
         return None
     if not any("Tensor" in str(item.real_type) for item in operator.overload._schema.returns):
@@ -226,18 +226,18 @@ def infer_results(operator: RecordedOperator, arguments: tuple[Argument, ...]) -
     with _no_warnings(), torch.no_grad():
         try:
             return _run_on_fake_tensors(operator, arguments, "meta")
-        except Exception:  # anything may come out of an operator that has no such kernel: the other way follows
+        except Exception:  # an operator without a meta kernel may raise anything
             pass
         try:
             with FakeTensorMode():
                 return _run_on_fake_tensors(operator, arguments, "cpu")
-        except Exception:  # the same: what cannot run without data is not modeled, and is counted by the caller
+        except Exception:  # the same; the caller counts what is not modeled
             return None
 
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Without the warnings and messages of an operator that is only asked for its shapes."""
+    """Inside, operators that run for their shapes alone give no warnings and no log messages."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -260,7 +260,7 @@ def _run_on_fake_tensors(
         argument = arguments[place] if recorded else None
         if not recorded and not parameter.keyword_only:
             break
-        unsaid = argument is None and parameter.has_default  # a string, say, which is never written
+        unsaid = argument is None and parameter.has_default  # such as a string, which is never written
         value = parameter.default if unsaid else _as_torch_argument(parameter, argument, tensors, device)
         if parameter.kind == "Device" and not tensors:
             value = torch.device(device)  # a factory
@@ -297,7 +297,7 @@ def _as_torch_argument(parameter: SchemaParameter, argument: Argument, tensors: 
     if isinstance(argument, TensorList):
         return [_empty_tensor(member, tensors, device) for member in argument.tensors]
     if parameter.kind == "Tensor" and not parameter.optional:
-        return torch.empty(0, device=device)  # none was passed, which a call from Python cannot do
+        return torch.empty(0, device=device)  # C++ passed an undefined tensor, which Python cannot
     return None
 
 
@@ -324,7 +324,7 @@ def _empty_tensor(recorded: RecordedTensor, tensors: list[torch.Tensor], device:
 def tensor_arguments(
     operator: RecordedOperator, arguments: Sequence[Argument]
 ) -> Iterator[tuple[SchemaParameter, RecordedTensor]]:
-    """The tensors among the arguments with their parameters, in the order in which `Result.memory` numbers them."""
+    """The tensors among the arguments with their parameters, in the order of `OperatorResult.memory`."""
     for parameter, argument in zip(operator.parameters, arguments, strict=False):
         if isinstance(argument, RecordedTensor):
             if not is_python_number(parameter, argument):
@@ -332,11 +332,6 @@ def tensor_arguments(
         elif isinstance(argument, TensorList):
             for member in argument.tensors:
                 yield parameter, member
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _flat_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -37,201 +37,35 @@ from nearpeak.trace.kineto.operators import (
     RecordedOperator,
     SchemaParameter,
     as_torch_value,
-    dtype_name,
     infer_results,
     is_python_number,
     tensor_arguments,
 )
 from nearpeak.trace.kineto.truncated_lists import TruncatedLists
-
-_MAX_LOOK_BACK = 1000
-"""Storages to look at for one that a tensor with gaps can lie in."""
-
-
-@dataclass(slots=True)
-class _GuessedStorage:
-    bytes: float
-    kind: StorageKind
-    looks: list[Hashable]
-
-
-class GuessedStorages:
-    """Numbers the storages of a trace, op by op."""
-
-    def __init__(self, *, likely: bool = False) -> None:
-        self._likely = likely
-        self.results: set[int] = set()
-        """Storages that were there before and that an op writes."""
-        self.unexplained: list[Tensor] = []
-        """New tensors since this list was last taken, which an op of unknown results may have made."""
-        self._known: list[_GuessedStorage] = []
-        self._by_look: dict[Hashable, OrderedDict[int, None]] = {}
-        self._by_use: OrderedDict[int, None] = OrderedDict()
-        self._before: dict[str, list[Tensor]] = {}
-        self._dtypes: dict[Hashable, dict[str, None]] = {}
-        self._compiled = False
-        self._unknown = False
-
-    def dtype_of(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-        """The dtype of a member of a list, which the file does not say: the smallest of those that look like it."""
-        seen = self._dtypes.get((shape, strides)) or self._dtypes.get(shape)
-        return min(seen, key=lambda dtype: ITEM_BYTES[dtype]) if seen else None
-
-    def arguments(
-        self, tensors: Sequence[tuple[SchemaParameter, RecordedTensor]], *, lists_differ: bool, results_known: bool
-    ) -> tuple[Tensor, ...]:
-        """The tensors of one op with their storages, in order. All of them have a dtype by now."""
-        chosen: dict[Hashable, int] = {}
-        taken: set[int] = set()
-        places: dict[str, int] = {}
-        found = []
-        for parameter, seen in tensors:
-            place = places.get(parameter.name, -1) + 1
-            places[parameter.name] = place
-            alike: Hashable = (*_memory_layout(seen), place if lists_differ else 0)
-            same = None if parameter.mutated else chosen.get(alike)
-            storage = None if self._likely else same
-            if storage is None:
-                storage = None if parameter.name == "out" else self._last_like(seen, taken)
-                if storage is None:
-                    storage = same
-                if storage is None:
-                    # One that looks like an argument that this op writes may be another part of its memory.
-                    part = not lists_differ and next(self._alike(seen), None) is not None
-                    storage = self._new(
-                        seen, _span_bytes(seen), "intermediate" if part or parameter.name == "out" else None
-                    )
-                taken.add(storage)
-                if not parameter.mutated:
-                    chosen[alike] = storage
-            tensor = self._tensor(seen, storage, 0)
-            self._use(storage, seen)
-            if parameter.mutated and self._known[storage].kind != "intermediate":
-                self.results.add(storage)
-            found.append(tensor)
-        if not results_known:
-            self._unknown = True
-        return tuple(found)
-
-    def compiled(self) -> None:
-        """From here on buffers are looked at with other shapes."""
-        self._compiled = self._unknown = True
-
-    def view(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, offset: int, storage: int) -> Tensor:
-        """A result that has the memory of an argument."""
-        seen = RecordedTensor(shape, strides, dtype)
-        known = self._known[storage]
-        known.bytes = max(known.bytes, _span_bytes(seen))  # an `out` that was resized
-        self._use(storage, seen)
-        return self._tensor(seen, storage, offset)
-
-    def result(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, size: float) -> Tensor:
-        """A result with memory of its own."""
-        seen = RecordedTensor(shape, strides, dtype)
-        return self._tensor(seen, self._new(seen, size, "intermediate"), 0)
-
-    def before(self, dtype: str) -> list[Tensor]:
-        """The tensors of this dtype that were there before, as they were seen first."""
-        return [*self._before.get(dtype, ())]
-
-    def facts(self) -> dict[int, Storage]:
-        """All storages by number."""
-        return {number: Storage(bytes=known.bytes, kind=known.kind) for number, known in enumerate(self._known)}
-
-    def _last_like(self, seen: RecordedTensor, taken: set[int]) -> int | None:
-        for storage in self._alike(seen):
-            if storage not in taken:
-                return storage
-        return None
-
-    def _alike(self, seen: RecordedTensor) -> Iterator[int]:
-        """Storages that may hold it, the last used one first."""
-        if not self._compiled:
-            yield from reversed(self._by_look.get(seen, ()))
-            return
-        span = _span_bytes(seen)
-        if math.prod(seen.shape) * ITEM_BYTES[str(seen.dtype)] >= span:
-            yield from reversed(self._by_look.get(_dtype_and_size(seen), ()))
-            return
-        for count, storage in enumerate(reversed(self._by_use)):
-            if count == _MAX_LOOK_BACK:
-                return
-            known = self._known[storage]
-            if known.bytes >= span and any(
-                isinstance(look, RecordedTensor) and look.dtype == seen.dtype for look in known.looks
-            ):
-                yield storage
-
-    def _new(self, seen: RecordedTensor, size: float, kind: StorageKind | None) -> int:
-        number = len(self._known)
-        explained = kind is not None
-        if kind is None:
-            kind = "intermediate" if self._unknown else "input"
-        self._known.append(_GuessedStorage(size, kind, []))
-        self._use(number, seen)
-        if kind != "intermediate":
-            self._before.setdefault(str(seen.dtype), []).append(self._tensor(seen, number, 0))
-        if self._unknown and not explained:
-            self.unexplained.append(self._tensor(seen, number, 0))
-        return number
-
-    def _use(self, storage: int, seen: RecordedTensor) -> None:
-        known = self._known[storage]
-        for look in (seen, _dtype_and_size(seen)):
-            if look not in known.looks:
-                known.looks.append(look)
-                self._by_look.setdefault(look, OrderedDict())[storage] = None
-        for look in known.looks:
-            self._by_look[look].move_to_end(storage)
-        self._by_use[storage] = None
-        self._by_use.move_to_end(storage)
-        dtype = str(seen.dtype)
-        self._dtypes.setdefault((seen.shape, seen.strides), {})[dtype] = None
-        self._dtypes.setdefault(seen.shape, {})[dtype] = None
-
-    @staticmethod
-    def _tensor(seen: RecordedTensor, storage: int, offset: int) -> Tensor:
-        return Tensor(shape=seen.shape, strides=seen.strides, dtype=str(seen.dtype), storage=storage, offset=offset)
-
-
-def _dtype_and_size(seen: RecordedTensor) -> Hashable:
-    return seen.dtype, math.prod(seen.shape)
-
-
-def _span_bytes(seen: RecordedTensor) -> float:
-    """Bytes from its first element to its last."""
-    if 0 in seen.shape:
-        return 0.0
-    last = sum((size - 1) * abs(stride) for size, stride in zip(seen.shape, seen.strides, strict=True))
-    return (last + 1) * ITEM_BYTES[str(seen.dtype)]
-
-
-def _memory_layout(seen: RecordedTensor) -> tuple[Hashable, ...]:
-    """The same for a tensor and its transposes."""
-    return seen.dtype, tuple(sorted((s, step) for s, step in zip(seen.shape, seen.strides, strict=True) if s != 1))
-
+from nearpeak.trace.storages import dtype_name
 
 _LIST_OPERATOR_PREFIXES = ("_foreach", "_fused_", "_amp_foreach")
 _MAYBE_TOUCHED = "may_have_touched"
-"""The name of an argument of ours: tensors that an op of unknown results may have made."""
+"""An argument that is added to ops: tensors that an op of unknown results may have made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOps:
-    """The ops of the calls, in the same order; and how often which operator's results could not be found."""
+    """The ops of the calls, in the same order."""
 
     ops: tuple[Op, ...]
     storages: GuessedStorages
     unknown: Counter[str]
+    """How often the results of an operator could not be inferred, by the name of its event."""
     exact_lists: int = 0
-    """Ops on lists that the file leaves out and whose members are known all the same."""
-    least_lists: int = 0
-    """Ops on such lists of which only the least number of elements is known."""
+    """Ops on lists that the file truncates and whose members are known all the same."""
+    min_lists: int = 0
+    """Ops on such lists of which only the minimum number of elements is known."""
 
 
 @dataclass(slots=True)
 class _DraftOp:
-    """An op before it is final: later ones may show what it touched."""
+    """An unfinished op: later ones may show what it touched."""
 
     name: str
     arguments: dict[str, Any]
@@ -243,12 +77,16 @@ class _DraftOp:
 def build_ops(
     calls: Sequence[OpCall], *, tf32: bool, likely: bool = False, lists: Mapping[int, TruncatedLists] | None = None
 ) -> RecordedOps:
-    """All calls as ops. `tf32`: whether float32 products may have run in it; the file does not say.
+    """All calls as ops.
 
-    `lists` has the arguments of calls whose long lists the file leaves out, by the identity of the call.
+    Args:
+        calls: In the order of time.
+        tf32: Whether float32 products may have run in tf32; the file does not say.
+        likely: Which storages to choose.
+        lists: The arguments of calls whose lists the file truncates, by the identity of the call.
     """
     lists = lists or {}
-    exact = least = 0
+    exact = minimal = 0
     storages = GuessedStorages(likely=likely)
     drafts: list[_DraftOp] = []
     unknown: Counter[str] = Counter()
@@ -257,11 +95,11 @@ def build_ops(
         filled = lists.get(id(call))
         if filled is not None and not filled.exact:
             draft: _DraftOp | None = _draft_of_min_elements(call, filled, storages)
-            least += 1
+            minimal += 1
         else:
             draft = _draft_op(call, storages, filled.arguments if filled else call.arguments)
             exact += filled is not None and draft is not None
-        if storages.unexplained:  # new tensors: the last op of unknown results may have made them
+        if storages.unexplained:  # the last op of unknown results may have made them
             touched.extend(storages.unexplained)
             storages.unexplained.clear()
         if draft is None:
@@ -272,7 +110,7 @@ def build_ops(
             draft.arguments[_MAYBE_TOUCHED] = touched
         drafts.append(draft)
     ops = tuple(_finish_op(draft, call, tf32) for draft, call in zip(drafts, calls, strict=True))
-    return RecordedOps(ops=ops, storages=storages, unknown=unknown, exact_lists=exact, least_lists=least)
+    return RecordedOps(ops=ops, storages=storages, unknown=unknown, exact_lists=exact, min_lists=minimal)
 
 
 def _draft_of_origin(
@@ -297,10 +135,10 @@ def _finish_op(draft: _DraftOp, call: OpCall, tf32: bool) -> Op:
 
 
 def _draft_of_min_elements(call: OpCall, lists: TruncatedLists, storages: GuessedStorages) -> _DraftOp:
-    """An op of which only the least number of elements is known: it reads or writes each of its lists once.
+    """An op with a minimum number of elements: it reads or writes each of its lists once.
 
-    Lists of one `_foreach_` op may be the same. What the cache holds afterwards is of their members, which may be
-    anything of that dtype that was there before.
+    Lists of one `_foreach_` op may be the same. Afterwards the cache holds their members, which may be any older tensor
+    of that dtype.
     """
     arguments = _positional_arguments(call.arguments, storages)
     (flat,) = lists.members
@@ -308,12 +146,12 @@ def _draft_of_min_elements(call: OpCall, lists: TruncatedLists, storages: Guesse
     arguments["touched"] = tuple(
         storages.result(flat.shape, (1,), str(flat.dtype), size) for _ in range(lists.separate)
     )
-    arguments[_MAYBE_TOUCHED] = storages.before(str(flat.dtype))
+    arguments[_MAYBE_TOUCHED] = storages.older_tensors(str(flat.dtype))
     return _draft_of_origin("partial", call, arguments)
 
 
 def _cost_or_none(draft: _DraftOp) -> Cost | None:
-    """None where the formula cannot do with what the file shows; an argument that it needs may not be in there."""
+    """None where the formula fails: the file may not show an argument that it needs."""
     arguments = {name: tuple(value) if name == _MAYBE_TOUCHED else value for name, value in draft.arguments.items()}
     try:
         return cost_of(Op(name=draft.name, arguments=arguments, outputs=draft.outputs, mutated=draft.mutated))
@@ -332,37 +170,37 @@ def _draft_op(call: OpCall, storages: GuessedStorages, arguments: tuple[Argument
     if results is None:
         return None
     tensors = tuple(tensor_arguments(operator, arguments))
-    if any(seen.dtype is None for _, seen in tensors):
+    if any(recorded.dtype is None for _, recorded in tensors):
         return None
     inputs = storages.arguments(
         tensors, lists_differ=operator.overload._opname.startswith(_LIST_OPERATOR_PREFIXES), results_known=True
     )
-    own: dict[int, int] = {}
+    new_storages: dict[int, int] = {}
     outputs = []
     for result in results:
-        if result.memory < len(inputs) or result.memory in own:
-            storage = inputs[result.memory].storage if result.memory < len(inputs) else own[result.memory]
+        if result.memory < len(inputs) or result.memory in new_storages:
+            storage = inputs[result.memory].storage if result.memory < len(inputs) else new_storages[result.memory]
             output = storages.view(result.shape, result.strides, result.dtype, result.offset, storage)
         else:
             output = storages.result(result.shape, result.strides, result.dtype, float(result.bytes))
-            own[result.memory] = output.storage
+            new_storages[result.memory] = output.storage
         outputs.append(output)
     draft = _DraftOp(operator.name, _named_arguments(operator, arguments, inputs), tuple(outputs), operator.mutated)
     return draft if _cost_or_none(draft) is not None else None
 
 
 def _fill_dtypes(argument: Argument, storages: GuessedStorages) -> Argument:
-    """The members of a list with their dtypes, found by their shapes. One that holds nothing has that of the others."""
+    """The members of a list with their dtypes, by their shapes. An empty member has the dtype of the others."""
     if not isinstance(argument, TensorList):
         return argument
     members = [
         member if member.dtype else member._replace(dtype=storages.dtype_of(member.shape, member.strides))
         for member in argument.tensors
     ]
-    known = [member.dtype for member in members if member.dtype and 0 not in member.shape]
-    dtype = min(known, key=lambda name: ITEM_BYTES[name]) if known else None
+    dtypes = [member.dtype for member in members if member.dtype and 0 not in member.shape]
+    dtype = min(dtypes, key=lambda name: ITEM_BYTES[name]) if dtypes else None
     if dtype is None and all(not member.shape for member in members):
-        dtype = "float32"  # what optimizers count their steps in, seen nowhere else: whatever it is, it is a few bytes
+        dtype = "float32"  # the step counts of optimizers, a few bytes whatever their dtype
     return TensorList(tuple(member if member.dtype else member._replace(dtype=dtype) for member in members))
 
 
@@ -394,7 +232,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _positional_arguments(arguments: Sequence[Argument], storages: GuessedStorages) -> dict[str, Any]:
-    """What an op of unknown results was given, by position."""
+    """The arguments of an op of unknown results, by position."""
     named: dict[str, Any] = {}
     for place, argument in enumerate(arguments):
         if isinstance(argument, Scalar):
@@ -403,9 +241,9 @@ def _positional_arguments(arguments: Sequence[Argument], storages: GuessedStorag
             named[str(place)] = None
         else:
             members = (argument,) if isinstance(argument, RecordedTensor) else argument.tensors
-            seen = [member for member in members if member.dtype is not None]
+            recorded = [member for member in members if member.dtype is not None]
             parameter = SchemaParameter(str(place), "Tensor", False, False, None, False, False)
-            pairs = [(parameter, member) for member in seen]
+            pairs = [(parameter, member) for member in recorded]
             tensors = storages.arguments(pairs, lists_differ=True, results_known=False)
             named[str(place)] = tensors[0] if isinstance(argument, RecordedTensor) and tensors else tensors
     if not named:
@@ -416,16 +254,184 @@ def _positional_arguments(arguments: Sequence[Argument], storages: GuessedStorag
 def _draft_inductor_op(call: OpCall, storages: GuessedStorages) -> _DraftOp:
     storages.compiled()
     arguments = _positional_arguments(call.arguments, storages)
-    least = min_traffic(call.span.name, call.arguments, call.span.facts or {})
+    traffic = min_traffic(call.span.name, call.arguments, call.span.facts or {})
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    if least.read is not None:
-        arguments["read"] = tensors[least.read]
-    if least.gemm is not None:
-        arguments |= {"inner": least.gemm.inner, "product": least.gemm.dtype}
-        arguments["read"] = tuple(tensors[place] for place in least.gemm.operands)
-    arguments["touched"] = tuple(tensors[place] for place in least.touched)
+    if traffic.read is not None:
+        arguments["read"] = tensors[traffic.read]
+    if traffic.gemm is not None:
+        arguments |= {"inner": traffic.gemm.inner, "product": traffic.gemm.dtype}
+        arguments["read"] = tuple(tensors[place] for place in traffic.gemm.operands)
+    arguments["touched"] = tuple(tensors[place] for place in traffic.touched)
     outputs: tuple[Tensor, ...] = ()
-    if least.written is not None:
-        elements, dtype = least.written
+    if traffic.written is not None:
+        elements, dtype = traffic.written
         outputs = (storages.result((elements,), (1,), dtype, elements * ITEM_BYTES[dtype]),)
     return _draft_of_origin("inductor", call, arguments, outputs)
+
+
+_MAX_LOOK_BACK = 1000
+"""Storages to search for one that a tensor with gaps can lie in."""
+
+
+@dataclass(slots=True)
+class _GuessedStorage:
+    bytes: float
+    kind: StorageKind
+    layouts: list[Hashable]
+
+
+class GuessedStorages:
+    """Numbers the storages of a trace, op by op; see the top of this file for the rules."""
+
+    def __init__(self, *, likely: bool = False) -> None:
+        self._likely = likely
+        self.results: set[int] = set()
+        """Storages older than the trace that an op writes."""
+        self.unexplained: list[Tensor] = []
+        """New tensors since this list was last cleared, which an op of unknown results may have made."""
+        self._storages: list[_GuessedStorage] = []
+        self._by_layout: dict[Hashable, OrderedDict[int, None]] = {}
+        self._by_use: OrderedDict[int, None] = OrderedDict()
+        self._older_tensors: dict[str, list[Tensor]] = {}
+        self._dtypes: dict[Hashable, dict[str, None]] = {}
+        self._after_compiled_code = False
+        self._after_unknown_results = False
+
+    def dtype_of(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+        """The dtype of a member of a list, which the file lacks: the smallest of those with its shape and strides."""
+        recorded = self._dtypes.get((shape, strides)) or self._dtypes.get(shape)
+        return min(recorded, key=lambda dtype: ITEM_BYTES[dtype]) if recorded else None
+
+    def arguments(
+        self, tensors: Sequence[tuple[SchemaParameter, RecordedTensor]], *, lists_differ: bool, results_known: bool
+    ) -> tuple[Tensor, ...]:
+        """The tensors of one op with their storages, in order. Each has a dtype."""
+        chosen: dict[Hashable, int] = {}
+        excluded: set[int] = set()
+        places: dict[str, int] = {}
+        arguments = []
+        for parameter, recorded in tensors:
+            place = places.get(parameter.name, -1) + 1
+            places[parameter.name] = place
+            layout_key: Hashable = (*_memory_layout(recorded), place if lists_differ else 0)
+            same = None if parameter.mutated else chosen.get(layout_key)
+            storage = None if self._likely else same
+            if storage is None:
+                storage = None if parameter.name == "out" else self._last_used(recorded, excluded)
+                if storage is None:
+                    storage = same
+                if storage is None:
+                    # A tensor with the layout of an argument that this op writes may be another part of its memory.
+                    part = not lists_differ and next(self._candidates(recorded), None) is not None
+                    storage = self._new(
+                        recorded, _span_bytes(recorded), "intermediate" if part or parameter.name == "out" else None
+                    )
+                excluded.add(storage)
+                if not parameter.mutated:
+                    chosen[layout_key] = storage
+            tensor = self._tensor(recorded, storage, 0)
+            self._use(storage, recorded)
+            if parameter.mutated and self._storages[storage].kind != "intermediate":
+                self.results.add(storage)
+            arguments.append(tensor)
+        if not results_known:
+            self._after_unknown_results = True
+        return tuple(arguments)
+
+    def compiled(self) -> None:
+        """Compiled code runs: from here on buffers are used with other shapes."""
+        self._after_compiled_code = self._after_unknown_results = True
+
+    def view(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, offset: int, storage: int) -> Tensor:
+        """A result that views the storage of an argument."""
+        recorded = RecordedTensor(shape, strides, dtype)
+        info = self._storages[storage]
+        info.bytes = max(info.bytes, _span_bytes(recorded))  # an `out` that was resized
+        self._use(storage, recorded)
+        return self._tensor(recorded, storage, offset)
+
+    def result(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, size: float) -> Tensor:
+        """A result with a new storage."""
+        recorded = RecordedTensor(shape, strides, dtype)
+        return self._tensor(recorded, self._new(recorded, size, "intermediate"), 0)
+
+    def older_tensors(self, dtype: str) -> list[Tensor]:
+        """The tensors of this dtype that are older than the trace, as they were used first."""
+        return [*self._older_tensors.get(dtype, ())]
+
+    def facts(self) -> dict[int, Storage]:
+        """All storages by number."""
+        return {number: Storage(bytes=info.bytes, kind=info.kind) for number, info in enumerate(self._storages)}
+
+    def _last_used(self, recorded: RecordedTensor, excluded: set[int]) -> int | None:
+        return next((storage for storage in self._candidates(recorded) if storage not in excluded), None)
+
+    def _candidates(self, recorded: RecordedTensor) -> Iterator[int]:
+        """Storages that may hold a tensor, the last used one first."""
+        if not self._after_compiled_code:
+            yield from reversed(self._by_layout.get(recorded, ()))
+            return
+        span = _span_bytes(recorded)
+        if math.prod(recorded.shape) * ITEM_BYTES[str(recorded.dtype)] >= span:
+            yield from reversed(self._by_layout.get(_dtype_and_size(recorded), ()))
+            return
+        for count, storage in enumerate(reversed(self._by_use)):
+            if count == _MAX_LOOK_BACK:
+                return
+            info = self._storages[storage]
+            if info.bytes >= span and any(
+                isinstance(layout, RecordedTensor) and layout.dtype == recorded.dtype for layout in info.layouts
+            ):
+                yield storage
+
+    def _new(self, recorded: RecordedTensor, size: float, kind: StorageKind | None) -> int:
+        number = len(self._storages)
+        explained = kind is not None
+        if kind is None:
+            kind = "intermediate" if self._after_unknown_results else "input"
+        self._storages.append(_GuessedStorage(size, kind, []))
+        self._use(number, recorded)
+        if kind != "intermediate":
+            self._older_tensors.setdefault(str(recorded.dtype), []).append(self._tensor(recorded, number, 0))
+        if self._after_unknown_results and not explained:
+            self.unexplained.append(self._tensor(recorded, number, 0))
+        return number
+
+    def _use(self, storage: int, recorded: RecordedTensor) -> None:
+        info = self._storages[storage]
+        for layout in (recorded, _dtype_and_size(recorded)):
+            if layout not in info.layouts:
+                info.layouts.append(layout)
+                self._by_layout.setdefault(layout, OrderedDict())[storage] = None
+        for layout in info.layouts:
+            self._by_layout[layout].move_to_end(storage)
+        self._by_use[storage] = None
+        self._by_use.move_to_end(storage)
+        dtype = str(recorded.dtype)
+        self._dtypes.setdefault((recorded.shape, recorded.strides), {})[dtype] = None
+        self._dtypes.setdefault(recorded.shape, {})[dtype] = None
+
+    @staticmethod
+    def _tensor(recorded: RecordedTensor, storage: int, offset: int) -> Tensor:
+        return Tensor(
+            shape=recorded.shape, strides=recorded.strides, dtype=str(recorded.dtype), storage=storage, offset=offset
+        )
+
+
+def _dtype_and_size(recorded: RecordedTensor) -> Hashable:
+    return recorded.dtype, math.prod(recorded.shape)
+
+
+def _span_bytes(recorded: RecordedTensor) -> float:
+    """Bytes from its first element to its last."""
+    if 0 in recorded.shape:
+        return 0.0
+    last = sum((size - 1) * abs(stride) for size, stride in zip(recorded.shape, recorded.strides, strict=True))
+    return (last + 1) * ITEM_BYTES[str(recorded.dtype)]
+
+
+def _memory_layout(recorded: RecordedTensor) -> tuple[Hashable, ...]:
+    """Dtype, sizes and strides; the same for a tensor and its transposes."""
+    return recorded.dtype, tuple(
+        sorted((s, step) for s, step in zip(recorded.shape, recorded.strides, strict=True) if s != 1)
+    )

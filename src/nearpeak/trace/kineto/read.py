@@ -38,152 +38,6 @@ from nearpeak.trace.kineto.truncated_lists import (
     restore_lists,
 )
 
-_AMPERE = 8
-"""The first compute capability with tf32."""
-
-
-def device_name(recording: Recording) -> str:
-    """What ran the kernels as its driver names it, or "cpu"."""
-    properties = recording.metadata.get("deviceProperties")
-    used = {span.device for span in recording.device_spans}
-    if isinstance(properties, list):
-        for item in properties:
-            if isinstance(item, dict) and item.get("id") in used and item.get("name"):
-                return str(item["name"])
-    return "unknown device" if used else "cpu"
-
-
-def has_tf32(metadata: Mapping[str, Any], on_device: bool) -> bool:
-    """Whether the device has tf32; true for one that the file does not describe."""
-    properties = metadata.get("deviceProperties")
-    if not on_device:
-        return False
-    if isinstance(properties, list) and properties and isinstance(properties[0], dict):
-        major = properties[0].get("computeMajor")
-        return not isinstance(major, int) or major >= _AMPERE
-    return True
-
-
-LaunchedSpan = tuple[DeviceSpan, OpCall | None]
-
-
-class MedianStep(NamedTuple):
-    """A step, and of each of its kernels, by its identity, the seconds in all steps with the same kernels."""
-
-    step: ProfilerStep
-    seconds: Mapping[int, tuple[float, ...]]
-
-
-def find_median_step(steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls) -> MedianStep | None:
-    """The step whose kernels take the median time, of the steps that run what most of them run.
-
-    None where no kernels are known. Where as many steps run something else, the later ones count.
-    """
-    spans_of_steps = _spans_by_step(steps, spans, calls)
-    alike: dict[tuple[tuple[int, str], ...], list[ProfilerStep]] = {}
-    for step in reversed(steps):  # max() takes the first of those that are as many
-        if spans_of_steps[step.number]:
-            alike.setdefault(tuple((span.stream, span.name) for span in spans_of_steps[step.number]), []).append(step)
-    if not alike:
-        return None
-    largest = max(alike.values(), key=len)
-    chosen = sorted(largest)
-    totals = {step.number: sum(span.duration for span in spans_of_steps[step.number]) for step in chosen}
-    middle = sorted(chosen, key=lambda step: totals[step.number])[(len(chosen) - 1) // 2]
-    columns = zip(*(spans_of_steps[step.number] for step in chosen), strict=True)
-    seconds = [tuple(span.duration / 1e6 for span in column) for column in columns]
-    return MedianStep(middle, {id(span): row for span, row in zip(spans_of_steps[middle.number], seconds, strict=True)})
-
-
-def _spans_by_step(
-    steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls
-) -> dict[int, list[DeviceSpan]]:
-    """What each step launched, in an order that is the same whichever stream is ahead."""
-    ordered = sorted(steps, key=lambda step: step.start)
-    starts = [step.start for step in ordered]
-    launches: dict[int, list[tuple[float, int, float, DeviceSpan]]] = {step.number: [] for step in steps}
-    for span, owner in spans:
-        when = launch_time(span, calls, owner)
-        index = bisect_right(starts, when) - 1
-        if index >= 0 and when < ordered[index].end:
-            launches[ordered[index].number].append((when, span.stream, span.start, span))
-    return {
-        number: [span for *_, span in sorted(launched, key=lambda item: item[:3])]
-        for number, launched in launches.items()
-    }
-
-
-_STORAGE_NOTES = {
-    "least": "The file has no addresses: a tensor may be any earlier one that looks like it, and arguments that look "
-    "alike may be one. The least is counted, so the bound can be well below that of a live trace, and the fused and "
-    "ideal floors follow a guess at the flow of data.",
-    "likely": "The file has no addresses: which tensors share memory is guessed, so the floors are estimates, not "
-    "bounds.",
-}
-
-
-def trace_notes(
-    recording: Recording,
-    ops: RecordedOps,
-    kernels: Sequence[KernelRun],
-    calls: Sequence[OpCall],
-    step: ProfilerStep | None,
-    *,
-    cut: bool,
-    storages: Literal["least", "likely"],
-) -> Iterator[str]:
-    """Sentences for people.
-
-    Args:
-        recording: All of the file.
-        found: The ops of what was read.
-        kernels: Its kernels.
-        calls: The calls of its ops.
-        step: The step that was read; None for all of the file.
-        cut: Whether some of it may be missing.
-        storages: How tensors that share memory were guessed.
-    """
-    if calls or not kernels:
-        yield _STORAGE_NOTES[storages]
-    if recording.truncated:
-        yield "The file ends in the middle; what follows is not in the trace."
-    if cut:
-        what = "What was read" if step is None else f"Step {step.number}"
-        yield f"{what} is not whole: ops or kernels of it may be missing, and its times are those of what is there."
-        if not recording.device_spans and recording.metadata.get("deviceProperties"):
-            yield "The file has no kernels. They are written last, so it may have been cut off before them."
-    if recording.damaged:
-        yield f"{recording.damaged} events are not valid JSON and were left out."
-    unknown = ops.unknown - Counter(call.span.name for call in calls if call.kind == "graph")
-    if unknown:
-        listed = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
-        yield f"{unknown.total()} ops have no cost, because the file does not show enough of them: {listed}."
-    if ops.exact_lists:
-        yield (
-            f"{ops.exact_lists} ops on long lists have the tensors of the gradients of the backward pass: these make "
-            "as many chunks as their kernels have blocks."
-        )
-    if ops.least_lists:
-        yield (
-            f"{ops.least_lists} ops on long lists or with index tensors count the elements that they have at the "
-            "least, from the blocks of their kernels."
-        )
-    compiled = sum(call.kind == "inductor" for call in calls)
-    if compiled:
-        yield (
-            f"Of {compiled} compiled kernels only what they must move counts: the file does not say which part of a "
-            "tensor they read, so it is all of it only where no operator in their name takes a part."
-        )
-    if graphs := graph_note(kernels):
-        yield graphs
-    if recording.device_spans and calls:
-        yield "Products of float32 count as tf32 where the device has it, since the file does not say what was allowed."
-    lost = [kernel for kernel in kernels if kernel.op is None and not kernel.in_graph]
-    if lost:
-        seconds = sum(kernel.seconds for kernel in lost)
-        yield f"{len(lost)} kernels of {seconds * 1e3:.3f} ms belong to no op in the file."
-
-
 _GATHER_OPERATOR = "aten::index"
 
 
@@ -196,31 +50,30 @@ class KinetoTrace:
     kernels: tuple[KernelRun, ...]
     """In order of time; empty where the file has no device."""
     spans: tuple[tuple[float, float], ...]
-    """Of each op on the CPU: when it began, from the start of what was read, and its seconds."""
+    """Start and duration of each op on the CPU, in seconds from the start of what was read."""
     device: str
     """The device as its driver names it, or "cpu"."""
     steps: tuple[int, ...]
-    """Numbers of the steps in the file that have ops, or launches of CUDA graphs."""
+    """Numbers of the steps in the file with ops or launches of CUDA graphs."""
     step: int | None
     """The one that was read; None for all of the file."""
     wall_s: float
-    """Of the step on the CPU, or of its kernels from the first to the last where that is longer."""
+    """Duration of the step on the CPU, or of its kernels from first to last where that is longer."""
     notes: tuple[str, ...]
-    """What the file cannot tell."""
+    """What the file does not show."""
     partial: frozenset[int] = frozenset()
-    """Ops that may have had more kernels than the file has: it was cut off there, or lost some. What was measured of
-    them says nothing about their speed."""
+    """Ops that may have more kernels than the file has, because it is truncated or lost some. Their measured times say
+    nothing about their speed."""
     host: tuple[HostSpan, ...] = ()
     """What the CPU did that can leave the device idle, in the order of time."""
     host_working: tuple[tuple[float, float], ...] = ()
     """When any thread was inside of an op or a call of the device's runtime: starts and ends, disjoint, in order."""
     free_from_s: float = 0.0
-    """When the device was done with what had been launched before this."""
+    """When the device had finished what was launched before."""
     compiled_regions: frozenset[str] = frozenset()
-    """Code of torch.compile that ran, by the names that torch gives it: "Torch-Compiled Region: 0/1"."""
+    """Compiled code that ran, by the names that torch gives it: "Torch-Compiled Region: 0/1"."""
     repeats: tuple[tuple[float, ...], ...] = ()
-    """Of each kernel, its seconds in all steps that were looked at and run the same kernels, in their order; empty
-    where one step was."""
+    """Seconds of each kernel in all profiled steps with the same kernels, in order; empty if one step was read."""
 
     @property
     def device_seconds(self) -> Mapping[int | None, float]:
@@ -242,12 +95,11 @@ def read_trace(
     Args:
         path: A Chrome trace, as .json or .json.gz.
         step: The number of a step of the profiler's schedule, "all" for the whole file, or None for the last step; for
-            the whole file where it has no steps. Of a file that was cut off, None is the last step that is whole, or
-            the first where none is.
-        among: Numbers of steps that should be alike. Instead of the last step, the one of these counts whose kernels
-            take the median time.
-        storages: The file does not say which tensors share memory. "least" takes what moves the fewest bytes, so that
-            the bounds are bounds; "likely" what is usual, which comes nearer and can be wrong.
+            the whole file where it has no steps. In a truncated file, None is the last step that is complete, or the
+            first step if none is.
+        among: Numbers of similar steps. Instead of the last step, the one whose kernels take the median time is read.
+        storages: The file does not say which tensors share memory. "least" chooses what moves the fewest bytes, so that
+            bounds are bounds; "likely" chooses what is usual, which is nearer to the truth and can be wrong.
     """
     if storages not in ("least", "likely"):
         raise UsageError(f"storages={storages!r} is not known. {did_you_mean(str(storages), ('least', 'likely'))}")
@@ -269,7 +121,7 @@ def read_trace(
         free_from = max(0.0, max(before, default=chosen.start) - chosen.start) / 1e6
         spans = [(span, owner) for span, owner in spans if _is_in_step(span, owner, calls, chosen)]
     origin, wall = _time_window(inside, spans, chosen)
-    if all(call.kind == "graph" for call in inside):  # beside ops a launch is one of unknown results; alone it is none
+    if all(call.kind == "graph" for call in inside):  # beside ops, the launch of a graph is an op of unknown results
         inside = []
     recorded = build_ops(
         inside,
@@ -313,9 +165,9 @@ def read_trace(
 
 
 def _is_whole(step: ProfilerStep, calls: OpCalls, launched: Sequence[tuple[float, OpCall | None]]) -> bool:
-    """Whether a file that was cut off has all of a step: of each thread that ran ops, something later is there.
+    """Whether a truncated file has all of a step: it has something later of each thread that ran ops.
 
-    What runs on the device is written after all ops, thread by thread or together, in the order of the launches.
+    Device events are written after all ops, thread by thread or together, in the order of the launches.
     """
     latest: dict[int, float] = {}
     for when, call in launched or [(call.span.start, call) for call in calls.calls]:
@@ -326,7 +178,7 @@ def _is_whole(step: ProfilerStep, calls: OpCalls, launched: Sequence[tuple[float
 
 
 def _incomplete_calls(recording: Recording, calls: OpCalls) -> set[int]:
-    """The identities of calls whose kernels may not all be there: those that were written last, of each stream."""
+    """The identities of calls whose kernels may not all be in the file: those written last, of each stream."""
     incomplete = {id(call) for call in calls.missing_kernels}
     if recording.truncated:
         incomplete |= {id(owner_of(span, calls)) for span in recording.last_written}
@@ -334,9 +186,9 @@ def _incomplete_calls(recording: Recording, calls: OpCalls) -> set[int]:
 
 
 def _require_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> None:
-    """An error for a file of which nothing can be said. `graphs`: it has kernels that CUDA graphs launched."""
+    """Raises for a file without ops or shapes. `graphs`: the file has kernels that CUDA graphs launched."""
     ops = [span for spans in recording.threads.values() for span in spans if span.kind == "op"]
-    if graphs and not any("::" in span.name for span in ops):  # what is left are torch.compile's own marks
+    if graphs and not any("::" in span.name for span in ops):  # the ops are ranges of torch.compile
         return
     if not ops and recording.truncated:
         raise UsageError(f"{path} was cut off before its first op, so there is nothing to read. Record it again.")
@@ -355,7 +207,7 @@ def _require_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> 
 def _choose_step(
     calls: OpCalls, number: int | str | None, path: str | Path
 ) -> tuple[ProfilerStep | None, Sequence[ProfilerStep]]:
-    """The step to read. One without ops was opened by the last call of `step()`, and nothing ran in it."""
+    """The step to read, and all steps with ops. The last call of `step()` opens one in which nothing runs."""
     starts = [call.span.start for call in calls.calls]
     steps = [step for step in calls.steps if bisect_left(starts, step.start) < bisect_left(starts, step.end)]
     if number == "all" or (number is None and not steps):
@@ -370,14 +222,14 @@ def _choose_step(
 
 
 def _is_in_step(span: DeviceSpan, owner: OpCall | None, calls: OpCalls, step: ProfilerStep) -> bool:
-    """By the time of the launch: the device runs behind the CPU, often beyond the end of the step."""
+    """Whether a step launched it. The device runs behind the CPU, often beyond the end of the step."""
     return step.start <= launch_time(span, calls, owner) < step.end
 
 
 def _restore_truncated_lists(
     calls: Sequence[OpCall], spans: Sequence[tuple[DeviceSpan, OpCall | None]], everything: OpCalls
 ) -> dict[int, TruncatedLists]:
-    """What is known of lists that the profiler left out, by the identity of the call."""
+    """The lists that the profiler truncated, as far as they are known, by the identity of the call."""
     truncated = {
         id(call): call
         for call in calls
@@ -403,7 +255,7 @@ def _restore_truncated_lists(
 
 
 def _gradients_before(time: float, calls: OpCalls, steps: Sequence[float]) -> list[RecordedTensor]:
-    """What the backward passes added since the op of an optimizer before them, whose ops start at `steps`."""
+    """The gradients that were accumulated since the last optimizer op before them; these ops start at `steps`."""
     last = bisect_left(calls.gradients, time, key=lambda item: item[0])
     if not last:
         return []
@@ -415,7 +267,7 @@ def _gradients_before(time: float, calls: OpCalls, steps: Sequence[float]) -> li
 def _time_window(
     calls: Sequence[OpCall], spans: Sequence[tuple[DeviceSpan, OpCall | None]], step: ProfilerStep | None
 ) -> tuple[float, float]:
-    """Where the time of what was read begins, in microseconds, and how many seconds it lasts."""
+    """The start of what was read, in microseconds, and its duration in seconds."""
     starts = [span.start for span, _ in spans]
     ends = [span.end for span, _ in spans]
     device = max(ends) - min(starts) if spans else 0.0
@@ -425,3 +277,149 @@ def _time_window(
         return (min(starts) if starts else 0.0), device / 1e6
     first = min(call.span.start for call in calls)
     return first, (max([call.span.end for call in calls] + ends) - first) / 1e6
+
+
+LaunchedSpan = tuple[DeviceSpan, OpCall | None]
+
+
+class MedianStep(NamedTuple):
+    """A step, and the seconds of each of its kernels in all steps with the same kernels, by identity."""
+
+    step: ProfilerStep
+    seconds: Mapping[int, tuple[float, ...]]
+
+
+def find_median_step(steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls) -> MedianStep | None:
+    """The step whose kernels take the median time, among those that run the most common list of kernels.
+
+    None if there are no kernels. Of two equally common lists, the later steps count.
+    """
+    spans_of_steps = _spans_by_step(steps, spans, calls)
+    alike: dict[tuple[tuple[int, str], ...], list[ProfilerStep]] = {}
+    for step in reversed(steps):  # max() takes the first of equals
+        if spans_of_steps[step.number]:
+            alike.setdefault(tuple((span.stream, span.name) for span in spans_of_steps[step.number]), []).append(step)
+    if not alike:
+        return None
+    largest = max(alike.values(), key=len)
+    chosen = sorted(largest)
+    totals = {step.number: sum(span.duration for span in spans_of_steps[step.number]) for step in chosen}
+    middle = sorted(chosen, key=lambda step: totals[step.number])[(len(chosen) - 1) // 2]
+    columns = zip(*(spans_of_steps[step.number] for step in chosen), strict=True)
+    seconds = [tuple(span.duration / 1e6 for span in column) for column in columns]
+    return MedianStep(middle, {id(span): row for span, row in zip(spans_of_steps[middle.number], seconds, strict=True)})
+
+
+def _spans_by_step(
+    steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls
+) -> dict[int, list[DeviceSpan]]:
+    """The spans that each step launched, in an order that does not depend on which stream is ahead."""
+    ordered = sorted(steps, key=lambda step: step.start)
+    starts = [step.start for step in ordered]
+    launches: dict[int, list[tuple[float, int, float, DeviceSpan]]] = {step.number: [] for step in steps}
+    for span, owner in spans:
+        when = launch_time(span, calls, owner)
+        index = bisect_right(starts, when) - 1
+        if index >= 0 and when < ordered[index].end:
+            launches[ordered[index].number].append((when, span.stream, span.start, span))
+    return {
+        number: [span for *_, span in sorted(launched, key=lambda item: item[:3])]
+        for number, launched in launches.items()
+    }
+
+
+_AMPERE = 8
+"""The first major compute capability of NVIDIA GPUs with tf32."""
+
+
+def device_name(recording: Recording) -> str:
+    """The device that ran the kernels as its driver names it, or "cpu"."""
+    properties = recording.metadata.get("deviceProperties")
+    used = {span.device for span in recording.device_spans}
+    if isinstance(properties, list):
+        for item in properties:
+            if isinstance(item, dict) and item.get("id") in used and item.get("name"):
+                return str(item["name"])
+    return "unknown device" if used else "cpu"
+
+
+def has_tf32(metadata: Mapping[str, Any], on_device: bool) -> bool:
+    """Whether the device has tf32; True if the file does not describe it."""
+    properties = metadata.get("deviceProperties")
+    if not on_device:
+        return False
+    if isinstance(properties, list) and properties and isinstance(properties[0], dict):
+        major = properties[0].get("computeMajor")
+        return not isinstance(major, int) or major >= _AMPERE
+    return True
+
+
+_STORAGE_NOTES = {
+    "least": "The file has no addresses: a tensor may be any earlier one of its shape, strides and dtype, and "
+    "arguments that agree in these may be one tensor. The bound counts the fewest bytes, so it can be well below that "
+    "of a live trace, and the fused and ideal floors follow a guess at the data flow.",
+    "likely": "The file has no addresses. Which tensors share memory is guessed, so the floors are estimates, not "
+    "bounds.",
+}
+
+
+def trace_notes(
+    recording: Recording,
+    ops: RecordedOps,
+    kernels: Sequence[KernelRun],
+    calls: Sequence[OpCall],
+    step: ProfilerStep | None,
+    *,
+    cut: bool,
+    storages: Literal["least", "likely"],
+) -> Iterator[str]:
+    """Sentences about what the file does not show.
+
+    Args:
+        recording: All of the file.
+        ops: The ops of what was read.
+        kernels: Its kernels.
+        calls: The calls of its ops.
+        step: The step that was read; None for all of the file.
+        cut: Whether parts of it may be missing.
+        storages: How tensors that share memory were guessed.
+    """
+    if calls or not kernels:
+        yield _STORAGE_NOTES[storages]
+    if recording.truncated:
+        yield "The file is truncated; what follows its end is not in the trace."
+    if cut:
+        what = "What was read" if step is None else f"Step {step.number}"
+        yield f"{what} is incomplete: ops or kernels may be missing, and times are those of what the file has."
+        if not recording.device_spans and recording.metadata.get("deviceProperties"):
+            yield "The file has no kernels. They are written last, so it may have been truncated before them."
+    if recording.damaged:
+        yield f"{recording.damaged} events are not valid JSON and were left out."
+    unknown = ops.unknown - Counter(call.span.name for call in calls if call.kind == "graph")
+    if unknown:
+        listed = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
+        yield f"{unknown.total()} ops have no cost, because the file does not show enough of them: {listed}."
+    if ops.exact_lists:
+        yield (
+            f"{ops.exact_lists} ops on long lists have the shapes of the gradients of the backward pass, which make as "
+            "many chunks as their kernels have blocks."
+        )
+    if ops.min_lists:
+        yield (
+            f"{ops.min_lists} ops on long lists or with index tensors count a minimum of elements, from the blocks of "
+            "their kernels."
+        )
+    compiled = sum(call.kind == "inductor" for call in calls)
+    if compiled:
+        yield (
+            f"{compiled} compiled kernels count a minimum of bytes: the file does not say which part of a tensor they "
+            "read, so a whole tensor counts only if no operator in their name reads a part of one."
+        )
+    if graphs := graph_note(kernels):
+        yield graphs
+    if recording.device_spans and calls:
+        yield "Float32 matrix products count as tf32 where the device has it: the file does not have torch's setting."
+    lost = [kernel for kernel in kernels if kernel.op is None and not kernel.in_graph]
+    if lost:
+        seconds = sum(kernel.seconds for kernel in lost)
+        yield f"{len(lost)} kernels of {seconds * 1e3:.3f} ms belong to no op in the file."

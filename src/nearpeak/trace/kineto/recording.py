@@ -36,9 +36,9 @@ _BARE_NONFINITE = re.compile(r"(?<=[:,\[])\s*-?(?:nan|inf|infinity)(?:\([^)]*\))
 
 
 class EventFile:
-    """The events of one file in its order; afterwards `metadata` has its other fields, and the flags what was wrong.
+    """Iterates over the events of one file in order; afterwards `metadata` has its other fields.
 
-    A file that ends in the middle, as one of a job that was killed does, gives the events up to there.
+    A truncated file, as a killed job leaves behind, gives the events up to its end.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,7 +47,7 @@ class EventFile:
         self.truncated = False
         """The file ends before its JSON does."""
         self.damaged = 0
-        """Events that are no JSON, and were left out."""
+        """Events that are not valid JSON and were skipped."""
         self._decoder = json.JSONDecoder()
         self._buffer = ""
         self._at = 0
@@ -64,7 +64,7 @@ class EventFile:
             raise UsageError(f"{self.path} cannot be read: {error.strerror}.") from None
 
     def _decoded(self, raw: BinaryIO) -> Iterator[str]:
-        """The text of the file in pieces, up to where a compressed one was cut off."""
+        """The text of the file in pieces, up to where a compressed one is truncated."""
         decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
         packed = raw.read(len(_GZIP)) == _GZIP
         raw.seek(0)
@@ -72,7 +72,7 @@ class EventFile:
             yield decoder.decode(piece)
 
     def _unpacked(self, raw: BinaryIO) -> Iterator[bytes]:
-        """What a gzip file holds. The standard library's reader gives nothing of a last part that is not whole."""
+        """The content of a gzip file. The standard library's reader gives nothing of a truncated last part."""
         unpacker = zlib.decompressobj(_GZIP_FORMAT)
         rest = b""
         while piece := rest or raw.read(_CHUNK):
@@ -88,7 +88,7 @@ class EventFile:
 
     def _document(self) -> Iterator[dict[str, Any]]:
         first = self._peek()
-        if first == "[":  # Chrome's other form: the array alone
+        if first == "[":  # Chrome's other format: the array alone
             self._at += 1
             yield from self._events()
             return
@@ -134,7 +134,7 @@ class EventFile:
                 yield event
 
     def _peek(self) -> str:
-        """The next character that is neither space nor comma; nothing at the end."""
+        """The next character that is neither space nor comma; "" at the end."""
         while True:
             match = _SPACE.match(self._buffer, self._at)
             self._at = match.end() if match else self._at
@@ -144,7 +144,7 @@ class EventFile:
                 return ""
 
     def _value(self) -> Any:
-        """The next value; None at the end of the object or the file, and for an event that is damaged."""
+        """The next value; None at the end of the object or the file, and for a damaged event."""
         if self._peek() in ("", "}", "]"):
             if not self._peek():
                 self.truncated = True
@@ -167,11 +167,11 @@ class EventFile:
             return value
 
     def _unfinished(self, error: json.JSONDecodeError) -> bool:
-        """Whether an error only says that the buffer ends too early. The place of a string's is where it starts."""
+        """Whether the buffer merely ends too early. An unterminated string is reported at its start."""
         return error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - _LONGEST_WORD
 
     def _repaired(self) -> Any:
-        """A value that is no JSON, up to where the next one begins, with bare NaN and infinity replaced."""
+        """A value that is not valid JSON, up to the next event, with bare NaN and infinity replaced."""
         match = _EVENT_BOUNDARY.search(self._buffer, self._at)
         while match is None and len(self._buffer) - self._at <= _MAX_EVENT_CHARS and self._fill():
             match = _EVENT_BOUNDARY.search(self._buffer, self._at)
@@ -190,7 +190,7 @@ class EventFile:
         return value
 
     def _fill(self, size: int = 1) -> bool:
-        """Reads on, at least `size` characters where there are as many, and forgets what has been used."""
+        """Reads at least `size` more characters, if there are as many, and drops those already used."""
         pieces = [self._buffer[self._at :]]
         added = 0
         for piece in self._text:
@@ -223,11 +223,11 @@ _SPANS: dict[str, SpanKind] = {
 }
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _LIBRARY_PREFIXES = ("torch/", "nearpeak/", "<")
-"""How the names of Python frames begin that lead to no line of the user's."""
+"""How the names of Python frames begin that are not the user's code."""
 
 
 class Inputs(NamedTuple):
-    """The inputs of an op as the profiler wrote them, None where it wrote none. One object for all that are equal."""
+    """The inputs of an op as the profiler wrote them, None where it wrote none. Equal inputs are one object."""
 
     dims: Any
     strides: Any
@@ -236,21 +236,21 @@ class Inputs(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something that a thread of the CPU did. Times are microseconds."""
+    """An event of a CPU thread. Times are microseconds."""
 
     start: float
     end: float
     kind: SpanKind
     name: str
     external: int | None = None
-    """The number that kernels refer to."""
+    """The id that device events refer to."""
     correlation: int | None = None
-    """Of a launch: the number that it shares with what it started on the device."""
+    """Of a launch: the id that it shares with the device event."""
     sequence: int | None = None
-    """Of a forward op and of the backward node that it made."""
+    """The number that a forward op shares with its backward node."""
     inputs: Inputs | None = None
     facts: Mapping[str, Any] | None = None
-    """What else is known: of Inductor's kernels their blocks, of an old file's op its call stack."""
+    """Other fields: the block sizes of Inductor's kernels, the call stack of an op in an old file."""
 
 
 class DeviceSpan(NamedTuple):
@@ -269,12 +269,12 @@ class DeviceSpan(NamedTuple):
     blocks: int | None
     """Of a kernel: the product of its grid."""
     duration: float
-    """As the file has it: the difference of two times since the start of the machine has fewer digits."""
+    """As the file has it: `end - start` is less precise, since these count from the start of the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """One file. `threads` are by process and thread, each in the order of time, outer spans before inner ones."""
+    """One file. `threads` has the spans by process and thread, in the order of time, outer spans before inner ones."""
 
     threads: Mapping[tuple[Any, Any], list[Span]]
     device_spans: list[DeviceSpan]
@@ -282,9 +282,9 @@ class Recording:
     truncated: bool
     damaged: int
     last_written: tuple[DeviceSpan, ...] = ()
-    """Of each stream, what comes last in the file."""
+    """The last event of each stream in the file."""
     overheads: tuple[Span, ...] = ()
-    """What the profiler or the driver did besides, on threads that the file does not name."""
+    """Overheads of the profiler and the driver, on threads that the file does not name."""
 
 
 def load_recording(path: str | Path) -> Recording:
@@ -401,7 +401,7 @@ def _grid_blocks(grid: Any) -> int | None:
 
 
 def _finite_number(value: Any) -> float | None:
-    """A finite number; None for what is none, as in an event that was damaged."""
+    """A finite number; None for anything else, as in a damaged event."""
     if isinstance(value, str):
         try:
             value = float(value)

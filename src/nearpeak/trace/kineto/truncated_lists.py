@@ -1,16 +1,16 @@
-"""Long lists of tensors, which the profiler leaves out: what the kernels of the op and the gradients say of them.
+"""Lists of tensors that the profiler truncates, restored from the kernels of the op and from gradients.
 
-The profiler writes no members of a list of more than 30. The `_foreach_` and `_fused_` operators on CUDA go over their
-lists in chunks, one block of a kernel for each: a tensor of n elements has ceil(n / 65536) of them. All lists have the
-same sizes and, but for copies, one dtype, which is in the kernel's name. So the grids say how many chunks there are,
-and that has two uses:
+The profiler writes no members of a list of more than 30. The `_foreach_` and `_fused_` operators on CUDA process their
+lists in chunks, one block of a kernel for each: a tensor of n elements has ceil(n / 65536) chunks. All lists have the
+same sizes and, except for copies, one dtype, which is in the kernel's name. So the grids tell the number of chunks,
+which has two uses:
 
-* Each `AccumulateGrad` of the backward pass shows one gradient. If these make exactly as many chunks, and have the
-  dtype that the kernel works in, they are the members, and the other lists look like them.
-* Otherwise a list has at least the elements of its full chunks: a launch holds only so many tensors, and each of them
-  has one chunk at the most that is not full.
+* Each `AccumulateGrad` of the backward pass shows one gradient. If the gradients make exactly as many chunks, and have
+  the dtype of the kernel, they are the members, and the other lists have the same shapes.
+* Otherwise a list has at least the elements of its full chunks: a launch takes a limited number of tensors, and each
+  of them has at most one chunk that is not full.
 
-Index tensors are such a list too, of any length. The kernel of `x[i]` has a block for so many elements of the result.
+Index tensors are such a list too, of any length. The grid of the kernel of `x[i]` follows from the size of its result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from nearpeak.trace.kineto.arguments import DTYPES, UNKNOWN, Argument, RecordedT
 from nearpeak.trace.kineto.operators import RecordedOperator
 
 _CHUNK = 65536
-"""Elements that a block of these kernels takes."""
+"""Elements per block of these kernels."""
 _MAX_BLOCKS = {False: 320, True: 2240}
 _MAX_TENSORS = {False: (110, 64, 48, 36, 30), True: (770, 448, 336, 252, 210)}
-"""In one launch, by the number of lists; for kernels with arguments of up to 4 and up to 32 KB."""
+"""Tensors in one launch, by the number of lists, for kernels with up to 4 KB of arguments and up to 32 KB."""
 _MULTI_TENSOR_KERNEL = re.compile(
     r"multi_tensor_apply_kernel<.*?TensorList\w*Metadata<(?:[^<>]*(?:<[^<>]*>)?, *)??(\d+)(, *\w+)?>"
 )
@@ -40,15 +40,15 @@ _STEP_COUNTS = "state_steps"
 
 
 class TruncatedLists(NamedTuple):
-    """The arguments of an op with its long lists filled in."""
+    """The arguments of an op with its truncated lists restored."""
 
     arguments: tuple[Argument, ...]
     members: tuple[RecordedTensor, ...]
-    """Of each list. If they are not known, one flat tensor of as many elements as it has at the least."""
+    """Of each list. If they are not known, one flat tensor with the minimum number of elements."""
     exact: bool
-    """Whether they are known."""
+    """Whether the members are known."""
     separate: int
-    """How many lists cannot be the same memory."""
+    """The number of lists that cannot share memory."""
 
 
 class KernelLaunch(NamedTuple):
@@ -59,7 +59,7 @@ class KernelLaunch(NamedTuple):
 
 
 def min_gathered(arguments: tuple[Argument, ...], launches: Sequence[KernelLaunch]) -> TruncatedLists | None:
-    """Of `x[i]`: the result as one flat tensor of as many elements as it has at the least; None if that is not known.
+    """The result of `x[i]` as one flat tensor with the minimum number of elements; None if that is not known.
 
     >>> x = RecordedTensor((100, 64), (64, 1), "float32")
     >>> kernel = "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<at::native::"
@@ -79,7 +79,7 @@ def min_gathered(arguments: tuple[Argument, ...], launches: Sequence[KernelLaunc
 
 
 def has_truncated_lists(operator: RecordedOperator | None, arguments: Sequence[Argument]) -> bool:
-    """Whether it is one of the operators on lists, and the file shows none of their members."""
+    """Whether it is an operator on lists, and the file shows no members."""
     if operator is None or not operator.overload._opname.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return False
     lists = [argument for _, argument in _list_arguments(operator, arguments)]
@@ -92,9 +92,9 @@ def restore_lists(
     launches: Sequence[KernelLaunch],
     gradients: Sequence[RecordedTensor],
 ) -> TruncatedLists | None:
-    """The arguments with all lists filled in; None where the kernels do not tell.
+    """The arguments with all lists restored; None if the kernels do not tell.
 
-    `gradients` are those of the backward pass before it, each as often as it was added to.
+    `gradients` are those of the backward pass before it, each as often as it was accumulated.
     """
     launches = [launch for launch in launches if "multi_tensor_apply_kernel<" in launch.name]
     match = _MULTI_TENSOR_KERNEL.search(launches[0].name) if launches else None
@@ -119,7 +119,7 @@ def restore_lists(
 def _fill_lists(
     operator: RecordedOperator, arguments: tuple[Argument, ...], members: tuple[RecordedTensor, ...], depth: int
 ) -> tuple[Argument, ...]:
-    """The kernel goes over `depth` lists: the first ones of the operator, and its results where it returns some."""
+    """The kernel processes `depth` lists: the first ones of the operator, and its results if it returns some."""
     filled = list(arguments)
     for place, _ in _list_arguments(operator, arguments):
         if operator.parameters[place].name == _STEP_COUNTS:
@@ -137,7 +137,7 @@ def _list_arguments(operator: RecordedOperator, arguments: Sequence[Argument]) -
 
 
 def _functor_dtypes(functor: str) -> Iterator[str]:
-    """The dtypes that a kernel works with: the first template arguments of its functor."""
+    """The dtypes of a kernel: the first template arguments of its functor."""
     match = _FUNCTOR.search(functor)
     while match is not None:
         match = _ARGUMENT.match(functor, match.end())
@@ -148,13 +148,13 @@ def _functor_dtypes(functor: str) -> Iterator[str]:
 
 
 def _matching_gradients(gradients: Sequence[RecordedTensor], chunks: int) -> tuple[RecordedTensor, ...] | None:
-    """The gradients, each once, if they make this many chunks. Several passes before one step add to each as often."""
+    """Each gradient once, if they make this many chunks. Several passes before a step accumulate each as often."""
     counts = Counter(gradients)
     total = sum(count * _chunk_count(gradient) for gradient, count in counts.items())
     passes, rest = divmod(total, chunks)
     if not passes or rest or any(count % passes for count in counts.values()):
         return None
-    # The parameters are contiguous or not; the gradients have their strides, and `_foreach_` asks for no gaps.
+    # Gradients have the strides of their parameters, and `_foreach_` takes no tensors with gaps.
     return tuple(
         gradient._replace(strides=contiguous_strides(gradient.shape)) if _has_gaps(gradient) else gradient
         for gradient, count in counts.items()
@@ -172,7 +172,7 @@ def _has_gaps(tensor: RecordedTensor) -> bool:
 
 
 def _min_elements(blocks: Sequence[int], depth: int, large: bool) -> int:
-    """Elements that these chunks have at the least."""
+    """The minimum number of elements in these chunks."""
     elements = 0
     for count in blocks:
         tensors = _MAX_TENSORS[large][depth - 1] if count <= _MAX_BLOCKS[large] else count
