@@ -15,7 +15,8 @@ import torch
 
 import nearpeak
 from nearpeak._records import to_json
-from nearpeak.render.views.timing import text
+from nearpeak.render.text import text
+from nearpeak.render.views.timing import document
 
 
 def after_a_loop(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -33,7 +34,7 @@ def main() -> None:
     b = nearpeak.inputs.activations(8192, 4096, dtype="bfloat16", seed=1)
     clean = nearpeak.bench(torch.mm, a, b, name="product")
     slow = nearpeak.bench(after_a_loop, a, b, name="product after a loop")
-    print(text(clean), text(slow), sep="\n\n")
+    print(text(document(clean)), text(document(slow)), sep="\n\n")
     off = slow.seconds / clean.seconds - 1
     print(f"\nCPU-bound: {slow.cpu_bound} (alone: {clean.cpu_bound}); device time differs by {100 * off:+.2f} %")
     if arguments.json:

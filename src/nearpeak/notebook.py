@@ -241,7 +241,7 @@ def _text_printer(module: str) -> Callable[[Any, Any, bool], None]:
     """A printer for IPython. What renders the text is imported with the first result."""
 
     def show(result: Any, printer: Any, cycle: bool) -> None:
-        printer.text(import_module(module).text(result))
+        printer.text(import_module("nearpeak.render.text").text(import_module(module).document(result)))
 
     return show
 

@@ -14,7 +14,7 @@ from made_up import profile  # type: ignore[import-not-found]
 
 from nearpeak.cli.verbs import profile as verbs_profile
 from nearpeak.errors import EnvironmentProblem
-from nearpeak.render.report import ReportOptions
+from nearpeak.render.views.profile import ReportOptions
 
 
 @pytest.fixture

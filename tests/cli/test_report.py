@@ -14,8 +14,9 @@ from synthetic import profile  # type: ignore[import-not-found]
 
 from nearpeak.cli.main import main
 from nearpeak.profiles import file, history
-from nearpeak.render.report import ENDINGS
-from nearpeak.render.views.profile import text
+from nearpeak.render.report import PROFILE_FORMATS
+from nearpeak.render.text import text
+from nearpeak.render.views.profile import document
 
 EAGER = str(Path(__file__).parents[1] / "data" / "kineto_eager.json.gz")
 LARGE = 7000
@@ -32,7 +33,7 @@ def run(tmp_path):
 def test_without_a_file_it_is_the_report_of_the_terminal(run, capsys):
     assert main(["report", run]) == 0
     captured = capsys.readouterr()
-    assert captured.out == text(profile(300)) + "\n"
+    assert captured.out == text(document(profile(300))) + "\n"
     assert captured.err == ""
     assert max(map(len, captured.out.splitlines())) <= 80
 
@@ -47,7 +48,7 @@ def test_it_shows_what_profile_shows(run, capsys):
 
 
 def test_files_are_written_and_nothing_is_printed(run, tmp_path, capsys):
-    names = [str(tmp_path / f"out{ending}") for ending in ENDINGS]
+    names = [str(tmp_path / f"out{ending}") for ending in PROFILE_FORMATS]
     assert main(["report", run, *(part for name in names for part in ("-o", name))]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -8,7 +8,8 @@ import nearpeak
 from nearpeak.cli.main import main
 from nearpeak.profiling import session
 from nearpeak.profiling.load import profile_trace
-from nearpeak.render.views.profile import text
+from nearpeak.render.text import text
+from nearpeak.render.views.profile import ReportOptions, document
 from nearpeak.trace.kineto.read import read_trace
 
 NOTE = "3 kernels of 0.060 ms were launched by CUDA graphs and have no ops, so they are measured without bounds."
@@ -93,7 +94,7 @@ def test_beside_ops_graphs_are_no_ops_that_a_trace_has_lost(profiler_sees):
 @pytest.mark.parametrize("by", ["op", "module", "line", "phase", "family"])
 def test_reports_of_replays(replayed, tmp_path, by):
     for profile in (replayed, profile_trace(write_replays(tmp_path / "step.json"))):
-        report = text(profile, by=by)
+        report = text(document(profile, ReportOptions(by=by)))
         assert max(map(len, report.splitlines())) <= 80
         assert "Modeled: 0.0 % of the 60.0 us in which kernels ran." in report
         assert NOTE in " ".join(report.split())

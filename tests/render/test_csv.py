@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent / "html"))
 from synthetic import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.profile import ProfiledOp
-from nearpeak.render.csv import COLUMNS, guard_formula, ops_csv
+from nearpeak.render.csv import guard_formula
+from nearpeak.render.views.profile import OP_COLUMNS, ops_csv
 
 
 def rows(made):
@@ -21,7 +22,9 @@ def rows(made):
 
 
 def test_every_field_of_an_op_is_a_column():
-    assert {field.name for field in dataclasses.fields(ProfiledOp)} | {"lost_s"} == set(COLUMNS)
+    assert {field.name for field in dataclasses.fields(ProfiledOp)} | {"lost_s"} == {
+        column.name for column in OP_COLUMNS
+    }
 
 
 def test_figures_are_read_back_exactly():

@@ -1,8 +1,10 @@
 import csv
 import io
 
-from nearpeak.render.document import CodeBlock, Document, Paragraph, Picture, Table, csv_text, markdown, text
-from nearpeak.render.text import Style
+from nearpeak.render.csv import csv_text
+from nearpeak.render.document import CodeBlock, Document, Paragraph, Picture, Table
+from nearpeak.render.markdown import markdown
+from nearpeak.render.text import Style, text
 
 MADE = Document(
     title="A plan",

@@ -15,37 +15,39 @@ from synthetic import profile  # type: ignore[import-not-found]
 import nearpeak
 from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.render import report
-from nearpeak.render.report import ENDINGS, ReportOptions, check_path, content, format_of, write
-from nearpeak.render.views.profile import text
+from nearpeak.render.report import PROFILE_FORMATS, check_path, content, profile_ending, write
+from nearpeak.render.text import text
+from nearpeak.render.views.profile import ReportOptions, document
 
 BEGINNINGS = {
-    "html": b"<!DOCTYPE html>",
-    "markdown": b"### nearpeak: `train.py`",
-    "csv": b"op,name,family",
-    "text": b"Verdict:",
-    "svg": b"<svg ",
-    "png": b"\x89PNG",
-    "perfetto": b'{"displayTimeUnit"',
-    "profile": b'{"kind":"nearpeak profile"',
+    ".html": b"<!DOCTYPE html>",
+    ".md": b"### Profile of train.py on NVIDIA H200",
+    ".csv": b"op,name,family",
+    ".txt": b"Verdict:",
+    ".svg": b"<svg ",
+    ".png": b"\x89PNG",
+    ".perfetto.json": b'{"displayTimeUnit"',
+    ".trace.json": b'{"displayTimeUnit"',
+    ".json": b'{"kind":"nearpeak profile"',
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", [*PROFILE_FORMATS, ".json.gz", ".perfetto.json.gz", ".trace.json.gz"])
 def test_the_end_of_a_name_says_the_format(ending, tmp_path):
     path = tmp_path / f"a.run{ending}"
     write(profile(60), path)
     made = path.read_bytes()
     if ending.endswith(".gz"):
         made = gzip.decompress(made)
-    assert made.startswith(BEGINNINGS[format_of(path)])
+    assert made.startswith(BEGINNINGS[profile_ending(path)])
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("RUN.HTML", "html"), ("a.pt.trace.json.gz", "perfetto"), ("x.json", "profile")]
+    ("name", "ending"), [("RUN.HTML", ".html"), ("a.pt.trace.json.gz", ".trace.json"), ("x.json", ".json")]
 )
-def test_names_are_read_whatever_their_case(name, form):
-    assert format_of(name) == form
+def test_names_are_read_whatever_their_case(name, ending):
+    assert profile_ending(name) == ending
 
 
 @pytest.mark.parametrize("name", ["run", "run.doc", "html", "run.gz", "run.html.gz"])
@@ -72,7 +74,7 @@ def test_a_png_without_pillow_is_refused_before_the_run(monkeypatch):
 def test_a_profile_saves_itself_in_any_format(tmp_path):
     made = profile(60)
     made.save(tmp_path / "run.html")
-    assert (tmp_path / "run.html").read_bytes() == content(made, "html", ReportOptions())
+    assert (tmp_path / "run.html").read_bytes() == content(made, ".html", ReportOptions())
     made.save(str(tmp_path / "run.json.gz"))
     assert nearpeak.load(tmp_path / "run.json.gz") == made
 
@@ -88,12 +90,12 @@ def test_choices_reach_every_format_that_has_them():
     made = profile(60)
     found = made.findings[1:]
     choices = ReportOptions(findings=found, by="module", top=2)
-    assert content(made, "text", choices).decode() == text(made, 2, "module", findings=found) + "\n"
-    for form in ("html", "markdown", "text", "perfetto", "svg"):
+    assert content(made, ".txt", choices).decode() == text(document(made, choices)) + "\n"
+    for form in (".html", ".md", ".txt", ".perfetto.json", ".svg"):
         assert b"unfused-norm" not in content(made, form, choices)
         assert b"unfused-norm" in content(made, form, ReportOptions())
-    assert b"Roofline" in content(made, "svg", ReportOptions(picture="roofline"))
-    assert content(made, "png", ReportOptions(dark=True)) != content(made, "png", ReportOptions())
+    assert b"Roofline" in content(made, ".svg", ReportOptions(picture="roofline"))
+    assert content(made, ".png", ReportOptions(dark=True)) != content(made, ".png", ReportOptions())
 
 
 def test_half_a_character_in_a_name_is_no_error():
@@ -119,7 +121,7 @@ def test_a_report_grows_no_faster_than_its_profile():
             sys.setprofile(None)
         return count
 
-    for form in ("html", "csv", "perfetto", "markdown"):
+    for form in (".html", ".csv", ".perfetto.json", ".md"):
         assert calls(form, 4000) < 4.5 * calls(form, 1000) + 1000, form
 
 

@@ -16,13 +16,13 @@ from nearpeak.gallery.parts import (
     StackedBars,
     Unit,
 )
-from nearpeak.render import document as documents
 from nearpeak.render import markdown as md
 from nearpeak.render.document import CodeBlock, Document, Paragraph, Picture, Table
 from nearpeak.render.picture.bars import stacked_bars
 from nearpeak.render.picture.plot import line_plot, text_plot
 from nearpeak.render.picture.svg import svg
-from nearpeak.render.text import PLAIN, Style
+from nearpeak.render.text import PLAIN, Style, cell_text
+from nearpeak.render.text import text as document_text
 from nearpeak.units import percent, quantity, significant
 from nearpeak.units import seconds as duration
 
@@ -152,7 +152,7 @@ def _ticks(unit: Unit) -> Callable[[float], str]:
 def text(result: ExampleResult, style: Style = PLAIN) -> str:
     """For a terminal, at most 80 columns: plots are drawn with characters, bars beside their figures."""
     whole = document(result)
-    pieces = [documents.text(Document(title=whole.title, facts=whole.facts, parts=()), style)]
+    pieces = [document_text(Document(title=whole.title, facts=whole.facts, parts=()), style)]
     pieces.append(_said(Paragraph(text=result.lesson), style))
     for part in result.parts:
         if isinstance(part, Plot):
@@ -178,7 +178,7 @@ def text(result: ExampleResult, style: Style = PLAIN) -> str:
 
 
 def _said(part: Shown, style: Style) -> str:
-    return "\n\n".join(documents._blocks(Document(title="", parts=(part,)), style))
+    return document_text(Document(title="", is_titled=False, parts=(part,)), style)
 
 
 def _bars_table(part: StackedBars) -> Iterator[Table]:
@@ -208,7 +208,7 @@ def markdown(result: ExampleResult, pictures: Callable[[str, str], str]) -> str:
                 pieces.append(f"![{md.escape_text(described)}]({where})")
             elif isinstance(one, Table):
                 head = f"**{md.escape_text(one.title)}**\n\n" if one.title else ""
-                rows = [[md.escape_text(cell) for cell in row] for row in one.rows]
+                rows = [[md.escape_text(cell_text(cell)) for cell in row] for row in one.rows]
                 pieces.append(head + md.table([md.escape_text(name) for name in one.headers], rows, one.sides))
                 if one.note:
                     pieces.append(_paragraph(one.note))

@@ -31,9 +31,10 @@ from nearpeak.profiles.finding import Finding, is_ignored
 from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.profile import Profile
 from nearpeak.pytest_plugin import WROTE
+from nearpeak.render.text import elide_start, plain
 from nearpeak.render.views.profile import select_findings
-from nearpeak.render.views.timing import plain, title
-from nearpeak.render.views.verdict import elide_start, sentences
+from nearpeak.render.views.timing import title
+from nearpeak.render.views.verdict import sentences
 from nearpeak.units import GIB, gibibytes, percent, quantity, seconds, seconds_between
 
 Floor = Literal["as written", "fused", "ideal"]

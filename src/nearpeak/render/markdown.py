@@ -1,33 +1,136 @@
-"""Text from outside as Markdown that is only text: for tables, paragraphs, code and headings of GitHub's dialect.
+"""A `Document` as Markdown of GitHub's dialect, for a pull request, an issue or a page.
 
-Nothing in it becomes markup, a link, a mention of somebody or a reference to an issue.
+Text from outside is only text: nothing in it becomes markup, a link, a mention of somebody or a reference to an issue.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from nearpeak.render.document import (
+    Block,
+    Cell,
+    CodeBlock,
+    Details,
+    Document,
+    Fact,
+    Facts,
+    Items,
+    Name,
+    Paragraph,
+    Section,
+    Span,
+    Table,
+)
 from nearpeak.render.html.markup import visible, visible_lines
+from nearpeak.render.text import cell_text
 
+LARGEST_COMMENT = 65_000
+"""Characters; GitHub takes 65,536."""
+LONGEST_TEXT = 4000
+BAR_CHARACTERS = 20
 _PUNCTUATION = re.compile(r"([\\`*_\[\]~$])")
 _LINKS = re.compile(r"@|#|://|www\.|GH-", re.IGNORECASE)
 _LINK_BREAK = "<!-- -->"
-"""Between two characters it is not seen, and keeps them from becoming a link."""
+"""Between two characters it is invisible, and keeps them from becoming a link."""
 _LINE_START = re.compile(r"^([-+=]|\d+[.)](?= |$))")
 """What would make a list or a heading of a line."""
 _ENTITIES = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;", ord("|"): "&#124;"}
 """A pipe would end a cell, and whether a backslash before it helps depends on what is before that."""
 
 
+def markdown(document: Document) -> str:
+    """The whole text; of a comment, as many parts as fit, from the first on."""
+    level = 3 if document.is_comment else 1
+    parts = [f"{'#' * level} {escape_text(document.title)}"]
+    if document.facts:
+        parts.append("\n".join(f"{_head_fact(fact)}  " for fact in document.facts))
+    parts += _blocks(document.parts, level + 1)
+    whole = "\n\n".join(parts)
+    while document.is_comment and len(whole) > LARGEST_COMMENT and len(parts) > 1:
+        del parts[-1]
+        whole = "\n\n".join([*parts, "The rest does not fit into a comment."])
+    return whole + "\n"
+
+
+def _head_fact(fact: str | Fact) -> str:
+    return escape_text(f"{fact.label}: {fact.text}" if isinstance(fact, Fact) else fact)
+
+
+def _blocks(blocks: Iterable[Block], level: int) -> Iterator[str]:
+    for block in blocks:
+        if isinstance(block, Paragraph):
+            text = escape_text(block.text, LONGEST_TEXT)
+            yield f"**{text}**" if block.kind in ("good", "bad") else text
+        elif isinstance(block, Facts):
+            yield "\n".join(_fact(fact) for fact in block.facts)
+        elif isinstance(block, Items):
+            if block.title:
+                yield escape_text(block.title)
+            yield "\n".join(f"- {escape_text(item, LONGEST_TEXT)}" for item in block.items)
+        elif isinstance(block, CodeBlock):
+            yield code_block(block.text, block.language)
+        elif isinstance(block, Details):
+            yield details(escape_summary(block.summary), *_blocks(block.blocks, level))
+        elif isinstance(block, Section) and block.is_folded:
+            yield details(escape_summary(block.title), *_blocks(block.blocks, level))
+        elif isinstance(block, Section):
+            if block.title:
+                yield f"{'#' * level} {escape_text(block.title)}"
+            yield from _blocks(block.blocks, level)
+        elif isinstance(block, Table) and block.rows:
+            if block.title:
+                yield f"{'#' * level} {escape_text(block.title)}"
+            yield _table(block)
+            if block.note:
+                yield escape_text(block.note, LONGEST_TEXT)
+
+
+def _fact(fact: Fact) -> str:
+    advice = f" {escape_text(fact.advice)}" if fact.advice else ""
+    return f"- **{escape_text(fact.label).rstrip(':')}:** {escape_text(fact.text)}{advice}"
+
+
+def _table(part: Table) -> str:
+    headers, align = [escape_text(header) for header in part.headers], part.sides
+    rows = [[_cell(cell) for cell in row] for row in part.rows]
+    if part.totals:
+        rows[-part.totals :] = [[f"**{cell}**" if cell else "" for cell in row] for row in rows[-part.totals :]]
+    if part.spans:
+        column = part.bar_column
+        headers.insert(column, "")
+        align = f"{align[:column]}l{align[column:]}"
+        for row, bar in zip(rows, [*map(_span, part.spans), *[""] * (len(rows) - len(part.spans))], strict=True):
+            row.insert(column, bar)
+    return table(headers, rows, align)
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Name):
+        return f"{code(cell.name) if cell.name else ''} {escape_text(cell.suffix, 60)}".strip() or "-"
+    return escape_text(cell_text(cell))
+
+
+def _span(span: Span) -> str:
+    """Where in the whole a part lies. Anything above zero has one block."""
+    if span.text:
+        return escape_text(span.text)
+    if span.length <= 0.0:
+        return ""
+    start = min(round(BAR_CHARACTERS * min(max(span.begin, 0.0), 1.0)), BAR_CHARACTERS - 1)
+    length = max(1, min(round(BAR_CHARACTERS * (span.begin + span.length)), BAR_CHARACTERS) - start)
+    return f"`{'░' * start}{'█' * length}{'░' * (BAR_CHARACTERS - start - length)}`"
+
+
 def escape_text(value: str, longest: int = 1000) -> str:
     """One line of text inside of a paragraph, a cell or a list.
 
-    >>> text("a*b | <img> of @octocat")
+    >>> escape_text("a*b | <img> of @octocat")
     'a\\\\*b &#124; &lt;img&gt; of @<!-- -->octocat'
     """
     shown = _PUNCTUATION.sub(r"\\\1", visible(value, longest).strip())
-    shown = _LINE_START.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", shown)
+    shown = _LINE_START.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", shown)
     return _break_links(shown.translate(_ENTITIES))
 
 
@@ -39,7 +142,7 @@ def escape_summary(value: str, longest: int = 200) -> str:
 def _break_links(escaped: str) -> str:
     """`&#124;` is no reference to an issue."""
     parts = escaped.split("&#124;")
-    return "&#124;".join(_LINKS.sub(lambda found: found[0][:1] + _LINK_BREAK + found[0][1:], part) for part in parts)
+    return "&#124;".join(_LINKS.sub(lambda match: match[0][:1] + _LINK_BREAK + match[0][1:], part) for part in parts)
 
 
 def code(value: str, longest: int = 80) -> str:

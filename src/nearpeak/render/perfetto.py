@@ -15,7 +15,7 @@ from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.idle import CAUSE_MEANINGS
 from nearpeak.profiles.profile import DeviceKernel, Profile, ProfiledOp
 from nearpeak.render.html.markup import visible
-from nearpeak.render.views.verdict import short_name
+from nearpeak.render.text import short_name
 
 PROCESS = 1
 FINDINGS, IDLE, FIRST_STREAM = 1, 2, 3

@@ -10,8 +10,8 @@ from javascript import run
 from synthetic import profile
 
 from nearpeak.render.html.profile import data_json
+from nearpeak.render.text import short_name
 from nearpeak.render.views.profile_roofs import ProfileRoofs
-from nearpeak.render.views.verdict import short_name
 
 MODEL = ["units.js", "sorting.js", "model.js", "columns.js", "filters.js"]
 

@@ -12,7 +12,8 @@ import pytest
 from synthetic import profile
 
 from nearpeak.machines.catalogue import find
-from nearpeak.render.html.profile import MOST_SPANS, SCRIPTS, asset, data_json, profile_page
+from nearpeak.render.html.document import asset
+from nearpeak.render.html.profile import MOST_SPANS, SCRIPTS, data_json, profile_page
 from nearpeak.render.views.profile_roofs import ProfileRoofs
 from nearpeak.render.views.verdict import sentences
 
@@ -137,7 +138,7 @@ def test_a_part_below_zero_is_called_wrong():
 
 def test_findings_have_their_remedy_as_code_and_a_link_to_their_ops():
     content = profile_page(profile(300))
-    assert '<pre tabindex="0"><code>x = norm(x)\n    # indented</code></pre>' in content
+    assert '<pre class="scroll" tabindex="0"><code>x = norm(x)\n    # indented</code></pre>' in content
     assert 'data-finding="0">Show its 30 ops in the table</button>' in content
     assert data_of(content)["findings"][0]["ops"][:4] == [6, 1, 9, 1]
 

@@ -9,10 +9,11 @@ import pytest
 from estimates import addition, copy, estimate, machine, op, product
 
 from nearpeak.ops.cost import Family
-from nearpeak.render.picture.roofline import BOTTOM, FAMILIES, RIGHT, TOP, WIDTH, roofline
-from nearpeak.render.picture.roofline_points import estimate_points, estimate_roofs, operator_name
+from nearpeak.render.picture.roofline import BOTTOM, FAMILIES, RIGHT, TOP, WIDTH, estimate_points, estimate_roofs
 from nearpeak.render.picture.scene import Circle, Line, Text, text_width
 from nearpeak.render.picture.svg import svg
+from nearpeak.render.text import packet_name
+from nearpeak.render.views.estimate import roofline
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -181,7 +182,7 @@ def test_light_dark_and_print():
     [("aten.mul.Tensor", "mul"), ("mine.kernel.default", "mine.kernel"), ("plain", "plain"), ("a.b", "a.b")],
 )
 def test_short_names(name, short):
-    assert operator_name(name) == short
+    assert packet_name(name) == short
 
 
 def test_circles_stay_inside_the_frame():

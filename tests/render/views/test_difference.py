@@ -15,9 +15,19 @@ from nearpeak.diffs.difference import difference
 from nearpeak.diffs.gate import gate
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.idle import IdleCause
-from nearpeak.render.text import Style
-from nearpeak.render.views.difference import text
-from nearpeak.render.views.difference_markdown import MARKER, markdown
+from nearpeak.render.markdown import markdown as as_markdown
+from nearpeak.render.text import PLAIN, Style
+from nearpeak.render.text import text as as_text
+from nearpeak.render.views.difference import document
+
+
+def text(found, top=12, style=PLAIN, **options):
+    return as_text(document(found, top, **options), style)
+
+
+def markdown(found, **options):
+    return as_markdown(document(found, **options))
+
 
 RUN = real("vit_second")
 SAME = """\
@@ -126,11 +136,11 @@ def test_colors_are_only_where_they_are_wanted():
 
 def test_markdown_has_tables_and_the_gate():
     found = everything()
-    shown = markdown(found, names=("main", "change"), result=gate(found, 0.03))
-    assert shown.startswith(f"{MARKER}\n### nearpeak: the step is slower, +7.3 %")
-    assert "**Gate failed**: a step takes 7.3 % longer" in shown
+    shown = markdown(found, names=("main", "change"), gate=gate(found, 0.03))
+    assert shown.startswith("### nearpeak: the step is slower, +7.3 %")
+    assert "Gate failed: a step takes 7.3 % longer" in shown
     tables = [line for line in shown.splitlines() if line.startswith("|")]
-    assert "| op that changed | ops | before | after | change | how | where |" in tables
+    assert "| op that changed | ops | before | after | change | in % | how and where |" in tables
     assert all(line.endswith("|") for line in tables)
     assert len(shown) < 65_536
 
@@ -147,7 +157,7 @@ def test_names_from_outside_are_only_text():
     shown = text(found, names=(HOSTILE, HOSTILE))
     assert shown.isascii()
     assert max(map(len, shown.splitlines())) <= 80
-    comment = markdown(found, names=(HOSTILE, HOSTILE))
+    comment = re.sub(r"(`+).*?\1", "", markdown(found, names=(HOSTILE, HOSTILE)))  # code is only text
     for markup in ("<img", "</script", r"(?<!\\)\]\(", "@octocat"):
         assert not re.search(markup, comment)
     assert len(comment) < 65_536

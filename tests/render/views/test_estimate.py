@@ -4,7 +4,13 @@ import pytest
 from estimates import estimate, op
 
 from nearpeak.bound.tiles import Tiling
-from nearpeak.render.views.estimate import text
+from nearpeak.render.text import text as written
+from nearpeak.render.views.estimate import document
+
+
+def text(estimate, **options):
+    return written(document(estimate, **options))
+
 
 EXPECTED = """\
 On toy, measured ceilings: 3 ops, 4.00 GFLOP, 12.0 MB

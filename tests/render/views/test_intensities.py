@@ -4,7 +4,14 @@ import pytest
 from estimates import addition, copy, estimate, machine, op, product
 
 from nearpeak.errors import UsageError
-from nearpeak.render.views.estimate import intensities_text
+from nearpeak.render.document import Document
+from nearpeak.render.text import text
+from nearpeak.render.views.estimate import intensities
+
+
+def intensities_text(*arguments, **options):
+    return text(Document(title="", is_titled=False, parts=tuple(intensities(*arguments, **options))))
+
 
 EXPECTED = """\
 op and its operands  FLOPs    bytes  FLOP/B  ridge  limit      bound

@@ -5,7 +5,8 @@ import pytest
 
 from nearpeak.machines import calibrations, catalogue
 from nearpeak.machines.machine import Achievable, Ceiling, LaunchCost, Link, Machine, Theoretical
-from nearpeak.render.views import machine as render
+from nearpeak.render.text import text as written
+from nearpeak.render.views import machine as views
 
 MADE_UP = Machine(
     id="made-up",
@@ -97,7 +98,7 @@ def widest(text):
 
 
 def test_a_calibrated_gpu():
-    assert render.text(MADE_UP, STORED) == GOLDEN
+    assert written(views.document(MADE_UP, STORED)) == GOLDEN
 
 
 def test_a_cpu_before_calibration():
@@ -114,7 +115,7 @@ def test_a_cpu_before_calibration():
         vector_bits=256,
         matrix_engine="AMX (bf16)",
     )
-    assert render.text(machine) == (
+    assert written(views.document(machine)) == (
         "X (cpu-x-8)\n"
         "kind        CPU, amd, x86_64\n"
         "processors  8 cores, vectors of 256 bits, AMX (bf16)\n"
@@ -130,17 +131,17 @@ def test_a_machine_of_which_little_is_known():
     bare = Machine(
         id="cpu", name="CPU", kind="cpu", vendor="unknown", architecture="riscv64", processors=None, memory_bytes=None
     )
-    assert render.text(bare).startswith("CPU (cpu)\nkind        CPU, unknown, riscv64\n\nNot calibrated")
+    assert written(views.document(bare)).startswith("CPU (cpu)\nkind        CPU, unknown, riscv64\n\nNot calibrated")
 
 
 def test_without_achievable_figures_the_ridge_is_the_datasheets():
-    text = render.text(dataclasses.replace(MADE_UP, achievable=None))
+    text = written(views.document(dataclasses.replace(MADE_UP, achievable=None)))
     assert "matrix bfloat16     1.00 P     250" in text
 
 
 @pytest.mark.parametrize("machine", catalogue.machines(), ids=lambda machine: machine.id)
 def test_every_catalogue_machine_fits_80_columns(machine):
-    text = render.text(machine)
+    text = written(views.document(machine))
     assert widest(text) <= 80
     assert "derated" in text
     assert "Sources" in text
@@ -148,7 +149,7 @@ def test_every_catalogue_machine_fits_80_columns(machine):
 
 def test_the_list_fits_80_columns_and_has_a_line_per_machine():
     machines = catalogue.machines()
-    text = render.list_text(machines)
+    text = written(views.catalogue_document(machines))
     assert widest(text) <= 80
     assert [line.split()[0] for line in text.splitlines()[2 : 2 + len(machines)]] == [m.id for m in machines]
     line = next(line for line in text.splitlines() if line.startswith("h100-sxm"))
@@ -170,6 +171,6 @@ def test_the_list_fits_80_columns_and_has_a_line_per_machine():
 
 
 def test_the_networks_fit_80_columns():
-    text = render.networks_text(catalogue.networks())
+    text = written(views.networks_document(catalogue.networks()))
     assert widest(text) <= 80
     assert "nvlink-5-nvl72" in text

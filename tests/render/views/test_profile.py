@@ -13,8 +13,14 @@ from made_up import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.waterfall import build_waterfall
-from nearpeak.render.text import Style
-from nearpeak.render.views.profile import text
+from nearpeak.render.text import PLAIN, Style
+from nearpeak.render.text import text as written
+from nearpeak.render.views.profile import ReportOptions, document
+
+
+def text(profile, *, style=PLAIN, **options):
+    return written(document(profile, ReportOptions(**options)), style)
+
 
 GOLDEN = """\
 Verdict: 10.0 s a step, 10.0 x the ideal 1.00 s on toy.

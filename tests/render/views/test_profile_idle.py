@@ -9,7 +9,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 from made_up import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.idle import IdleCause
-from nearpeak.render.views.profile import text
+from nearpeak.render.text import text as written
+from nearpeak.render.views.profile import document
+
+
+def text(profile):
+    return written(document(profile))
+
 
 GOLDEN = """\
 idle because of    time   share  times  where

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-sys.path.insert(0, str(Path(__file__).parent / "html"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "html"))
 
 from synthetic import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.waterfall import build_waterfall
-from nearpeak.render.views.profile import select_findings
-from nearpeak.render.views.profile_markdown import LARGEST, markdown
+from nearpeak.render.markdown import LARGEST_COMMENT, markdown
+from nearpeak.render.views.profile import ReportOptions, document
 from nearpeak.units import percent, seconds
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable("table")
@@ -21,7 +21,7 @@ OURS = ("details", "/details", "summary", "/summary", "b", "/b", "code", "/code"
 
 
 def written(made, **options):
-    return markdown(made, select_findings(made), **options)
+    return markdown(document(made, ReportOptions(**options)))
 
 
 def cells(text, column):
@@ -56,7 +56,7 @@ def test_a_part_below_zero_is_called_a_bug():
 def test_findings_come_with_what_to_write_instead():
     made = profile(100)
     text = written(made)
-    assert "unfused-norm at <code>modeling.py:113</code>, 12 places" in text
+    assert "unfused-norm at modeling.py:113, 12 places" in text
     assert "Instead:\n\n```python\nx = norm(x)\n    # indented\n```" in text
     assert "And 1 more" in written(made, most_findings=1)
 
@@ -64,7 +64,7 @@ def test_findings_come_with_what_to_write_instead():
 def test_a_remedy_that_is_a_sentence_is_no_code():
     made = profile(100)
     finding = dataclasses.replace(made.findings[0], remedy="Give it more rows.")
-    assert "\nInstead: Give it more rows.\n" in markdown(made, [finding])
+    assert "\nInstead: Give it more rows.\n" in written(made, findings=[finding])
 
 
 def test_the_ranking_is_by_what_was_asked_for():
@@ -108,5 +108,5 @@ def test_hostile_names_are_only_text(name):
 @pytest.mark.parametrize("filler", ["x", "@", "<", "`"])
 def test_it_fits_into_a_comment_whatever_the_names_are(filler):
     text = written(profile(400, name="{}" + filler * 10_000), top=500, most_findings=50)
-    assert len(text) < LARGEST + 100
+    assert len(text) < LARGEST_COMMENT + 100
     assert "| **wall** |" in text

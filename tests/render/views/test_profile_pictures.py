@@ -97,7 +97,7 @@ def test_points_are_where_they_were_measured_and_below_the_roofs():
 def test_the_roofs_that_bounds_are_against_are_drawn_as_used():
     scene = profile_roofline(profile(200), find("h200-sxm"))
     bold = {shape.text for shape in scene.shapes if isinstance(shape, Text) and shape.bold}
-    assert "bf16, fp16 matrix 900 T" in bold
+    assert "bf16, fp16 matrix 930 T" in bold
     assert not any(text.startswith("fp64") for text in bold)
 
 
@@ -108,7 +108,7 @@ def test_a_machine_that_only_the_rates_tell_of_has_a_roofline():
 
 def test_without_ceilings_it_says_so():
     with pytest.raises(UsageError, match="no roofline for my-own"):
-        profile_roofline(dataclasses.replace(profile(20), machine="my-own", rates=None), None)
+        profile_roofline(dataclasses.replace(profile(20), machine="my-own", ceilings=None), None)
 
 
 @pytest.mark.parametrize("name", ["</svg><script>alert(1)</script>{}", "\u202e{}", '"{}\n&', "{}" + "x" * 10_000])

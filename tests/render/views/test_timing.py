@@ -21,7 +21,17 @@ from nearpeak.measure.timing import (
     make_flag,
 )
 from nearpeak.ops.work import Work
+from nearpeak.render.text import text as written
 from nearpeak.render.views import timing as render
+
+
+def card(timing: Timing) -> str:
+    return written(render.document(timing))
+
+
+def comparison_card(comparison: Comparison) -> str:
+    return written(render.comparison_document(comparison))
+
 
 ENVIRONMENT = Environment(
     device="Made-up GPU",
@@ -175,15 +185,15 @@ def fits(text: str) -> bool:
 
 
 def test_a_gpu_card():
-    assert render.text(GPU) == GPU_CARD
+    assert card(GPU) == GPU_CARD
 
 
 def test_a_cpu_card():
-    assert render.text(CPU) == CPU_CARD
+    assert card(CPU) == CPU_CARD
 
 
 def test_a_comparison_card():
-    assert render.comparison_text(COMPARISON) == COMPARISON_CARD
+    assert comparison_card(COMPARISON) == COMPARISON_CARD
 
 
 @pytest.mark.parametrize(
@@ -195,13 +205,13 @@ def test_a_comparison_card():
     ],
 )
 def test_the_verdict_comes_first(verdict, begins):
-    text = render.comparison_text(dataclasses.replace(COMPARISON, verdict=verdict))
+    text = comparison_card(dataclasses.replace(COMPARISON, verdict=verdict))
     assert text.startswith(begins)
     assert ("max_seconds" in text) == (verdict == "INCONCLUSIVE")
 
 
 def test_cpu_bound_in_words_with_the_remedy():
-    text = render.text(
+    text = card(
         dataclasses.replace(GPU, cpu_bound=True, other_seconds={"enqueue": 2e-3, "pipelined": 2e-3, "latency": 2e-3})
     )
     assert "CPU-bound: the host needs 2.00 ms to enqueue what the device does in 31.4 us." in text
@@ -209,12 +219,12 @@ def test_cpu_bound_in_words_with_the_remedy():
 
 
 def test_an_interrupted_run_says_so():
-    assert "grade B  PARTIAL: interrupted\n" in render.text(dataclasses.replace(GPU, partial=True))
-    assert "PARTIAL: the run was interrupted." in render.comparison_text(dataclasses.replace(COMPARISON, partial=True))
+    assert "grade B  PARTIAL: interrupted\n" in card(dataclasses.replace(GPU, partial=True))
+    assert "PARTIAL: the run was interrupted." in comparison_card(dataclasses.replace(COMPARISON, partial=True))
 
 
 def test_work_without_a_bound_says_how_to_get_one():
-    text = render.text(dataclasses.replace(GPU, bound_seconds=None, bound_limiter=None))
+    text = card(dataclasses.replace(GPU, bound_seconds=None, bound_limiter=None))
     assert "nearpeak machine" in text
     assert "reached   4.27 TB/s" in text
 
@@ -228,13 +238,13 @@ def test_work_without_a_bound_says_how_to_get_one():
     ],
 )
 def test_the_bound_names_the_figure_it_was_computed_with(work, limiter, expected):
-    text = render.text(dataclasses.replace(GPU, work=work, bound_limiter=limiter))
+    text = card(dataclasses.replace(GPU, work=work, bound_limiter=limiter))
     assert expected in " ".join(text.split())
 
 
 def test_all_flags_fit():
     flags = tuple(make_flag(name, "evidence of it " * 12 + "x" * 100) for name in flag_names())
-    text = render.text(dataclasses.replace(GPU, flags=flags))
+    text = card(dataclasses.replace(GPU, flags=flags))
     assert fits(text)
     assert all(name in text for name in flag_names())
     order = [line.split()[0] for line in text.splitlines() if line.startswith(("wrong", "doubt", "note"))]
@@ -255,9 +265,9 @@ def test_names_from_outside_are_shown_as_plain_text(name):
         flags=(make_flag("DRIFT", name),),
         inputs=GPU.inputs * 9,
     )
-    assert fits(render.text(hostile))
+    assert fits(card(hostile))
     both = dataclasses.replace(COMPARISON, a=hostile, b=hostile)
-    assert fits(render.comparison_text(both))
+    assert fits(comparison_card(both))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +284,7 @@ def test_kernel_names(signature, name):
 
 
 def test_a_time_of_zero_is_shown():
-    assert fits(render.text(dataclasses.replace(GPU, seconds=0.0, low=0.0, high=0.0)))
+    assert fits(card(dataclasses.replace(GPU, seconds=0.0, low=0.0, high=0.0)))
 
 
 def test_the_documentation_lists_every_flag_as_it_is():

@@ -233,14 +233,14 @@ def write_plan(
 ) -> None:
     """Prints the answer, or writes it where -o says; `sliders` are made for a page alone."""
     from nearpeak._records import to_json
-    from nearpeak.render.document import text
-    from nearpeak.render.views.plan.report import document_content, document_format
+    from nearpeak.render.report import DOCUMENT_FORMATS, document_ending
+    from nearpeak.render.text import text
 
-    forms = {path: document_format(path, document) for path in arguments.output}
-    if arguments.json or not forms:
+    endings = {path: document_ending(path, document) for path in arguments.output}
+    if arguments.json or not endings:
         print_result(text(document, terminal_style(sys.stdout)), answer, arguments.json)
-    for path, form in forms.items():
-        if form == "json":
+    for path, ending in endings.items():
+        if ending == ".json":
             write_file(path, json.dumps(to_json(answer), indent=1) + "\n")
         else:
-            write_file(path, document_content(document, form, sliders() if form == "html" else None))
+            write_file(path, DOCUMENT_FORMATS[ending](document, sliders() if ending == ".html" else None))

@@ -180,6 +180,7 @@ def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None)
     """The result as text on stdout, or alone as JSON; files as asked for."""
     from nearpeak.measure.results import as_json, as_sweep, compare_to_baseline, save
     from nearpeak.measure.timing import Comparison, Sweep
+    from nearpeak.render.text import text
     from nearpeak.render.views import sweep as render_sweep
     from nearpeak.render.views import timing as render_timing
 
@@ -189,9 +190,9 @@ def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None)
         if isinstance(result, Sweep):
             print(render_sweep.text(result))
         elif isinstance(result, Comparison):
-            print(render_timing.comparison_text(result))
+            print(text(render_timing.comparison_document(result)))
         else:
-            print(render_timing.text(result))
+            print(text(render_timing.document(result)))
         if arguments.json is not None:
             save(result, arguments.json)
             print(f"wrote {arguments.json}", file=sys.stderr)

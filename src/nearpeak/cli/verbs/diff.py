@@ -42,22 +42,23 @@ def run(arguments: argparse.Namespace) -> int:
     from nearpeak.diffs.difference import difference
     from nearpeak.diffs.gate import gate
     from nearpeak.profiling.load import load
-    from nearpeak.render.views import difference as as_text
-    from nearpeak.render.views import difference_markdown as as_markdown
+    from nearpeak.render.markdown import markdown
+    from nearpeak.render.text import text
+    from nearpeak.render.views.difference import MARKER, document
 
     if arguments.top < 1:
         raise UsageError(f"--top {arguments.top}: a table has at least one row.")
     limit = arguments.fail_over
     if limit is not None and not 0.0 <= limit < float("inf"):
         raise UsageError(f"--fail-over {limit:g}: a share is not below zero; 3% allows a step to take 3 % longer.")
-    found = difference(load(arguments.before), load(arguments.after))
-    result = None if limit is None else gate(found, limit)
+    changes = difference(load(arguments.before), load(arguments.after))
+    result = None if limit is None else gate(changes, limit)
     names = arguments.before, arguments.after
     if arguments.markdown:
-        report = as_markdown.markdown(found, arguments.top, names=names, result=result)
+        report = f"{MARKER}\n{markdown(document(changes, arguments.top, names=names, gate=result))}".rstrip()
     else:
-        report = as_text.text(found, arguments.top, terminal_style(sys.stdout), names=names)
-    print_result(report, found, arguments.json)
+        report = text(document(changes, arguments.top, names=names), terminal_style(sys.stdout))
+    print_result(report, changes, arguments.json)
     if result is None:
         return 0
     sys.stdout.flush()

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nearpeak.cli.output import print_result
+
 PACKAGES = ("torch", "platformdirs")
 
 
@@ -41,10 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Look at everything, print it, and return the exit code."""
     checks = tuple(run_checks())
     report = Report(checks=checks, ok=all(check.state != "missing" for check in checks))
-    if arguments.json is not None:
-        _write_json(report, arguments.json)
-    if arguments.json != "-":
-        print(text(report))
+    print_result(text(report), report, arguments.json)
     return 0 if report.ok else 4
 
 
@@ -177,20 +176,3 @@ def _cache() -> Check:
         return Check(name="cache", state="ok", found=f"{folder}, {kept}", advice=advice)
     advice = "Calibrations cannot be kept. Set NEARPEAK_CACHE_DIR to a folder that can be written."
     return Check(name="cache", state="absent", found=f"{folder} cannot be written", advice=advice)
-
-
-def _write_json(report: Report, target: str) -> None:
-    import json
-    from pathlib import Path
-
-    from nearpeak._records import to_json
-    from nearpeak.errors import UsageError
-
-    content = json.dumps(to_json(report), indent=2)
-    if target == "-":
-        print(content)
-        return
-    try:
-        Path(target).write_text(content + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {target}: cannot be written: {error.strerror}.") from None

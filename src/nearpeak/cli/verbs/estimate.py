@@ -107,22 +107,17 @@ def _from_file(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
 
 def _text(result: Estimate, machine: Machine, arguments: argparse.Namespace) -> str:
     """The report, or the tables that were asked for below the floors."""
-    from nearpeak.render.views import estimate
+    from nearpeak.render.text import text
+    from nearpeak.render.views.estimate import document
 
-    if not (arguments.intensities or arguments.groups):
-        return estimate.text(result, arguments.top)
-    parts = [estimate.heading(result)]
-    if arguments.intensities:
-        parts.append(estimate.intensities_text(result, machine, arguments.top))
-    if arguments.groups:
-        parts.append(estimate.fusion_groups_text(result, arguments.top))
-    return "\n\n".join(parts)
+    intensities_on = machine if arguments.intensities else None
+    return text(document(result, arguments.top, intensities_on=intensities_on, groups=arguments.groups))
 
 
 def _draw(result: Estimate, machine: Machine, path: Path, case: str) -> None:
     from nearpeak.render.picture.png import png
-    from nearpeak.render.picture.roofline import roofline
     from nearpeak.render.picture.svg import svg
+    from nearpeak.render.views.estimate import roofline
 
     scene = roofline(result, machine, title=f"Roofline of {case.rpartition('/')[2]}")
     content = png(scene) if path.suffix.lower() == ".png" else svg(scene).encode()

@@ -85,8 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(names: Sequence[str]) -> str:
     from nearpeak.gallery import NAMES
     from nearpeak.gallery import run as gallery_run
-    from nearpeak.render.text import table
-    from nearpeak.render.views.verdict import elide
+    from nearpeak.render.text import elide, table
 
     room = 80 - len("19") - max(map(len, names)) - 4
     rows = [[f"{NAMES.index(name) + 1}", name, elide(gallery_run.title_and_lesson(name)[0], room)] for name in names]

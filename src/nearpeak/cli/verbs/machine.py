@@ -11,12 +11,8 @@ can be expected to reach of them.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
-from typing import Any
 
-from nearpeak.cli.output import narrate
+from nearpeak.cli.output import narrate, print_result
 from nearpeak.errors import UsageError
 
 
@@ -48,35 +44,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace, name: str) -> None:
     from nearpeak.machines import catalogue
-    from nearpeak.render.views import machine as render
+    from nearpeak.render.text import text
+    from nearpeak.render.views.machine import catalogue_document, document, networks_document
 
     if arguments.list:
         machines = catalogue.machines()
-        _write(render.list_text(machines), machines, arguments.json)
+        print_result(text(catalogue_document(machines)), machines, arguments.json)
     elif arguments.networks:
         networks = catalogue.networks()
-        _write(render.networks_text(networks), networks, arguments.json)
+        print_result(text(networks_document(networks)), networks, arguments.json)
     elif name:
         machine = catalogue.find(name)
-        _write(render.text(machine), machine, arguments.json)
+        print_result(text(document(machine)), machine, arguments.json)
     else:
         from nearpeak.calibrate.machine import machine as this_machine
 
         machine = this_machine(calibrate=arguments.calibrate, progress=narrate)
-        _write(render.text(machine), machine, arguments.json)
-
-
-def _write(text: str, value: Any, destination: str | None) -> None:
-    from nearpeak._records import to_json
-
-    content = "" if destination is None else json.dumps(to_json(value), indent=2, allow_nan=False)
-    if destination == "-":
-        print(content)
-        return
-    if destination is not None:
-        try:
-            Path(destination).write_text(content + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {destination}: {error.strerror or error}") from None
-        print(f"wrote {destination}", file=sys.stderr)
-    print(text)
+        print_result(text(document(machine)), machine, arguments.json)

@@ -39,19 +39,19 @@ from nearpeak.errors import EnvironmentProblem, NearpeakError, UsageError
 
 if TYPE_CHECKING:
     from nearpeak.profiles.profile import Profile
-    from nearpeak.render.report import ReportOptions
+    from nearpeak.render.views.profile import ReportOptions
 
 MOST_PAGES = 10
 """Reports that are left in the cache folder."""
 
 
-def cached_page(profile: Profile, choices: ReportOptions) -> Path:
+def cached_page(profile: Profile, options: ReportOptions) -> Path:
     """The HTML report in the cache folder, for who named no file. Two different ones never share a name."""
     from nearpeak._files import replace_file
     from nearpeak.machines import calibrations
     from nearpeak.render.report import content
 
-    made = content(profile, "html", choices)
+    made = content(profile, ".html", options)
     folder = calibrations.cache_folder() / "reports"
     name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(profile.source).stem)[:40].strip("-.") or "step"
     path = folder / f"{name}-{hashlib.sha256(made).hexdigest()[:10]}.html"
@@ -139,10 +139,9 @@ def check_choices(arguments: argparse.Namespace) -> None:
         check_path(path)
 
 
-def choices_of(profile: Profile, arguments: argparse.Namespace) -> ReportOptions:
+def options_of(profile: Profile, arguments: argparse.Namespace) -> ReportOptions:
     """What was asked for, for all formats."""
-    from nearpeak.render.report import ReportOptions
-    from nearpeak.render.views.profile import select_findings
+    from nearpeak.render.views.profile import ReportOptions, select_findings
 
     return ReportOptions(
         findings=select_findings(profile, arguments.least / 100, arguments.ignore),
@@ -158,9 +157,9 @@ def show_profile(profile: Profile, arguments: argparse.Namespace, *, run: bool) 
     A report that was printed is not lost to a full disk, nor is a run to a terminal that is gone.
     """
     code = 0
-    choices = choices_of(profile, arguments)
+    options = options_of(profile, arguments)
     try:
-        print_result(report_text(profile, choices), profile, arguments.json)
+        print_result(report_text(profile, options), profile, arguments.json)
         sys.stdout.flush()
     except NearpeakError as error:
         narrate(f"nearpeak: {error}")
@@ -168,42 +167,36 @@ def show_profile(profile: Profile, arguments: argparse.Namespace, *, run: bool) 
     finally:
         if run and not arguments.no_keep:
             _keep_run(profile)
-        code = write_reports(profile, arguments.save, choices, opened=arguments.open) or code
+        code = write_reports(profile, arguments.save, options, opened=arguments.open) or code
     return code
 
 
-def report_text(profile: Profile, choices: ReportOptions) -> str:
+def report_text(profile: Profile, options: ReportOptions) -> str:
     """The report for the terminal."""
-    from nearpeak.render.views.profile import text
+    from nearpeak.render.text import text
+    from nearpeak.render.views.profile import document
 
-    return text(
-        profile,
-        choices.top,
-        choices.by,
-        terminal_style(sys.stdout),
-        findings=choices.findings,
-        most_findings=choices.most_findings,
-    )
+    return text(document(profile, options), terminal_style(sys.stdout))
 
 
-def write_reports(profile: Profile, paths: Sequence[str], choices: ReportOptions, *, opened: bool) -> int:
+def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions, *, opened: bool) -> int:
     """Writes each file, whatever happens to the others, and opens the first page; the exit code of the last error."""
-    from nearpeak.render.report import format_of, write
+    from nearpeak.render.report import profile_ending, write
 
     code = 0
     page: Path | None = None
     for path in paths:
         try:
-            write(profile, path, choices)
+            write(profile, path, options)
         except NearpeakError as error:
             narrate(f"nearpeak: {error}")
             code = error.exit_code
             continue
         narrate(f"wrote {path}")
-        page = page or (Path(path) if format_of(path) == "html" else None)
+        page = page or (Path(path) if profile_ending(path) == ".html" else None)
     if opened:
         try:
-            open_page(page or cached_page(profile, choices))
+            open_page(page or cached_page(profile, options))
         except NearpeakError as error:
             narrate(f"nearpeak: {error}")
             code = error.exit_code

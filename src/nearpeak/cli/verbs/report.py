@@ -25,7 +25,7 @@ import dataclasses
 
 from nearpeak.cli.argument_types import step_number
 from nearpeak.cli.output import print_result
-from nearpeak.cli.verbs.profile import add_choices, check_choices, choices_of, from_file, report_text, write_reports
+from nearpeak.cli.verbs.profile import add_choices, check_choices, from_file, options_of, report_text, write_reports
 from nearpeak.errors import UsageError
 
 
@@ -56,20 +56,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the profile, and print it or write its reports."""
     from nearpeak.findings.engine import check_ignored_rules
-    from nearpeak.render.report import format_of
+    from nearpeak.render.report import profile_ending
 
     check_choices(arguments)
-    forms = {format_of(path) for path in arguments.save}
-    if arguments.picture and not forms & {"svg", "png"}:
+    endings = {profile_ending(path) for path in arguments.save}
+    if arguments.picture and not endings & {".svg", ".png"}:
         raise UsageError(f"--picture {arguments.picture}: name an .svg or a .png with -o.")
-    if arguments.dark and "png" not in forms:
+    if arguments.dark and ".png" not in endings:
         raise UsageError("--dark: name a .png with -o.")
     profile = from_file(arguments.run, arguments)
     known = {finding.rule for finding in profile.findings}  # some may be rules of the user's own
     check_ignored_rules(item for item in arguments.ignore if item.partition("@")[0] not in known)
-    choices = dataclasses.replace(
-        choices_of(profile, arguments), picture=arguments.picture or "waterfall", dark=arguments.dark
+    options = dataclasses.replace(
+        options_of(profile, arguments), picture=arguments.picture or "waterfall", dark=arguments.dark
     )
     if arguments.json or not (arguments.save or arguments.open):
-        print_result(report_text(profile, choices), profile, arguments.json)
-    return write_reports(profile, arguments.save, choices, opened=arguments.open)
+        print_result(report_text(profile, options), profile, arguments.json)
+    return write_reports(profile, arguments.save, options, opened=arguments.open)

@@ -1,21 +1,40 @@
 """`document_page`: a `Document` as one HTML file that works without a network.
 
 All text goes through `markup`, data is JSON in which markup is escaped, and the content security policy allows one
-script and one style by their hashes.
+script and one style by their hashes. `blocks_html` writes the blocks of a document, also for the page of a profile.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from importlib import resources
 
 from nearpeak._records import to_json
-from nearpeak.render.document import CodeBlock, Document, Paragraph, Picture, Table
+from nearpeak.render.document import (
+    Block,
+    Cell,
+    CodeBlock,
+    Details,
+    Document,
+    Fact,
+    Facts,
+    Items,
+    Name,
+    Paragraph,
+    Picture,
+    Section,
+    Span,
+    Table,
+)
 from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
-from nearpeak.render.html.profile import asset, csp_hash
 from nearpeak.render.picture.scene import COLORS, FAINT, INK, PAGE, PALETTE
+from nearpeak.render.text import cell_text
 from nearpeak.render.views.plan.sliders import Sliders
 
 SCRIPTS = ("units.js", "dom.js", "theme.js", "plan_memory.js", "plan_decode.js", "plan.js")
@@ -25,43 +44,65 @@ LONG = 30
 """Characters of a text that may be broken into lines."""
 NARROW = 72
 """Characters of a row that half of a wide page has room for."""
+PART_CLASSES = {"slow kernels": "slow", "not modeled": "unknown"}
+"""Classes of the parts of a waterfall whose names are none."""
 _PLACEHOLDER = re.compile(r"<!--hole:(\w+)-->")
 
 
 def document_page(document: Document, sliders: Sliders | None = None) -> str:
     """The report, with sliders where there is something to compute again."""
-    holes = {
-        "policy": html.escape(policy(), quote=True),
-        "title": html.escape(f"{visible(document.title, 120)} - nearpeak"),
-        "style": style(),
-        "head": _head(document),
-        "sliders": _sliders(sliders),
-        "parts": joined(*_sections(document)),
-        "data": _data(sliders),
-        "script": script(),
-    }
-    return _PLACEHOLDER.sub(lambda hole: holes[hole.group(1)], asset("plan.html"))
-
-
-def policy() -> str:
-    """The content security policy: this script, this style, and nothing from anywhere."""
-    return (
-        f"default-src 'none'; script-src '{csp_hash(script())}'; style-src '{csp_hash(style())}'; "
-        "base-uri 'none'; form-action 'none'"
+    return fill_page(
+        "plan.html",
+        script=join_scripts(SCRIPTS),
+        style=_style(),
+        title=document.title,
+        content={
+            "head": _head(document),
+            "sliders": _sliders(sliders),
+            "parts": joined(*_cards(document)),
+            "data": _data(sliders),
+        },
     )
 
 
+def fill_page(template: str, *, script: str, style: str, title: str, content: Mapping[str, str]) -> str:
+    """A page of `assets` with its placeholders filled. Its policy allows this script, this style, and nothing else."""
+    policy = (
+        f"default-src 'none'; script-src '{csp_hash(script)}'; style-src '{csp_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    values = {
+        "policy": html.escape(policy, quote=True),
+        "title": html.escape(f"{visible(title, 120)} - nearpeak"),
+        "style": style,
+        "script": script,
+        **content,
+    }
+    return _PLACEHOLDER.sub(lambda placeholder: values[placeholder.group(1)], asset(template))
+
+
 @cache
-def script() -> str:
-    """All of the JavaScript, in a scope of its own."""
-    parts = "\n".join(asset(name) for name in SCRIPTS)
+def join_scripts(names: tuple[str, ...]) -> str:
+    """JavaScript files as one script, in a scope of its own."""
+    parts = "\n".join(asset(name) for name in names)
     return f'"use strict";\n(() => {{\n{parts}\nmain();\n}})();\n'
 
 
 @cache
-def style() -> str:
+def _style() -> str:
     """All of the CSS, with the colors of pictures."""
     return "\n".join((asset("style.css"), asset("plan.css"), _picture_colors()))
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of the pages as text."""
+    return resources.files("nearpeak.render.html").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def csp_hash(content: str) -> str:
+    """A script or a style as a content security policy names it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
 def _picture_colors() -> str:
@@ -78,75 +119,116 @@ def _picture_colors() -> str:
 
 
 def _head(document: Document) -> Markup:
-    facts = [element("span", visible(fact, LONGEST_TEXT)) for fact in document.facts]
+    facts = [element("span", visible(_fact_text(fact), LONGEST_TEXT)) for fact in document.facts]
     return joined(element("h1", visible(document.title, 300)), element("p", *facts, class_="facts"))
 
 
-def _sections(document: Document) -> list[Markup]:
+def _fact_text(fact: str | Fact) -> str:
+    return f"{fact.label}: {fact.text}" if isinstance(fact, Fact) else fact
+
+
+def _cards(document: Document) -> Iterator[Markup]:
     """Paragraphs go with the table before them; a picture and a table are a card each."""
-    cards: list[list[Markup]] = [[]]
-    wide: list[bool] = [False]
+    cards: list[tuple[list[Markup], bool]] = [([], False)]
     for part in document.parts:
-        if isinstance(part, Paragraph):
-            cards[-1].append(element("p", visible(part.text, LONGEST_TEXT), class_=f"said {part.kind}"))
-        elif isinstance(part, CodeBlock):
-            cards[-1].append(element("pre", visible_lines(part.text), class_="scroll", tabindex="0"))
-        elif isinstance(part, Table) and part.rows:
-            cards.append([_table(part)])
-            wide.append(_characters(part) > NARROW)
-        elif isinstance(part, Picture):
-            cards.append([_picture(part)])
-            wide.append(True)
-    made = []
-    for content, is_wide in zip(cards, wide, strict=True):
+        if isinstance(part, Picture) or (isinstance(part, Table) and part.rows):
+            cards.append(([], isinstance(part, Picture) or _characters(part) > NARROW))
+        cards[-1][0].extend(blocks_html([part]))
+    for content, is_wide in cards:
         if content:
-            made.append(element("section", *content, class_="card wide" if is_wide or document.is_story else "card"))
-    return made
+            yield element("section", *content, class_="card wide" if is_wide or document.is_story else "card")
 
 
 def _characters(part: Table) -> int:
-    columns = zip(part.headers, *part.rows, strict=True)
+    columns = zip(part.headers, *([cell_text(cell) for cell in row] for row in part.rows), strict=True)
     return sum(3 + max(len(cell) for cell in column) for column in columns)
 
 
-def _table(part: Table) -> Markup:
+def blocks_html(blocks: Iterable[Block], table_class: str = "plan") -> Iterator[Markup]:
+    """Blocks as elements; tables have a class."""
+    for block in blocks:
+        if isinstance(block, Paragraph):
+            yield element("p", visible(block.text, LONGEST_TEXT), class_=f"said {block.kind}")
+        elif isinstance(block, Facts):
+            yield element("dl", *map(_fact, block.facts), class_="sentences")
+        elif isinstance(block, Items):
+            if block.title:
+                yield element("p", visible(block.title, LONGEST_TEXT))
+            items = [element("li", visible(item, LONGEST_TEXT)) for item in block.items]
+            yield element("ul", *items, class_="notes")
+        elif isinstance(block, CodeBlock):
+            yield element("pre", element("code", visible_lines(block.text)), class_="scroll", tabindex="0")
+        elif isinstance(block, Details):
+            summary = element("summary", visible(block.summary))
+            yield element("details", summary, *blocks_html(block.blocks, table_class), class_="finding")
+        elif isinstance(block, Section):
+            if block.title:
+                yield element("h2", visible(block.title, 200))
+            yield from blocks_html(block.blocks, table_class)
+        elif isinstance(block, Table) and block.rows:
+            yield _table(block, table_class)
+        elif isinstance(block, Picture):
+            yield _picture(block)
+
+
+def _fact(fact: Fact) -> Markup:
+    text = f"{fact.text} {fact.advice}".strip()
+    return joined(element("dt", fact.label.rstrip(":")), element("dd", visible(text, 1000)))
+
+
+def _table(part: Table, class_: str) -> Markup:
     longest = max(part.bars, default=0.0) or 1.0
-    kinds = [
-        "number" if side == "r" else "long" if max(map(len, column)) > LONG else None
-        for side, column in zip(part.sides, zip(*part.rows, strict=True), strict=True)
-    ]
+    bars: list[str | Markup] = [_bar(0.0, share / longest, "fusion") for share in part.bars]
+    bars += [_span(span) for span in part.spans]
+    kinds = [_column_kind(part, i) for i in range(len(part.headers))]
     rows = []
     for number, row in enumerate(part.rows):
         cells = [
-            element(
-                "td" if column else "th",
-                visible(cell, LONGEST_TEXT),
-                class_=kind,
-                scope=None if column else "row",
-            )
-            for column, (cell, kind) in enumerate(zip(row, kinds, strict=True))
+            element("td" if i else "th", _cell(cell), class_=kind, scope=None if i else "row")
+            for i, (cell, kind) in enumerate(zip(row, kinds, strict=True))
         ]
-        if part.bars:
-            share = part.bars[number] / longest if number < len(part.bars) else 0.0
-            cells.append(element("td", _bar(share), class_="bar"))
-        total = number >= len(part.rows) - part.totals
-        rows.append(element("tr", *cells, class_="total" if total else None))
+        if bars:
+            cells.insert(part.bar_column, element("td", bars[number] if number < len(bars) else "", class_="bar"))
+        is_total = number >= len(part.rows) - part.totals
+        rows.append(element("tr", *cells, class_="total" if is_total else None))
     heads = [
-        element("th", header, class_="number" if side == "r" else None, scope="col")
+        element("th", header, class_="number" if side == "r" else None, scope="col") if header else element("td")
         for header, side in zip(part.headers, part.sides, strict=True)
     ]
-    if part.bars:
-        heads.append(element("td"))
-    body = element("table", element("thead", element("tr", *heads)), element("tbody", *rows), class_="plan")
-    scroll = element("div", body, class_="scroll", tabindex="0", role="region", aria_label=part.title or "Table")
+    if bars:
+        heads.insert(part.bar_column, element("td"))
+    body = element("table", element("thead", element("tr", *heads)), element("tbody", *rows), class_=class_)
+    label = part.title or part.headers[0] or "Table"
+    scroll = element("div", body, class_="scroll", tabindex="0", role="region", aria_label=label)
     title = [element("h2", visible(part.title, 200))] if part.title else []
     note = [element("p", visible(part.note, LONGEST_TEXT), class_="note")] if part.note else []
     return joined(*title, scroll, *note)
 
 
-def _bar(share: float) -> Markup:
-    bar = element("rect", width=f"{max(0.0, 100 * share):.2f}", height="12", class_="fusion")
-    return element("svg", bar, class_="strip", viewBox="0 0 100 12", preserveAspectRatio="none", aria_hidden="true")
+def _column_kind(part: Table, column: int) -> str | None:
+    cells = [row[column] for row in part.rows]
+    if part.sides[column] == "r":
+        return "number"
+    if column in part.wide:
+        return "meaning"
+    if any(isinstance(cell, Name) for cell in cells):
+        return "place"
+    return "long" if max(len(cell_text(cell)) for cell in cells) > LONG else None
+
+
+def _cell(cell: Cell) -> str:
+    return visible(cell_text(cell), LONGEST_TEXT)
+
+
+def _span(span: Span) -> str | Markup:
+    class_ = PART_CLASSES.get(span.kind, span.kind)
+    return span.text or _bar(min(max(span.begin, 0.0), 1.0), min(span.length, 1.0), class_)
+
+
+def _bar(begin: float, length: float, class_: str) -> Markup:
+    width = f"{100 * max(0.0, length):.3f}%"
+    rectangle = element("rect", x=f"{100 * begin:.3f}%", width=width, height="100%", class_=class_)
+    return element("svg", rectangle, class_="strip", aria_hidden="true", focusable="false")
 
 
 def _picture(part: Picture) -> Markup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from nearpeak.render.views.verdict import elide
+from nearpeak.render.text import elide
 
 LONGEST = 300
 """Characters of a name. Longer ones are generated, and nobody reads them."""

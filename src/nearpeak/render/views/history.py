@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nearpeak.profiles.history import PastRun
-from nearpeak.render.text import table
-from nearpeak.render.views.timing import plain
-from nearpeak.render.views.verdict import elide_start
+from nearpeak.render.text import elide_start, plain, table
 from nearpeak.units import percent, seconds, significant
 
 SOURCE_COLUMNS = 20

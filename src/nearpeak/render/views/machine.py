@@ -1,42 +1,41 @@
-"""A machine, the catalogue and the networks as text of at most 80 columns."""
+"""A machine, the catalogue and the networks as documents."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nearpeak.machines.calibrations import Calibration
 from nearpeak.machines.catalogue import Network
-from nearpeak.machines.machine import Achievable, Ceiling, Link, Machine, Theoretical
-from nearpeak.render.text import table
+from nearpeak.machines.machine import Achievable, Ceiling, LaunchCost, Link, Machine, Theoretical
+from nearpeak.render.document import Document, Fact, Items, Paragraph, Table
 from nearpeak.units import DTYPE_BYTES, gibibytes, percent, quantity, seconds, significant
 
-WIDTH = 80
+
+def document(machine: Machine, calibration: Calibration | None = None) -> Document:
+    """What the machine is and can do; `calibration` adds when it was calibrated and where that is kept."""
+    return Document(
+        title=f"{machine.name} ({machine.id})",
+        facts=tuple(_facts(machine)),
+        parts=(
+            _rates(machine),
+            _bandwidths(machine),
+            _launch(machine.achievable),
+            _origin(machine, calibration),
+            *([_sources(machine.sources)] if machine.sources else []),
+        ),
+    )
 
 
-def text(machine: Machine, stored: Calibration | None = None) -> str:
-    """What the machine is and can do; `stored` adds when it was calibrated and where that is kept."""
-    parts = [
-        f"{machine.name} ({machine.id})\n{_facts(machine)}",
-        _rates(machine),
-        _bandwidths(machine),
-        _launch(machine.achievable),
-        _origin(machine, stored),
-        _sources(machine.sources),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def list_text(machines: Sequence[Machine]) -> str:
+def catalogue_document(machines: Sequence[Machine]) -> Document:
     """The catalogue, one line per machine: datasheet figures."""
-    headers = ["id", "memory", "bandwidth", "bf16", "fp8", "L2", "link"]
     rows = []
     for machine in machines:
         matrix = machine.theoretical.matrix if machine.theoretical else {}
         bandwidth = machine.theoretical.bandwidth if machine.theoretical else None
         link = machine.link.bandwidth if machine.link else None
         rows.append(
-            [
+            (
                 machine.id,
                 gibibytes(machine.memory_bytes),
                 quantity(bandwidth, "B/s"),
@@ -44,34 +43,36 @@ def list_text(machines: Sequence[Machine]) -> str:
                 _rate(matrix.get("float8")),
                 _binary(machine.cache_bytes),
                 quantity(link, "B/s"),
-            ]
+            )
         )
-    notes = (
+    note = (
         f"{len(machines)} machines. bf16, fp8: dense FLOP/s of the matrix engines. link: GPU to GPU, one direction, "
         "all links together. `nearpeak machine ID` shows one of them with its sources."
     )
-    return table(headers, rows) + "\n\n" + _wrapped(notes)
+    headers = ("id", "memory", "bandwidth", "bf16", "fp8", "L2", "link")
+    table = Table(headers=headers, rows=tuple(rows), note=note)
+    return Document(title=f"{len(machines)} machines", is_titled=False, parts=(table,))
 
 
-def networks_text(networks: Sequence[Network]) -> str:
+def networks_document(networks: Sequence[Network]) -> Document:
     """The networks of the catalogue, one line each."""
-    headers = ["id", "bandwidth", "per", "GPUs", "name"]
-    rows = [
-        [
+    rows = tuple(
+        (
             network.id,
             quantity(network.bandwidth, "B/s"),
             network.per,
             "-" if network.domain_size is None else str(network.domain_size),
             textwrap.shorten(network.name, 38, placeholder="..."),
-        ]
+        )
         for network in networks
-    ]
-    notes = "bandwidth: one direction. GPUs: how many the switch joins."
-    return table(headers, rows, "lrlrl") + "\n\n" + notes
+    )
+    note = "bandwidth: one direction. GPUs: how many the switch joins."
+    table = Table(headers=("id", "bandwidth", "per", "GPUs", "name"), rows=rows, align="lrlrl", note=note)
+    return Document(title=f"{len(networks)} networks", is_titled=False, parts=(table,))
 
 
-def _facts(machine: Machine) -> str:
-    """The head of the report: what the machine is made of; what is not known is left out."""
+def _facts(machine: Machine) -> Iterator[Fact]:
+    """What the machine is made of; what is not known is left out."""
     processors = {"cpu": "cores", "gpu": "compute units" if machine.vendor == "amd" else "multiprocessors"}
     clocks = [
         f"{name} {quantity(clock, 'Hz')}"
@@ -103,20 +104,16 @@ def _facts(machine: Machine) -> str:
             if link is not None
         ],
     }
-    lines = []
     for name, values in rows.items():
         line = ", ".join(value for value in values if value)
         if line:
-            lines.append(_wrapped(f"{name:<12}{line}", hanging=12))
-    return "\n".join(lines)
+            yield Fact(label=name, text=line)
 
 
-def _rates(machine: Machine) -> str:
+def _rates(machine: Machine) -> Table:
     """One row per engine and dtype: datasheet, achievable, their ratio, and the ridge against the memory."""
     theoretical, achievable = machine.theoretical, machine.achievable
-    if theoretical is None and achievable is None:
-        return ""
-    headers = ["FLOP/s", "datasheet", "achievable", "random", "sustained", "share", "spread", "FLOP/B"]
+    headers = ("FLOP/s", "datasheet", "achievable", "random", "sustained", "share", "spread", "FLOP/B")
     rows = []
     for engine in ("matrix", "vector"):
         datasheet: Mapping[str, float] = getattr(theoretical, engine, {})
@@ -126,7 +123,7 @@ def _rates(machine: Machine) -> str:
         for dtype in _in_order({*datasheet, *reached}):
             peak, value = datasheet.get(dtype), reached.get(dtype)
             rows.append(
-                [
+                (
                     f"{engine} {dtype}",
                     _rate(peak),
                     _rate(value),
@@ -135,7 +132,7 @@ def _rates(machine: Machine) -> str:
                     percent(value / peak, 0) if peak and value else "-",
                     _spread(achievable, f"{engine}.{dtype}", value),
                     _ridge(theoretical, achievable, peak, value),
-                ]
+                )
             )
     return _without_empty_columns(headers, rows)
 
@@ -150,9 +147,9 @@ def _ridge(
     return "-"
 
 
-def _bandwidths(machine: Machine) -> str:
+def _bandwidths(machine: Machine) -> Table:
     theoretical, achievable = machine.theoretical, machine.achievable
-    rows: list[list[str]] = []
+    rows: list[tuple[str, ...]] = []
 
     def add(name: str, field: str, datasheet: float | None) -> None:
         value: float | None = getattr(achievable, field, None)
@@ -160,7 +157,7 @@ def _bandwidths(machine: Machine) -> str:
             return
         share = percent(value / datasheet, 0) if value and datasheet else "-"
         spread = _spread(achievable, field, value)
-        rows.append([name, quantity(datasheet, "B/s"), quantity(value, "B/s"), share, spread])
+        rows.append((name, quantity(datasheet, "B/s"), quantity(value, "B/s"), share, spread))
 
     def one_way(link: Link | None) -> float | None:
         return link.bandwidth if link else None
@@ -172,50 +169,46 @@ def _bandwidths(machine: Machine) -> str:
     add("host to device, pageable", "host_to_device_pageable", None)
     add("device to host, pageable", "device_to_host_pageable", None)
     add("device to device", "device_to_device", one_way(machine.link))
-    return _without_empty_columns(["bandwidth", "datasheet", "achievable", "share", "spread"], rows) if rows else ""
+    return _without_empty_columns(("bandwidth", "datasheet", "achievable", "share", "spread"), rows)
 
 
-def _launch(achievable: Achievable | None) -> str:
-    if achievable is None:
-        return ""
-    launch = achievable.launch
-    rows = [
-        ["enqueue (host)", launch.enqueue],
-        ["one more kernel in a CUDA graph", launch.in_graph],
-        ["empty pair of events", launch.event_pair],
-        ["smallest step of event times", launch.event_tick],
-        ["one tiny operation (host)", launch.host_call],
-        ["more for the first one, caches cold", launch.cold_start],
-    ]
-    known = [[str(name), seconds(value)] for name, value in rows if isinstance(value, (int, float))]
-    return table(["launch", "time"], known) if known else ""
+def _launch(achievable: Achievable | None) -> Table:
+    launch = LaunchCost() if achievable is None else achievable.launch
+    times = {
+        "enqueue (host)": launch.enqueue,
+        "one more kernel in a CUDA graph": launch.in_graph,
+        "empty pair of events": launch.event_pair,
+        "smallest step of event times": launch.event_tick,
+        "one tiny operation (host)": launch.host_call,
+        "more for the first one, caches cold": launch.cold_start,
+    }
+    rows = tuple((name, seconds(value)) for name, value in times.items() if value is not None)
+    return Table(headers=("launch", "time"), rows=rows)
 
 
-def _origin(machine: Machine, stored: Calibration | None) -> str:
+def _origin(machine: Machine, calibration: Calibration | None) -> Paragraph | Items:
     """Where the achievable figures come from: measured when, with which spread, or derated by what."""
     achievable = machine.achievable
     if achievable is None:
-        return _wrapped("Not calibrated: `nearpeak machine --calibrate` measures what this machine can reach.")
+        return Paragraph(text="Not calibrated: `nearpeak machine --calibrate` measures what this machine can reach.")
     lines = [f"Achievable: {achievable.how} {achievable.note}."]
     if achievable.ceilings:
         name, widest = max(achievable.ceilings.items(), key=lambda item: item[1].spread)
         lines.append(f"Widest spread of repeats: {percent(widest.spread)} ({name}).")
-    if stored is not None:
-        key = stored.key
-        lines.append(f"Calibrated {stored.date}, driver {key.driver}, torch {key.torch}.")
-        lines.append(f"Kept in {stored.path}")
-    return "\n".join(_wrapped(line, hanging=2) for line in lines)
+    if calibration is not None:
+        key = calibration.key
+        lines.append(f"Calibrated {calibration.date}, driver {key.driver}, torch {key.torch}.")
+        lines.append(f"Kept in {calibration.path}")
+    return Items(items=tuple(lines))
 
 
-def _sources(sources: Mapping[str, str]) -> str:
+def _sources(sources: Mapping[str, str]) -> Items:
     """Each source once, with the figures that it gives; addresses are left to the JSON, as they do not fit a line."""
-    if not sources:
-        return ""
     fields: dict[str, list[str]] = {}
     for field, source in sources.items():
         fields.setdefault(source.partition(", http")[0], []).append(field)
-    lines = [_wrapped(f"  {title}: {', '.join(_grouped(names))}", hanging=4) for title, names in fields.items()]
-    return "Sources (addresses: --json -)\n" + "\n".join(lines)
+    lines = tuple(f"{title}: {', '.join(_grouped(names))}" for title, names in fields.items())
+    return Items(title="Sources (addresses: --json -)", items=lines, marker="  ")
 
 
 def _grouped(names: Iterable[str]) -> list[str]:
@@ -240,10 +233,13 @@ def _spread(achievable: Achievable | None, field: str, value: float | None) -> s
     return "-"
 
 
-def _without_empty_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _without_empty_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """The table without the columns in which nothing is known."""
-    kept = [column for column in range(len(headers)) if any(row[column] != "-" for row in rows)]
-    return table([headers[column] for column in kept], [[row[column] for column in kept] for row in rows])
+    known = [column for column in range(len(headers)) if any(row[column] != "-" for row in rows)]
+    return Table(
+        headers=tuple(headers[column] for column in known),
+        rows=tuple(tuple(row[column] for column in known) for row in rows),
+    )
 
 
 def _in_order(dtypes: Iterable[str]) -> list[str]:
@@ -263,14 +259,3 @@ def _binary(value: float | None) -> str:
     unit, scale = ("MiB", 2**20) if value >= 2**20 else ("KiB", 2**10)
     amount = value / scale
     return f"{amount:.0f} {unit}" if amount == round(amount) else f"{significant(amount)} {unit}"
-
-
-def _wrapped(line: str, hanging: int = 0) -> str:
-    return textwrap.fill(
-        line,
-        WIDTH,
-        subsequent_indent=" " * hanging,
-        break_on_hyphens=False,
-        break_long_words=False,
-        drop_whitespace=True,
-    )

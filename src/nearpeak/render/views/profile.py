@@ -1,30 +1,163 @@
-"""A profile as text: the verdict, the waterfall, idle time, findings, the ranking of ops, rates, memory and coverage."""
+"""A profile as a document: verdict, waterfall, idle time, findings, the ranking of ops, rates, memory and coverage.
+
+`OP_COLUMNS` is the one list of what is known of an op: columns of the CSV file, of the ranking and of the page's table.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, is_ignored
 from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.memory import PeakMemory
-from nearpeak.profiles.profile import Profile
+from nearpeak.profiles.profile import Profile, ProfiledOp
 from nearpeak.profiles.ranking import GroupBy, RankedOps, ranking
 from nearpeak.profiles.rates import StepRates
-from nearpeak.profiles.waterfall import PartName
-from nearpeak.render.text import PLAIN, Color, Style, table
-from nearpeak.render.views.timing import plain
-from nearpeak.render.views.verdict import card, elide, elide_start, short_name, wrap_text
+from nearpeak.profiles.waterfall import PART_MEANINGS, PartName
+from nearpeak.render.csv import Value, rows_csv
+from nearpeak.render.document import (
+    Block,
+    Cell,
+    CodeBlock,
+    Color,
+    Details,
+    Document,
+    Fact,
+    Facts,
+    Items,
+    Name,
+    Paragraph,
+    Section,
+    Span,
+    Table,
+    Time,
+)
+from nearpeak.render.text import elide, elide_start, plain, short_name
+from nearpeak.render.views.verdict import sentences
 from nearpeak.units import GIB, gibibytes, percent, quantity, seconds, significant
 
 MOST_FINDINGS = 5
-INDENT = 4
+MOST_CAUSES = 8
+MOST_ROWS = 100
+SMALLEST_CAUSE = 0.001
+"""Of the wall time."""
+LABEL = 9
+_PART_COLORS: Mapping[PartName, Color] = {
+    "ideal": "green",
+    "traffic": "cyan",
+    "fusion": "blue",
+    "slow kernels": "red",
+    "not modeled": "magenta",
+    "communication": "magenta",
+    "idle": "yellow",
+}
+_GRADE_COLORS: Mapping[str, Color] = {"A": "green", "B": "green", "C": "yellow", "F": "red"}
+_UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """What a report shows, where its format leaves a choice."""
+
+    findings: Sequence[Finding] | None = None
+    """The findings to show; None for those that save enough."""
+    most_findings: int = MOST_FINDINGS
+    most_causes: int = MOST_CAUSES
+    top: int = 12
+    by: GroupBy = "op"
+    picture: Literal["waterfall", "roofline"] = "waterfall"
+    dark: bool = False
+    """A PNG for a dark page; all other formats follow the reader's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpColumn:
+    """A column of the table of ops."""
+
+    name: str
+    """That of the field of `ProfiledOp`, and the header in CSV."""
+    value: Callable[[ProfiledOp], Value]
+    header: str = ""
+    """In the ranking; "" for columns that it does not have."""
+    ranked: Callable[[RankedOps], Cell] | None = None
+    page: Literal["time", "amount"] | None = None
+    """How the page's data has it, where equal ops share it."""
+
+
+def _known(time: float | None) -> Cell:
+    return "-" if time is None else Time(time)
+
+
+OP_COLUMNS: tuple[OpColumn, ...] = (
+    OpColumn(name="name", value=lambda op: op.name),
+    OpColumn(name="family", value=lambda op: op.family),
+    OpColumn(name="phase", value=lambda op: op.phase),
+    OpColumn(name="module", value=lambda op: op.module),
+    OpColumn(name="source", value=lambda op: op.source),
+    OpColumn(name="shapes", value=lambda op: "; ".join("x".join(map(str, shape)) or "()" for shape in op.shapes)),
+    OpColumn(name="kernels", value=lambda op: op.kernels),
+    OpColumn(
+        name="measured_s",
+        value=lambda op: op.measured_s,
+        header="measured",
+        ranked=lambda rank: Time(rank.measured_s),
+    ),
+    OpColumn(name="typical_s", value=lambda op: op.typical_s),
+    OpColumn(name="quickest_s", value=lambda op: op.quickest_s),
+    OpColumn(name="slowest_s", value=lambda op: op.slowest_s),
+    OpColumn(
+        name="bound_s",
+        value=lambda op: op.bound_s if op.modeled else None,
+        header="written",
+        ranked=lambda rank: _known(rank.bound_s if rank.modeled else None),
+        page="time",
+    ),
+    OpColumn(
+        name="fused_s",
+        value=lambda op: op.fused_s if op.modeled else None,
+        header="fused",
+        ranked=lambda rank: _known(rank.fused_s if rank.modeled else None),
+        page="time",
+    ),
+    OpColumn(
+        name="expected_s",
+        value=lambda op: op.expected_s,
+        header="expected",
+        ranked=lambda rank: _known(rank.expected_s if rank.modeled else None),
+        page="time",
+    ),
+    OpColumn(
+        name="lost_s",
+        value=lambda op: op.lost_s if op.modeled else None,
+        header="lost",
+        ranked=lambda rank: _known(rank.lost_s if rank.modeled else None),
+    ),
+    OpColumn(name="launch_wait_s", value=lambda op: op.launch_wait_s),
+    OpColumn(
+        name="limiter",
+        value=lambda op: op.limiter,
+        header="limit",
+        ranked=lambda rank: plain(rank.limiter, 8) if rank.modeled else "-",
+    ),
+    OpColumn(name="flops", value=lambda op: op.flops, page="amount"),
+    OpColumn(name="bytes", value=lambda op: op.bytes, page="amount"),
+    OpColumn(name="modeled", value=lambda op: op.modeled),
+    OpColumn(name="origin", value=lambda op: op.origin),
+)
+
+
+def ops_csv(profile: Profile) -> str:
+    """All ops as CSV, in the order in which they ran; times are in seconds."""
+    rows = ([number, *(column.value(op) for column in OP_COLUMNS)] for number, op in enumerate(profile.ops))
+    return rows_csv(["op", *(column.name for column in OP_COLUMNS)], rows)
 
 
 def select_findings(
     profile: Profile, least_share: float = MIN_SHOWN_SHARE, ignore: Collection[str] = ()
 ) -> tuple[Finding, ...]:
-    """Those that save enough and are not silenced, the largest first."""
+    """The findings that save enough and are not ignored, the largest first."""
     return tuple(
         finding
         for finding in profile.findings
@@ -32,54 +165,167 @@ def select_findings(
     )
 
 
-def findings_text(profile: Profile, found: Sequence[Finding], most: int = MOST_FINDINGS, style: Style = PLAIN) -> str:
-    """A numbered list; a line says how many more there are."""
-    parts = [_finding_text(number, finding, style) for number, finding in enumerate(found[:most], 1)]
-    if parts:
-        parts.insert(0, style.paint("Findings, by what they would save:", "bold"))
-    if len(found) > most:
-        rest = sum(finding.saving_s for finding in found[most:])
-        parts.append(f"and {len(found) - most} more, {seconds(rest)} together: --findings {len(found)} shows them.")
+def document(profile: Profile, options: ReportOptions | None = None) -> Document:
+    """The whole report."""
+    options = options or ReportOptions()
+    findings = select_findings(profile) if options.findings is None else options.findings
+    return Document(
+        title=f"Profile of {profile.source.rpartition('/')[2] or 'a step'} on {profile.device}",
+        facts=(f"nearpeak; bounds against {profile.machine} ({profile.how}); {profile.date}",),
+        parts=tuple(_parts(profile, findings, options)),
+        is_titled=False,
+        is_comment=True,
+    )
+
+
+def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions) -> Iterator[Block]:
+    verdict = tuple(
+        Fact(label=f"{label}:", text=sentence, color="bold") for label, sentence in sentences(profile, findings).items()
+    )
+    yield Section(id="verdict", blocks=(Facts(facts=verdict, width=LABEL),))
+    yield Section(id="waterfall", blocks=(_waterfall(profile),))
+    idle = _idle(profile, options.most_causes)
+    if idle.rows:
+        yield Section(id="idle", title="Idle time", blocks=(idle,), is_folded=True)
+    yield from _findings(profile, findings, options.most_findings)
+    ranked = _ranking(profile, min(options.top, MOST_ROWS), options.by)
+    if ranked.rows:
+        yield Section(id="ops", title=f"Where most is lost, by {options.by}", blocks=(ranked,), is_folded=True)
+    rates = tuple(_rates(profile.rates)) if profile.rates is not None else ()
+    if rates:
+        yield Section(id="rates", title="Rates", blocks=(Items(items=rates, hanging=0),), is_folded=True)
+    if profile.memory is not None:
+        yield Section(id="memory", title="Memory", blocks=tuple(_memory(profile.memory)), is_folded=True)
+    yield Section(id="measurement", title="Measurement", blocks=tuple(_measurement(profile)), is_folded=True)
+
+
+def _waterfall(profile: Profile) -> Table:
+    """Each bar begins where the one before it ended."""
+    rows: list[tuple[str, ...]] = []
+    spans = []
+    reached = 0.0
+    for part in profile.waterfall.parts:
+        share = part.seconds / profile.wall_s if profile.wall_s else 0.0
+        wrong = "below zero: a bound of nearpeak's is wrong" if part in profile.waterfall.broken else ""
+        rows.append((part.name, seconds(part.seconds), percent(share), PART_MEANINGS[part.name]))
+        spans.append(Span(begin=reached, length=share, kind=part.name, color=_PART_COLORS[part.name], text=wrong))
+        reached += share
+    rows.append(("wall", seconds(profile.wall_s), "100.0 %", ""))
+    return Table(
+        headers=("part", "time", "share", "meaning"),
+        rows=tuple(rows),
+        align="lrrl",
+        spans=tuple(spans),
+        totals=1,
+        wide=(3,),
+    )
+
+
+def _idle(profile: Profile, most: int) -> Table:
+    """Why nothing ran. Causes that are too small to see in the waterfall get no row."""
+    least = SMALLEST_CAUSE * profile.wall_s
+    causes = [cause for cause in profile.idle[:most] if cause.seconds > least]
+    rows: list[tuple[Cell, ...]] = [
+        (
+            cause.cause,
+            seconds(cause.seconds),
+            percent(cause.seconds / profile.wall_s),
+            f"{cause.count:,}" if cause.count else "-",
+            Name(cause.where, plain(cause.what, 23), "start"),
+        )
+        for cause in causes
+    ]
+    rest = profile.idle[len(causes) :]
+    rest_s = sum(cause.seconds for cause in rest)
+    if rest_s > least:
+        times = f"{sum(cause.count for cause in rest):,}"
+        rows.append(("other", seconds(rest_s), percent(rest_s / profile.wall_s), times, ""))
+    return Table(headers=("idle because of", "time", "share", "times", "where"), rows=tuple(rows), align="lrrrl")
+
+
+def _findings(profile: Profile, findings: Sequence[Finding], most: int) -> Iterator[Section]:
+    blocks: list[Block] = [_finding(number, finding) for number, finding in enumerate(findings[:most], 1)]
+    if len(findings) > most:
+        rest = seconds(sum(finding.saving_s for finding in findings[most:]))
+        more = f"And {len(findings) - most} more, {rest} together: --findings {len(findings)} shows them."
+        blocks.append(Paragraph(text=more))
+    yield Section(
+        id="findings",
+        title="Findings, by what they would save",
+        blocks=tuple(blocks),
+        is_titled=bool(findings[:most]),
+        empty="No finding saves enough to be shown.",
+    )
     if profile.undecided:
         names = ", ".join(plain(name, 40) for name in profile.undecided)
-        parts.append(wrap_text(f"Not decidable from what is known of this step: {names}."))
-    return "\n\n".join(parts)
+        line = Paragraph(text=f"Not decidable from what is known of this step: {names}.")
+        yield Section(id="undecided", blocks=(line,))
 
 
-def _finding_text(number: int, finding: Finding, style: Style) -> str:
+def _finding(number: int, finding: Finding) -> Details:
     places = f", {finding.places} places" if finding.places > 1 else ""
     where = elide_start(finding.source) or elide_start(finding.module) or "the step"
     saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}"
-    head = f"{number}.  {saving}: {plain(finding.rule, 40)} at {where}{places}"
+    return Details(
+        summary=f"{number}.  {saving}: {plain(finding.rule, 40)} at {where}{places}",
+        blocks=tuple(finding_blocks(finding)),
+    )
+
+
+def finding_blocks(finding: Finding) -> Iterator[Block]:
+    """What is wasted, why, and what to write instead."""
     module = f" In {elide_start(finding.module, 60)}." if finding.module and finding.source else ""
-    body = f"{plain(finding.title)}{module} {plain(finding.evidence)} {plain(finding.reasoning)}"
-    lines = [style.paint(head, "yellow"), wrap_text(" " * INDENT + " ".join(body.split()), INDENT)]
-    remedy = [_code_line(line) for line in finding.remedy.strip("\n").splitlines()]
-    if len(remedy) == 1:
-        lines.append(wrap_text(f"{' ' * INDENT}Instead: {remedy[0].strip()}", INDENT))
+    yield Paragraph(text=f"{finding.title}{module}")
+    yield Paragraph(text=f"{finding.evidence} {finding.reasoning}".strip())
+    remedy = finding.remedy.strip("\n")
+    if remedy and "\n" not in remedy:
+        yield Paragraph(text=f"Instead: {remedy.strip()}", kind="advice")
     elif remedy:
-        lines.append(" " * INDENT + "Instead:")
-        lines += [f"{' ' * (INDENT + 4)}{line}".rstrip() for line in remedy]
+        yield Paragraph(text="Instead:", kind="advice")
+        yield CodeBlock(text=remedy, language="python")
     if finding.fix:
-        lines.append(wrap_text(f"{' ' * INDENT}nearpeak has it: {plain(finding.fix.usage)}", INDENT))
-    return "\n".join(lines)
+        yield Paragraph(text=f"nearpeak has it: {finding.fix.usage}", kind="advice")
 
 
-def _code_line(line: str) -> str:
-    """A line of code as printable ASCII, its indentation kept."""
-    return " " * (len(line) - len(line.lstrip(" "))) + plain(line)
+def _ranking(profile: Profile, top: int, by: GroupBy) -> Table:
+    """Measured, as written, fused and expected times beside each other."""
+    ranks = [rank for rank in ranking(profile, by) if rank.measured_s > 0][:top]
+    columns = [column for column in OP_COLUMNS if column.ranked is not None]
+    rows = tuple(
+        (name, str(rank.ops), *(column.ranked(rank) for column in columns if column.ranked is not None))
+        for name, rank in zip(_rank_names(ranks, by), ranks, strict=True)
+    )
+    align = "lr" + "".join("l" if column.name == "limiter" else "r" for column in columns)
+    return Table(headers=(by, "ops", *(column.header for column in columns)), rows=rows, align=align)
 
 
-_UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+def _rank_names(ranks: Sequence[RankedOps], by: GroupBy) -> list[Cell]:
+    """What each row is about."""
+    if by != "op":
+        return [Name(rank.key, "", "start" if by == "line" else "end") if rank.key else "-" for rank in ranks]
+    pairs = [rank.key.rsplit(" ", 1) for rank in ranks]
+    packets = [(_without_overload(name), phase) for name, phase in pairs]
+    # overloads are named only where two of them are in the table
+    names = [
+        packet[0] if packets.count(packet) == 1 else short_name(pair[0])
+        for packet, pair in zip(packets, pairs, strict=True)
+    ]
+    return [
+        Name(name, "" if "_backward" in name and phase == "backward" else plain(phase, 12))
+        for name, (_, phase) in zip(names, pairs, strict=True)
+    ]
 
 
-def rates_text(rates: StepRates | None) -> str:
+def _without_overload(name: str) -> str:
+    """An operator of torch without its overload; any other name as it is."""
+    return short_name(name.rpartition(".")[0] if name.startswith("aten.") and name.count(".") == 2 else name)
+
+
+def _rates(rates: StepRates) -> Iterator[str]:
     """MFU and HFU with their convention, and what was achieved of the ceilings."""
-    if rates is None:
-        return ""
-    lines = [_utilization(rates)] if rates.hardware_flops else []
     achieved = []
     if rates.hardware_flops:
+        yield _utilization(rates)
         achieved.append(
             f"{quantity(rates.flops_per_s, 'FLOP/s')} of products"
             + _shares(rates.compute_share, rates.kernel_compute_share)
@@ -90,8 +336,7 @@ def rates_text(rates: StepRates | None) -> str:
             + _shares(rates.bandwidth_share, rates.kernel_bandwidth_share)
         )
     if achieved:
-        lines.append(f"Achieved: {', '.join(achieved)}.")
-    return "\n".join(wrap_text(line) for line in lines)
+        yield f"Achieved: {', '.join(achieved)}."
 
 
 def _utilization(rates: StepRates) -> str:
@@ -113,25 +358,11 @@ def _shares(wall: float | None, kernels: float | None) -> str:
     return f" ({percent(wall)} of the achievable{while_kernels})"
 
 
-def memory_text(memory: PeakMemory | None) -> str:
+def _memory(memory: PeakMemory) -> Iterator[Block]:
     """How much of the memory is used at the peak, where that is, and by what."""
-    if memory is None:
-        return ""
-    return "\n".join(
-        [wrap_text(memory_head(memory)), "", table(["memory", "size", "share"], memory_rows(memory), "lrr")]
-    )
-
-
-def memory_head(memory: PeakMemory) -> str:
-    """How much is used at the peak, and where that is."""
     where = ", ".join(plain(part, 40) for part in (memory.phase, memory.module, memory.source) if part)
-    return f"Memory: {_peak_of_capacity(memory.peak_bytes, memory.capacity_bytes)} at the peak" + (
-        f" ({where}):" if where else ":"
-    )
-
-
-def memory_rows(memory: PeakMemory) -> list[list[str]]:
-    """Each category with its size and its share of the peak."""
+    peak = _peak_of_capacity(memory.peak_bytes, memory.capacity_bytes)
+    yield Paragraph(text=f"Memory: {peak} at the peak{f' ({where})' if where else ''}:")
     sizes = {
         "parameters": memory.parameters_bytes,
         "gradients": memory.gradients_bytes,
@@ -141,11 +372,12 @@ def memory_rows(memory: PeakMemory) -> list[list[str]]:
         "workspace, at most": memory.workspace_bytes,
         "reserved, unused": memory.unused_bytes,
     }
-    return [
-        [name, _binary_size(value), "" if name == "reserved, unused" else percent(value / memory.peak_bytes)]
+    rows = tuple(
+        (name, _binary_size(value), "" if name == "reserved, unused" else percent(value / memory.peak_bytes))
         for name, value in sizes.items()
         if value is not None and memory.peak_bytes
-    ]
+    )
+    yield Table(headers=("memory", "size", "share"), rows=rows, align="lrr")
 
 
 def _peak_of_capacity(value: float, capacity: float | None) -> str:
@@ -162,149 +394,21 @@ def _binary_size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-WIDTH = 80
-BAR_COLUMNS = 40
-NARROWEST_KEY = 16
-MOST_CAUSES = 8
-SMALLEST_CAUSE = 0.001
-"""Of the wall time."""
-_COLORS: Mapping[PartName, Color] = {
-    "ideal": "green",
-    "traffic": "cyan",
-    "fusion": "blue",
-    "slow kernels": "red",
-    "not modeled": "magenta",
-    "communication": "magenta",
-    "idle": "yellow",
-}
-_GRADES: Mapping[str, Color] = {"A": "green", "B": "green", "C": "yellow", "F": "red"}
+def _measurement(profile: Profile) -> Iterator[Block]:
+    """How much of the time has a bound, the grade with its reasons, and the notes."""
+    yield Paragraph(text=_coverage(profile))
+    grade = grade_profile(profile)
+    reasons = f" ({'; '.join(grade.reasons)})" if grade.reasons else ""
+    facts = "; ".join(_measurement_facts(profile))
+    yield Paragraph(
+        text=f"Grade: {grade.letter}{reasons}.{f' {facts}.' if facts else ''}",
+        accent=(grade.letter, _GRADE_COLORS[grade.letter]),
+    )
+    if profile.notes:
+        yield Items(items=profile.notes, hanging=0, spaced=True)
 
 
-def text(
-    profile: Profile,
-    top: int = 12,
-    by: GroupBy = "op",
-    style: Style = PLAIN,
-    *,
-    findings: Sequence[Finding] | None = None,
-    most_findings: int = MOST_FINDINGS,
-) -> str:
-    """The whole report, within 80 columns. `findings` are those to show; those that save enough where it is None."""
-    found = select_findings(profile) if findings is None else findings
-    parts = [
-        card(profile, style, found),
-        _waterfall(profile, style),
-        _idle(profile),
-        findings_text(profile, found, most_findings, style),
-        _ranking(profile, top, by),
-        rates_text(profile.rates),
-        memory_text(profile.memory),
-        coverage_text(profile),
-        measurement_text(profile, style),
-    ]
-    parts += [wrap_text(plain(note)) for note in profile.notes]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _waterfall(profile: Profile, style: Style) -> str:
-    """Each bar begins where the one before it ended."""
-    rows, bars = [], []
-    reached = 0.0
-    for part in profile.waterfall.parts:
-        share = part.seconds / profile.wall_s if profile.wall_s else 0.0
-        begin = round(BAR_COLUMNS * min(max(reached, 0.0), 1.0))
-        bar = " " * begin + style.paint(style.bar(BAR_COLUMNS * min(share, 1.0)), _COLORS[part.name])
-        if part in profile.waterfall.broken:
-            bar = style.paint("(below zero: a bound of nearpeak's is wrong)", "red")
-        rows.append([part.name, seconds(part.seconds), percent(share)])
-        bars.append(bar)
-        reached += share
-    rows.append(["wall", seconds(profile.wall_s), "100.0 %"])
-    lines = table(["part", "time", "share"], rows).splitlines()
-    return "\n".join(f"{line}  {bar}".rstrip() for line, bar in zip(lines, ["", "", *bars, ""], strict=True))
-
-
-def _idle(profile: Profile) -> str:
-    """Why nothing ran. What is too little to see in the waterfall gets no row."""
-    least = SMALLEST_CAUSE * profile.wall_s
-    shown = [cause for cause in profile.idle[:MOST_CAUSES] if cause.seconds > least]
-    rows = []
-    for cause in shown:
-        what = plain(cause.what, 23)
-        where = f"{elide_start(cause.where, 32 - len(what))} {what}".strip()
-        times = [seconds(cause.seconds), percent(cause.seconds / profile.wall_s)]
-        rows.append([cause.cause, *times, str(cause.count or "-"), where])
-    rest = profile.idle[len(shown) :]
-    rest_s = sum(cause.seconds for cause in rest)
-    if rest_s > least:
-        count = str(sum(cause.count for cause in rest))
-        rows.append(["other", seconds(rest_s), percent(rest_s / profile.wall_s), count, ""])
-    return table(["idle because of", "time", "share", "times", "where"], rows, "lrrrl") if rows else ""
-
-
-def _ranking(profile: Profile, top: int, by: GroupBy) -> str:
-    """Measured, as written, fused and expected beside each other, in one unit so that they can be compared."""
-    ranks = [rank for rank in ranking(profile, by) if rank.measured_s > 0][:top]
-    if not ranks:
-        return ""
-    scale, unit, digits = _unit(max(rank.measured_s for rank in ranks))
-    headers = ["ops", "measured", "written", "fused", "expected", "lost", "limit"]
-    rows = [_figures(rank, scale, digits) for rank in ranks]
-    taken = sum(2 + max(map(len, column)) for column in zip(headers, *rows, strict=True))
-    room = max(NARROWEST_KEY, WIDTH - taken)
-    keys = _keys(ranks, by, room)
-    return table([f"{by}, in {unit}", *headers], [[key, *row] for key, row in zip(keys, rows, strict=True)], "lrrrrrrl")
-
-
-def _unit(largest: float) -> tuple[float, str, int]:
-    """Seconds in a unit, its name, and how many decimals give the largest time three digits or more."""
-    exponent = min(0, max(-9, 3 * math.floor(math.log10(largest) / 3)))
-    scale = 10.0**exponent
-    return scale, {0: "s", -3: "ms", -6: "us", -9: "ns"}[exponent], 1 if largest >= 100 * scale else 2
-
-
-def _figures(rank: RankedOps, scale: float, digits: int) -> list[str]:
-    def number(value: float | None) -> str:
-        return "-" if value is None or not rank.modeled else f"{value / scale:.{digits}f}"
-
-    return [
-        str(rank.ops),
-        f"{rank.measured_s / scale:.{digits}f}",
-        number(rank.bound_s),
-        number(rank.fused_s),
-        number(rank.expected_s),
-        number(rank.lost_s),
-        plain(rank.limiter, 8) if rank.modeled else "-",
-    ]
-
-
-def _keys(ranks: Sequence[RankedOps], by: GroupBy, room: int) -> list[str]:
-    """What each row is about, in at most `room` columns."""
-    if by == "line":
-        return [elide_start(rank.key, room) or "-" for rank in ranks]
-    if by != "op":
-        return [plain(rank.key, room) or "-" for rank in ranks]
-    pairs = [rank.key.rsplit(" ", 1) for rank in ranks]
-    short = [(_without_overload(name), phase) for name, phase in pairs]
-    # overloads are named only where two of them are in the table
-    names = [key[0] if short.count(key) == 1 else short_name(pair[0]) for key, pair in zip(short, pairs, strict=True)]
-    return [_op_key(name, phase, room) for name, (_, phase) in zip(names, pairs, strict=True)]
-
-
-def _without_overload(name: str) -> str:
-    """An operator of torch without its overload; any other name as it is."""
-    return short_name(name.rpartition(".")[0] if name.startswith("aten.") and name.count(".") == 2 else name)
-
-
-def _op_key(name: str, phase: str, room: int) -> str:
-    if "_backward" in name and phase == "backward":  # which need not be said twice
-        return elide(name, room)
-    phase = plain(phase, 12)
-    return f"{elide(name, room - len(phase) - 1)} {phase}".rstrip()
-
-
-def coverage_text(profile: Profile) -> str:
-    """How much of the time has a bound, and what has none."""
+def _coverage(profile: Profile) -> str:
     line = f"Modeled: {percent(profile.modeled_share)} of the {seconds(profile.kernel_s)} in which kernels ran."
     unknown: dict[str, float] = {}
     for op in profile.ops:
@@ -312,33 +416,19 @@ def coverage_text(profile: Profile) -> str:
             unknown[op.name] = unknown.get(op.name, 0.0) + op.measured_s
     if unknown:
         worst = sorted(unknown.items(), key=lambda item: -item[1])[:6]
-        line += (
-            " Without a bound: "
-            + ", ".join(f"{elide(short_name(name), 40)} {seconds(time)}" for name, time in worst)
-            + "."
-        )
-    return wrap_text(line)
+        names = ", ".join(f"{elide(short_name(name), 40)} {seconds(time)}" for name, time in worst)
+        line += f" Without a bound: {names}."
+    return line
 
 
-def measurement_text(profile: Profile, style: Style = PLAIN) -> str:
-    """The grade with its reasons, and the facts that it is made of."""
-    grade = grade_profile(profile)
-    reasons = f" ({'; '.join(grade.reasons)})" if grade.reasons else ""
-    facts = "; ".join(_facts(profile))
-    line = wrap_text(f"Grade: {grade.letter}{reasons}.{f' {facts}.' if facts else ''}")
-    return line.replace(f"Grade: {grade.letter}", f"Grade: {style.paint(grade.letter, _GRADES[grade.letter])}", 1)
-
-
-def _facts(profile: Profile) -> Sequence[str]:
-    facts = []
+def _measurement_facts(profile: Profile) -> Iterator[str]:
     if profile.steps and profile.spread is not None:
-        facts.append(
+        yield (
             f"{profile.steps} clean steps, the slowest and the fastest {percent(profile.spread)} apart"
             if profile.steps > 1
             else "1 clean step"
         )
     if profile.profiled_s is not None:
-        facts.append(f"under the profiler a step took {seconds(profile.profiled_s)}")
+        yield f"under the profiler a step took {seconds(profile.profiled_s)}"
     if profile.matched is not None:
-        facts.append(f"{percent(profile.matched)} of its ops were found again in the trace")
-    return facts
+        yield f"{percent(profile.matched)} of its ops were found again in the trace"

@@ -13,8 +13,7 @@ from nearpeak.profiles.profile import Profile
 from nearpeak.profiles.waterfall import PART_MEANINGS, PartName
 from nearpeak.render.html.markup import visible
 from nearpeak.render.picture.axis import Axis, trim_zeros
-from nearpeak.render.picture.roofline import Wording, draw_roofline
-from nearpeak.render.picture.roofline_points import Roof, WeightedOp, merge_points
+from nearpeak.render.picture.roofline import Roof, WeightedOp, Wording, draw_roofline, merge_points
 from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text, truncate
 from nearpeak.render.views.profile_roofs import RATE_TOLERANCE, profile_roofs
 from nearpeak.render.views.verdict import sentences, verdict

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from nearpeak.measure.results import BaselineComparison, label
 from nearpeak.measure.timing import Sweep, Timing
 from nearpeak.render.picture.plot import Series, line_plot
-from nearpeak.render.text import table
-from nearpeak.render.views.timing import parameters_text, plain, rates
+from nearpeak.render.text import plain, table
+from nearpeak.render.views.timing import parameters_text, rates
 from nearpeak.units import percent, quantity, seconds
 
 WIDTH = 80

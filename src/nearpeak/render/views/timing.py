@@ -1,16 +1,15 @@
-"""A timing and a comparison as text: at most 80 columns, plain ASCII, no color."""
+"""A timing and a comparison of two as documents: the time with its interval and grade, its bound, method and flags."""
 
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nearpeak.measure.timing import Comparison, Environment, Flag, InputStatistics, Timing
-from nearpeak.render.text import table
+from nearpeak.render.document import Block, Document, Fact, Facts, Paragraph, Table
+from nearpeak.render.text import count, plain
 from nearpeak.units import percent, quantity, seconds, seconds_between, significant
 
-WIDTH = 80
 LABEL = 10
 SHOWN_KERNELS = 4
 SHOWN_INPUTS = 4
@@ -24,23 +23,37 @@ MEANINGS = {
     "cpu": "wall time of the call on the CPU",
 }
 """Each kind of time in one line."""
+_CEILINGS = {"measured": "", "derated": " (datasheet, derated; calibrate for its own figure)", None: ""}
 
 
-def text(timing: Timing) -> str:
-    """The card of one measurement."""
-    parts = [
-        _headline(timing),
-        _bound(timing),
-        _other_times(timing),
-        _cpu_bound(timing),
-        _facts(timing),
-        _flags([("", timing.flags)]),
-    ]
-    return "\n\n".join(part for part in parts if part)
+def document(timing: Timing) -> Document:
+    """The report of one measurement."""
+    partial = "  PARTIAL: interrupted" if timing.partial else ""
+    regime = f", {timing.regime}" if timing.kind != "cpu" else ""
+    return Document(
+        title=f"{title(timing)}  {parameters_text(timing.parameters)}".rstrip(),
+        facts=(
+            f"{seconds_between(timing.seconds, timing.low, timing.high)}  grade {timing.grade}{partial}",
+            f"{timing.kind} time, {timing.cache} cache{regime}; median of {count(len(timing.blocks), 'block')}, "
+            f"{percent(timing.confidence)} interval",
+        ),
+        parts=tuple(_parts(timing)),
+    )
 
 
-def comparison_text(comparison: Comparison) -> str:
-    """The card of a comparison: the verdict first."""
+def _parts(timing: Timing) -> Iterator[Block]:
+    bound = tuple(_bound(timing))
+    if bound:
+        yield Facts(facts=bound, width=LABEL)
+    if timing.other_seconds:
+        yield _other_times(timing)
+    yield from _cpu_bound(timing)
+    yield Facts(facts=tuple(_facts(timing)), width=LABEL)
+    yield from _flags([("", timing.flags)])
+
+
+def comparison_document(comparison: Comparison) -> Document:
+    """The report of a comparison: the verdict first."""
     a, b = comparison.a, comparison.b
     relation = {
         "FASTER": f"{title(b)} is FASTER than {title(a)}",
@@ -49,42 +62,42 @@ def comparison_text(comparison: Comparison) -> str:
         "INCONCLUSIVE": f"INCONCLUSIVE: cannot tell whether {title(b)} or {title(a)} is faster",
     }[comparison.verdict]
     partial = " PARTIAL: the run was interrupted." if comparison.partial else ""
-    facts = {
-        "ratio": f"{comparison.ratio:.4f} of the time [{comparison.low:.4f}, {comparison.high:.4f}], "
-        f"{_speed(comparison.ratio)}; {percent(comparison.confidence)} interval",
-        "seen": f"{comparison.pairs} interleaved pairs of blocks; a difference of {percent(comparison.detectable, 2)} "
-        "would have been seen four times out of five",
-    }
-    if comparison.verdict == "INCONCLUSIVE":
-        facts["remedy"] = "Give it more time with max_seconds, or accept a wider margin."
-    rows = [
-        [letter, title(timing, 36), seconds_between(timing.seconds, timing.low, timing.high), timing.grade]
-        for letter, timing in (("a", a), ("b", b))
-    ]
-    parts = [
-        _wrapped(f"{relation}.{partial}"),
-        _labeled(facts),
-        table(["", "name", f"{a.kind} time, {a.cache} cache", "grade"], rows, "lllr"),
-        _labeled(
-            {
-                "method": plain(a.method if a.method == b.method else f"a: {a.method}; b: {b.method}"),
-                "measured": _environment(b.environment),
-            }
+    speed = f"{significant(1 / comparison.ratio)} x as fast" if comparison.ratio > 0 else "too fast to tell"
+    facts = [
+        Fact(
+            label="ratio",
+            text=f"{comparison.ratio:.4f} of the time [{comparison.low:.4f}, {comparison.high:.4f}], {speed}; "
+            f"{percent(comparison.confidence)} interval",
         ),
-        _flags([("a", a.flags), ("b", b.flags)]),
+        Fact(
+            label="seen",
+            text=f"{comparison.pairs} interleaved pairs of blocks; a difference of {percent(comparison.detectable, 2)} "
+            "would have been seen four times out of five",
+        ),
     ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def plain(value: str, longest: int = 0) -> str:
-    """Text from outside as printable ASCII on one line, cut to `longest` characters where that is given.
-
-    >>> plain("gr\\u00f6\\u00dfe\\x1b[31m"), plain("abcdefgh", 6)
-    ('gr\\\\xf6\\\\xdfe\\\\x1b[31m', 'abc...')
-    """
-    safe = " ".join(value.split())
-    safe = "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode("ascii") for c in safe)
-    return safe[: longest - 3] + "..." if longest and len(safe) > longest else safe
+    if comparison.verdict == "INCONCLUSIVE":
+        remedy = "Give it more time with max_seconds, or accept a wider margin."
+        facts.append(Fact(label="remedy", text=remedy))
+    rows = tuple(
+        (letter, title(timing, 36), seconds_between(timing.seconds, timing.low, timing.high), timing.grade)
+        for letter, timing in (("a", a), ("b", b))
+    )
+    method = a.method if a.method == b.method else f"a: {a.method}; b: {b.method}"
+    return Document(
+        title=f"{relation}.{partial}",
+        parts=(
+            Facts(facts=tuple(facts), width=LABEL),
+            Table(headers=("", "name", f"{a.kind} time, {a.cache} cache", "grade"), rows=rows, align="lllr"),
+            Facts(
+                facts=(
+                    Fact(label="method", text=method),
+                    Fact(label="measured", text=_environment(b.environment)),
+                ),
+                width=LABEL,
+            ),
+            *_flags([("a", a.flags), ("b", b.flags)]),
+        ),
+    )
 
 
 def title(timing: Timing, longest: int = 60) -> str:
@@ -117,87 +130,66 @@ def rates(timing: Timing) -> tuple[float | None, float | None]:
     return (work.bytes / timing.seconds or None), (flops / timing.seconds or None)
 
 
-def _headline(timing: Timing) -> str:
-    name = f"{title(timing)}  {parameters_text(timing.parameters)}".rstrip()
-    time = seconds_between(timing.seconds, timing.low, timing.high)
-    partial = "  PARTIAL: interrupted" if timing.partial else ""
-    regime = f", {timing.regime}" if timing.kind != "cpu" else ""
-    how = f"{timing.kind} time, {timing.cache} cache{regime}"
-    return "\n".join(
-        [
-            _wrapped(name, hanging=2),
-            f"{time}  grade {timing.grade}{partial}",
-            _wrapped(f"{how}; median of {_count(len(timing.blocks), 'block')}, {percent(timing.confidence)} interval"),
-        ]
-    )
-
-
-_CEILINGS = {"measured": "", "derated": " (datasheet, derated; calibrate for its own figure)", None: ""}
-
-
-def _bound(timing: Timing) -> str:
+def _bound(timing: Timing) -> Iterator[Fact]:
     """How near the roofline, what limits, and the machine's figure that the bound was computed with."""
     moved, computed = rates(timing)
-    reached = " and ".join(quantity(rate, unit) for rate, unit in ((moved, "B/s"), (computed, "FLOP/s")) if rate)
-    facts = {}
     work, bound, limiter = timing.work, timing.bound_seconds, timing.bound_limiter
     if work is not None and bound and timing.share_of_bound is not None:
-        at = {
-            "memory": f"{quantity(work.bytes, 'B')} at the machine's {quantity(work.bytes / bound, 'B/s')}",
-            "compute": f"{quantity(computed and computed * timing.seconds, 'FLOP')} at the machine's "
-            f"{quantity(computed and computed * timing.seconds / bound, 'FLOP/s')}",
-            "launch": "the machine's cost of one launch",
+        flops = computed and computed * timing.seconds
+        figure = {
+            "memory": f", {quantity(work.bytes, 'B')} at the machine's {quantity(work.bytes / bound, 'B/s')}",
+            "compute": f", {quantity(flops, 'FLOP')} at the machine's {quantity(flops and flops / bound, 'FLOP/s')}",
+            "launch": ", the machine's cost of one launch",
         }.get(limiter or "", "")
-        facts["bound"] = (
-            f"{percent(timing.share_of_bound)} of the roofline; {limiter} limits: {seconds(bound)}"
-            f"{f', {at}' if at else ''}{_CEILINGS[timing.bound_ceilings]}"
+        yield Fact(
+            label="bound",
+            text=f"{percent(timing.share_of_bound)} of the roofline; {limiter} limits: {seconds(bound)}{figure}"
+            f"{_CEILINGS[timing.bound_ceilings]}",
+            share=timing.share_of_bound,
         )
     elif work is not None:
-        facts["bound"] = "none: this machine is not calibrated. Run `nearpeak machine --calibrate`."
+        yield Fact(label="bound", text="none: this machine is not calibrated. Run `nearpeak machine --calibrate`.")
+    reached = " and ".join(quantity(rate, unit) for rate, unit in ((moved, "B/s"), (computed, "FLOP/s")) if rate)
     if reached:
-        facts["reached"] = reached
-    return _labeled(facts)
+        yield Fact(label="reached", text=reached)
 
 
-def _other_times(timing: Timing) -> str:
-    if not timing.other_seconds:
-        return ""
-    taken = {timing.kind: timing.seconds, **timing.other_seconds}
-    kinds = [kind for kind in MEANINGS if kind in taken] + [kind for kind in taken if kind not in MEANINGS]
-    rows = [
-        [
+def _other_times(timing: Timing) -> Table:
+    times = {timing.kind: timing.seconds, **timing.other_seconds}
+    kinds = [kind for kind in MEANINGS if kind in times] + [kind for kind in times if kind not in MEANINGS]
+    rows = tuple(
+        (
             plain(kind, 12),
-            seconds(taken[kind]),
+            seconds(times[kind]),
             MEANINGS.get(kind, "") + (" (the headline)" if kind == timing.kind else ""),
-        ]
+        )
         for kind in kinds
-    ]
-    return table(["time", "per call", "meaning"], rows, "lrl")
+    )
+    return Table(headers=("time", "per call", "meaning"), rows=rows, align="lrl")
 
 
-def _cpu_bound(timing: Timing) -> str:
+def _cpu_bound(timing: Timing) -> Iterator[Paragraph]:
     """Whether the host can feed the device, in words, with the remedy."""
     enqueue = timing.other_seconds.get("enqueue")
     if timing.cpu_bound is None or enqueue is None:
-        return ""
+        return
     busy = seconds(timing.seconds)
-    if timing.cpu_bound:
-        return _wrapped(
-            f"CPU-bound: the host needs {seconds(enqueue)} to enqueue what the device does in {busy}. Called in a loop "
-            "it runs at the host's pace. Capture it in a CUDA graph, use torch.compile, or do more work per call."
-        )
-    return _wrapped(f"Not CPU-bound: the host enqueues a call in {seconds(enqueue)}, the device needs {busy}.")
+    yield Paragraph(
+        text=f"CPU-bound: the host needs {seconds(enqueue)} to enqueue what the device does in {busy}. Called in a "
+        "loop it runs at the host's pace. Capture it in a CUDA graph, use torch.compile, or do more work per call."
+        if timing.cpu_bound
+        else f"Not CPU-bound: the host enqueues a call in {seconds(enqueue)}, the device needs {busy}."
+    )
 
 
-def _facts(timing: Timing) -> str:
-    facts = {}
+def _facts(timing: Timing) -> Iterator[Fact]:
     if timing.kernels:
-        facts["kernels"] = _kernels(timing.kernels)
+        yield Fact(label="kernels", text=_kernels(timing.kernels))
     if timing.inputs:
-        facts["inputs"] = _inputs(timing.inputs)
-    facts["method"] = "; ".join(part for part in (plain(timing.method), _conditions(timing)) if part)
-    facts["measured"] = _environment(timing.environment)
-    return _labeled(facts)
+        yield Fact(label="inputs", text=_inputs(timing.inputs))
+    method = "; ".join(part for part in (plain(timing.method), _conditions(timing)) if part)
+    yield Fact(label="method", text=method)
+    yield Fact(label="measured", text=_environment(timing.environment))
 
 
 def _kernels(kernels: Sequence[str]) -> str:
@@ -205,34 +197,29 @@ def _kernels(kernels: Sequence[str]) -> str:
     for kernel in kernels:
         name = kernel_name(kernel)
         counts[name] = counts.get(name, 0) + 1
-    names = [f"{name} x{count}" if count > 1 else name for name, count in counts.items()]
+    names = [f"{name} x{number}" if number > 1 else name for name, number in counts.items()]
     more = f", and {len(names) - SHOWN_KERNELS} more" if len(names) > SHOWN_KERNELS else ""
     return f"{len(kernels)}: {', '.join(names[:SHOWN_KERNELS])}{more}"
 
 
 def _inputs(inputs: Sequence[InputStatistics]) -> str:
-    shown = [_input(statistics) for statistics in inputs[:SHOWN_INPUTS]]
     more = f"; and {len(inputs) - SHOWN_INPUTS} more" if len(inputs) > SHOWN_INPUTS else ""
-    return "; ".join(shown) + more
+    return "; ".join(_input(statistics) for statistics in inputs[:SHOWN_INPUTS]) + more
 
 
 def _input(statistics: InputStatistics) -> str:
     shape = "x".join(map(str, statistics.shape)) or "scalar"
-    told = [f"{plain(statistics.dtype)} {shape}"]
+    values = ""
     if statistics.degenerate:
-        told.append(statistics.degenerate)
+        values = f" {statistics.degenerate}"
     elif statistics.mean is not None and statistics.std is not None:
-        told.append(f"mean {_three_digits(statistics.mean)}, std {_three_digits(statistics.std)}")
-    return " ".join(told)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.3g}"
+        values = f" mean {statistics.mean:.3g}, std {statistics.std:.3g}"
+    return f"{plain(statistics.dtype)} {shape}{values}"
 
 
 def _conditions(timing: Timing) -> str:
     """Clock, power and temperature over the blocks, as ranges."""
-    told = []
+    ranges = []
     for field, unit in (("clock_hz", "Hz"), ("power_watts", "W"), ("temperature_celsius", "C")):
         values = [getattr(block.conditions, field) for block in timing.blocks]
         known = sorted(value for value in values if value is not None)
@@ -242,45 +229,30 @@ def _conditions(timing: Timing) -> str:
                 if unit == "C"
                 else (quantity(value, unit) for value in (known[0], known[-1]))
             )
-            told.append(low if low == high else f"{low} to {high}")
-    return ", ".join(told)
+            ranges.append(low if low == high else f"{low} to {high}")
+    return ", ".join(ranges)
 
 
 def _environment(environment: Environment) -> str:
     driver = f", driver {plain(environment.driver)}" if environment.driver else ""
     return (
         f"{plain(environment.date)} on {plain(environment.device, 60) or 'an unnamed device'}{driver}, torch "
-        f"{plain(environment.torch)}, {_count(environment.threads, 'thread')}, nearpeak {plain(environment.nearpeak)}"
+        f"{plain(environment.torch)}, {count(environment.threads, 'thread')}, nearpeak {plain(environment.nearpeak)}"
     )
 
 
-def _flags(groups: Iterable[tuple[str, Sequence[Flag]]]) -> str:
+def _flags(groups: Iterable[tuple[str, Sequence[Flag]]]) -> Iterator[Facts]:
     """Every flag with its evidence and its remedy, the worst first."""
     order = {"wrong": 0, "doubt": 1, "note": 2}
-    found = [(letter, flag) for letter, flags in groups for flag in flags]
-    found.sort(key=lambda item: order[item[1].severity])
-    lines = []
-    for letter, flag in found:
-        whose = f" ({letter})" if letter else ""
-        lines.append(
-            _wrapped(f"{flag.severity:<7}{plain(flag.name)}{whose}: {plain(flag.evidence)}", hanging=LABEL - 3)
+    flags = [(letter, flag) for letter, flags in groups for flag in flags]
+    flags.sort(key=lambda item: order[item[1].severity])
+    facts = tuple(
+        Fact(
+            label=flag.severity,
+            text=f"{plain(flag.name)}{f' ({letter})' if letter else ''}: {plain(flag.evidence)}",
+            advice=flag.remedy,
         )
-        lines.append(_wrapped(f"{'':<7}-> {plain(flag.remedy)}", hanging=LABEL))
-    return "\n".join(lines)
-
-
-def _speed(ratio: float) -> str:
-    return f"{significant(1 / ratio)} x as fast" if ratio > 0 else "too fast to tell"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _labeled(facts: Mapping[str, str]) -> str:
-    return "\n".join(_wrapped(f"{name:<{LABEL}}{value}", hanging=LABEL) for name, value in facts.items())
-
-
-def _wrapped(line: str, hanging: int = 0) -> str:
-    """The line in as many of at most 80 columns; only a word longer than a line is broken."""
-    return textwrap.fill(line, WIDTH, subsequent_indent=" " * hanging, break_on_hyphens=False)
+        for letter, flag in flags
+    )
+    if facts:
+        yield Facts(facts=facts, width=7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nearpeak.profiles.finding import Finding
@@ -11,21 +10,13 @@ from nearpeak.profiles.idle import CauseName
 from nearpeak.profiles.profile import Profile, ProfiledOp
 from nearpeak.profiles.ranking import RankedOps, ranking
 from nearpeak.profiles.waterfall import PART_MEANINGS, PartName
-from nearpeak.render.text import PLAIN, Style
-from nearpeak.render.views.timing import plain
+from nearpeak.render.text import count, elide, elide_start, plain, short_name
 from nearpeak.units import percent, seconds, significant
 
-WIDTH = 80
-LABEL = 9
 SMALL_LOSS = 0.05
 """A loss below this share of the step is not worth a change."""
 TYPICAL_RATIO = 1.25
 """Kernels that take at most this much of what is expected of good ones are no slower than others."""
-
-
-def card(profile: Profile, style: Style = PLAIN, findings: Sequence[Finding] = ()) -> str:
-    """Verdict, why and next, in lines of 80 columns."""
-    return "\n".join(_labeled(name, line, style) for name, line in sentences(profile, findings).items())
 
 
 def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, str]:
@@ -57,31 +48,6 @@ def verdict(profile: Profile) -> str:
     return f"{seconds(profile.wall_s)} a step, {times} x the ideal {seconds(profile.ideal_s)} on {machine}."
 
 
-def short_name(op: str) -> str:
-    """An operator's name as people say it; a kernel of Inductor's by what it fuses.
-
-    >>> short_name("aten.gelu_backward.default"), short_name("aten.sum.dim_IntList"), short_name("mine.kernel")
-    ('gelu_backward', 'sum.dim_IntList', 'mine.kernel')
-    """
-    return plain(op.removeprefix("aten.").removeprefix("inductor.triton_").removesuffix(".default"))
-
-
-def elide(name: str, room: int) -> str:
-    """A name in at most `room` columns, its middle left out: the ends tell one from another.
-
-    >>> shortened("triton_red_fused__log_softmax_backward_12", 24)
-    'triton_red_f...ckward_12'
-    """
-    tail = 9 if room >= 20 else room // 3
-    return name if len(name) <= room else f"{name[: room - tail - 3]}...{name[-tail:]}"
-
-
-def elide_start(source: str, longest: int = 30) -> str:
-    """A source line, its beginning left out where it is too long: the file and the line are at its end."""
-    safe = plain(source)
-    return safe if len(safe) <= longest else "..." + safe[3 - longest :]
-
-
 def _slow_kernels(profile: Profile) -> tuple[str, str]:
     ranks = [rank for rank in ranking(profile, "op") if rank.modeled and rank.lost_s > 0.0]
     if not ranks:
@@ -92,7 +58,7 @@ def _slow_kernels(profile: Profile) -> tuple[str, str]:
     where = _costliest(ops, lambda op: op.source, lambda op: op.lost_s)
     where = where or _costliest(ops, lambda op: op.module, lambda op: op.lost_s)
     times = f", {significant(worst.measured_s / worst.bound_s, 2)} x the bound" if worst.bound_s > 0.0 else ""
-    why = f"{name} ({plain(ops[0].phase, 12)}) loses most: {seconds(worst.lost_s)} in {_count(worst.ops, 'op')}{times}."
+    why = f"{name} ({plain(ops[0].phase, 12)}) loses most: {seconds(worst.lost_s)} in {count(worst.ops, 'op')}{times}."
     at = f" at {elide_start(where)}" if where else ""
     return why, f"Begin with {name}{at}: {_slow_kernel_remedy(worst)}"
 
@@ -121,7 +87,7 @@ def _fusion(profile: Profile) -> tuple[str, str]:
         return "", f"Fuse the ops in between: {advice}"
     same = [op for op in known if (op.source == line if line else op.module == module)]
     where = elide_start(line) if line else plain(module, 40)
-    why = f"{where} has most of it: {seconds(sum(map(_fusion_saving, same)))} in {_count(len(same), 'op')}."
+    why = f"{where} has most of it: {seconds(sum(map(_fusion_saving, same)))} in {count(len(same), 'op')}."
     return why, f"Fuse the ops at {where}: {advice}"
 
 
@@ -198,19 +164,3 @@ def _costliest(ops: Iterable[ProfiledOp], key: Callable[[ProfiledOp], str], cost
         totals[key(op)] = totals.get(key(op), 0.0) + cost(op)
     best = max((name for name in totals if name), key=lambda name: totals[name], default="")
     return best if best and totals[best] > 0.0 else ""
-
-
-def wrap_text(line: str, indent: int = 0) -> str:
-    """The text in lines of 80 columns; no line begins with a percent sign."""
-    together = line.replace(" %", "\xa0%")
-    wrapped = textwrap.fill(together, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
-    return wrapped.replace("\xa0", " ")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _labeled(name: str, line: str, style: Style) -> str:
-    label = f"{name + ':':{LABEL}}"
-    return style.paint(f"{name}:", "bold") + wrap_text(label + line.strip(), LABEL)[len(name) + 1 :]

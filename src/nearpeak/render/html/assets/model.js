@@ -51,8 +51,8 @@ function readModel(data) {
   model.what = Uint32Array.from(sumsOf(ops.what));
   model.kernels = numbersOf(ops.kernels);
   model.modeled = Uint8Array.from(columnOf(ops.modeled));
-  for (const name of ["flops", "bytes"]) model[name] = numbersOf(ops[name].column, ops[name].unit);
-  for (const name of ["bound", "expected", "fused"]) model[name] = numbersOf(ops[name], 1e-9);
+  for (const [name, amount] of Object.entries(ops.amounts)) model[name] = numbersOf(amount.column, amount.unit);
+  for (const [name, times] of Object.entries(ops.times)) model[name] = numbersOf(times, 1e-9);
   model.kind = Uint32Array.from(sumsOf(ops.kind));
   model.modules = ops.modules;
   model.module = Uint32Array.from(sumsOf(ops.module));

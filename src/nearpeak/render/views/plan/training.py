@@ -487,11 +487,14 @@ def _headroom(answer: SearchPlan) -> tuple[Paragraph, ...]:
     if with_margin is None:
         return (Paragraph(text="No layout leaves room for the fragmentation that was seen at times.", kind="bad"),)
     layout = with_margin.layout
-    said = f"{degrees_text(layout)}, {sharding_text(layout)}, recompute {recompute_text(layout)}, microbatch {layout.microbatch}"
+    described = (
+        f"{degrees_text(layout)}, {sharding_text(layout)}, recompute {recompute_text(layout)}, "
+        f"microbatch {layout.microbatch}"
+    )
     slower = percent(with_margin.seconds / best.seconds - 1)
     return (
         Paragraph(
-            text=f"The fastest that leaves room for fragmentation: {said}; {seconds(with_margin.seconds)} a step, "
+            text=f"The fastest that leaves room for fragmentation: {described}; {seconds(with_margin.seconds)} a step, "
             f"{slower} slower, {gigabytes(with_margin.memory)} GB."
         ),
     )
