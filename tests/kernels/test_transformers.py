@@ -262,7 +262,7 @@ def test_a_mask_is_written_out_where_somebody_looks():
     assert torch.equal(mask[:, :, 1:], expected[:, :, 1:])
     assert torch.equal(mask & True, expected)
     assert torch.where(mask, 0.0, 1.0).sum() == (~expected).sum()
-    assert mask.written() is mask.written()
+    assert mask.materialize() is mask.materialize()
     assert "padding=True" in repr(mask)
 
 
@@ -274,7 +274,7 @@ def test_what_it_cannot_do_is_said(monkeypatch):
     with pytest.raises(UsageError, match="no continuous batching"):
         kernels_transformers.attention_forward(layer, query, query, query, None, cache=object())
     monkeypatch.setattr(masking, "sdpa_mask", lambda batch_size, cache_position: None)
-    with pytest.raises(UsageError, match=r"5\.17 or newer: masks of .* do not know where"):
+    with pytest.raises(UsageError, match=r"5\.17 or newer: masks of .* do not know the position"):
         kernels.register_transformers()
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     with pytest.raises(UsageError, match=r"5\.17 or newer: .* no attribute"):

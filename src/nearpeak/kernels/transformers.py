@@ -29,28 +29,28 @@ from nearpeak.kernels.decode import MAX_NEW_TOKENS, decode_attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Which keys a query sees, by its place."""
+    """The keys that a query sees, by its position."""
 
     causal: bool
     left: int | None = None
-    """How many keys before its own, at most."""
+    """The most keys before its own; None for all."""
     bottom_right: bool = True
-    """Whether the last query is beside the last key, or the first beside the first."""
+    """Whether the last query is aligned with the last key, or the first with the first."""
 
 
 class PatternMask(Tensor):
-    """A mask of [batch, 1, queries, keys], True where a key is seen, that is written out when an op of torch needs it.
+    """A mask of [batch, 1, queries, keys], True for visible keys, that is materialized when an op of torch reads it.
 
     Args:
-        make: Writes it out.
-        pattern: What it is without padding; None where that is known to `make` alone.
-        padding: [batch, keys], False for keys that nobody sees; None where there are none.
+        make: Returns the mask as a plain tensor.
+        pattern: The mask without padding; None if only `make` knows it.
+        padding: [batch, keys], False for padding keys; None if there are none.
     """
 
     make: Callable[[], Tensor]
     pattern: Pattern | None
     padding: Tensor | None
-    _written: Tensor | None
+    _materialized: Tensor | None
 
     @staticmethod
     def __new__(
@@ -58,26 +58,26 @@ class PatternMask(Tensor):
         padding: Tensor | None,
     ) -> PatternMask:  # fmt: skip
         mask: PatternMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.make, mask.pattern, mask.padding, mask._written = make, pattern, padding, None
+        mask.make, mask.pattern, mask.padding, mask._materialized = make, pattern, padding, None
         return mask
 
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def written(self) -> Tensor:
-        """The mask as a plain tensor; the same one each time, as all layers ask."""
-        if self._written is None:
-            self._written = self.make()
-        return self._written
+    def materialize(self) -> Tensor:
+        """The mask as a plain tensor, the same one for all layers."""
+        if self._materialized is None:
+            self._materialized = self.make()
+        return self._materialized
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def plain(one: Any) -> Any:
-            return one.written() if isinstance(one, PatternMask) else one
+        def as_plain(x: Any) -> Any:
+            return x.materialize() if isinstance(x, PatternMask) else x
 
-        args, kwargs = tree_map(plain, (args, kwargs or {}))
+        args, kwargs = tree_map(as_plain, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -85,26 +85,26 @@ class PatternMask(Tensor):
 
 
 def make_mask(masking: Any, *, batch_size: int, q_length: int, kv_length: int, **rest: Any) -> Tensor | None:
-    """What `transformers` calls for a mask: with what it gives to `sdpa_mask`, and returned by the same rules.
+    """The mask function of the attention implementation, with the arguments and return values of `sdpa_mask`.
 
-    None is causal attention from the top left, or full attention where the module is not causal, and for one query.
-    `masking` is its module `masking_utils`.
+    None means a causal mask aligned at the top left, or no mask if the module is not causal, or for one query.
+    `masking` is the module `transformers.masking_utils`.
     """
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    padding, at = rest.get("attention_mask"), rest.get("q_offset", 0)
-    # where a token is in a cache of fixed size is known to the device: the mask of one query is small enough
-    if _is_opaque(padding) or _is_opaque(at) or (q_length == 1 and isinstance(at, Tensor)):
+    padding, first_query = rest.get("attention_mask"), rest.get("q_offset", 0)
+    # only the device knows the position in a cache of fixed size; the mask of one query is small
+    if _is_opaque(padding) or _is_opaque(first_query) or (q_length == 1 and isinstance(first_query, Tensor)):
         return _materialized_mask(masking, sizes, rest)
     offset = int(rest.get("kv_offset", 0))
     if padding is not None:
         padding = masking.prepare_padding_mask(padding, kv_length, offset)[:, offset : offset + kv_length]
         padding = None if bool(padding.all()) else padding
-    pattern = _pattern_of_function(masking, rest.get("mask_function"), q_length, kv_length, int(at) - offset)
+    pattern = _pattern_of_function(masking, rest.get("mask_function"), q_length, kv_length, int(first_query) - offset)
     if pattern is not None and padding is None:
-        is_free = pattern.left is None or pattern.left >= kv_length - 1
-        is_all_seen = not pattern.causal and rest.get("allow_is_bidirectional_skip", False)
+        has_no_window = pattern.left is None or pattern.left >= kv_length - 1
+        is_full = not pattern.causal and rest.get("allow_is_bidirectional_skip", False)
         is_plain = q_length in (1, kv_length) and pattern.bottom_right and rest.get("allow_is_causal_skip", True)
-        if is_all_seen or (pattern.causal and is_plain and is_free):
+        if is_full or (pattern.causal and is_plain and has_no_window):
             return None
     elif q_length == 1:
         return _materialized_mask(masking, sizes, rest)
@@ -115,17 +115,17 @@ def make_mask(masking: Any, *, batch_size: int, q_length: int, kv_length: int, *
 
 
 def _materialized_mask(masking: Any, sizes: dict[str, int], rest: dict[str, Any]) -> Tensor | None:
-    found: Tensor | None = masking.sdpa_mask(**sizes, **rest)
-    return found
+    mask: Tensor | None = masking.sdpa_mask(**sizes, **rest)
+    return mask
 
 
-def _is_opaque(one: Any) -> bool:
-    """Whether a tensor's numbers are not to be looked at, or code is compiled in any case."""
-    return torch.compiler.is_compiling() or (isinstance(one, Tensor) and type(one) is not Tensor)
+def _is_opaque(x: Any) -> bool:
+    """Whether the values of a tensor must not be read: code is compiled, or the tensor is a fake one."""
+    return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) is not Tensor)
 
 
 def _pattern_of_function(masking: Any, function: Any, queries: int, keys: int, shift: int) -> Pattern | None:
-    """The pattern of a function of `transformers`; `shift` is the place of the first query among the keys."""
+    """The pattern of a mask function of `transformers`; `shift` is the position of the first query among the keys."""
     if function is masking.bidirectional_mask_function:
         return Pattern(causal=False)
     left = None
@@ -140,24 +140,24 @@ def _pattern_of_function(masking: Any, function: Any, queries: int, keys: int, s
 
 
 def _window_of_function(masking: Any, function: Any) -> int | None:
-    """The window of a function that is a causal one with a window and nothing else.
+    """The window of a causal mask function with a sliding window; None for any other function.
 
-    These are made on the fly, so they are told by their code; of anything else nothing is known.
+    These are closures, which are recognized by their code.
     """
-    model = masking.sliding_window_causal_mask_function(1)
-    parts, others = _closure_functions(function), _closure_functions(model)
-    if not others or len(parts) != len(others) or _code_of(function) is not _code_of(model):
+    example = masking.sliding_window_causal_mask_function(1)
+    parts, example_parts = _closure_functions(function), _closure_functions(example)
+    if not example_parts or len(parts) != len(example_parts) or _code_of(function) is not _code_of(example):
         return None
-    if any(_code_of(one) is not _code_of(other) for one, other in zip(parts, others, strict=True)):
+    if any(_code_of(part) is not _code_of(expected) for part, expected in zip(parts, example_parts, strict=True)):
         return None
-    found = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
-    return found[0] if len(found) == 1 and isinstance(found[0], int) and found[0] > 0 else None
+    contents = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
+    return contents[0] if len(contents) == 1 and isinstance(contents[0], int) and contents[0] > 0 else None
 
 
 def _closure_functions(function: Any) -> tuple[Any, ...]:
-    """The functions that one is put together of."""
-    found = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    return found[0] if len(found) == 1 and isinstance(found[0], tuple) else ()
+    """The functions that a mask function combines."""
+    contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return contents[0] if len(contents) == 1 and isinstance(contents[0], tuple) else ()
 
 
 def _code_of(function: Any) -> Any:
@@ -169,23 +169,23 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def register_transformers(name: str = NAME) -> None:
-    """Makes `attn_implementation="nearpeak"` known to `transformers`; more than once does no harm.
+    """Registers `attn_implementation="nearpeak"` with `transformers`. Calling it again has no effect.
 
-    Models hand their keys, masks and options to `attention`, or for a few new tokens without a mask and without
-    gradients to `decode_attention`: causality, sliding windows, softcaps, sinks, dropout and heads that share keys as
-    they are, padding as a mask of [batch, 1, 1, keys]. Patterns that neither knows, as of chunked attention or packed
-    sequences without `cu_seq_lens_q`, are written out as masks. Where no kernel can run, on a CPU for one, plain torch
-    computes the same, with all scores in memory.
+    Models call `attention`, or `decode_attention` for a few new tokens without a mask and without gradients. Causal
+    masks, sliding windows, softcaps, sinks, dropout and grouped-query attention are passed on, and padding becomes a
+    mask of [batch, 1, 1, keys]. Other patterns, such as chunked attention or packed sequences without `cu_seq_lens_q`,
+    become full masks. If no kernel can run, for example on a CPU, plain torch computes the same with all scores in
+    memory.
 
-    For versions of `transformers` that say to a mask where queries are, as 5.17 does; older ones raise an error here.
-    Queries that see nothing, as those of padding, have a result of 0; with "eager" it is a mean of all values.
+    Requires transformers 5.17 or newer, which passes the position of queries to masks. Queries that see no key, such as
+    padding, have a result of 0; with "eager" it is the mean of all values.
     """
     try:
         transformers = import_module("transformers")
         masking = import_module("transformers.masking_utils")
         attentions, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
         if "q_offset" not in inspect.signature(masking.sdpa_mask).parameters:
-            raise ImportError(f"masks of {transformers.__version__} do not know where queries are")
+            raise ImportError(f"masks of {transformers.__version__} do not know the position of queries")
     except (ImportError, AttributeError) as error:
         raise UsageError(
             f"register_transformers needs transformers 5.17 or newer: {error}. Install it: pip install -U transformers"
@@ -209,25 +209,25 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls for the attention of a layer.
+    """The attention function that `transformers` calls for each layer.
 
     Args:
-        module: The layer; `is_causal` of it counts where no mask says anything.
+        module: The layer; its `is_causal` applies if there is no mask.
         query: [batch, heads, queries, dim].
         key: [batch, key heads, keys, dim].
         value: [batch, key heads, keys, value dim].
-        attention_mask: What `mask_of` returned, or a mask of the user's own: booleans, or what is added to scores.
-        sliding_window: How many keys a query sees, its own included. Used without a mask alone: a mask says it itself.
+        attention_mask: The return value of `make_mask`, or a mask of the user: booleans, or a bias.
+        sliding_window: The number of keys that a query sees, including its own. Ignored if there is a mask.
         s_aux: Sinks.
         position_bias: Added to scores.
 
     Returns the result as [batch, queries, heads, value dim], and None for the weights.
     """
     if rest.get("output_attentions"):
-        raise UsageError("nearpeak's attention has no weights to return. Use attn_implementation='eager' for these.")
+        raise UsageError("nearpeak's attention has no weights to return. Use attn_implementation='eager'.")
     if rest.get("cache") is not None:
-        raise UsageError("nearpeak's attention has no continuous batching. Use attn_implementation='sdpa' for it.")
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings in float32 leave theirs
+        raise UsageError("nearpeak's attention has no continuous batching. Use attn_implementation='sdpa'.")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings in float32 return float32
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {
         "scale": scaling,
@@ -236,11 +236,11 @@ def attention_forward(
     }
     if all(rest.get(name) is not None for name in _PACKED) and _is_empty_mask(attention_mask):
         window = None if sliding_window is None else (sliding_window - 1, None)
-        found = attention_packed(
-            *(one.squeeze(0).transpose(0, 1) for one in (query, key, value)), *(rest[name] for name in _PACKED),
+        packed = attention_packed(
+            *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)), *(rest[name] for name in _PACKED),
             causal=causal, window=window, dropout=dropout, **options,
         )  # fmt: skip
-        return found.unsqueeze(0), None
+        return packed.unsqueeze(0), None
     pattern, bias = _pattern_and_bias(attention_mask, query.shape[2], key.shape[2], causal, sliding_window)
     bias = _combine_bias_and_mask(position_bias, bias)
     result: Tensor
@@ -256,18 +256,18 @@ def attention_forward(
 
 
 def _is_empty_mask(mask: Tensor | None) -> bool:
-    """Whether a mask says no more than the starts of packed sequences do."""
+    """Whether a mask adds nothing to the starts of packed sequences."""
     return mask is None or (isinstance(mask, PatternMask) and mask.padding is None)
 
 
 def _pattern_and_bias(
     mask: Tensor | None, queries: int, keys: int, causal: bool, sliding_window: int | None
 ) -> tuple[Pattern, Tensor | None]:
-    """Which keys are seen: by a pattern, and by a mask beside it."""
+    """The visible keys, as a pattern and a mask in addition to it."""
     if isinstance(mask, PatternMask):
         if mask.pattern is not None:
             return mask.pattern, None if mask.padding is None else mask.padding[:, None, None]
-        mask = mask.written()
+        mask = mask.materialize()
     if mask is not None:
         return Pattern(causal=False), mask[..., :keys]
     left = None if sliding_window is None else sliding_window - 1
@@ -277,7 +277,7 @@ def _pattern_and_bias(
 
 
 def _combine_bias_and_mask(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """A bias and a mask, of booleans or of numbers, as one."""
+    """A bias and a mask, of booleans or floats, as one."""
     if bias is None or mask is None:
         return mask if bias is None else bias
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
@@ -286,9 +286,9 @@ def _combine_bias_and_mask(bias: Tensor | None, mask: Tensor | None) -> Tensor |
 def _is_decoding(
     pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, dropout: float, sinks: Tensor | None
 ) -> bool:
-    """Whether these are the last tokens of sequences, which nobody differentiates."""
+    """Whether these are the last tokens of sequences, and no gradient is needed."""
     queries = query.shape[2]
     if queries > min(MAX_NEW_TOKENS, key.shape[2] - 1) or dropout or not (pattern.causal or queries == 1):
         return False
     tensors = (query, key, value, sinks)
-    return not torch.is_grad_enabled() or not any(one is not None and one.requires_grad for one in tensors)
+    return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors)

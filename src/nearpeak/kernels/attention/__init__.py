@@ -37,7 +37,7 @@ def operator_arguments(
     bias: Tensor | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
     seed: Tensor | int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of the operator, of [batch, heads, tokens, dim]."""
+    """Checks the arguments of `attention`, and returns those of the operator."""
     _check_tensors(query, key, value, "[batch, heads, tokens, dim]")
     if bias is not None:
         _check_bias(bias, (*query.shape[:3], key.shape[2]))
@@ -53,10 +53,10 @@ def packed_operator_arguments(
     slopes: Tensor | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
     seed: Tensor | int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The same of [tokens, heads, dim], as one batch."""
+    """The same for `attention_packed`, with [tokens, heads, dim] as one batch."""
     if not query.dim() == key.dim() == value.dim() == 3:
         raise UsageError(f"attention_packed takes [tokens, heads, dim], and {_describe_shapes(query, key, value)}.")
-    query, key, value = (one.transpose(0, 1).unsqueeze(0) for one in (query, key, value))
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     _check_tensors(query, key, value, "[tokens, heads, dim], shown as [1, heads, tokens, dim]")
     for starts in (query_starts, key_starts):
         if starts.dim() != 1 or not len(starts) or starts.dtype not in (torch.int32, torch.int64):
@@ -65,7 +65,9 @@ def packed_operator_arguments(
                 f" {starts.dtype} of shape {list(starts.shape)}."
             )
     if len(query_starts) != len(key_starts):
-        raise UsageError(f"There are {len(query_starts) - 1} sequences of queries, and {len(key_starts) - 1} of keys.")
+        raise UsageError(
+            f"query_starts is for {len(query_starts) - 1} sequences, and key_starts for {len(key_starts) - 1}."
+        )
     options = _checked_options(
         query, len(query_starts) - 1, causal, alignment, window, scale, softcap, slopes, sinks, dropout
     )
@@ -77,32 +79,32 @@ def packed_operator_arguments(
 
 
 def _describe_shapes(*tensors: Tensor) -> str:
-    return "these have the shapes " + ", ".join(str(list(one.shape)) for one in tensors)
+    return "these have the shapes " + ", ".join(str(list(x.shape)) for x in tensors)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, form: str) -> None:
     if not query.dim() == key.dim() == value.dim() == 4:
         raise UsageError(f"attention takes query, key and value of {form}, and {_describe_shapes(query, key, value)}.")
-    if not all(one.is_floating_point() for one in (query, key, value)):
-        raise UsageError(f"attention is of floats, and these are {query.dtype}, {key.dtype} and {value.dtype}.")
+    if not all(x.is_floating_point() for x in (query, key, value)):
+        raise UsageError(f"attention takes floats, and these are {query.dtype}, {key.dtype} and {value.dtype}.")
     batches, heads, _, dim = query.shape
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batches or key.shape[3] != dim:
         raise UsageError(
-            f"query, key and value of {form} have one batch, queries the dim of keys, and values the heads and tokens"
-            f" of keys; {_describe_shapes(query, key, value)}."
+            f"query, key and value of {form} must have one batch, query the dim of key, and value the heads and tokens"
+            f" of key; {_describe_shapes(query, key, value)}."
         )
     if not key.shape[1] or heads % key.shape[1]:
         raise UsageError(f"The {heads} heads of queries must be a multiple of the {key.shape[1]} heads of keys.")
 
 
-def _check_bias(bias: Tensor, to: tuple[int, ...]) -> None:
+def _check_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
     if bias.dtype != torch.bool and not bias.is_floating_point():
-        raise UsageError(f"A bias is floats to add, or booleans, True where a key is seen; this is {bias.dtype}.")
+        raise UsageError(f"A bias has floats to add, or booleans, True for visible keys; this is {bias.dtype}.")
     fits = bias.dim() <= 4 and all(
-        have in (1, want) for have, want in zip(reversed(bias.shape), reversed(to), strict=False)
+        size in (1, full) for size, full in zip(reversed(bias.shape), reversed(scores), strict=False)
     )
     if not fits:
-        raise UsageError(f"A bias must broadcast to the scores, {list(to)}; this has the shape {list(bias.shape)}.")
+        raise UsageError(f"A bias must broadcast to the scores, {list(scores)}; this has the shape {list(bias.shape)}.")
 
 
 def _checked_options(
@@ -113,9 +115,9 @@ def _checked_options(
     if alignment not in _ALIGNMENTS:
         raise UsageError(f"There is no alignment {alignment!r}. {did_you_mean(alignment, _ALIGNMENTS)}")
     if softcap is not None and not softcap > 0.0:
-        raise UsageError(f"A softcap is above 0, and this is {softcap}.")
+        raise UsageError(f"A softcap must be above 0, and this is {softcap}.")
     if not 0.0 <= dropout <= 1.0:
-        raise UsageError(f"The probability of dropout is from 0 to 1, and this is {dropout}.")
+        raise UsageError(f"The probability of dropout must be from 0 to 1, and this is {dropout}.")
     if slopes is not None and tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         raise UsageError(f"Slopes are [{heads}] or [{sequences}, {heads}], and these are {list(slopes.shape)}.")
     if sinks is not None and tuple(sinks.shape) != (heads,):
@@ -127,7 +129,7 @@ def _checked_options(
 
 
 def _window_sides(window: Any) -> tuple[int, int]:
-    """Both sides of a window, -1 for one without a limit."""
+    """Both sides of a window, -1 for a side without a limit."""
     if window is None:
         return -1, -1
     if len(window) != 2 or any(side is not None and side < 0 for side in window):
@@ -137,7 +139,7 @@ def _window_sides(window: Any) -> tuple[int, int]:
 
 
 MAX_HEAD_DIM = 256
-"""Heads of more dimensions do not fit into a processor's registers and memory."""
+"""Tiles of larger heads do not fit into the registers and the shared memory of a multiprocessor."""
 _TENSOR_SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? seed,"
     " Tensor? query_starts, Tensor? key_starts"
@@ -150,13 +152,13 @@ _SLOPES_INPUT = 4
 
 
 def operator_why_not(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> str | None:
-    """Why the kernels do not take the arguments of the operator."""
+    """Why the kernels do not support the arguments of the operator, or None."""
     if not query.dtype == key.dtype == value.dtype:
         return f"it takes one dtype, and query, key and value are {query.dtype}, {key.dtype} and {value.dtype}"
     for size in (query.shape[-1], value.shape[-1]):
         if not 1 <= size <= MAX_HEAD_DIM:
             return f"it takes heads of 1 to {MAX_HEAD_DIM} dimensions, and these have {size}"
-    return cannot_run(query, key, value, *(one for one in rest if isinstance(one, Tensor)))
+    return cannot_run(query, key, value, *(x for x in rest if isinstance(x, Tensor)))
 
 
 def _backward_why_not(gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor, *rest: Any) -> Any:
@@ -181,11 +183,11 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     for_query, for_keys, for_bias, for_sinks = rest[-4:]
 
-    def by_token(x: Tensor, wanted: bool) -> Tensor:
+    def token_major(x: Tensor, wanted: bool) -> Tensor:
         return empty_token_major(x, *x.shape) if wanted else query.new_empty(0)
 
     return (
-        by_token(query, for_query), by_token(key, for_keys), by_token(value, for_keys),
+        token_major(query, for_query), token_major(key, for_keys), token_major(value, for_keys),
         bias.new_empty(bias.shape) if for_bias and bias is not None else query.new_empty(0),
         sinks.new_empty(sinks.shape) if for_sinks and sinks is not None else query.new_empty(0),
     )  # fmt: skip
@@ -194,21 +196,21 @@ def _fake_backward(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:9], *output)
     ctx.options = inputs[9:]
-    ctx.set_materialize_grads(False)  # that of the logarithms is seldom wanted, and then not read
+    ctx.set_materialize_grads(False)  # the gradient of the lse is mostly None, and then not read
 
 
 def _autograd_backward(ctx: Any, gradient: Tensor | None, lse_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, result, lse = ctx.saved_tensors
     needed = ctx.needs_input_grad
     if needed[_SLOPES_INPUT]:
-        raise RuntimeError("nearpeak::attention has no gradient of slopes. Use nearpeak.kernels.attention, which has.")
+        raise RuntimeError("nearpeak::attention has no gradient of slopes. Use nearpeak.kernels.attention instead.")
     if gradient is None:
         gradient = torch.zeros_like(result)
     wanted = (needed[0], needed[1] or needed[2], needed[3], needed[5])
-    found = _backward(gradient, lse_gradient, result, lse, *tensors, *ctx.options, *wanted)
-    query, key, value, bias, sinks = found
-    places = [query, key, value, bias, None, sinks]
-    return (*(one if need else None for one, need in zip(places, needed, strict=False)), *[None] * 11)
+    gradients = _backward(gradient, lse_gradient, result, lse, *tensors, *ctx.options, *wanted)
+    query, key, value, bias, sinks = gradients
+    by_input = [query, key, value, bias, None, sinks]
+    return (*(x if need else None for x, need in zip(by_input, needed, strict=False)), *[None] * 11)
 
 
 _backward = Operator(
@@ -266,7 +268,7 @@ def attention(
     seed: Tensor | int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale * query @ key^T) @ value for each head, without the scores in memory.
+    """softmax(scale * query @ key^T) @ value for each head, without storing the scores.
 
     >>> import torch, nearpeak.kernels as kernels
     >>> x = torch.tensor([[[[1.0], [3.0]]]])
@@ -275,35 +277,35 @@ def attention(
               [2.]]]])
 
     Args:
-        query: [batch, heads, queries, dim], in any strides; one whose last stride is not 1 is copied first, and so are
-            keys, values and upstream gradients of this kind.
-        key: [batch, key heads, keys, dim]. The number of heads is a multiple of that of key heads: so many heads of
-            queries in a row have the same keys, which are not repeated in memory.
-        value: [batch, key heads, keys, value dim], which may differ from dim. Both are up to 256 for the kernel.
+        query: [batch, heads, queries, dim], with any strides. Tensors whose last stride is not 1 are copied first.
+        key: [batch, key heads, keys, dim]. The number of heads is a multiple of the number of key heads: consecutive
+            heads of queries share a head of keys (grouped-query attention), which is not repeated in memory.
+        value: [batch, key heads, keys, value dim], which may differ from dim. The kernel supports up to 256 of both.
         causal: A query sees the keys up to its diagonal.
-        alignment: Where that is. "bottom right": the last query is beside the last key, as when keys of earlier tokens
-            are kept. "top left": the first is beside the first.
-        window: How many keys left and right of the diagonal a query sees, besides the one on it; None for all.
-        scale: Of products; 1 / sqrt(dim) where it is None.
+        alignment: The position of the diagonal. "bottom right": the last query is aligned with the last key, as with a
+            cache of earlier keys. "top left": the first query is aligned with the first key.
+        window: The number of keys left and right of the diagonal that a query sees, besides the one on it; None for
+            all.
+        scale: The factor of the products; 1 / sqrt(dim) by default.
         softcap: Scores become softcap * tanh(score / softcap).
-        bias: Added to scores after that, in any strides of a tensor that broadcasts to [batch, heads, queries, keys].
-            Or booleans, True where a key is seen. Floats may need a gradient: it is summed up in one fixed order, in a
-            kernel that computes all scores once more.
-        slopes: [heads] or [batch, heads]: slope * distance to the diagonal is taken off a score. With a gradient of
-            slopes plain torch runs.
-        sinks: [heads]: the score of one more key, which has no value. They may need a gradient.
-        dropout: The share of weights that are set to 0, the others being scaled up.
-        seed: What decides on these, a number or a tensor of one int64; None draws one from torch's generator. The mask
-            depends on the places of batch, head, query and key alone.
-        return_lse: Returns the logarithms of the sums of exponentials too, float32 of [batch, heads, queries], which
-            have a gradient like the result.
+        bias: Added to the scores after that: a tensor that broadcasts to [batch, heads, queries, keys], with any
+            strides. Or booleans, True for visible keys. Floats may require a gradient, which takes a kernel that
+            recomputes all scores.
+        slopes: [heads] or [batch, heads]: slope * distance to the diagonal is subtracted from a score (ALiBi). If
+            slopes require a gradient, plain torch runs.
+        sinks: [heads]: the score of one more key without a value. They may require a gradient.
+        dropout: The probability of setting a weight to 0; the others are scaled up.
+        seed: The seed of the dropout, a number or a tensor of one int64; None draws one from torch's generator. The
+            mask depends on the seed and on the indices of batch, head, query and key only.
+        return_lse: Also returns the log-sum-exp of the scores, float32 of [batch, heads, queries], which is
+            differentiable like the result.
 
-    The result is [batch, heads, queries, value dim] in the dtype of the value, with tokens before heads in memory, so
-    that `result.transpose(1, 2).flatten(2)` is no copy. A query that sees nothing has zeros, and -inf for a logarithm.
+    The result is [batch, heads, queries, value dim] in the dtype of the value, with tokens before heads in memory:
+    `result.transpose(1, 2).flatten(2)` does not copy. A query that sees no key has zeros, and -inf as log-sum-exp.
 
-    Products are of the dtype of the tensors, weights rounded to it, and all sums in float32; float32 tensors are
-    multiplied in full float32, which has no tensor cores and is slow. For the backward pass the inputs, the result and
-    the logarithms are kept. Gradients are the same to the last bit in every run.
+    Products are in the dtype of the tensors, to which weights are rounded, and all sums in float32. float32 is
+    multiplied in full precision, without tensor cores, and is slow. The backward pass saves the inputs, the result and
+    the log-sum-exp. Gradients are bitwise reproducible.
     """
     result, lse = _forward(
         *operator_arguments(
@@ -350,21 +352,21 @@ def attention_packed(
     seed: Tensor | int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`attention` of sequences of different lengths, one after another without padding.
+    """`attention` of sequences of different lengths, packed one after another without padding.
 
     Args:
         query: [tokens, heads, dim].
         key: [tokens of keys, key heads, dim].
         value: [tokens of keys, key heads, value dim].
-        query_starts: Where each sequence begins among the queries, and where the last ends: int32, on the device.
-        key_starts: The same of keys and values.
-        longest_query: No sequence has more queries than this. Starts are read on the device alone, so that a CUDA graph
-            can have other sequences in each replay.
-        longest_key: No sequence has more keys.
-        causal: This and all that follow are as in `attention`; slopes are [heads].
+        query_starts: The first query of each sequence, and the end of the last one: int32, on the device.
+        key_starts: The same for keys and values.
+        longest_query: An upper bound of the queries of a sequence. The host does not read the starts, so that a CUDA
+            graph can be replayed with other sequences.
+        longest_key: An upper bound of the keys of a sequence.
+        causal: This and the following are as in `attention`; slopes are [heads].
 
-    The result is [tokens, heads, value dim], and the logarithms are [heads, tokens]. Tokens after the last sequence
-    have zeros, and -inf for logarithms.
+    The result is [tokens, heads, value dim], and the log-sum-exp is [heads, tokens]. Tokens after the last sequence
+    have zeros, and -inf as log-sum-exp.
     """
     result, lse = _forward(
         *packed_operator_arguments(
@@ -386,10 +388,10 @@ def _scaled_dot_product_why_not(
     if is_causal and attn_mask is not None:
         return "it takes a mask or is_causal"
     if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
-        return "the shapes of query, key and value do not fit each other"
+        return "the shapes of query, key and value do not match"
     heads, key_heads = (query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1)
     if heads != key_heads and (not enable_gqa or not key_heads or heads % key_heads):
-        return f"it takes as many heads of queries as of keys without enable_gqa, and these have {heads}, {key_heads}"
+        return f"without enable_gqa it takes as many heads of queries as of keys, and these have {heads}, {key_heads}"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         return f"it takes a mask of booleans or of {query.dtype}"
     return operator_why_not(query, key, value, attn_mask)
@@ -410,15 +412,15 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by `attention`, with the same arguments and meaning.
+    """A drop-in replacement of `torch.nn.functional.scaled_dot_product_attention`.
 
-    A causal query sees keys from the top left. Masks are read by their strides: neither an expanded one nor a boolean
-    one is copied. Which weights are dropped differs from torch, and so do strides of the result. What the kernel does
-    not take is passed to torch.
+    A causal mask is aligned at the top left. Masks are read with their strides: neither an expanded nor a boolean mask
+    is copied. The dropout mask differs from torch, and so do the strides of the result. Arguments that the kernel does
+    not support are passed to torch.
     """
     flat = query.dim() == 3
     if flat:
-        query, key, value = (one.unsqueeze(1) for one in (query, key, value))
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         attn_mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
     result: Tensor = attention(
         query, key, value, causal=is_causal, alignment="top left", scale=scale, bias=attn_mask, dropout=dropout_p
@@ -427,7 +429,7 @@ def scaled_dot_product_attention(
 
 
 class Attention(torch.nn.Module):
-    """`attention` with its options kept, and dropout in training alone: `module(query, key, value)`."""
+    """`attention` as a module, with dropout only in training: `module(query, key, value)`."""
 
     def __init__(
         self,

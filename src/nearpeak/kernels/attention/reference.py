@@ -15,27 +15,27 @@ def attention_forward(
     seed: Tensor | None, query_starts: Tensor | None, key_starts: Tensor | None, longest_query: int, longest_key: int,
     left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result and the logarithms of sums of exponentials.
+    """The result and the log-sum-exp of the scores.
 
-    Products are in the dtype of their tensors and all between them is in float32 at least, as the kernels have it.
+    Products are in the dtype of the tensors, and everything else is at least in float32, as in the kernels.
     """
     scores, _ = _scores(query, key, bias, slopes, query_starts, key_starts, left, right, bottom_right, scale, softcap)
     keys = scores.shape[-1]
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        if query_starts is not None:  # tokens of no sequence have no sink either
+        if query_starts is not None:  # tokens that belong to no sequence have no sink
             number, _, _ = _sequence_of_tokens(query_starts, query.shape[2])
             sink = sink.masked_fill((number >= len(query_starts) - 1)[:, None], _MINUS_INF)
         scores = torch.cat([scores, sink], -1)
     hidden = scores == _MINUS_INF
-    nothing = hidden.all(-1, keepdim=True)
-    # torch has not a number for a row without keys, backward too, so it gets zeros and these are hidden afterwards
-    scores = scores.masked_fill(nothing, 0.0)
-    lse = torch.logsumexp(scores, -1).masked_fill(nothing.squeeze(-1), _MINUS_INF)
+    is_empty = hidden.all(-1, keepdim=True)
+    # torch returns NaN for a row without keys, also in the backward pass: such rows get zeros, masked afterwards
+    scores = scores.masked_fill(is_empty, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(is_empty.squeeze(-1), _MINUS_INF)
     weights = torch.softmax(scores, -1).masked_fill(hidden, 0.0)[..., :keys]
     if seed is not None:
-        kept = _dropout_mask(weights, seed, query_starts, key_starts, dropout)
-        weights = torch.where(kept, weights * keep_scale(dropout), 0.0)
+        mask = _dropout_mask(weights, seed, query_starts, key_starts, dropout)
+        weights = torch.where(mask, weights * keep_scale(dropout), 0.0)
     result = weights.to(value.dtype) @ _repeat_heads(value, query)
     return result, lse.to(torch.promote_types(lse.dtype, torch.float32))
 
@@ -47,22 +47,22 @@ def attention_backward(
     left: int, right: int, bottom_right: bool, scale: float, softcap: float, dropout: float,
     for_query: bool, for_keys: bool, for_bias: bool, for_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key, value, bias and sinks; empty tensors for those that nobody wants."""
+    """The gradients of query, key, value, bias and sinks; empty tensors for those that are not needed."""
     scores, derivative = _scores(
         query, key, bias, slopes, query_starts, key_starts, left, right, bottom_right, scale, softcap
     )
     wide = scores.dtype
-    above = gradient.to(wide)
+    gradient = gradient.to(wide)
     weights = (scores - lse.masked_fill(lse == _MINUS_INF, 0.0)[..., None]).exp()
-    means = (above * result.to(wide)).sum(-1)
+    delta = (gradient * result.to(wide)).sum(-1)
     if lse_gradient is not None:
-        means = means - lse_gradient
-    by_weight = above @ _repeat_heads(value, query).to(wide).mT
-    used = weights
+        delta = delta - lse_gradient
+    by_weight = gradient @ _repeat_heads(value, query).to(wide).mT
+    dropped = weights
     if seed is not None:
-        kept = _dropout_mask(weights, seed, query_starts, key_starts, dropout)
-        used, by_weight = (torch.where(kept, one * keep_scale(dropout), 0.0) for one in (weights, by_weight))
-    by_score = weights * (by_weight - means[..., None])
+        mask = _dropout_mask(weights, seed, query_starts, key_starts, dropout)
+        dropped, by_weight = (torch.where(mask, x * keep_scale(dropout), 0.0) for x in (weights, by_weight))
+    by_score = weights * (by_weight - delta[..., None])
     by_product = by_score * derivative * scale
     by_query = by_key = by_value = by_bias = by_sinks = query.new_empty(0)
     if for_query:
@@ -70,13 +70,13 @@ def attention_backward(
     if for_keys:
         shape = (key.shape[1], -1)
         by_key = (by_product.mT @ query.to(wide)).unflatten(1, shape).sum(2)
-        by_value = (used.mT @ above).unflatten(1, shape).sum(2)
+        by_value = (dropped.mT @ gradient).unflatten(1, shape).sum(2)
         by_key, by_value = to_token_major(by_key.to(key.dtype)), to_token_major(by_value.to(value.dtype))
     if for_bias and bias is not None:
         by_bias = by_score.sum_to_size(bias.shape).to(bias.dtype).contiguous()
     if for_sinks and sinks is not None:
-        of_sink = torch.where(lse == _MINUS_INF, 0.0, (sinks.to(lse.dtype)[:, None] - lse).exp())
-        by_sinks = -(of_sink * means).sum((0, 2)).to(sinks.dtype)
+        sink_weights = torch.where(lse == _MINUS_INF, 0.0, (sinks.to(lse.dtype)[:, None] - lse).exp())
+        by_sinks = -(sink_weights * delta).sum((0, 2)).to(sinks.dtype)
     return by_query, by_key, by_value, by_bias, by_sinks
 
 
@@ -100,63 +100,61 @@ def _scores(
     query: Tensor, key: Tensor, bias: Tensor | None, slopes: Tensor | None, query_starts: Tensor | None,
     key_starts: Tensor | None, left: int, right: int, bottom_right: bool, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor | float]:  # fmt: skip
-    """Scores, -inf for keys that are not seen, and their derivatives by scaled products."""
-    products = (query * scale) @ _repeat_heads(
-        key, query
-    ).mT  # scaled first: in float16 they may be too large otherwise
+    """Scores, -inf for hidden keys, and their derivatives by the scaled products."""
+    products = (query * scale) @ _repeat_heads(key, query).mT  # scaled first: float16 might overflow otherwise
     scores = products.to(torch.promote_types(products.dtype, torch.float32))
     derivative: Tensor | float = 1.0
     if softcap:
-        share = torch.tanh(scores / softcap)
-        scores, derivative = share * softcap, 1.0 - share * share
-    distance, seen = _distances(query, key, query_starts, key_starts, bottom_right)
+        capped = torch.tanh(scores / softcap)
+        scores, derivative = capped * softcap, 1.0 - capped * capped
+    distance, visible = _distances(query, key, query_starts, key_starts, bottom_right)
     if slopes is not None:
         scores = scores - slopes.to(scores.dtype)[..., None, None] * distance.abs()
     if bias is not None:
         scores = scores.masked_fill(~bias, _MINUS_INF) if bias.dtype == torch.bool else scores + bias.to(scores.dtype)
     if left >= 0:
-        seen = seen & (distance <= left)
+        visible = visible & (distance <= left)
     if right >= 0:
-        seen = seen & (distance >= -right)
-    return scores.masked_fill(~seen, _MINUS_INF), derivative
+        visible = visible & (distance >= -right)
+    return scores.masked_fill(~visible, _MINUS_INF), derivative
 
 
 def _sequence_of_tokens(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token the number of its sequence, its place there, and how long that is."""
-    at = torch.arange(tokens, device=starts.device)
-    number = torch.searchsorted(starts[1:].to(at.dtype).contiguous(), at, right=True)
-    known = number.clamp(max=max(len(starts) - 2, 0))
-    return number, at - starts[known], (starts.diff())[known] if len(starts) > 1 else at
+    """The sequence of each token, its index there, and the length of the sequence."""
+    token = torch.arange(tokens, device=starts.device)
+    number = torch.searchsorted(starts[1:].to(token.dtype).contiguous(), token, right=True)
+    existing = number.clamp(max=max(len(starts) - 2, 0))
+    return number, token - starts[existing], (starts.diff())[existing] if len(starts) > 1 else token
 
 
 def _distances(
     query: Tensor, key: Tensor, query_starts: Tensor | None, key_starts: Tensor | None, bottom_right: bool
 ) -> tuple[Tensor, Tensor]:
-    """How far left of a query's diagonal each key is, and which keys are of the same sequence."""
+    """The distance of each key to the left of a query's diagonal, and whether both are of the same sequence."""
     queries, keys = query.shape[2], key.shape[2]
     if query_starts is None or key_starts is None:
-        query_at = torch.arange(queries, device=query.device)[:, None] + (keys - queries if bottom_right else 0)
-        distance = query_at - torch.arange(keys, device=query.device)
+        query_index = torch.arange(queries, device=query.device)[:, None] + (keys - queries if bottom_right else 0)
+        distance = query_index - torch.arange(keys, device=query.device)
         return distance, torch.ones_like(distance, dtype=torch.bool)
-    query_number, query_at, query_count = _sequence_of_tokens(query_starts, queries)
-    key_number, key_at, _ = _sequence_of_tokens(key_starts, keys)
+    query_number, query_index, query_count = _sequence_of_tokens(query_starts, queries)
+    key_number, key_index, _ = _sequence_of_tokens(key_starts, keys)
     if bottom_right and len(key_starts) > 1:
-        query_at = query_at + key_starts.diff()[query_number.clamp(max=len(key_starts) - 2)] - query_count
+        query_index = query_index + key_starts.diff()[query_number.clamp(max=len(key_starts) - 2)] - query_count
     together = (query_number[:, None] == key_number) & (query_number < len(query_starts) - 1)[:, None]
-    return query_at[:, None] - key_at, together
+    return query_index[:, None] - key_index, together
 
 
 def _dropout_mask(
     weights: Tensor, seed: Tensor, query_starts: Tensor | None, key_starts: Tensor | None, dropout: float
 ) -> Tensor:
-    """Which weights a dropout keeps, as `is_kept` of the kernels."""
+    """The weights that dropout keeps, as `dropout_mask` in the kernels."""
     batches, heads, queries, keys = weights.shape
     device = weights.device
-    query_at, key_at = (torch.arange(size, device=device) for size in (queries, keys))
+    query_index, key_index = (torch.arange(size, device=device) for size in (queries, keys))
     sequence = torch.arange(batches, device=device)[:, None, None, None]
     if query_starts is not None and key_starts is not None:
-        number, query_at, _ = _sequence_of_tokens(query_starts, queries)
-        _, key_at, _ = _sequence_of_tokens(key_starts, keys)
+        number, query_index, _ = _sequence_of_tokens(query_starts, queries)
+        _, key_index, _ = _sequence_of_tokens(key_starts, keys)
         sequence = number[:, None]
     head = torch.arange(heads, device=device)[:, None, None]
-    return attention_keep_mask(seed, sequence * heads + head, query_at[:, None], key_at, dropout)
+    return attention_keep_mask(seed, sequence * heads + head, query_index[:, None], key_index, dropout)

@@ -391,8 +391,8 @@ def append(
     """Writes new keys and values behind the tokens of each sequence, and returns the rotated query, if there is one.
 
     Token i of a sequence goes to position `lengths + i`, and is rotated by that row of cosines and sines. The lengths
-    do not change: add the new tokens to them before `decode_attention`. Tokens beyond the capacity, and those whose page
-    does not exist, are dropped silently; `KVCache` raises an error.
+    do not change: add the new tokens to them before `decode_attention`. Tokens beyond the capacity, and those whose
+    page does not exist, are dropped silently; `KVCache` raises an error.
 
     Args:
         key_cache, value_cache: As in `decode_attention`, with or without pages. Written in place.
