@@ -1,8 +1,8 @@
 """`grouped_gemm`: each row times the matrix of its expert, where the rows of one expert are contiguous.
 
-Bytes moved: forward reads the rows and the matrices of the experts that have any, and writes one result per row. Backward does
-the same for the gradient of the rows, and reads rows and gradients once more for that of the matrices, which it writes in full.
-With an activation both factors are written if a backward pass follows, and read by it.
+Bytes moved: forward reads the rows and the matrices of the experts that have any, and writes one result per row.
+Backward does the same for the gradient of the rows, and reads rows and gradients once more for that of the matrices,
+which it writes in full. With an activation, gate and up are written if a backward pass follows, and read by it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from nearpeak.kernels.quantize import dequantize_reference
 GateActivation = Literal["silu", "gelu", "gelu_tanh"]
 FP8 = torch.float8_e4m3fn
 _TALLEST = 128
-"""The rows of a tile of most experts."""
+"""Rows of a tile, unless experts have few."""
 _ENTRY_SIZE = 8
 _TILES_PER_GROUP = 8
+_MOST_EXPERTS = 4096
+_OLDEST_FOR_FP8 = (8, 9)
 
 
 def tile_height(rows: int, experts: int) -> int:
-    """The rows of a tile, by how many an expert has on average."""
+    """Rows of a tile, by the mean number of rows per expert."""
     for height in (16, 32, 64):
         if rows < experts * height // 2:
             return height
@@ -37,27 +39,27 @@ def tile_height(rows: int, experts: int) -> int:
 
 
 def entries_offset(experts: int) -> int:
-    """Where the list of tiles begins: behind the first row of each expert, the end, and the number of tiles."""
+    """The offset of the list of tiles: after the first row of each expert, the end, and the number of tiles."""
     return (experts + 2 + _ENTRY_SIZE - 1) // _ENTRY_SIZE * _ENTRY_SIZE
 
 
 def groups_size(experts: int, rows: int, height: int) -> int:
-    """The numbers of the groups of so many rows.
+    """The length of the tensor of groups for so many rows.
 
-    These are the first row of each expert and of the rows behind the last, the number of tiles, and for each tile, at
-    most, 8 numbers: its expert (-1 for rows of nobody), of its group of up to 8 tiles of that expert the first tile,
-    how many they are and the first row, and where the rows of the expert end.
+    It holds the first row of each expert and of the rows after the last expert's; the number of tiles; and 8 numbers
+    for each tile: its expert (-1 for rows without one), the first tile, the number of tiles and the first row of its
+    group of up to 8 tiles of that expert, and the end of the expert's rows. The last three are padding.
     """
     return entries_offset(experts) + _ENTRY_SIZE * (rows // height + experts + 1)
 
 
 def count_rows(rows: Tensor, sources: Tensor | None) -> int:
-    """Of products: one for each row, or for each that sources name."""
+    """The number of products: one per row, or one per source."""
     return (rows if sources is None else sources).shape[0]
 
 
 def build_groups(counts: Tensor, rows: int, height: int) -> Tensor:
-    """The groups in plain torch; what is behind the last tile is zeros."""
+    """The groups in plain torch, padded with zeros."""
     experts = counts.shape[0]
     ends = [*counts.clamp(min=0).cumsum(0).clamp(max=rows).tolist(), rows]
     starts = [0, *ends[:-1]]
@@ -65,8 +67,8 @@ def build_groups(counts: Tensor, rows: int, height: int) -> Tensor:
     result[: experts + 1] = torch.tensor(starts)
     entries = _build_entries(starts, ends, height)
     result[experts + 1] = len(entries)
-    at, flat = entries_offset(experts), [number for entry in entries for number in entry]
-    result[at : at + len(flat)] = torch.tensor(flat, dtype=torch.int32)
+    offset, flat = entries_offset(experts), [number for entry in entries for number in entry]
+    result[offset : offset + len(flat)] = torch.tensor(flat, dtype=torch.int32)
     return result.to(counts.device)
 
 
@@ -83,8 +85,8 @@ def _build_entries(starts: list[int], ends: list[int], height: int) -> list[list
 
 
 def matmul_by_expert(rows: Tensor, weight: Tensor, starts: Sequence[int]) -> Tensor:
-    """Each row by the matrix of its expert, transposed; zeros for rows of nobody."""
-    parts = [rows[start:end] @ weight[at].mT for at, (start, end) in enumerate(pairwise(starts))]
+    """Each row times the transposed matrix of its expert; zeros for rows without an expert."""
+    parts = [rows[start:end] @ weight[expert].mT for expert, (start, end) in enumerate(pairwise(starts))]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - starts[-1], weight.shape[1])])
 
 
@@ -99,10 +101,10 @@ def multiply_reference(rows: Tensor, weight: Tensor, groups: Tensor, height: int
 def multiply_gated_reference(
     rows: Tensor, weight: Tensor, groups: Tensor, height: int, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    kept = matmul_by_expert(rows, weight, _expert_starts(groups, weight.shape[0]))
+    gate_up = matmul_by_expert(rows, weight, _expert_starts(groups, weight.shape[0]))
     half = weight.shape[1] // 2
-    result = (apply_activation(kept[:, :half], activation) * kept[:, half:]).contiguous()
-    return result, kept if keep else kept.new_empty(0)
+    result = (apply_activation(gate_up[:, :half], activation) * gate_up[:, half:]).contiguous()
+    return result, gate_up if keep else gate_up.new_empty(0)
 
 
 def _multiply_gathered_reference(
@@ -127,12 +129,12 @@ def weight_gradient_reference(gradient: Tensor, rows: Tensor, groups: Tensor, ex
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor) -> Tensor:
-    """Rows of 8 bits in float32."""
+    """fp8 rows times their scales, in float32."""
     return dequantize_reference(rows, scales, block="row" if scales.dim() == 1 else (1, 128), dtype=torch.float32)
 
 
 def dequantize_weight(weight: Tensor, scales: Tensor) -> Tensor:
-    """Matrices of 8 bits in float32."""
+    """fp8 matrices times their scales, in float32."""
     if scales.dim() == 1:
         return weight.float() * scales[:, None, None]
     return dequantize_reference(weight, scales, block=(128, 128), dtype=torch.float32)
@@ -142,15 +144,15 @@ def _multiply_fp8_reference(
     rows: Tensor, weight: Tensor, row_scales: Tensor, weight_scales: Tensor, groups: Tensor, height: int,
     activation: str, dtype: torch.dtype, sources: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    given, matrices = dequantize_rows(rows, row_scales), dequantize_weight(weight, weight_scales)
-    given = given if sources is None else given[sources.long()]
+    wide, matrices = dequantize_rows(rows, row_scales), dequantize_weight(weight, weight_scales)
+    wide = wide if sources is None else wide[sources.long()]
     if activation:
-        return multiply_gated_reference(given, matrices, groups, height, activation, False)[0].to(dtype)
-    return multiply_reference(given, matrices, groups, height, False).to(dtype)
+        return multiply_gated_reference(wide, matrices, groups, height, activation, False)[0].to(dtype)
+    return multiply_reference(wide, matrices, groups, height, False).to(dtype)
 
 
 def check_scales(rows: Tensor, weight: Tensor, row_scales: Tensor, weight_scales: Tensor) -> None:
-    """Raises unless the scales are those of all rows and experts, or of all blocks."""
+    """Raises unless the scales are of all rows and experts, or of all blocks."""
     experts, columns, depth = weight.shape
     blocks = -(-columns // 128), -(-depth // 128)
     shapes = tuple(row_scales.shape), tuple(weight_scales.shape)
@@ -166,18 +168,18 @@ def check_scales(rows: Tensor, weight: Tensor, row_scales: Tensor, weight_scales
 
 
 def multiply_why_not(rows: Tensor, weight: Tensor, *others: Any) -> str | None:
-    """Why no kernel multiplies these."""
+    """The reason why no kernel multiplies these, or None."""
     if rows.dtype != weight.dtype:
-        return f"it takes rows and a weight of one dtype, and these are {rows.dtype} and {weight.dtype}"
+        return f"rows and weight need one dtype, and these are {rows.dtype} and {weight.dtype}"
     if rows.dtype not in FLOATS:
         return f"it takes float32, bfloat16 and float16, and this is {rows.dtype}"
-    return cannot_run(rows, weight, *(one for one in others if isinstance(one, Tensor)))
+    return cannot_run(rows, weight, *(tensor for tensor in others if isinstance(tensor, Tensor)))
 
 
 def fp8_why_not(rows: Tensor, weight: Tensor, *others: Any) -> str | None:
-    """Why no kernel multiplies these numbers of 8 bits."""
-    tensors = [one for one in others if isinstance(one, Tensor)]
-    return cannot_run(rows, weight, *tensors, dtypes=(FP8, torch.float32)) or too_old(rows.device, (8, 9))
+    """The reason why no kernel multiplies these fp8 tensors, or None."""
+    tensors = [tensor for tensor in others if isinstance(tensor, Tensor)]
+    return cannot_run(rows, weight, *tensors, dtypes=(FP8, torch.float32)) or too_old(rows.device, _OLDEST_FOR_FP8)
 
 
 def _setup_multiply(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -187,13 +189,13 @@ def _setup_multiply(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _multiply_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     rows, weight, groups = ctx.saved_tensors
-    by_rows = by_weight = None
+    grad_rows = grad_weight = None
     if ctx.needs_input_grad[0]:
-        by_rows = multiply(gradient, weight, groups, ctx.height, not ctx.transposed)
+        grad_rows = multiply(gradient, weight, groups, ctx.height, not ctx.transposed)
     if ctx.needs_input_grad[1]:
         pair = (rows, gradient) if ctx.transposed else (gradient, rows)
-        by_weight = weight_gradient(*pair, groups, weight.shape[0])
-    return by_rows, by_weight, None, None, None
+        grad_weight = weight_gradient(*pair, groups, weight.shape[0])
+    return grad_rows, grad_weight, None, None, None
 
 
 def _setup_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -204,17 +206,17 @@ def _setup_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _gated_backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Any, ...]:
-    rest = (None,) * 4
+    options = (None,) * 4
     if gradient is None:
-        return None, None, *rest
-    rows, weight, groups, kept = ctx.saved_tensors
-    by_factors = gated_packed_backward(gradient, kept, ctx.activation, False)
-    by_rows = by_weight = None
+        return None, None, *options
+    rows, weight, groups, gate_up = ctx.saved_tensors
+    grad_gate_up = gated_packed_backward(gradient, gate_up, ctx.activation, False)
+    grad_rows = grad_weight = None
     if ctx.needs_input_grad[0]:
-        by_rows = multiply(by_factors, weight, groups, ctx.height, True)
+        grad_rows = multiply(grad_gate_up, weight, groups, ctx.height, True)
     if ctx.needs_input_grad[1]:
-        by_weight = weight_gradient(by_factors, rows, groups, weight.shape[0])
-    return by_rows, by_weight, *rest
+        grad_weight = weight_gradient(grad_gate_up, rows, groups, weight.shape[0])
+    return grad_rows, grad_weight, *options
 
 
 def _fake_gated(
@@ -287,13 +289,11 @@ __all__ = [
     "tile_height",
 ]
 
-_MOST_EXPERTS = 4096
-
 
 def grouped_gemm_reference(
-    rows: Tensor, weight: Tensor, counts: Tensor, *, activation: GateActivation | None = None, groups: Tensor | None = None,
-    sources: Tensor | None = None, row_scales: Tensor | None = None, weight_scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    rows: Tensor, weight: Tensor, counts: Tensor, *, activation: GateActivation | None = None,
+    groups: Tensor | None = None, sources: Tensor | None = None, row_scales: Tensor | None = None,
+    weight_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     _check(rows, weight, counts, activation, sources, row_scales, weight_scales)
     if row_scales is not None and weight_scales is not None:
@@ -316,12 +316,12 @@ def _check(
 ) -> None:  # fmt: skip
     if rows.dim() != 2 or weight.dim() != 3 or weight.shape[2] != rows.shape[1]:
         raise UsageError(
-            "grouped_product takes rows of the shape (rows, depth) and a weight of (experts, columns, depth), and these"
+            "grouped_gemm takes rows of the shape (rows, depth) and a weight of (experts, columns, depth), and these"
             f" have {tuple(rows.shape)} and {tuple(weight.shape)}."
         )
     if counts.shape != weight.shape[:1] or counts.dtype not in (torch.int32, torch.int64):
         raise UsageError(
-            f"grouped_product takes a count for each of {weight.shape[0]} experts, in int32 or int64, and these are"
+            f"grouped_gemm takes a count for each of {weight.shape[0]} experts, in int32 or int64, and these are"
             f" {tuple(counts.shape)} in {counts.dtype}."
         )
     if activation is not None:
@@ -330,26 +330,28 @@ def _check(
                 f"There is no activation {activation!r}. {did_you_mean(activation, get_args(GateActivation))}"
             )
         if weight.shape[1] % 2:
-            raise UsageError(f"With an activation a weight has an even number of columns, and not {weight.shape[1]}.")
+            raise UsageError(
+                f"With an activation the weight needs an even number of columns, and not {weight.shape[1]}."
+            )
     if sources is not None and (sources.dim() != 1 or sources.dtype != torch.int32):
         raise UsageError(
-            f"grouped_product takes sources as numbers of rows in int32, as sort_tokens gives them, and these are"
+            f"grouped_gemm takes sources as indices of rows in int32, as sort_tokens returns them, and these are"
             f" {tuple(sources.shape)} in {sources.dtype}."
         )
     if (row_scales is None) != (weight_scales is None):
-        raise UsageError("Numbers of 8 bits need row_scales and weight_scales, and one of them is not there.")
+        raise UsageError("fp8 tensors need row_scales and weight_scales, and one of them is missing.")
     if row_scales is not None and weight_scales is not None:
         check_scales(rows, weight, row_scales, weight_scales)
 
 
 def _why_not(
-    rows: Tensor, weight: Tensor, counts: Tensor, *, activation: GateActivation | None = None, groups: Tensor | None = None,
-    sources: Tensor | None = None, row_scales: Tensor | None = None, weight_scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    rows: Tensor, weight: Tensor, counts: Tensor, *, activation: GateActivation | None = None,
+    groups: Tensor | None = None, sources: Tensor | None = None, row_scales: Tensor | None = None,
+    weight_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> str | None:  # fmt: skip
     _check(rows, weight, counts, activation, sources, row_scales, weight_scales)
     if sources is not None and torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad):
-        return "with sources it has no gradients: see mixture_of_experts, or permute_tokens"
+        return "with sources it has no gradients: use moe, or permute_tokens"
     if weight.shape[0] > _MOST_EXPERTS:
         return f"it takes up to {_MOST_EXPERTS} experts, and these are {weight.shape[0]}"
     if row_scales is not None:
@@ -378,58 +380,58 @@ def _check_counts(counts: Tensor, rows: int) -> None:
 
 @fused(reference=_row_groups_reference, why_not=_row_groups_why_not)
 def row_groups(counts: Tensor, *, rows: int) -> Tensor:
-    """What `grouped_product` needs to know of rows by experts, to be used for several products of the same rows.
+    """The list of tiles of `grouped_gemm`, to be shared by several products of the same rows.
 
-    One launch; nothing waits for the device. Its contents are for `grouped_product` alone.
+    One launch, without waiting for the device. Pass the result as `groups`; its contents are an implementation detail.
 
     Args:
-        counts: How many rows each expert has, in int32 or int64, as `permute_tokens` gives them. Where they are more
-            than there are rows, the last experts have less.
-        rows: How many rows there are.
+        counts: The number of rows of each expert, in int32 or int64, as `permute_tokens` returns them. If they add up
+            to more than `rows`, the last experts have fewer.
+        rows: The number of rows.
     """
     return group_rows(counts, rows, tile_height(rows, counts.shape[0]))  # type: ignore[no-any-return]
 
 
 @fused(reference=grouped_gemm_reference, why_not=_why_not)
 def grouped_gemm(
-    rows: Tensor, weight: Tensor, counts: Tensor, *, activation: GateActivation | None = None, groups: Tensor | None = None,
-    sources: Tensor | None = None, row_scales: Tensor | None = None, weight_scales: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    rows: Tensor, weight: Tensor, counts: Tensor, *, activation: GateActivation | None = None,
+    groups: Tensor | None = None, sources: Tensor | None = None, row_scales: Tensor | None = None,
+    weight_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each row by the matrix of its expert, `row @ weight[expert].T`, in the dtype of rows: (rows, columns).
+    """Each row times the matrix of its expert, `row @ weight[expert].T`: (rows, columns) in the dtype of rows.
 
-    The first `counts[0]` rows are those of the first expert, and so on; rows behind the last expert's become zeros.
-    Added up in float32; float32 is multiplied in full precision. Deterministic, and nothing waits for the device. The
-    time is that of the rows there are, however they are spread over experts. rows and weight have gradients, and are
-    kept for them; experts without rows have a gradient of zeros. Rows with holes are copied.
+    The first `counts[0]` rows belong to the first expert, and so on; rows after the last expert's become zeros. Sums
+    are in float32, and float32 is multiplied in full precision. Deterministic, and nothing waits for the device. The time
+    depends on the number of rows, hardly on their distribution over experts. rows and weight have gradients, and are
+    saved for them; experts without rows have a gradient of zeros. Rows that are not contiguous are copied.
 
     Args:
         rows: (rows, depth), in float32, bfloat16 or float16, or in torch.float8_e4m3fn with scales.
         weight: (experts, columns, depth) in the same dtype, with any strides.
-        counts: How many rows each expert has, (experts) in int32 or int64.
-        activation: "silu", "gelu" or "gelu_tanh": the result is half as wide, the activation of what the first half
-            of a matrix gives, times what the second half gives. For the gradient both are written and kept.
-        groups: What `row_groups` made of counts and as many rows; by default it is made here.
-        sources: Which of `rows` each product takes, in int32, as `sort_tokens` names the token of each: then nothing
-            is copied, and there are as many products as sources. They have no gradients by kernels; plain torch runs
-            where there are any to come.
-        row_scales: What rows in 8 bits are multiplied by, in float32: (rows), or (rows, depth / 128) for each 128 of a
-            row, as `quantize` makes them with blocks of "row" and (1, 128). Numbers of 8 bits have no gradients.
-        weight_scales: The same of matrices: (experts), or (experts, columns / 128, depth / 128) by blocks of 128 x 128,
-            rounded up. Either both scales are by blocks, or none.
-        dtype: That of a result of 8 bits; by default bfloat16.
+        counts: The number of rows of each expert, (experts) in int32 or int64.
+        activation: "silu", "gelu" or "gelu_tanh": the result is half as wide, the activation of the first half of the
+            columns (gate) times the second half (up). Both are saved if a gradient is needed.
+        groups: The result of `row_groups` for counts and as many rows; computed here by default.
+        sources: Indices into `rows` in int32, one per product, as `sort_tokens` returns them: rows are then gathered
+            without a copy. This has no gradients: plain torch runs if any are needed.
+        row_scales: float32 scales of fp8 rows: (rows), or (rows, depth / 128) for each 128 of a row, as `quantize`
+            returns them for blocks of "row" and (1, 128). fp8 products have no gradients.
+        weight_scales: float32 scales of fp8 matrices: (experts), or (experts, columns / 128, depth / 128), rounded up,
+            for blocks of 128 x 128. Either both scales are by block, or neither is.
+        dtype: The dtype of the result of an fp8 product; bfloat16 by default.
     """
-    number = count_rows(rows, sources)
-    height = tile_height(number, weight.shape[0])
+    count = count_rows(rows, sources)
+    height = tile_height(count, weight.shape[0])
     if groups is None:
-        groups = group_rows(counts, number, height)
-    elif groups.shape[0] != groups_size(weight.shape[0], number, height):
-        raise UsageError(f"These groups are not of {number} rows and {weight.shape[0]} experts: see row_groups.")
+        groups = group_rows(counts, count, height)
+    elif groups.shape[0] != groups_size(weight.shape[0], count, height):
+        raise UsageError(f"These groups are not of {count} rows and {weight.shape[0]} experts: see row_groups.")
     sources = None if sources is None else sources.contiguous()
     if row_scales is not None:
-        wanted = dtype or torch.bfloat16
-        scaled = rows, weight, row_scales, weight_scales
-        return multiply_fp8(*scaled, groups, height, activation or "", wanted, sources)  # type: ignore[no-any-return]
+        operands = rows, weight, row_scales, weight_scales
+        return multiply_fp8(  # type: ignore[no-any-return]
+            *operands, groups, height, activation or "", dtype or torch.bfloat16, sources
+        )
     if sources is not None:
         return multiply_gathered(rows, weight, groups, height, False, activation or "", sources)  # type: ignore[no-any-return]
     if activation is None:

@@ -175,8 +175,8 @@ def gather_tiles(
         steps = gl.where(expert < 0, 0, gl.cdiv(depth, DEPTH))
         first = row + row_index
         second = first + ROWS
-        first_offset = gl.load(sources + first, mask=first < end, second_offset=0) * stride
-        second_offset = gl.load(sources + second, mask=second < end, second_offset=0) * stride
+        first_offset = gl.load(sources + first, mask=first < end, other=0) * stride
+        second_offset = gl.load(sources + second, mask=second < end, other=0) * stride
         for step in range(steps):
             slot = count % STAGES
             mbarrier.wait(free.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -425,7 +425,7 @@ def _consume_fp8(
             row_index = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
             inside = row_index < end
             if sources is not None:
-                row_index = gl.load(sources + row_index, mask=inside, up=0)
+                row_index = gl.load(sources + row_index, mask=inside, other=0)
             is_gate = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)) < WIDTH // 2
             total = gl.zeros([ROWS, WIDTH], gl.float32, layout=layout)
             weight_expert = gl.maximum(expert, 0)
@@ -445,8 +445,8 @@ def _consume_fp8(
                 product = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
                 if BLOCKS:  # loads overlap with the tensor cores
                     next_row, next_gate, next_up = _load_scales(
-                        row_scales, weight_scales, weight_expert, row_index, inside, column, gl.minimum(step + 1,
-                        steps - 1), columns, down, across, GATED, WIDTH,
+                        row_scales, weight_scales, weight_expert, row_index, inside, column,
+                        gl.minimum(step + 1, steps - 1), columns, down, across, GATED, WIDTH,
                     )  # fmt: skip
                 part = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
                 mbarrier.arrive(free.index(slot), count=1)
@@ -463,7 +463,7 @@ def _consume_fp8(
                     total += part
                 count += 1
             if not BLOCKS:
-                scale = gl.load(row_scales + row_index, mask=inside, up=0.0) * gl.load(weight_scales + weight_expert)
+                scale = gl.load(row_scales + row_index, mask=inside, other=0.0) * gl.load(weight_scales + weight_expert)
                 total = total * scale[:, None]
             if GATED:
                 gate, up = halves(total)
