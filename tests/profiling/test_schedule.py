@@ -7,6 +7,7 @@ from nearpeak.profiling.schedule import (
     PROFILED_SECONDS,
     PROFILED_STEPS,
     PROFILER_STEPS,
+    ProfilerAction,
     Schedule,
 )
 from nearpeak.profiling.steps import StepKind
@@ -119,15 +120,15 @@ def test_a_compilation_ends_the_profiled_ones():
 def test_what_follows_a_profiled_step_is_the_same_before_and_after_it_is_counted():
     schedule = run([(0.01, TOKEN, 0)] * 17, most_profiled=2)[1]
     assert schedule.phase == "profiled"
-    assert schedule.after_profiled(0.18, PROMPT) == "anew"
-    assert schedule.after_profiled(0.18, TOKEN, graphs=1) == "anew"
-    assert schedule.after_profiled(0.18, TOKEN) == "go on"
+    assert schedule.after_profiled(0.18, PROMPT) == ProfilerAction.RESTART
+    assert schedule.after_profiled(0.18, TOKEN, graphs=1) == ProfilerAction.RESTART
+    assert schedule.after_profiled(0.18, TOKEN) == ProfilerAction.CONTINUE
     assert (schedule.step_ended(0.18, TOKEN), schedule.again) == ("profiled", True)
-    assert schedule.after_profiled(0.19, PROMPT) == "without it"
-    assert schedule.after_profiled(0.19, TOKEN) == "with it"
+    assert schedule.after_profiled(0.19, PROMPT) == ProfilerAction.STOP_EXCLUDING
+    assert schedule.after_profiled(0.19, TOKEN) == ProfilerAction.STOP_INCLUDING
     # nothing could be read of them
     assert (schedule.step_ended(0.19, TOKEN, usable=False), schedule.again) == ("profiled", True)
-    assert schedule.after_profiled(0.20, TOKEN) == "go on"
+    assert schedule.after_profiled(0.20, TOKEN) == ProfilerAction.CONTINUE
 
 
 def test_kinds_that_never_repeat_are_taken_as_they_come():

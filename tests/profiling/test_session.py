@@ -88,7 +88,7 @@ def test_a_trace_that_the_caller_takes_knows_how_many_steps_lie_between(watching
     watching.step_ends()
     watching.step_ends()
     watching.step_ends(StepKind(shape=(4096, 4096)))
-    watching.keep(Trace(ops=(), storages={}))
+    watching.add_trace(Trace(ops=(), storages={}))
     assert watching._recorded.step == 1
     assert watching._traced.steps_since == 3  # the second one, the one of another kind, and the traced one
 

@@ -1,4 +1,4 @@
-"""`load`: a profile from a file, one of ours or a trace of torch.profiler from anywhere."""
+"""`load`: a profile from a file: a saved profile, or a trace of torch.profiler."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from nearpeak.errors import UsageError
 from nearpeak.findings.engine import add_findings
 from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
-from nearpeak.profiles import file as profiles_file
+from nearpeak.profiles import file as profile_file
 from nearpeak.profiles import history
 from nearpeak.profiles.profile import Profile, add_idle, build_profile, profile_ceilings
 from nearpeak.profiles.rates import step_rates
 
 
 def load(path: str | Path) -> Profile:
-    """A profile that was saved before, without torch; or the profile of a trace that torch.profiler wrote.
+    """Reads a saved profile, which needs no torch; or profiles a trace file of torch.profiler.
 
-    "@last" is the last run that the command line kept, "@2" the one before.
+    "@last" is the last run of the command line, "@2" the one before.
     """
     file = history.resolve(path)
-    return profiles_file.read(file) if profiles_file.is_profile_file(file) else profile_trace(file)
+    return profile_file.read(file) if profile_file.is_profile_file(file) else profile_trace(file)
 
 
 def profile_trace(
@@ -35,19 +35,19 @@ def profile_trace(
     step: int | Literal["all"] | None = None,
     ceilings: Ceilings = "achievable",
 ) -> Profile:
-    """The profile of a trace file: its kernels as they were measured, against the bounds of its ops.
+    """The profile of a trace file: its measured kernels and the bounds of its ops.
 
     Args:
         path: A Chrome trace of torch.profiler with shapes, as .json or .json.gz.
-        on: The machine whose bounds count; the one that the file names where it is None.
+        on: The machine that the bounds are for; None for the one that the file names.
         step: The number of a step of the profiler's schedule, "all", or None for the last step.
-        ceilings: Against what the machine achieves, or against its datasheet.
+        ceilings: The achievable ceilings of the machine, or those of its datasheet.
     """
     from nearpeak.calibrate.machine import machine_of_file
     from nearpeak.profiling.assemble import attribute_idle, device_kernels
     from nearpeak.trace.kineto.read import read_trace  # a saved profile needs no torch
 
-    recorded = read_trace(path, step=step, storages="likely")  # "least" would call most traffic a loss of the kernel
+    recorded = read_trace(path, step=step, storages="likely")  # with "least", most traffic would count as lost
     if not recorded.kernels:
         raise UsageError(
             f"{path} has no kernels of a device, so there is no measured time to account for. `nearpeak estimate "
@@ -56,7 +56,7 @@ def profile_trace(
     machine = machine_of_file(path, recorded.device, on)
     changed = datetime.datetime.fromtimestamp(Path(path).stat().st_mtime, datetime.UTC)
     estimate = estimate_trace(recorded.trace, machine, ceilings=ceilings)
-    found = build_profile(
+    profile = build_profile(
         estimate,
         device_kernels(recorded),
         wall_s=recorded.wall_s,
@@ -65,11 +65,11 @@ def profile_trace(
         device=recorded.device,
         ceilings=profile_ceilings(machine, ceilings),
     )
-    times = {"wall_s": found.wall_s, "kernel_s": found.kernel_s}
-    idle = attribute_idle(recorded, idle_s=found.waterfall.seconds("idle"), clean=False)
-    found = dataclasses.replace(
-        add_idle(found, idle),
+    times = {"wall_s": profile.wall_s, "kernel_s": profile.kernel_s}
+    idle = attribute_idle(recorded, idle_s=profile.waterfall.seconds("idle"), clean=False)
+    profile = dataclasses.replace(
+        add_idle(profile, idle),
         rates=step_rates(recorded.trace, estimate, machine, **times, recompute_known=False),
     )
     lines: frozenset[StepFact] = frozenset({"lines"}) if any(op.source for op in recorded.trace.ops) else frozenset()
-    return add_findings(found, recorded.trace, machine, lines | {"host"})
+    return add_findings(profile, recorded.trace, machine, lines | {"host"})

@@ -1,52 +1,64 @@
-"""`Schedule`: what to do with each step of a run: skip it, take its time, profile it, trace it."""
+"""`Schedule`: what each step of a run is for: warm-up, timing, profiling or tracing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Literal
 
 from nearpeak.measure.statistics import median
 from nearpeak.profiling.steps import StepKind
 
 SchedulePhase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "done"]
-ProfilerAction = Literal["go on", "with it", "without it", "anew"]
-"""Profile another step as well; stop, and use the step with those before it; stop, and use those before it, as it is of
-another kind; begin anew, as there are none before it."""
+
+
+class ProfilerAction(Enum):
+    """What to do with the profiler after a profiled step."""
+
+    CONTINUE = auto()
+    """Profile another step as well."""
+    STOP_INCLUDING = auto()
+    """Stop, and use this step with those before it."""
+    STOP_EXCLUDING = auto()
+    """Stop, and use the steps before this one, which is of another kind."""
+    RESTART = auto()
+    """Start over: the step is of another kind, and there are none before it."""
+
 
 MAX_WARM_UP = 20
 MIN_WARM_UP = 3
 WARM_UP_SECONDS = 20.0
-"""Long steps warm up for this long after the first one, and for at least one step."""
+"""Long steps warm up for this long after the first step, and for at least one step."""
 SETTLED_CHANGE = 0.1
-"""Warm-up ends when a step takes no less than the one before it, to this relative difference."""
+"""Warm-up ends when a step is not faster than the one before it by more than this relative difference."""
 CLEAN_STEPS = 10
-"""Without a step of another kind between them; half as many after each of these."""
+"""In a row. The number is halved after each step of another kind."""
 MIN_CLEAN = 3
 CLEAN_SECONDS = 5.0
 LONG_STEP_SECONDS = 10.0
-"""Two clean steps are enough of these, and the start of the profiler is little beside one."""
+"""Of longer steps, two clean ones suffice, and the start of the profiler is negligible."""
 PROFILER_STEPS = 3
 PROFILER_SECONDS = 1.0
-"""The profiler runs for so many steps, or so long, before the step that counts. Its own start is not in that step, and
-a device that rested while it started is no longer faster than in the clean steps."""
+"""The profiler runs for so many steps, or so long, before the step that counts. Its start is not in that step, and a
+GPU that rested meanwhile is back at the clock of the clean steps."""
 PROFILED_STEPS = 5
 PROFILED_SECONDS = 1.5
-"""So many steps are profiled on a GPU, or as many as fit into this time, and at least one: its clock moves from step to
-step, so that one alone says little, and each of them is one more to read."""
+"""So many steps are profiled on a GPU, or as many as fit into this time, and at least one: the clock changes from step
+to step, so that a single step says little, and each step takes time to read."""
 OUTLIER_RATIO = 1.5
-"""A clean step that took this many times the median did something else too."""
+"""A clean step that takes this many times the median did something else too."""
 HOST_AHEAD_SHARE = 0.2
-"""The device is behind the host where it works on for this share of a step after the last one was launched."""
+"""The host is ahead if the device runs for this share of a step after the last step was launched."""
 MAX_RETAKES = 10
-"""How often a step of another kind is let pass, before any kind is taken."""
+"""How many steps of another kind are skipped before any kind is accepted."""
 MAX_RESTARTS = 3
-"""How often warm-up begins anew because something was compiled."""
+"""How often warm-up restarts because something was compiled."""
 
 
 @dataclass(slots=True)
 class Schedule:
-    """Told when each step ends, it says what the next one is for. Times are seconds of any clock.
+    """Says after each step what the next one is for. Times are seconds of any clock.
 
     >>> schedule = Schedule()
     >>> phases = [schedule.step_ended(float(second)) for second in range(20)]
@@ -56,18 +68,17 @@ class Schedule:
 
     phase: SchedulePhase = "warm-up"
     walls: list[float] = field(default_factory=list)
-    """Of the clean steps, as the host saw them end: it may be ahead of the device."""
+    """Of the clean steps, as seen by the host, which may be ahead of the device."""
     others: int = 0
-    """Steps of another kind among the clean ones, which were begun anew after them."""
+    """The number of steps of another kind among the clean ones. Each restarts the clean steps."""
     steps: int = 0
     again: bool = False
-    """Whether the next step is for the same as the one that ended: that was not what the phase is for, or the phase
-    takes several."""
+    """Whether the next step repeats the current phase: the last one could not be used, or the phase takes several."""
     most_profiled: int = 1
-    """How many steps are to be profiled."""
+    """The largest number of steps to profile."""
     host_ahead: bool = False
-    """Whether the device still had work when the last clean step was launched: none of them began with a wait for the
-    host, then."""
+    """Whether the device still had work when the last clean step was launched, so that none of them began with a wait
+    for the host."""
     _last: float | None = None
     _took: float = float("inf")
     _in_phase: int = 0
@@ -85,9 +96,9 @@ class Schedule:
     def step_ended(
         self, now: float, kind: StepKind | None = None, *, graphs: int = 0, usable: bool = True
     ) -> SchedulePhase:
-        """What the step that begins now is for.
+        """The phase of the step that begins now.
 
-        `graphs` counts what was compiled so far; a step that is not `usable` does not count for what it was for.
+        `graphs` is the number of compiled graphs. A step that is not `usable` does not count for its phase.
         """
         kind = kind or StepKind()
         self.steps += 1
@@ -95,7 +106,7 @@ class Schedule:
         self.again = False
         took = None if self._last is None else now - self._last
         self._last = now
-        follows = self.after_profiled(now, kind, graphs=graphs)
+        action = self.after_profiled(now, kind, graphs=graphs)
         compiled, self._graphs = graphs != self._graphs, graphs
         if self.phase == "warm-up":
             self._warm_up(now, took, kind, compiled)
@@ -106,7 +117,7 @@ class Schedule:
             if self._in_phase >= PROFILER_STEPS or now - self._begun >= PROFILER_SECONDS:
                 self._enter("profiled", now)
         elif self.phase == "profiled":
-            self._take_profiled(now, kind, follows if usable or self._retakes >= MAX_RETAKES else "anew")
+            self._take_profiled(now, kind, action if usable or self._retakes >= MAX_RETAKES else ProfilerAction.RESTART)
         elif self.phase == "traced":
             if self._retakes < MAX_RETAKES and not (usable and self.fits(kind) and not compiled):
                 self._retakes += 1
@@ -116,32 +127,34 @@ class Schedule:
         return self.phase
 
     def after_profiled(self, now: float, kind: StepKind, *, graphs: int = 0) -> ProfilerAction:
-        """What to do with the profiler where the step that ends now is a profiled one."""
+        """What to do with the profiler if the step that ends now is a profiled one."""
         if self._retakes < MAX_RETAKES and not (self.fits(kind) and graphs == self._graphs):
-            return "without it" if self._profiled else "anew"
+            return ProfilerAction.STOP_EXCLUDING if self._profiled else ProfilerAction.RESTART
         count = self._profiled + 1
-        as_long = (now - self._profiled_since) / count
-        return "go on" if count < self.most_profiled and (count + 1) * as_long <= PROFILED_SECONDS else "with it"
+        step_s = (now - self._profiled_since) / count
+        if count < self.most_profiled and (count + 1) * step_s <= PROFILED_SECONDS:
+            return ProfilerAction.CONTINUE
+        return ProfilerAction.STOP_INCLUDING
 
     def fits(self, kind: StepKind) -> bool:
-        """Whether a step of this kind may stand for the usual ones."""
+        """Whether a step of this kind can represent the usual ones."""
         return self._usual is None or self._usual.alike(kind) or self._retakes >= MAX_RETAKES
 
     @property
     def clean_steps_left(self) -> int:
-        """How many clean steps may pass before anything need be decided; 1 for long ones, which are counted by time."""
+        """How many clean steps may pass without a decision; 1 for long ones, which are limited by time."""
         if self.phase != "clean" or self._took * CLEAN_STEPS > CLEAN_SECONDS:
             return 1
         return max(1, max(MIN_CLEAN, CLEAN_STEPS >> self.others) - len(self.walls))
 
     def resumes(self, now: float) -> None:
-        """The next step begins only now; clean steps begin with a device that has nothing left to do."""
+        """The next step begins now, with an idle device."""
         self._last = self._begun = now
 
     def device_ended(self, now: float, walls: Sequence[float] = ()) -> None:
-        """The device has done the last of the clean steps; `walls` are their times as it saw them, where it can tell.
+        """The device has finished the last clean step; `walls` are the step times on its own clock, if it has one.
 
-        These count where the host was ahead: it launched steps in less time than they took.
+        They are used if the host was ahead: it launched steps faster than they ran.
         """
         assert self._last is not None
         self._block_s = now - self._begun
@@ -152,9 +165,10 @@ class Schedule:
 
     @property
     def wall_s(self) -> float | None:
-        """A clean step's time: that of all of them by their number, or of the usual ones where some are outliers.
+        """The time of a clean step: the mean of all, or the median without outliers if there are some.
 
-        Without a synchronization between them the host may be ahead, and only the sum is known. None without any.
+        There is no synchronization between clean steps, so the host may be ahead, and only their sum is exact. None
+        without clean steps.
         """
         if not self.walls:
             return None
@@ -165,7 +179,7 @@ class Schedule:
 
     @property
     def typical_walls(self) -> list[float]:
-        """The clean steps without outliers. Where nothing but a host that is ahead saw their ends, all of them."""
+        """The clean steps without outliers; all of them if only a host that is ahead saw their ends."""
         if self._ends_unseen or not self.walls:
             return self.walls
         typical = median(self.walls)
@@ -183,13 +197,13 @@ class Schedule:
             or self._in_phase >= MAX_WARM_UP
             or (self._in_phase > 1 and now - self._begun >= WARM_UP_SECONDS and not compiled)
         ):
-            self._usual = max(self._kinds, key=lambda found: found[1])[0]
+            self._usual = max(self._kinds, key=lambda entry: entry[1])[0]
             self._enter("clean", now)
 
     def _count(self, kind: StepKind) -> bool:
-        """Whether no kind was seen more often."""
-        at = next((at for at, (known, _) in enumerate(self._kinds) if known.alike(kind)), None)
-        times = 1 if at is None else self._kinds.pop(at)[1] + 1
+        """Counts a kind of step; returns whether no other kind is more frequent."""
+        position = next((place for place, (known, _) in enumerate(self._kinds) if known.alike(kind)), None)
+        times = 1 if position is None else self._kinds.pop(position)[1] + 1
         self._kinds.insert(0, (kind, times))  # the latest of several that are as frequent
         return all(other <= times for _, other in self._kinds)
 
@@ -216,22 +230,22 @@ class Schedule:
         ):
             self._enter("profiled" if seconds >= LONG_STEP_SECONDS * number else "profiler start", now)
 
-    def _take_profiled(self, now: float, kind: StepKind, follows: ProfilerAction) -> None:
-        if follows == "anew":
+    def _take_profiled(self, now: float, kind: StepKind, action: ProfilerAction) -> None:
+        if action == ProfilerAction.RESTART:
             self._retakes += 1
             self._profiled, self._profiled_since = 0, now
             self.again = True
             return
-        if follows != "without it":
+        if action != ProfilerAction.STOP_EXCLUDING:
             self._profiled += 1
             self._follow(kind)
-        if follows == "go on":
+        if action == ProfilerAction.CONTINUE:
             self.again = True
         else:
             self._enter("traced", now)
 
     def _follow(self, kind: StepKind) -> None:
-        """A text grows: the next step is compared with this one."""
+        """Compares the next step with this one: a generated text grows from step to step."""
         self._usual = kind
 
     def _enter(self, phase: SchedulePhase, now: float) -> None:

@@ -36,24 +36,141 @@ from nearpeak.units import seconds
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
 EXIT_INTERRUPTED = 130
+FIRST_LINE_S = 60.0
+"""Seconds without a step until the first line about it."""
+LINE_INTERVAL_GROWTH = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """The profile of a script, and its exit code."""
+
+    profile: Profile | None
+    """None if the script took too few steps, or if they could not be profiled."""
+    exit_code: int
+    steps: int
+    """The number of steps."""
+    wall_s: float | None = None
+    """The time of a clean step, which is known before there is a profile."""
+    missing: str = ""
+    """Why there is no profile, and what to do."""
+    problem: bool = False
+    """Whether the machine lacks something, rather than the script steps."""
+
+
+def profile_script(
+    path: str | Path | None = None,
+    arguments: Sequence[str] = (),
+    *,
+    module: str | None = None,
+    step: str | None = None,
+    on: str | Machine | None = None,
+    ceilings: Ceilings = "achievable",
+    stop: bool = False,
+    wait_s: float | None = None,
+    progress: Progress | None = None,
+) -> ScriptRun:
+    """Runs a script with its arguments, as `python path ...` would, and profiles one of its steps.
+
+    Steps are detected: a training step ends with the step of an optimizer, an inference step with the call of a module.
+    The results of the script do not change; the profiled steps and the traced one take longer.
+
+    Args:
+        path: The script.
+        arguments: Its command line.
+        module: A module instead, as `python -m module ...`.
+        step: A function each call of which is a step, as MODULE:FUNCTION, FILE.py:FUNCTION or __main__:FUNCTION.
+        on: The machine that the bounds are for; None for this machine.
+        ceilings: The achievable ceilings of the machine, or those of its datasheet.
+        stop: End the script as soon as everything is recorded.
+        wait_s: End the script if no step ends for so many seconds; None for no limit.
+        progress: Called with lines of text.
+    """
+    if (path is None) == (module is None):
+        raise UsageError("Give either a script or a module.")
+    say = progress or (lambda line: None)
+    folder = Path.cwd() if path is None else Path(path).resolve().parent
+    process = os.getpid()
+    session = Session(say, stop=stop)
+    exit_code = 0
+    with script_import_path(Path(path).resolve() if path is not None and Path(path).is_dir() else folder):
+        main = find_script(path) if path is not None else find_module(module or "")
+        machine = _find_machine_early(on, progress)
+        say(f"running {main.name}")
+        say(PHASE_MESSAGES["warm-up"])
+        try:
+            with ExitStack() as stack:
+                steps = session.steps = stack.enter_context(detect_steps(session))
+                step_function = None if step is None else StepFunction(step, steps.mark)
+                if step_function is not None:
+                    steps.told = True
+                    if not main.has(step_function):
+                        stack.enter_context(step_function.in_modules())
+                stack.enter_context(step_timeout(session, say, wait_s))
+                main.run(arguments, step_function)
+        except StopRun:
+            pass
+        except NearpeakError:
+            raise
+        except StepTimeout:
+            session.problem = (
+                session.problem or f"no step ended for {seconds(wait_s or 0.0)}, and it was ended as asked."
+            )
+        except BaseException as error:  # the script's own error, SystemExit included; the profile is still reported
+            exit_code = report_exit(error)
+        finally:
+            session.abandon()
+    if os.getpid() != process:  # a child process of the script that ends here
+        sys.exit(exit_code)
+    if step_function is not None and not step_function.found and exit_code == 0:
+        raise UsageError(f"--step {step}: {main.name} imported no module {step_function.place!r}.")
+    records = session.records(main.name)
+    profile = None
+    if records is not None:
+        profile = records.profile(machine or find_machine(progress=progress), ceilings=ceilings)
+    return ScriptRun(
+        profile=profile,
+        exit_code=exit_code,
+        steps=session.schedule.steps,
+        wall_s=session.schedule.wall_s,
+        missing="" if profile is not None else session.missing_reason(main.name),
+        problem=bool(session.problem),
+    )
+
+
+def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> Machine | None:
+    """The machine that the bounds are for; None for a GPU of this machine, which is detected after the script.
+
+    A script may select its GPUs by CUDA_VISIBLE_DEVICES, which has no effect after the driver has been queried. Random
+    numbers of the script must not depend on a calibration before it.
+    """
+    if isinstance(on, Machine):
+        return on
+    if on is not None or not gpu_visible():
+        with torch.random.fork_rng(devices=[]):
+            return find_machine(on, progress=progress)
+    if not any((calibrations.cache_folder() / "machines").glob("*.json")):
+        (progress or (lambda line: None))("measuring this machine, once")
+        subprocess.run([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL, check=False)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MainModule:
-    """Code that is going to be `__main__`."""
+    """A script or module that is run as `__main__`."""
 
     name: str
     """As the user gave it."""
     file: Path
     spec: ModuleSpec | None = None
-    """Of a module that is found by its name."""
+    """Of a module that was found by its name."""
 
-    def has(self, marked: StepFunction) -> bool:
-        """Whether this is the code that a function belongs to."""
-        return marked.is_in_main(self.file, None if self.spec is None else self.spec.name)
+    def has(self, step_function: StepFunction) -> bool:
+        """Whether the step function is defined in it."""
+        return step_function.is_in_main(self.file, None if self.spec is None else self.spec.name)
 
-    def run(self, arguments: Sequence[str], marked: StepFunction | None = None) -> None:
-        """Runs it with its arguments. Whatever it raises is the caller's."""
+    def run(self, arguments: Sequence[str], step_function: StepFunction | None = None) -> None:
+        """Runs it with its arguments. Exceptions are passed on."""
         main = ModuleType("__main__")
         loader = SourceFileLoader("__main__", str(self.file)) if self.spec is None else self.spec.loader
         main.__dict__.update(
@@ -66,15 +183,15 @@ class MainModule:
         )
         source = self.file.read_bytes()
         program: Any = source
-        if marked is not None and self.has(marked):
+        if step_function is not None and self.has(step_function):
             program = ast.parse(source, str(self.file))
-            marked.decorate(program)
-            main.__dict__[STEP_DECORATOR] = marked.mark
+            step_function.decorate(program)
+            main.__dict__[STEP_DECORATOR] = step_function.mark
         code = compile(program, str(self.file), "exec", dont_inherit=True)
         with _as_main(main, [self.name if self.spec is None else str(self.file), *arguments]):
             threads = set(threading.enumerate())
             exec(code, main.__dict__)
-            for thread in set(threading.enumerate()) - threads:  # the interpreter waits for them too
+            for thread in set(threading.enumerate()) - threads:  # as the interpreter does at exit
                 if not thread.daemon:
                     thread.join()
 
@@ -90,7 +207,7 @@ def find_script(path: str | Path) -> MainModule:
 
 
 def find_module(name: str) -> MainModule:
-    """The module `name`, found as `python -m` finds it; of a package its `__main__`."""
+    """The module `name`, found as `python -m` finds it; for a package, its `__main__`."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -117,7 +234,7 @@ def script_import_path(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _as_main(main: ModuleType, argv: list[str]) -> Iterator[None]:
-    """Inside, `main` is the main module: what is pickled, and what worker processes import, is looked for there."""
+    """Makes `main` the main module, where pickle and worker processes look for names."""
     before = sys.modules["__main__"], sys.argv
     sys.modules["__main__"], sys.argv = main, argv
     try:
@@ -127,7 +244,7 @@ def _as_main(main: ModuleType, argv: list[str]) -> Iterator[None]:
 
 
 def report_exit(error: BaseException) -> int:
-    """What the interpreter ends with after this error, which is printed as the interpreter would print it."""
+    """Prints an error as the interpreter would, and returns the exit code that it would end with."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return int(error.code or 0) & 0xFF
@@ -144,74 +261,70 @@ def report_exit(error: BaseException) -> int:
     return 1
 
 
-def _user_traceback(found: TracebackType | None) -> TracebackType | None:
-    while found is not None and found.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
-        found = found.tb_next
-    return found
+def _user_traceback(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+        frames = frames.tb_next
+    return frames
 
 
 def _drop_own_frames(shown: traceback.TracebackException | None) -> None:
-    """Removes the frames of this package, here and in the errors behind it."""
+    """Removes the frames of this package from a traceback and from those of its causes."""
     while shown is not None:
-        kept = [frame for frame in shown.stack or () if not frame.filename.startswith(_PACKAGE_FOLDER)]
-        shown.stack = traceback.StackSummary.from_list(kept) if kept else None  # type: ignore[assignment]
+        frames = [frame for frame in shown.stack or () if not frame.filename.startswith(_PACKAGE_FOLDER)]
+        shown.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
         if shown.__cause__ is not None:
             _drop_own_frames(shown.__cause__)
         shown = shown.__context__
 
 
-FIRST_LINE_S = 60.0
-LINE_INTERVAL_GROWTH = 2.0
-
-
 class StepTimeout(BaseException):
-    """No step ended in time; no Exception, so that the code does not catch it."""
+    """No step ended in time. Not an Exception, so that the script does not catch it."""
 
 
 @contextmanager
 def step_timeout(
-    watch: Session, say: Progress, wait_s: float | None, first_line_s: float = FIRST_LINE_S
+    session: Session, say: Progress, wait_s: float | None, first_line_s: float = FIRST_LINE_S
 ) -> Iterator[None]:
-    """Inside, a line is said when no step ended for a minute, and again after times that double.
+    """Reports when no step has ended for a minute, and again at doubling intervals.
 
-    With `wait_s` the code is ended by `OutOfTime` when no step ended for so long; this needs the main thread.
+    With `wait_s`, raises `StepTimeout` if no step ends for so long; this works in the main thread only.
     """
     over = threading.Event()
-    talker = threading.Thread(
-        target=_report_waiting, args=(watch, say, over, first_line_s), name="nearpeak-waiting", daemon=True
+    reporter = threading.Thread(
+        target=_report_waiting, args=(session, say, over, first_line_s), name="nearpeak-waiting", daemon=True
     )
-    talker.start()
-    with _timeout_alarm(watch, wait_s):
+    reporter.start()
+    with _timeout_alarm(session, wait_s):
         try:
             yield
         finally:
             over.set()
 
 
-def _report_waiting(watch: Session, say: Progress, over: threading.Event, first_line_s: float) -> None:
-    patience = first_line_s
-    seen = watch.schedule.steps
-    while not over.wait(min(first_line_s, max(0.01, watch.ended + patience - time.monotonic()))):
-        if watch.schedule.phase == "done" or watch.problem:
+def _report_waiting(session: Session, say: Progress, over: threading.Event, first_line_s: float) -> None:
+    interval = first_line_s
+    steps = session.schedule.steps
+    while not over.wait(min(first_line_s, max(0.01, session.last_end + interval - time.monotonic()))):
+        if session.schedule.phase == "done" or session.problem:
             return
-        if watch.schedule.steps != seen:
-            seen, patience = watch.schedule.steps, first_line_s
-        if (passed := time.monotonic() - watch.ended) >= patience:
-            which = "no step yet" if seen == 0 else f"no step after the first {seen}"
+        if session.schedule.steps != steps:
+            steps, interval = session.schedule.steps, first_line_s
+        if (passed := time.monotonic() - session.last_end) >= interval:
+            which = "no step yet" if steps == 0 else f"no step after the first {steps}"
             say(f"{which} for {seconds(passed)}. {STEP_DEFINITION} Ctrl-C ends it.")
-            patience *= LINE_INTERVAL_GROWTH
+            interval *= LINE_INTERVAL_GROWTH
 
 
 @contextmanager
-def _timeout_alarm(watch: Session, wait_s: float | None) -> Iterator[None]:
+def _timeout_alarm(session: Session, wait_s: float | None) -> Iterator[None]:
     if wait_s is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ring(_number: int, _frame: FrameType | None) -> None:
-        if watch.schedule.phase == "done" or watch.problem:
+        if session.schedule.phase == "done" or session.problem:
             return
-        left = watch.ended + wait_s - time.monotonic()
+        left = session.last_end + wait_s - time.monotonic()
         if left <= 0:
             raise StepTimeout
         signal.setitimer(signal.ITIMER_REAL, left)
@@ -223,115 +336,3 @@ def _timeout_alarm(watch: Session, wait_s: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptRun:
-    """A script's profile and its own exit code."""
-
-    profile: Profile | None
-    """None where it took too few steps, or where they could not be profiled."""
-    exit_code: int
-    steps: int
-    """How many steps were seen."""
-    wall_s: float | None = None
-    """How long a clean step took; known before there is a profile."""
-    missing: str = ""
-    """Why there is no profile, and what to do."""
-    problem: bool = False
-    """Whether that is for lack of something on this machine, not of steps."""
-
-
-def profile_script(
-    path: str | Path | None = None,
-    arguments: Sequence[str] = (),
-    *,
-    module: str | None = None,
-    step: str | None = None,
-    on: str | Machine | None = None,
-    ceilings: Ceilings = "achievable",
-    stop: bool = False,
-    wait_s: float | None = None,
-    progress: Progress | None = None,
-) -> ScriptRun:
-    """Runs a script with its arguments, as `python path ...` would, and profiles one of its steps.
-
-    Steps are found: a training step ends with an optimizer's step, an inference step with the call of a module. The
-    script's results are its own; it only takes longer for two profiled steps and a traced one.
-
-    Args:
-        path: The script.
-        arguments: Its command line.
-        module: A module instead, as `python -m module ...`.
-        step: A function each call of which is a step, as MODULE:FUNCTION, FILE.py:FUNCTION or __main__:FUNCTION.
-        on: The machine whose bounds count; this one where it is None.
-        ceilings: Against what the machine achieves, or against its datasheet.
-        stop: End the script as soon as a step was captured, instead of running it to its end.
-        wait_s: End the script when no step ended for so many seconds; None waits for ever.
-        progress: Called with a line of text now and then.
-    """
-    if (path is None) == (module is None):
-        raise UsageError("Give a script or a module, one of the two.")
-    say = progress or (lambda line: None)
-    folder = Path.cwd() if path is None else Path(path).resolve().parent
-    process = os.getpid()
-    watch = Session(say, stop=stop)
-    exit_code = 0
-    with script_import_path(Path(path).resolve() if path is not None and Path(path).is_dir() else folder):
-        main = find_script(path) if path is not None else find_module(module or "")
-        machine = _find_machine_early(on, progress)
-        say(f"running {main.name}")
-        say(PHASE_MESSAGES["warm-up"])
-        try:
-            with ExitStack() as stack:
-                steps = watch.steps = stack.enter_context(detect_steps(watch))
-                marked = None if step is None else StepFunction(step, steps.mark)
-                if marked is not None:
-                    steps.told = True
-                    if not main.has(marked):
-                        stack.enter_context(marked.in_modules())
-                stack.enter_context(step_timeout(watch, say, wait_s))
-                main.run(arguments, marked)
-        except StopRun:
-            pass
-        except NearpeakError:
-            raise
-        except StepTimeout:
-            watch.problem = watch.problem or f"no step ended for {seconds(wait_s or 0.0)}, and it was ended as asked."
-        except BaseException as error:  # also what is no Exception: it is the script's, and its report is ours
-            exit_code = report_exit(error)
-        finally:
-            watch.abandon()
-    if os.getpid() != process:  # a child that the script forked, and that came to its end
-        sys.exit(exit_code)
-    if marked is not None and not marked.found and exit_code == 0:
-        raise UsageError(f"--step {step}: {main.name} imported no module {marked.place!r}.")
-    captured = watch.captured(main.name)
-    found = None
-    if captured is not None:
-        found = captured.profile(machine or find_machine(progress=progress), ceilings=ceilings)
-    return ScriptRun(
-        profile=found,
-        exit_code=exit_code,
-        steps=watch.schedule.steps,
-        wall_s=watch.schedule.wall_s,
-        missing="" if found is not None else watch.missing_reason(main.name),
-        problem=bool(watch.problem),
-    )
-
-
-def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> Machine | None:
-    """The machine whose bounds count; None for a GPU here, which is looked at when the script is over.
-
-    A script may choose its GPUs by CUDA_VISIBLE_DEVICES, which has no effect once the driver was asked for them. What
-    is random in a script must not depend on what was measured before it.
-    """
-    if isinstance(on, Machine):
-        return on
-    if on is not None or not gpu_visible():
-        with torch.random.fork_rng(devices=[]):
-            return find_machine(on, progress=progress)
-    if not any((calibrations.cache_folder() / "machines").glob("*.json")):
-        (progress or (lambda line: None))("measuring this machine, once")
-        subprocess.run([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL, check=False)
-    return None
