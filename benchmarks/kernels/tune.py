@@ -429,11 +429,11 @@ def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     yield _from(cases["transpose_copy"], "transpose_2", False, found, Where(side, 512, MANY))
     found = quantize_triton.candidates(128)
     yield _from(cases["quantize 1x128"], "quantize_pieces", False, found, Where(128, 64, 128))
-    tiles = quantize_triton.other_candidates("quantize_tiles")
+    tiles = quantize_triton.tiles_candidates()
     yield _from(cases["quantize 128x128"], "quantize_tiles", False, tiles, near_of(128 * 128))
-    whole = quantize_triton.other_candidates("quantize_whole")
+    whole = quantize_triton.loop_candidates()
     yield _from(cases["quantize tensor"], "quantize_whole", False, whole, flat)
-    back = quantize_triton.other_candidates("dequantize")
+    back = quantize_triton.dequantize_candidates()
     yield _from(cases["dequantize 1x128"], "dequantize", False, back, flat)
     yield _from(cases["dequantize 128x128"], "dequantize", False, back, near_of(side))
 
@@ -474,7 +474,7 @@ def _quantized(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         near = near_of(columns)
         yield entry(rows, columns, "quantize_pieces", quantize_triton.candidates(near.up_to), near)
     rows, columns = sizes.long_rows
-    found = quantize_triton.other_candidates("quantize_long_rows")
+    found = quantize_triton.loop_candidates()
     yield entry(rows, columns, "quantize_long_rows", found, Where(columns, quantize_triton.MAX_REGISTER_ROW, MANY))
 
 

@@ -165,8 +165,8 @@ def test_all_candidates_compute_the_same():
     for config in jit.candidates(128)[::5]:
         actual = jit.quantize(x, 1, 128, E4M3, False, config=config)
         assert all(map(same, actual, expected))
-    for kernel in ("quantize_tiles", "quantize_long_rows", "quantize_whole", "dequantize"):
-        assert len(jit.other_candidates(kernel)) >= 4
+    for candidates in (jit.tiles_candidates, jit.loop_candidates, jit.dequantize_candidates):
+        assert len(candidates()) >= 4
 
 
 def test_the_operators_are_of_torch():

@@ -1,6 +1,7 @@
 """`AdamW` and `adamw_step`: a step of AdamW on all parameters in one launch.
 
-Each number moves once. In bfloat16 with states and master weights in float32, a parameter costs 28 bytes: 14 read (gradient, both states, master weight) and 14 written (both states, master weight, parameter).
+Each number moves once. In bfloat16 with states and master weights in float32, a parameter costs 28 bytes: 14 read
+(gradient, both states, master weight) and 14 written (both states, master weight, parameter).
 """
 
 from __future__ import annotations
@@ -231,26 +232,26 @@ def adamw_step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """A step of AdamW, in place, as `torch.optim.AdamW(fused=True)` computes it: in float32, rounded to the nearest.
+    """Takes a step of AdamW in place, as `torch.optim.AdamW(fused=True)` does: in float32, rounded to the nearest.
 
-    One launch for each combination of dtypes. Float32, bfloat16 and float16 in any mix; gradients and states have the
-    strides of their parameters. The gradients stay as they are, also with `grad_scale`. No derivatives.
+    One launch for each combination of dtypes: float32, bfloat16 and float16 in any mix. Gradients and states have the
+    strides of their parameters. Gradients are not modified, also with `grad_scale`. No derivatives.
 
     Args:
         params: The parameters, updated.
         grads: Their gradients.
         exp_avgs: The averages of the gradients, updated.
         exp_avg_sqs: The averages of the squared gradients, updated.
-        step: The number of this step, from 1: a number, a tensor, or a tensor for each parameter. Tensors are in
-            float32 on the device, and read there, so that a CUDA graph can be replayed.
-        lr: The learning rate: a number, or a tensor of one that is read by the device.
-        betas: How much of each average stays.
+        step: The number of this step, from 1: a number, a tensor, or a tensor for each parameter. Tensors are float32
+            on the device, and read there, so that a CUDA graph can be replayed.
+        lr: The learning rate: a number, or a tensor with one element that the device reads.
+        betas: The decay rates of the two averages.
         eps: Added to the root of the second average.
-        weight_decay: The part of a parameter that is taken off, times `lr`.
+        weight_decay: The fraction of a parameter that is subtracted from it, times `lr`.
         master_params: The parameters in float32, updated. `params` are then written and not read.
-        maximize: Up the gradient instead of down.
-        grad_scale: What the gradients are divided by, a tensor of one.
-        found_inf: Nothing is changed if this tensor of one is not 0.
+        maximize: Ascend instead of descend.
+        grad_scale: Divides the gradients; a tensor with one element.
+        found_inf: If this tensor with one element is not 0, nothing is changed.
     """
     steps = [step] * len(params) if isinstance(step, Tensor) else [] if isinstance(step, (int, float)) else list(step)
     number = float(step) if isinstance(step, (int, float)) else 1.0
@@ -266,24 +267,24 @@ _STATES = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW as `torch.optim.AdamW(fused=True)`, and with parameters in float32 beside those in bfloat16.
+    """`torch.optim.AdamW(fused=True)`, with optional master weights in float32 for parameters of 16 bits.
 
-    Steps are counted on the device, so a step can be recorded in a CUDA graph; give `lr` as a tensor on the device to
-    change it between replays. Take a step before the recording: the states and the tables of addresses are made then.
+    Steps are counted on the device, so that a CUDA graph can record a step; pass `lr` as a tensor on the device to
+    change it between replays. Take a step before the recording: it allocates the states and the tables of addresses.
 
-    `torch.optim.AdamW` reads its state dict, and the other way round; torch's turns states into the dtype of the
-    parameters and does not use master weights. Works with `torch.amp.GradScaler`; gradients stay scaled.
+    `torch.optim.AdamW` reads its state dict, and vice versa; torch converts states to the dtype of the parameters and
+    ignores master weights. Works with `torch.amp.GradScaler`; gradients stay scaled.
 
     Args:
         params: Parameters, or groups of them.
-        lr: The learning rate, a number or a tensor of one.
-        betas: How much of the averages of gradients and squared gradients stays at each step.
+        lr: The learning rate, a number or a tensor with one element.
+        betas: The decay rates of the averages of gradients and of squared gradients.
         eps: Added to the root of the second average.
-        weight_decay: The part of a parameter that is taken off at each step, times `lr`.
-        maximize: Up the gradient instead of down.
-        master_weights: Keep parameters of less than 32 bits in float32 too, and update these.
+        weight_decay: The fraction of a parameter that is subtracted from it at each step, times `lr`.
+        maximize: Ascend instead of descend.
+        master_weights: Also keep parameters of less than 32 bits in float32, and update these.
         state_dtype: The dtype of both averages: float32, bfloat16 or float16. By default float32 with master weights,
-            that of the parameter without.
+            and that of the parameter without.
     """
 
     def __init__(
@@ -315,7 +316,7 @@ class AdamW(torch.optim.Optimizer):
             "maximize": maximize,
             "master_weights": master_weights,
             "state_dtype": state_dtype,
-            # for torch.optim.AdamW, when it reads the state dict: what this optimizer does, in its terms
+            # for torch.optim.AdamW, if it reads the state dict
             "amsgrad": False,
             "foreach": None,
             "capturable": False,
@@ -328,7 +329,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step, and returns what `closure` does."""
+        """Takes a step, and returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -381,12 +382,12 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict, of this class or of `torch.optim.AdamW`, in the dtypes that this optimizer has."""
+        """Loads a state dict of this class or of `torch.optim.AdamW`, in the dtypes of this optimizer."""
         mine = [{name: group[name] for name in ("master_weights", "state_dtype")} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, own, saved in zip(self.param_groups, mine, state_dict["param_groups"], strict=True):
             if saved.get("amsgrad"):
-                raise UsageError("This state dict is of AMSGrad, which nearpeak's AdamW has not.")
+                raise UsageError("This state dict is of AMSGrad, which nearpeak's AdamW does not support.")
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             group.update(own)
@@ -397,7 +398,7 @@ class AdamW(torch.optim.Optimizer):
                 state["step"] = torch.as_tensor(before["step"]).to(param.device, torch.float32, copy=True).reshape(())
                 with_master = own["master_weights"] and param.dtype in (torch.bfloat16, torch.float16)
                 for name in _STATES:
-                    if name in before:  # torch has turned them into the dtype of the parameter
+                    if name in before:  # torch has converted them to the dtype of the parameter
                         dtype = own["state_dtype"] or (torch.float32 if with_master else param.dtype)
                         wanted = torch.float32 if name == "master_param" else dtype
                         state[name] = torch.empty_like(param, dtype=wanted).copy_(before[name])
@@ -406,7 +407,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _like(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient with the strides of its parameter, copied where it has others."""
+    """The gradient with the strides of its parameter, copied if it has others."""
     if grad.stride() == param.stride():
         return grad
     return torch.empty_like(param, dtype=grad.dtype).copy_(grad)

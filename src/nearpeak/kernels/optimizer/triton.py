@@ -1,10 +1,15 @@
-"""The Triton kernel of AdamW over many tensors in one launch, and the tables of addresses by which it finds them."""
+"""The Triton kernel of AdamW over many tensors in one launch, its launcher, and the tables of addresses that it reads.
+
+Tables are written to the device without waiting for it, and kept while they are used: parameters and states are at the
+same addresses in every step, gradients usually.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,108 +18,47 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch
-from nearpeak.kernels._runtime.tuning import tuned
-
-_NUMBERS_PER_LAUNCH = 16
-"""Numbers that one launch of `write_kernel` carries."""
-_OFFSET = 2**48
-"""Added to each of them, as Triton would compile another kernel for a number that fits into 32 bits."""
-_ready: set[torch.device] = set()
-
-
-class TableCache:
-    """The tables that were used last, by what is in them. A table stays while a CUDA graph may use it."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._entries: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
-        self._recorded: dict[Hashable, Any] = {}
-
-    def get(self, key: Hashable, device: torch.device, make: Callable[[Any], Any]) -> Any:
-        """What `make(key)` returned before, or returns now."""
-        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        found = self._entries.get(key)
-        if recording:
-            if found is None:
-                return make(key)  # in the graph's own memory, and written by each replay: of no use outside
-            self._recorded[key] = found
-            return found[1]
-        if found is not None and found[0] == stream:
-            self._entries.move_to_end(key)
-            return found[1]
-        # the memory of a table may only be given back in the order of the stream that used it: one for each stream
-        made = make(key)
-        self._entries[key] = stream, made
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._most:
-            self._entries.popitem(last=False)
-        return made
-
-
-def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers of 64 bits on the device, without waiting for it."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64)
-    if not torch.cuda.is_current_stream_capturing():
-        table = torch.tensor(numbers, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-        if device not in _ready:  # compiles the kernel: nothing can be loaded while a graph is recorded
-            write_table(table[:1], numbers[:1])
-            _ready.add(device)
-        return table
-    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
-    write_table(table, numbers)
-    return table
-
-
-def write_table(table: Tensor, numbers: Sequence[int]) -> None:
-    """Writes numbers into a table as arguments of launches, which a CUDA graph records; host memory could be gone."""
-    for at in range(0, len(numbers), _NUMBERS_PER_LAUNCH):
-        carried = [number + _OFFSET for number in numbers[at : at + _NUMBERS_PER_LAUNCH]]
-        carried += [_OFFSET] * (_NUMBERS_PER_LAUNCH - len(carried))
-        launch(write_kernel, (1, 1, 1), table, at, len(numbers), *carried, _OFFSET, warps=1)
-
-
-@triton.jit
-def _write_number(table, at, end, number, ABOVE: tl.constexpr):
-    if at < end:
-        tl.store(table + at, number - ABOVE)
-
-
-@triton.jit(do_not_specialize=["at", "end", *(f"n{index}" for index in range(16))])
-def write_kernel(
-    table, at, end, n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12, n13, n14, n15, ABOVE: tl.constexpr
-):  # fmt: skip
-    _write_number(table, at, end, n0, ABOVE)
-    _write_number(table, at + 1, end, n1, ABOVE)
-    _write_number(table, at + 2, end, n2, ABOVE)
-    _write_number(table, at + 3, end, n3, ABOVE)
-    _write_number(table, at + 4, end, n4, ABOVE)
-    _write_number(table, at + 5, end, n5, ABOVE)
-    _write_number(table, at + 6, end, n6, ABOVE)
-    _write_number(table, at + 7, end, n7, ABOVE)
-    _write_number(table, at + 8, end, n8, ABOVE)
-    _write_number(table, at + 9, end, n9, ABOVE)
-    _write_number(table, at + 10, end, n10, ABOVE)
-    _write_number(table, at + 11, end, n11, ABOVE)
-    _write_number(table, at + 12, end, n12, ABOVE)
-    _write_number(table, at + 13, end, n13, ABOVE)
-    _write_number(table, at + 14, end, n14, ABOVE)
-    _write_number(table, at + 15, end, n15, ABOVE)
-
+from nearpeak.kernels._runtime.tuning import from_row, tuned
 
 _HYPERPARAMETERS = [
     "lr", "decay", "beta1", "beta2", "one_less_beta1", "one_less_beta2", "log_beta1", "log_beta2", "eps",
     "correction1", "correction2",
 ]  # fmt: skip
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_state_tables = TableCache(64)
-_gradient_tables = TableCache(8)
+_NUMBERS_PER_LAUNCH = 16
+"""Numbers that are arguments of one launch of `write_kernel`."""
+_OFFSET = 2**48
+"""Added to each of them: Triton would compile another kernel for a number that fits into 32 bits."""
+_ready: set[torch.device] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig:
+    """The chunk of a tensor that a program has."""
+
+    block: int
+    """Elements."""
+    warps: int
+
+
+def heuristic(elements: int) -> AdamWConfig:
+    """Smaller chunks for small models, so that every multiprocessor has one."""
+    return AdamWConfig(block=2048, warps=8) if elements > 2**20 else AdamWConfig(block=1024, warps=4)
+
+
+def candidates(elements: int) -> list[AdamWConfig]:
+    """Configurations worth measuring for this many parameters in all."""
+    return [
+        AdamWConfig(block=block, warps=warps)
+        for block in (512, 1024, 2048, 4096, 8192)
+        for warps in (2, 4, 8, 16)
+        if 4 <= block // (32 * warps) <= 32
+    ]
 
 
 @triton.jit
 def _one_minus_exp(exponent):
-    """1 - e**exponent for a negative exponent, without what cancels near 0: 1 - 0.999 has four digits in float32."""
+    """1 - exp(exponent) for a negative exponent, without cancellation near 0: 1 - 0.999 has four digits in float32."""
     series = 1.0 + exponent / 5.0 * (1.0 + exponent / 6.0 * (1.0 + exponent / 7.0))
     series = 1.0 + exponent / 2.0 * (1.0 + exponent / 3.0 * (1.0 + exponent / 4.0 * series))
     return tl.where(exponent > -0.25, -exponent * series, 1.0 - tl.exp(exponent))
@@ -191,7 +135,7 @@ def adamw_kernel(
         step = tl.load(states + 4 * tensors + tensor)
         master = tl.load(states + 5 * tensors + tensor)
         grad = tl.load(gradients + tensor)
-        # a chunk has its own address, so that the offsets in it are 32 bits wide
+        # a chunk has its own address, so that offsets in it fit into 32 bits
         param += begin * (PARAM.primitive_bitwidth // 8)
         average += begin * (AVERAGE.primitive_bitwidth // 8)
         square += begin * (SQUARE.primitive_bitwidth // 8)
@@ -221,7 +165,7 @@ def adamw_kernel(
 
         at = tl.arange(0, BLOCK)
         inside = at < size - begin
-        # whole chunks without a mask: one of unknown size would make all accesses narrow
+        # full chunks without a mask, which would make all accesses narrow
         if begin + BLOCK <= size:
             _update(
                 param, grad, average, square, master, at, inside,
@@ -254,9 +198,9 @@ def adamw_step(
     weight_decay: float,
     maximize: bool,
     *,
-    config: dict[str, Any] | None = None,
+    config: AdamWConfig | None = None,
 ) -> None:
-    """Updates all tensors: one launch for each combination of dtypes, one more for those that are not aligned."""
+    """Updates all tensors, with a launch for each combination of dtypes, and one more for those that are not aligned."""
     if lr_tensor is not None and params and lr_tensor.device != params[0].device:
         lr, lr_tensor = float(lr_tensor), None
     groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = defaultdict(list)
@@ -279,15 +223,15 @@ def adamw_step(
         device = params[0].device
         columns = tuple(zip(*rows, strict=True))
         total = sum(columns[1])
-        chosen = config or tuned("adamw", total, device) or heuristic(total)
-        block = chosen["block"]
+        chosen = config or from_row(tuned("adamw", total, device), AdamWConfig) or heuristic(total)
+        block = chosen.block
         states, chunks, programs = _state_tables.get((device, block, columns[1:]), device, _make_state_table)
         (gradients,) = _gradient_tables.get((device, columns[0]), device, _make_gradient_table)
         *dtypes, aligned = key
         launch(
             adamw_kernel, (programs, 1, 1), states, gradients, chunks, len(rows), lr_tensor, grad_scale, found_inf,
             *floats, *(_TYPES[dtype] for dtype in dtypes), bool(master_params), bool(steps), maximize, aligned, block,
-            warps=chosen["warps"],
+            warps=chosen.warps,
         )  # fmt: skip
     torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *master_params])
 
@@ -297,7 +241,7 @@ def _log(beta: float) -> float:
 
 
 def _make_state_table(key: tuple[Any, ...]) -> tuple[Tensor, Tensor, int]:
-    """What does not change from step to step: sizes and addresses, which tensor and part each program has, how many."""
+    """The sizes and addresses of tensors, the tensor and chunk of each program, and the number of programs."""
     device, block, columns = key
     tensors = len(columns[0])
     states = upload([number for column in columns for number in column], device)
@@ -313,16 +257,86 @@ def _make_gradient_table(key: tuple[Any, ...]) -> tuple[Tensor]:
     return (upload(addresses, device),)
 
 
-def heuristic(elements: int) -> dict[str, Any]:
-    """Smaller chunks for small models, so that there is one for each multiprocessor."""
-    return {"block": 2048 if elements > 2**20 else 1024, "warps": 8 if elements > 2**20 else 4}
+class TableCache:
+    """The tables that were used last, by their contents. A table that a CUDA graph may use is never dropped."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._entries: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
+        self._recorded: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, device: torch.device, make: Callable[[Any], Any]) -> Any:
+        """The result of `make(key)`, from the cache if possible."""
+        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        entry = self._entries.get(key)
+        if recording:
+            if entry is None:
+                return make(key)  # in the graph's memory, and written by each replay: useless outside
+            self._recorded[key] = entry
+            return entry[1]
+        if entry is not None and entry[0] == stream:
+            self._entries.move_to_end(key)
+            return entry[1]
+        # a table belongs to one stream: its memory may only be freed in the order of the stream that used it
+        table = make(key)
+        self._entries[key] = stream, table
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
+        return table
 
 
-def candidates(elements: int) -> list[dict[str, Any]]:
-    """What is worth measuring: `elements` is the number of all parameters together."""
-    return [
-        {"block": block, "warps": warps}
-        for block in (512, 1024, 2048, 4096, 8192)
-        for warps in (2, 4, 8, 16)
-        if 4 <= block // (32 * warps) <= 32
-    ]
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """64-bit numbers on the device, without waiting for it."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64)
+    if not torch.cuda.is_current_stream_capturing():
+        table = torch.tensor(numbers, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        if device not in _ready:  # compiles the kernel, which could not be loaded while a graph is recorded
+            write_table(table[:1], numbers[:1])
+            _ready.add(device)
+        return table
+    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    write_table(table, numbers)
+    return table
+
+
+def write_table(table: Tensor, numbers: Sequence[int]) -> None:
+    """Writes numbers as arguments of launches, which a CUDA graph records; host memory could be gone at a replay."""
+    for at in range(0, len(numbers), _NUMBERS_PER_LAUNCH):
+        arguments = [number + _OFFSET for number in numbers[at : at + _NUMBERS_PER_LAUNCH]]
+        arguments += [_OFFSET] * (_NUMBERS_PER_LAUNCH - len(arguments))
+        launch(write_kernel, (1, 1, 1), table, at, len(numbers), *arguments, _OFFSET, warps=1)
+
+
+@triton.jit
+def _write_number(table, at, end, number, ABOVE: tl.constexpr):
+    if at < end:
+        tl.store(table + at, number - ABOVE)
+
+
+@triton.jit(do_not_specialize=["at", "end", *(f"n{index}" for index in range(16))])
+def write_kernel(
+    table, at, end, n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12, n13, n14, n15, ABOVE: tl.constexpr
+):  # fmt: skip
+    _write_number(table, at, end, n0, ABOVE)
+    _write_number(table, at + 1, end, n1, ABOVE)
+    _write_number(table, at + 2, end, n2, ABOVE)
+    _write_number(table, at + 3, end, n3, ABOVE)
+    _write_number(table, at + 4, end, n4, ABOVE)
+    _write_number(table, at + 5, end, n5, ABOVE)
+    _write_number(table, at + 6, end, n6, ABOVE)
+    _write_number(table, at + 7, end, n7, ABOVE)
+    _write_number(table, at + 8, end, n8, ABOVE)
+    _write_number(table, at + 9, end, n9, ABOVE)
+    _write_number(table, at + 10, end, n10, ABOVE)
+    _write_number(table, at + 11, end, n11, ABOVE)
+    _write_number(table, at + 12, end, n12, ABOVE)
+    _write_number(table, at + 13, end, n13, ABOVE)
+    _write_number(table, at + 14, end, n14, ABOVE)
+    _write_number(table, at + 15, end, n15, ABOVE)
+
+
+_state_tables = TableCache(64)
+_gradient_tables = TableCache(8)

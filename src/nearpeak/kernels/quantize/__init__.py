@@ -1,7 +1,7 @@
 """`quantize` and `dequantize`: tensors in 8 bits with a scale for each block.
 
-A number of 16 bits costs 3 bytes: 2 read and 1 written, and with one scale for the whole tensor 5, as it is read once
-for the scale and once more for the values (what the cache still has of it costs nothing).
+Bytes moved for a number of 16 bits: 3, 2 read and 1 written; with one scale for the whole tensor 5, as it is read once
+for the scale and once for the values, less what the cache still has of it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (everybody's name for it)
 from torch import Tensor
+from torch.nn import functional
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
@@ -21,7 +21,7 @@ Block = Literal["tensor", "row"] | tuple[int, int]
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SMALLEST = torch.finfo(torch.float32).tiny
 _MAX_BLOCK_ELEMENTS = 32768
-"""Elements of a block, at most: a program holds them in registers."""
+"""A program keeps a block in registers."""
 _MIN_CAPABILITY = (8, 9)
 
 
@@ -45,7 +45,7 @@ def _quantize_operator_reference(
     size = blocks.abs()
     largest = torch.where(size.isfinite(), size, 0.0).amax((-3, -1), keepdim=True)
     limit = torch.finfo(dtype).max
-    # by a tensor: on a GPU torch multiplies by the inverse of a number instead, which rounds twice
+    # divided by a tensor: for a number, torch multiplies by its inverse on a GPU, which rounds twice
     scale = (largest / torch.full_like(largest, limit)).clamp(min=_SMALLEST)
     if power_of_two:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
@@ -75,12 +75,12 @@ def _dequantize_operator_reference(
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[..., blocks down, rows, blocks across, columns], with zeros where the last blocks are not full."""
+    """(..., blocks down, rows, blocks across, columns), padded with zeros."""
     if rows == 0:
         return x.reshape(1, 1, 1, -1)
     x = x.reshape(-1, 1, x.shape[-1]) if rows == 1 else x.reshape(-1, *x.shape[-2:])
     columns = columns or x.shape[-1]
-    x = F.pad(x, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
+    x = functional.pad(x, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
     return x.reshape(len(x), x.shape[-2] // rows, rows, x.shape[-1] // columns, columns)
 
 
@@ -93,7 +93,7 @@ def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def scales_shape(shape: torch.Size, rows: int, columns: int) -> list[int]:
-    """The shape of the scales: one for each block of `rows` and `columns`, where 0 stands for all."""
+    """The shape of the scales: one for each block of `rows` and `columns`; 0 stands for all."""
     if rows == 0:
         return []
     if columns == 0:
@@ -197,21 +197,20 @@ _dequantize = Operator(
 def quantize(
     x: Tensor, *, block: Block, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`x` in 8 bits, contiguous, and the float32 scales by which `dequantize` multiplies: (values, scales).
+    """Quantizes `x` to 8 bits. Returns contiguous values and the float32 scales to multiply them by.
 
-    The scale of a block is its largest absolute value over the largest number of the dtype, divided in float32 and
-    rounded once, the same on all devices; 1 for a block of zeros, and at least 2**-126. A value is `x * (1 / scale)`,
-    each step in float32, rounded to the nearest. Infinities do not count for the scale and become the largest number of
-    the dtype; what is not a number stays so, and does not count either. No derivatives. A tensor whose rows have holes
-    is copied first.
+    The scale of a block is its largest magnitude over the largest number of the dtype, divided in float32 and rounded
+    once, the same on all devices; 1 for a block of zeros, and at least 2**-126. A value is `x * (1 / scale)`, each step
+    in float32, rounded to the nearest. Infinities do not count for the scale and become the largest number of the
+    dtype; NaN stays NaN and does not count either. No derivatives. A tensor whose rows are not dense is copied first.
 
     Args:
-        x: float32, bfloat16 or float16, of any shape.
-        block: What shares a scale: "tensor" (scales of the shape ()), "row" (x.shape[:-1]), or rows and columns of a
-            block in the last two dimensions, powers of two as (1, 128) and (128, 128); the last ones need not be full.
-            The scales of these have the shape (..., rows over rows of a block, columns over columns), rounded up.
+        x: float32, bfloat16 or float16, any shape.
+        block: What shares a scale: "tensor" (scales of shape ()), "row" (x.shape[:-1]), or the rows and columns of a
+            block in the last two dimensions, powers of two such as (1, 128) and (128, 128); the last blocks may be
+            partial. The scales of blocks have the shape (..., rows / block rows, columns / block columns), rounded up.
         dtype: torch.float8_e4m3fn (up to 448) or torch.float8_e5m2 (up to 57344).
-        power_of_two: Round scales up to powers of two, as the format of scales UE8M0 needs; x / scale is then exact.
+        power_of_two: Rounds scales up to powers of two, as the scale format UE8M0 requires; x / scale is then exact.
     """
     rows, columns = _block_sizes(x, block)
     return _quantize(x, rows, columns, dtype, power_of_two)  # type: ignore[no-any-return]
@@ -220,12 +219,12 @@ def quantize(
 @fused(reference=dequantize_reference, why_not=_dequantize_why_not)
 @torch.no_grad()
 def dequantize(values: Tensor, scales: Tensor, *, block: Block, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The values times their scales, multiplied in float32 and rounded to `dtype`; contiguous. No derivatives.
+    """Multiplies values by their scales, in float32, and rounds to `dtype`. Contiguous; no derivatives.
 
     Args:
-        values: What `quantize` returned, of torch.float8_e4m3fn or torch.float8_e5m2.
-        scales: Its scales.
-        block: What it was given as `block`.
+        values: The values that `quantize` returned, torch.float8_e4m3fn or torch.float8_e5m2.
+        scales: The scales that it returned.
+        block: The `block` that it was called with.
         dtype: float32, bfloat16 or float16.
     """
     rows, columns = _block_sizes(values, block)

@@ -1,12 +1,12 @@
-"""The kernels of `quantize` and `dequantize`.
+"""Triton kernels of `quantize` and `dequantize`, their launchers and configurations.
 
-A tensor is seen as rows, cut into pieces of COLUMNS elements that are numbered through all rows. A program has several
-pieces, so that short rows, odd ones and those with a stride of their own are all one case.
+A tensor is a sequence of rows, cut into pieces of COLUMNS elements that are numbered through all rows. A program has
+several pieces, so that short rows, odd ones and strided ones are all one case.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,36 +16,75 @@ from torch import Tensor
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.policy import INTERPRETED
 from nearpeak.kernels._runtime.rows import assume_multiple, common_width
-from nearpeak.kernels._runtime.tuning import tuned
+from nearpeak.kernels._runtime.tuning import from_row, tuned
 from nearpeak.kernels.quantize import scales_shape
 
 MAX_REGISTER_ROW = 16384
-"""Elements of a row that a program holds in registers; longer ones are read twice, the second time from the cache."""
+"""Elements of a row that a program keeps in registers; longer ones are read twice, the second time from the cache."""
 CLAMPS = tl.constexpr(INTERPRETED)
-"""A GPU converts what is beyond the largest number, as an infinity, to that; the interpreter does not."""
+"""A GPU saturates in the conversion to 8 bits; the interpreter does not."""
 _MAX_PARTIAL_MAXIMA = 1024
-"""Partial maxima of a whole tensor, at most: each program of the second launch reads them all."""
+"""Partial maxima of a tensor, all of which each program of the second launch reads."""
+_Constants = tuple[float, bool]
+"""The largest number of the dtype, and whether scales are powers of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecesConfig:
+    """Blocks of one row, or whole rows."""
+
+    pieces: int
+    """Pieces per program."""
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesConfig:
+    """Blocks of several rows, one per program."""
+
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """Long rows, or a whole tensor, in steps."""
+
+    block: int
+    """Elements per step."""
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DequantizeConfig:
+    """Pieces to multiply by their scales."""
+
+    elements: int
+    """Elements per program."""
+    warps: int
+
+
+QuantizeConfig = PiecesConfig | TilesConfig | LoopConfig
 
 
 @triton.jit
 def _finite_magnitude(x):
-    """Absolute values, and 0 for what is not finite."""
+    """Absolute values, and 0 for numbers that are not finite."""
     size = tl.abs(x)
     return tl.where(size < float("inf"), size, 0.0)
 
 
 @triton.jit
 def _largest(x):
-    """The largest of each row that is finite, without a look at each element where all are."""
-    found = tl.max(tl.abs(x), 1)
-    if not (tl.max(found, 0) < float("inf")):
-        found = tl.max(_finite_magnitude(x), 1)
-    return found
+    """The largest finite magnitude of each row; elements are tested one by one only if some are not finite."""
+    largest = tl.max(tl.abs(x), 1)
+    if not (tl.max(largest, 0) < float("inf")):
+        largest = tl.max(_finite_magnitude(x), 1)
+    return largest
 
 
 @triton.jit
 def _scale(largest, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    # rounded as torch does, and not below the least normal number, whose inverse is the largest that is finite
+    # rounded as in torch, and not below the smallest normal number, whose inverse is finite
     scale = tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
     scale = tl.maximum(scale, 1.1754943508222875e-38)
     if POWER_OF_TWO:
@@ -57,7 +96,7 @@ def _scale(largest, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 @triton.jit
 def _values(x, inverse, LARGEST: tl.constexpr, dtype: tl.constexpr):
     y = x * inverse
-    if CLAMPS:  # by comparisons, which leave what is not a number as it is
+    if CLAMPS:  # by comparisons, which keep NaN
         y = tl.where(y > LARGEST, LARGEST, y)
         y = tl.where(y < -LARGEST, -LARGEST, y)
     return y.to(dtype)
@@ -73,9 +112,10 @@ def locate_pieces(
     columns, stride, per_row, pieces,
     COLUMNS: tl.constexpr, PIECES: tl.constexpr, ONE_ROW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of the pieces of a program: their numbers, where they are read and written, and how long they are.
+    """The pieces of a program, (PIECES,): their numbers, whether they exist, their rows and numbers in the row, the
+    offsets to read and write, and their lengths.
 
-    ONE_ROW: all are of one row, so that a division of small numbers by each program is enough.
+    ONE_ROW: all are in one row, so that each program divides only small numbers.
     """
     each = tl.arange(0, PIECES)
     if ONE_ROW:
@@ -94,7 +134,7 @@ def locate_pieces(
         row = piece // per_row
         own = piece % per_row
         exists = piece < pieces
-        # what is left of the row in 32 bits, and nothing behind the last row
+        # the rest of the row in 32 bits, and 0 after the last row
         left = tl.where(exists, tl.minimum(columns - own * COLUMNS, COLUMNS), 0).to(tl.int32)
         reads = assume_multiple(row * stride + own * COLUMNS, WIDTH)
         writes = assume_multiple(row * columns + own * COLUMNS, WIDTH)
@@ -110,12 +150,12 @@ def pieces_kernel(
     piece, exists, _, _, reads, writes, left = locate_pieces(
         columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH
     )
-    at = tl.arange(0, COLUMNS)[None, :]
-    inside = at < assume_multiple(left, WIDTH)[:, None]
-    given = tl.load(x + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(_largest(given), LARGEST, POWER_OF_TWO)
-    found = _values(given, _inverse(scale)[:, None], LARGEST, values.dtype.element_ty)
-    tl.store(values + writes[:, None] + at, found, mask=inside)
+    at = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
+    inside = at < assume_multiple(left, WIDTH)[:, None]  # (PIECES, COLUMNS)
+    source = tl.load(x + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(_largest(source), LARGEST, POWER_OF_TWO)
+    quantized = _values(source, _inverse(scale)[:, None], LARGEST, values.dtype.element_ty)
+    tl.store(values + writes[:, None] + at, quantized, mask=inside)
     tl.store(scales + piece, scale, mask=exists)
 
 
@@ -129,14 +169,14 @@ def tiles_kernel(
     tile = program // across
     matrix = tile // down
     first = (tile % down) * ROWS
-    row = (tl.arange(0, ROWS))[:, None]
-    at = tl.arange(0, COLUMNS)[None, :]
+    row = (tl.arange(0, ROWS))[:, None]  # (ROWS, 1)
+    at = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
     inside = (row < rows - first) & (at < columns - begin)
     top = matrix * rows + first
-    given = tl.load(x + (top + row) * stride + (begin + at), mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(_largest(given), 0), LARGEST, POWER_OF_TWO)
-    found = _values(given, _inverse(scale), LARGEST, values.dtype.element_ty)
-    tl.store(values + (top + row) * columns + (begin + at), found, mask=inside)
+    source = tl.load(x + (top + row) * stride + (begin + at), mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(tl.max(_largest(source), 0), LARGEST, POWER_OF_TWO)
+    quantized = _values(source, _inverse(scale), LARGEST, values.dtype.element_ty)
+    tl.store(values + (top + row) * columns + (begin + at), quantized, mask=inside)
     tl.store(scales + program, scale)
 
 
@@ -151,14 +191,14 @@ def long_rows_kernel(
     largest = tl.zeros([COLUMNS], tl.float32)
     for begin in range(0, columns, COLUMNS):
         inside = begin + at < columns
-        given = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        largest = tl.maximum(largest, _finite_magnitude(given))
+        source = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        largest = tl.maximum(largest, _finite_magnitude(source))
     scale = _scale(tl.max(largest, 0), LARGEST, POWER_OF_TWO)
     inverse = _inverse(scale)
     for begin in range(0, columns, COLUMNS):
         inside = begin + at < columns
-        given = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(values + begin + at, _values(given, inverse, LARGEST, values.dtype.element_ty), mask=inside)
+        source = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(values + begin + at, _values(source, inverse, LARGEST, values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
@@ -166,13 +206,13 @@ def long_rows_kernel(
 def maxima_kernel(x, maxima, columns, stride, per_row, pieces, COLUMNS: tl.constexpr):
     at = tl.arange(0, COLUMNS)
     largest = tl.zeros([COLUMNS], tl.float32)
-    # neighbors in memory are read at the same time, and the end of the tensor last: the second launch begins there
+    # programs read neighbors at the same time, and the end of the tensor last: the second launch starts there
     for number in range(tl.program_id(0), pieces, tl.num_programs(0)):
         piece = tl.cast(number, tl.int64)
         begin = (piece % per_row) * COLUMNS
         inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
-        given = tl.load(x + (piece // per_row) * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _finite_magnitude(given))
+        source = tl.load(x + (piece // per_row) * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _finite_magnitude(source))
     tl.store(maxima + tl.program_id(0), tl.max(largest, 0))
 
 
@@ -183,14 +223,14 @@ def whole_kernel(
 ):  # fmt: skip
     part = tl.arange(0, PARTS)
     scale = _scale(tl.max(tl.load(maxima + part, mask=part < parts, other=0.0), 0), LARGEST, POWER_OF_TWO)
-    piece = pieces - 1 - tl.program_id(0).to(tl.int64)  # backwards: the end is still in the cache
+    piece = pieces - 1 - tl.program_id(0).to(tl.int64)  # backward: the end is still in the cache
     row = piece // per_row
     begin = (piece % per_row) * COLUMNS
     at = tl.arange(0, COLUMNS)
     inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
-    given = tl.load(x + row * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
-    found = _values(given, _inverse(scale), LARGEST, values.dtype.element_ty)
-    tl.store(values + row * columns + begin + at, found, mask=inside)
+    source = tl.load(x + row * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+    quantized = _values(source, _inverse(scale), LARGEST, values.dtype.element_ty)
+    tl.store(values + row * columns + begin + at, quantized, mask=inside)
     if piece == 0:
         tl.store(scales, scale)
 
@@ -203,164 +243,178 @@ def dequantize_kernel(
     _, exists, row, own, reads, writes, left = locate_pieces(
         columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH
     )
-    at = tl.arange(0, COLUMNS)[None, :]
-    inside = at < assume_multiple(left, WIDTH)[:, None]
+    at = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
+    inside = at < assume_multiple(left, WIDTH)[:, None]  # (PIECES, COLUMNS)
     of_scale = ((row // matrix) * down + (row % matrix) // rows_of_scale) * across
-    if BY_PIECE:  # else a row has one
+    if BY_PIECE:  # otherwise a row has one scale
         of_scale += own
     scale = tl.load(scales + of_scale + tl.zeros([PIECES], tl.int32), mask=exists, other=1.0)
-    given = tl.load(values + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
-    found = given * scale.to(tl.float32)[:, None]
-    tl.store(result + writes[:, None] + at, found.to(result.dtype.element_ty), mask=inside)
+    source = tl.load(values + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    product = source * scale.to(tl.float32)[:, None]
+    tl.store(result + writes[:, None] + at, product.to(result.dtype.element_ty), mask=inside)
 
 
 def quantize(
-    x: Tensor, rows: int, columns: int, dtype: torch.dtype, power_of_two: bool, *, config: dict[str, Any] | None = None
+    x: Tensor, rows: int, columns: int, dtype: torch.dtype, power_of_two: bool, *, config: QuantizeConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values and scales. `rows` and `columns` of a block; 0 stands for all. Copies `x` if its rows have holes."""
+    """Values and scales of blocks of `rows` and `columns`; 0 stands for all. Copies `x` if its rows are not dense."""
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(scales_shape(x.shape, rows, columns), dtype=torch.float32, device=x.device)
     if not x.numel():
         return values, scales.fill_(1.0)
-    lines = as_rows(x)
+    lines = _dense_rows(x)
     constants = torch.finfo(dtype).max, power_of_two
     if rows == 0:
+        assert config is None or isinstance(config, LoopConfig)
         _quantize_tensor(lines, values, scales, constants, config)
     elif rows > 1:
+        assert config is None or isinstance(config, TilesConfig)
         _quantize_tiles(x.shape[-2], lines, values, scales, rows, columns, constants, config)
     elif columns == 0 and lines.shape[1] > MAX_REGISTER_ROW:
-        size = lines.shape[1]
-        chosen = config or tuned("quantize_long_rows", size, x.device) or {"block": 8192, "warps": 16}
-        launch(
-            long_rows_kernel, (len(lines), 1, 1), lines, values, scales, size, lines.stride(0), *constants,
-            chosen["block"], warps=chosen["warps"],
-        )  # fmt: skip
+        assert config is None or isinstance(config, LoopConfig)
+        _quantize_long_rows(lines, values, scales, constants, config)
     else:
+        assert config is None or isinstance(config, PiecesConfig)
         _quantize_pieces(lines, values, scales, columns or next_power_of_2(lines.shape[1]), constants, config)
     return values, scales
 
 
 def _quantize_pieces(
-    lines: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    columns: int,
-    constants: tuple[Any, ...],
-    config: dict[str, Any] | None,
+    lines: Tensor, values: Tensor, scales: Tensor, columns: int, constants: _Constants, config: PiecesConfig | None
 ) -> None:
     if lines.shape[1] % columns == 0:
         lines = _flat(lines)
     size = lines.shape[1]
-    chosen = config or tuned("quantize_pieces", columns, lines.device) or heuristic(columns)
+    config = config or from_row(tuned("quantize_pieces", columns, lines.device), PiecesConfig) or heuristic(columns)
     per_row = triton.cdiv(size, columns)
     pieces = len(lines) * per_row
-    one_row, programs = _programs(len(lines), per_row, chosen["pieces"])
+    one_row, programs = _programs(len(lines), per_row, config.pieces)
     launch(
         pieces_kernel, (programs, 1, 1), lines, values, scales, size, lines.stride(0), per_row, pieces, *constants,
-        columns, chosen["pieces"], one_row, common_width(size, lines.stride(0), columns), warps=chosen["warps"],
+        columns, config.pieces, one_row, common_width(size, lines.stride(0), columns), warps=config.warps,
     )  # fmt: skip
 
 
-def _programs(rows: int, per_row: int, together: int) -> tuple[bool, int]:
-    """Whether the pieces of a program are all of one row, where that leaves few of them empty; and the programs."""
-    one_row = rows == 1 or per_row % together == 0 or per_row > 8 * together
-    return one_row, rows * triton.cdiv(per_row, together) if one_row else triton.cdiv(rows * per_row, together)
+def _programs(rows: int, per_row: int, pieces: int) -> tuple[bool, int]:
+    """Whether the pieces of a program are all in one row, if that leaves few of them empty; and how many programs."""
+    one_row = rows == 1 or per_row % pieces == 0 or per_row > 8 * pieces
+    return one_row, rows * triton.cdiv(per_row, pieces) if one_row else triton.cdiv(rows * per_row, pieces)
 
 
 def _quantize_tiles(
-    matrix: int, lines: Tensor, values: Tensor, scales: Tensor, rows: int, columns: int, constants: tuple[Any, ...],
-    config: dict[str, Any] | None,
+    matrix: int, lines: Tensor, values: Tensor, scales: Tensor, rows: int, columns: int, constants: _Constants,
+    config: TilesConfig | None,
 ) -> None:  # fmt: skip
-    chosen = (
-        config or tuned("quantize_tiles", rows * columns, lines.device) or {"warps": max(1, rows * columns // 2048)}
-    )
+    config = config or from_row(tuned("quantize_tiles", rows * columns, lines.device), TilesConfig)
+    config = config or TilesConfig(warps=max(1, rows * columns // 2048))
     down, across = triton.cdiv(matrix, rows), triton.cdiv(lines.shape[1], columns)
     launch(
         tiles_kernel, (len(lines) // matrix * down * across, 1, 1), lines, values, scales, matrix, lines.shape[1],
-        lines.stride(0), down, across, *constants, rows, columns, warps=chosen["warps"],
+        lines.stride(0), down, across, *constants, rows, columns, warps=config.warps,
+    )  # fmt: skip
+
+
+def _quantize_long_rows(
+    lines: Tensor, values: Tensor, scales: Tensor, constants: _Constants, config: LoopConfig | None
+) -> None:
+    size = lines.shape[1]
+    config = config or from_row(tuned("quantize_long_rows", size, lines.device), LoopConfig)
+    config = config or LoopConfig(block=8192, warps=16)
+    launch(
+        long_rows_kernel, (len(lines), 1, 1), lines, values, scales, size, lines.stride(0), *constants,
+        config.block, warps=config.warps,
     )  # fmt: skip
 
 
 def _quantize_tensor(
-    lines: Tensor, values: Tensor, scales: Tensor, constants: tuple[Any, ...], config: dict[str, Any] | None
+    lines: Tensor, values: Tensor, scales: Tensor, constants: _Constants, config: LoopConfig | None
 ) -> None:
+    """One scale for all: a launch for partial maxima, and one that reduces these and writes the values."""
     lines = _flat(lines)
     size = lines.shape[1]
-    chosen = config or tuned("quantize_whole", lines.numel(), lines.device) or {"block": 8192, "warps": 8}
-    block = min(chosen["block"], next_power_of_2(size))
+    config = config or from_row(tuned("quantize_whole", lines.numel(), lines.device), LoopConfig)
+    config = config or LoopConfig(block=8192, warps=8)
+    block = min(config.block, next_power_of_2(size))
     per_row = triton.cdiv(size, block)
     pieces = len(lines) * per_row
     parts = min(pieces, _MAX_PARTIAL_MAXIMA)
     maxima = torch.empty(parts, dtype=torch.float32, device=lines.device)
-    strides = size, lines.stride(0), per_row, pieces
-    launch(maxima_kernel, (parts, 1, 1), lines, maxima, *strides, block, warps=chosen["warps"])
+    sizes = size, lines.stride(0), per_row, pieces
+    launch(maxima_kernel, (parts, 1, 1), lines, maxima, *sizes, block, warps=config.warps)
     launch(
-        whole_kernel, (pieces, 1, 1), lines, values, scales, maxima, parts, *strides, *constants, block, _MAX_PARTIAL_MAXIMA,
-        warps=chosen["warps"],
+        whole_kernel, (pieces, 1, 1), lines, values, scales, maxima, parts, *sizes, *constants, block,
+        _MAX_PARTIAL_MAXIMA, warps=config.warps,
     )  # fmt: skip
 
 
 def dequantize(
-    values: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype, *, config: dict[str, Any] | None = None
-) -> Tensor:
-    """Values times their scales. Copies values whose rows have holes, and scales that are not contiguous."""
+    values: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype, *,
+    config: DequantizeConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """Values times their scales. Copies values whose rows are not dense, and scales that are not contiguous."""
     result = torch.empty(values.shape, dtype=dtype, device=values.device)
     if not values.numel():
         return result
-    lines = as_rows(values)
+    lines = _dense_rows(values)
     if rows == 0 or (rows == 1 and columns and lines.shape[1] % columns == 0):
         lines = _flat(lines)
     count, size = lines.shape
     matrix = values.shape[-2] if rows > 1 else count
-    chosen = config or tuned("dequantize", size, values.device) or {"elements": 4096, "warps": 8}
+    config = config or from_row(tuned("dequantize", size, values.device), DequantizeConfig)
+    config = config or DequantizeConfig(elements=4096, warps=8)
     block = min(next_power_of_2(size), columns or 1024)
     per_row = triton.cdiv(size, block)
-    pieces = count * per_row
-    together = max(1, chosen["elements"] // block)
-    one_row, programs = _programs(count, per_row, together)
+    pieces = max(1, config.elements // block)
+    one_row, programs = _programs(count, per_row, pieces)
     launch(
-        dequantize_kernel, (programs, 1, 1), lines, scales.contiguous(), result, size, lines.stride(0), per_row, pieces,
-        matrix, triton.cdiv(matrix, rows or matrix), triton.cdiv(size, columns or size), rows or matrix,
-        columns == block, block, together, one_row, common_width(size, lines.stride(0), block), warps=chosen["warps"],
+        dequantize_kernel, (programs, 1, 1), lines, scales.contiguous(), result, size, lines.stride(0), per_row,
+        count * per_row, matrix, triton.cdiv(matrix, rows or matrix), triton.cdiv(size, columns or size),
+        rows or matrix, columns == block, block, pieces, one_row, common_width(size, lines.stride(0), block),
+        warps=config.warps,
     )  # fmt: skip
     return result
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """A tensor as a matrix of its rows, each without holes: a view if it can be one."""
+def _dense_rows(x: Tensor) -> Tensor:
+    """A tensor as a matrix of its rows, each dense: a view if possible. One number is a row."""
     x = x.reshape(1, 1) if x.dim() == 0 else x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _flat(lines: Tensor) -> Tensor:
-    """All rows as one if nothing is between them."""
+    """All rows as one if there are no gaps between them."""
     return lines.view(1, -1) if lines.is_contiguous() else lines
 
 
-def heuristic(columns: int) -> dict[str, Any]:
-    """Some thousand elements for a program, 32 for a thread at most."""
+def heuristic(columns: int) -> PiecesConfig:
+    """Some thousand elements per program, at most 32 per thread."""
     elements = max(columns, 4096)
-    return {"pieces": elements // columns, "warps": min(16, max(4, elements // 1024))}
+    return PiecesConfig(pieces=elements // columns, warps=min(16, max(4, elements // 1024)))
 
 
-def candidates(columns: int) -> list[dict[str, Any]]:
-    """What is worth measuring of `quantize_pieces`; `columns` of a block, or of a row, a power of 2."""
+def candidates(columns: int) -> list[PiecesConfig]:
+    """Configurations worth measuring for "quantize_pieces", by the columns of a block or of a row, a power of 2."""
     return [
-        {"pieces": elements // columns, "warps": warps}
+        PiecesConfig(pieces=elements // columns, warps=warps)
         for elements in (1024, 2048, 4096, 8192, 16384)
         for warps in (1, 2, 4, 8, 16, 32)
         if elements >= columns and 8 <= elements // (32 * warps) <= 64
     ]
 
 
-def other_candidates(kernel: str) -> list[dict[str, Any]]:
-    """What is worth measuring of "quantize_tiles", "quantize_long_rows", "quantize_whole" and "dequantize"."""
-    if kernel == "quantize_tiles":
-        return [{"warps": warps} for warps in (4, 8, 16, 32)]
-    name = "elements" if kernel == "dequantize" else "block"
-    return [
-        {name: size, "warps": warps}
-        for size in (1024, 2048, 4096, 8192, 16384)
-        for warps in (4, 8, 16, 32)
-        if 8 <= size // (32 * warps) <= 64
-    ]
+def tiles_candidates() -> list[TilesConfig]:
+    return [TilesConfig(warps=warps) for warps in (4, 8, 16, 32)]
+
+
+def loop_candidates() -> list[LoopConfig]:
+    return [LoopConfig(block=size, warps=warps) for size, warps in _steps()]
+
+
+def dequantize_candidates() -> list[DequantizeConfig]:
+    return [DequantizeConfig(elements=size, warps=warps) for size, warps in _steps()]
+
+
+def _steps() -> list[tuple[int, int]]:
+    """Elements and warps, with 8 to 64 elements per thread."""
+    sizes = (1024, 2048, 4096, 8192, 16384)
+    return [(size, warps) for size in sizes for warps in (4, 8, 16, 32) if 8 <= size // (32 * warps) <= 64]

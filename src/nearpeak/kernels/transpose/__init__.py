@@ -1,6 +1,6 @@
-"""`transpose_copy`: the last two dimensions swapped in memory, and not in the strides alone.
+"""`transpose_copy`: swaps the last two dimensions in memory, not only in the strides.
 
-Bytes moved, forward and backward: x is read once and written once. Nothing is kept for the backward pass, which is the
+Bytes moved, forward and backward: x is read once and written once. Nothing is saved for the backward pass, which is the
 same operation.
 """
 
@@ -38,7 +38,7 @@ def _fake(x: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    """Nothing to keep."""
+    """Saves nothing."""
 
 
 def _backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ _transpose_copy = Operator(
 def transpose_copy(x: Tensor) -> Tensor:
     """`x.transpose(-1, -2).contiguous()`, always a copy.
 
-    x is of any real dtype, and of any strides; only where more than two strides lead through the dimensions before the
-    last two is it copied first.
+    x has any real dtype and any strides. It is copied first only if more than two strides lead through the dimensions
+    before the last two.
     """
     return _transpose_copy(x)  # type: ignore[no-any-return]

@@ -1,13 +1,13 @@
-"""The kernels of `transpose_copy`.
+"""Triton kernels of `transpose_copy`, the launcher and its configurations.
 
 A program takes a tile: a thread loads several neighbors of a row at once, and stores several neighbors of a column at
-once; between the two the tile goes through shared memory. For numbers of 2 bytes Triton takes the instruction that
-transposes 8 x 8 of them on their way; numbers of 1 byte are put together from two rows, and take the same way in pairs.
+once; between the two, the tile goes through shared memory. For numbers of 2 bytes Triton uses the instruction that
+transposes 8 x 8 of them on the way. Numbers of 1 byte are combined from two rows, and go the same way in pairs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,17 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
-from nearpeak.kernels._runtime.rows import common_width
-from nearpeak.kernels._runtime.tuning import tuned
+from nearpeak.kernels._runtime.rows import common_width, merge_dimensions
+from nearpeak.kernels._runtime.tuning import from_row, tuned
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Numbers are moved as what they are in memory, whatever they mean."""
+"""Numbers are moved as integers of their size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposeConfig:
+    """The tile of a program."""
+
+    rows: int
+    columns: int
+    group: int
+    """Rows of tiles that are processed together, to be near each other in the source and in the result."""
+    warps: int
 
 
 @triton.jit
 def tile_of_program(row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Batch, and number of the tile by rows and columns; GROUP rows of tiles go together, to be near both in the
-    source and in the result."""
+    """The batch, and the row and column of a tile; GROUP rows of tiles are processed together."""
     program = tl.program_id(0)
     tiles = row_blocks * column_blocks
     batch = program // tiles
@@ -48,7 +58,7 @@ def transpose_kernel(
     row_stride, column_stride = row_stride // ROW_WIDTH * ROW_WIDTH, column_stride // COLUMN_WIDTH * COLUMN_WIDTH
     batch, row_block, column_block = tile_of_program(row_blocks, column_blocks, GROUP)
     first_row, first_column = row_block * ROWS, column_block * COLUMNS
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # (ROWS,), (COLUMNS,)
     is_row, is_column = row < rows - first_row, column < columns - first_column
     x += (batch // inner) * outer_stride + (batch % inner) * inner_stride
     x += first_row * row_stride + first_column * column_stride
@@ -64,14 +74,16 @@ def transpose_pairs_kernel(
     x, result, rows, columns, row_blocks, column_blocks, inner, outer_stride, inner_stride, row_stride,
     ROW_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of 1-byte numbers seen as pairs in 2 bytes: all sizes and strides count pairs, but for `row_stride`, which leads
-    from a row to the next. `rows` and ROWS count pairs of rows, `columns` and COLUMNS pairs of columns."""
+    """Transposes 1-byte numbers as pairs in 2 bytes.
+
+    All sizes and strides count pairs, `rows` and ROWS pairs of rows; but `row_stride` leads from one row to the next.
+    """
     rows, columns = rows // WIDTH * WIDTH, columns // WIDTH * WIDTH
     outer_stride, inner_stride = outer_stride // WIDTH * WIDTH, inner_stride // WIDTH * WIDTH
     row_stride = row_stride // ROW_WIDTH * ROW_WIDTH
     batch, row_block, column_block = tile_of_program(row_blocks, column_blocks, GROUP)
     first_row, first_column = row_block * ROWS, column_block * COLUMNS
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)  # (ROWS,), (COLUMNS,)
     is_row, is_column = row < rows - first_row, column < columns - first_column
     inside = is_row[:, None] & is_column[None, :]
     x += (batch // inner) * outer_stride + (batch % inner) * inner_stride
@@ -88,32 +100,29 @@ def transpose_pairs_kernel(
     tl.store(result + rows + at, tl.trans(right), mask=inside)
 
 
-def forward(x: Tensor, *, config: dict[str, Any] | None = None) -> Tensor:
+def forward(x: Tensor, *, config: TransposeConfig | None = None) -> Tensor:
     """A contiguous copy of x with its last two dimensions swapped.
 
-    Copies x first where more than two strides lead through the dimensions before these.
+    Copies x first if more than two strides lead through the dimensions before these.
     """
-    *many, rows, columns = x.shape
-    result = x.new_empty([*many, columns, rows])
+    *batch, rows, columns = x.shape
+    result = x.new_empty([*batch, columns, rows])
     if not x.numel():
         return result
-    numbers = INTEGERS[x.element_size()]
+    integer = INTEGERS[x.element_size()]
     x = x.resolve_neg()  # the imaginary part of a conjugate has other signs than its memory
-    found = _batches(x)
-    if found is None:
+    batches = merge_dimensions(x.shape[:-2], x.stride()[:-2])
+    if len(batches) > 2:
         x = x.contiguous()
-        found = [(x.numel() // (rows * columns), rows * columns)]
-    while len(found) < 2:
-        found.insert(0, (1, 0))
-    (outer, outer_stride), (inner, inner_stride) = found
+        batches = [(x.numel() // (rows * columns), rows * columns)]
+    (outer, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(batches)) + batches
     row_stride, column_stride = x.stride(-2), x.stride(-1)
-    config = config or tuned(f"transpose_{x.element_size()}", min(rows, columns), x.device)
-    config = config or heuristic(rows, columns, x.element_size())
-    source, target = x.view(numbers), result.view(numbers)
-    pairs = config.get("pairs", True) and _are_pairs(
-        source, rows, columns, outer_stride, inner_stride, row_stride, column_stride
-    )
-    height, width = config["rows"], config["columns"]
+    row = tuned(f"transpose_{x.element_size()}", min(rows, columns), x.device)
+    config = config or from_row(row, TransposeConfig) or heuristic(rows, columns, x.element_size())
+    source, target = x.view(integer), result.view(integer)
+    strides = outer_stride, inner_stride, row_stride
+    pairs = column_stride == 1 and _are_pairs(source, rows, columns, *strides)
+    height, width = config.rows, config.columns
     if pairs:
         source, target = _as_pairs(source), _as_pairs(target)
         rows, columns, height, width = rows // 2, columns // 2, height // 2, width // 2
@@ -121,68 +130,48 @@ def forward(x: Tensor, *, config: dict[str, Any] | None = None) -> Tensor:
     row_blocks, column_blocks = triton.cdiv(rows, height), triton.cdiv(columns, width)
     grid = (row_blocks * column_blocks * outer * inner, 1, 1)
     sizes = (rows, columns, row_blocks, column_blocks, inner, outer_stride, inner_stride, row_stride)
-    constants = (common_width(rows, columns, outer_stride, inner_stride), height, width, config["group"])
+    constants = (common_width(rows, columns, outer_stride, inner_stride), height, width, config.group)
     row_width, column_width = common_width(row_stride), common_width(column_stride)
     if pairs:
-        launch(transpose_pairs_kernel, grid, source, target, *sizes, row_width, *constants, warps=config["warps"])
+        launch(transpose_pairs_kernel, grid, source, target, *sizes, row_width, *constants, warps=config.warps)
     else:
         launch(
             transpose_kernel, grid, source, target, *sizes, column_stride, row_width, column_width, *constants,
-            warps=config["warps"],
+            warps=config.warps,
         )  # fmt: skip
     return result
 
 
-def _batches(x: Tensor) -> list[tuple[int, int]] | None:
-    """The dimensions before the last two as sizes and strides, joined where one stride leads through several.
-
-    None where more than two are left.
-    """
-    found: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True):
-        if size == 1:
-            continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
-        else:
-            found.append((size, stride))
-    return found if len(found) <= 2 else None
-
-
-def _are_pairs(source: Tensor, rows: int, columns: int, *strides: int) -> bool:
-    """Whether all rows begin at a multiple of 2 bytes, and two rows and two columns can be taken together."""
-    *others, column_stride = strides
-    even = not any(number % 2 for number in (rows, columns, *others))
-    return source.element_size() == 1 and column_stride == 1 and even and source.data_ptr() % 2 == 0
+def _are_pairs(source: Tensor, *sizes: int) -> bool:
+    """Whether numbers have 1 byte, all rows start at even addresses, and sizes and strides are even."""
+    return source.element_size() == 1 and source.data_ptr() % 2 == 0 and not any(size % 2 for size in sizes)
 
 
 def _as_pairs(numbers: Tensor) -> Tensor:
-    """The address as one of numbers of 2 bytes; strides are given apart."""
+    """The address, as one of numbers of 2 bytes; strides are passed separately."""
     return numbers.as_strided((2,), (1,)).view(torch.int16)
 
 
-def heuristic(rows: int, columns: int, size: int) -> dict[str, Any]:
-    """What to launch with where nobody measured: tiles whose rows and columns are 128 to 256 bytes."""
+def heuristic(rows: int, columns: int, size: int) -> TransposeConfig:
+    """Tiles whose rows and columns have 128 to 256 bytes."""
     side = {1: 128, 2: 64, 4: 32, 8: 32}[size]
-    return {
-        "rows": min(side, max(16, next_power_of_2(rows))), "columns": min(side, max(16, next_power_of_2(columns))),
-        "group": 8, "warps": 4,
-    }  # fmt: skip
+    height, width = (min(side, max(16, next_power_of_2(length))) for length in (rows, columns))
+    return TransposeConfig(rows=height, columns=width, group=8, warps=4)
 
 
-def candidates(size: int, element_size: int = 2) -> list[dict[str, Any]]:
-    """Configurations worth measuring for matrices whose shorter side is of this length."""
+def candidates(size: int, element_size: int = 2) -> list[TransposeConfig]:
+    """Configurations worth measuring for matrices whose shorter side has this length."""
     longest = max(16, next_power_of_2(size))
     sides = {1: (64, 128, 256), 2: (32, 64, 128), 4: (32, 64, 128), 8: (16, 32, 64)}[element_size]
-    found: list[dict[str, Any]] = []
+    configs: list[TransposeConfig] = []
     for height in sides:
         for width in sides:
-            tall, wide = min(height, longest), min(width, longest)
+            rows, columns = min(height, longest), min(width, longest)
             for warps in (2, 4, 8):
-                if not 32 <= tall * wide * element_size // (32 * warps) <= 128:
+                if not 32 <= rows * columns * element_size // (32 * warps) <= 128:
                     continue
                 for group in (1, 8) if height == width else (8,):
-                    one = {"rows": tall, "columns": wide, "group": group, "warps": warps}
-                    if one not in found:
-                        found.append(one)
-    return found
+                    config = TransposeConfig(rows=rows, columns=columns, group=group, warps=warps)
+                    if config not in configs:
+                        configs.append(config)
+    return configs
