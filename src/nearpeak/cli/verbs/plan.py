@@ -20,38 +20,731 @@ examples:
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nearpeak.cli.plan import clusters, collectives, memory, models, moe, serve, train, validate
+from nearpeak.cli.argument_types import share, value, values
+from nearpeak.cli.output import narrate, print_result, terminal_style, write_file
+from nearpeak.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from nearpeak.cli.main import Verb
+    from nearpeak.plan.cluster.cluster import Cluster
+    from nearpeak.plan.models.model import Model
+    from nearpeak.plan.training.job import Job
+    from nearpeak.render.document import Document
+    from nearpeak.render.views.plan.sliders import Sliders
 
-QUESTIONS: dict[str, Verb] = {
-    "memory": memory,
-    "train": train,
-    "serve": serve,
-    "collectives": collectives,
-    "moe": moe,
-    "validate": validate,
-    "models": models,
-    "clusters": clusters,
+LAYOUT_OPTIONS = (
+    "tp",
+    "cp",
+    "pp",
+    "virtual",
+    "schedule",
+    "ep",
+    "etp",
+    "sharding",
+    "shard_group",
+    "recompute",
+    "offload",
+)
+"""Options any of which makes a layout; without one it is searched for."""
+
+
+def whole_number(text: str) -> int:
+    """A whole number, which may end in k or m."""
+    found = value(text)
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 8 or 8k")
+    return found
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL."""
+    parser.add_argument("model", metavar="MODEL", help="a name of `nearpeak plan models`, a config.json, or numbers")
+
+
+def add_cluster(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """--on and what replaces the catalogue's figures."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument(
+        "--on", metavar="CLUSTER", required=required, help='a machine or a system and a number of GPUs: "h100-sxm x 64"'
+    )
+    group.add_argument("--network", metavar="ID", help="another network: an id of `nearpeak machine --networks`")
+    group.add_argument("--gpus-per-node", type=whole_number, metavar="N", help="GPUs under one host (the system's)")
+    group.add_argument(
+        "--domain-size", type=whole_number, metavar="N", help="GPUs that one NVLink switch joins (the system's)"
+    )
+    group.add_argument(
+        "--adapters-per-node", type=whole_number, metavar="N", help="network adapters of a node (the system's)"
+    )
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Degrees, batch, sharding, recomputation, offload and overlap of a training run."""
+    group = parser.add_argument_group("layout")
+    group.add_argument(
+        "--gpus", type=whole_number, metavar="N", help="how many GPUs (those of --on, or what the degrees need)"
+    )
+    for name, meaning in (
+        ("tp", "tensor parallel"),
+        ("cp", "context parallel"),
+        ("pp", "pipeline stages"),
+        ("virtual", "pieces per pipeline stage (interleaving)"),
+        ("ep", "expert parallel"),
+        ("etp", "tensor parallel inside an expert"),
+    ):
+        group.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
+    group.add_argument("--schedule", metavar="NAME", help="1f1b, interleaved or zero-bubble (1f1b)")
+    group.add_argument("--sharding", metavar="NAME", help="none, zero1, zero2, zero3 (FSDP) or hsdp (zero1)")
+    group.add_argument("--shard-group", type=whole_number, metavar="N", help="hsdp: ranks that share one copy")
+    group.add_argument(
+        "--recompute",
+        metavar="WHAT",
+        help="none, selective, full, or modules: attention,mla_up,norm,feed,experts (none)",
+    )
+    group.add_argument("--offload", metavar="WHAT", help="none, optimizer, optimizer+gradients or all (none)")
+    group.add_argument("--no-sequence-parallel", action="store_true", help="norms and residuals on every TP rank")
+    group.add_argument("--overlap", metavar="WHAT", help="of gradients,pipeline,tensor,experts (all but experts)")
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Batch, sequence, number formats, software."""
+    group = parser.add_argument_group("job")
+    group.add_argument("--sequence", type=whole_number, default=4096, metavar="N", help="tokens of a sequence (4096)")
+    group.add_argument(
+        "--microbatch", type=whole_number, default=1, metavar="N", help="sequences that a rank runs at once (1)"
+    )
+    group.add_argument("--batch", type=whole_number, metavar="N", help="sequences of one step over all GPUs")
+    group.add_argument(
+        "--precision",
+        default="bf16",
+        metavar="NAME",
+        help="bf16, bf16-master, bf16-fp32-grads, fp8, mxfp8, fp4, ... (bf16)",
+    )
+    group.add_argument("--software", default="fused", metavar="NAME", help="fused, eager or unfused (fused)")
+    group.add_argument(
+        "--year", type=float, metavar="Y", help="of the software's release, as 2025.5 (the newest that was fitted)"
+    )
+    group.add_argument("--trainable", type=float, default=1.0, metavar="SHARE", help="of the weights, for adapters (1)")
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """-o and --json."""
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write .html, .svg, .md, .csv, .json or .txt instead; may be given again",
+    )
+    group.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
+
+
+def model_of(arguments: argparse.Namespace) -> Model:
+    """The model that was named."""
+    from nearpeak.plan.models.find import find_model
+
+    return find_model(arguments.model)
+
+
+def cluster_of(arguments: argparse.Namespace) -> Cluster:
+    """The cluster that --on and its companions say; "this x 8" is this machine, calibrated."""
+    from nearpeak.plan.cluster.cluster import Cluster, parse_cluster
+
+    replaced = {
+        name: getattr(arguments, name)
+        for name in ("network", "gpus_per_node", "domain_size", "adapters_per_node")
+        if getattr(arguments, name) is not None
+    }
+    name, counted = parse_cluster(arguments.on)
+    asked = getattr(arguments, "gpus", None)
+    if counted is not None and asked is not None and counted != asked:
+        raise UsageError(f"--on says {counted} GPUs and --gpus {asked}. Give one of them.")
+    gpus = counted if counted is not None else asked
+    if name == "this":
+        from nearpeak.calibrate.machine import machine
+
+        return Cluster.of(machine(), gpus=gpus, **replaced)
+    return Cluster.of(name, gpus=gpus, **replaced)
+
+
+def has_layout(arguments: argparse.Namespace) -> bool:
+    """Whether any option of a layout was given."""
+    return any(getattr(arguments, name) is not None for name in LAYOUT_OPTIONS)
+
+
+def job_of(arguments: argparse.Namespace, model: Model, cluster: Cluster | None, *, tokens: int | None = None) -> Job:
+    """The job with its layout. Without --batch it is the smallest of at least `tokens` that fills the pipeline."""
+    from nearpeak.plan.training.job import Job, precision_named
+    from nearpeak.plan.training.layout import Layout
+
+    degrees = [getattr(arguments, name) or 1 for name in ("tp", "cp", "pp")]
+    experts = [getattr(arguments, name) or 1 for name in ("ep", "etp", "pp")]
+    needed = max(_product(degrees), _product(experts))
+    gpus = cluster.gpus if cluster is not None else needed if arguments.gpus is None else arguments.gpus
+    stages = max(1, arguments.pp or 1)
+    ranks = max(1, gpus // _product(degrees))
+    least = ranks * max(1, arguments.microbatch) * stages
+    batch = arguments.batch
+    if batch is None:
+        batch = least if tokens is None else least * max(1, -(-tokens // max(1, least * arguments.sequence)))
+    given: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in LAYOUT_OPTIONS
+        if getattr(arguments, name) is not None and name != "recompute"
+    }
+    if arguments.recompute is not None:
+        given["recompute"] = tuple(
+            part.strip() for part in arguments.recompute.replace("+", ",").split(",") if part.strip()
+        )
+    if gpus == 1 and "sharding" not in given:
+        given["sharding"] = "none"
+    layout = Layout(
+        gpus=gpus,
+        global_batch=batch,
+        microbatch=arguments.microbatch,
+        sequence_parallel=not arguments.no_sequence_parallel,
+        **given,
+        **overlaps(arguments),
+    )
+    return Job(
+        model=model,
+        layout=layout,
+        sequence=arguments.sequence,
+        precision=precision_named(arguments.precision),
+        software=arguments.software,
+        **({} if arguments.year is None else {"year": arguments.year}),
+        trainable=arguments.trainable,
+    )
+
+
+def overlaps(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What --overlap says, as fields of a layout."""
+    from nearpeak.errors import did_you_mean
+
+    if arguments.overlap is None:
+        return {"overlap_tensor": (arguments.tp or 1) > 1}  # as the search has it
+    names = ("gradients", "pipeline", "tensor", "experts")
+    given = {part.strip() for part in arguments.overlap.split(",") if part.strip()} - {"none"}
+    for name in sorted(given - set(names)):
+        raise UsageError(f"--overlap {name!r} is not known. {did_you_mean(name, names)}")
+    return {f"overlap_{name}": name in given for name in names}
+
+
+def _product(numbers: list[int]) -> int:
+    found = 1
+    for number in numbers:
+        found *= max(1, number)
+    return found
+
+
+def write_plan(
+    document: Document,
+    answer: Any,
+    arguments: argparse.Namespace,
+    sliders: Callable[[], Sliders | None] = lambda: None,
+) -> None:
+    """Prints the answer, or writes it where -o says; `sliders` are made for a page alone."""
+    from nearpeak._records import to_json
+    from nearpeak.render.report import DOCUMENT_FORMATS, document_ending
+    from nearpeak.render.text import text
+
+    endings = {path: document_ending(path, document) for path in arguments.output}
+    if arguments.json or not endings:
+        print_result(text(document, terminal_style(sys.stdout)), answer, arguments.json)
+    for path, ending in endings.items():
+        if ending == ".json":
+            write_file(path, json.dumps(to_json(answer), indent=1) + "\n")
+        else:
+            write_file(path, DOCUMENT_FORMATS[ending](document, sliders() if ending == ".html" else None))
+
+
+def configure_memory(parser: argparse.ArgumentParser) -> None:
+    """What a training job needs in memory, by part and by pipeline stage.
+
+    Parameters, gradients, optimizer, activations by module, logits, buffers,
+    context and slack, allocated and reserved. With --on: whether it fits, and the
+    cheapest changes that would make it fit.
+
+    examples:
+      nearpeak plan memory llama-2-7b
+      nearpeak plan memory llama-3-70b --on "h100-sxm x 64" --tp 8 --pp 4 --sequence 8k
+      nearpeak plan memory config.json --sharding zero3 --gpus 8 --recompute full
+      nearpeak plan memory layers=32,hidden=4096,heads=32,intermediate=11008,vocabulary=32000
+    """
+    add_model(parser)
+    add_cluster(parser, required=False)
+    add_layout(parser)
+    add_job(parser)
+    add_results(parser)
+
+
+def run_memory(arguments: argparse.Namespace) -> int:
+    """Print the memory; exit code 0 also where it does not fit, which is an answer."""
+    from nearpeak.plan.training.plan import memory_plan
+    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.training import memory_document
+
+    model = model_of(arguments)
+    cluster = None if arguments.on is None else cluster_of(arguments)
+    plan = memory_plan(job_of(arguments, model, cluster), cluster)
+    write_plan(memory_document(plan), plan, arguments, lambda: memory_sliders(plan))
+    return 0
+
+
+def configure_train(parser: argparse.ArgumentParser) -> None:
+    """How long a training step takes, by part, and which layout is the fastest.
+
+    With any option of a layout: that one. Without: all legal layouts are tried, and
+    the best few are shown with the reason. A step's time has its parts, which sum
+    to it, and what hides behind them; tokens per second, MFU and HFU; cost and
+    energy; an error bar from validation, and the weakest source of a figure.
+
+    examples:
+      nearpeak plan train llama-3-70b --on "h100-sxm x 64" --tp 4 --pp 4 --virtual 5 --batch 128 --sequence 8k
+      nearpeak plan train llama-3-70b --on "h100-sxm x 64" --sequence 8k --price 2.5
+      nearpeak plan train deepseek-v3 --on "gb200 x 256" --precision mxfp8 -o plan.html
+    """
+    add_model(parser)
+    add_cluster(parser, required=True)
+    add_layout(parser)
+    add_job(parser)
+    parser.add_argument("--price", type=float, metavar="DOLLARS", help="of one GPU for an hour: adds the cost")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts a search shows (5)")
+    add_results(parser)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Print the step, or the best layouts."""
+    from nearpeak.plan.training.plan import training_plan
+    from nearpeak.plan.training.search import STEP_TOKENS
+    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.training import training_document
+
+    if arguments.top < 1:
+        raise UsageError(f"--top {arguments.top}: a table has at least one row.")
+    model, cluster = model_of(arguments), cluster_of(arguments)
+    if has_layout(arguments):
+        job = job_of(arguments, model, cluster, tokens=STEP_TOKENS)
+        plan = training_plan(job, cluster, price=arguments.price)
+        write_plan(training_document(plan), plan, arguments, lambda: memory_sliders(plan.memory))
+        return 0
+
+    return run_search(arguments, model, cluster)
+
+
+def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
+    """Tries all legal layouts, and shows the best."""
+    from nearpeak.plan.training.job import precision_named
+    from nearpeak.plan.training.search import search_plan
+    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.training import search_document
+
+    for name in ("microbatch", "overlap", "trainable", "year"):
+        if getattr(arguments, name) not in (None, 1, 1.0):
+            raise UsageError(f"--{name} needs a layout: give --tp, --pp, --sharding or another option of it as well.")
+    answer = search_plan(
+        model,
+        cluster,
+        sequence=arguments.sequence,
+        global_batch=arguments.batch,
+        precision=precision_named(arguments.precision),
+        software=arguments.software,
+        price=arguments.price,
+    )
+    found, plan = answer.search, answer.plan
+    narrate(f"{found.legal} legal layouts, {found.fitting} fit; {found.search_seconds:.1f} s")
+    write_plan(
+        search_document(answer, arguments.top), answer, arguments, lambda: memory_sliders(plan.memory) if plan else None
+    )
+    return 0
+
+
+DEGREES = ("tp", "pp", "dp", "ep")
+
+
+def configure_serve(parser: argparse.ArgumentParser) -> None:
+    """How fast a model is served: prefill, decode, latency, throughput, room.
+
+    Prefill and decode apart, and why one is limited by compute and the other by
+    memory; time to the first token (TTFT), time per token (TPOT), throughput
+    against concurrency, what the KV cache holds, and the batch at which decode stops
+    being limited by memory. Without --tp, --pp, --dp or --ep: the layout with the
+    most tokens per second. --most-ttft and --most-tpot: the layout and the load with
+    the most throughput that keep them, and exit code 1 where none does.
+
+    examples:
+      nearpeak plan serve llama-3-70b --on "h100-sxm x 8" --precision fp8 --concurrency 64
+      nearpeak plan serve deepseek-v3 --on "h200-sxm x 8" --precision fp8 --tp 8
+      nearpeak plan serve llama-3-70b --on "h100-sxm x 8" --most-ttft 0.5 --most-tpot 0.02
+      nearpeak plan serve llama-3-70b --on "h200-sxm x 4" --speculate 3:0.7
+      nearpeak plan serve llama-3-70b --on "h100-sxm x 4" --tp 4 --disaggregate 1:3 -o serve.html
+    """
+    add_model(parser)
+    add_cluster(parser, required=True)
+    layout = parser.add_argument_group("layout of one replica")
+    for name, meaning in (
+        ("tp", "tensor parallel"),
+        ("pp", "pipeline stages"),
+        ("dp", "attention data parallel groups"),
+        ("ep", "parts of the experts"),
+    ):
+        layout.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--precision", default="bf16", metavar="NAME", help="bf16, fp8, fp4, int8 or int4 (bf16)")
+    engine.add_argument("--kv", metavar="NAME", help="of the KV cache: bf16 or fp8 (as the precision has it)")
+    engine.add_argument("--engine", default="vllm", metavar="NAME", help="vllm, sglang, trtllm or gpt-fast (vllm)")
+    engine.add_argument("--no-graphs", action="store_true", help="kernels are launched one by one")
+    engine.add_argument(
+        "--chunk", type=whole_number, default=8192, metavar="N", help="prompt tokens of one step (8192)"
+    )
+    engine.add_argument("--batching", default="continuous", metavar="NAME", help="continuous or static (continuous)")
+    engine.add_argument("--memory-share", type=float, default=0.92, metavar="S", help="of the GPU's memory (0.92)")
+    load = parser.add_argument_group("load")
+    load.add_argument("--prompt", type=whole_number, default=1024, metavar="N", help="tokens of a prompt (1024)")
+    load.add_argument("--generate", type=whole_number, default=256, metavar="N", help="tokens of an answer (256)")
+    load.add_argument("--concurrency", type=float, default=32.0, metavar="N", help="requests in flight, all GPUs (32)")
+    load.add_argument("--most-ttft", type=float, metavar="S", help="seconds to the first token at most")
+    load.add_argument("--most-tpot", type=float, metavar="S", help="seconds per token at most")
+    modes = parser.add_argument_group("other ways to serve")
+    modes.add_argument("--disaggregate", type=_pools, metavar="P:D", help="P replicas for prompts and D for decoding")
+    modes.add_argument(
+        "--speculate", type=_guesses, metavar="N:SHARE", help="N guesses a step, of which a share is accepted: 3:0.7"
+    )
+    add_results(parser)
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Print the plan of a replica."""
+    from nearpeak.plan.serving.deployment import ServingLayout
+    from nearpeak.plan.serving.plan import Load, serving_plan
+    from nearpeak.render.views.plan.serving import document
+    from nearpeak.render.views.plan.sliders import decode_sliders
+
+    model, cluster = model_of(arguments), cluster_of(arguments)
+    given = {name: getattr(arguments, name) for name in DEGREES if getattr(arguments, name) is not None}
+    if arguments.most_ttft is not None or arguments.most_tpot is not None:
+        chosen = _within_limits(arguments, model, cluster, given)
+        if chosen is None:
+            return 1
+        given, arguments.concurrency = chosen
+    plan = serving_plan(
+        model,
+        cluster,
+        Load(
+            prompt=arguments.prompt,
+            output=arguments.generate,
+            concurrency=arguments.concurrency,
+            batching=arguments.batching,
+            chunk=arguments.chunk,
+            memory_share=arguments.memory_share,
+        ),
+        ServingLayout(**given) if given else None,
+        arguments.precision,
+        kv=arguments.kv,
+        engine=arguments.engine,
+        graphs=not arguments.no_graphs,
+        disaggregate=arguments.disaggregate,
+        guesses=arguments.speculate,
+    )
+    write_plan(document(plan), plan, arguments, lambda: decode_sliders(plan))
+    return 0
+
+
+def _within_limits(
+    arguments: argparse.Namespace, model: Model, cluster: Cluster, given: dict[str, int]
+) -> tuple[dict[str, int], float] | None:
+    """The layout and the load with the most throughput within the limits; None, and a line on stderr, if none is."""
+    from nearpeak.plan.serving.search import search_serving
+
+    if given:
+        raise UsageError(f"--most-ttft and --most-tpot search for a layout: leave out --{next(iter(given))}.")
+    found = search_serving(
+        model,
+        cluster,
+        arguments.precision,
+        prompt=arguments.prompt,
+        output=arguments.generate,
+        kv=arguments.kv,
+        engine=arguments.engine,
+        most_ttft=arguments.most_ttft,
+        most_tpot=arguments.most_tpot,
+    )
+    if found.best is None:
+        narrate(f"nearpeak: {found.nearest}")
+        return None
+    narrate(f"{found.tried} legal layouts, {found.fitting} fit; {found.nearest}")
+    layout = {name: getattr(found.best.layout, name) for name in DEGREES}
+    return layout, found.best.serving.concurrency * found.best.replicas
+
+
+def _pools(text: str) -> tuple[int, int]:
+    """P:D."""
+    first, colon, second = text.partition(":")
+    if not colon or not first.isdecimal() or not second.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not PREFILL:DECODE, such as 1:3")
+    return int(first), int(second)
+
+
+def _guesses(text: str) -> tuple[int, float]:
+    """N:SHARE."""
+    first, colon, second = text.partition(":")
+    try:
+        return int(first), float(second if colon else "0.7")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not GUESSES:SHARE, such as 3:0.7") from None
+
+
+SIZES = "1k..4g*8"
+
+
+def configure_collectives(parser: argparse.ArgumentParser) -> None:
+    """How long collectives take on a cluster, and by which algorithm.
+
+    Bytes are counted as nccl-tests does: an all-gather's are those of its output, a
+    reduce-scatter's of its input, an all-to-all's all that a rank sends.
+
+    examples:
+      nearpeak plan collectives --on "h100-sxm x 64"
+      nearpeak plan collectives --on "h100-sxm x 64" --op all_reduce --bytes 1k..1g*8
+      nearpeak plan collectives --on "gb200 x 144" --op all_to_all --ranks 64 -o all_to_all.svg
+    """
+    add_cluster(parser, required=True)
+    parser.add_argument(
+        "--op", action="append", default=[], metavar="NAME", help="all_reduce, ...; may be given again (all)"
+    )
+    parser.add_argument(
+        "--bytes", type=values, default=values(SIZES), metavar="SIZES", help=f"as 64m, or a range ({SIZES})"
+    )
+    parser.add_argument("--ranks", type=whole_number, metavar="N", help="GPUs of the group (all)")
+    parser.add_argument(
+        "--stride",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="GPUs between two neighbors: tp, for a data-parallel group (1)",
+    )
+    add_results(parser)
+
+
+def run_collectives(arguments: argparse.Namespace) -> int:
+    """Print times by size, and what they are made of."""
+    from nearpeak.plan.cluster.collectives import OPS, collective_seconds
+    from nearpeak.render.views.plan.collectives import document
+
+    cluster = cluster_of(arguments)
+    sizes = [size for size in arguments.bytes if isinstance(size, (int, float)) and not isinstance(size, bool)]
+    if len(sizes) != len(arguments.bytes):
+        raise UsageError("--bytes: every size is a number, such as 64m or 1k..1g*8.")
+    if arguments.stride < 1:
+        raise UsageError(f"--stride {arguments.stride}: must be at least 1. Nearest: --stride 1.")
+    ranks = arguments.ranks if arguments.ranks is not None else max(1, cluster.gpus // arguments.stride)
+    ops = arguments.op or [op for op in OPS if op != "send_recv" or ranks >= 2]
+    found = []
+    for op in ops:
+        counted = 2 if op == "send_recv" else ranks
+        group = cluster.group(counted, arguments.stride)
+        found += [
+            collective_seconds(
+                op,
+                size,
+                counted,
+                cluster,
+                ranks_per_node=group.ranks_per_domain,
+                concurrent_groups=group.concurrent_groups if arguments.stride > 1 else 1,
+            )
+            for size in sizes
+        ]
+    write_plan(document(found, cluster, ranks), tuple(found), arguments)
+    return 0
+
+
+DTYPES = {"bf16": "bfloat16", "fp8": "float8", "fp4": "float4"}
+
+
+def configure_moe(parser: argparse.ArgumentParser) -> None:
+    """Tensor against expert parallelism for the experts of one MoE layer.
+
+    Memory time, compute time and communication of the busiest GPU, by degree, as a
+    table and as a picture of two panels.
+
+    examples:
+      nearpeak plan moe deepseek-v3 --on "h100-sxm x 64"
+      nearpeak plan moe qwen3-30b-a3b --on "h100-sxm x 8" --tokens 128 -o moe.svg
+    """
+    add_model(parser)
+    add_cluster(parser, required=True)
+    parser.add_argument("--tokens", type=whole_number, default=8192, metavar="N", help="of the whole group (8192)")
+    parser.add_argument("--degrees", metavar="LIST", help="as 2,4,8 (powers of two that divide)")
+    parser.add_argument("--precision", default="bf16", metavar="NAME", help="bf16, fp8 or fp4 (bf16)")
+    parser.add_argument(
+        "--skew", type=float, default=1.0, metavar="X", help="load of the busiest GPU against chance (1)"
+    )
+    add_results(parser)
+
+
+def run_moe(arguments: argparse.Namespace) -> int:
+    """Print both ways to split at each degree."""
+    from nearpeak.plan.moe_degrees import DEGREES, MoeLayer, degrees
+    from nearpeak.render.views.plan.moe import document
+
+    model, cluster = model_of(arguments), cluster_of(arguments)
+    if not model.is_moe:
+        raise UsageError(f"{model.name} has no experts. `nearpeak plan models` shows which models have.")
+    if arguments.precision not in DTYPES:
+        raise UsageError(
+            f"--precision {arguments.precision!r} is not known. {did_you_mean(arguments.precision, DTYPES)}"
+        )
+    layer = MoeLayer(
+        experts=model.experts,
+        active=model.active_experts,
+        hidden=model.latent or model.hidden,
+        intermediate=model.expert_intermediate,
+        gated=model.gated,
+    )
+    if arguments.degrees is not None:
+        try:
+            at = tuple(int(part) for part in arguments.degrees.split(","))
+        except ValueError:
+            raise UsageError(
+                f"--degrees {arguments.degrees!r} is not a list of whole numbers, such as 2,4,8."
+            ) from None
+    else:
+        usable = (degree for degree in DEGREES if degree <= cluster.gpus)
+        at = tuple(n for n in usable if layer.experts % n == 0 and layer.intermediate % n == 0)
+    if not at:
+        raise UsageError(
+            f"No degree from 2 to {cluster.gpus} divides experts={layer.experts} and their width. Name some."
+        )
+    found = degrees(layer, arguments.tokens, cluster, at=at, dtype=DTYPES[arguments.precision], skew=arguments.skew)
+    write_plan(document(found, model, cluster), found, arguments)
+    return 0
+
+
+def configure_validate(parser: argparse.ArgumentParser) -> None:
+    """Measurements in a CSV file against the planner.
+
+    The columns of the file say what it holds: training runs, serving runs,
+    collectives, or pairs of layouts with their winner. Each source is predicted by
+    constants that were fitted without it. Errors by source, architecture, GPU and
+    scale, and the rows that are furthest off.
+
+    --fail-over 10% ends with exit code 1 where a mean error is above it.
+
+    examples:
+      nearpeak plan validate benchmarks/measurements/measured_training.csv
+      nearpeak plan validate benchmarks/measurements/measured_collectives.csv --worst 20 -o collectives.html
+      nearpeak plan validate benchmarks/measurements/layout_pairs.csv
+    """
+    parser.add_argument("file", metavar="FILE", help="a CSV file of measurements")
+    parser.add_argument("--seen", action="store_true", help="use the constants that were fitted on all sources")
+    parser.add_argument("--runs", metavar="FOLDER", help="pairs: where the files are whose rows they name")
+    parser.add_argument("--worst", type=int, default=10, metavar="N", help="how many of the worst rows to show (10)")
+    parser.add_argument("--fail-over", type=share, metavar="SHARE", help="exit code 1 where a mean error is above it")
+    add_results(parser)
+
+
+def run_validate(arguments: argparse.Namespace) -> int:
+    """Print the errors, and say whether the gate holds."""
+    from nearpeak.plan.validation.validate import validate
+    from nearpeak.render.views.plan.validation import document
+
+    if arguments.worst < 0:
+        raise UsageError(f"--worst {arguments.worst}: must be at least 0. Nearest: --worst 0.")
+    found = validate(
+        Path(arguments.file),
+        leave_out=not arguments.seen,
+        worst=arguments.worst,
+        runs=None if arguments.runs is None else Path(arguments.runs),
+    )
+    write_plan(document(found), found, arguments)
+    limit = arguments.fail_over
+    if limit is None:
+        return 0
+    above = [group for group in found.whole if group.mean_absolute > limit]
+    for group in above:
+        narrate(f"nearpeak: failed: {group.name}: a mean error of {group.mean_absolute:.1%} is above {limit:.1%}.")
+    return 1 if above else 0
+
+
+def configure_models(parser: argparse.ArgumentParser) -> None:
+    """The catalogue of models.
+
+    Without NAME: one line for each. With NAME: its shape, weights, FLOPs and cache,
+    and where the figures come from.
+    """
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a name, a config.json, or numbers")
+    add_results(parser)
+
+
+def run_models(arguments: argparse.Namespace) -> int:
+    """Print the list, or one model."""
+    from nearpeak.plan.models.catalogue import catalogue_names, get_model
+    from nearpeak.plan.models.find import find_model
+    from nearpeak.render.views.plan import catalogue as render
+
+    if arguments.name:
+        found = find_model(arguments.name)
+        write_plan(render.model_document(found), found, arguments)
+    else:
+        models = tuple(get_model(name) for name in catalogue_names())
+        write_plan(render.models_document(models), models, arguments)
+    return 0
+
+
+def configure_clusters(parser: argparse.ArgumentParser) -> None:
+    """The catalogue of systems that GPUs come in, for --on.
+
+    Every machine of `nearpeak machine --list` is a name too: it gets its usual system.
+    """
+    parser.add_argument("name", nargs="?", metavar="NAME", help='a cluster, such as "gb200 x 144"')
+    add_results(parser)
+
+
+def run_clusters(arguments: argparse.Namespace) -> int:
+    """Print the list, or one cluster."""
+    from nearpeak.plan.cluster.cluster import Cluster, systems
+    from nearpeak.render.views.plan import catalogue as render
+
+    if arguments.name:
+        found = Cluster.of(arguments.name)
+        write_plan(render.cluster_document(found), found, arguments)
+    else:
+        write_plan(render.clusters_document(systems()), systems(), arguments)
+    return 0
+
+
+QUESTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "memory": (configure_memory, run_memory),
+    "train": (configure_train, run_train),
+    "serve": (configure_serve, run_serve),
+    "collectives": (configure_collectives, run_collectives),
+    "moe": (configure_moe, run_moe),
+    "validate": (configure_validate, run_validate),
+    "models": (configure_models, run_models),
+    "clusters": (configure_clusters, run_clusters),
 }
+"""How each question declares its arguments, and how it is answered. The docstring of the first is its help."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add one sub-parser per question."""
     questions = parser.add_subparsers(dest="question", metavar="QUESTION", title="questions")
-    for name, module in QUESTIONS.items():
-        text = (module.__doc__ or "").strip()
+    for name, (declare, _) in QUESTIONS.items():
+        text = inspect.getdoc(declare) or ""
         question = questions.add_parser(
             name,
             help=text.partition("\n")[0].replace("%", "%%"),
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.configure(question)
+        declare(question)
     parser.set_defaults(plan_help=parser.format_help)
 
 
@@ -60,4 +753,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.question is None:
         print(arguments.plan_help(), file=sys.stderr, end="")
         return 2
-    return QUESTIONS[arguments.question].run(arguments)
+    _, answer = QUESTIONS[arguments.question]
+    return answer(arguments)

@@ -1,1 +1,0 @@
-"""The questions of `nearpeak plan`, one module each."""
