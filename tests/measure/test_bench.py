@@ -435,7 +435,7 @@ def test_a_misspelt_option_is_refused_before_anything_runs():
         bench(pytest.fail, "was called", precison=0.1)
 
 
-def test_redrawn_inputs_have_other_values_in_every_block():
+def test_resampled_inputs_have_other_values_in_every_block():
     from nearpeak.measure.case import Resampled
 
     seen = []

@@ -278,7 +278,7 @@ def test_tensors_are_found_in_a_dataclass():
     assert found(Case(print, Batch(ids=X, masks=[Y])).tensors()) == [2, 3]
 
 
-def test_a_redrawn_argument_changes_its_values_in_place():
+def test_a_resampled_argument_changes_its_values_in_place():
     case = Case(torch.neg, Resampled(lambda seed: torch.full((3,), float(seed))))
     (x,) = case.args
     case.resample(5)
@@ -287,9 +287,11 @@ def test_a_redrawn_argument_changes_its_values_in_place():
     assert as_case(case, (), {}, name="renamed").resampled == case.resampled
 
 
-def test_a_redrawn_argument_that_changes_its_shape_is_refused():
+def test_a_resampled_argument_that_changes_its_shape_is_refused():
     case = Case(torch.neg, Resampled(lambda seed: torch.ones(3 + seed)), name="growing")
-    with pytest.raises(CaseError, match=r"growing: a Redrawn input has shape \(3,\) in one draw and \(5,\) in another"):
+    with pytest.raises(
+        CaseError, match=r"growing: a Resampled input has shape \(3,\) in one draw and \(5,\) in another"
+    ):
         case.resample(2)
 
 

@@ -286,13 +286,13 @@ def test_many_tokens_are_drawn_in_parts(monkeypatch):
     assert_is_a_routing(routing(95, 10, 3, device="cpu"), 95, 10, 3)
 
 
-def test_redrawn_gives_each_block_its_own_inputs():
+def test_resampled_gives_each_block_its_own_inputs():
     resampled = Resampled(lambda seed: activations(8, seed=seed, device="cpu"))
     assert resampled.draw(2).equal(resampled.draw(2))
     assert not resampled.draw(2).equal(resampled.draw(3))
 
 
-def test_redrawn_refuses_inputs_that_are_already_drawn():
+def test_resampled_refuses_inputs_that_are_already_drawn():
     with pytest.raises(UsageError, match="function of a seed, found Tensor"):
         Resampled(torch.zeros(3))
     with pytest.raises(UsageError, match="block is -1"):

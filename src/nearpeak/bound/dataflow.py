@@ -1,4 +1,4 @@
-"""`Touches`: which storages an op reads and writes, whether or not bytes are charged for it."""
+"""The dataflow of a trace: which storages each op reads and writes, whether or not bytes are charged for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAINED: frozenset[Family] = frozenset({"pointwise", "movement", "creation", "ra
 
 
 class Touches(NamedTuple):
-    """Storages that an op depends on and storages that it changes. A view has neither."""
+    """The storages that an op reads and writes. A view has neither."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -24,35 +24,38 @@ _NOTHING = Touches((), ())
 
 
 def touches_in(trace: Trace, costs: Sequence[Cost], kinds: OpClasses | None = None) -> tuple[Touches, ...]:
-    """For each op of a trace; `kinds` are those of its ops, for a caller that has them."""
+    """The storages that each op touches; `kinds` is the result of `classify_ops`, for a caller that has it."""
     if kinds is None:
         return tuple([touches_of(op, cost) for op, cost in zip(trace.ops, costs, strict=True)])
-    known: list[Touches | None] = [found.get("touches") for found in kinds.found]
-    found = []
+    known: list[Touches | None] = [memo.get("touches") for memo in kinds.memos]
+    result = []
     for index, (kind, storages) in enumerate(zip(kinds.kinds, kinds.storages, strict=True)):
         touches = known[kind]
         if touches is _NOTHING:
-            found.append(_NOTHING)
+            result.append(_NOTHING)
         elif touches is not None:
-            found.append(
-                Touches(tuple([storages[at] for at in touches.reads]), tuple([storages[at] for at in touches.writes]))
+            result.append(
+                Touches(
+                    tuple([storages[place] for place in touches.reads]),
+                    tuple([storages[place] for place in touches.writes]),
+                )
             )
         else:
             touches = touches_of(trace.ops[index], costs[index])
-            found.append(touches)
+            result.append(touches)
             places = {storage: place for place, storage in enumerate(storages)}
             if touches is _NOTHING:
-                known[kind] = kinds.found[kind]["touches"] = _NOTHING
+                known[kind] = kinds.memos[kind]["touches"] = _NOTHING
             elif all(storage in places for storage in (*touches.reads, *touches.writes)):
-                known[kind] = kinds.found[kind]["touches"] = Touches(
+                known[kind] = kinds.memos[kind]["touches"] = Touches(
                     tuple(places[storage] for storage in touches.reads),
                     tuple(places[storage] for storage in touches.writes),
                 )
-    return tuple(found)
+    return tuple(result)
 
 
 def touches_of(op: Op, cost: Cost) -> Touches:
-    """From the tensors as well as from the cost: a formula may charge nothing for a tensor that is read."""
+    """The storages of an op, from its tensors and its cost: a formula may charge nothing for a tensor that is read."""
     if cost.family == "view":
         return _NOTHING
     reads = {tensor.storage: None for tensor in op.inputs}

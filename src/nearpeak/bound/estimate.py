@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nearpeak import _display
 from nearpeak.bound.dataflow import touches_in
 from nearpeak.bound.expected import expected_times
-from nearpeak.bound.floors import group_times, ideal_seconds, written_times
+from nearpeak.bound.floors import group_times, ideal, written_times
 from nearpeak.bound.fusion import FusionGroup, fusion_groups
 from nearpeak.bound.roofline import Ceilings, limiting_resource
 from nearpeak.bound.tiles import Tiling, tiling
@@ -39,17 +39,17 @@ class EstimatedOp:
     phase: Phase
     source: str
     model: str
-    """How its cost was found: "formula", "operands" or "none"."""
+    """Where its cost comes from: "formula", "operands" or "none"."""
     engine: str = ""
-    """Where most of its FLOPs run: "matrix", "vector", or "" without any."""
+    """Where most of its FLOPs run: "matrix", "vector", or "" without FLOPs."""
     dtype: str = ""
-    """In which of the machine's dtypes."""
+    """The dtype that it computes in, as ceilings name it."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of its tensor operands."""
     tiling: Tiling | None = None
-    """Of a matrix product on a GPU: its tiles and waves, which are no part of the bound."""
+    """Tiles and waves of a matrix product on a GPU, which are no part of the bound."""
     expected_seconds: float | None = None
-    """What a good kernel takes for it; None where nothing like it was measured."""
+    """The time of a good kernel; None where nothing like it was measured."""
     origin: Origin = "torch"
 
 
@@ -89,14 +89,14 @@ class Estimate:
     group_seconds: tuple[float, ...] = ()
     """The bound of each of `groups` as one kernel."""
     expected_s: float | None = None
-    """What good kernels take for the ops as written, one after the other. No bound; None where it is not known."""
+    """The time of the ops as written, one after the other, with good kernels. No bound; None where it is not known."""
     expected_from: str = ""
     """The machine whose kernels were measured for `expected_s`."""
     memory_bytes: float = 0.0
-    """What of the `bytes` the last-level cache does not serve: the least that crosses memory."""
+    """The part of `bytes` that the last-level cache does not serve: the least that crosses memory."""
 
     def __repr__(self) -> str:
-        """One line; thousands of ops would be none."""
+        """One line, without the ops."""
         times = (("as written", self.as_written_s), ("fused", self.fused_s), ("ideal", self.ideal_s))
         floors = ", ".join(f"{name} {seconds(value)}" for name, value in times)
         return f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>"
@@ -134,8 +134,8 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
         reached = written_times(trace, costs, machine, "achievable", touches)
     expectation = expected_times(trace, costs, reached, machine, kinds)
     facts = [
-        _facts(trace.ops[index], costs[index], machine, found)
-        for index, found in zip(kinds.firsts, kinds.found, strict=True)
+        _facts(trace.ops[index], costs[index], machine, memo)
+        for index, memo in zip(kinds.firsts, kinds.memos, strict=True)
     ]
     ops = tuple(
         [
@@ -152,7 +152,7 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
         how=achievable.how if ceilings == "achievable" and achievable is not None else "datasheet",
         as_written_s=written_seconds,
         fused_s=min(sum(group_seconds), written_seconds),
-        ideal_s=ideal_seconds(trace, costs, machine, ceilings=ceilings),
+        ideal_s=ideal(trace, costs, machine, ceilings=ceilings).seconds,
         work=_total(facts, kinds.kinds),
         ops=ops,
         groups=fusion,
@@ -172,7 +172,7 @@ def _bandwidth(machine: Machine, ceilings: Ceilings) -> float:
 
 
 class _Facts(NamedTuple):
-    """What all ops of one kind have in common, as the fields of `EstimatedOp`."""
+    """The fields of `EstimatedOp` that all ops of one kind share."""
 
     name: str
     family: str
@@ -188,10 +188,10 @@ class _Facts(NamedTuple):
     machine: Machine
 
 
-def _facts(op: Op, cost: Cost, machine: Machine, found: dict[str, Any]) -> _Facts:
-    known: _Facts | None = found.get("facts")
-    if known is not None and known.machine is machine and known.cost.flops is cost.flops:
-        return known
+def _facts(op: Op, cost: Cost, machine: Machine, memo: dict[str, Any]) -> _Facts:
+    facts_before: _Facts | None = memo.get("facts")
+    if facts_before is not None and facts_before.machine is machine and facts_before.cost.flops is cost.flops:
+        return facts_before
     by_dtype = cost.flops if any(cost.flops.values()) else cost.vector_flops
     dtype = max(by_dtype, key=lambda name: by_dtype[name], default="")
     facts = _Facts(
@@ -208,7 +208,7 @@ def _facts(op: Op, cost: Cost, machine: Machine, found: dict[str, Any]) -> _Fact
         cost=cost,
         machine=machine,
     )
-    found["facts"] = facts
+    memo["facts"] = facts
     return facts
 
 

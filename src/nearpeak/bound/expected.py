@@ -1,10 +1,10 @@
-"""`expected_seconds`: what a good kernel takes for an op, from what kernels of its kind were seen to reach.
+"""The expected time of an op with a good kernel, from the measured efficiency of kernels of its kind.
 
-A bound says what no kernel beats; this says what to expect. The two are never mixed: an expectation enters no floor.
+A bound is what no kernel beats; an expectation is the time to expect. An expectation enters no floor.
 
-Each kind of op has points: an op whose bound is so many seconds took so many times its bound. Between two points the
-ratio is interpolated, both on logarithmic scales. Beyond the last point it stays as it is. Before the first point the
-time stays as it is: a kernel that has next to nothing to do takes its fixed time.
+Each kind of op has measured points: the bound of an op, and the ratio of its time to that bound. Between two points the
+ratio is interpolated on logarithmic scales. Beyond the last point the ratio is constant. Before the first point the
+time is constant: a kernel with next to no work takes its fixed time.
 
 Kinds go from special to general ("aten.cat", then "movement"); the first that was measured counts.
 """
@@ -26,29 +26,29 @@ from nearpeak.ops.tensor import Tensor
 
 Efficiency = Mapping[str, Sequence[EfficiencyPoint]]
 CACHED = "/cached"
-"""Ends the name of a kind whose operands were in the cache when it was measured."""
+"""Suffix of a kind that was measured with its operands in the cache."""
 NEAR_RIDGE = 2.0
-"""Up to what ratio of memory and compute a product is limited by both."""
+"""A product whose memory and compute times differ by less than this ratio is limited by both."""
 NARROW = 32
-"""Rows or columns of a product's result up to which it is another kind where compute is the limit."""
+"""A compute-bound product with at most so many rows or columns is a kind of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Seconds of each op with a good kernel, None where nothing like it was measured, and whose kernels those were."""
+    """The expected seconds of each op, None where nothing like it was measured; and the machine that was measured."""
 
     seconds: tuple[float | None, ...]
     measured_on: str
     start: float = 0.0
-    """What a call that does anything takes besides: on a CPU the first op finds its code in no cache."""
+    """The cold start of a step: on a CPU the first op finds its code in no cache."""
 
     @property
     def total(self) -> float | None:
-        """The sum over the ops that are known, and the start; None where none is."""
-        known = [value for value in self.seconds if value is not None]
-        if not known:
+        """The sum over the ops with an expectation, and the cold start; None where no op has one."""
+        seconds = [value for value in self.seconds if value is not None]
+        if not seconds:
             return None if self.seconds else 0.0
-        ops = sum(known)
+        ops = sum(seconds)
         return ops + self.start if ops else 0.0
 
 
@@ -59,36 +59,36 @@ def expected_times(
     machine: Machine,
     kinds: OpClasses | None = None,
 ) -> Expectation:
-    """What good kernels take for the ops as written.
+    """The expected times of the ops as written.
 
-    `times` are those of each op at the achievable ceilings of `machine`, `kinds` those of the ops, for a caller that
-    has them. A machine whose own kernels were not measured is taken to come as near to its
-    bounds as the one that was. On a CPU no op takes less than its call, be it a view: no host runs ahead there.
+    `times` are those of each op at the achievable ceilings of `machine`; `kinds` is the result of `classify_ops`, for a
+    caller that has it. A machine whose kernels were not measured is assumed to be as efficient as the reference
+    machine. On a CPU no op, not even a view, takes less than its call: no host runs ahead there.
     """
     if machine.achievable is None:
         return Expectation(seconds=(None,) * len(costs), measured_on="")
     efficiency: Efficiency = machine.achievable.efficiency
     measured_on = machine.id
     if not efficiency:
-        known = reference_efficiency(machine.kind)
-        efficiency, measured_on = known.efficiency, known.machine
+        measured = reference_efficiency(machine.kind)
+        efficiency, measured_on = measured.efficiency, measured.machine
     launch = machine.achievable.launch
-    least = launch.host_call or 0.0 if machine.kind == "cpu" else 0.0
-    found: dict[tuple[int, ResourceSeconds], float | None] = {}
+    shortest = launch.host_call or 0.0 if machine.kind == "cpu" else 0.0
+    memo: dict[tuple[int, ResourceSeconds], float | None] = {}
     seconds = []
     for index, key in enumerate(zip((kinds or classify_ops(trace.ops)).kinds, times, strict=True)):
-        value = found.get(key, math.nan)
+        value = memo.get(key, math.nan)
         if value is math.nan:
             value = expected_seconds(trace.ops[index], costs[index], key[1], efficiency)
-            value = found[key] = None if value is None else max(value, least)
+            value = memo[key] = None if value is None else max(value, shortest)
         seconds.append(value)
     return Expectation(seconds=tuple(seconds), measured_on=measured_on, start=launch.cold_start or 0.0)
 
 
 def kinds_of(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
-    """The names under which the efficiency of an op may be known, the most special first.
+    """The kinds under which the efficiency of an op may be measured, the most special first.
 
-    Where its operands are in the cache, each has a form of its own before it.
+    Where its operands are in the cache, each kind is preceded by its form with the suffix `CACHED`.
     """
     for kind in _kinds(op, cost, limiter):
         if limiter == "cache":
@@ -124,9 +124,9 @@ def _kinds(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
 
 
 def expected_seconds(op: Op, cost: Cost, times: ResourceSeconds, efficiency: Efficiency) -> float | None:
-    """Seconds that a good kernel takes; 0 for what costs nothing, None where nothing like it was measured.
+    """The time of a good kernel; 0 for an op that costs nothing, None where nothing like it was measured.
 
-    A product near the ridge is limited by both memory and compute: the longer counts, each with what is reached of it.
+    A product near the ridge is limited by both memory and compute: the longer of both expectations counts.
     """
     bound_seconds, limiter = limiting_resource(times)
     if bound_seconds <= 0.0:
@@ -134,9 +134,9 @@ def expected_seconds(op: Op, cost: Cost, times: ResourceSeconds, efficiency: Eff
     value = _expected_from_kinds(op, cost, bound_seconds, limiter, efficiency)
     if value is not None and cost.family == "matrix":
         memory, cache, compute, _ = times
-        other = ("memory", max(memory, cache)) if limiter == "compute" else ("compute", compute)
-        if other[1] > bound_seconds / NEAR_RIDGE:
-            value = max(value, _expected_from_kinds(op, cost, other[1], other[0], efficiency) or 0.0)
+        second = ("memory", max(memory, cache)) if limiter == "compute" else ("compute", compute)
+        if second[1] > bound_seconds / NEAR_RIDGE:
+            value = max(value, _expected_from_kinds(op, cost, second[1], second[0], efficiency) or 0.0)
     return value
 
 
@@ -151,10 +151,10 @@ def _expected_from_kinds(
 
 
 def interpolate(points: Sequence[EfficiencyPoint], bound_seconds: float) -> float:
-    """The time that belongs to a bound.
+    """The expected time for a bound.
 
-    >>> points = (Reached(bound_seconds=1e-6, ratio=4.0), Reached(bound_seconds=1e-4, ratio=1.0))
-    >>> [round(at(points, bound) * 1e6, 3) for bound in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)]
+    >>> points = (EfficiencyPoint(bound_seconds=1e-6, ratio=4.0), EfficiencyPoint(bound_seconds=1e-4, ratio=1.0))
+    >>> [round(interpolate(points, bound) * 1e6, 3) for bound in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)]
     [4.0, 4.0, 20.0, 100.0, 1000.0]
     """
     position = bisect_right(points, bound_seconds, key=lambda point: point.bound_seconds)
@@ -168,9 +168,9 @@ def interpolate(points: Sequence[EfficiencyPoint], bound_seconds: float) -> floa
 
 
 def _access_order(op: Op) -> str:
-    """How an op goes through its tensors: "" all in one order, "permuted" by whole rows, "transposed" by elements.
+    """How the memory orders of an op's tensors differ: "" not at all, "permuted" by rows, "transposed" by elements.
 
-    Where rows are permuted or an operand is broadcast, the last dimension is still contiguous in all of them.
+    Where rows are permuted or an operand is broadcast, the last dimension is contiguous in all tensors.
     """
     tensors = [tensor for tensor in (*op.inputs, *op.outputs) if tensor.elements > 1]
     if len({_steps(tensor) for tensor in tensors}) <= 1:

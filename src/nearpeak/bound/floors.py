@@ -2,12 +2,12 @@
 
 Each is a sum, or one application, of the same roofline, `max(memory, cache, compute, launch)`:
 
-* memory: bytes that the model of the last-level cache sends to memory, over the memory's bandwidth;
-* cache: all bytes, since each crosses the last-level cache, over its bandwidth; nothing where that is not known;
+* memory: bytes that the cache model sends to memory, over the memory's bandwidth;
+* cache: all bytes, since each crosses the last-level cache, over its bandwidth; 0 where that is not known;
 * compute: matrix FLOPs of all dtypes one after the other, vector FLOPs beside them. Matrix work of a dtype without a
   matrix engine runs at its vector rate, and the other way round. A dtype with neither is an error;
-* launch: one more kernel in a graph, on a GPU with measured ceilings; nothing on a CPU, where compiled code need not
-  make a call per op, and nothing at the datasheet's ceilings.
+* launch: one more kernel in a CUDA graph, on a GPU with measured ceilings; 0 on a CPU, where compiled code need not
+  make a call per op, and 0 at the datasheet's ceilings.
 
 The floors are in order by construction. Fused is never above as written: regrouping removes accesses, which can make
 a least-recently-used cache miss more; where that costs more than it saves in all, nothing is regrouped. Ideal is not
@@ -18,7 +18,6 @@ out all results but what one cache holds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nearpeak.bound.cache import Residency, distinct
 from nearpeak.bound.dataflow import Touches, touches_in
@@ -26,25 +25,7 @@ from nearpeak.bound.fusion import FusionGroup, does_anything
 from nearpeak.bound.roofline import Ceilings, KernelBound, KernelStream, ResourceSeconds
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.cost import Cost
-from nearpeak.ops.fast_init import fast_init
 from nearpeak.ops.op import Op, Trace
-
-
-@fast_init
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpBound(KernelBound):
-    """One op at its own roofline."""
-
-    index: int
-    cost: Cost
-
-
-@fast_init
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupBound(KernelBound):
-    """One group as one kernel."""
-
-    group: FusionGroup
 
 
 def as_written(
@@ -55,17 +36,14 @@ def as_written(
     ceilings: Ceilings = "achievable",
     residency: Residency | None = None,
     touches: Sequence[Touches] | None = None,
-) -> tuple[OpBound, ...]:
+) -> tuple[KernelBound, ...]:
     """Every op at its own roofline, in the order written.
 
-    The cache starts cold, or as `residency` has it, which is left as the trace leaves it: run a trace twice through
-    one `Residency` for the bound of the second, warm run.
+    The cache starts cold, or as `residency` is, which is updated: run a trace twice through one `Residency` for the
+    bound of the second, warm run.
     """
     times = written_times(trace, costs, machine, ceilings, touches or touches_in(trace, costs), residency)
-    return tuple(
-        OpBound(index=index, cost=cost, **_named(four))
-        for index, (cost, four) in enumerate(zip(costs, times, strict=True))
-    )
+    return tuple(KernelBound.of(seconds) for seconds in times)
 
 
 def written_times(
@@ -76,35 +54,21 @@ def written_times(
     touches: Sequence[Touches],
     residency: Residency | None = None,
 ) -> list[ResourceSeconds]:
-    """What `as_written` is made of, without the objects."""
+    """The resource seconds of `as_written`, as tuples."""
     stream = KernelStream(trace, machine, ceilings, residency)
-    dead = _dead_after(trace, touches, None)
-    found = []
+    released = _dead_after(trace, touches, None)
+    times = []
     for index, cost in enumerate(costs):
-        found.append(
+        times.append(
             stream.seconds(
                 cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=does_anything(cost), op=index
             )
         )
         if (trace.guessed_storages or cost.model != "formula") and cost.family != "view":
             _may_hold(stream, trace.ops[index])
-        if index in dead:
-            stream.release(dead[index])
-    return found
-
-
-def group_bounds(
-    trace: Trace,
-    costs: Sequence[Cost],
-    grouped: Sequence[FusionGroup],
-    machine: Machine,
-    *,
-    ceilings: Ceilings = "achievable",
-    touches: Sequence[Touches] | None = None,
-) -> tuple[GroupBound, ...]:
-    """Every group of `fusion.groups` at the roofline of what crosses its border, one launch each."""
-    times = group_times(trace, costs, grouped, machine, ceilings, touches or touches_in(trace, costs))
-    return tuple(GroupBound(group=group, **_named(four)) for group, four in zip(grouped, times, strict=True))
+        if index in released:
+            stream.release(released[index])
+    return times
 
 
 def group_times(
@@ -115,26 +79,26 @@ def group_times(
     ceilings: Ceilings,
     touches: Sequence[Touches],
 ) -> list[ResourceSeconds]:
-    """What `group_bounds` is made of, without the objects."""
+    """Every group of `fusion_groups` at the roofline of what it reads and writes, one launch each."""
     stream = KernelStream(trace, machine, ceilings)
-    dead = _dead_after(trace, touches, [group.members for group in grouped])
+    released = _dead_after(trace, touches, [group.members for group in grouped])
     unknown = _unknown(costs)
-    found = []
+    times = []
     for position, group in enumerate(grouped):
-        found.append(
+        times.append(
             stream.seconds(
                 group.reads, group.writes, group.flops, group.vector_flops, launches=group.launches, op=group.members[0]
             )
         )
         for index in unknown.intersection(group.members) if unknown else ():
             _may_hold(stream, trace.ops[index])
-        if position in dead:
-            stream.release(dead[position])
-    return found
+        if position in released:
+            stream.release(released[position])
+    return times
 
 
 def _unknown(costs: Sequence[Cost]) -> frozenset[int]:
-    """Ops without a formula: what they leave in the cache is not known either."""
+    """Ops without a formula: what they leave in the cache is not known."""
     return frozenset(index for index, cost in enumerate(costs) if cost.model != "formula" and cost.family != "view")
 
 
@@ -144,31 +108,8 @@ def _may_hold(stream: KernelStream, op: Op) -> None:
         stream.residency.may_hold(tensor.storage, tensor.bytes)
 
 
-def fused_seconds(
-    trace: Trace,
-    costs: Sequence[Cost],
-    grouped: Sequence[FusionGroup],
-    machine: Machine,
-    *,
-    ceilings: Ceilings = "achievable",
-    written: Sequence[OpBound] | None = None,
-) -> float:
-    """The sum over the groups, or over the ops as written (computed unless they are given) where that is less."""
-    if written is None:
-        written = as_written(trace, costs, machine, ceilings=ceilings)
-    return min(
-        sum(item.seconds for item in group_bounds(trace, costs, grouped, machine, ceilings=ceilings)),
-        sum(item.seconds for item in written),
-    )
-
-
-def ideal_seconds(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ceilings = "achievable") -> float:
-    """The roofline of `ideal`."""
-    return ideal(trace, costs, machine, ceilings=ceilings).seconds
-
-
 def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ceilings = "achievable") -> KernelBound:
-    """What is left when the whole step is one kernel: no intermediate, no launch, all work at the best rate.
+    """The whole step as one kernel: no intermediates, no launches, all work at the best rate.
 
     Of a storage that was there before, the largest single read counts, unless it was written first, or an op without a
     formula may have read it too. Of a result, the largest single write; what the cache can hold of all results together
@@ -207,20 +148,10 @@ def ideal(trace: Trace, costs: Sequence[Cost], machine: Machine, *, ceilings: Ce
     )
 
 
-def _named(times: ResourceSeconds) -> dict[str, float]:
-    memory, cache, compute, launch = times
-    return {
-        "memory_seconds": memory,
-        "cache_seconds": cache,
-        "compute_seconds": compute,
-        "launch_seconds": launch,
-    }
-
-
 def _dead_after(
     trace: Trace, touches: Sequence[Touches], kernels: Sequence[Sequence[int]] | None
 ) -> Mapping[int, Sequence[int]]:
-    """Intermediates that nobody wants any more, by the position of the last kernel that uses them.
+    """Intermediates that no later kernel uses, by the position of the last kernel that does.
 
     `kernels` are their members; None is one kernel for each op.
     """

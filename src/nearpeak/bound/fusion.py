@@ -1,26 +1,18 @@
-"""`written_out`: attention that was written as product, softmax and product, found in a trace.
+"""`fusion_groups`: the ops of a trace grouped into kernels, so that intermediates stay out of memory where they can.
 
-From each softmax the search goes back along the largest operand to a product, and on to the product that reads the
-result, through ops that can run inside a kernel (scale, mask, cast, dropout). It is attention only if nobody outside
-touches a storage on that way, and none is a result: probabilities that autograd keeps for backward have to be written.
-A softmax that is itself spelled out as maximum, exponential and sum is not recognized.
+Ops share a group, and so a kernel, if they are
 
-`groups`: the ops of a trace regrouped so that intermediates that need not reach memory do not.
+* pointwise ops, copies, casts, creation and random numbers, in chains and trees; a view is free and belongs to the op
+  that wrote what it views;
+* reductions, normalizations and losses, with such ops before and after them;
+* one matrix product, convolution or attention, with such ops as prologue and epilogue, but no reduction;
+* unfused attention: product, pointwise ops and a softmax, product, where no other op uses what lies between.
 
-Which ops share a group, and so one kernel:
-
-* pointwise ops, copies and casts, creation and random numbers, in chains and trees; views are free and go with the op
-  that wrote what they view;
-* reductions, normalizations and losses with such neighbors before and after them;
-* one matrix product, convolution or attention with such neighbors (prologue and epilogue), but no reduction;
-* attention written out: product, pointwise ops and a softmax, product, where nobody else wants what lies between
-  (found in `nearpeak.bound.fusion`).
-
-A group stays within one phase, so what autograd saves for backward stays written. It is executable: no path leads
-from a member to a member through an op outside. Ops merge along a storage that one writes and the other reads, and
-only if the graph of groups stays free of cycles. Each group has a level, every dependency leads to a higher one, and
-two groups merge only where a level lies between all that they need and all that needs them. That test may refuse a
-merge that would do no harm; it never allows one that would, and it costs no search.
+A group stays within one phase, so what autograd saves for the backward pass is still written. It is executable: no path
+leads from a member to a member through an op outside of the group. Ops merge along a storage that one writes and the
+other reads, and only if the graph of groups stays free of cycles. Each group has a level, every dependency leads to a
+higher one, and two groups merge only where a level lies between all that they need and all that needs them. That test
+may refuse a merge that would do no harm; it never allows one that would, and it takes no search.
 """
 
 from __future__ import annotations
@@ -38,77 +30,6 @@ from nearpeak.ops.cost import Access, Cost, Family
 from nearpeak.ops.fast_init import fast_init, positional_constructor
 from nearpeak.ops.op import Trace
 
-MAX_ATTENTION_HOPS = 32
-
-
-def find_unfused_attention(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches]) -> dict[int, int]:
-    """The first product of the attention that an op belongs to, by the op's index."""
-    softmaxes = [
-        index
-        for index, (op, cost) in enumerate(zip(trace.ops, costs, strict=True))
-        if cost.family == "normalization" and "softmax" in op.name and not ("backward" in op.name or "log" in op.name)
-    ]
-    if not softmaxes:
-        return {}
-    search = _AttentionSearch(trace, costs, touches)
-    found: dict[int, int] = {}
-    for softmax in softmaxes:
-        members = search.around(softmax)
-        if members and not any(member in found for member in members):
-            found.update(dict.fromkeys(members, min(members)))
-    return found
-
-
-class _AttentionSearch:
-    def __init__(self, trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches]) -> None:
-        self.trace = trace
-        self.costs = costs
-        self.users: dict[int, list[int]] = {}
-        self.writers: dict[int, list[int]] = {}
-        for index, touched in enumerate(touches):
-            for storage in dict.fromkeys((*touched.reads, *touched.writes)):
-                self.users.setdefault(storage, []).append(index)
-            for storage in touched.writes:
-                self.writers.setdefault(storage, []).append(index)
-
-    def around(self, softmax: int) -> set[int]:
-        """All members, or none."""
-        members, path = {softmax}, set[int]()
-        for forward in (False, True):
-            at = softmax
-            for _ in range(MAX_ATTENTION_HOPS):
-                step = self._step(at, forward)
-                if step is None:
-                    return set()
-                at, storage = step
-                members.add(at)
-                path.add(storage)
-                if self.costs[at].family == "matrix":
-                    break
-            else:
-                return set()
-        if any(user not in members for storage in path for user in self.users[storage]):
-            return set()
-        return members
-
-    def _step(self, at: int, forward: bool) -> tuple[int, int] | None:
-        accesses: Sequence[Access] = self.costs[at].writes if forward else self.costs[at].reads
-        for access in sorted(accesses, key=lambda access: -access.bytes):
-            known = self.trace.storages.get(access.storage)
-            if known is None or known.kind != "intermediate" or access.storage in self.trace.results:
-                continue
-            ops = (self.users if forward else self.writers).get(access.storage, [])
-            position = bisect_right(ops, at) if forward else bisect_left(ops, at) - 1
-            if not 0 <= position < len(ops):
-                continue
-            other = ops[position]
-            family = self.costs[other].family
-            same_phase = self.trace.ops[other].phase == self.trace.ops[at].phase
-            if same_phase and (family == "matrix" or family in CHAINED):
-                return other, access.storage
-        return None
-
-
 REDUCING: frozenset[Family] = frozenset({"reduction", "normalization", "loss"})
 ANCHORS: frozenset[Family] = frozenset({"matrix", "convolution", "attention"})
 CENTERS: tuple[Family, ...] = (
@@ -125,28 +46,28 @@ stays bounded."""
 @fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionGroup:
-    """Ops that run as one kernel, and what still crosses its border."""
+    """Ops that run as one kernel, and what it reads and writes."""
 
     members: tuple[int, ...]
     """Indices of ops, in order."""
     family: Family
-    """Of the op that the others are grouped around."""
+    """The family of the op that the others are grouped around."""
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     flops: Mapping[str, float]
     vector_flops: Mapping[str, float]
     saved_bytes: float
-    """What the members read and write on their own, less `reads` and `writes`."""
+    """Bytes that the members read and write on their own, less `reads` and `writes`."""
     launches: bool
-    """Whether it does anything: a view alone does not."""
+    """Whether it needs a kernel: a view alone does not."""
 
 
 def fusion_groups(
     trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches] | None = None
 ) -> tuple[FusionGroup, ...]:
-    """The groups of a trace, each op in exactly one, in an order in which they can run.
+    """The groups of a trace in an order in which they can run. Each op is in exactly one.
 
-    `touches` are those of `touches_in`, for a caller that has them.
+    `touches` is the result of `touches_in`, for a caller that has it.
     """
     if touches is None:
         touches = touches_in(trace, costs)
@@ -157,13 +78,13 @@ def fusion_groups(
         members.setdefault(merged.root(index), []).append(index)
     private = _private(trace, costs, touches, merged)
     return tuple(
-        _group(trace, costs, at, private) if len(at) > 1 else _alone(at[0], costs[at[0]])
-        for at in (members[root] for root in _ordered(members, merged))
+        _group(trace, costs, indices, private) if len(indices) > 1 else _alone(indices[0], costs[indices[0]])
+        for indices in (members[root] for root in _ordered(members, merged))
     )
 
 
 class _Merger:
-    """Groups while they form: a forest over op indices, the root of each tree with the facts of its group."""
+    """A union-find over op indices; the root of each tree holds the facts of its group."""
 
     def __init__(self, trace: Trace, costs: Sequence[Cost]) -> None:
         count = len(trace.ops)
@@ -189,7 +110,7 @@ class _Merger:
         return index
 
     def run(self, touches: Sequence[Touches], attentions: Mapping[int, int]) -> None:
-        """Goes through the ops once; `attentions` has the first product of the attention that an op belongs to."""
+        """Merges groups in one pass over the ops; `attentions` is the result of `find_unfused_attention`."""
         writer: dict[int, int] = {}
         readers: dict[int, list[int]] = {}
         root, levels, costs = self.root, self.level, self.costs
@@ -205,12 +126,12 @@ class _Merger:
                 if storage in writer:
                     needed.add(root(writer[storage]))
                 if storage in readers:
-                    needed.update([root(other) for other in readers.pop(storage)])
+                    needed.update([root(needed_root) for needed_root in readers.pop(storage)])
             level = 0.0
-            for other in needed:
-                self.after[other].add(index)
-                if levels[other] > level:
-                    level = levels[other]
+            for needed_root in needed:
+                self.after[needed_root].add(index)
+                if levels[needed_root] > level:
+                    level = levels[needed_root]
             self.before[index] = needed
             levels[index] = 1.0 + level
             if self.joins[index] or index in attentions:
@@ -238,39 +159,40 @@ class _Merger:
             self._merge(index, writer[access.storage])
 
     def _merge(self, index: int, other: int, *, as_attention: bool = False) -> bool:
-        one, two = self.root(index), self.root(other)
-        if one == two or not (self.joins[one] and self.joins[two]):
-            return one == two
-        if self.trace.ops[one].phase != self.trace.ops[two].phase:
+        first, second = self.root(index), self.root(other)
+        if first == second or not (self.joins[first] and self.joins[second]):
+            return first == second
+        if self.trace.ops[first].phase != self.trace.ops[second].phase:
             return False
-        anchored, reducing = self.anchored[one] or self.anchored[two], self.reducing[one] or self.reducing[two]
-        if not as_attention and ((self.anchored[one] and self.anchored[two]) or (anchored and reducing)):
+        anchored = self.anchored[first] or self.anchored[second]
+        reducing = self.reducing[first] or self.reducing[second]
+        if not as_attention and ((self.anchored[first] and self.anchored[second]) or (anchored and reducing)):
             return False
-        sizes = (len(self.before[one]) + len(self.before[two]), len(self.after[one]) + len(self.after[two]))
+        sizes = (len(self.before[first]) + len(self.before[second]), len(self.after[first]) + len(self.after[second]))
         if max(sizes) > MAX_NEIGHBORS:
             return False
-        inside = {one, two}
-        before = set(map(self.root, self.before[one] | self.before[two])) - inside
-        after = set(map(self.root, self.after[one] | self.after[two])) - inside
+        inside = {first, second}
+        before = set(map(self.root, self.before[first] | self.before[second])) - inside
+        after = set(map(self.root, self.after[first] | self.after[second])) - inside
         low, high = 0.0, float("inf")
-        for at in before:
-            if self.level[at] > low:
-                low = self.level[at]
-        for at in after:
-            if self.level[at] < high:
-                high = self.level[at]
+        for group in before:
+            if self.level[group] > low:
+                low = self.level[group]
+        for group in after:
+            if self.level[group] < high:
+                high = self.level[group]
         level = low + 1.0 if low + 1.0 < high else (low + high) / 2
         if not low < level < high:
             return False
-        self.parent[one] = two
-        self.level[two], self.before[two], self.after[two] = level, before, after
-        self.anchored[two], self.reducing[two] = anchored, reducing and not as_attention
-        self.before[one] = self.after[one] = set()
+        self.parent[first] = second
+        self.level[second], self.before[second], self.after[second] = level, before, after
+        self.anchored[second], self.reducing[second] = anchored, reducing and not as_attention
+        self.before[first] = self.after[first] = set()
         return True
 
 
 def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], merged: _Merger) -> set[int]:
-    """Intermediates that only one group touches, that it reads, and that are no result: they need not reach memory."""
+    """Intermediates that only one group touches and reads, and that are no result: they need not reach memory."""
     owner: dict[int, int | None] = {}
     read: set[int] = set()
     for index, touched in enumerate(touches):
@@ -294,9 +216,9 @@ def _private(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches], me
 
 
 def _group(trace: Trace, costs: Sequence[Cost], members: Sequence[int], private: set[int]) -> FusionGroup:
-    """What crosses the border: what is read before the group writes it, and what others may want.
+    """The group of several ops: it reads what it does not write itself, and writes what ops outside may read.
 
-    Several members that read one storage are charged as the largest of them: they may read the same bytes.
+    Where several members read one storage, the largest read counts: they may read the same bytes.
     """
     reads: dict[int, float] = {}
     writes: dict[int, float] = {}
@@ -360,8 +282,8 @@ def _ordered(members: Mapping[int, Sequence[int]], merged: _Merger) -> list[int]
     waiting: dict[int, int] = dict.fromkeys(members, 0)
     after: dict[int, set[int]] = {root: set() for root in members}
     for root in members:
-        for other in {merged.root(at) for at in merged.before[root]} - {root}:
-            after[other].add(root)
+        for later in {merged.root(needed) for needed in merged.before[root]} - {root}:
+            after[later].add(root)
             waiting[root] += 1
     ready = [(members[root][-1], root) for root, count in waiting.items() if not count]
     heapq.heapify(ready)
@@ -369,9 +291,87 @@ def _ordered(members: Mapping[int, Sequence[int]], merged: _Merger) -> list[int]
     while ready:
         _, root = heapq.heappop(ready)
         ordered.append(root)
-        for other in after[root]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (members[other][-1], other))
+        for later in after[root]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                heapq.heappush(ready, (members[later][-1], later))
     assert len(ordered) == len(members), "the graph of groups has a cycle"
     return ordered
+
+
+MAX_ATTENTION_HOPS = 32
+"""Ops between a softmax and each of its two products, at most."""
+
+
+def find_unfused_attention(trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches]) -> dict[int, int]:
+    """Unfused attention in a trace: the index of its first product, by the index of each op that belongs to it.
+
+    From each softmax the search goes back along the largest operand to a product, and forward to the product that reads
+    the result, through ops that can run inside a kernel (scale, mask, cast, dropout). It is attention only if no other
+    op touches a storage on that path, and none is a result: probabilities that autograd saves have to be written. A
+    softmax that is spelled out as maximum, exponential and sum is not recognized.
+    """
+    softmaxes = [
+        index
+        for index, (op, cost) in enumerate(zip(trace.ops, costs, strict=True))
+        if cost.family == "normalization" and "softmax" in op.name and not ("backward" in op.name or "log" in op.name)
+    ]
+    if not softmaxes:
+        return {}
+    search = _AttentionSearch(trace, costs, touches)
+    first_products: dict[int, int] = {}
+    for softmax in softmaxes:
+        members = search.around(softmax)
+        if members and not any(member in first_products for member in members):
+            first_products.update(dict.fromkeys(members, min(members)))
+    return first_products
+
+
+class _AttentionSearch:
+    def __init__(self, trace: Trace, costs: Sequence[Cost], touches: Sequence[Touches]) -> None:
+        self.trace = trace
+        self.costs = costs
+        self.users: dict[int, list[int]] = {}
+        self.writers: dict[int, list[int]] = {}
+        for index, touched in enumerate(touches):
+            for storage in dict.fromkeys((*touched.reads, *touched.writes)):
+                self.users.setdefault(storage, []).append(index)
+            for storage in touched.writes:
+                self.writers.setdefault(storage, []).append(index)
+
+    def around(self, softmax: int) -> set[int]:
+        """The ops of the attention around a softmax; empty where there is none."""
+        members, path = {softmax}, set[int]()
+        for forward in (False, True):
+            op = softmax
+            for _ in range(MAX_ATTENTION_HOPS):
+                step = self._step(op, forward)
+                if step is None:
+                    return set()
+                op, storage = step
+                members.add(op)
+                path.add(storage)
+                if self.costs[op].family == "matrix":
+                    break
+            else:
+                return set()
+        if any(user not in members for storage in path for user in self.users[storage]):
+            return set()
+        return members
+
+    def _step(self, op: int, forward: bool) -> tuple[int, int] | None:
+        accesses: Sequence[Access] = self.costs[op].writes if forward else self.costs[op].reads
+        for access in sorted(accesses, key=lambda access: -access.bytes):
+            storage = self.trace.storages.get(access.storage)
+            if storage is None or storage.kind != "intermediate" or access.storage in self.trace.results:
+                continue
+            ops = (self.users if forward else self.writers).get(access.storage, [])
+            position = bisect_right(ops, op) if forward else bisect_left(ops, op) - 1
+            if not 0 <= position < len(ops):
+                continue
+            neighbor = ops[position]
+            family = self.costs[neighbor].family
+            same_phase = self.trace.ops[neighbor].phase == self.trace.ops[op].phase
+            if same_phase and (family == "matrix" or family in CHAINED):
+                return neighbor, access.storage
+        return None

@@ -72,6 +72,12 @@ class KernelBound:
     compute_seconds: float
     launch_seconds: float = 0.0
 
+    @staticmethod
+    def of(times: ResourceSeconds) -> KernelBound:
+        """The bound with these seconds."""
+        memory, cache, compute, launch = times
+        return KernelBound(memory_seconds=memory, cache_seconds=cache, compute_seconds=compute, launch_seconds=launch)
+
     @property
     def seconds(self) -> float:
         """The roofline."""
@@ -86,13 +92,13 @@ class KernelBound:
 
 
 ResourceSeconds = tuple[float, float, float, float]
-"""The fields of `Times`, where very many are made: memory, cache, compute, launch."""
+"""The fields of `KernelBound` as a tuple, for when many are made: memory, cache, compute, launch."""
 
 
 def limiting_resource(times: ResourceSeconds) -> tuple[float, FloorLimiter]:
-    """`Times.seconds` and `Times.limiter`.
+    """The longest of the four, and its name.
 
-    >>> roof((2.0, 1.0, 3.0, 0.0))
+    >>> limiting_resource((2.0, 1.0, 3.0, 0.0))
     (3.0, 'compute')
     """
     memory, cache, _, launch = times
@@ -107,7 +113,7 @@ def limiting_resource(times: ResourceSeconds) -> tuple[float, FloorLimiter]:
 
 
 def _least_launch(limits: Achievable) -> float:
-    """The time of an empty kernel, less what a clock can take from it that has read its start and its end."""
+    """The time of an empty kernel, less the resolution of a clock that reads its start and its end."""
     cost = limits.launch
     return max(0.0, (cost.in_graph or 0.0) - 2 * (cost.event_tick or 0.0))
 
@@ -128,9 +134,9 @@ class KernelStream:
         self._guessed = trace.guessed_storages
         self.residency = residency or Residency(machine.cache_bytes or 0.0)
         self._warm = self.residency.capacity_bytes if trace.guessed_storages else 0.0  # left there by what ran before
-        known = limits.cache_bandwidth if isinstance(limits, Achievable) else None
+        cache_bandwidth = limits.cache_bandwidth if isinstance(limits, Achievable) else None
         # No byte is faster through the memory than through the cache before it, whatever two measurements say.
-        self.cache_bandwidth = max(known, limits.bandwidth) if known else float("inf")
+        self.cache_bandwidth = max(cache_bandwidth, limits.bandwidth) if cache_bandwidth else float("inf")
         on_gpu = isinstance(limits, Achievable) and machine.kind == "gpu"
         self.launch = _least_launch(limits) if on_gpu and isinstance(limits, Achievable) else 0.0
 
@@ -144,7 +150,7 @@ class KernelStream:
         launches: bool,
         op: int,
     ) -> ResourceSeconds:
-        """What the next kernel takes of memory, cache, compute and launch, as the fields of `Times`."""
+        """The seconds of the next kernel for memory, cache, compute and launch."""
         compute = self.compute_seconds(flops, vector_flops, op) if flops or vector_flops else 0.0
         launch = self.launch if launches else 0.0
         if not (reads or writes):
@@ -167,20 +173,20 @@ class KernelStream:
         return traffic / self._bandwidth, moved / self.cache_bandwidth, compute, launch
 
     def release(self, storages: Iterable[int]) -> None:
-        """Forgets storages that nobody wants any more: they are never written back."""
+        """Drops storages that no later kernel uses: they are never written back."""
         for storage in storages:
             self.residency.release(storage)
 
     def compute_seconds(self, flops: Mapping[str, float], vector_flops: Mapping[str, float], op: int) -> float:
-        """Matrix and vector work side by side. Found once for each pair of mappings: ops of one kind share theirs."""
+        """Matrix and vector work side by side, memoized by the two mappings: ops of one kind share theirs."""
         if not (flops or vector_flops):
             return 0.0
-        at = (id(flops), id(vector_flops))
-        known = self._computed.get(at)
-        if known is None:  # the mappings are kept, so that their ids stay their own
+        key = (id(flops), id(vector_flops))
+        memo = self._computed.get(key)
+        if memo is None:  # the mappings are kept, so that their ids stay their own
             seconds = max(self.matrix_seconds(flops, op), self.vector_seconds(vector_flops, op))
-            known = self._computed[at] = (flops, vector_flops, seconds)
-        return known[2]
+            memo = self._computed[key] = (flops, vector_flops, seconds)
+        return memo[2]
 
     def matrix_seconds(self, flops: Mapping[str, float], op: int) -> float:
         """Matrix work of all dtypes, one after the other; at the vector rate of a dtype that has no matrix engine."""

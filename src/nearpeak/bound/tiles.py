@@ -1,11 +1,11 @@
-"""`tiling`: how a matrix product falls into tiles, and the tiles into waves over the processors of a GPU.
+"""`tiling`: tile and wave quantization of a matrix product on a GPU.
 
-A kernel computes the result in tiles, one for each multiprocessor at a time. Where a size of the result is no multiple
-of the tile's, the edge tiles compute what nobody asked for; where the number of tiles is no multiple of the number of
-multiprocessors, some of them wait during the last wave. Both follow from sizes alone.
+A kernel computes the result in tiles, one per multiprocessor at a time. Where a size of the result is no multiple of
+the tile's, edge tiles compute padding (tile quantization). Where the number of tiles is no multiple of the number of
+multiprocessors, some of these idle in the last wave (wave quantization). Both follow from sizes alone.
 
-This stands beside the bound and is no part of it: a kernel may use other tiles, or share the last ones between
-multiprocessors by splitting the contraction (split-K, stream-K), so that the loss is likely and not certain.
+The tiling is not part of the bound: a kernel may use other tiles, or share the last ones between multiprocessors by
+splitting the contraction (split-K, stream-K), so the loss is likely and not certain.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Tiling:
 
     @property
     def waves(self) -> int:
-        """How often every processor takes a tile, the last time perhaps not all of them."""
+        """The number of waves, a partial last one included."""
         return math.ceil(self.tiles / self.processors)
 
     @property
@@ -89,27 +89,27 @@ class Tiling:
 
     @property
     def fill(self) -> float:
-        """The share of all places in all waves that have a tile."""
+        """The occupancy of the waves: tiles over processors times waves."""
         return self.tiles / (self.waves * self.processors)
 
     @property
     def useful(self) -> float:
-        """The share of what the tiles compute that is part of the result."""
+        """The share of the computed elements that are part of the result, and not padding."""
         rows, columns, depth = self.tile
         depths = math.ceil(self.k / depth) * depth
         return self.batch * self.m * self.n * self.k / (self.tiles * rows * columns * depths)
 
     @property
     def efficiency(self) -> float:
-        """The share of the peak that is left when nothing but tiles and waves costs anything."""
+        """The share of the peak that tile and wave quantization leave."""
         return self.fill * self.useful
 
 
 def tiling(op: Op, machine: Machine) -> Tiling | None:
     """The best tiling of a matrix product on a GPU; None for other ops, and for a machine whose tiles are not known.
 
-    The better of the usual tiles is taken, the larger one where two are equal. A grouped product whose groups are cut
-    by data (tokens with experts) has no tiling, since its sizes are not known.
+    The most efficient of the usual tiles is taken, and the larger one of two equals. A grouped product whose groups
+    depend on data (tokens by expert) has no tiling, since its sizes are not known.
 
     >>> from nearpeak.machines.catalogue import find
     >>> from nearpeak.ops.tensor import Tensor
@@ -121,15 +121,15 @@ def tiling(op: Op, machine: Machine) -> Tiling | None:
     ((256, 128, 64), 512, 4, 0.97)
     """
     sizes = product_sizes(op)
-    usual = TILES.get(machine.architecture, ()) if machine.kind == "gpu" else ()
-    if sizes is None or not usual or not machine.processors:
+    tiles = TILES.get(machine.architecture, ()) if machine.kind == "gpu" else ()
+    if sizes is None or not tiles or not machine.processors:
         return None
-    return _best(*sizes, usual, machine.processors)
+    return _best(*sizes, tiles, machine.processors)
 
 
 @functools.lru_cache(maxsize=4096)  # a model has few products of different sizes, and runs them in every layer
-def _best(batch: int, m: int, n: int, k: int, usual: tuple[Tile, ...], processors: int) -> Tiling:
-    found = [
+def _best(batch: int, m: int, n: int, k: int, tiles: tuple[Tile, ...], processors: int) -> Tiling:
+    tilings = [
         Tiling(
             batch=batch,
             m=m,
@@ -139,13 +139,13 @@ def _best(batch: int, m: int, n: int, k: int, usual: tuple[Tile, ...], processor
             tiles=batch * math.ceil(m / tile[0]) * math.ceil(n / tile[1]),
             processors=processors,
         )
-        for tile in usual
+        for tile in tiles
     ]
-    return max(found, key=lambda one: (round(one.efficiency, 9), one.tile[0] * one.tile[1]))
+    return max(tilings, key=lambda tiling: (round(tiling.efficiency, 9), tiling.tile[0] * tiling.tile[1]))
 
 
 def product_sizes(op: Op) -> tuple[int, int, int, int] | None:
-    """Batch, rows, columns and contraction; None where it is no product of two matrices, or an empty one."""
+    """Batch, m, n and k of a product of two matrices; None for other ops and for an empty product."""
     factors = FACTORS.get(op.packet)
     if factors is None:
         return None

@@ -1,8 +1,8 @@
-"""The cache of calibrated machines: one JSON file per device, driver and torch version.
+"""The stored calibrations of machines: one JSON file per device, driver and torch version in the cache folder.
 
-A file is used only if everything about it is right: its schema, its key, its checksum and every figure in it. Anything
-else is reported with its reason, and the caller measures again. Nothing here raises for a file that is broken or a
-folder that cannot be written: calibration works without a cache, only more slowly.
+A file is used only if its schema, its key, its checksum and every figure in it are valid. Otherwise the reason is
+returned, and the caller measures again. A broken file or a folder that cannot be written raises nothing: calibration
+works without a cache, only more slowly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nearpeak._records import from_json, to_json
 from nearpeak.machines.machine import Machine
 
 SCHEMA = 1
-"""Raised whenever the meaning of a stored figure changes; files of another schema are measured again."""
+"""Increased when the meaning of a stored figure changes; machines with files of another schema are measured again."""
 MAXIMUM_FILE_BYTES = 4 * 2**20
 """A calibration takes some 10 KB."""
 _MAY_BE_ZERO = re.compile(r"\.spread$|\.launch\.\w+$")
@@ -32,7 +32,7 @@ _MAY_BE_ZERO = re.compile(r"\.spread$|\.launch\.\w+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """What a calibration is valid for: another driver or another torch may have other ceilings."""
+    """What a calibration is valid for: another driver or torch may reach other ceilings."""
 
     device: str
     driver: str
@@ -51,7 +51,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusableFile:
-    """A cache file that cannot be read, trusted or written, and why."""
+    """A file that cannot be read, trusted or written, and the reason."""
 
     path: Path
     reason: str
@@ -90,8 +90,8 @@ def load(key: CalibrationKey) -> Calibration | UnusableFile | None:
 
 
 def load_all() -> list[Calibration]:
-    """All calibrations that can be trusted, for whatever driver and torch, the newest first."""
-    found = []
+    """All valid calibrations, for any driver and torch, the newest first."""
+    calibrations = []
     try:
         paths = sorted((cache_folder() / "machines").glob("*.json"))
     except OSError:
@@ -102,10 +102,10 @@ def load_all() -> list[Calibration]:
                 key = from_json(CalibrationKey, json.loads(file.read(MAXIMUM_FILE_BYTES))["key"])
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             continue
-        one = load(key) if path == path_of(key) else None  # a copy under another name is none
-        if isinstance(one, Calibration):
-            found.append(one)
-    return sorted(found, key=lambda one: one.date, reverse=True)
+        calibration = load(key) if path == path_of(key) else None  # a copy under another name is no calibration
+        if isinstance(calibration, Calibration):
+            calibrations.append(calibration)
+    return sorted(calibrations, key=lambda calibration: calibration.date, reverse=True)
 
 
 def save(machine: Machine, key: CalibrationKey) -> Calibration | UnusableFile:
@@ -134,8 +134,8 @@ def _decode(content: bytes, key: CalibrationKey, path: Path) -> Calibration:
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}") from None
     if not isinstance(payload, dict) or payload.get("schema") != SCHEMA:
-        found = payload.get("schema") if isinstance(payload, dict) else None
-        raise ValueError(f"has schema {found!r}, this version reads {SCHEMA}")
+        schema = payload.get("schema") if isinstance(payload, dict) else None
+        raise ValueError(f"has schema {schema!r}, this version reads {SCHEMA}")
     if payload.get("key") != to_json(key):
         raise ValueError(f"belongs to another machine or software: {payload.get('key')!r}")
     checksum = payload.pop("sha256", None)

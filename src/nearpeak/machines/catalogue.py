@@ -150,7 +150,7 @@ def _machine(identifier: str, entry: _Entry) -> Machine:
 
 
 def derated(theoretical: Theoretical) -> Achievable:
-    """What code can reach at the best on a device that was not measured."""
+    """The best that code can reach on a device that was not measured."""
     return Achievable(
         how="derated",
         note=DERATED_NOTE,
@@ -174,9 +174,9 @@ def _pcie(entry: _Entry) -> Link:
 def _network(identifier: str, entry: _Entry) -> Network:
     domain_size = entry.number_or_none("domain_size")
     valid: dict[str, Literal["port", "node", "gpu"]] = {"port": "port", "node": "node", "gpu": "gpu"}
-    per = valid.get(given := entry.text("per"))
+    per = valid.get(text := entry.text("per"))
     if per is None:
-        raise entry.problem("per", f"{given!r} is not one of 'port', 'node', 'gpu'")
+        raise entry.problem("per", f"{text!r} is not one of 'port', 'node', 'gpu'")
     network = Network(
         id=identifier,
         name=entry.text("name"),

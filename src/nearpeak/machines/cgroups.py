@@ -1,4 +1,4 @@
-"""What a container may use of its machine: the limits that Linux control groups set, versions 1 and 2."""
+"""The limits that Linux control groups (cgroups, versions 1 and 2) set for a container: CPU time and memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path, PurePosixPath
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that this process may use (2.5 = two and a half CPUs), or None without a limit.
+    """The CPU quota of this process in CPUs (2.5 = two and a half CPUs), or None without a limit.
 
-    A group is bound by its ancestors too, so the smallest limit on the way to the root counts.
+    A cgroup is bound by its ancestors too, so the smallest limit on the way to the root counts.
     """
     limits = []
     for folder in _groups(root, "cpu"):
@@ -20,7 +20,7 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> float | None:
-    """Bytes of memory that this process may use, or None without a limit."""
+    """The memory limit of this process in bytes, or None without a limit."""
     limits = []
     for folder in _groups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -47,9 +47,9 @@ def parse_number(text: str) -> float | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's groups for `controller`, each followed by its ancestors.
+    """The folders of this process's cgroups for `controller`, each followed by its ancestors.
 
-    Inside a container the path in /proc may be the host's and not exist here; its root then is the container's group.
+    Inside a container the path in /proc may be the host's and not exist here; the root is then the container's cgroup.
     """
     mount = root / "sys/fs/cgroup"
     for line in read_text(root / "proc/self/cgroup").splitlines():

@@ -122,7 +122,7 @@ def _hexadecimal(text: str | None) -> int:
 
 
 def _cores(root: Path, cpus: list[int]) -> int | None:
-    """Physical cores that this process may use: two hardware threads of one core count once, and a quota caps them."""
+    """Physical cores that this process may use: hardware threads of one core count once, a cgroup quota caps them."""
     cores = set()
     for cpu in cpus:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
@@ -134,8 +134,8 @@ def _cores(root: Path, cpus: list[int]) -> int | None:
 
 
 def _linux_memory(root: Path) -> float | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
-    sizes = [1024.0 * int(found[1]) if found else None, memory_limit(root)]
+    total = re.search(r"^MemTotal:\s*(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
+    sizes = [1024.0 * int(total[1]) if total else None, memory_limit(root)]
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -144,22 +144,22 @@ def _caches(root: Path, cpus: list[int]) -> tuple[dict[str, float], float | None
     levels: dict[str, float] = {}
     last_levels: dict[str, float] = {}
     for cpu in cpus or [0]:
-        found = {}
+        caches = {}
         for folder in sorted((root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*")):
             level, size = read_text(folder / "level"), _size(read_text(folder / "size"))
             if read_text(folder / "type") != "Instruction" and level and size:
                 name = "L1d" if level == "1" else f"L{level}"
-                found[name] = (size, read_text(folder / "shared_cpu_list") or str(cpu))
-        levels = levels or {name: size for name, (size, _) in sorted(found.items())}
-        if found:
-            size, shared_by = found[max(found)]
+                caches[name] = (size, read_text(folder / "shared_cpu_list") or str(cpu))
+        levels = levels or {name: size for name, (size, _) in sorted(caches.items())}
+        if caches:
+            size, shared_by = caches[max(caches)]
             last_levels[shared_by] = size
     return levels, sum(last_levels.values()) or None
 
 
 def _size(text: str) -> float | None:
-    found = re.fullmatch(r"(\d+)([KMG]?)", text)
-    return int(found[1]) * 1024.0 ** "_KMG".index(found[2] or "_") if found else None
+    match = re.fullmatch(r"(\d+)([KMG]?)", text)
+    return int(match[1]) * 1024.0 ** "_KMG".index(match[2] or "_") if match else None
 
 
 def _vector_bits(flags: Collection[str], root: Path) -> int | None:

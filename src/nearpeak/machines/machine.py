@@ -52,20 +52,20 @@ class LaunchCost:
     enqueue: float | None = None
     """Host time until a launch call returns."""
     in_graph: float | None = None
-    """What one more empty kernel adds to a CUDA graph."""
+    """The time that one more empty kernel adds to a CUDA graph."""
     event_pair: float | None = None
-    """What two events with nothing between them read."""
+    """The time between two events with nothing between them."""
     event_tick: float | None = None
     """The smallest step between event times."""
     host_call: float | None = None
     """Host time of one tiny PyTorch operation on the CPU."""
     cold_start: float | None = None
-    """What the first operation on the CPU takes longer where no cache holds anything of it, its code included."""
+    """The extra time of the first operation on the CPU, when nothing of it is in a cache, its code included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyPoint:
-    """How near a good kernel came to its bound: an op whose bound is `bound_seconds` took `ratio` times as long."""
+    """One measured efficiency: an op with a bound of `bound_seconds` took `ratio` times as long."""
 
     bound_seconds: float
     ratio: float
@@ -73,7 +73,7 @@ class EfficiencyPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Achievable:
-    """Ceilings that code can reach: measured here, or a datasheet's figures times a stated factor."""
+    """Ceilings that code can reach: measured, or a datasheet's figures times a stated factor."""
 
     how: Literal["measured", "derated"]
     note: str
@@ -97,7 +97,7 @@ class Achievable:
     ceilings: Mapping[str, Ceiling] = field(default_factory=dict)
     """Every measured figure with spread and method, by name: "bandwidth.copy", "matrix.bfloat16", ..."""
     efficiency: Mapping[str, tuple[EfficiencyPoint, ...]] = field(default_factory=dict)
-    """What kernels reach, by kind of op, in the order of their bounds; empty where it was not measured."""
+    """The efficiency of kernels by kind of op, in the order of bounds; empty where it was not measured."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the matrix engine for `dtype`, or of the vector units where there is no such engine."""

@@ -1,4 +1,4 @@
-"""What kernels reach on a machine that was measured with care, for machines whose own kernels were not.
+"""The efficiency of kernels on reference machines, for machines whose own kernels were not measured.
 
 `efficiency.json` is written by `benchmarks.estimates.reference_efficiency` on each of the machines that it names.
 The points are ratios to bounds, so that they carry over to a machine with other ceilings, as an assumption that is
@@ -20,7 +20,7 @@ from nearpeak.machines.machine import EfficiencyPoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceEfficiency:
-    """What kernels reached, where and when."""
+    """The measured efficiency of kernels, and where and when it was measured."""
 
     machine: str
     torch: str
@@ -30,9 +30,9 @@ class ReferenceEfficiency:
 
 @cache
 def reference_efficiency(kind: Literal["gpu", "cpu"]) -> ReferenceEfficiency:
-    """The measured GPU or the measured CPU.
+    """The reference GPU or the reference CPU.
 
-    >>> reference("gpu").machine
+    >>> reference_efficiency("gpu").machine
     'h200-sxm'
     """
     text = resources.files("nearpeak.machines").joinpath("efficiency.json").read_text(encoding="utf-8")

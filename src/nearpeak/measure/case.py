@@ -27,7 +27,7 @@ class Resampled(Generic[T]):
     `make` gets the number of the block as its seed, so that a run can be repeated value by value. Every draw has the
     same shapes: the values change in place, outside the timed region.
 
-    >>> inputs = Redrawn(lambda seed: [seed, seed + 1])
+    >>> inputs = Resampled(lambda seed: [seed, seed + 1])
     >>> inputs.draw(0), inputs.draw(3)
     ([0, 1], [3, 4])
     """
@@ -36,7 +36,7 @@ class Resampled(Generic[T]):
 
     def __post_init__(self) -> None:
         if not callable(self.make):
-            raise UsageError(f"Redrawn takes a function of a seed, found {type(self.make).__name__}.")
+            raise UsageError(f"Resampled takes a function of a seed, found {type(self.make).__name__}.")
 
     def draw(self, block: int) -> T:
         """The inputs of that block."""
@@ -106,12 +106,12 @@ class Case:
         return self.fn(*self.args, **self.kwargs)
 
     def resample(self, block: int) -> None:
-        """Puts the values of another draw into the arguments that are `Redrawn`."""
+        """Puts the values of another draw into the arguments that are `Resampled`."""
         for current, source in self.resampled:
             for old, new in zip(_tensors(current), _tensors(source.draw(block)), strict=True):
                 if old.shape != new.shape:
                     raise CaseError(
-                        f"{self.name}: a Redrawn input has shape {tuple(old.shape)} in one draw and "
+                        f"{self.name}: a Resampled input has shape {tuple(old.shape)} in one draw and "
                         f"{tuple(new.shape)} in another. Keep the shape, and vary the values."
                     )
                 old.detach().copy_(new)

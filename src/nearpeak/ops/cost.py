@@ -1,4 +1,4 @@
-"""`Cost`: what one op must do at the least, memory by storage; and the one registry of formulas.
+"""`Cost`: the least work of one op, memory by storage; and the registry of formulas.
 
 A formula is a function of an `Op` that returns a `Cost`, registered under the exact names of the operators that it
 serves. A name with its overload ("aten.sum.dim_IntList") goes before the operator ("aten.sum"), which stands for all of
@@ -42,10 +42,10 @@ Family = Literal[
     "unknown",
 ]
 Model = Literal["formula", "operands", "none"]
-"""How a cost was found: by a formula, as the bytes of the operands (a floor all the same), or not at all."""
+"""Where a cost comes from: a formula, the bytes of the operands (a floor all the same), or nowhere."""
 
 _PRODUCTS = frozenset({"matrix", "attention", "convolution", "recurrent"})
-"""Families whose FLOPs are those of products."""
+"""Families whose FLOPs are those of matrix products."""
 
 
 @fast_init
@@ -60,7 +60,7 @@ class Access:
 @fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The least that an op must do: reads and writes by storage, FLOPs by engine and the dtype that it works in."""
+    """The least work of an op: reads and writes by storage, FLOPs by engine and the dtype that it computes in."""
 
     family: Family
     reads: tuple[Access, ...] = ()
@@ -74,7 +74,7 @@ class Cost:
 
     @property
     def product_flops(self) -> Mapping[str, float]:
-        """What products, convolutions and attention ask for in the direct form, by dtype, wherever it runs.
+        """FLOPs of matrix products, convolutions and attention in the direct form, by dtype, on whichever engine.
 
         The fields above are the least: fast algorithms of convolutions count there, and vector work beside products.
         """
@@ -86,7 +86,7 @@ class Cost:
 
     @property
     def work(self) -> Work:
-        """The sums."""
+        """The sums over storages."""
         return Work(
             flops=self.flops,
             vector_flops=self.vector_flops,
@@ -96,7 +96,7 @@ class Cost:
 
 
 Formula = Callable[[Op], Cost]
-"""What it gives follows from the name, the arguments, the outputs and the flags of an op, and not from its place."""
+"""The result depends on the name, the arguments, the outputs and the flags of an op, and not on its position."""
 
 _FORMULAS: dict[str, Formula] = {}
 
@@ -126,7 +126,7 @@ Part = Tensor | tuple[Tensor, float]
 
 
 def accesses(*items: Part | None) -> tuple[Access, ...]:
-    """Accesses to tensors: all bytes behind each, or as many as are given with it. The same memory counts once.
+    """Accesses to tensors: all bytes of each, or as many as are given with it. The same memory counts once.
 
     Two views of one storage that are not the same view count both, up to what they can hold together.
     """
@@ -165,10 +165,10 @@ def accesses_to_all(tensors: Iterable[Tensor]) -> tuple[Access, ...]:
 
 
 def cost_of(op: Op) -> Cost:
-    """The cost of an op: by its formula, else nothing for a view, else the bytes of its operands."""
-    found = _formula_of(op)
-    if found is not None:
-        return found(op)
+    """The cost of an op: by its formula, else nothing for a view, else the bytes of its results."""
+    formula = _formula_of(op)
+    if formula is not None:
+        return formula(op)
     storages = {tensor.storage for tensor in op.inputs}
     if not op.mutated and op.outputs and all(tensor.storage in storages for tensor in op.outputs):
         return Cost(family="view")
@@ -183,26 +183,26 @@ def _formula_of(op: Op) -> Formula | None:
 
 
 def costs_of(ops: Sequence[Op], kinds: OpClasses | None = None) -> tuple[Cost, ...]:
-    """The costs of many ops: `cost_of` is asked once for all that are alike, whose flops are then the same mappings."""
+    """The costs of many ops: `cost_of` is called once per kind, and ops of one kind share their mappings of FLOPs."""
     kinds = kinds or classify_ops(ops)
-    known: list[Cost | None] = []
-    for first, found in zip(kinds.firsts, kinds.found, strict=True):
+    memoized: list[Cost | None] = []
+    for first, memo in zip(kinds.firsts, kinds.memos, strict=True):
         formula = _formula_of(ops[first])
-        if found.get("formula") is not formula:  # a cost may have been declared since
-            found.clear()
-        found["formula"] = formula
-        known.append(found.get("cost"))
+        if memo.get("formula") is not formula:  # a cost may have been declared since
+            memo.clear()
+        memo["formula"] = formula
+        memoized.append(memo.get("cost"))
     costs = []
     for index, (kind, storages) in enumerate(zip(kinds.kinds, kinds.storages, strict=True)):
-        cost = known[kind]
+        cost = memoized[kind]
         if cost is not None:
             costs.append(_renamed(cost, storages))
             continue
-        made = cost_of(ops[index])
-        costs.append(made)
+        cost_here = cost_of(ops[index])
+        costs.append(cost_here)
         places = {storage: place for place, storage in enumerate(storages)}
-        if all(access.storage in places for access in (*made.reads, *made.writes)):
-            known[kind] = kinds.found[kind]["cost"] = _renamed(made, places)
+        if all(access.storage in places for access in (*cost_here.reads, *cost_here.writes)):
+            memoized[kind] = kinds.memos[kind]["cost"] = _renamed(cost_here, places)
     return tuple(costs)
 
 

@@ -1,9 +1,9 @@
-"""`declare_cost`: what an operator of your own must do at the least, so that `estimate` can bound it.
+"""`declare_cost`: the cost of an operator of your own, so that `estimate` can bound it.
 
-Without it, an operator that nearpeak does not know is charged what it writes: whether it reads its arguments, and how
-much it computes, does not show from outside. A declaration says it.
+An operator that nearpeak does not know is charged only what it writes: whether it reads its arguments, and how much
+it computes, cannot be seen from outside. A declaration says so.
 
-The short form names what is read and counts FLOPs; what the operator writes is known:
+The short form names the arguments that are read and counts FLOPs; what the operator writes is known:
 
 >>> declare_cost("mylib::swiglu", reads=("gate", "up"), vector_flops=lambda op: 2 * op.tensor("gate").elements)
 
@@ -36,9 +36,9 @@ Count = float | Callable[[Op], float]
 _NAME = re.compile(r"\w+\.\w+(\.\w+)?")
 
 _declared: dict[str, str] = {}
-"""Names of operators with a declared cost, and where it comes from."""
+"""Names of operators with a declared cost, and where it was declared."""
 _hidden: dict[str, Formula] = {}
-"""Formulas of nearpeak's own that a declaration stands in front of."""
+"""Formulas of nearpeak that a declaration replaces."""
 
 
 @overload
@@ -71,14 +71,14 @@ def declare_cost(
 
     A Triton kernel that the code launches itself is "triton::kernel_name".
 
-    `reads` are the names of the arguments that are read in whole, all tensors that are not just written if left out.
-    `writes` are those of the arguments that are written in whole. Left out, it is what torch says that the operator
-    writes; of a Triton kernel torch does not know it, so `writes` has to be given.
-    `flops` run on the matrix engine in the dtype of the first of these, `vector_flops` on the vector units; each is a
-    number or a function of the `Op`. `family` says what the op may share a kernel with: "declared" with nothing,
-    "pointwise" with its neighbors.
+    `reads` are the names of the arguments that are read in full; by default all tensors that are not only written.
+    `writes` are the names of the arguments that are written in full; by default what the operator's schema says. A
+    Triton kernel has no schema, so `writes` is required for it.
+    `flops` run on the matrix engine in the dtype of the first tensor, `vector_flops` on the vector units; each is a
+    number or a function of the `Op`. `family` says what the op may be fused with: "declared" with nothing, "pointwise"
+    with its neighbors.
 
-    A second declaration is an error unless it says `replace`; so is one for an operator that nearpeak knows.
+    A second declaration is an error unless `replace` is set; so is one for an operator that nearpeak knows.
     """
     name = operator_name(operator)
     if reads is None and writes is None and flops is None and vector_flops is None and family is None:
@@ -101,7 +101,7 @@ def declare_cost(
 
 
 def forget_cost(operator: Any) -> None:
-    """Removes a declared cost; a formula of nearpeak's own that it replaced holds again."""
+    """Removes a declared cost; a formula of nearpeak that it replaced is used again."""
     name = operator_name(operator)
     if name not in _declared:
         raise UsageError(f"{name} has no declared cost. {did_you_mean(name, _declared)}")
@@ -114,19 +114,19 @@ def forget_cost(operator: Any) -> None:
 
 
 def operator_name(operator: Any) -> str:
-    """The name by which ops are recorded.
+    """The name under which ops are recorded.
 
     >>> operator_name("mylib::my_op"), operator_name("mylib.my_op.out")
     ('mylib.my_op', 'mylib.my_op.out')
     """
-    found = operator
+    qualified_name = operator
     if not isinstance(operator, str):  # torch's own objects, known by what they have: this module imports no torch
-        found = getattr(operator, "_qualname", None) or getattr(operator, "_qualified_op_name", None)
-        if found is None and callable(getattr(operator, "name", None)) and hasattr(operator, "namespace"):
-            found = operator.name()
-            found = found if "::" in found else f"{operator.namespace}::{found}"
-    name = str(found).replace("::", ".")
-    if found is None or not _NAME.fullmatch(name):
+        qualified_name = getattr(operator, "_qualname", None) or getattr(operator, "_qualified_op_name", None)
+        if qualified_name is None and callable(getattr(operator, "name", None)) and hasattr(operator, "namespace"):
+            qualified_name = operator.name()
+            qualified_name = qualified_name if "::" in qualified_name else f"{operator.namespace}::{qualified_name}"
+    name = str(qualified_name).replace("::", ".")
+    if qualified_name is None or not _NAME.fullmatch(name):
         raise UsageError(
             f"{operator!r} names no operator. Give its namespace and name, such as 'mylib::my_op', or the operator, "
             "such as torch.ops.mylib.my_op."
@@ -136,15 +136,15 @@ def operator_name(operator: Any) -> str:
 
 def _register(name: str, function: Formula, *, replace: bool) -> None:
     formulas = registered()
-    known = formulas.get(name)
-    if known is not None and not replace:
+    current = formulas.get(name)
+    if current is not None and not replace:
         where = _declared.get(name, "nearpeak's own")
         raise UsageError(
             f"{name} has a cost already ({where}). Pass replace=True to use this one instead"
             + (", or call forget_cost first." if name in _declared else ".")
         )
-    if known is not None and name not in _declared:
-        _hidden[name] = known
+    if current is not None and name not in _declared:
+        _hidden[name] = current
     formulas[name] = _checked(name, function)
     _declared[name] = _place(function)
 
@@ -187,12 +187,12 @@ def _short(
     vector_flops: Count,
     family: Family,
 ) -> Cost:
-    changed = op.mutated if writes is None else writes
-    names = tuple(name for name in op.arguments if name not in changed) if reads is None else reads
-    for name in (*names, *changed):
+    written_names = op.mutated if writes is None else writes
+    read_names = tuple(name for name in op.arguments if name not in written_names) if reads is None else reads
+    for name in (*read_names, *written_names):
         if name not in op.arguments:
             raise UsageError(f"{op.name} has no argument {name!r}. {did_you_mean(name, op.arguments)}")
-    read = op.tensors(*names)
+    read = op.tensors(*read_names)
     written = op.written if writes is None else (*op.outputs, *op.tensors(*writes))
     dtype = next((tensor.dtype for tensor in (*read, *written) if tensor.is_floating), "float32")
     matrix, vector = engines(dtype, _count(op, flops), tf32=op.tf32_products)

@@ -54,19 +54,19 @@ def name_without_origin(name: str) -> str:
 
 
 class OpSignature:
-    """Stands for everything of an op but its storages, its place and its flags; whoever records ops makes these."""
+    """The identity of an op apart from its storages, its position and its flags. The recorder makes these."""
 
-    __slots__ = ("found",)
+    __slots__ = ("memos",)
 
     def __init__(self) -> None:
-        self.found: dict[tuple[bool, bool], dict[str, Any]] = {}
-        """What was found out about ops of this form, by their flags: see `nearpeak.ops.op_classes`."""
+        self.memos: dict[tuple[bool, bool], dict[str, Any]] = {}
+        """Memoized facts of ops with this signature, by their flags: see `nearpeak.ops.op_classes`."""
 
 
 class _HasSignature:
-    """Has room for a note of whoever records an op: its form and the numbers of its storages.
+    """Has room for the recorder's note: the signature of the op and the numbers of its storages.
 
-    An op with other arguments, made by `dataclasses.replace`, does not have it, nor a copy.
+    A copy of an op, by `dataclasses.replace` or otherwise, does not have it.
     """
 
     __slots__ = ("form",)
@@ -116,13 +116,13 @@ class Op(_HasSignature):
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """All tensors among the arguments, in order."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for value in self.arguments.values():
             if type(value) is Tensor:
-                found.append(value)
+                tensors.append(value)
             elif type(value) is tuple or type(value) is list:
-                found.extend(_tensors(value))
-        return tuple(found)
+                tensors.extend(_tensors(value))
+        return tuple(tensors)
 
     @property
     def written(self) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""`Alike`: which ops of a trace do the same to other storages, so that what follows from that is found once.
+"""`OpClasses`: the ops of a trace by kind, so that what follows from the kind is computed once (memoized).
 
-A model runs the same ops in every layer. Its cost, its touches, its tiles follow from the name, the arguments and the
-flags of an op, and its storages only give the names: see `nearpeak.ops.cost.Formula`.
+A model runs the same ops in every layer. The cost of an op, its reads and writes and its tiles follow from its name,
+its arguments and its flags; storages only give the numbers: see `nearpeak.ops.cost.Formula`.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from nearpeak.ops.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class OpClasses:
-    """The ops of a trace by kind: two ops of one kind differ in nothing but their place and their storages."""
+    """The kinds of the ops of a trace. Two ops of one kind differ only in their position and their storages."""
 
     kinds: tuple[int, ...]
-    """Of each op, numbered from 0 in the order of their first ops."""
+    """The kind of each op, numbered in the order of the first ops."""
     storages: tuple[tuple[int, ...], ...]
-    """Of each op. Ops of one kind use theirs in the same way, place by place."""
+    """The storages of each op. Ops of one kind use theirs in the same way, place by place."""
     firsts: tuple[int, ...]
     """The first op of each kind."""
-    found: tuple[dict[str, Any], ...]
-    """Room for what is found out about each kind. It may be there in the next trace, or not."""
+    memos: tuple[dict[str, Any], ...]
+    """Memoized facts of each kind, such as its cost. They may be shared with other traces."""
 
 
 def classify_ops(ops: Iterable[Op]) -> OpClasses:
-    """The kinds of ops."""
+    """The kinds of these ops."""
     known: dict[Any, int] = {}
     kinds: list[int] = []
     used: list[tuple[int, ...]] = []
     firsts: list[int] = []
-    found: list[dict[str, Any]] = []
+    memos: list[dict[str, Any]] = []
     for index, op in enumerate(ops):
-        note = getattr(op, "form", None)
-        if note is None:
+        signature = getattr(op, "form", None)
+        if signature is None:
             key, storages = _key(op)
         else:
-            form, storages = note
+            form, storages = signature
             flags = (op.tf32_products, op.tf32_convolutions)
             key = (form, flags)
         try:
@@ -50,10 +50,10 @@ def classify_ops(ops: Iterable[Op]) -> OpClasses:
         if kind is None:
             kind = known[key] = len(firsts)
             firsts.append(index)
-            found.append({} if note is None else form.found.setdefault(flags, {}))
+            memos.append({} if signature is None else form.memos.setdefault(flags, {}))
         kinds.append(kind)
         used.append(storages)
-    return OpClasses(tuple(kinds), tuple(used), tuple(firsts), tuple(found))
+    return OpClasses(tuple(kinds), tuple(used), tuple(firsts), tuple(memos))
 
 
 def _key(op: Op) -> tuple[Any, tuple[int, ...]]:

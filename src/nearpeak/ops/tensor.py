@@ -1,4 +1,4 @@
-"""`Tensor`: what arithmetic needs to know of a tensor: shape, strides, dtype name and the number of its storage."""
+"""`Tensor`: shape, strides, dtype name and storage number of a tensor, as plain data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """How many elements it has, expanded ones included."""
+        """The number of elements, expanded ones included."""
         return math.prod(self.shape)
 
     @property

@@ -1,4 +1,4 @@
-"""`Work`: the least an operation must do, independent of any machine."""
+"""`Work`: the least work of an operation, independent of any machine."""
 
 from __future__ import annotations
 
