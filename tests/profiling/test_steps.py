@@ -102,8 +102,8 @@ def test_tokens_of_a_text_are_alike_and_its_prompt_is_not(watcher):
                 model(tokens=torch.zeros(1, 1, dtype=torch.int64), mask=torch.ones(1, length))
     first, *tokens, prompt, another, _, _ = watcher.kinds
     assert [kind.shape for kind in (*tokens, prompt, another)] == [(1, 1)] * 3 + [(1, 6), (1, 1)]
-    assert tokens[0].alike(another)
-    assert not tokens[0].alike(prompt)
+    assert tokens[0].is_similar(another)
+    assert not tokens[0].is_similar(prompt)
     assert first.module == prompt.module
 
 
@@ -116,7 +116,7 @@ def test_an_evaluation_between_training_steps_makes_a_step_of_another_kind(watch
             model(torch.randn(2, 4))
         train(model, optimizer, 2)
     assert [kind.evaluated for kind in watcher.kinds] == [0, 0, 1, 0]
-    assert not watcher.kinds[1].alike(watcher.kinds[2])
+    assert not watcher.kinds[1].is_similar(watcher.kinds[2])
 
 
 def test_calls_are_still_told_when_no_new_modules_are_looked_for_and_nothing_is_left_behind(watcher):

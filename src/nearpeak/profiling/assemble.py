@@ -234,7 +234,7 @@ def _has_similar_sizes(key: Hashable, other: Hashable) -> bool:
     if not isinstance(key, tuple) or not isinstance(other, tuple):
         return key == other
     pairs = zip(key[1], other[1], strict=True)
-    return all(StepKind(shape=shape).alike(StepKind(shape=other_shape)) for shape, other_shape in pairs)
+    return all(StepKind(shape=shape).is_similar(StepKind(shape=other_shape)) for shape, other_shape in pairs)
 
 
 def _op_key(op: Op) -> Hashable:

@@ -104,7 +104,7 @@ def profile(
             case.call()
             session.step_ends(between=case.reset)
         if not session.problem:
-            session.add_trace(trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=True, as_it_runs=True))
+            session.add_trace(trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=True, keep_compiled=True))
     finally:
         session.abandon()
     return _assemble_profile(session, case.name, machine, ceilings, progress)

@@ -138,7 +138,7 @@ class Schedule:
 
     def fits(self, kind: StepKind) -> bool:
         """Whether a step of this kind can represent the usual ones."""
-        return self._usual is None or self._usual.alike(kind) or self._retakes >= MAX_RETAKES
+        return self._usual is None or self._usual.is_similar(kind) or self._retakes >= MAX_RETAKES
 
     @property
     def clean_steps_left(self) -> int:
@@ -202,7 +202,7 @@ class Schedule:
 
     def _count(self, kind: StepKind) -> bool:
         """Counts a kind of step; returns whether no other kind is more frequent."""
-        position = next((place for place, (known, _) in enumerate(self._kinds) if known.alike(kind)), None)
+        position = next((place for place, (known, _) in enumerate(self._kinds) if known.is_similar(kind)), None)
         times = 1 if position is None else self._kinds.pop(position)[1] + 1
         self._kinds.insert(0, (kind, times))  # the latest of several that are as frequent
         return all(other <= times for _, other in self._kinds)

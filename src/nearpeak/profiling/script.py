@@ -103,7 +103,7 @@ def profile_script(
                 steps = session.steps = stack.enter_context(detect_steps(session))
                 step_function = None if step is None else StepFunction(step, steps.mark)
                 if step_function is not None:
-                    steps.told = True
+                    steps.has_step_function = True
                     if not main.has(step_function):
                         stack.enter_context(step_function.in_modules())
                 stack.enter_context(step_timeout(session, say, wait_s))

@@ -206,7 +206,7 @@ class Session:
             seen += f", and {len(schedule.walls)} clean ones of {seconds(wall)}"
         if self.problem:
             return f"{seen}, but none could be profiled: {self.problem}"
-        unused = self.steps.unused if self.steps is not None else 0
+        unused = self.steps.unfinished_calls if self.steps is not None else 0
         if schedule.steps == 0 and unused:
             seen += f", but {unused} calls of modules with gradients: run inference under torch.no_grad()"
         return (

@@ -28,29 +28,31 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nearpeak.trace.modules import watch_module_calls
 
 SIZE_TOLERANCE = 0.25
-"""Sizes that differ by less than this are alike: a text grows by a token, a batch is padded to another length."""
+"""Sizes that differ by less than this share are similar: a text grows by a token, a batch is padded differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
-    """What was called in a step. Steps of one kind are alike: a decoded token is no prompt, an evaluation no training.
+    """What was called in a step: a decoded token is no prompt, an evaluation no training step.
 
-    >>> StepKind(shape=(1, 1)).alike(StepKind(shape=(1, 32))), StepKind(shape=(1, 32)).alike(StepKind(shape=(1, 33)))
-    (False, True)
+    >>> StepKind(shape=(1, 32)).is_similar(StepKind(shape=(1, 33)))
+    True
+    >>> StepKind(shape=(1, 32)).is_similar(StepKind(shape=(1, 1)))
+    False
     """
 
     trained: int = 0
-    """Calls of outermost modules with gradients."""
+    """Top-level calls of modules with gradients enabled."""
     evaluated: int = 0
-    """Those without."""
+    """Top-level calls without gradients."""
     module: int = 0
-    """Which module was called, where each call is a step."""
+    """The id of the called module, if each call is a step."""
     shape: tuple[int, ...] = ()
-    """Of the smallest tensor that it was given: new tokens, where everything else grows with the text."""
+    """The shape of its smallest argument: the new tokens, where everything else grows with the text."""
     recorded: bool = False
-    """Whether a profiler of the code's own was running."""
+    """Whether the code ran a profiler of its own."""
 
-    def alike(self, other: StepKind) -> bool:
+    def is_similar(self, other: StepKind) -> bool:
         """Whether a step of this kind may stand for one of the other."""
         if (self.module, self.recorded, len(self.shape)) != (other.module, other.recorded, len(other.shape)):
             return False
@@ -61,16 +63,198 @@ class StepKind:
 
 
 def _similar_size(first: int, second: int) -> bool:
-    """Nothing is near to none or one: a step with one evaluation is not like a step without."""
+    """0 and 1 are similar to themselves alone: a step with one evaluation is not like a step without."""
     low, high = min(first, second), max(first, second)
     return low == high or (low > 1 and high - low <= max(1.0, SIZE_TOLERANCE * high))
+
+
+MAX_CALLS = 20
+"""Code with more top-level calls in a training step has no single model: they are no longer counted."""
+
+
+class StepListener(Protocol):
+    """Receives the events of a `StepDetector`."""
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer starts its step."""
+
+    def optimizer_ends(self) -> None:
+        """An optimizer has finished its step."""
+
+    def training_begins(self) -> None:
+        """From now on steps end with an optimizer's step; those before were something else."""
+
+    def step_ends(self, kind: StepKind) -> None:
+        """A step is over, and the next one begins."""
+
+
+class StepDetector:
+    """Reports steps to a listener while it is open."""
+
+    def __init__(self, listener: StepListener) -> None:
+        self.is_open = False
+        self.has_step_function = False
+        """Whether a function is the step; then no other steps are detected."""
+        self.calls = TopLevelCalls(self._after_module)
+        self._listener = listener
+        self._first: torch.optim.Optimizer | None = None
+        """The optimizer whose step ends a step, if there are several."""
+        self._original_step: Any = None
+        """Its `step` in its `__dict__`, if it had one."""
+        self._trained = 0
+        self._evaluated = 0
+        self.unfinished_calls = 0
+        """Top-level calls with gradients since the last step ended."""
+
+    def mark(self, function: Any) -> Any:
+        """Wraps a function so that each of its calls is a step; of nested calls only the outer one."""
+        self.has_step_function = True
+        return wrap_step_function(function, self._after_function)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, steps are detected."""
+        handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        self.calls.open()
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+            self.calls.close()
+            self._restore()
+            for handle in handles:
+                handle.remove()
+
+    def _after_function(self) -> None:
+        if self.is_open:
+            self._listener.step_ends(StepKind())
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._listener.optimizer_begins(optimizer)
+        if self._first is None and not self.has_step_function:
+            self._first = optimizer
+            self._report_after(optimizer)
+            self._listener.training_begins()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._listener.optimizer_ends()
+        if optimizer is self._first:
+            self.unfinished_calls = 0
+
+    def _restore(self) -> None:
+        """Restores the `step` of the optimizer."""
+        if self._first is not None:
+            self._first.__dict__.pop("step", None)
+            if self._original_step is not None:
+                self._first.step = self._original_step  # type: ignore[method-assign]
+
+    def _after_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self._trained += 1
+            self.unfinished_calls += 1
+        else:
+            self._evaluated += 1
+            if self._first is None and not self.has_step_function:
+                self._trained = self._evaluated = 0
+                self._listener.step_ends(StepKind(module=id(module), shape=_smallest_shape((*args, *kwargs.values()))))
+
+    def _report_after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replaces `step` of an optimizer, so that steps end after it and not in its hooks.
+
+        Hooks run inside a range of the profiler, and a profiler that is started in one such range and stopped in
+        another corrupts its memory. A learning rate scheduler may have replaced the method already, and one that is
+        created later needs a method.
+        """
+        self._original_step = optimizer.__dict__.get("step")
+        self._trained = self._evaluated = 0
+        original = optimizer.step
+
+        @functools.wraps(original)
+        def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            kind = StepKind(trained=self._trained, evaluated=self._evaluated)
+            self._trained = self._evaluated = 0
+            if kind.trained + kind.evaluated > MAX_CALLS:
+                self.calls.close()
+            if not self.has_step_function:
+                self._listener.step_ends(kind)
+            return result
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+@contextmanager
+def detect_steps(listener: StepListener) -> Iterator[StepDetector]:
+    """Inside, steps are reported to `listener`."""
+    detector = StepDetector(listener)
+    with detector.open():
+        yield detector
+
+
+def wrap_step_function(function: Any, ended: Callable[[], None]) -> Any:
+    """A function that calls `ended` after each outermost call of `function` that does not raise."""
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(wrap_step_function(function.__func__, ended))
+    depth = 0
+
+    @contextmanager
+    def counted_call() -> Iterator[None]:
+        nonlocal depth
+        depth += 1
+        try:
+            yield
+        finally:
+            depth -= 1
+        if depth == 0:
+            ended()
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with counted_call():
+                return await function(*args, **kwargs)
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with counted_call():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def _smallest_shape(values: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape of the smallest tensor with at least two dimensions, or with fewer if there is no such tensor.
+
+    It runs in every inference step: a loop takes a third of the time of `min` with a key.
+    """
+    smallest: torch.Tensor | None = None
+    smallest_size = (True, 0)
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            size = (value.dim() < 2, value.numel())
+            if smallest is None or size < smallest_size:
+                smallest, smallest_size = value, size
+    return () if smallest is None else tuple(smallest.shape)
 
 
 CallEnded = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 class TopLevelCalls:
-    """While it is open, `ended` is told each outermost call that ended without an error."""
+    """While it is open, `ended` is called after each top-level call that did not raise."""
 
     def __init__(self, ended: CallEnded) -> None:
         self._ended = ended
@@ -78,32 +262,32 @@ class TopLevelCalls:
         self._nested = 0
         self._first: tuple[nn.Module, tuple[Any, ...]] | None = None
         self._classes: dict[type[nn.Module], Any] = {}
-        """Those with a `__call__` of ours, and the one that they had themselves."""
+        """Classes with a patched `__call__`, and the one that they defined themselves."""
         self._search = ExitStack()
         self._is_open = False
 
     def open(self) -> None:
-        """Begins."""
+        """Begins to search for top-level calls."""
         self._is_open = True
-        callback_handler.register_start_callback(self._hide)
-        callback_handler.register_end_callback(self._show)
+        callback_handler.register_start_callback(self._unpatch)
+        callback_handler.register_end_callback(self._patch)
         self.search(True)
 
     def close(self) -> None:
-        """Leaves everything as it was, for good."""
+        """Restores all classes."""
         self._is_open = False
         self._search.close()
         for callbacks, callback in (
-            (callback_handler.start_callbacks, self._hide),
-            (callback_handler.end_callbacks, self._show),
+            (callback_handler.start_callbacks, self._unpatch),
+            (callback_handler.end_callbacks, self._patch),
         ):
-            if callback in callbacks:  # torch._dynamo.reset() forgets them all
+            if callback in callbacks:  # torch._dynamo.reset() clears them
                 callbacks.remove(callback)
-        self._hide()
+        self._unpatch()
         self._classes.clear()
 
     def search(self, on: bool) -> None:
-        """Whether to look for modules that were not called before: this makes every call slower."""
+        """Starts or stops to look for classes that were not called before, which slows every call down."""
         self._search.close()
         self._nested, self._first = 0, None
         if on and self._is_open:
@@ -141,11 +325,11 @@ class TopLevelCalls:
 
         return call
 
-    def _hide(self, _: Any = None) -> None:
+    def _unpatch(self, _: Any = None) -> None:
         for kind, own_call in self._classes.items():
             _set_class_call(kind, own_call)
 
-    def _show(self, _: Any = None) -> None:
+    def _patch(self, _: Any = None) -> None:
         for kind in self._classes:
             _set_class_call(kind, self._call_of(kind))
 
@@ -155,184 +339,3 @@ def _set_class_call(kind: type[nn.Module], call: Any) -> None:
         kind.__call__ = call  # type: ignore[method-assign]
     elif "__call__" in vars(kind):
         del kind.__call__
-
-
-MAX_CALLS = 20
-"""Code with more outermost calls in a training step has no model: counting them would cost more than it tells."""
-
-
-class StepListener(Protocol):
-    """Who is told about steps."""
-
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer starts its step."""
-
-    def optimizer_ends(self) -> None:
-        """It is done."""
-
-    def training_begins(self) -> None:
-        """Steps end with an optimizer's from now on; those before were something else."""
-
-    def step_ends(self, kind: StepKind) -> None:
-        """A step is over, and the next one begins."""
-
-
-class StepDetector:
-    """Tells a watcher about steps while it is open."""
-
-    def __init__(self, watcher: StepListener) -> None:
-        self.is_open = False
-        self.told = False
-        """Whether functions are marked; then no steps are looked for."""
-        self.calls = TopLevelCalls(self._module_ended)
-        self._watcher = watcher
-        self._first: torch.optim.Optimizer | None = None
-        """The optimizer that ends the steps, where there are several."""
-        self._before: Any = None
-        """The method that it had of its own."""
-        self._trained = 0
-        self._evaluated = 0
-        self.unused = 0
-        """Calls with gradients that no step has ended yet."""
-
-    def mark(self, function: Any) -> Any:
-        """The function, each call of which is a step from now on; only the outer one of calls inside each other."""
-        self.told = True
-        return wrap_step_function(function, self._function_ended)
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Inside, steps are found."""
-        handles: list[Any] = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
-        self.calls.open()
-        self.is_open = True
-        try:
-            yield
-        finally:
-            self.is_open = False
-            self.calls.close()
-            self._leave()
-            for handle in handles:
-                handle.remove()
-
-    def _function_ended(self) -> None:
-        if self.is_open:
-            self._watcher.step_ends(StepKind())
-
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._watcher.optimizer_begins(optimizer)
-        if self._first is None and not self.told:
-            self._first = optimizer
-            self._tell_after(optimizer)
-            self._watcher.training_begins()
-
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._watcher.optimizer_ends()
-        if optimizer is self._first:
-            self.unused = 0
-
-    def _leave(self) -> None:
-        """Gives the optimizer its own method back."""
-        if self._first is not None:
-            self._first.__dict__.pop("step", None)
-            if self._before is not None:
-                self._first.step = self._before  # type: ignore[method-assign]
-
-    def _module_ended(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self._trained += 1
-            self.unused += 1
-        else:
-            self._evaluated += 1
-            if self._first is None and not self.told:
-                self._trained = self._evaluated = 0
-                self._watcher.step_ends(StepKind(module=id(module), shape=_smallest_shape((*args, *kwargs.values()))))
-
-    def _tell_after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps end after the optimizer's own, not in its hooks, which run inside a range of the profiler.
-
-        A profiler that is started in one such range and stopped in another corrupts its memory. A schedule of learning
-        rates has put a method of its own there, whose marks are kept; one that comes later asks for a method.
-        """
-        self._before = optimizer.__dict__.get("step")
-        self._trained = self._evaluated = 0
-        original = optimizer.step
-
-        @functools.wraps(original)
-        def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            kind = StepKind(trained=self._trained, evaluated=self._evaluated)
-            self._trained = self._evaluated = 0
-            if kind.trained + kind.evaluated > MAX_CALLS:
-                self.calls.close()
-            if not self.told:
-                self._watcher.step_ends(kind)
-            return result
-
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-
-@contextmanager
-def detect_steps(watcher: StepListener) -> Iterator[StepDetector]:
-    """Inside, `watcher` is told about steps."""
-    steps = StepDetector(watcher)
-    with steps.open():
-        yield steps
-
-
-def wrap_step_function(function: Any, ended: Callable[[], None]) -> Any:
-    """The function, and after each of its calls from outside `ended()`; not where it raises."""
-    if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(wrap_step_function(function.__func__, ended))
-    depth = 0
-
-    @contextmanager
-    def one_step() -> Iterator[None]:
-        nonlocal depth
-        depth += 1
-        try:
-            yield
-        finally:
-            depth -= 1
-        if depth == 0:
-            ended()
-
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def awaited(*args: Any, **kwargs: Any) -> Any:
-            with one_step():
-                return await function(*args, **kwargs)
-
-        return awaited
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        with one_step():
-            return function(*args, **kwargs)
-
-    return called
-
-
-def _smallest_shape(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape of the smallest tensor with at least two dimensions, or with fewer where there is none such.
-
-    It is asked in every step of an inference: a loop takes a third of the time of `min` with a key.
-    """
-    smallest: torch.Tensor | None = None
-    smallest_size = (True, 0)
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            size = (value.dim() < 2, value.numel())
-            if smallest is None or size < smallest_size:
-                smallest, smallest_size = value, size
-    return () if smallest is None else tuple(smallest.shape)

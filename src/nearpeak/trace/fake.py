@@ -23,10 +23,10 @@ _SHORT_RANGE = 64
 
 
 class _BoundedMemo(dict[Any, Any]):
-    """The fake mode's memory of what it converted, without weak references and with an end.
+    """The fake mode's memo of converted tensors, without weak references and of bounded size.
 
-    torch refuses `module.to(dtype)` for a fake parameter that something refers to weakly, as its own memory does. Only
-    the last few entries are ever asked for again.
+    torch refuses `module.to(dtype)` for a fake parameter with weak references, which its own memo has. Only the last
+    few entries are ever looked up again.
     """
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -36,7 +36,7 @@ class _BoundedMemo(dict[Any, Any]):
 
 
 class _SharedMode:
-    """The one fake mode behind every `fake()`: tensors of two modes cannot meet in one op."""
+    """The one fake mode of every `fake()`: tensors of two modes cannot be in one op."""
 
     mode: FakeTensorMode | None = None
 
@@ -69,7 +69,7 @@ def fake() -> Iterator[None]:
 
 @contextmanager
 def fresh_conversions(mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, `mode` converts each real tensor anew: what one trace does to its copy, the next one does not see."""
+    """Inside, `mode` converts each real tensor anew: a trace does not see what an earlier one did to its copy."""
     before = mode.fake_tensor_converter
     mode.fake_tensor_converter = FakeTensorConverter(export=False)
     try:
@@ -79,7 +79,7 @@ def fresh_conversions(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class _DeepcopyMode(TorchFunctionMode):
-    """Lets `copy.deepcopy` copy fake tensors, which torch does by way of their data."""
+    """Lets `copy.deepcopy` copy fake tensors; torch would copy their data."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,9 +94,9 @@ class _DeepcopyMode(TorchFunctionMode):
 
 
 class _SmallRangesMode(TorchFunctionMode):
-    """Keeps the values of short linear ranges: constructors read them, as rates that grow from layer to layer.
+    """Keeps the values of short linear ranges, which constructors read: rates that grow from layer to layer.
 
-    What is computed from such ranges alone has values too.
+    Tensors computed from such ranges alone have values too.
     """
 
     def __torch_function__(
@@ -118,14 +118,14 @@ class _SmallRangesMode(TorchFunctionMode):
 @SharedPatch
 @contextmanager
 def allow_building() -> Iterator[None]:
-    """What models need while they are built and converted."""
+    """Patches that models need while they are built and converted."""
     with _skip_truncated_normal(), _convert_in_place():
         yield
 
 
 @contextmanager
 def _skip_truncated_normal() -> Iterator[None]:
-    """A truncated normal draws until it likes the values, which fake tensors do not have: inside, it leaves them."""
+    """Inside, a truncated normal leaves fake tensors alone: it would redraw until their values are in range."""
     original = torch.nn.init._no_grad_trunc_normal_
 
     def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -140,10 +140,10 @@ def _skip_truncated_normal() -> Iterator[None]:
 
 @contextmanager
 def _convert_in_place() -> Iterator[None]:
-    """`module.to(dtype)` for fake modules: new parameters in place of the old, tied ones tied as before.
+    """Inside, `module.to(dtype)` of a fake module replaces its parameters; tied ones stay tied.
 
-    torch swaps the memory of a fake parameter with that of its converted copy, and refuses when anything else refers
-    to it, as an embedding's padding row or a parameter made from a number does.
+    torch swaps the memory of a fake parameter with that of its converted copy, and refuses if anything else refers to
+    it, such as an embedding's padding row.
     """
     original: Any = torch.nn.Module._apply
     converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -155,7 +155,7 @@ def _convert_in_place() -> Iterator[None]:
                 new = function(tensor)
             if _is_parameter(tensor):
                 new = torch.nn.Parameter(new, tensor.requires_grad)
-            converted[id(tensor)] = (tensor, new)  # the old one is kept, so that its id is not given to another
+            converted[id(tensor)] = (tensor, new)  # the old one is stored to keep its id unique
         return converted[id(tensor)][1]
 
     def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

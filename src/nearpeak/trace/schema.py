@@ -11,23 +11,23 @@ from nearpeak.ops.op import Origin
 from nearpeak.trace.storages import Storages
 
 _QUERY_NAMESPACES = frozenset({"prim", "profiler"})
-"""Namespaces whose operators ask about tensors or mark time, and touch no data."""
+"""Namespaces whose operators query tensors or mark time, and touch no data."""
 _LIFT_OPERATORS = frozenset({"aten.lift_fresh.default", "aten.lift.default", "aten.lift_fresh_copy.default"})
-"""What `torch.tensor(...)` calls on the data it was given."""
+"""Operators that `torch.tensor(...)` applies to its data."""
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
-"""Operators whose results are known to follow from their arguments; a custom operator's may not."""
+"""Namespaces of operators whose results follow from their arguments; those of a custom operator may not."""
 _VALUE_DEPENDENT_TAGS = ("data_dependent_output", "dynamic_output_shape", "inplace_view")
 """Tags of operators whose results depend on values, or that change the shape of an argument."""
 _BACKENDS = ("CPU", "CUDA", "MPS")
 _INDEXING = frozenset({"aten.index.Tensor"})
-"""Tagged as dynamic, and so only for masks, which are refused by dtype."""
+"""Tagged as dynamic, which it is for masks alone; these are excluded by dtype."""
 _CHANGES_STORAGE = ("resize", "set_", "_resize", "swap", "lift", "rename")
-"""How the names of operators begin that change an argument's storage or name, or that torch treats specially."""
+"""How the names of operators begin that change the storage or name of an argument, or that torch treats specially."""
 
 
 class OperatorSchema(NamedTuple):
-    """The facts of one operator."""
+    """What is asked of one operator."""
 
     name: str
     arguments: tuple[str, ...]
@@ -40,12 +40,12 @@ class OperatorSchema(NamedTuple):
     memoizable: bool = False
     """Its results follow from the signature of a call: torch is asked once for each signature."""
     by_rows: bool = False
-    """It does one thing to each row of its lists of tensors: what it gives for a row follows from the row alone."""
+    """It does the same to each row of its lists of tensors: the result of a row follows from the row alone."""
     origin: Origin = "torch"
 
 
 _schemas: dict[int, tuple[Any, OperatorSchema]] = {}
-"""With the operator, by its id: its own hash is a function in Python."""
+"""By the id of the operator, which is stored too: its hash is a slow Python function."""
 
 
 def schema_of(operator: Any) -> OperatorSchema:
@@ -82,9 +82,9 @@ def _build_schema(operator: Any) -> OperatorSchema:
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether torch itself runs other operators in its place: it is composed of them, and no device has its own kernel.
+    """Whether torch runs other operators in its place: it is composed of them, and no device has a kernel for it.
 
-    Asked of the dispatcher: the operator's own method counts decompositions in Python, which torch does not run here.
+    The dispatcher tells. The operator's own method counts decompositions in Python, which torch does not run here.
     """
     has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
     name = operator.name()
@@ -92,7 +92,7 @@ def is_composite(operator: Any) -> bool:
 
 
 def _is_memoizable(operator: Any) -> bool:
-    """Whether the results of an operator depend on the form of its arguments alone."""
+    """Whether the results of an operator depend on the signature of a call alone."""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in _PURE_NAMESPACES:
         return False
     arguments = operator._schema.arguments

@@ -15,15 +15,15 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 _SCRIPTS = sysconfig.get_paths()["scripts"]
 AUTOGRAD_ENGINE_CODE = _engine_run_backward.__code__
 _user_file_names: dict[str, str] = {}
-"""What `_user_file` said of files before: asked for every frame of every op."""
+"""Results of `_user_file`, which is asked for every frame of every op."""
 _user_lines: dict[tuple[int, int], tuple[CodeType, str]] = {}
-"""Lines by code and instruction, to find which goes through a table. The code is kept, so that its id stays its own."""
+"""Lines by code and instruction, since `f_lineno` searches a table. The code is stored to keep its id unique."""
 
 
 def _user_file(filename: str) -> str:
-    """The name of a file of the user's.
+    """The name of a file with user code.
 
-    Nothing for torch's and ours, for the standard library, installed commands and generated code.
+    "" for torch, nearpeak, the standard library, installed commands and generated code.
     """
     if filename.startswith(("<frozen", "<string", "<eval_with_key", "<__array_function__")):
         return ""
@@ -31,7 +31,7 @@ def _user_file(filename: str) -> str:
         return ""
     if _is_inductor_file(filename):
         return ""
-    if "/triton/runtime/" in filename:  # what launches the user's kernels
+    if "/triton/runtime/" in filename:  # launches the user's kernels
         return ""
     if filename.startswith(_STANDARD + "/") and "-packages" not in filename:
         return ""
@@ -41,22 +41,22 @@ def _user_file(filename: str) -> str:
 
 
 def _is_inductor_file(filename: str) -> bool:
-    """Whether Inductor wrote it: into its own cache, two letters of a hash and the hash."""
+    """Whether it is in Inductor's cache, whose paths are two letters of a hash and the hash."""
     path = Path(filename)
     folder = path.parent.name
     return len(folder) == 2 and len(path.stem) > 40 and path.stem[1:3] == folder
 
 
 def user_line(frame: FrameType | None = None) -> tuple[str, bool]:
-    """The nearest line of the user's code at or above a frame, and whether autograd's engine lies between the two.
+    """The nearest line of user code at or above a frame, and whether autograd's engine lies between the two.
 
-    Without a frame, that of the caller.
+    Without a frame, the caller's.
     """
     return UserLines().nearest(frame or sys._getframe(1))
 
 
 class UserLines:
-    """Lines of the user's code, for one op after the other."""
+    """Finds lines of user code for one op after the other."""
 
     def __init__(self) -> None:
         self._engine: FrameType | None = None
@@ -67,7 +67,7 @@ class UserLines:
         while frame is not None:
             code = frame.f_code
             if code is AUTOGRAD_ENGINE_CODE:
-                if frame is not self._engine:  # whoever called it waits in the same line for the whole backward pass
+                if frame is not self._engine:  # its caller stays at one line for the whole backward pass
                     self._engine, self._above = frame, UserLines().nearest(frame.f_back)[0]
                 return self._above, True
             name = _user_file_names.get(code.co_filename)
@@ -80,15 +80,15 @@ class UserLines:
                     cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno}")
                 return cached[1], False
             frame = frame.f_back
-        return "", True  # a thread of the engine's own
+        return "", True  # a thread of the engine
 
     def forget(self) -> None:
-        """Lets go of the frames, which hold everything that their code has."""
+        """Drops the frame, which keeps its local variables alive."""
         self._engine = None
 
 
 def failing_line(traceback: TracebackType | None) -> str:
-    """The user's line that is nearest to where an error was raised."""
+    """The line of user code nearest to where an error was raised."""
     line = ""
     while traceback is not None:
         name = _user_file(traceback.tb_frame.f_code.co_filename)

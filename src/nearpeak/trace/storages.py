@@ -15,7 +15,7 @@ from nearpeak.ops.tensor import Tensor
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor below the wrappers of `grad`, `vmap` and `jvp`: it has the memory."""
+    """The tensor below the wrappers of `torch.func`'s `grad`, `vmap` and `jvp`; it has the memory."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -23,7 +23,7 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def below_transforms() -> Iterator[None]:
-    """Inside, tensors are made and converted as if no transform ran: else they come out wrapped."""
+    """Inside, tensors are created and converted as if no transform of `torch.func` ran: else they would be wrapped."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         yield
         return
@@ -39,12 +39,12 @@ _NAMES: dict[Any, str] = {}
 _INTERMEDIATE: tuple[StorageKind, str] = ("intermediate", "")
 
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], int, torch.dtype, bool]
-"""Address and bytes of the storage, shape, strides, offset, dtype, and whether values are read with their signs turned.
-An address stands for one storage as long as a weak reference holds it."""
+"""Address and bytes of the storage, shape, strides, offset, dtype, and the negative bit. An address stands for one
+storage as long as a weak reference to the storage exists."""
 
 
 KnownView = tuple[int, Tensor]
-"""The number of everything that a view has beside its storage (see `nearpeak.trace.memo`), and the plain data."""
+"""The layout id of a view (see `memo.layout_id`), and the view as plain data."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,14 +66,14 @@ def setting_name(value: torch.device | torch.dtype | torch.layout | torch.memory
 class Storages:
     """Numbers storages by identity.
 
-    A weak reference to each is kept. It keeps no data alive, but the address that identifies the storage is not given
-    to another one as long as it exists, so numbers are never reused. `on_new` is called with each new number.
+    A weak reference to each keeps no data alive, but keeps the address that identifies the storage from being reused,
+    so numbers are unique. `on_new` is called with each new number.
     """
 
     def __init__(self, on_new: Callable[[int, torch.UntypedStorage, StorageKind], None] | None = None) -> None:
         self._on_new = on_new
         self.on_host: set[int] = set()
-        """Of real tensors: those in the memory of the host."""
+        """Storages of real tensors in host memory."""
         self.pinned: set[int] = set()
         self._numbers: dict[int, int] = {}
         self._references: list[StorageWeakRef | torch.UntypedStorage] = []
@@ -81,20 +81,20 @@ class Storages:
         self._bytes: list[int] = []
         self._kinds: list[tuple[StorageKind, str]] = []
         self.views: dict[View, KnownView] = {}
-        """What is known of the views of these storages that were seen before."""
+        """The views of these storages that were used before."""
 
     def name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
-        """Says what the storage of a tensor is, for when it is first used."""
+        """Names the storage of a tensor before its first use."""
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             self._references.append(StorageWeakRef(storage))
             self._known.setdefault(storage._cdata, (kind, name))
             number = self._numbers.get(storage._cdata)
             if number is not None and self.existed(number) and not self._kinds[number][1]:
-                self._kinds[number] = self._known[storage._cdata]  # an op used it before its module was on_new
+                self._kinds[number] = self._known[storage._cdata]  # an op used it before its module was known
 
     def number(self, tensor: torch.Tensor, kind: StorageKind) -> int:
-        """The number of the storage behind a tensor; `kind` is what it is if it is seen for the first time."""
+        """The number of a tensor's storage; `kind` is what it is if this is its first use."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         size = storage.nbytes()
@@ -119,7 +119,7 @@ class Storages:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of storages."""
         return len(self._bytes)
 
     def existed(self, number: int) -> bool:
@@ -127,7 +127,7 @@ class Storages:
         return self._kinds[number][0] != "intermediate"
 
     def used(self, tensor: torch.Tensor) -> int | None:
-        """The number of the storage behind a tensor, where an op has used it."""
+        """The number of a tensor's storage if an op has used it, else None."""
         tensor = innermost(tensor)
         if tensor.layout is not torch.strided:
             return None
@@ -141,16 +141,16 @@ class Storages:
         }
 
     def new(self, storage: torch.UntypedStorage, size: int) -> int:
-        """The number of a storage that an op on fake tensors has just made."""
+        """The number of a storage that an op on fake tensors has just allocated."""
         number = len(self._bytes)
         self._numbers[storage._cdata] = number
-        self._references.append(storage)  # which has no memory: it is fake
+        self._references.append(storage)  # a fake one, without memory
         self._bytes.append(size)
         self._kinds.append(_INTERMEDIATE)
         return number
 
     def tensor(self, tensor: torch.Tensor, kind: StorageKind) -> Tensor:
-        """A tensor as plain data. What has no strides (a sparse tensor) is empty: of its bytes nothing is known."""
+        """A tensor as plain data. A tensor without strides, such as a sparse one, counts as empty."""
         dtype = dtype_name(tensor.dtype)
         if tensor.layout is not torch.strided:
             self._bytes.append(0)

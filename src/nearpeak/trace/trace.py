@@ -43,7 +43,7 @@ MAX_OPS = 2_000_000
 _VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 _MEMORY_ERRORS = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
-"""How torch's errors begin where code wants more of a fake tensor than its shape."""
+"""How torch's errors begin if code accesses the memory of a fake tensor."""
 
 
 def trace(
@@ -52,28 +52,28 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     grad: bool | None = None,
     live: bool = False,
-    as_it_runs: bool = False,
+    keep_compiled: bool = False,
     limit: int = MAX_OPS,
     target: Target | None = None,
 ) -> Trace:
     """The ops that `fn(*args, **kwargs)` runs, in order. Nothing is computed and no memory is used.
 
-    Modules, optimizers and gradients are afterwards as they were before.
+    Modules, optimizers and gradients are restored afterwards.
 
     >>> [op.name for op in trace(torch.mm, torch.empty(8, 4), torch.empty(4, 2)).ops]
     ['aten.mm.default']
 
     Args:
         fn: A function, a module, or a whole training step that calls `backward()` and `optimizer.step()` itself.
-        *args: Its arguments; real and fake tensors alike.
+        *args: Its arguments, with real or fake tensors.
         kwargs: Its keyword arguments.
         grad: True also runs the backward pass from all results that require gradients; False runs without autograd;
             None runs `fn` as it is.
-        live: Run on the real tensors, for code that looks at values. Then everything happens that `fn` does.
-        as_it_runs: With `live`: compiled code stays compiled, and its kernels are the ops.
-        limit: The most ops to record; the trace then ends, and says so.
-        target: What the code shall run on, by `lowering.target.target_of(machine)`: for a GPU, fake tensors on the CPU
-            run the operators that torch's build for CUDA runs on it. None is this machine. Not with `live`.
+        live: Run on the real tensors, for code that reads values. Then everything that `fn` does happens.
+        keep_compiled: With `live`: compiled code stays compiled, and its kernels are the ops.
+        limit: The number of ops after which the trace ends, with a note.
+        target: The machine to trace for, as `cuda_ops.target.target_of(machine)` gives it: for a GPU, fake CPU tensors
+            run the operators that torch's CUDA build runs on it. None is this machine. Not with `live`.
     """
     named = dict(kwargs or {})
     holdings = ReachableModules(fn, args, named)
@@ -95,7 +95,7 @@ def trace(
             stack.enter_context(emulate_target(target))
             stack.enter_context(encoder_fast_path())
             stack.enter_context(restore_grad_scalers())
-        if as_it_runs:
+        if keep_compiled:
             stack.enter_context(record_inductor_kernels(recorder))
         else:
             compiled = stack.enter_context(no_compile())
@@ -141,7 +141,7 @@ def trace(
 
 
 def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], holdings: ReachableModules) -> FakeTensorMode:
-    """The fake mode of the tensors that are fake already, or ours."""
+    """The fake mode of the fake tensors among the arguments, or the shared one."""
     tensors = tensors_in((args, kwargs))
     tensors += [tensor for _, module in holdings.modules for tensor in (*module.parameters(), *module.buffers())]
     modes = {id(tensor.fake_mode): tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)}
@@ -154,7 +154,7 @@ def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], holdings: 
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """An argument that was computed before is a leaf here: its graph is not part of the call."""
+    """A computed argument as a leaf: its graph is not part of the call."""
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
@@ -165,7 +165,7 @@ def _backward(recorder: Recorder, returned: Any) -> None:
             "grad=True asks for the backward pass, and no result of the call requires gradients. Let an argument or a "
             "parameter require them, or leave grad out."
         )
-    gradients = [torch.ones_like(tensor) for tensor in outputs]  # they come from outside: not an op of the call
+    gradients = [torch.ones_like(tensor) for tensor in outputs]  # not an op of the call
     with recorder:
         torch.autograd.backward(outputs, gradients)
 
@@ -189,7 +189,7 @@ def _watch_optimizers(recorder: Recorder, snapshot: StateSnapshot) -> Iterator[N
 
 @contextmanager
 def _no_duplicate_error_logs() -> Iterator[None]:
-    """torch logs an error of the traced code, with a stack of its own, before it raises it: that says it twice."""
+    """Inside, torch does not log errors of fake tensors with a stack trace before it raises them."""
     logger = logging.getLogger(FakeTensor.__module__)
     before = logger.disabled
     logger.disabled = True

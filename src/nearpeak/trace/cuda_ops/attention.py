@@ -42,7 +42,7 @@ class AttentionCall:
     dropout: float
     causal: bool
     grouped: bool
-    """Fewer heads of keys and values than of queries are allowed."""
+    """Keys and values may have fewer heads than queries."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,7 +56,7 @@ class AttentionCall:
 
 
 def choose_backend(call: AttentionCall, target: Target) -> Backend:
-    """The kernel for a call: the first one in torch's order that is enabled and takes these tensors."""
+    """The first backend in torch's order that is enabled and supports these tensors."""
     for backend in _backend_order(target):
         if _is_enabled(backend) and _supports(backend, call, target):
             return backend
@@ -77,7 +77,7 @@ def _backend_order(target: Target) -> tuple[Backend, ...]:
 
 
 def _prefers_cudnn(target: Target) -> bool:
-    """Since 2.10, on data center parts since Hopper, with a cuDNN from 9.15.1; the wheels have that since 2.11."""
+    """Since torch 2.10, on data center GPUs since Hopper, with cuDNN 9.15.1; the wheels have that since 2.11."""
     asked_not_to = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     new_enough = target.torch >= (2, 10) and target.cudnn > 91500
     data_center = target.capability is not None and target.capability[0] in (9, 10)
@@ -167,7 +167,7 @@ def _cudnn_supports(call: AttentionCall, target: Target) -> bool:
 
 
 def _max_cudnn_width(call: AttentionCall, target: Target) -> int:
-    """The widest head. Since 2.14 also the backward pass limits it."""
+    """The widest head that cuDNN supports. Since torch 2.14 the backward pass limits it too."""
     widths = (call.query.shape[-1], call.value.shape[-1])
     hopper, blackwell = target.hopper, target.capability is not None and target.capability[0] == 10
     if target.torch >= (2, 14) and (hopper or blackwell):
@@ -185,7 +185,7 @@ def _has_dtype(call: AttentionCall, allowed: tuple[torch.dtype, ...]) -> bool:
 
 
 def _heads_agree(call: AttentionCall, *, grouped: bool, same: bool) -> bool:
-    """Batches agree, and heads do or may be grouped; `same`: keys and values have the same number of heads."""
+    """Whether batches agree, and heads agree or may be grouped; `same`: keys and values have equally many heads."""
     if len({tensor.shape[0] for tensor in call.inputs}) > 1:
         return False
     queries, keys, values = (tensor.shape[1] for tensor in call.inputs)
@@ -195,7 +195,7 @@ def _heads_agree(call: AttentionCall, *, grouped: bool, same: bool) -> bool:
 
 
 def _last_dim_is_contiguous(call: AttentionCall, *, single: bool) -> bool:
-    """The last dimension is contiguous; `single`: or has one element."""
+    """Whether the last dimension is contiguous; `single`: or has one element."""
     inputs = all(tensor.stride(-1) == 1 for tensor in call.inputs) or (single and call.query.shape[-1] == 1)
     return inputs and (call.mask is None or call.mask.stride(-1) == 1)
 
@@ -215,7 +215,7 @@ _aten = torch.ops.aten
 _FLASH_WIDTH = 8
 _BIAS_ALIGNMENT = 8
 _CUDNN_LOWEST = -65504.0
-"""What cuDNN's masks hold in place of minus infinity."""
+"""The value in cuDNN's masks in place of minus infinity."""
 
 
 @lowers("scaled_dot_product_attention")
@@ -231,7 +231,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The call as torch's CUDA build makes it, with its paddings and conversions around the fused operator."""
+    """The call as torch's CUDA build makes it, with padding and conversions around the fused operator."""
     call = AttentionCall(
         query=query,
         key=key,
@@ -291,7 +291,7 @@ def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype, lowest: float)
 
 
 def _align_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Rows that start at multiples of eight elements, as the memory-efficient kernel reads them."""
+    """A bias whose rows start at multiples of eight elements, as the memory-efficient kernel needs them."""
     if bias.stride(-1) == 1 and all(stride % _BIAS_ALIGNMENT == 0 for stride in bias.stride()[:-1]):
         return bias
     width = bias.shape[-1]
@@ -310,7 +310,7 @@ class _OpNames(TorchDispatchMode):
 
 @functools.cache
 def _inverts_masks() -> bool:
-    """Whether this torch negates a boolean mask before it fills in; asked of torch, since releases differ."""
+    """Whether this torch negates a boolean mask before it fills in values; releases differ."""
     with no_dispatch(), torch.inference_mode(False), _OpNames() as recorded, sdpa_kernel([SDPBackend.MATH]):
         tensor = torch.empty(1, 1, 1, 1, device="meta")
         torch.nn.functional.scaled_dot_product_attention(tensor, tensor, tensor, tensor.to(torch.bool))

@@ -68,7 +68,7 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 class _CastCache(threading.local):
-    """Casts of parameters that are made once in an autocast region, with the parameter that keeps its id."""
+    """Casts of parameters, made once per autocast region, with the parameter to keep its id unique."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -78,19 +78,19 @@ _cast_cache = _CastCache()
 
 
 def use_cuda_autocast_rules() -> None:
-    """From here to the end of a trace for a GPU, autocast on the CPU's tensors follows CUDA's rules."""
+    """From here to the end of a trace for a GPU, autocast of CPU tensors follows CUDA's rules."""
     if current_target() is not None:
         enter_for_trace(_cuda_autocast_rules)
 
 
 def clear_cast_cache() -> None:
-    """Ends an autocast region: parameters are cast again in the next."""
+    """Ends an autocast region: the next one casts parameters again."""
     _cast_cache.known.clear()
 
 
 @functools.cache
 def _autocast_kernels() -> list[DispatcherKernel]:
-    """CUDA's rules for the operators that have one in this torch, and none for those with one on the CPU alone."""
+    """CUDA's rules for the operators that have one in this torch; operators with a rule for the CPU alone have none."""
     rules: dict[str, _Rule] = {}
     for operators, rule in (
         (LOWER_PRECISION, _lower_precision),
@@ -114,7 +114,7 @@ def _autocast_kernels() -> list[DispatcherKernel]:
 
 
 def registered_operators(key: str) -> set[str]:
-    """The operators of aten for which torch registers something under a key of its dispatcher."""
+    """The operators of aten with a kernel under a key of torch's dispatcher."""
     names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
@@ -123,7 +123,7 @@ _cuda_autocast_rules = SharedPatch(lambda: register_kernels(_autocast_kernels))
 
 
 def _autocast_kernel(overload: torch._ops.OpOverload, rule: _Rule) -> Callable[..., Any]:
-    """The rule on threads that trace for a GPU; torch's own on others."""
+    """The rule on threads that trace for a GPU; torch's own kernel on others."""
     native = _own_kernel(overload) or rule
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def _autocast_kernel(overload: torch._ops.OpOverload, rule: _Rule) -> Callable[.
 
 
 def _own_kernel(overload: torch._ops.OpOverload) -> _Rule | None:
-    """What torch does to this operator on the CPU; None in releases before 2.9, which do not say."""
+    """Torch's autocast kernel of an operator on the CPU; None in releases before 2.9, which do not expose it."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), _AUTOCAST_KEY):
         return functools.partial(_unchanged, overload)
     read = getattr(torch.library, "get_kernel", None)
@@ -155,7 +155,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A cast that the backward pass goes through; that of a parameter is made once in a region."""
+    """A differentiable cast; a parameter is cast once per region."""
     cacheable = (
         dtype is torch.get_autocast_dtype("cpu")
         and tensor.dtype is torch.float32

@@ -24,14 +24,14 @@ _CUDNN_MAX_BATCH = {True: 880801, False: 65535}
 
 _CUDNN_SAMPLER_DTYPES = (torch.float64, torch.float32, torch.float16)
 _CUDNN_MAX_CHANNELS = 1024
-"""The most that cuDNN samples."""
+"""Channels of the largest input that cuDNN samples."""
 
 OPAQUE_OPERATORS.add("_fused_rms_norm")
 
 
 @lowers("dropout")
 def dropout(target: Target, input: torch.Tensor, p: float, train: bool) -> Any:
-    """One operator that draws, scales and keeps the mask for the backward pass."""
+    """One operator that draws, scales and stores the mask for the backward pass."""
     if train and 0 < p < 1 and input.numel() > 0:
         return _aten.native_dropout(input, p, train)[0]
     return run_native("dropout", input, p, train)
@@ -39,7 +39,7 @@ def dropout(target: Target, input: torch.Tensor, p: float, train: bool) -> Any:
 
 @lowers("softmax.int")
 def softmax(target: Target, self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Float32 from float16 without a conversion before; bfloat16 is converted as on the CPU."""
+    """Float32 from float16 without a separate conversion; bfloat16 is converted as on the CPU."""
     if self.dtype is torch.float16 and dtype is torch.float32:
         return _aten._softmax(self, dim, True)
     return run_native("softmax.int", self, dim, dtype)
@@ -57,14 +57,14 @@ def log_softmax(target: Target, self: torch.Tensor, dim: int, dtype: torch.dtype
 def fused_rms_norm(
     target: Target, input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
 ) -> Any:
-    """One operator forward and one backward; `rms_norm` comes here when dtypes and layout allow it."""
-    if torch._C._are_functorch_transforms_active():  # they do not take a derivative that is given in Python
+    """One operator forward and one backward; `rms_norm` calls it if dtypes and layout allow it."""
+    if torch._C._are_functorch_transforms_active():  # they do not support a derivative in Python
         return run_native("_fused_rms_norm", input, normalized_shape, weight, eps)
     return _FusedRmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """torch has this pair's derivative for CUDA's tensors alone."""
+    """torch has the derivative of this operator for CUDA tensors alone."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """cuDNN's or MIOpen's kernel where its conditions hold, else torch's own."""
+    """cuDNN's or MIOpen's kernel if its conditions hold, else torch's own."""
     statistics = (running_mean, running_var)
     has_statistics = all(tensor is not None for tensor in statistics)
     lacks_statistics = training and all(tensor is None for tensor in statistics)
@@ -158,7 +158,7 @@ def grid_sampler(
     padding_mode: int,
     align_corners: bool,
 ) -> Any:
-    """cuDNN's kernel for bilinear interpolation with zeros around and aligned corners."""
+    """cuDNN's kernel for bilinear interpolation with zero padding and aligned corners."""
     plain = (interpolation_mode, padding_mode) == (0, 0) and align_corners and input.dim() == 4
     small = all(tensor.dtype in _CUDNN_SAMPLER_DTYPES and 0 < tensor.numel() < 2**31 for tensor in (input, grid))
     acceptable = target.nvidia and torch.backends.cudnn.enabled and small
@@ -188,7 +188,7 @@ _RELU, _TANH, _LSTM, _GRU = range(4)
 """cuDNN's numbers of the kinds of cells."""
 _CUDNN_RNN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _GRU_WORKSPACE = 5
-"""Vectors of the hidden size that the fused GRU cell keeps for its backward pass."""
+"""Vectors of the hidden size that the fused GRU cell stores for its backward pass."""
 
 
 @lowers("lstm.input")
@@ -204,7 +204,7 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """All layers and steps as one operator."""
+    """All layers and time steps as one operator."""
     options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
     if not _cudnn_supports_rnn(target, input):
         return run_native("lstm.input", input, hx, params, *options)
@@ -267,7 +267,7 @@ def lstm_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two products, and all that follows them in one operator."""
+    """Two matrix products, and one operator for everything after them."""
     gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
     hidden, cell, _ = _aten._thnn_fused_lstm_cell(*gates, hx[1], b_ih, b_hh)
     return hidden, cell

@@ -17,17 +17,17 @@ from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 
 _DEVICE_LIST_FUNCTIONS = ("_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices")
-"""The functions of torch that list the devices for multi-tensor optimizers and for those without synchronization."""
+"""Functions of torch that list the devices of multi-tensor and of capturable optimizers."""
 _TYPE_LIST = "_foreach_supported_types"
-"""torch's lists of the types of parameters that multi-tensor optimizers take by default."""
+"""The name of torch's lists of parameter types that multi-tensor optimizers take by default."""
 
 
 @SharedPatch
 @contextmanager
 def emulate_gpu_optimizers() -> Iterator[None]:
-    """Inside, on threads that trace for a GPU, an optimizer on the CPU's fake tensors takes the path of a GPU's.
+    """Inside, on threads that trace for a GPU, an optimizer on fake CPU tensors takes the path of GPU tensors.
 
-    That is the multi-tensor path where the user does not choose, and the one without synchronization where they do.
+    That is the multi-tensor path by default, and the capturable one, without synchronization, if the user chooses it.
     """
     with ExitStack() as stack:
         for module in _optimizer_modules():
@@ -40,7 +40,7 @@ def emulate_gpu_optimizers() -> Iterator[None]:
 
 
 class _TypesWithFake(list[type]):
-    """A list of types that has fake tensors too, on threads that trace for a GPU."""
+    """A list of types that includes fake tensors on threads that trace for a GPU."""
 
     def __contains__(self, item: object) -> bool:
         return super().__contains__(item) or (item is FakeTensor and current_target() is not None)

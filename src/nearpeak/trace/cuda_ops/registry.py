@@ -1,8 +1,8 @@
 """`lowering_for`: inside, operators on CPU tensors are composed of the operators that the target runs.
 
-A lowering is a function for an operator that torch composes of others, differently by device. It is registered with
-torch's dispatcher for the CPU's autograd, in place of torch's own composition, for as long as a trace for a GPU runs.
-Tensors on a GPU do not come here: torch's own choice for them is the truth.
+A lowering is a function for an operator that torch composes of others, differently by device. While a trace for a GPU
+runs, it is registered with torch's dispatcher for the CPU's autograd, in place of torch's own composition. Tensors on a
+real GPU do not come here: torch itself chooses for them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nearpeak.trace.patches.shared_patch import SharedPatch
 _IMPLICIT_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
 Lowering = Callable[..., Any]
-"""Takes the target and the operator's arguments."""
+"""A function of the target and the operator's arguments."""
 
 
 class DispatcherKernel(NamedTuple):
-    """What is registered for one operator under one key of the dispatcher."""
+    """A function for one operator under one key of torch's dispatcher."""
 
     operator: str
     key: str
@@ -33,7 +33,7 @@ class DispatcherKernel(NamedTuple):
 
 
 class _ActiveTrace(NamedTuple):
-    """A trace: what it is for, and what is undone at its end."""
+    """A running trace: its target, and what is undone at its end."""
 
     target: Target
     undo: ExitStack
@@ -41,7 +41,7 @@ class _ActiveTrace(NamedTuple):
 
 
 class _ActiveTraces(threading.local):
-    """The traces that run on this thread; other threads see torch's own operators."""
+    """The traces that run on this thread; other threads have torch's own operators."""
 
     def __init__(self) -> None:
         self.traces: list[_ActiveTrace] = []
@@ -50,16 +50,16 @@ class _ActiveTraces(threading.local):
 LOWERINGS: dict[str, Lowering] = {}
 """By the operator's name as torch writes it: "dropout", "softmax.int"."""
 OPAQUE_OPERATORS: set[str] = set()
-"""Operators that torch can take apart, and that a GPU runs as one."""
+"""Operators that torch can decompose, and that a GPU runs as one."""
 RECOMPOSED_OPERATORS: set[torch._ops.OpOverload] = set()
-"""Operators that have a composition of ours now, in place of torch's."""
+"""Operators whose composition is a lowering now, in place of torch's."""
 META_KERNELS: list[DispatcherKernel] = []
-"""What else is registered: shapes that torch does not know."""
+"""Shapes of operators that torch does not have."""
 _active_traces = _ActiveTraces()
 
 
 def lowers(*operators: str) -> Callable[[Lowering], Lowering]:
-    """Makes a function the lowering of operators."""
+    """Registers a function as the lowering of operators."""
 
     def register(function: Lowering) -> Lowering:
         for operator in operators:
@@ -78,7 +78,7 @@ def current_target() -> Target | None:
 
 @contextmanager
 def lowering_for(target: Target) -> Iterator[None]:
-    """Inside, on this thread, the CPU's tensors stand for the target's. Can be nested."""
+    """Inside, on this thread, CPU tensors stand for the target's. Can be nested."""
     with _register_lowerings(), ExitStack() as undo:
         _active_traces.traces.append(_ActiveTrace(target, undo, set()))
         try:
@@ -87,12 +87,12 @@ def lowering_for(target: Target) -> Iterator[None]:
             _active_traces.traces.pop()
 
 
-def enter_for_trace(context: SharedPatch) -> None:
-    """Enters a context, once, that the trace on this thread leaves when it ends."""
+def enter_for_trace(patch: SharedPatch) -> None:
+    """Enters a patch, once, until the trace on this thread ends."""
     running = _active_traces.traces[-1]
-    if context not in running.entered:
-        running.entered.add(context)
-        running.undo.enter_context(context())
+    if patch not in running.entered:
+        running.entered.add(patch)
+        running.undo.enter_context(patch())
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def register_kernels(kernels: Callable[[], list[DispatcherKernel]]) -> Iterator[
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel of torch's is replaced
+            warnings.simplefilter("ignore")  # about replacing a kernel of torch's
             for operator, key, function in kernels():
                 if overload_of(operator) is not None:
                     library.impl(operator, function, key, allow_override=True)
@@ -111,13 +111,13 @@ def register_kernels(kernels: Callable[[], list[DispatcherKernel]]) -> Iterator[
 
 
 def overload_of(operator: str) -> torch._ops.OpOverload | None:
-    """The operator "name" or "name.overload" of aten; None where this torch has none."""
+    """The operator "name" or "name.overload" of aten; None if this torch has none."""
     name, _, overload = operator.partition(".")
     return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
 
 
 def run_native(operator: str | torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """The operator taken apart as torch itself does it."""
+    """Runs an operator as torch composes it."""
     overload = overload_of(operator) if isinstance(operator, str) else operator
     assert overload is not None
     return overload._op_dk(_IMPLICIT_KEY, *args, **kwargs)
@@ -145,7 +145,7 @@ def _register_lowerings() -> Iterator[None]:
 
     with register_kernels(kernels):
         try:
-            for overload, composition in compositions.items():  # inference mode passes by autograd and asks for these
+            for overload, composition in compositions.items():  # inference mode bypasses autograd and uses these
                 _set_composition(
                     overload,
                     _no_composition if overload.name().removeprefix("aten::") in OPAQUE_OPERATORS else composition,
@@ -182,12 +182,12 @@ def _lowering_kernel(overload: torch._ops.OpOverload, function: Lowering) -> Cal
 
 
 def _no_composition(*args: Any, **kwargs: Any) -> Any:
-    """No composition: also on the threads on which autograd works for a GPU, where a forward pass may run again."""
+    """No composition, on threads of autograd too: a forward pass may run again there."""
     return NotImplemented
 
 
 def _in_fake_mode() -> bool:
-    """Whether a fake mode is active: real values, computed on the side, take torch's own way."""
+    """Whether a fake mode is active: torch itself composes operators on real values, computed on the side."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

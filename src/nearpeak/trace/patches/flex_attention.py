@@ -1,8 +1,8 @@
 """`count_mask_pairs`: inside, ops of flex attention have the number of pairs that their block mask leaves.
 
-Which blocks a mask names is data. A mask that was built outside of `fake()` and of the trace has it, and its function
-says which pairs of a block that is partly masked remain. The counts travel with the options for the kernel, which no
-kernel reads here, to the forward and the backward op.
+Which blocks a mask contains is data. A mask that was built outside of `fake()` and of the trace has it, and its
+function tells which pairs of a partly masked block remain. The counts are added to the options for the kernel, which
+nothing reads here, and so reach the forward and the backward op.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.recorder import active_recorder
 
 _MAX_PAIRS = 1 << 24
-"""Pairs for which the function of a mask is asked; in the other blocks that are partly masked, none are certain."""
+"""Pairs up to which a mask's function is evaluated; beyond, pairs of partly masked blocks do not count."""
 _PREFIX = "mask_"
 
 
 class _BlockMask(NamedTuple):
-    """The parts of a block mask that say which pairs it leaves."""
+    """The parts of a block mask that tell which pairs it leaves."""
 
     queries: int
     keys: int
@@ -44,7 +44,7 @@ class _BlockMask(NamedTuple):
 
 
 class _CountCache(threading.local):
-    """What was counted before, with the masks that keep their ids."""
+    """Counts by the ids of masks, with the masks to keep their ids unique."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, ...], tuple[Any, dict[str, int]]] = {}
@@ -71,7 +71,7 @@ def count_mask_pairs() -> Iterator[None]:
 
     def differentiate_unseen(score: Any, examples: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = active_recorder()
-        if recorder is not None:  # numbers to follow the function with: a kernel makes none
+        if recorder is not None:  # examples to trace the function with, which a kernel does not need
             example_storages = {recorder.storages.used(example) for example in examples}
             while recorder.ops and {tensor.storage for tensor in recorder.ops[-1].outputs} & example_storages:
                 recorder.ops.pop()
@@ -79,7 +79,7 @@ def count_mask_pairs() -> Iterator[None]:
             return differentiate(score, examples, *args, **kwargs)
 
     def validate_device(*tensors: torch.Tensor) -> None:
-        if current_target() is None:  # for a GPU, tensors on the CPU stand for its own
+        if current_target() is None:  # for a GPU, CPU tensors stand for its own
             validate(*tensors)
 
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def count_mask_pairs() -> Iterator[None]:
         stack.enter_context(patch_attribute(graphs, "create_fw_bw_graph", differentiate_unseen))
         stack.enter_context(patch_attribute(flex, "_validate_device", validate_device))
         shown: set[str] = getattr(flex, "_WARNINGS_SHOWN", set())
-        if "flex_attention_performance" not in shown:  # that it is not compiled, which is our doing
+        if "flex_attention_performance" not in shown:  # it is not compiled because of the trace
             shown.add("flex_attention_performance")
             stack.callback(shown.discard, "flex_attention_performance")
         yield
@@ -95,8 +95,10 @@ def count_mask_pairs() -> Iterator[None]:
 
 
 def _cached_counts(mask: Any, queries: int, keys: int) -> dict[str, int]:
-    """Pairs, and the heads (batches times heads of the mask) that they are of; queries and keys of the head that has
-    the fewest. Nothing where the mask has no values."""
+    """The number of pairs and of heads (batches times heads of the mask); queries and keys of the head with the fewest.
+
+    Empty if the mask has no values.
+    """
     tensors = [item for item in mask if isinstance(item, torch.Tensor)]
     if not tensors or any(isinstance(item, FakeTensor) for item in tensors):
         return {}
@@ -122,10 +124,10 @@ def _read_block_mask(mask: Any, queries: int, keys: int) -> _BlockMask:
 
 
 def _dense_block_mask(numbers: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """From lists of blocks, of which the first few count, to a mark for each block."""
+    """A bool for each block, from lists of block indices whose first `numbers` entries count."""
     blocks = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool)
     listed = torch.arange(indices.shape[-1]) < numbers.cpu().unsqueeze(-1)
-    places = torch.where(listed, indices.cpu().long(), indices.shape[-1])  # what does not count goes to the extra one
+    places = torch.where(listed, indices.cpu().long(), indices.shape[-1])  # other entries go to an extra block
     return blocks.scatter_(-1, places, True)[..., :-1]
 
 
@@ -160,7 +162,7 @@ def _per_position(marks: torch.Tensor, size: int, total: int) -> torch.Tensor:
 
 
 def _unmasked_pairs(blocks: _BlockMask, places: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """Batch, head, query and key of all pairs that the function leaves in some blocks; None where it cannot say."""
+    """Batch, head, query and key of all pairs that the function leaves in some blocks; None if it raises."""
     batch, head, row, column = (place[:, None, None] for place in places.unbind(1))
     query = row * blocks.size[0] + torch.arange(blocks.size[0])[:, None]
     key = column * blocks.size[1] + torch.arange(blocks.size[1])
@@ -169,6 +171,6 @@ def _unmasked_pairs(blocks: _BlockMask, places: torch.Tensor) -> tuple[torch.Ten
     try:
         with TransformGetItemToIndex():
             mask = torch.vmap(blocks.function)(*index)
-    except Exception:  # the user's own, which may look at tensors that have no values
+    except Exception:  # user code, which may read tensors that have no values
         return None
     return tuple(item[mask] for item in index)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import math
 import re
 import sys
@@ -38,7 +39,7 @@ _LOOP_MASK = re.compile(r"^([xyz]|r\d*_?)mask$")
 
 
 class IndexDigits(NamedTuple):
-    """Some digits of a loop's index: `(index // divisor) % extent`."""
+    """Some digits of a loop index: `(index // divisor) % extent`."""
 
     loop: str
     divisor: int
@@ -47,17 +48,17 @@ class IndexDigits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TouchedElements:
-    """Elements by the name of the argument."""
+    """Numbers of elements, by the name of the argument."""
 
     read: Mapping[str, int]
     written: Mapping[str, int]
     complete: bool
-    """Whether every load and store was understood; else what is here is the least."""
+    """Whether every load and store was understood; else the numbers are minima."""
 
 
 @functools.lru_cache(maxsize=4096)
 def touched_elements(code: str, sizes: tuple[tuple[str, int], ...] = ()) -> TouchedElements | None:
-    """What a kernel touches at the least; None for code that is of another manner.
+    """The elements that a kernel reads and writes; None for code of another style.
 
     >>> touched = touched_elements('''
     ... def triton_poi_fused_add_0(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
@@ -75,7 +76,7 @@ def touched_elements(code: str, sizes: tuple[tuple[str, int], ...] = ()) -> Touc
 
     Args:
         code: The definition of the kernel.
-        sizes: The numbers that it was launched with, by the names of its arguments, for sizes that it leaves open.
+        sizes: The integers that it was launched with, by the names of its arguments, for sizes that it leaves open.
     """
     try:
         tree = ast.parse(code.strip())
@@ -92,7 +93,7 @@ def touched_elements(code: str, sizes: tuple[tuple[str, int], ...] = ()) -> Touc
 
 
 class _KernelReader:
-    """Goes through the statements in order; a name means what it was given last."""
+    """Interprets the statements in order; a name has the value that was assigned last."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
@@ -103,7 +104,7 @@ class _KernelReader:
 
     def body(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
-            if isinstance(statement, (ast.For, ast.If, ast.While)):  # blocks of a kernel that is several
+            if isinstance(statement, (ast.For, ast.If, ast.While)):  # a kernel with several bodies
                 self.body(statement.body)
                 self.body(statement.orelse)
             elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -125,7 +126,7 @@ class _KernelReader:
             self.digits.pop(name, None)
 
     def _as_digits(self, value: ast.expr) -> IndexDigits | None:
-        """An index, digits of it, or digits of digits."""
+        """The digits that an expression is: a loop index, digits of it, or digits of digits."""
         if isinstance(value, ast.Name):
             loop = _LOOP_INDEX.match(value.id)
             if loop is not None:
@@ -166,25 +167,25 @@ class _KernelReader:
             self.complete = False
             return
         name = place.left.id
-        if into is self.read and name in self.written:  # its own result once more
+        if into is self.read and name in self.written:  # its own result
             return
         into[name] = max(into.get(name, 0), count)
 
     def _places(self, index: ast.expr) -> int | None:
-        """How many different values a sum of digits has at the least; None where it is something else."""
+        """The minimum number of distinct values of a sum of digits; None for another expression."""
         terms: list[tuple[int, IndexDigits]] = []
         if not self._terms(index, 1, terms):
             return None
         terms = [(abs(factor), digits) for factor, digits in terms if digits.extent > 1 and factor]
         if not terms:
             return 1
-        if any(_digits_overlap(one, other) for at, (_, one) in enumerate(terms) for _, other in terms[:at]):
+        if any(_digits_overlap(first, second) for (_, first), (_, second) in itertools.combinations(terms, 2)):
             return max(digits.extent for _, digits in terms)
         places, reach = 1, 0
         for factor, digits in sorted(terms):
             if factor > reach:
                 places *= digits.extent
-            else:  # the same place can be reached in more than one way
+            else:  # two digit sums can be equal
                 places = max(places, digits.extent)
             reach += factor * (digits.extent - 1)
         sizes = {digits.loop: self.sizes[f"{digits.loop}numel"] for _, digits in terms}
@@ -214,7 +215,7 @@ class _KernelReader:
 
 
 def _digits_overlap(first: IndexDigits, second: IndexDigits) -> bool:
-    """Whether two come from the same digits of one index, so that they do not vary on their own."""
+    """Whether two share digits of one index, so that they are not independent."""
     if first.loop != second.loop:
         return False
     low, high = sorted((first, second), key=lambda digits: digits.divisor)
@@ -229,7 +230,7 @@ def _is_scalar_index(node: ast.Call) -> bool:
 
 
 def _masks_only_bounds(mask: ast.expr) -> bool:
-    """Whether a mask only cuts off what is beyond the ends of the loops."""
+    """Whether a mask only excludes points beyond the ends of the loops."""
     if isinstance(mask, ast.Constant):
         return mask.value is None
     if isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd):
@@ -253,7 +254,7 @@ _REDUCTION_PREFIXES = ("triton_red_", "triton_per_")
 @SharedPatch
 @contextmanager
 def _patch_autotuner() -> Iterator[None]:
-    """Nothing is imported for it: where kernels were compiled, Inductor is there."""
+    """Inside, launches of Inductor's kernels are recorded. Nothing is imported: who has kernels has imported it."""
     kind = getattr(sys.modules.get(_HEURISTICS), "CachingAutotuner", None)
     if kind is None:
         yield
@@ -264,15 +265,15 @@ def _patch_autotuner() -> Iterator[None]:
 
 @contextmanager
 def record_inductor_kernels(recorder: Recorder) -> Iterator[None]:
-    """Inside, the recorder sees compiled kernels, and nothing of a compiler that has to work once more."""
+    """Inside, the recorder records compiled kernels, and no ops of the compiler if it runs again."""
 
     def pause(_: Any) -> None:
         recorder.paused = True
 
-    def go_on(_: Any) -> None:
+    def resume(_: Any) -> None:
         recorder.paused = False
 
-    callbacks = ((callback_handler.start_callbacks, pause), (callback_handler.end_callbacks, go_on))
+    callbacks = ((callback_handler.start_callbacks, pause), (callback_handler.end_callbacks, resume))
     for register, callback in callbacks:
         register.append(callback)
     try:
@@ -280,7 +281,7 @@ def record_inductor_kernels(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         for register, callback in callbacks:
-            if callback in register:  # torch._dynamo.reset() forgets them all
+            if callback in register:  # torch._dynamo.reset() clears them
                 register.remove(callback)
 
 
@@ -318,7 +319,7 @@ def _record_launch(recorder: Recorder, kernel: Any, args: Sequence[Any]) -> None
 def _arguments_from_code(
     recorder: Recorder, touched: TouchedElements, tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """What is written and was never seen before, the compiled code has made itself."""
+    """The arguments of the op. A tensor that is written and new was allocated by compiled code."""
     read = [
         _partial_tensor(recorder, tensors[name], count, "input")
         for name, count in touched.read.items()
@@ -341,7 +342,7 @@ def _partial_tensor(recorder: Recorder, tensor: torch.Tensor, count: int, kind: 
 def _arguments_from_template(
     recorder: Recorder, name: str, values: Sequence[Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """A matrix product with what is fused into it; the last tensor is its result."""
+    """The arguments of a matrix product with fused operators; the last tensor is its result."""
     recorded: list[Argument] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -23,9 +23,9 @@ from nearpeak.trace.recorder import active_recorder
 @SharedPatch
 @contextmanager
 def track_functional_calls() -> Iterator[None]:
-    """Inside, a trace meets every module of a `functional_call` before its parameters are replaced.
+    """Inside, a trace registers every module of a `functional_call` before its parameters are replaced.
 
-    Met later, it would be left with the replacements, which may be wrappers of a transform that has ended.
+    Registered later, it would be restored to the replacements, which may be wrappers of a transform that has ended.
     """
     original = stateless._functional_call
 
@@ -45,14 +45,14 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, FakeTensor, type(None))
 @SharedPatch
 @contextmanager
 def encoder_fast_path() -> Iterator[None]:
-    """Inside, these layers run as one operator where they would without a trace."""
+    """Inside, `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run as one operator, as without a trace."""
     original, aligned = torch.overrides.has_torch_function, torch._nested_tensor_from_mask_left_aligned
 
     def has_torch_function(arguments: Any) -> bool:
         return bool(original(arguments)) and not all(type(argument) in _PLAIN_TENSORS for argument in arguments)
 
     def left_aligned(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
-        """Values decide whether padding can be left out; where there are none, it is not."""
+        """Values decide whether padding can be left out; fake tensors have none, so it is not."""
         return not isinstance(tensor, FakeTensor) and bool(aligned(tensor, mask))
 
     with (

@@ -40,22 +40,22 @@ def no_compile() -> Iterator[Since]:
 @SharedPatch
 @contextmanager
 def _force_eager() -> Iterator[None]:
-    chosen = eval_frame._callback_from_stance
+    original = eval_frame._callback_from_stance
 
-    def counted(callback: Any) -> Any:
+    def count_compiled(callback: Any) -> Any:
         if callable(callback) and not _is_eager_backend(callback):
             _compiled_calls.count += 1
-        return chosen(callback)
+        return original(callback)
 
     with (
         torch.compiler.set_stance("force_eager"),
-        patch_attribute(eval_frame, "_callback_from_stance", counted),
+        patch_attribute(eval_frame, "_callback_from_stance", count_compiled),
     ):
         yield
 
 
 def _is_eager_backend(callback: Any) -> bool:
-    """Whether nothing is compiled: torch's own functions call themselves so, as `cond` and flex attention do."""
+    """Whether nothing is compiled: `cond` and flex attention call themselves with an eager backend."""
     backend = eval_frame.innermost_backend(callback)
     return getattr(backend, "compiler_name", None) == "eager" or backend.__module__ == eager.__module__
 
@@ -66,7 +66,7 @@ _DENSE_KEY = torch._C.DispatchKey.CompositeExplicitAutograd
 @SharedPatch
 @contextmanager
 def python_control_flow() -> Iterator[None]:
-    """Inside, on the threads of traces, control flow is Python's."""
+    """Inside, control-flow operators run as Python on threads that record."""
     with ExitStack() as stack:
         for name, python in _PYTHON_CONTROL_FLOW.items():
             operator = getattr(torch.ops.higher_order, name, None)
@@ -97,13 +97,13 @@ def _while_loop(
     body_fn: Callable[..., Any],
     carried_inputs: Sequence[Any],
     additional_inputs: Sequence[Any],
-    **_: Any,  # which of them are changed in place
+    **_: Any,  # the indices of mutated inputs
 ) -> tuple[Any, ...]:
-    turns, carried = 0, carried_inputs
+    iterations, carried = 0, carried_inputs
     while _predicate_value(cond_fn(*carried, *additional_inputs), "while_loop"):
         carried = body_fn(*carried, *additional_inputs)
-        turns += 1
-    if turns:
+        iterations += 1
+    if iterations:
         return tuple(carried)
     return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in carried)
 
@@ -111,7 +111,7 @@ def _while_loop(
 def _scan(
     combine_fn: Callable[..., Any], init: Sequence[Any], xs: Sequence[torch.Tensor], additional_inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Slices of `xs` one after the other, with what is carried from each to the next."""
+    """Applies `combine_fn` to slices of `xs` one after the other, with the carried values of the slice before."""
     carried = tuple(init)
     outputs: list[Sequence[torch.Tensor]] = []
     for index in range(xs[0].shape[0]):
@@ -144,16 +144,16 @@ _PYTHON_CONTROL_FLOW: dict[str, Callable[..., Any]] = {
 
 
 def _predicate_value(predicate: Any, name: str) -> bool:
-    """The value of a predicate, where it has one: also a fake tensor does that was made from numbers alone."""
+    """The value of a predicate, if it has one; a fake tensor computed from numbers alone does."""
     try:
         return bool(predicate)
     except DataDependentOutputException:
         line, _ = user_line()
-        ways = {
+        remedies = {
             "cond": "Pass a Python bool as its predicate for the branch to count",
-            "while_loop": "Count its turns in a tensor that begins as torch.tensor(0), or write the loop in Python",
+            "while_loop": "Count iterations in a tensor that begins as torch.tensor(0), or write the loop in Python",
         }
         raise UsageError(
-            f"{line}: torch.{name} asks for a value to decide what runs, and fake tensors have none. {ways[name]}, or "
-            "pass live=True to run on real tensors."
+            f"{line}: torch.{name} asks for a value to decide what runs, and fake tensors have none. {remedies[name]}, "
+            "or pass live=True to run on real tensors."
         ) from None

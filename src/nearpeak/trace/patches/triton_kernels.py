@@ -34,7 +34,7 @@ _LAUNCH_OPTIONS = ("grid", "warmup")
 @SharedPatch
 @contextmanager
 def record_triton_kernels() -> Iterator[None]:
-    """Nothing is imported for it: code that has kernels has imported Triton."""
+    """Inside, Triton kernels are recorded. Nothing is imported: code with kernels has imported Triton."""
     with ExitStack() as stack:
         for module, name, method in _LAUNCHERS:
             kind = getattr(sys.modules.get(module), name, None)
@@ -59,14 +59,14 @@ def _recording_launch(launch: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not recorder.record_launch(schema, arguments):
             return None
-        with _disable_current_modes():  # tuning runs ops of its own
+        with _disable_current_modes():  # autotuning runs ops itself
             return launch(self, *args, **kwargs)
 
     return run
 
 
 def _innermost_function(kernel: Any) -> Any:
-    """The function below its tuning, its heuristics and torch's wrapper."""
+    """The function below its autotuner, its heuristics and torch's wrapper."""
     while type(kernel).__name__ in ("Autotuner", "Heuristics", "TraceableTritonKernelWrapper"):
         kernel = kernel.kernel if hasattr(kernel, "kernel") else kernel.fn
     return kernel
@@ -79,7 +79,7 @@ def _kernel_name(kernel: Any) -> str:
 
 
 def _named_arguments(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name; what else is given, as the number of warps, belongs to the launch."""
+    """The arguments by name, without options of the launch such as the number of warps."""
     names = _innermost_function(kernel).arg_names
     values = dict(zip(names, args, strict=False))
     values.update((name, value) for name, value in kwargs.items() if name not in _LAUNCH_OPTIONS)
@@ -87,6 +87,6 @@ def _named_arguments(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _underlying_tensor(value: Any) -> Any:
-    """A tensor behind a descriptor of its blocks counts as itself."""
+    """The tensor behind a tensor descriptor; else the value."""
     base = getattr(value, "base", None)
     return base if isinstance(base, torch.Tensor) and not isinstance(value, torch.Tensor) else value
