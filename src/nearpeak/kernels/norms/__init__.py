@@ -21,21 +21,23 @@ from nearpeak.kernels._runtime.operator import Operator
 from nearpeak.kernels._runtime.policy import cannot_run, fused
 
 MAX_COLUMNS = 2**31 - 2**16
-"""Columns are counted in 32 bits."""
+"""Columns are indexed in 32 bits."""
 
 
 def check_arguments(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None) -> None:
-    """Raises `UsageError` for what no norm takes."""
+    """Raises `UsageError` for arguments that no norm takes."""
     if not x.dim() or not x.is_floating_point():
         raise UsageError(
             f"A norm takes floating-point numbers of one dimension or more, and x is {x.dtype} of shape"
             f" {tuple(x.shape)}."
         )
-    for name, one in (("weight", weight), ("bias", bias)):
-        if one is not None and (one.dim() != 1 or one.shape[0] != x.shape[-1] or not one.is_floating_point()):
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if parameter.dim() != 1 or parameter.shape[0] != x.shape[-1] or not parameter.is_floating_point():
             raise UsageError(
-                f"The {name} of a norm has a number for each of the {x.shape[-1]} columns of x, and this is {one.dtype}"
-                f" of shape {tuple(one.shape)}."
+                f"The {name} of a norm has a number for each of the {x.shape[-1]} columns of x, and this is"
+                f" {parameter.dtype} of shape {tuple(parameter.shape)}."
             )
     if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
         raise UsageError(
@@ -91,7 +93,7 @@ def _why_not_layer_norm(
 
 
 def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
-    """What forward passes keep for each row, in float32: 1 / deviation and, for a LayerNorm, the mean."""
+    """What the forward pass saves of each row, (1 or 2, rows) in float32: rstd and, for a LayerNorm, the mean."""
     columns = x.shape[-1]
     rows = x.reshape(x.numel() // columns if columns else x.shape[:-1].numel(), columns).double()
     if not x.numel():
@@ -117,7 +119,7 @@ def _norm_backward_reference(
     lead = (*x.shape[:-1], 1)
     g, rstd = gradient.to(wide), statistics[0].to(wide).view(lead)
     n = (x.to(wide) - statistics[1].to(wide).view(lead) if centered else x.to(wide)) * rstd
-    before = tuple(range(x.dim() - 1))
+    leading = tuple(range(x.dim() - 1))
     scaled = g if weight is None else g * (weight.to(wide) + offset)
     dx = scaled - n * (scaled * n).mean(-1, keepdim=True)
     if centered:
@@ -125,12 +127,12 @@ def _norm_backward_reference(
     dx = dx * rstd
     if sum_gradient is not None:
         dx = dx + sum_gradient.to(wide)
-    nothing = gradient.new_empty(0)
+    unwanted = gradient.new_empty(0)
     return (
-        dx.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format) if wants[0] else nothing,
+        dx.to(gradient.dtype, copy=True, memory_format=torch.contiguous_format) if wants[0] else unwanted,
         dx.to(x.dtype, copy=True, memory_format=torch.contiguous_format) if wants[1] else x.new_empty(0),
-        (g * n).sum(before).to(weight.dtype) if wants[2] and weight is not None else nothing.clone(),
-        g.sum(before).to(bias.dtype, copy=True) if wants[3] and bias is not None else nothing.clone(),
+        (g * n).sum(leading).to(weight.dtype) if wants[2] and weight is not None else unwanted.clone(),
+        g.sum(leading).to(bias.dtype, copy=True) if wants[3] and bias is not None else unwanted.clone(),
     )
 
 
@@ -163,7 +165,7 @@ norm_backward = Operator(
     fake=_norm_backward_fake,
     why_not=_norm_backward_why_not,
 )
-"""The gradients of x, residual, weight and bias of any norm, each of no elements where it is not wanted."""
+"""The gradients of x, residual, weight and bias of any norm, each without elements if it is not wanted."""
 
 
 def _save_for_backward(
@@ -180,9 +182,9 @@ def _norm_gradients(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tupl
     """For x, weight and bias."""
     if gradient is None:
         return None, None, None
-    x, kept, weight, bias = ctx.saved_tensors
+    x, statistics, weight, bias = ctx.saved_tensors
     wants = [ctx.needs_input_grad[0], False, *ctx.needs_input_grad[1:3]]
-    dx, _, dweight, dbias = norm_backward(gradient, x, None, kept, weight, bias, ctx.offset, ctx.centered, wants)
+    dx, _, dweight, dbias = norm_backward(gradient, x, None, statistics, weight, bias, ctx.offset, ctx.centered, wants)
     return dx if wants[0] else None, dweight if wants[2] else None, dbias if wants[3] else None
 
 
@@ -216,35 +218,35 @@ _layer_norm = Operator(
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> Tensor:
-    """x / sqrt(mean(x**2) + eps) * (offset + weight) + bias over the last dimension, in float32, in the dtype of x.
+    """x / sqrt(mean(x**2) + eps) * (offset + weight) + bias over the last dimension, computed in float32.
 
     Args:
-        x: Of any shape. It is copied first only where its last dimension is not dense in memory, or where it takes
-            more than three strides to get from row to row.
-        weight: A number for each column, in a dtype of its own. None is no factor, whatever `offset` is.
+        x: Any shape. It is copied first only if its last dimension is not dense, or if more than three strides lead
+            through the others.
+        weight: A number for each column, any dtype. None means no factor, whatever `offset` is.
         bias: Likewise.
         eps: Keeps rows of zeros finite.
-        offset: 1 for models whose weights are differences from 1.
+        offset: 1 for models that store weights as differences from 1.
 
-    For the backward pass x is kept, and a number of float32 for each row.
+    The result has the dtype of x. x is saved for the backward pass, and one float32 number per row.
     """
     return _rms_norm(x, weight, bias, eps, offset)[0]  # type: ignore[no-any-return]
 
 
 @fused(reference=layer_norm_reference, why_not=_why_not_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, in float32, in the dtype of x.
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, computed in float32.
 
-    Arguments and copies are those of `rms_norm`. For the backward pass x is kept, and two numbers for each row.
+    Arguments, dtype and copies are those of `rms_norm`. x is saved for the backward pass, and two numbers per row.
     """
     return _layer_norm(x, weight, bias, eps)[0]  # type: ignore[no-any-return]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` over one dimension, by `rms_norm`; state dicts of one fit the other.
+    """`torch.nn.RMSNorm` over one dimension, computed by `rms_norm`; state dicts are compatible.
 
     Args:
-        offset: 1 for models whose weights are differences from 1; they then start as 0.
+        offset: 1 for models that store weights as differences from 1; they are then initialized to 0.
     """
 
     def __init__(
@@ -262,7 +264,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` over one dimension, by `layer_norm`; state dicts of one fit the other."""
+    """`torch.nn.LayerNorm` over one dimension, computed by `layer_norm`; state dicts are compatible."""
 
     def __init__(self, columns: int, eps: float = 1e-5, elementwise_affine: bool = True, **settings: Any) -> None:
         super().__init__(columns, eps, elementwise_affine, **settings)
@@ -320,9 +322,9 @@ def _add_norm_fake(x: Tensor, residual: Tensor, centered: bool) -> tuple[Tensor,
 def _save_sum_for_backward(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], centered: bool, offset: float
 ) -> None:
-    _, total, kept = output
-    ctx.save_for_backward(total, kept, inputs[2], inputs[3])
-    ctx.mark_non_differentiable(kept)
+    _, total, statistics = output
+    ctx.save_for_backward(total, statistics, inputs[2], inputs[3])
+    ctx.mark_non_differentiable(statistics)
     ctx.set_materialize_grads(False)
     ctx.dtype, ctx.centered, ctx.offset = inputs[0].dtype, centered, offset
 
@@ -331,17 +333,17 @@ def _add_norm_gradients(
     ctx: Any, gradient: Tensor | None, sum_gradient: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
     """For x, residual, weight and bias."""
-    total, kept, weight, bias = ctx.saved_tensors
+    total, statistics, weight, bias = ctx.saved_tensors
     for_x, for_residual, for_weight, for_bias = ctx.needs_input_grad[:4]
-    if gradient is None:  # nobody used the norm: what is left is an addition
+    if gradient is None:  # the norm was not used: only the addition is left
         if sum_gradient is None:
             return None, None, None, None
         return sum_gradient.to(ctx.dtype) if for_x else None, sum_gradient if for_residual else None, None, None
-    # one gradient of one dtype serves both
+    # one gradient serves both if they have one dtype
     shared = ctx.dtype == total.dtype
     wants = [for_x or (shared and for_residual), for_residual and not shared, for_weight, for_bias]
     dx, dresidual, dweight, dbias = norm_backward(
-        gradient, total, sum_gradient, kept, weight, bias, ctx.offset, ctx.centered, wants
+        gradient, total, sum_gradient, statistics, weight, bias, ctx.offset, ctx.centered, wants
     )
     return (
         dx if for_x else None,
@@ -383,8 +385,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The RMS norm of x + residual, in the dtype of x, and x + residual itself, in the dtype of the residual.
 
-    Both results are differentiable. The other arguments, and what is copied first, are as for `rms_norm`. For the
-    backward pass the sum is kept, which is a result anyway, and a number of float32 for each row.
+    Both results are differentiable. The other arguments and copies are those of `rms_norm`. The sum, which is a result
+    anyway, is saved for the backward pass, and one float32 number per row.
     """
     return _add_rms_norm(x, residual, weight, bias, eps, offset)[:2]  # type: ignore[no-any-return]
 
@@ -395,6 +397,6 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """The layer norm of x + residual, in the dtype of x, and x + residual itself, in the dtype of the residual.
 
-    As `add_rms_norm`, with two numbers of float32 kept for each row.
+    As `add_rms_norm`, with two float32 numbers saved per row.
     """
     return _add_layer_norm(x, residual, weight, bias, eps)[:2]  # type: ignore[no-any-return]

@@ -200,7 +200,7 @@ def adamw_step(
     *,
     config: AdamWConfig | None = None,
 ) -> None:
-    """Updates all tensors, with a launch for each combination of dtypes, and one more for those that are not aligned."""
+    """Updates all tensors, with a launch for each combination of dtypes and another for those that are not aligned."""
     if lr_tensor is not None and params and lr_tensor.device != params[0].device:
         lr, lr_tensor = float(lr_tensor), None
     groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = defaultdict(list)

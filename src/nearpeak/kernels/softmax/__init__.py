@@ -1,8 +1,8 @@
 """`softmax` and `log_softmax`, with a scale, a mask and causality in the same pass.
 
-Forward, each element is read once and written once; of a causal row only the keys that it sees are read. Rows too long
-for registers are read a second time, mostly from a cache. Backward, the result and its gradient are read once and the
-gradient of `x` is written once. Only the result is kept for the backward pass.
+Bytes moved: forward, each element is read once and written once; of a causal row only the visible keys are read. Rows
+too long for registers are read a second time, mostly from a cache. Backward, the result and its gradient are read once
+and the gradient of `x` is written once. Only the result is saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from nearpeak.kernels._runtime.policy import FLOATS, cannot_run, fused
 def _prepare(
     x: Tensor, dim: int, mask: Tensor | None, causal: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    """`x` and its mask with the dimension to reduce as the last, and the dtype of the result."""
+    """Checks arguments. Returns `x` and its mask with the reduced dimension last, and the dtype of the result."""
     if not (dtype or x.dtype).is_floating_point:
-        raise UsageError(f"A softmax is of floats, and this is {dtype or x.dtype}. Give a dtype for the result.")
+        raise UsageError(
+            f"A softmax is of floats, and this is {dtype or x.dtype}. Pass a floating-point dtype for the result."
+        )
     if causal and (x.dim() < 2 or dim not in (-1, x.dim() - 1)):
         raise UsageError(
             f"causal=True takes [..., queries, keys] and dim=-1; this is {list(x.shape)} and dim={dim}."
-            " Transpose first, or give a mask."
+            " Transpose first, or pass a mask."
         )
     if mask is not None:
         if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -49,12 +51,12 @@ def _prepare(
 
 def _broadcasts(mask: torch.Size, to: torch.Size) -> bool:
     return len(mask) <= len(to) and all(
-        have == 1 or have == want for have, want in zip(reversed(mask), reversed(to), strict=False)
+        size == 1 or size == target for size, target in zip(reversed(mask), reversed(to), strict=False)
     )
 
 
 def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype) -> Tensor:
-    """scale * x + mask, in float32 at least, and -inf for keys that are not seen."""
+    """scale * x + mask, in float32 at least, and -inf for hidden keys."""
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     scores = x.to(wide)
     if scale != 1.0:
@@ -71,10 +73,10 @@ def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: t
 def _operator_reference(
     x: Tensor, mask: Tensor | None, scale: float, causal: bool, dtype: torch.dtype, *, log: bool
 ) -> Tensor:
-    """The softmax of the last dimension. Keys at -inf take no part, and neither does their gradient."""
+    """The softmax of the last dimension. Keys at -inf do not count, and neither does their gradient."""
     scores = _scores(x, mask, scale, causal, dtype)
     hidden = scores == float("-inf")
-    # torch has not a number for a row without keys, backward too, so it gets zeros and these are hidden afterwards
+    # torch returns NaN for a row without keys, backward too: such rows get zeros, which are hidden afterward
     scores = scores.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     if log:
         return torch.log_softmax(scores, -1).masked_fill(hidden, float("-inf")).to(dtype)
@@ -134,7 +136,7 @@ def _operator(name: str, *, log: bool) -> Operator:
         if ctx.mask is None:
             return backward(gradient, result, ctx.scale, ctx.causal, ctx.dtype), None, None, None, None
         shape, dtype = ctx.mask
-        # one more pass, in float32: what is added to scores has their gradient, summed where it was expanded
+        # one more pass, in float32: a mask has the gradient of the scores, summed over expanded dimensions
         scores = backward(gradient, result, 1.0, ctx.causal, torch.float32)
         return (scores * ctx.scale).to(ctx.dtype), scores.sum_to_size(shape).to(dtype), None, None, None
 
@@ -216,18 +218,18 @@ def softmax(
             [0.5000, 0.5000]])
 
     Args:
-        x: Floats of any shape and strides. Rows of which the elements are apart in memory are copied first; this is so
-            for a `dim` that is not the last.
+        x: Floats of any shape and strides. It is copied first if `dim` is not dense in memory, as where `dim` is not
+            the last dimension.
         dim: The dimension that sums to 1.
-        scale: What `x` is multiplied by.
-        mask: Boolean, True for keys that are kept, or floats that are added. It broadcasts to `x`, and is not expanded
-            in memory. Floats may need a gradient, which takes a further pass over float32.
-        causal: `x` is [..., queries, keys], and query i sees the keys up to i + keys - queries. What it does not see
-            is not read.
-        dtype: Of the result, as of `x` where it is None. Arithmetic is in float32 whatever the dtypes.
+        scale: Factor of `x`.
+        mask: Boolean, True for visible keys, or floats to add. It broadcasts to `x`, and is not expanded in memory. If
+            floats require a gradient, that takes another pass in float32.
+        causal: `x` is (..., queries, keys), and query i sees the keys up to i + keys - queries. Hidden keys are not
+            read.
+        dtype: The dtype of the result; None for that of `x`. Arithmetic is in float32.
 
-    A row with no key that is seen, or with -inf alone, is 0 everywhere and has no gradient. The result is kept for the
-    backward pass, at its own precision.
+    A row without visible keys, or of -inf alone, is 0 everywhere and has no gradient. The result is saved for the
+    backward pass, in its dtype.
     """
     return _run(_softmax, x, dim, scale, mask, causal, dtype)
 
@@ -242,13 +244,13 @@ def log_softmax(
     causal: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The logarithm of `softmax`, which takes the same arguments.
+    """The logarithm of `softmax`, with the same arguments.
 
     >>> import torch, nearpeak.kernels as kernels
     >>> kernels.log_softmax(torch.zeros(2, 2), causal=True)
     tensor([[ 0.0000,    -inf],
             [-0.6931, -0.6931]])
 
-    A key that is not seen is -inf, and what comes to it as a gradient is not looked at.
+    A hidden key is -inf, and its upstream gradient is ignored.
     """
     return _run(_log_softmax, x, dim, scale, mask, causal, dtype)
