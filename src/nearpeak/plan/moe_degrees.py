@@ -23,6 +23,7 @@ from typing import Literal
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.cluster.collectives import collective_seconds
+from nearpeak.plan.legal import nearest_divisor, require_positive
 from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.units import DTYPE_BYTES
 
@@ -46,10 +47,7 @@ class MoeLayer:
     """Three matrices per expert (SwiGLU), else two."""
 
     def __post_init__(self) -> None:
-        for name in ("experts", "active", "hidden", "intermediate"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}={value!r} must be a whole number of at least 1. Nearest: {name}=1.")
+        require_positive(experts=self.experts, active=self.active, hidden=self.hidden, intermediate=self.intermediate)
         if self.active > self.experts:
             raise UsageError(f"active={self.active} is above experts={self.experts}. Nearest: active={self.experts}.")
 
@@ -115,8 +113,7 @@ def degrees(
     `tokens` are those of the whole group. `skew` is how much more the busiest expert-parallel GPU gets for reasons
     other than chance (1: routing is balanced, as training with a balancing loss is).
     """
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise UsageError(f"tokens={tokens!r} must be a whole number of at least 1. Nearest: tokens=1.")
+    require_positive(tokens=tokens)
     if not (math.isfinite(skew) and skew >= 1):
         raise UsageError(f"skew={skew!r} must be at least 1. Nearest: skew=1.")
     found = []
@@ -248,6 +245,5 @@ def _check(layer: MoeLayer, degree: int, cluster: Cluster) -> None:
         raise UsageError(f"degree={degree!r} is not between 2 and the {cluster.gpus} GPUs. Nearest: degree={nearest}.")
     for name, value in (("experts", layer.experts), ("intermediate", layer.intermediate)):
         if value % degree:
-            legal = [other for other in range(1, value + 1) if value % other == 0]
-            nearest = min(legal, key=lambda other: abs(other - degree))
+            nearest = nearest_divisor(degree, value)
             raise UsageError(f"degree={degree} does not divide {name}={value}. Nearest: degree={nearest}.")

@@ -37,7 +37,7 @@ def test_throughput_grows_with_concurrency_and_latency_too():
 
 
 def test_the_parts_of_a_gpu_are_its_memory():
-    room = serving_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1"), LOAD).room
+    room = serving_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1"), LOAD).memory
     assert room.weights + room.reserved + room.cache == pytest.approx(room.memory)
     assert room.sequences == pytest.approx(room.cache / (room.bytes_per_token * 1280))
 

@@ -45,7 +45,7 @@ def test_limits_are_kept_or_what_is_nearest_is_said() -> None:
     assert found.best.serving.tpot <= 0.015
     none = search_serving(llama, EIGHT, "fp8", prompt=1024, output=512, most_tpot=1e-4, concurrencies=(1,))
     assert none.best is None
-    assert "the smallest TPOT is" in none.nearest
+    assert "the smallest TPOT is" in none.reason
 
 
 def test_what_fits_nowhere() -> None:

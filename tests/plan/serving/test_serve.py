@@ -23,7 +23,6 @@ from nearpeak.plan.serving.serve import (
     most_throughput,
     serve,
     serve_disaggregated,
-    serve_many,
     speculate,
 )
 from nearpeak.plan.serving.step import exchange_seconds, expert_imbalance, experts_hit, step_time
@@ -73,7 +72,7 @@ def test_one_token_streams_the_weights() -> None:
     numbers = count_parameters(here.model)
     read = 2 * (numbers.total - numbers.embedding - numbers.final_norm - 64 * numbers.norm)
     step = step_time(here, sequences=1, constants=IDEAL)
-    assert step.products == pytest.approx(read / 3.35e12, rel=0.01)
+    assert step.gemm == pytest.approx(read / 3.35e12, rel=0.01)
     assert step.communication == step.layers == step.host == 0
 
 
@@ -85,7 +84,7 @@ def test_a_long_prompt_multiplies_at_the_peak() -> None:
         - count_parameters(here.model).embedding
         - count_parameters(here.model).output
     )
-    assert step.products == pytest.approx(8192 * 2 * matrices / 989.4e12, rel=0.01)
+    assert step.gemm == pytest.approx(8192 * 2 * matrices / 989.4e12, rel=0.01)
     scores = 32 * 8192 * 2 * 32 * 256 * 4096.5
     assert step.attention == pytest.approx(scores / 989.4e12, rel=0.001)
 
@@ -99,7 +98,7 @@ def test_reading_the_cache_is_counted_exactly() -> None:
 
 def test_parts_sum_to_the_step() -> None:
     step = step_time(llama(tp=4, size="70b"), sequences=16, context=2000, prompt_tokens=500, prompt_length=1000)
-    parts = step.products + step.experts + step.attention + step.elementwise
+    parts = step.gemm + step.experts + step.attention + step.elementwise
     assert step.seconds == pytest.approx(parts + step.communication + step.layers + step.host)
     assert step.communication > 0
     assert step.layers > 0
@@ -139,9 +138,8 @@ def test_narrower_weights_decode_faster() -> None:
 
 
 def test_latency_and_throughput_against_concurrency() -> None:
-    answers = serve_many(
-        llama(tp=2, size="70b", gpu="h200-sxm"), prompt=1024, output=1024, concurrencies=(1, 8, 64, 256)
-    )
+    deployment = llama(tp=2, size="70b", gpu="h200-sxm")
+    answers = [serve(deployment, prompt=1024, output=1024, concurrency=number) for number in (1, 8, 64, 256)]
     assert [a.tpot for a in answers] == sorted(a.tpot for a in answers)
     assert [a.ttft for a in answers] == sorted(a.ttft for a in answers)
     rates = [a.tokens_per_second for a in answers]
@@ -151,7 +149,7 @@ def test_latency_and_throughput_against_concurrency() -> None:
 
 def test_requests_beyond_the_cache_wait() -> None:
     here = llama(tp=2, size="70b", name="fp8")
-    few, many = serve_many(here, prompt=8192, output=1024, concurrencies=(8, 200))
+    few, many = (serve(here, prompt=8192, output=1024, concurrency=number) for number in (8, 200))
     assert few.queue_seconds == 0
     assert many.running < 200
     assert many.queue_seconds > 0.5 * many.ttft
@@ -304,13 +302,13 @@ def test_stages_wait_for_the_last_one() -> None:
     alone = step_time(here, sequences=4, context=500, constants=IDEAL)
     full = step_time(here, sequences=4, context=500, in_flight=8, constants=IDEAL)
     output = 2 * count_parameters(here.model).output / 3.35e12
-    assert full.products - alone.products == pytest.approx(7 * output, rel=0.01)
+    assert full.gemm - alone.gemm == pytest.approx(7 * output, rel=0.01)
 
 
 def test_a_group_between_nodes_says_that_it_is_assumed() -> None:
     cluster = Cluster.of("h100-sxm x 16")
     wide = Deployment.of(get_model("llama-3-70b"), cluster, ServingLayout(tp=16), "fp8")
-    narrow = Deployment.of(get_model("llama-3-70b"), cluster, ServingLayout(tp=8), "fp8", links=wide.links)
+    narrow = Deployment.of(get_model("llama-3-70b"), cluster, ServingLayout(tp=8), "fp8", collectives=wide.collectives)
     assert step_time(wide, sequences=1, context=100).provenance.kind == "assumed"
     assert step_time(narrow, sequences=1, context=100).provenance.kind == "fitted"
 

@@ -36,7 +36,7 @@ def test_a_file_of_something_else_names_what_is_missing(tmp_path):
 
 
 def test_errors_of_a_group():
-    found = summarize_errors("all", [row(1.0, 1.1), row(2.0, 1.0), row(4.0, 4.0)])
+    found = summarize_errors("all", [row(1.0, 1.1).error, row(2.0, 1.0).error, row(4.0, 4.0).error])
     assert (found.rows, found.worst) == (3, -0.5)
     assert found.mean_absolute == pytest.approx(0.2)
     assert found.median_absolute == pytest.approx(0.1)

@@ -141,8 +141,8 @@ def test_the_roofline_of_decoding_reads_weights_and_cache():
         {"model": to_json(sliders.data), "choice": choice},
     )
     peaks = plan.cluster.machine.theoretical
-    assert step["cache"] == pytest.approx(64 * 256 * plan.room.bytes_per_token)
-    assert step["reading"] == pytest.approx((plan.room.weights + step["cache"]) / peaks.bandwidth)
+    assert step["cache"] == pytest.approx(64 * 256 * plan.memory.bytes_per_token)
+    assert step["reading"] == pytest.approx((plan.memory.weights + step["cache"]) / peaks.bandwidth)
     # two FLOPs a weight, and four for each key's channel
     scores = 64 * 256 * 4 * 80 * 8 * 128
     assert step["multiplying"] == pytest.approx((64 * plan.flops_per_token / 8 + scores) / peaks.matrix["float8"])

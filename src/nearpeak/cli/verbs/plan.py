@@ -477,9 +477,9 @@ def _within_limits(
         most_tpot=arguments.most_tpot,
     )
     if found.best is None:
-        narrate(f"nearpeak: {found.nearest}")
+        narrate(f"nearpeak: {found.reason}")
         return None
-    narrate(f"{found.tried} legal layouts, {found.fitting} fit; {found.nearest}")
+    narrate(f"{found.tried} legal layouts, {found.fitting} fit; {found.reason}")
     layout = {name: getattr(found.best.layout, name) for name in DEGREES}
     return layout, found.best.serving.concurrency * found.best.replicas
 

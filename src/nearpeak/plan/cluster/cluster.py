@@ -25,6 +25,7 @@ from nearpeak.errors import UnknownMachine, UsageError, did_you_mean
 from nearpeak.machines import catalogue
 from nearpeak.machines.catalogue import Network
 from nearpeak.machines.machine import Machine
+from nearpeak.plan.legal import require_positive
 from nearpeak.units import quantity
 
 _LATENCIES = {"infiniband": 0.0, "ethernet": 3e-6, "slingshot": 2e-6, "aws-efa": 12e-6}
@@ -220,9 +221,7 @@ class Cluster:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _positive("gpus", self.gpus)
-        _positive("gpus_per_node", self.gpus_per_node)
-        _positive("domain_size", self.domain_size)
+        require_positive(gpus=self.gpus, gpus_per_node=self.gpus_per_node, domain_size=self.domain_size)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             low = self.gpus // self.gpus_per_node * self.gpus_per_node
             raise UsageError(
@@ -289,8 +288,7 @@ class Cluster:
             domain = (per_node if system.domain_size <= system.gpus_per_node else system.domain_size) or 1
             domain = domain if domain_size is None else domain_size
         adapters = system.adapters_per_node if adapters_per_node is None else adapters_per_node
-        _positive("adapters_per_node", adapters)
-        _positive("gpus_per_node", per_node)
+        require_positive(adapters_per_node=adapters, gpus_per_node=per_node)
         link = find_network(network) if network is not None else system.network
         ports = 1 if link.per == "node" else adapters
         reduction = system.in_switch_reduction if in_switch_reduction is None else in_switch_reduction
@@ -340,8 +338,7 @@ class Cluster:
         >>> Cluster.of("h100-sxm x 64").group(8), Cluster.of("h100-sxm x 64").group(8, stride=8).concurrent_groups
         (RankGroup(ranks=8, ranks_per_domain=8, concurrent_groups=1), 8)
         """
-        _positive("ranks", ranks)
-        _positive("stride", stride)
+        require_positive(ranks=ranks, stride=stride)
         if ranks * stride > self.gpus:
             raise UsageError(
                 f"ranks={ranks} with stride={stride} needs {ranks * stride} GPUs, and the cluster has {self.gpus}. "
@@ -388,8 +385,3 @@ def parse_cluster(text: str) -> tuple[str, int | None]:
     else:
         return plain, None
     return name.strip(), int(number.replace(",", "").replace("_", ""))
-
-
-def _positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name}={value!r} must be a whole number of at least 1. Nearest: {name}=1.")

@@ -41,7 +41,7 @@ from typing import Any, Literal
 from nearpeak._records import from_json
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.cluster.cluster import Cluster
-from nearpeak.plan.provenance import Provenance
+from nearpeak.plan.provenance import Provenance, weakest
 
 NOT_NVLINK = ("pcie", "host")
 
@@ -284,7 +284,7 @@ class NcclTopology:
     network_reduction: bool = False
 
 
-def choose_algorithm(op: str, size: float, here: NcclTopology) -> tuple[Algorithm, Protocol]:
+def choose_algorithm(op: str, size: float, topology: NcclTopology) -> tuple[Algorithm, Protocol]:
     """The algorithm and the protocol that NCCL would take for `size` bytes (as nccl-tests counts them).
 
     >>> node = NcclTopology(generation="hopper", pcie=False, ranks=8, domains=1, link=450, network=0, in_switch=True)
@@ -293,24 +293,24 @@ def choose_algorithm(op: str, size: float, here: NcclTopology) -> tuple[Algorith
     """
     if op in ("all_to_all", "send_recv"):
         return "direct", "Simple"
-    table = NCCL_TABLES[here.generation]
-    ring_bandwidth = here.link * (PCIE_SHARE if here.pcie else table.ring_share)
-    if here.domains > 2:
-        ring_bandwidth = min(ring_bandwidth, here.network)
+    table = NCCL_TABLES[topology.generation]
+    ring_bandwidth = topology.link * (PCIE_SHARE if topology.pcie else table.ring_share)
+    if topology.domains > 2:
+        ring_bandwidth = min(ring_bandwidth, topology.network)
     best: tuple[float, Algorithm, Protocol] = (math.inf, "ring", "Simple")
     for protocol in PROTOCOLS:
-        if protocol == "LL128" and (here.pcie or not table.low_latency_128):
+        if protocol == "LL128" and (topology.pcie or not table.low_latency_128):
             continue
-        cost = _ring_microseconds(op, size, here, table, ring_bandwidth, protocol)
+        cost = _ring_microseconds(op, size, topology, table, ring_bandwidth, protocol)
         best = min(best, (cost, "ring", protocol))
-        if op == "all_reduce" and here.ranks > 2:
-            best = min(best, (_tree_microseconds(size, here, table, ring_bandwidth, protocol), "tree", protocol))
-    if op in ("all_gather", "reduce_scatter") and here.domains == here.ranks > 2:
-        latency = PARALLEL_TREES_BASE + math.log2(here.domains) * RING_NETWORK_HOP["Simple"]
-        wire = size / 1e3 * (here.ranks - 1) / here.ranks / (ring_bandwidth * PARALLEL_TREES_SHARE)
+        if op == "all_reduce" and topology.ranks > 2:
+            best = min(best, (_tree_microseconds(size, topology, table, ring_bandwidth, protocol), "tree", protocol))
+    if op in ("all_gather", "reduce_scatter") and topology.domains == topology.ranks > 2:
+        latency = PARALLEL_TREES_BASE + math.log2(topology.domains) * RING_NETWORK_HOP["Simple"]
+        wire = size / 1e3 * (topology.ranks - 1) / topology.ranks / (ring_bandwidth * PARALLEL_TREES_SHARE)
         best = min(best, (latency + wire, "parallel trees", "Simple"))
-    if here.in_switch and table.switch_efficiency and not here.pcie:
-        best = min(best, _in_switch_microseconds(op, size, here, table))
+    if topology.in_switch and table.switch_efficiency and not topology.pcie:
+        best = min(best, _in_switch_microseconds(op, size, topology, table))
     return best[1], best[2]
 
 
@@ -326,67 +326,67 @@ def _bucket(domains: int) -> int:
 
 
 def _ring_microseconds(
-    op: str, size: float, here: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
+    op: str, size: float, topology: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
 ) -> float:
-    steps = ring_steps(op, here.ranks)
-    across = 0 if here.domains == 1 else ring_steps(op, here.domains)
-    latency = RING_BASE[protocol] + (steps - across) * RING_HOP["pcie" if here.pcie else "link"][protocol]
+    steps = ring_steps(op, topology.ranks)
+    across = 0 if topology.domains == 1 else ring_steps(op, topology.domains)
+    latency = RING_BASE[protocol] + (steps - across) * RING_HOP["pcie" if topology.pcie else "link"][protocol]
     latency += across * RING_NETWORK_HOP[protocol]
     if protocol == "LL":
-        cap = table.low_latency if here.domains == 1 else NETWORK_LOW_LATENCY[_bucket(here.domains) - 1]
+        cap = table.low_latency if topology.domains == 1 else NETWORK_LOW_LATENCY[_bucket(topology.domains) - 1]
         bandwidth = min(cap, bandwidth * 0.5)
     elif protocol == "LL128":
         bandwidth = min(bandwidth * 0.92, table.channels * table.low_latency_128)
-    elif op == "all_reduce" and here.domains > 1 and size / (table.channels * here.ranks) >= 64:
+    elif op == "all_reduce" and topology.domains > 1 and size / (table.channels * topology.ranks) >= 64:
         latency *= 1.4  # the plateau of rings over the network
-    wire = steps / here.ranks if op in ("all_reduce", "all_gather", "reduce_scatter") else 1.0
+    wire = steps / topology.ranks if op in ("all_reduce", "all_gather", "reduce_scatter") else 1.0
     return latency + size / 1e3 * wire / bandwidth
 
 
 def _tree_microseconds(
-    size: float, here: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
+    size: float, topology: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
 ) -> float:
-    hop = TREE_HOP["pcie" if here.pcie else "link"][protocol]
-    inside = here.ranks // here.domains - 1
+    hop = TREE_HOP["pcie" if topology.pcie else "link"][protocol]
+    inside = topology.ranks // topology.domains - 1
     latency = TREE_BASE[protocol] + 2 * (
-        inside * hop + int(math.log2(max(1, here.domains))) * TREE_NETWORK_HOP[protocol]
+        inside * hop + int(math.log2(max(1, topology.domains))) * TREE_NETWORK_HOP[protocol]
     )
-    bucket = _bucket(here.domains)
+    bucket = _bucket(topology.domains)
     bandwidth = min(bandwidth * 0.92, table.channels * table.tree[bucket])
     if protocol == "LL":
-        cap = table.low_latency if here.domains == 1 else NETWORK_LOW_LATENCY[bucket - 1]
+        cap = table.low_latency if topology.domains == 1 else NETWORK_LOW_LATENCY[bucket - 1]
         bandwidth = min(bandwidth / 3.8, cap)
     elif protocol == "LL128":
-        share = 7 / 9 if here.domains == 1 else 120 / 128
+        share = 7 / 9 if topology.domains == 1 else 120 / 128
         bandwidth = min(bandwidth * share, table.channels * table.low_latency_128)
     place = min(22, max(0, int(math.log2(max(size, 64) / 64))))
     return latency + size / 1e3 / (bandwidth * 0.5 * TREE_CORRECTION[protocol][place])
 
 
 def _in_switch_microseconds(
-    op: str, size: float, here: NcclTopology, table: NcclTable
+    op: str, size: float, topology: NcclTopology, table: NcclTable
 ) -> tuple[float, Algorithm, Protocol]:
-    inside = here.ranks // here.domains
+    inside = topology.ranks // topology.domains
     if inside < MIN_SWITCH_RANKS:
         return math.inf, "in-switch", "Simple"
-    bandwidth = here.link * table.ring_share * table.switch_efficiency * (table.channels - 1) / table.channels
+    bandwidth = topology.link * table.ring_share * table.switch_efficiency * (table.channels - 1) / table.channels
     if op == "all_reduce":
         bandwidth *= 2
-        ratio = here.ranks / ring_steps(op, here.ranks)
-    elif op in ("all_gather", "reduce_scatter") and here.domains == 1:
+        ratio = topology.ranks / ring_steps(op, topology.ranks)
+    elif op in ("all_gather", "reduce_scatter") and topology.domains == 1:
         bandwidth *= (inside - 1) / inside
         ratio = 1.0
     else:
         return math.inf, "in-switch", "Simple"
-    if here.domains == 1:
+    if topology.domains == 1:
         return SWITCH_LATENCY + size / 1e3 / (bandwidth * ratio), "in-switch", "Simple"
-    if here.network_reduction:
+    if topology.network_reduction:
         latency = SWITCH_LATENCY + 18.0
-        return latency + size / 1e3 / (min(bandwidth, here.network) * ratio), "in-switch", "Simple"
-    cap = table.channels * table.switch_tree[_bucket(here.domains)]
-    network = here.network * (2 if here.domains == 2 else 1)
+        return latency + size / 1e3 / (min(bandwidth, topology.network) * ratio), "in-switch", "Simple"
+    cap = table.channels * table.switch_tree[_bucket(topology.domains)]
+    network = topology.network * (2 if topology.domains == 2 else 1)
     bandwidth = min(bandwidth, network, cap)
-    latency = SWITCH_LATENCY + 2 * math.log2(here.domains) * SWITCH_TREE_NETWORK_HOP
+    latency = SWITCH_LATENCY + 2 * math.log2(topology.domains) * SWITCH_TREE_NETWORK_HOP
     return latency + size / 1e3 / (bandwidth * ratio), "in-switch tree", "Simple"
 
 
@@ -610,7 +610,7 @@ def collective_seconds(
     if cluster.fabric == "pairs" and inside > 2 and cluster.machine.pcie is not None:
         link = cluster.machine.pcie.bandwidth
     network = network_bandwidth(cluster, inside, concurrent_groups, constants) if domains > 1 else 0.0
-    here = NcclTopology(
+    topology = NcclTopology(
         generation=nccl_generation(cluster.machine.architecture),
         pcie=over_pcie,
         ranks=ranks,
@@ -620,7 +620,7 @@ def collective_seconds(
         in_switch=cluster.in_switch_reduction,
         network_reduction=cluster.network_reduction,
     )
-    algorithm, protocol = choose_algorithm(op, bytes, here)
+    algorithm, protocol = choose_algorithm(op, bytes, topology)
     traffic = traffic_of(
         op, bytes, ranks, inside, algorithm, protocol, network, cluster.network_latency, constants.network
     )
@@ -642,7 +642,7 @@ def collective_seconds(
 
 
 class CollectiveTimes:
-    """`collective_seconds` of one cluster, remembered: a search asks for the same few thousand times and again.
+    """Memoized `collective_seconds` of one cluster: a search asks for the same few thousand collectives.
 
     >>> times = CollectiveTimes(Cluster.of("h100-sxm x 64"))
     >>> times("all_gather", 2**26, 8, stride=8) > times("all_gather", 2**26, 8)
@@ -652,17 +652,20 @@ class CollectiveTimes:
     def __init__(self, cluster: Cluster, constants: CollectiveConstants | None = None) -> None:
         self.cluster = cluster
         self.constants = constants or load_collective_constants()
-        self.provenances: dict[Provenance, None] = {}
-        """All that went into the answers so far, in order."""
-        self._known: dict[tuple[str, float, int, int], float] = {}
+        self._collectives: dict[tuple[str, float, int, int], Collective] = {}
+        self._provenances: dict[tuple[int, int], Provenance] = {}
 
     def __call__(self, op: str, bytes: float, ranks: int, stride: int = 1) -> float:
         """Seconds of `op` over `ranks` GPUs that lie `stride` apart, all such groups at once."""
+        return self.collective(op, bytes, ranks, stride).seconds
+
+    def collective(self, op: str, bytes: float, ranks: int, stride: int = 1) -> Collective:
+        """`op` over `ranks` GPUs that lie `stride` apart, all such groups at once."""
         key = (op, bytes, ranks, stride)
-        known = self._known.get(key)
-        if known is None:
+        collective = self._collectives.get(key)
+        if collective is None:
             group = self.cluster.group(ranks, stride)
-            result = collective_seconds(
+            collective = self._collectives[key] = collective_seconds(
                 op,
                 bytes,
                 ranks,
@@ -671,9 +674,13 @@ class CollectiveTimes:
                 concurrent_groups=group.concurrent_groups,
                 constants=self.constants,
             )
-            self.provenances[result.provenance] = None
-            known = self._known[key] = result.seconds
-        return known
+            known = self._provenances.get((ranks, stride), collective.provenance)
+            self._provenances[ranks, stride] = weakest(known, collective.provenance)
+        return collective
+
+    def provenance(self, ranks: int, stride: int = 1) -> Provenance | None:
+        """The weakest provenance of the collectives of such groups so far; None where there were none."""
+        return self._provenances.get((ranks, stride))
 
 
 def link_kind(cluster: Cluster, ranks: int) -> str:
@@ -686,7 +693,8 @@ def link_kind(cluster: Cluster, ranks: int) -> str:
 
 
 def nccl_generation(architecture: str) -> str:
-    """The row of NCCL's tables for an architecture: Ada counts as Ampere, and what is not NVIDIA's too."""
+    """The row of NCCL's tables for an architecture. Ada has none and uses Ampere's; so do other vendors' GPUs, whose
+    provenance is "assumed"."""
     return architecture if architecture in NCCL_TABLES else "ampere"
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, fields, replace
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.machines.machine import Machine
 from nearpeak.plan.cluster.cluster import Cluster
-from nearpeak.plan.cluster.collectives import Collective, collective_seconds
+from nearpeak.plan.cluster.collectives import CollectiveTimes
+from nearpeak.plan.legal import nearest_divisor, require_positive
 from nearpeak.plan.models.model import Model, count_parameters
-from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.plan.serving.constants import ENGINES
 from nearpeak.units import GIB
 
@@ -47,14 +47,10 @@ class ServingLayout:
     """GPUs that share one expert; None: all that `ep` leaves."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{item.name}={value!r} must be a whole number of at least 1. Nearest: {item.name}=1.")
+        degrees = {item.name: getattr(self, item.name) for item in fields(self)}
+        require_positive(**{name: value for name, value in degrees.items() if value is not None})
         if self.stage_gpus % self.ep:
-            near = _nearest_divisor(self.ep, self.stage_gpus)
+            near = nearest_divisor(self.ep, self.stage_gpus)
             raise UsageError(
                 f"ep={self.ep} does not divide the tp x dp = {self.stage_gpus} GPUs of a stage. Nearest: ep={near}."
             )
@@ -88,7 +84,7 @@ class ServingLayout:
         if model.heads and model.heads % self.tp:
             raise UsageError(
                 f"tp={self.tp} does not divide the {model.heads} heads of {model.name}. "
-                f"Nearest: tp={_nearest_divisor(self.tp, model.heads)}."
+                f"Nearest: tp={nearest_divisor(self.tp, model.heads)}."
             )
         if self.pp > model.layers:
             raise UsageError(
@@ -101,17 +97,13 @@ class ServingLayout:
         if model.experts % self.ep:
             raise UsageError(
                 f"ep={self.ep} does not divide the {model.experts} experts of {model.name}. "
-                f"Nearest: ep={_nearest_divisor(self.ep, model.experts)}."
+                f"Nearest: ep={nearest_divisor(self.ep, model.experts)}."
             )
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}"]
         parts += [f"{name} {value}" for name, value in (("dp", self.dp), ("ep", self.ep), ("pp", self.pp)) if value > 1]
         return ", ".join(parts)
-
-
-def _nearest_divisor(value: int, number: int) -> int:
-    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - value), n))
 
 
 KV_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
@@ -232,38 +224,6 @@ RESERVED_BYTES = 3.0 * GIB
 """CUDA context, graphs, communication buffers, activations of a step, per GPU. Assumed: engines report 2 to 5 GiB."""
 
 
-class Links:
-    """Times of the collectives of one cluster, remembered."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self._provenances: dict[tuple[int, int], Provenance] = {}
-        self._known: dict[tuple[str, float, int, int], Collective] = {}
-
-    def __call__(self, op: str, bytes: float, ranks: int, stride: int = 1) -> Collective:
-        """`op` over `ranks` GPUs that lie `stride` apart."""
-        key = (op, bytes, ranks, stride)
-        known = self._known.get(key)
-        if known is None:
-            group = self.cluster.group(ranks, stride)
-            known = self._known[key] = collective_seconds(
-                op,
-                bytes,
-                ranks,
-                self.cluster,
-                ranks_per_node=group.ranks_per_domain,
-                concurrent_groups=group.concurrent_groups,
-            )
-            before = self._provenances.get((ranks, stride), known.provenance)
-            self._provenances[ranks, stride] = weakest(before, known.provenance)
-        return known
-
-    def provenance(self, layout: ServingLayout) -> tuple[Provenance, ...]:
-        """Where the times between the GPUs of `layout` come from, as far as they were asked for."""
-        groups = ((layout.tp, 1), (layout.dp, layout.tp), (2, layout.stage_gpus if layout.pp > 1 else 0))
-        return tuple(self._provenances[group] for group in groups if group in self._provenances)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Deployment:
     """One replica. `Deployment.of` builds and checks one."""
@@ -275,7 +235,7 @@ class Deployment:
     engine: str
     graphs: bool
     """Whether steps without a prompt are launched as one graph."""
-    links: Links = field(repr=False)
+    collectives: CollectiveTimes = field(repr=False)
 
     @staticmethod
     def of(
@@ -287,11 +247,11 @@ class Deployment:
         kv: str | None = None,
         engine: str = "vllm",
         graphs: bool = True,
-        links: Links | None = None,
+        collectives: CollectiveTimes | None = None,
     ) -> Deployment:
         """A replica of `model` that takes the first GPUs of `cluster`; UsageError names what is wrong.
 
-        A search passes `links` from one deployment on `cluster` to the next, which then remember each other's times.
+        A search passes `collectives` from one deployment on `cluster` to the next, so that times are computed once.
         """
         layout = layout or ServingLayout(tp=1)
         layout.check(model, cluster.gpus)
@@ -307,7 +267,7 @@ class Deployment:
             precision=precision_on_machine(cluster.machine, model, chosen),
             engine=engine,
             graphs=graphs,
-            links=links or Links(cluster),
+            collectives=collectives or CollectiveTimes(cluster),
         )
 
     @property
@@ -377,67 +337,67 @@ class CacheRoom:
         return max(0.0, self.cache_bytes / self.deployment.cache_bytes(context))
 
 
-def cache_room(here: Deployment, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
+def cache_room(deployment: Deployment, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
     """The memory of one GPU, split; never an error: `cache_bytes` is below 0 where the weights do not fit."""
     if not 0 < memory_share <= 1:
         raise UsageError(f"memory_share={memory_share!r} must lie above 0 and at most at 1. Nearest: memory_share=1.0.")
-    memory = here.memory_bytes()
+    memory = deployment.memory_bytes()
     return CacheRoom(
-        deployment=here,
+        deployment=deployment,
         memory_bytes=memory,
-        weight_bytes=here.weight_bytes,
+        weight_bytes=deployment.weight_bytes,
         reserved_bytes=RESERVED_BYTES + (1 - memory_share) * memory,
     )
 
 
-def require_room(here: Deployment, context: float, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
+def require_room(deployment: Deployment, context: float, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
     """The room for at least one sequence of `context` tokens; UsageError says what would fit."""
-    room = cache_room(here, memory_share=memory_share)
-    if room.cache_bytes >= here.cache_bytes(context):
+    room = cache_room(deployment, memory_share=memory_share)
+    if room.cache_bytes >= deployment.cache_bytes(context):
         return room
     if room.cache_bytes <= 0:
         problem = f"its weights take {_gib(room.weight_bytes)} of the {_gib(room.memory_bytes)} of each GPU"
         problem += f", beside {_gib(room.reserved_bytes)} that are not for use"
     else:
         problem = f"{_gib(room.cache_bytes)} are left for the KV cache, and one sequence of {context:.0f} tokens takes "
-        problem += _gib(here.cache_bytes(context))
+        problem += _gib(deployment.cache_bytes(context))
     raise UsageError(
-        f"{here.model.name} in {here.precision.name} with {here.layout} does not fit on "
-        f"{here.cluster.machine.name}: {problem}. {_remedies(here, context, memory_share)}"
+        f"{deployment.model.name} in {deployment.precision.name} with {deployment.layout} does not fit on "
+        f"{deployment.cluster.machine.name}: {problem}. {_remedies(deployment, context, memory_share)}"
     )
 
 
-def _remedies(here: Deployment, context: float, memory_share: float) -> str:
+def _remedies(deployment: Deployment, context: float, memory_share: float) -> str:
     """The cheapest changes that would fit, as a sentence."""
     found = []
-    layout = here.layout
+    layout = deployment.layout
     for tp in (2, 4, 8, 16, 32, 64):
-        if tp <= layout.tp or (here.model.heads and here.model.heads % tp):
+        if tp <= layout.tp or (deployment.model.heads and deployment.model.heads % tp):
             continue
         wider = ServingLayout(tp=tp, pp=layout.pp, dp=layout.dp, ep=layout.ep)
-        if _fits(replace(here, layout=wider), context, memory_share):
-            here_too = "" if wider.gpus <= here.cluster.gpus else f" (needs {wider.gpus} GPUs)"
+        if _fits(replace(deployment, layout=wider), context, memory_share):
+            here_too = "" if wider.gpus <= deployment.cluster.gpus else f" (needs {wider.gpus} GPUs)"
             found.append(f"tp={tp}{here_too}")
             break
     for name in ("fp8", "int8", "fp4", "int4"):
         narrower = serving_precision(name)
-        if narrower.weight_bytes >= here.precision.weight_bytes:
+        if narrower.weight_bytes >= deployment.precision.weight_bytes:
             continue
         try:
-            narrower = precision_on_machine(here.cluster.machine, here.model, narrower)
+            narrower = precision_on_machine(deployment.cluster.machine, deployment.model, narrower)
         except UsageError:
             continue
-        if _fits(replace(here, precision=narrower), context, memory_share):
+        if _fits(replace(deployment, precision=narrower), context, memory_share):
             found.append(f"precision={name!r}")
             break
-    room = cache_room(here, memory_share=memory_share)
+    room = cache_room(deployment, memory_share=memory_share)
     if room.cache_bytes > 0 and room.tokens > 0:
         found.append(f"at most {room.tokens} tokens in one sequence")
     return "What would fit: " + ", or ".join(found) + "." if found else "Nothing up to tp=64 and 4 bits would fit."
 
 
-def _fits(here: Deployment, context: float, memory_share: float) -> bool:
-    return cache_room(here, memory_share=memory_share).cache_bytes >= here.cache_bytes(context)
+def _fits(deployment: Deployment, context: float, memory_share: float) -> bool:
+    return cache_room(deployment, memory_share=memory_share).cache_bytes >= deployment.cache_bytes(context)
 
 
 def _gib(value: float) -> str:

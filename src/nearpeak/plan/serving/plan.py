@@ -7,7 +7,7 @@ memory, and the memory of a GPU.
 >>> from nearpeak.plan.cluster.cluster import Cluster
 >>> load = Load(prompt=1024, output=256, concurrency=16)
 >>> plan = serving_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1"), load)
->>> plan.at.limiter, plan.phases.prefill.limiter, plan.layout.gpus
+>>> plan.replica.limiter, plan.phases.prefill.limiter, plan.layout.gpus
 ('memory', 'compute', 1)
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.legal import require_positive
 from nearpeak.plan.models.model import Model, forward_flops
 from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
 from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, ServingLayout, ServingPrecision, cache_room
@@ -36,154 +37,14 @@ from nearpeak.plan.serving.serve import (
 )
 from nearpeak.plan.serving.step import StepTime, serving_rates, step_time
 
-LARGEST_BATCH = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """One phase on one GPU: its work, its intensity, and what limits it."""
-
-    name: str
-    tokens: float
-    """That one pass works on, in one attention data parallel group."""
-    flops: float
-    """Of the pass, per GPU."""
-    bytes_moved: float
-    """Weights, cache and activations that cross memory in the pass, per GPU."""
-    ridge: float
-    """FLOP per byte at which this GPU's products in this precision go over from memory to compute."""
-    step: StepTime
-
-    @property
-    def intensity(self) -> float:
-        """FLOP per byte."""
-        return self.flops / self.bytes_moved
-
-    @property
-    def limiter(self) -> str:
-        """Memory or compute."""
-        return "compute" if self.step.compute_seconds > self.step.memory_seconds else "memory"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.tokens:.0f} tokens move {self.bytes_moved / 1e9:.1f} GB for "
-            f"{self.flops / 1e12:.2f} TFLOP per GPU, {self.intensity:.0f} FLOP per byte; "
-            f"the GPU needs {self.ridge:.0f} to be busy: limited by "
-            f"{self.limiter}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """The two phases of one deployment."""
-
-    prefill: Phase
-    decode: Phase
-
-
-def phases(
-    here: Deployment, *, prompt: int, context: int, batch: float = 1.0, constants: ServingConstants | None = None
-) -> Phases:
-    """One prompt of `prompt` tokens, and one step in which `batch` sequences of `context` tokens decode."""
-    constants = constants or load_serving_constants()
-    reached = serving_rates(here, constants)
-    prefill = step_time(here, sequences=0, prompt_tokens=prompt, prompt_length=prompt, constants=constants)
-    decode = step_time(here, sequences=batch, context=context, constants=constants)
-    ridge = reached.rest_compute / reached.rest_stream
-    gpus = here.layout.tp
-    return Phases(
-        prefill=Phase(
-            name="prefill",
-            tokens=prompt,
-            flops=prompt * forward_flops(here.model, prompt).total / gpus,
-            bytes_moved=prefill.memory_seconds * reached.rest_stream,
-            ridge=ridge,
-            step=prefill,
-        ),
-        decode=Phase(
-            name="decode",
-            tokens=batch,
-            flops=batch * forward_flops(here.model, 2 * context).total / gpus,  # the last token sees all keys
-            bytes_moved=decode.memory_seconds * reached.rest_stream,
-            ridge=ridge,
-            step=decode,
-        ),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticalBatch:
-    """The batch at which a decode step multiplies for as long as it reads."""
-
-    batch: float | None
-    """Sequences per attention data parallel group; None where reading always takes longer."""
-    fits: float
-    """Sequences of this context that the KV cache has room for."""
-    context: int
-    weights_only: float
-    """The same batch if there were no KV cache to read."""
-
-    @property
-    def reached(self) -> bool:
-        """Whether there is room for so many."""
-        return self.batch is not None and self.batch <= self.fits
-
-    def __str__(self) -> str:
-        if self.batch is None:
-            return (
-                f"decode at {self.context} tokens stays limited by memory at every batch: each sequence brings its own "
-                f"cache to read; without a cache it would change at {self.weights_only:.0f}"
-            )
-        room = "there is room for so many" if self.reached else f"the cache has room for {self.fits:.0f}"
-        return f"decode at {self.context} tokens is limited by memory below {self.batch:.0f} sequences; {room}"
-
-
-def critical_batch(
-    here: Deployment,
-    *,
-    context: int,
-    memory_share: float = MEMORY_SHARE,
-    constants: ServingConstants | None = None,
-) -> CriticalBatch:
-    """The smallest batch at which a decode step at `context` tokens is no longer limited by memory."""
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise UsageError(f"context={context!r} must be a whole number of at least 1. Nearest: context=1.")
-    constants = constants or load_serving_constants()
-    room = cache_room(here, memory_share=memory_share)
-    return CriticalBatch(
-        batch=_crossover_batch(here, float(context), constants),
-        fits=room.sequences(context),
-        context=context,
-        weights_only=_crossover_batch(here, 0.0, constants) or float(LARGEST_BATCH),
-    )
-
-
-def _crossover_batch(here: Deployment, context: float, constants: ServingConstants) -> float | None:
-    """By doubling and halving: compute grows with the batch, the reading of weights does not."""
-    reached = serving_rates(here, constants)
-
-    def computes(batch: float) -> bool:
-        step = step_time(here, sequences=batch, context=context, constants=constants, reached=reached)
-        return step.compute_seconds >= step.memory_seconds
-
-    high = 1.0
-    while not computes(high):
-        high *= 2
-        if high > LARGEST_BATCH:
-            return None
-    low = high / 2
-    while high - low > max(0.5, 0.005 * high):
-        middle = (low + high) / 2
-        low, high = (low, middle) if computes(middle) else (middle, high)
-    return high
-
-
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+LARGEST_BATCH = 1 << 16
+"""Largest batch at which the crossover to compute is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of a served model. `concurrency` counts requests in flight on all GPUs of the cluster."""
+    """Requests to a served model. `concurrency` counts requests in flight on the whole cluster."""
 
     prompt: int
     output: int
@@ -194,10 +55,7 @@ class Load:
     memory_share: float = MEMORY_SHARE
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "output", "chunk", "most_sequences"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}={value!r} must be a whole number of at least 1. Nearest: {name}=1.")
+        require_positive(prompt=self.prompt, output=self.output, chunk=self.chunk, most_sequences=self.most_sequences)
         if not 0 < self.concurrency < float("inf"):
             raise UsageError(f"concurrency={self.concurrency!r} must be above 0. Nearest: concurrency=1.")
         if not 0 < self.memory_share <= 1:
@@ -206,38 +64,6 @@ class Load:
             )
         if self.batching not in BATCHINGS:
             raise UsageError(f"batching={self.batching!r} is not known. {did_you_mean(self.batching, BATCHINGS)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingChoice:
-    """One way to spread a replica, under the load."""
-
-    layout: ServingLayout
-    replicas: int
-    serving: Serving | None
-    """One replica under its share of the load; None where it does not fit."""
-    problem: str = ""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens of all replicas."""
-        return 0.0 if self.serving is None else self.serving.tokens_per_second * self.replicas
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingMemory:
-    """Memory of one GPU, in bytes, and what its KV cache holds."""
-
-    memory: float
-    weights: float
-    reserved: float
-    """Context, graphs, buffers, and what the engine leaves alone."""
-    cache: float
-    bytes_per_token: float
-    tokens: int
-    """Tokens that the cache of one attention data parallel group holds."""
-    sequences: float
-    """Sequences of prompt and output that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +77,13 @@ class ServingPlan:
     precision: ServingPrecision
     engine: str
     load: Load
-    at: Serving
+    replica: Serving
     """One replica under its share of the load."""
     curve: tuple[Serving, ...]
     """One replica against concurrency."""
     phases: Phases
-    critical: CriticalBatch
-    room: ServingMemory
+    critical_batch: CriticalBatch
+    memory: ServingMemory
     flops_per_token: float
     """Of one decoded token without attention, all GPUs together."""
     choices: tuple[ServingChoice, ...]
@@ -266,6 +92,38 @@ class ServingPlan:
     """Layouts and loads that none beats both per GPU and per user; none where the layout was given."""
     disaggregated: Disaggregated | None = None
     speculative: Speculative | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingChoice:
+    """One layout of a replica under the load."""
+
+    layout: ServingLayout
+    replicas: int
+    serving: Serving | None
+    """One replica under its share of the load; None where it does not fit."""
+    problem: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of all replicas."""
+        return 0.0 if self.serving is None else self.serving.tokens_per_second * self.replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingMemory:
+    """Memory of one GPU in bytes, and the capacity of its KV cache."""
+
+    memory: float
+    weights: float
+    reserved: float
+    """CUDA context, graphs, buffers, and memory that the engine does not use."""
+    cache: float
+    bytes_per_token: float
+    tokens: int
+    """Capacity of the cache of one attention data parallel group in tokens."""
+    sequences: float
+    """Capacity in sequences of prompt and output."""
 
 
 def serving_plan(
@@ -299,7 +157,7 @@ def serving_plan(
             widest = max(choices, key=lambda item: item.layout.gpus)
             raise UsageError(f"No layout of {cluster.gpus} GPUs fits. {widest.problem}")
         raise UsageError(best.problem)
-    here = deployed(best.layout)
+    deployment = deployed(best.layout)
     pools = disaggregate
     batch = max(1.0, best.serving.running / best.layout.dp)
     context = load.prompt + load.output // 2
@@ -308,22 +166,22 @@ def serving_plan(
         cluster=cluster,
         layout=best.layout,
         replicas=best.replicas,
-        precision=here.precision,
+        precision=deployment.precision,
         engine=engine,
         load=load,
-        at=best.serving,
-        curve=tuple(_curve(here, load)),
-        phases=phases(here, prompt=load.prompt, context=context, batch=batch),
-        critical=critical_batch(here, context=context, memory_share=load.memory_share),
-        room=_serving_memory(here, load),
+        replica=best.serving,
+        curve=tuple(_curve(deployment, load)),
+        phases=phases(deployment, prompt=load.prompt, context=context, batch=batch),
+        critical_batch=critical_batch(deployment, context=context, memory_share=load.memory_share),
+        memory=_serving_memory(deployment, load),
         flops_per_token=forward_flops(model, 1).products,
         choices=tuple(choices),
         front=() if layout is not None else _front(model, cluster, load, precision, kv, engine),
         disaggregated=None
         if pools is None
         else serve_disaggregated(
-            here,
-            here,
+            deployment,
+            deployment,
             prompt=load.prompt,
             output=load.output,
             concurrency=load.concurrency,
@@ -333,7 +191,7 @@ def serving_plan(
         ),
         speculative=None
         if guesses is None
-        else speculate(here, batch=batch, context=context, guesses=guesses[0], acceptance=guesses[1]),
+        else speculate(deployment, batch=batch, context=context, guesses=guesses[0], acceptance=guesses[1]),
     )
 
 
@@ -343,11 +201,11 @@ def whole_layouts(model: Model, cluster: Cluster) -> list[ServingLayout]:
     return [layout for layout in found if cluster.gpus % layout.gpus == 0]
 
 
-def _serving_choice(here: Deployment, load: Load) -> ServingChoice:
-    layout = here.layout
-    replicas = max(1, here.cluster.gpus // layout.gpus)
+def _serving_choice(deployment: Deployment, load: Load) -> ServingChoice:
+    layout = deployment.layout
+    replicas = max(1, deployment.cluster.gpus // layout.gpus)
     try:
-        found = _serve_load(here, load, load.concurrency / replicas)
+        found = _serve_load(deployment, load, load.concurrency / replicas)
     except UsageError as problem:
         return ServingChoice(layout=layout, replicas=replicas, serving=None, problem=str(problem))
     return ServingChoice(layout=layout, replicas=replicas, serving=found)
@@ -360,9 +218,9 @@ def _front(
     return found.front
 
 
-def _serve_load(here: Deployment, load: Load, concurrency: float) -> Serving:
+def _serve_load(deployment: Deployment, load: Load, concurrency: float) -> Serving:
     return serve(
-        here,
+        deployment,
         prompt=load.prompt,
         output=load.output,
         concurrency=concurrency,
@@ -373,24 +231,162 @@ def _serve_load(here: Deployment, load: Load, concurrency: float) -> Serving:
     )
 
 
-def _curve(here: Deployment, load: Load) -> Iterator[Serving]:
+def _curve(deployment: Deployment, load: Load) -> Iterator[Serving]:
     """To the first concurrency that no longer fits into the cache, and that one."""
     for number in CONCURRENCIES:
-        found = _serve_load(here, load, float(number))
+        found = _serve_load(deployment, load, float(number))
         yield found
         if found.running < number:
             return
 
 
-def _serving_memory(here: Deployment, load: Load) -> ServingMemory:
-    room = cache_room(here, memory_share=load.memory_share)
+def _serving_memory(deployment: Deployment, load: Load) -> ServingMemory:
+    room = cache_room(deployment, memory_share=load.memory_share)
     length = load.prompt + load.output
     return ServingMemory(
         memory=room.memory_bytes,
         weights=room.weight_bytes,
         reserved=room.reserved_bytes,
         cache=room.cache_bytes,
-        bytes_per_token=here.cache_bytes(length) / length,
+        bytes_per_token=deployment.cache_bytes(length) / length,
         tokens=room.tokens,
         sequences=room.sequences(length),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One phase on one GPU: its work, its arithmetic intensity, and its limiter."""
+
+    name: str
+    tokens: float
+    """Tokens of one pass in one attention data parallel group."""
+    flops: float
+    """FLOPs of the pass, per GPU."""
+    bytes_moved: float
+    """Memory traffic of weights, cache and activations in the pass, per GPU."""
+    ridge: float
+    """FLOP per byte at which GEMMs in this precision turn from memory-bound to compute-bound."""
+    step: StepTime
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes_moved
+
+    @property
+    def limiter(self) -> str:
+        """Memory or compute."""
+        return "compute" if self.step.compute_seconds > self.step.memory_seconds else "memory"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.tokens:.0f} tokens move {self.bytes_moved / 1e9:.1f} GB for "
+            f"{self.flops / 1e12:.2f} TFLOP per GPU, {self.intensity:.0f} FLOP per byte; "
+            f"the GPU needs {self.ridge:.0f} to be busy: limited by "
+            f"{self.limiter}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """The two phases of one deployment."""
+
+    prefill: Phase
+    decode: Phase
+
+
+def phases(
+    deployment: Deployment, *, prompt: int, context: int, batch: float = 1.0, constants: ServingConstants | None = None
+) -> Phases:
+    """One prompt of `prompt` tokens, and one step in which `batch` sequences of `context` tokens decode."""
+    constants = constants or load_serving_constants()
+    rates = serving_rates(deployment, constants)
+    prefill = step_time(deployment, sequences=0, prompt_tokens=prompt, prompt_length=prompt, constants=constants)
+    decode = step_time(deployment, sequences=batch, context=context, constants=constants)
+    ridge = rates.rest_compute / rates.rest_stream
+    gpus = deployment.layout.tp
+    return Phases(
+        prefill=Phase(
+            name="prefill",
+            tokens=prompt,
+            flops=prompt * forward_flops(deployment.model, prompt).total / gpus,
+            bytes_moved=prefill.memory_seconds * rates.rest_stream,
+            ridge=ridge,
+            step=prefill,
+        ),
+        decode=Phase(
+            name="decode",
+            tokens=batch,
+            flops=batch * forward_flops(deployment.model, 2 * context).total / gpus,  # the last token sees all keys
+            bytes_moved=decode.memory_seconds * rates.rest_stream,
+            ridge=ridge,
+            step=decode,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalBatch:
+    """The batch at which a decode step turns from memory-bound to compute-bound."""
+
+    batch: float | None
+    """Sequences per attention data parallel group; None where decode is memory-bound at every batch."""
+    fits: float
+    """Sequences of this context that fit into the KV cache."""
+    context: int
+    weights_only: float
+    """The same batch without a KV cache to read."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether so many sequences fit."""
+        return self.batch is not None and self.batch <= self.fits
+
+    def __str__(self) -> str:
+        if self.batch is None:
+            return (
+                f"decode at {self.context} tokens stays limited by memory at every batch: each sequence brings its own "
+                f"cache to read; without a cache it would change at {self.weights_only:.0f}"
+            )
+        room = "there is room for so many" if self.reached else f"the cache has room for {self.fits:.0f}"
+        return f"decode at {self.context} tokens is limited by memory below {self.batch:.0f} sequences; {room}"
+
+
+def critical_batch(
+    deployment: Deployment,
+    *,
+    context: int,
+    memory_share: float = MEMORY_SHARE,
+    constants: ServingConstants | None = None,
+) -> CriticalBatch:
+    """The smallest batch at which a decode step at `context` tokens is no longer limited by memory."""
+    require_positive(context=context)
+    constants = constants or load_serving_constants()
+    room = cache_room(deployment, memory_share=memory_share)
+    return CriticalBatch(
+        batch=_crossover_batch(deployment, float(context), constants),
+        fits=room.sequences(context),
+        context=context,
+        weights_only=_crossover_batch(deployment, 0.0, constants) or float(LARGEST_BATCH),
+    )
+
+
+def _crossover_batch(deployment: Deployment, context: float, constants: ServingConstants) -> float | None:
+    """Bisect: compute grows with the batch, the reading of weights does not."""
+    rates = serving_rates(deployment, constants)
+
+    def computes(batch: float) -> bool:
+        step = step_time(deployment, sequences=batch, context=context, constants=constants, rates=rates)
+        return step.compute_seconds >= step.memory_seconds
+
+    high = 1.0
+    while not computes(high):
+        high *= 2
+        if high > LARGEST_BATCH:
+            return None
+    low = high / 2
+    while high - low > max(0.5, 0.005 * high):
+        middle = (low + high) / 2
+        low, high = (low, middle) if computes(middle) else (middle, high)
+    return high

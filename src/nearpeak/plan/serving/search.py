@@ -1,9 +1,9 @@
-"""The search over all legal serving layouts: which are on the front of throughput against speed per user.
+"""The search over all legal serving layouts, and the Pareto front of throughput against speed per user.
 
 >>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
->>> found = search_serving(get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), "fp8", prompt=1024, output=512)
->>> found.tried, str(found.front[0].layout)
+>>> result = search_serving(get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), "fp8", prompt=1024, output=512)
+>>> result.tried, str(result.front[0].layout)
 (10, 'tp 8')
 """
 
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.cluster.collectives import CollectiveTimes
 from nearpeak.plan.models.model import Model
-from nearpeak.plan.serving.deployment import Deployment, Links, ServingLayout
+from nearpeak.plan.serving.deployment import Deployment, ServingLayout
 from nearpeak.plan.serving.serve import Serving, serve
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -29,34 +30,34 @@ class ServingOption:
 
     layout: ServingLayout
     replicas: int
-    """Of this layout that the cluster has room for."""
+    """Replicas of this layout on the cluster."""
     serving: Serving
 
     @property
     def per_gpu(self) -> float:
-        """Output tokens per second and GPU of the whole cluster."""
+        """Output tokens per second and GPU."""
         return self.serving.tokens_per_second_per_gpu
 
     @property
     def per_user(self) -> float:
-        """Output tokens per second that one user sees."""
+        """Output tokens per second of one user."""
         return self.serving.tokens_per_second_per_user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSearch:
-    """What a search found."""
+    """Result of a search over serving layouts."""
 
     tried: int
-    """Layouts that are legal."""
+    """Legal layouts."""
     fitting: int
-    """Of them, those whose weights and cache fit."""
+    """Legal layouts whose weights and cache fit."""
     front: tuple[ServingOption, ...]
-    """Options that none beats in both throughput per GPU and speed per user, the fastest for users first."""
+    """The Pareto front of throughput per GPU against speed per user, fastest for users first."""
     best: ServingOption | None
-    """The most throughput per GPU within the limits; None where nothing keeps them."""
-    nearest: str
-    """What keeps options from the limits, where nothing does; otherwise why the best one wins."""
+    """The most throughput per GPU within the limits; None where no option is within them."""
+    reason: str
+    """Why the best option wins; without one, the options nearest to the limits."""
 
 
 def serving_layouts(model: Model, gpus: int, *, domain: int | None = None) -> Iterable[ServingLayout]:
@@ -94,13 +95,13 @@ def search_serving(
     options: list[ServingOption] = []
     tried = fitting = 0
     problem = ""
-    links = Links(cluster)
+    collectives = CollectiveTimes(cluster)
     for layout in serving_layouts(model, cluster.gpus, domain=cluster.domain):
         tried += 1
-        here = Deployment.of(model, cluster, layout, precision, kv=kv, engine=engine, links=links)
+        deployment = Deployment.of(model, cluster, layout, precision, kv=kv, engine=engine, collectives=collectives)
         try:
             for number in concurrencies:
-                answer = serve(here, prompt=prompt, output=output, concurrency=number * layout.dp)
+                answer = serve(deployment, prompt=prompt, output=output, concurrency=number * layout.dp)
                 options.append(ServingOption(layout=layout, replicas=cluster.gpus // layout.gpus, serving=answer))
                 if answer.queue_seconds:
                     break
@@ -109,29 +110,29 @@ def search_serving(
             problem = problem or str(refused)
     if not options:
         raise UsageError(f"No layout of {model.name} fits on {cluster.gpus} GPUs. {problem}")
-    kept = [
+    within = [
         option
         for option in options
         if (most_ttft is None or option.serving.ttft <= most_ttft)
         and (most_tpot is None or option.serving.tpot <= most_tpot)
     ]
-    best = max(kept, key=lambda option: option.per_gpu, default=None)
+    best = max(within, key=lambda option: option.per_gpu, default=None)
     return ServingSearch(
         tried=tried,
         fitting=fitting,
         front=front(options),
         best=best,
-        nearest=_missed(options, most_ttft, most_tpot) if best is None else _reason(best),
+        reason=_missed_limits(options, most_ttft, most_tpot) if best is None else _reason(best),
     )
 
 
 def front(options: Iterable[ServingOption]) -> tuple[ServingOption, ...]:
-    """Those that no other beats both per GPU and per user."""
-    found: list[ServingOption] = []
+    """The options that no other one beats both per GPU and per user."""
+    best: list[ServingOption] = []
     for option in sorted(options, key=lambda item: (-item.per_user, -item.per_gpu)):
-        if not found or option.per_gpu > found[-1].per_gpu:
-            found.append(option)
-    return tuple(found)
+        if not best or option.per_gpu > best[-1].per_gpu:
+            best.append(option)
+    return tuple(best)
 
 
 def _reason(best: ServingOption) -> str:
@@ -142,7 +143,7 @@ def _reason(best: ServingOption) -> str:
     )
 
 
-def _missed(options: Sequence[ServingOption], most_ttft: float | None, most_tpot: float | None) -> str:
+def _missed_limits(options: Sequence[ServingOption], most_ttft: float | None, most_tpot: float | None) -> str:
     sentences = []
     if most_tpot is not None:
         quickest = min(options, key=lambda option: option.serving.tpot)
@@ -150,4 +151,4 @@ def _missed(options: Sequence[ServingOption], most_ttft: float | None, most_tpot
     if most_ttft is not None:
         quickest = min(options, key=lambda option: option.serving.ttft)
         sentences.append(f"the smallest TTFT is {quickest.serving.ttft * 1e3:.0f} ms ({quickest.layout})")
-    return "Nothing keeps the limits: " + ", ".join(sentences) + "."
+    return "No option is within the limits: " + ", ".join(sentences) + "."

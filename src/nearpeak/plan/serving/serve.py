@@ -10,6 +10,7 @@ requests per group, `b` prompts come along every `output` steps, so a share `f` 
 
 >>> from nearpeak.plan.models.catalogue import get_model
 >>> from nearpeak.plan.cluster.cluster import Cluster
+>>> from nearpeak.plan.serving.deployment import ServingLayout
 >>> llama = Deployment.of(get_model("llama-3-70b"), Cluster.of("h200-sxm x 2"), ServingLayout(tp=2), "fp8")
 >>> answer = serve(llama, prompt=1024, output=1024, concurrency=32)
 >>> answer.limiter, answer.prefill.limiter, answer.running
@@ -21,24 +22,25 @@ requests per group, `b` prompts come along every `output` steps, so a share `f` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.plan.legal import require_positive
 from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
-from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, ServingLayout, require_room
+from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, require_room
 from nearpeak.plan.serving.step import ServingRates, StepTime, serving_rates, step_time
-
-__all__ = ["Deployment", "Serving", "ServingLayout", "most_throughput", "serve", "serve_many"]
 
 Batching = Literal["continuous", "static"]
 BATCHINGS: tuple[str, ...] = get_args(Batching)
 CHUNK = 8192
-"""Tokens of prompts that one step takes at most: the default of vLLM's and TensorRT-LLM's servers."""
+"""Most tokens of prompts in one step: the default of vLLM's and TensorRT-LLM's servers."""
 MOST_SEQUENCES = 2048
-"""That an engine runs at once in one group: TensorRT-LLM's default."""
+"""Most sequences that an engine runs at once in one group: TensorRT-LLM's default."""
+LINK_SHARE = 0.7
+"""Share of the network bandwidth at which a KV cache moves between machines. Assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,36 +48,36 @@ class Serving:
     """One replica under one load; times are means over requests."""
 
     concurrency: float
-    """Requests in flight, over all groups of the replica."""
+    """Requests in flight in the replica."""
     running: float
-    """Of them, those that the KV cache has room for."""
+    """Requests that fit into the KV cache."""
     ttft: float
     tpot: float
     """Seconds between tokens of one request."""
     queue_seconds: float
-    """Of `ttft`, waiting for room in the KV cache."""
+    """Part of `ttft`: waiting for space in the KV cache."""
     decode: StepTime
     """A step in which all running requests decode."""
     prefill: StepTime
-    """One prompt alone."""
+    """A step with one prompt alone."""
     mixed_share: float
-    """Share of the steps that carry a piece of a prompt."""
+    """Share of the steps with a chunk of a prompt."""
     tokens_per_second: float
-    """Output tokens of the replica."""
+    """Output tokens per second of the replica."""
     gpus: int
     spread: Mapping[str, tuple[float, float]]
-    """Measured over predicted in published runs of other sources, the 10th and 90th percentile: "ttft", "tpot"."""
+    """10th and 90th percentile of measured over predicted times in published runs of other sources: "ttft", "tpot"."""
     provenance: Provenance
 
     @property
     def ttft_range(self) -> tuple[float, float]:
-        """Where eight of ten measured times to the first token would lie."""
+        """80 % interval of the time to first token."""
         low, high = self.spread.get("ttft", (1.0, 1.0))
         return self.ttft * low, self.ttft * high
 
     @property
     def tpot_range(self) -> tuple[float, float]:
-        """Where eight of ten measured times per token would lie."""
+        """80 % interval of the time per output token."""
         low, high = self.spread.get("tpot", (1.0, 1.0))
         return self.tpot * low, self.tpot * high
 
@@ -86,17 +88,17 @@ class Serving:
 
     @property
     def tokens_per_second_per_user(self) -> float:
-        """What one user sees."""
+        """Output tokens per second of one user."""
         return 1.0 / self.tpot
 
     @property
     def limiter(self) -> str:
-        """What most of a decode step waits for."""
+        """What limits a decode step."""
         return self.decode.limiter
 
 
 def serve(
-    here: Deployment,
+    deployment: Deployment,
     *,
     prompt: int,
     output: int,
@@ -110,27 +112,27 @@ def serve(
 ) -> Serving:
     """Requests of `prompt` tokens in and `output` tokens out, `concurrency` of them in flight in the replica.
 
-    `offline`: the requests are all there from the start, and only throughput counts.
+    `offline`: all requests are there from the start, and only throughput counts.
     """
-    _require_positive(prompt=prompt, output=output, chunk=chunk, most_sequences=most_sequences)
+    require_positive(prompt=prompt, output=output, chunk=chunk, most_sequences=most_sequences)
     if not (math.isfinite(concurrency) and concurrency > 0):
         raise UsageError(f"concurrency={concurrency!r} must be above 0. Nearest: concurrency=1.")
     if batching not in BATCHINGS:
         raise UsageError(f"batching={batching!r} is not known. {did_you_mean(batching, BATCHINGS)}")
     constants = constants or load_serving_constants()
-    layout = here.layout
+    layout = deployment.layout
     context = prompt + output / 2
-    room = require_room(here, prompt + output, memory_share=memory_share)
-    asked = max(1.0, concurrency / layout.dp)
-    held = held_context(here, prompt, output, constants)
-    running = max(1.0, min(asked, room.sequences(held), most_sequences))
+    room = require_room(deployment, prompt + output, memory_share=memory_share)
+    requested = max(1.0, concurrency / layout.dp)
+    length = cached_tokens(deployment, prompt, output, constants)
+    running = max(1.0, min(requested, room.sequences(length), most_sequences))
     batch = max(1.0, running / layout.pp)  # each stage works on another part of the requests
-    reached = serving_rates(here, constants)
+    rates = serving_rates(deployment, constants)
     pace = _static_pace if batching == "static" else _continuous_pace
     in_flight = min(float(layout.pp), running)
-    paced = pace(here, batch, in_flight, prompt, output, context, chunk, offline, constants, reached)
+    paced = pace(deployment, batch, in_flight, prompt, output, context, chunk, offline, constants, rates)
     request = output * paced.tpot
-    queue = max(0.0, asked - running) / running * request
+    queue = max(0.0, requested - running) / running * request
     together = running * layout.dp
     rate = constants.occupancy * together / paced.tpot
     if not offline:
@@ -151,13 +153,8 @@ def serve(
     )
 
 
-def serve_many(here: Deployment, *, prompt: int, output: int, concurrencies: Iterable[float]) -> tuple[Serving, ...]:
-    """Latency and throughput against concurrency, one answer for each."""
-    return tuple(serve(here, prompt=prompt, output=output, concurrency=number) for number in concurrencies)
-
-
 def most_throughput(
-    here: Deployment,
+    deployment: Deployment,
     *,
     prompt: int,
     output: int,
@@ -165,21 +162,26 @@ def most_throughput(
     memory_share: float = MEMORY_SHARE,
     constants: ServingConstants | None = None,
 ) -> Serving:
-    """The replica with as many requests as its memory holds, all of them waiting from the start."""
+    """The replica with as many requests as fit into its memory, all there from the start."""
     constants = constants or load_serving_constants()
-    room = require_room(here, prompt + output, memory_share=memory_share)
-    held = held_context(here, prompt, output, constants)
-    fit = max(1.0, min(float(most_sequences), room.sequences(held)))
+    room = require_room(deployment, prompt + output, memory_share=memory_share)
+    length = cached_tokens(deployment, prompt, output, constants)
+    fit = max(1.0, min(float(most_sequences), room.sequences(length)))
     return serve(
-        here,
+        deployment,
         prompt=prompt,
         output=output,
-        concurrency=fit * here.layout.dp,
+        concurrency=fit * deployment.layout.dp,
         most_sequences=most_sequences,
         memory_share=memory_share,
         offline=True,
         constants=constants,
     )
+
+
+def cached_tokens(deployment: Deployment, prompt: int, output: int, constants: ServingConstants) -> float:
+    """Tokens of one request in the KV cache, on average over its life."""
+    return prompt + output * (1.0 if constants.engines[deployment.engine].reserves else 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,7 @@ class _Pace:
 
 
 def _continuous_pace(
-    here: Deployment,
+    deployment: Deployment,
     batch: float,
     in_flight: float,
     prompt: int,
@@ -201,20 +203,20 @@ def _continuous_pace(
     chunk: int,
     offline: bool,
     constants: ServingConstants,
-    reached: ServingRates,
+    rates: ServingRates,
 ) -> _Pace:
-    """Prompts in pieces of at most `chunk` tokens, in steps in which the others decode."""
+    """Prompts in chunks of at most `chunk` tokens, in steps in which the others decode."""
 
     def step(sequences: float, tokens: float) -> StepTime:
         return step_time(
-            here,
+            deployment,
             sequences=sequences,
             context=context,
             prompt_tokens=tokens,
             prompt_length=prompt,
             in_flight=in_flight,
             constants=constants,
-            reached=reached,
+            rates=rates,
         )
 
     decode = step(batch, 0.0)
@@ -230,11 +232,11 @@ def _continuous_pace(
             mixed = step(batch - 1, piece).seconds
         elif arriving <= chunk:
             mixed = step(batch, arriving).seconds
-        else:  # more than a step takes: steps of prompts alone come between
+        else:  # more than a step takes: some steps have prompts alone
             mixed = step(batch, chunk).seconds + (arriving - chunk) / piece * alone.seconds
         tpot = (1 - share) * decode.seconds + share * mixed
     own = pieces * step(max(0.0, batch - 1), prompt / pieces).seconds if batch > 1 else pieces * alone.seconds
-    engine = constants.engines[here.engine]
+    engine = constants.engines[deployment.engine]
     wait = 0.5 * tpot if batch > 1 else 0.0
     if batch > 1:
         busy = min(0.9, share * own / pieces / tpot)
@@ -244,13 +246,8 @@ def _continuous_pace(
     return _Pace(first=engine.first + wait + own, tpot=tpot, mixed_share=share, decode=decode, prefill=alone)
 
 
-def held_context(here: Deployment, prompt: int, output: int, constants: ServingConstants) -> float:
-    """Tokens for which one request holds room in the KV cache, on the average over its life."""
-    return prompt + output * (1.0 if constants.engines[here.engine].reserves else 0.5)
-
-
 def _static_pace(
-    here: Deployment,
+    deployment: Deployment,
     batch: float,
     in_flight: float,
     prompt: int,
@@ -259,33 +256,23 @@ def _static_pace(
     chunk: int,
     offline: bool,
     constants: ServingConstants,
-    reached: ServingRates,
+    rates: ServingRates,
 ) -> _Pace:
-    """All prompts first, then all decode together until the last is done."""
+    """All prompts first; then all requests decode together until the last is done."""
     prefill = step_time(
-        here,
+        deployment,
         sequences=0.0,
         prompt_tokens=batch * prompt,
         prompt_length=prompt,
         constants=constants,
-        reached=reached,
+        rates=rates,
     )
     decode = step_time(
-        here, sequences=batch, context=context, in_flight=in_flight, constants=constants, reached=reached
+        deployment, sequences=batch, context=context, in_flight=in_flight, constants=constants, rates=rates
     )
-    first = constants.engines[here.engine].first + prefill.seconds
+    first = constants.engines[deployment.engine].first + prefill.seconds
     tpot = decode.seconds + (prefill.seconds / output if offline else 0.0)
     return _Pace(first=first, tpot=tpot, mixed_share=0.0, decode=decode, prefill=prefill)
-
-
-def _require_positive(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name}={value!r} must be a whole number of at least 1. Nearest: {name}=1.")
-
-
-LINK_SHARE = 0.7
-"""Of the network's bandwidth that moving a KV cache from one machine to another reaches. Assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,17 +282,17 @@ class Disaggregated:
     ttft: float
     tpot: float
     transfer_seconds: float
-    """To move the KV cache of one prompt; part of `ttft`."""
+    """Moving the KV cache of one prompt; part of `ttft`."""
     requests_per_second: float
-    """That both pools together can keep up with."""
+    """Requests per second that both pools can serve."""
     prefill_limit: float
-    """Requests per second that the prefill pool can take."""
+    """Requests per second of the prefill pool."""
     decode_limit: float
-    """Requests per second that the decode pool finishes."""
+    """Requests per second of the decode pool."""
     tokens_per_second: float
     gpus: int
     balance: float
-    """Prefill replicas per decode replica at which both pools are as busy."""
+    """Prefill replicas per decode replica at which both pools are equally busy."""
     provenance: Provenance
 
     @property
@@ -315,7 +302,7 @@ class Disaggregated:
 
     @property
     def limiter(self) -> str:
-        """The pool that the other one waits for."""
+        """The slower pool."""
         return "prefill" if self.prefill_limit < self.decode_limit else "decode"
 
 
@@ -334,12 +321,10 @@ def serve_disaggregated(
 ) -> Disaggregated:
     """`concurrency` requests in flight over two pools; `link_bandwidth` is bytes/s per GPU between them.
 
-    No prompt delays a token: TPOT is that of a pure decode step. TTFT is a prompt, what waits before it, and the way of
-    its cache over the network.
+    No prompt delays a token: TPOT is that of a pure decode step. TTFT is the prompt, the queue before it, and the
+    transfer of its cache over the network.
     """
-    for name, number in (("prefill_replicas", prefill_replicas), ("decode_replicas", decode_replicas)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UsageError(f"{name}={number!r} must be a whole number of at least 1. Nearest: {name}=1.")
+    require_positive(prefill_replicas=prefill_replicas, decode_replicas=decode_replicas)
     if not (math.isfinite(concurrency) and concurrency > 0):
         raise UsageError(f"concurrency={concurrency!r} must be above 0. Nearest: concurrency=1.")
     if prefill.model != decode.model:
@@ -348,8 +333,8 @@ def serve_disaggregated(
     require_room(prefill, prompt, memory_share=memory_share)
     room = require_room(decode, prompt + output, memory_share=memory_share)
     groups = decode.layout.dp * decode_replicas
-    held = held_context(decode, prompt, output, constants)
-    running = max(1.0, min(concurrency / groups, room.sequences(held)))
+    length = cached_tokens(decode, prompt, output, constants)
+    running = max(1.0, min(concurrency / groups, room.sequences(length)))
     context = prompt + output / 2
     step = step_time(
         decode,
@@ -390,8 +375,8 @@ def serve_disaggregated(
     )
 
 
-def _transfer_bandwidth(here: Deployment) -> float:
-    cluster = here.cluster
+def _transfer_bandwidth(deployment: Deployment) -> float:
+    cluster = deployment.cluster
     bandwidth = cluster.network_bandwidth or cluster.link_bandwidth
     if not bandwidth:
         raise UsageError("The link between prefill and decode is not known. Give link_bandwidth in bytes/s per GPU.")
@@ -400,35 +385,36 @@ def _transfer_bandwidth(here: Deployment) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculative:
-    """Decoding with guesses."""
+    """Speculative decoding."""
 
     tpot: float
     plain_tpot: float
-    """Without guesses."""
+    """TPOT without speculation."""
     tokens_per_step: float
-    """That one verification yields on the average, its own included."""
+    """Mean number of tokens of one verification, its own included."""
     verify_seconds: float
     draft_seconds: float
-    """For all guesses of one step."""
+    """Drafting all tokens of one step."""
     break_even: float | None
-    """The acceptance rate above which guessing pays; None where it never does."""
+    """The acceptance rate above which speculation is faster; None where it never is."""
     provenance: Provenance
 
     @property
     def speedup(self) -> float:
-        """Of decoding."""
+        """Speedup of decoding."""
         return self.plain_tpot / self.tpot
 
 
 def expected_tokens(guesses: int, acceptance: float) -> float:
-    """Tokens that one verification of `guesses` guesses yields, each accepted with `acceptance` if all before were."""
+    """Mean number of tokens of one verification of `guesses` drafted tokens, each accepted with probability
+    `acceptance` if all before it were."""
     if acceptance >= 1:
         return guesses + 1.0
     return float((1 - acceptance ** (guesses + 1)) / (1 - acceptance))
 
 
 def speculate(
-    here: Deployment,
+    deployment: Deployment,
     *,
     batch: float,
     context: float,
@@ -438,44 +424,43 @@ def speculate(
     draft_layers: float = 1.0,
     constants: ServingConstants | None = None,
 ) -> Speculative:
-    """`batch` sequences per group decode with `guesses` guesses per step.
+    """`batch` sequences per group decode with `guesses` drafted tokens per step.
 
-    Guesses come from `draft`, a small model of its own, or from `draft_layers` more layers of the model itself and its
-    output layer (multi-token prediction, EAGLE).
+    The draft comes from `draft`, a small model, or from `draft_layers` more layers of the model itself and its output
+    layer (multi-token prediction, EAGLE).
     """
-    if isinstance(guesses, bool) or not isinstance(guesses, int) or guesses < 1:
-        raise UsageError(f"guesses={guesses!r} must be a whole number of at least 1. Nearest: guesses=1.")
+    require_positive(guesses=guesses)
     if not 0 <= acceptance <= 1:
         near = min(1.0, max(0.0, acceptance))
         raise UsageError(f"acceptance={acceptance!r} must lie between 0 and 1. Nearest: acceptance={near:g}.")
     constants = constants or load_serving_constants()
-    plain = step_time(here, sequences=batch, context=context, constants=constants)
-    verify = step_time(here, sequences=batch, context=context, tokens_each=guesses + 1.0, constants=constants)
+    plain = step_time(deployment, sequences=batch, context=context, constants=constants)
+    verify = step_time(deployment, sequences=batch, context=context, tokens_each=guesses + 1.0, constants=constants)
     if draft is not None:
-        one = step_time(draft, sequences=batch, context=context, constants=constants).seconds
+        drafted = step_time(draft, sequences=batch, context=context, constants=constants).seconds
     else:
-        head = here.model.hidden * here.model.vocabulary * 2.0 / here.layout.tp
-        read = head / (here.weight_bytes * here.layout.pp)
-        one = (plain.seconds - plain.host) * min(1.0, draft_layers / here.model.layers + read)
-    drafted = guesses * one
-    gained = expected_tokens(guesses, acceptance)
-    step = verify.seconds + drafted
+        head = deployment.model.hidden * deployment.model.vocabulary * 2.0 / deployment.layout.tp
+        read = head / (deployment.weight_bytes * deployment.layout.pp)
+        drafted = (plain.seconds - plain.host) * min(1.0, draft_layers / deployment.model.layers + read)
+    draft_seconds = guesses * drafted
+    tokens = expected_tokens(guesses, acceptance)
+    step = verify.seconds + draft_seconds
     return Speculative(
-        tpot=step / gained,
+        tpot=step / tokens,
         plain_tpot=plain.seconds,
-        tokens_per_step=gained,
+        tokens_per_step=tokens,
         verify_seconds=verify.seconds,
-        draft_seconds=drafted,
+        draft_seconds=draft_seconds,
         break_even=_break_even(guesses, step / plain.seconds),
         provenance=weakest(
             verify.provenance,
-            Provenance(kind="assumed", text="the acceptance rate is the caller's, alike for all guesses"),
+            Provenance(kind="assumed", text="the given acceptance rate, the same for all drafted tokens"),
         ),
     )
 
 
 def _break_even(guesses: int, cost: float) -> float | None:
-    """The acceptance at which the expected tokens are worth `cost` plain steps."""
+    """The acceptance rate at which the expected tokens make up for `cost` plain steps."""
     if cost >= guesses + 1:
         return None
     low, high = 0.0, 1.0

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.plan.legal import nearest_divisor, require_positive
 from nearpeak.plan.models.model import Model, count_parameters
 
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
@@ -65,10 +66,8 @@ class Layout:
     """Whether each tensor-parallel rank sends only its share of an activation to the next stage."""
 
     def __post_init__(self) -> None:
-        for field in ("gpus", "global_batch", "microbatch", "tp", "cp", "pp", "virtual", "ep", "etp"):
-            value = getattr(self, field)
-            if type(value) is not int or value < 1:
-                raise UsageError(f"{field}={value!r} must be a whole number of at least 1. Nearest: {field}=1.")
+        degrees = ("gpus", "global_batch", "microbatch", "tp", "cp", "pp", "virtual", "ep", "etp")
+        require_positive(**{field: getattr(self, field) for field in degrees})
         for field, valid in _VALID.items():
             value = getattr(self, field)
             if value not in valid:
@@ -182,15 +181,6 @@ def _recompute_modules(recompute: str | tuple[str, ...]) -> tuple[str, ...]:
                 f"recompute={module!r} is not known. {did_you_mean(module, (*RECOMPUTE_MODULES, *_PRESETS))}"
             )
     return modules
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def nearest_divisor(value: int, number: int) -> int:
-    """The divisor of `number` nearest to `value`; the smaller one of two equally near."""
-    return min(_divisors(number), key=lambda n: (abs(n - value), n))
 
 
 def _require_divisor(field: str, value: int, what: str, number: int) -> None:

@@ -9,11 +9,9 @@ predicted by constants that were fitted on them, and `held_out` is False.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
-from typing import Literal, get_args
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.machines import catalogue
@@ -104,8 +102,6 @@ def _measured_collective(path: Path, line: int, row: dict[str, str]) -> Measured
     )
 
 
-CollectiveGrouping = Literal["source", "system", "device", "op", "ranks", "size", "algorithm", "held out"]
-COLLECTIVE_GROUPINGS: tuple[CollectiveGrouping, ...] = get_args(CollectiveGrouping)
 _SIZES = ((2**16, "up to 64 KiB"), (2**20, "up to 1 MiB"), (2**24, "up to 16 MiB"))
 
 
@@ -123,60 +119,10 @@ class PredictedCollective:
         """Relative: 0.1 is a prediction 10 % above the measurement."""
         return self.predicted.seconds / self.measured.seconds - 1
 
-    def group(self, by: CollectiveGrouping) -> str:
-        """The name of the group that this row belongs to."""
-        if by == "source":
-            return self.measured.source
-        if by == "system":
-            return self.measured.system
-        if by == "device":
-            return self.measured.device
-        if by == "op":
-            return self.measured.op
-        if by == "ranks":
-            return f"{self.measured.ranks} GPUs"
-        if by == "algorithm":
-            return f"{self.predicted.algorithm} {self.predicted.protocol}"
-        if by == "held out":
-            return "held out" if self.held_out else "seen"
+    @property
+    def size_range(self) -> str:
+        """The size of the message as a range."""
         return next((name for limit, name in _SIZES if self.measured.bytes <= limit), "above 16 MiB")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorSummary:
-    """Relative errors of one group of rows."""
-
-    name: str
-    rows: int
-    mean_absolute: float
-    median_absolute: float
-    mean: float
-    """Signed: above 0 where predictions are too slow."""
-    worst: float
-    """The error with the largest size, signed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveValidation:
-    """Errors over one file, as tables."""
-
-    whole: ErrorSummary
-    by: Mapping[str, tuple[ErrorSummary, ...]]
-    """By the names in `GROUPINGS`."""
-    worst: tuple[tuple[PredictedCollective, str], ...]
-    """Rows with the largest errors, each with the likeliest reason."""
-
-
-def validate_collectives(path: Path, *, leave_out: bool = True, worst: int = 10) -> CollectiveValidation:
-    """Predictions for all rows of the CSV file at `path`, and how far they are from what was measured."""
-    predictions = predict_collectives(read_collectives(path), leave_out=leave_out)
-    if not predictions:
-        raise UsageError(f"{path} has no rows.")
-    return CollectiveValidation(
-        whole=collective_summary("all", [item.error for item in predictions]),
-        by={by: collective_errors(predictions, by) for by in COLLECTIVE_GROUPINGS},
-        worst=worst_collectives(predictions, worst),
-    )
 
 
 def predict_collectives(
@@ -198,27 +144,6 @@ def predict_collectives(
         predicted = collective_seconds(row.op, row.bytes, row.ranks, clusters[key], constants=used or whole)
         found.append(PredictedCollective(measured=row, predicted=predicted, held_out=used is not None))
     return tuple(found)
-
-
-def collective_errors(predictions: Sequence[PredictedCollective], by: CollectiveGrouping) -> tuple[ErrorSummary, ...]:
-    """Errors by group, in the order in which groups first appear."""
-    groups: dict[str, list[float]] = {}
-    for item in predictions:
-        groups.setdefault(item.group(by), []).append(item.error)
-    return tuple(collective_summary(name, errors) for name, errors in groups.items())
-
-
-def collective_summary(name: str, errors: Sequence[float]) -> ErrorSummary:
-    """The errors of one group as one record."""
-    sizes = [abs(error) for error in errors]
-    return ErrorSummary(
-        name=name,
-        rows=len(errors),
-        mean_absolute=fmean(sizes),
-        median_absolute=median(sizes),
-        mean=fmean(errors),
-        worst=max(errors, key=abs),
-    )
 
 
 def worst_collectives(

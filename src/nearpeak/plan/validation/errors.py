@@ -50,6 +50,14 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRow:
+    """A row that cannot be planned, and the reason."""
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
     """Errors over one file."""
 
@@ -69,30 +77,27 @@ class Validation:
     """Pairs: the share whose winner is predicted."""
 
 
-def summarize_errors(name: str, rows: Iterable[ComparedRow]) -> ErrorGroup:
-    """The errors of one group as one record."""
-    found = [row.error for row in rows]
-    sizes = [abs(error) for error in found]
+def summarize_errors(name: str, errors: Sequence[float]) -> ErrorGroup:
+    """Relative errors of one group as one record."""
+    sizes = [abs(error) for error in errors]
     return ErrorGroup(
         name=name,
-        rows=len(found),
+        rows=len(errors),
         mean_absolute=fmean(sizes),
         median_absolute=median(sizes),
-        mean=fmean(found),
-        worst=max(found, key=abs),
+        mean=fmean(errors),
+        worst=max(errors, key=abs),
     )
 
 
 def errors_by_key(rows: Sequence[ComparedRow], keys: Sequence[str]) -> tuple[ErrorGroup, ...]:
     """Errors by key and quantity, the largest group first; `keys` has one for each row."""
     several = len({row.what for row in rows}) > 1
-    found: dict[str, list[ComparedRow]] = {}
+    groups: dict[str, list[float]] = {}
     for row, key in zip(rows, keys, strict=True):
-        found.setdefault(f"{key}: {row.what}" if several else key, []).append(row)
-    return tuple(
-        summarize_errors(name, items)
-        for name, items in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    )
+        groups.setdefault(f"{key}: {row.what}" if several else key, []).append(row.error)
+    ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    return tuple(summarize_errors(name, errors) for name, errors in ranked)
 
 
 def gpu_range(gpus: int) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
 from typing import Literal
 
 from nearpeak.errors import UsageError
@@ -22,6 +21,7 @@ from nearpeak.plan.serving.constants import ServingConstants, load_serving_const
 from nearpeak.plan.serving.deployment import Deployment, ServingLayout
 from nearpeak.plan.serving.serve import most_throughput, serve
 from nearpeak.plan.serving.step import step_time
+from nearpeak.plan.validation.errors import SkippedRow
 from nearpeak.plan.validation.names import gpu_id, model_id
 
 INFERENCE_COLUMNS = (
@@ -83,16 +83,7 @@ class MeasuredInference:
         return (("throughput", self.tokens_per_second),) if self.tokens_per_second is not None else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedInference:
-    """A row that cannot be predicted, and why."""
-
-    id: str
-    line: int
-    reason: str
-
-
-def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[SkippedInference, ...]]:
+def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[SkippedRow, ...]]:
     """The rows of `path` that can be predicted, and the others with the reason."""
     found, skipped = [], []
     try:
@@ -106,7 +97,7 @@ def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[Ski
                 try:
                     found.append(_read_run(row, line))
                 except UsageError as problem:
-                    skipped.append(SkippedInference(id=row["id"], line=line, reason=str(problem)))
+                    skipped.append(SkippedRow(id=row["id"], reason=str(problem)))
     except OSError as problem:
         raise UsageError(f"{path} cannot be read: {problem.strerror}.") from None
     return tuple(found), tuple(skipped)
@@ -225,9 +216,6 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-InferenceGrouping = Literal["all", "quantity", "source", "campaign", "model", "gpu", "engine", "precision", "gpus"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedInference:
     """One measured quantity of one run, and what was predicted for it; tokens/s for throughput, else seconds."""
@@ -244,36 +232,6 @@ class PredictedInference:
     def error(self) -> float:
         """Relative: 0.1 is a prediction 10 % above the measurement."""
         return self.predicted / self.actual - 1
-
-    def group(self, by: InferenceGrouping) -> str:
-        """The name of the group that this quantity belongs to."""
-        row = self.measured
-        names: dict[InferenceGrouping, str] = {
-            "all": self.quantity,
-            "quantity": self.quantity,
-            "source": f"{self.quantity}, {row.source}",
-            "campaign": f"{self.quantity}, {row.campaign}",
-            "model": f"{self.quantity}, {row.deployment.model.name}",
-            "gpu": f"{self.quantity}, {row.deployment.cluster.machine.id}",
-            "engine": f"{self.quantity}, {row.deployment.engine}",
-            "precision": f"{self.quantity}, {row.deployment.precision.name}",
-            "gpus": f"{self.quantity}, {row.deployment.layout.gpus} GPUs",
-        }
-        return names[by]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceErrors:
-    """Relative errors of one group."""
-
-    name: str
-    rows: int
-    mean_absolute: float
-    median_absolute: float
-    median: float
-    """Signed: above 0 where predictions are too large."""
-    within_20: float
-    """Share of the rows within 20 %."""
 
 
 def predict_quantities(
@@ -321,7 +279,7 @@ def predict_quantities(
 
 def predict_inference(
     rows: Iterable[MeasuredInference], *, leave_out: bool = True, constants: ServingConstants | None = None
-) -> tuple[tuple[PredictedInference, ...], tuple[SkippedInference, ...]]:
+) -> tuple[tuple[PredictedInference, ...], tuple[SkippedRow, ...]]:
     """Every measured quantity with its prediction, and the rows that the planner says cannot run."""
     whole = constants or load_serving_constants()
     found, skipped = [], []
@@ -330,7 +288,7 @@ def predict_inference(
         try:
             answers = predict_quantities(row, used)
         except UsageError as problem:
-            skipped.append(SkippedInference(id=row.id, line=row.line, reason=str(problem)))
+            skipped.append(SkippedRow(id=row.id, reason=str(problem)))
             continue
         for quantity, actual in row.quantities():
             predicted, reason, provenance = answers[quantity]
@@ -345,28 +303,3 @@ def predict_inference(
                 )
             )
     return tuple(found), tuple(skipped)
-
-
-def inference_errors(predictions: Sequence[PredictedInference], by: InferenceGrouping) -> tuple[InferenceErrors, ...]:
-    """Errors by group, in the order in which groups first appear."""
-    groups: dict[str, list[float]] = {}
-    for item in predictions:
-        groups.setdefault(item.group(by), []).append(item.error)
-    return tuple(
-        InferenceErrors(
-            name=name,
-            rows=len(errors),
-            mean_absolute=fmean(map(abs, errors)),
-            median_absolute=median(map(abs, errors)),
-            median=median(errors),
-            within_20=fmean(abs(error) <= 0.2 for error in errors),
-        )
-        for name, errors in groups.items()
-    )
-
-
-def worst_inference(predictions: Sequence[PredictedInference], count: int = 10) -> tuple[PredictedInference, ...]:
-    """The rows furthest off, by ratio, so that half counts as much as double."""
-    return tuple(
-        sorted(predictions, key=lambda item: -max(item.predicted / item.actual, item.actual / item.predicted))[:count]
-    )

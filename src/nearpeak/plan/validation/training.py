@@ -11,12 +11,11 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 from nearpeak.errors import UsageError
@@ -29,6 +28,7 @@ from nearpeak.plan.training.job import PRECISIONS, Job, Precision, Software
 from nearpeak.plan.training.layout import Layout, Sharding
 from nearpeak.plan.training.memory import memory, memory_by_stage
 from nearpeak.plan.training.time import Planner
+from nearpeak.plan.validation.errors import SkippedRow
 from nearpeak.plan.validation.names import gpu_id, model_id
 
 MODELS = {
@@ -320,15 +320,7 @@ class MeasuredTraining:
     notes: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedTraining:
-    """A row that cannot be planned, and why."""
-
-    id: str
-    reason: str
-
-
-def read_training(path: Path) -> tuple[list[MeasuredTraining], list[SkippedTraining]]:
+def read_training(path: Path) -> tuple[list[MeasuredTraining], list[SkippedRow]]:
     """All rows of a file with the columns of `measured_training.csv`."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -339,12 +331,12 @@ def read_training(path: Path) -> tuple[list[MeasuredTraining], list[SkippedTrain
     if missing:
         raise UsageError(f"The measurements {str(path)!r} have no column {min(missing)!r}.")
     found: list[MeasuredTraining] = []
-    skipped: list[SkippedTraining] = []
+    skipped: list[SkippedRow] = []
     for row in rows:
         try:
             found.append(_read_run(row))
         except (UsageError, ValueError, KeyError) as error:
-            skipped.append(SkippedTraining(id=row.get("id") or "?", reason=str(error).split("\n")[0]))
+            skipped.append(SkippedRow(id=row.get("id") or "?", reason=str(error).split("\n")[0]))
     return found, skipped
 
 
@@ -483,66 +475,14 @@ class LayoutPair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingErrors:
-    """Errors of some rows."""
-
-    name: str
-    rows: int
-    mean: float
-    absolute: float
-    median: float
-    worst: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingValidation:
     """All runs of a file."""
 
     rows: tuple[TrainingRow, ...]
     memory: tuple[MemoryRow, ...]
-    skipped: tuple[SkippedTraining, ...]
+    skipped: tuple[SkippedRow, ...]
     left_out: bool
     """Whether each source was predicted from a fit without it."""
-
-    def by(self, key: Callable[[TrainingRow], str]) -> tuple[TrainingErrors, ...]:
-        """Errors by whatever `key` says of a row, largest error first."""
-        found: dict[str, list[float]] = {}
-        for row in self.rows:
-            found.setdefault(key(row), []).append(row.error)
-        return tuple(
-            sorted((_training_errors(name, errors) for name, errors in found.items()), key=lambda item: -item.absolute)
-        )
-
-    @property
-    def by_source(self) -> tuple[TrainingErrors, ...]:
-        """Dense runs and runs with experts apart."""
-        return self.by(lambda row: f"{row.run.source}, {dense_or_moe(row.run)}")
-
-    @property
-    def by_gpu(self) -> tuple[TrainingErrors, ...]:
-        """By machine."""
-        return self.by(lambda row: row.run.cluster.machine.id)
-
-    @property
-    def by_scale(self) -> tuple[TrainingErrors, ...]:
-        """By the number of GPUs."""
-        return self.by(lambda row: _gpu_range(row.run.job.layout.gpus))
-
-    @property
-    def by_architecture(self) -> tuple[TrainingErrors, ...]:
-        """By kind of model."""
-        return self.by(lambda row: row.run.kind)
-
-    def overall(self, kind: str) -> TrainingErrors:
-        """All runs of a kind, "dense" or "moe"."""
-        errors = [row.error for row in self.rows if dense_or_moe(row.run) == kind]
-        if not errors:
-            raise UsageError(f"The measurements have no run of kind {kind!r} that can be planned.")
-        return _training_errors(kind, errors)
-
-    def worst(self, count: int = 10) -> tuple[TrainingRow, ...]:
-        """The rows that are furthest off."""
-        return tuple(sorted(self.rows, key=lambda row: -abs(row.error))[:count])
 
 
 def dense_or_moe(run: MeasuredTraining) -> str:
@@ -600,23 +540,3 @@ def _planner(run: MeasuredTraining, planners: dict[tuple[object, ...], Planner],
     if key not in planners:
         planners[key] = Planner(cluster, constants_without(run.source) if left_out else None)
     return planners[key]
-
-
-def _training_errors(name: str, errors: Iterable[float]) -> TrainingErrors:
-    values = list(errors)
-    absolute = [abs(value) for value in values]
-    return TrainingErrors(
-        name=name,
-        rows=len(values),
-        mean=fmean(values),
-        absolute=fmean(absolute),
-        median=median(absolute),
-        worst=max(values, key=abs),
-    )
-
-
-def _gpu_range(gpus: int) -> str:
-    for limit in (8, 64, 256, 1024):
-        if gpus <= limit:
-            return f"up to {limit} GPUs"
-    return "more than 1024 GPUs"

@@ -260,9 +260,9 @@ def _collectives(path: Path, leave_out: bool, worst: int) -> Validation:
         "source": lambda item: item.measured.source.partition("@")[0],
         "architecture": lambda item: item.measured.system,
         "GPU": lambda item: item.measured.device,
-        "scale": lambda item: item.group("ranks"),
-        "op": lambda item: item.group("op"),
-        "size": lambda item: item.group("size"),
+        "scale": lambda item: f"{item.measured.ranks} GPUs",
+        "op": lambda item: item.measured.op,
+        "size": lambda item: item.size_range,
     }
     return make_validation(
         "collectives",

@@ -13,9 +13,9 @@ from nearpeak.units import percent, quantity, seconds
 
 MOST_CHOICES = 8
 MOST_FRONT = 14
-PARTS = ("products", "experts", "attention", "elementwise", "communication", "layers", "host")
+PARTS = ("gemm", "experts", "attention", "elementwise", "communication", "layers", "host")
 MEANINGS = {
-    "products": "projections, dense layers, output layer",
+    "gemm": "projections, dense layers, output layer",
     "experts": "routed experts",
     "attention": "reading the KV cache, scores of prompts",
     "elementwise": "norms, activations",
@@ -27,7 +27,7 @@ MEANINGS = {
 
 def document(plan: ServingPlan) -> Document:
     """The report."""
-    at, load = plan.at, plan.load
+    at, load = plan.replica, plan.load
     replicas = f"{plan.replicas} replica{'s' if plan.replicas > 1 else ''} of {plan.layout.gpus}"
     return Document(
         title=f"Serving {plan.model.name} on {plan.cluster.gpus} x {plan.cluster.machine.name}: "
@@ -44,7 +44,7 @@ def _parts(plan: ServingPlan) -> Iterator[Paragraph | Table | Picture]:
     yield _steps(plan)
     yield _error_ranges(plan)
     yield _phase_limits(plan)
-    yield Paragraph(text=f"The batch at which decode stops being limited by memory: {plan.critical}.")
+    yield Paragraph(text=f"The batch at which decode stops being limited by memory: {plan.critical_batch}.")
     yield _curve(plan)
     yield _memory_table(plan)
     if len(plan.choices) > 1:
@@ -59,7 +59,7 @@ def _parts(plan: ServingPlan) -> Iterator[Paragraph | Table | Picture]:
 
 
 def _steps(plan: ServingPlan) -> Table:
-    decode, prefill = plan.at.decode, plan.at.prefill
+    decode, prefill = plan.replica.decode, plan.replica.prefill
     rows = [
         (name, seconds(_part(prefill, name)), seconds(_part(decode, name)), MEANINGS[name])
         for name in PARTS
@@ -67,7 +67,7 @@ def _steps(plan: ServingPlan) -> Table:
     ]
     rows.append(("step", seconds(prefill.seconds), seconds(decode.seconds), ""))
     return Table(
-        title=f"One prompt alone, and one step in which {plan.at.running / plan.layout.dp:.0f} sequences decode",
+        title=f"One prompt alone, and one step in which {plan.replica.running / plan.layout.dp:.0f} sequences decode",
         headers=("part", "prefill", "decode", "what"),
         rows=tuple(rows),
         align="lrrl",
@@ -77,9 +77,9 @@ def _steps(plan: ServingPlan) -> Table:
 
 def _error_ranges(plan: ServingPlan) -> Paragraph:
     """Ranges from validation, and the weakest source."""
-    text = weakest_sentence(plan.at.provenance)
-    if plan.at.spread:
-        (first_low, first_high), (low, high) = plan.at.ttft_range, plan.at.tpot_range
+    text = weakest_sentence(plan.replica.provenance)
+    if plan.replica.spread:
+        (first_low, first_high), (low, high) = plan.replica.ttft_range, plan.replica.tpot_range
         text = (
             f"Ranges: TTFT {seconds(first_low)} to {seconds(first_high)}, TPOT {seconds(low)} to {seconds(high)}, "
             f"where eight of ten published runs lay, each source left out of the fit in turn. {text}"
@@ -138,7 +138,7 @@ def _curve(plan: ServingPlan) -> Table:
 
 
 def _memory_table(plan: ServingPlan) -> Table:
-    room = plan.room
+    room = plan.memory
     rows = [
         ("weights", gigabytes(room.weights), f"{room.weights / room.memory:.1%}"),
         ("context, graphs, buffers", gigabytes(room.reserved), f"{room.reserved / room.memory:.1%}"),

@@ -145,10 +145,10 @@ def decode_sliders(plan: ServingPlan) -> Sliders | None:
     peak = theoretical.matrix.get(precision.rest_compute)
     if peak is None:
         return None
-    at = max(1, round(plan.at.running / layout.dp))
+    at = max(1, round(plan.replica.running / layout.dp))
     context = plan.load.prompt + plan.load.output // 2
     data = {
-        "weights": plan.room.weights,
+        "weights": plan.memory.weights,
         "cache_full": full * values * precision.kv_bytes / layout.pp,
         "cache_window": windowed * values * precision.kv_bytes / layout.pp,
         "window": model.window,
@@ -157,7 +157,7 @@ def decode_sliders(plan: ServingPlan) -> Sliders | None:
         "flops_window": windowed * scores,
         "bandwidth": theoretical.bandwidth,
         "peak": peak,
-        "cache_room": plan.room.cache,
+        "cache_room": plan.memory.cache,
         "choices": {
             "batch": _including([1 << n for n in range(12)], at),
             "context": _including([1 << n for n in range(7, 18)], context),
