@@ -109,8 +109,8 @@ def test_a_search_without_a_fit_is_an_answer(capsys):
 def test_limits_of_latency_choose_layout_and_load(capsys):
     serve = ["serve", "llama-3-8b", "--on", "h100-sxm x 2"]
     code, out, err = plan(capsys, *serve, "--most-tpot", "0.015", "--most-ttft", "0.5", "--json", "-")
-    at = json.loads(out)["at"]
-    assert code == 0 and at["tpot"] <= 0.015 and at["ttft"] <= 0.5 and "legal layouts" in err
+    replica = json.loads(out)["replica"]
+    assert code == 0 and replica["tpot"] <= 0.015 and replica["ttft"] <= 0.5 and "legal layouts" in err
     code, out, err = plan(capsys, *serve, "--most-tpot", "0.0001")
     assert code == 1 and out == "" and "the smallest TPOT is" in err
 
