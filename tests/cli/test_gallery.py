@@ -22,7 +22,7 @@ def test_lists_all_and_runs_none(capsys):
 
 def test_source_is_a_script(capsys):
     assert main(["gallery", "ridge", "--source"]) == 0
-    assert "def example(here: Here)" in capsys.readouterr().out
+    assert "def example(here: Context)" in capsys.readouterr().out
 
 
 def test_a_wrong_name_is_said_before_anything_runs(capsys):

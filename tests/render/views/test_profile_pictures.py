@@ -58,6 +58,7 @@ def test_it_says_the_figures_and_why():
     assert seconds(made.wall_s) in said
     assert "below." not in " ".join(said)
     assert f"idle {seconds(made.waterfall.seconds('idle'))}" in scene.described
+    assert scene.described.startswith("Waterfall of a step of train.py: ")
 
 
 def test_nothing_is_written_beyond_the_edge():

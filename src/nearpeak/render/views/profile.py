@@ -258,7 +258,7 @@ def _findings(profile: Profile, findings: Sequence[Finding], most: int) -> Itera
     )
     if profile.undecided:
         names = ", ".join(plain(name, 40) for name in profile.undecided)
-        line = Paragraph(text=f"Not decidable from what is known of this step: {names}.")
+        line = Paragraph(text=f"Not decidable from what is known of this step: {names}.", kind="small")
         yield Section(id="undecided", blocks=(line,))
 
 

@@ -16,7 +16,7 @@ from nearpeak.render.picture.axis import Axis, trim_zeros
 from nearpeak.render.picture.roofline import Roof, WeightedOp, Wording, draw_roofline, merge_points
 from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text, truncate
 from nearpeak.render.views.profile_roofs import RATE_TOLERANCE, profile_roofs
-from nearpeak.render.views.verdict import sentences, verdict
+from nearpeak.render.views.verdict import sentences, verdict_sentence
 from nearpeak.units import percent, seconds
 
 WIDTH = 960
@@ -39,25 +39,28 @@ COLORS: Mapping[PartName, tuple[str, float]] = {
 
 
 def profile_waterfall(profile: Profile, findings: Sequence[Finding] = ()) -> Scene:
-    """The picture, with the sentences of the card below it. `findings` are those to speak of."""
-    said = sentences(profile, findings)
-    said["Next"] = re.sub(r" below\.$", ".", said["Next"])  # the findings are not in the picture
+    """The picture, with the verdict's sentences below it. `findings` are those that they name."""
+    verdict = sentences(profile, findings)
+    verdict["Next"] = re.sub(r" below\.$", ".", verdict["Next"])  # the findings are not in the picture
     name = visible(profile.source.rpartition("/")[2], 60)
     bottom = TOP + ROW * (len(profile.waterfall.parts) + 1)
     axis = Axis(log=False, low=0.0, high=profile.wall_s or 1.0, start=LEFT, end=WIDTH - RIGHT)
     shapes: list[Shape] = [
         Text(x=MARGIN, y=32, text=f"Where a step of {name} goes", size=17, bold=True),
         Text(
-            x=MARGIN, y=54, text=truncate(f"{visible(profile.device, 40)}: {said.pop('Verdict')}", 130), color="muted"
+            x=MARGIN,
+            y=54,
+            text=truncate(f"{visible(profile.device, 40)}: {verdict.pop('Verdict')}", 130),
+            color="muted",
         ),
         *_grid(axis, bottom),
         *_rows(profile, axis),
     ]
     below = bottom + 48.0
-    for name, sentence in said.items():
+    for label, sentence in verdict.items():
         for number, line in enumerate(textwrap.wrap(visible(sentence, 600), CHARACTERS)):
             if number == 0:
-                shapes.append(Text(x=MARGIN, y=below, text=name, size=11.5, bold=True))
+                shapes.append(Text(x=MARGIN, y=below, text=label, size=11.5, bold=True))
             shapes.append(Text(x=MARGIN + 42, y=below, text=line, size=11.5, color="muted"))
             below += LINE
     parts = ", ".join(f"{part.name} {seconds(part.seconds)}" for part in profile.waterfall.parts)
@@ -140,7 +143,7 @@ def profile_roofline(profile: Profile, machine: Machine | None) -> Scene:
     name = visible(profile.source.rpartition("/")[2], 60)
     wording = Wording(
         title=f"Roofline of a step of {name}",
-        subtitle=f"{visible(profile.device, 40)}: {verdict(profile)}",
+        subtitle=f"{visible(profile.device, 40)}: {verdict_sentence(profile)}",
         described=f"Roofline of a step of {name}: FLOP per byte against FLOP per second as measured.",
         rate="FLOP/s as measured",
         time="kernel time",

@@ -32,14 +32,14 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         saves = f"{seconds(first.saving_s)}, {percent(first.share)}"
         next_ = f"{plain(first.title)} Changing that{where} saves {saves}: {plain(first.rule, 40)} below."
     return {
-        "Verdict": verdict(profile),
+        "Verdict": verdict_sentence(profile),
         "Why": f"Most is lost to {loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step "
         f"({PART_MEANINGS[loss.name]}). {why}".strip(),
         "Next": next_,
     }
 
 
-def verdict(profile: Profile) -> str:
+def verdict_sentence(profile: Profile) -> str:
     """How long a step takes against how long it could."""
     machine = plain(profile.machine, 30)
     if profile.ideal_s <= 0.0:
