@@ -34,34 +34,196 @@ from nearpeak.units import percent, seconds
 CPU_BOUND_MARGIN = 1.1
 ROOFLINE_SLACK = 0.97
 """A time below this share of its bound is impossible; less is the error of the two measurements."""
+CHECK_EVERY = 4
+"""Blocks between two looks at the interval."""
+SUSTAINED_WARMUP_SECONDS = 2.0
+
+
+def bench(
+    fn: Callable[..., Any] | Case,
+    *args: Any,
+    work: Work | None = None,
+    reset: Callable[[], Any] | None = None,
+    name: str = "",
+    machine: Machine | None = None,
+    strict: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Timing:
+    """Times `fn(*args)`: the median, its confidence interval, which kind of time it is, and its quality flags.
+
+    On a GPU the time is by default the device time of one call with the launch hidden; on the CPU it is wall time.
+
+    Args:
+        fn: What to call, or a `Case`.
+        args: Its arguments. Tensors passed here are described in the result and can be rotated.
+        work: The least work of a call; with it the result has a bound.
+        reset: Called before each call, outside the timed region.
+        name: For reports; the function's name otherwise.
+        machine: Whose ceilings give the bound; this machine's calibrated or catalogued ones otherwise.
+        strict: Raise `UntrustworthyMeasurement` when the grade is C or F.
+        progress: Called with a line of text now and then.
+        options: kind ("auto", "device", "graph", "pipelined", "latency", "enqueue", "cpu"), method ("auto", "events",
+            "graph"), cache ("cold", "hot"), evict ("flush", "rotate"), regime ("burst", "sustained"), precision
+            (relative half-width of the interval, 0.005), max_seconds (2), warmup_seconds (0.2), min_blocks (12),
+            max_blocks (400), confidence (0.95), seed, other_kinds (True: on a GPU, also take the other kinds of time,
+            briefly).
+
+    >>> import torch
+    >>> timing = bench(torch.softmax, torch.randn(256, 256), -1, max_seconds=0.2)
+    >>> timing.kind, timing.low <= timing.seconds <= timing.high
+    ('cpu', True)
+    """
+    chosen = options_from(options)
+    case = as_case(fn, args, {}, work=work, reset=reset, name=name)
+    say = progress or (lambda line: None)
+    say(f"{case.name}: probing")
+    prepared = prepare(case, chosen)
+    limit = case_bound(prepared, machine)
+    with _on_device(prepared), quiet_collector():
+        say(f"{case.name}: warming up ({prepared.sampler.method})")
+        with case_errors(case, "while warming up"):
+            warm_up(prepared, chosen)
+        before = Counters.now(prepared)
+        with case_errors(case, "while it was timed"):
+            blocks, converged, interrupted = _collect(prepared, chosen, say)
+        after = Counters.now(prepared)
+        if chosen.other_kinds and not interrupted:
+            interrupted = not _take_other_times(prepared, chosen)
+    flags = quality_flags(prepared, blocks, chosen, before, after, converged=converged)
+    if interrupted:
+        flags.append(make_flag("PARTIAL", f"stopped by hand after {len(blocks)} blocks"))
+    timing = make_timing(prepared, blocks, chosen, flags, limit=limit, partial=interrupted)
+    if strict and timing.grade in ("C", "F"):
+        raise UntrustworthyMeasurement(explain(timing))
+    return timing
+
+
+def warm_up(prepared: PreparedCase, options: Options) -> None:
+    """Runs blocks for the warm-up time, and until they no longer get faster."""
+    wanted = max(options.warmup_seconds, SUSTAINED_WARMUP_SECONDS if options.regime == "sustained" else 0.0)
+    start = time.perf_counter()
+    recent: list[float] = []
+    while True:
+        recent.append(prepared.sampler.block().seconds)
+        elapsed = time.perf_counter() - start
+        settled = len(recent) >= 8 and median(recent[-4:]) > 0.98 * median(recent[-8:-4])
+        if elapsed >= wanted and (settled or elapsed >= 3 * wanted or len(recent) >= 8 + 100 * wanted):
+            return
+
+
+def _collect(prepared: PreparedCase, options: Options, say: Progress) -> tuple[list[Block], bool, bool]:
+    """Takes blocks until the interval is narrow enough or the time is up: the width decides, never a p-value."""
+    blocks: list[Block] = []
+    start = time.perf_counter()
+    try:
+        prepared.conditions.read()
+        while len(blocks) < options.max_blocks:
+            blocks.append(measured_block(prepared))
+            elapsed = time.perf_counter() - start
+            if len(blocks) < options.min_blocks and elapsed < 5 * options.max_seconds:
+                continue
+            if len(blocks) % CHECK_EVERY and elapsed < options.max_seconds:
+                continue
+            middle, interval = interval_of(blocks, options)
+            half = interval.half_width(middle)
+            if half <= options.precision and len(blocks) >= options.min_blocks:
+                # The interval that happened to be narrow covers too little (92 %): the reported one has fresh blocks.
+                for _ in range(CHECK_EVERY):
+                    blocks.append(measured_block(prepared))
+                return blocks, True, False
+            say(f"{prepared.case.name}: {len(blocks)} blocks, {seconds(middle)} +- {percent(half, 2)}")
+            if elapsed >= options.max_seconds:
+                return blocks, False, False
+    except KeyboardInterrupt:
+        if not blocks:
+            raise
+        return blocks, False, True
+    return blocks, False, False
+
+
+def measured_block(prepared: PreparedCase) -> Block:
+    """One block on freshly drawn `Resampled` inputs, with the conditions right after it."""
+    if prepared.case.resampled:
+        prepared.blocks += 1
+        prepared.case.resample(prepared.blocks)
+    return dataclasses.replace(prepared.sampler.block(), conditions=prepared.conditions.read())
+
+
+def _take_other_times(prepared: PreparedCase, options: Options) -> bool:
+    """Measures the other kinds of time, briefly: by the host's clock and in a CUDA graph. False if interrupted."""
+    try:
+        _other_times(prepared, options)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _other_times(prepared: PreparedCase, options: Options) -> None:
+    device, case = prepared.device, prepared.case
+    if device is None:
+        return
+    estimate = max(prepared.probe.enqueue_seconds, 2e-6)
+    with case_errors(case, "while its host times were taken"):
+        for kind in ("enqueue", "pipelined", "latency"):
+            if kind == prepared.sampler.kind or (kind == "enqueue" and prepared.probe.synchronizes):
+                continue
+            sampler = WallSampler(device, case.call, kind, call_seconds=estimate, reset=case.reset)
+            sampler.block()
+            prepared.other_seconds[kind] = median([sampler.block().seconds for _ in range(7)])
+    graph = graph_seconds(prepared, options)
+    if graph is not None:
+        prepared.other_seconds["graph"] = graph
+
+
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Inside, Python collects no garbage: a pause of the collector would be read as time of the case."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _on_device(prepared: PreparedCase) -> Iterator[None]:
+    if prepared.device is None:
+        yield
+    else:
+        with prepared.device.backend.selected(prepared.device.index):
+            yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseBound:
-    """The bound of a case on the machine that it runs on, and what kind of ceilings gave it."""
+    """The bound of a case on the machine that it runs on, and where that machine's ceilings come from."""
 
     seconds: float
     limiter: str
     ceilings: Literal["measured", "derated"]
 
     def beaten_by(self, high: float, options: Options) -> bool:
-        """Whether a time is impossible: measured ceilings, a cold cache, and still faster than the bound."""
+        """Whether a time is impossible: faster than a bound from measured ceilings, with a cold cache."""
         comparable = self.ceilings == "measured" and options.cache == "cold" and self.limiter != "launch"
         return comparable and high < ROOFLINE_SLACK * self.seconds
 
 
-def case_bound(subject: PreparedCase, machine: Machine | None = None) -> CaseBound | None:
-    """The bound of the subject's stated work; None where no work is stated or nothing is known of the machine."""
-    work = subject.case.work
-    machine = machine or (known_machine(subject.device) if work is not None else None)
+def case_bound(prepared: PreparedCase, machine: Machine | None = None) -> CaseBound | None:
+    """The bound of the stated work; None where no work is stated or the machine is not known."""
+    work = prepared.case.work
+    machine = machine or (known_machine(prepared.device) if work is not None else None)
     if work is None or machine is None or machine.achievable is None:
         return None
-    found = bound(work, machine)
-    return CaseBound(seconds=found.seconds, limiter=found.limiter, ceilings=machine.achievable.how)
+    roofline = bound(work, machine)
+    return CaseBound(seconds=roofline.seconds, limiter=roofline.limiter, ceilings=machine.achievable.how)
 
 
 def make_timing(
-    subject: PreparedCase,
+    prepared: PreparedCase,
     blocks: list[Block],
     options: Options,
     flags: list[Flag],
@@ -69,11 +231,11 @@ def make_timing(
     limit: CaseBound | None = None,
     partial: bool = False,
 ) -> Timing:
-    """The result object, with its bound and the verdict on who is waiting for whom."""
+    """The result: median, interval, bound, flags, and whether the case is CPU-bound."""
     middle, interval = interval_of(blocks, options)
-    case, kind = subject.case, subject.sampler.kind
+    case, kind = prepared.case, prepared.sampler.kind
     cpu_bound = None
-    enqueue = subject.other_seconds.get("enqueue")
+    enqueue = prepared.other_seconds.get("enqueue")
     if enqueue is not None and kind in ("device", "graph"):
         cpu_bound = enqueue > CPU_BOUND_MARGIN * middle
         if cpu_bound:
@@ -96,15 +258,15 @@ def make_timing(
         high=interval.high,
         confidence=interval.confidence,
         kind=kind,
-        method=subject.sampler.method,
+        method=prepared.sampler.method,
         cache=options.cache if kind in ("device", "graph", "cpu") else "hot",
-        regime=options.regime if subject.device is not None else "sustained",
+        regime=options.regime if prepared.device is not None else "sustained",
         blocks=tuple(blocks),
         flags=tuple(flags),
-        environment=environment(subject),
-        other_seconds=dict(subject.other_seconds),
+        environment=environment(prepared),
+        other_seconds=dict(prepared.other_seconds),
         cpu_bound=cpu_bound,
-        kernels=subject.probe.kernels or (),
+        kernels=prepared.probe.kernels or (),
         parameters=dict(case.parameters),
         inputs=inputs,
         work=case.work,
@@ -115,11 +277,11 @@ def make_timing(
     )
 
 
-def environment(subject: PreparedCase) -> Environment:
-    """Where and when this was measured."""
-    device = subject.device
+def environment(prepared: PreparedCase) -> Environment:
+    """The environment of a measurement: device, software, date."""
+    device = prepared.device
     return Environment(
-        device=subject.device_name if device is not None else detect_cpu().name,
+        device=prepared.device_name if device is not None else detect_cpu().name,
         driver=device.conditions.driver() if device is not None else None,
         torch=torch.__version__,
         python=platform.python_version(),
@@ -133,166 +295,3 @@ def explain(timing: Timing) -> str:
     """Why a measurement should not be used, with the remedies."""
     reasons = [f"  {flag.name}: {flag.evidence}. {flag.remedy}" for flag in timing.flags if flag.severity != "note"]
     return f"{timing.name}: grade {timing.grade}.\n" + "\n".join(reasons)
-
-
-CHECK_EVERY = 4
-SUSTAINED_WARMUP_SECONDS = 2.0
-
-
-def bench(
-    fn: Callable[..., Any] | Case,
-    *args: Any,
-    work: Work | None = None,
-    reset: Callable[[], Any] | None = None,
-    name: str = "",
-    machine: Machine | None = None,
-    strict: bool = False,
-    progress: Progress | None = None,
-    **options: Any,
-) -> Timing:
-    """Times `fn(*args)` and says which time it is, how sure it is, and what is doubtful about it.
-
-    On a GPU the time is by default the device time of one call with the launch hidden; on the CPU it is wall time.
-
-    Args:
-        fn: What to call, or a `Case`.
-        args: Its arguments. Tensors passed here are described in the result and can be rotated.
-        work: What a call must do at the least; with it the result has a bound.
-        reset: Called before each call, outside the timed region.
-        name: For reports; the function's name otherwise.
-        machine: Whose ceilings give the bound; this machine's calibrated or catalogued ones otherwise.
-        strict: Raise `UntrustworthyMeasurement` when the grade is C or F.
-        progress: Called with a line of text now and then.
-        options: kind ("auto", "device", "graph", "pipelined", "latency", "enqueue", "cpu"), method ("auto", "events",
-            "graph"), cache ("cold", "hot"), evict ("flush", "rotate"), regime ("burst", "sustained"), precision
-            (relative half-width of the interval, 0.005), max_seconds (2), warmup_seconds (0.2), min_blocks (12),
-            max_blocks (400), confidence (0.95), seed, other_kinds (True: on a GPU, also take the other kinds of time,
-            briefly).
-
-    >>> import torch
-    >>> timing = bench(torch.softmax, torch.randn(256, 256), -1, max_seconds=0.2)
-    >>> timing.kind, timing.low <= timing.seconds <= timing.high
-    ('cpu', True)
-    """
-    chosen = options_from(options)
-    case = as_case(fn, args, {}, work=work, reset=reset, name=name)
-    say = progress or (lambda line: None)
-    say(f"{case.name}: probing")
-    subject = prepare(case, chosen)
-    limit = case_bound(subject, machine)
-    with _on_device(subject), quiet_collector():
-        say(f"{case.name}: warming up ({subject.sampler.method})")
-        with case_errors(case, "while warming up"):
-            warm_up(subject, chosen)
-        before = Counters.now(subject)
-        with case_errors(case, "while it was timed"):
-            blocks, converged, interrupted = _collect(subject, chosen, say)
-        after = Counters.now(subject)
-        if chosen.other_kinds and not interrupted:
-            interrupted = not _take_other_times(subject, chosen)
-    flags = quality_flags(subject, blocks, chosen, before, after, converged=converged)
-    if interrupted:
-        flags.append(make_flag("PARTIAL", f"stopped by hand after {len(blocks)} blocks"))
-    timing = make_timing(subject, blocks, chosen, flags, limit=limit, partial=interrupted)
-    if strict and timing.grade in ("C", "F"):
-        raise UntrustworthyMeasurement(explain(timing))
-    return timing
-
-
-def warm_up(subject: PreparedCase, options: Options) -> None:
-    """Blocks as they will be timed, for a while and until they no longer get faster."""
-    wanted = max(options.warmup_seconds, SUSTAINED_WARMUP_SECONDS if options.regime == "sustained" else 0.0)
-    start = time.perf_counter()
-    recent: list[float] = []
-    while True:
-        recent.append(subject.sampler.block().seconds)
-        elapsed = time.perf_counter() - start
-        settled = len(recent) >= 8 and median(recent[-4:]) > 0.98 * median(recent[-8:-4])
-        if elapsed >= wanted and (settled or elapsed >= 3 * wanted or len(recent) >= 8 + 100 * wanted):
-            return
-
-
-def _collect(subject: PreparedCase, options: Options, say: Progress) -> tuple[list[Block], bool, bool]:
-    """Blocks until the interval is narrow enough or the time is up: the width decides, never a p-value."""
-    blocks: list[Block] = []
-    start = time.perf_counter()
-    try:
-        subject.conditions.read()
-        while len(blocks) < options.max_blocks:
-            blocks.append(measured_block(subject))
-            elapsed = time.perf_counter() - start
-            if len(blocks) < options.min_blocks and elapsed < 5 * options.max_seconds:
-                continue
-            if len(blocks) % CHECK_EVERY and elapsed < options.max_seconds:
-                continue
-            middle, interval = interval_of(blocks, options)
-            half = interval.half_width(middle)
-            if half <= options.precision and len(blocks) >= options.min_blocks:
-                # The interval that happened to be narrow covers too little (92 %): the reported one has fresh blocks.
-                for _ in range(CHECK_EVERY):
-                    blocks.append(measured_block(subject))
-                return blocks, True, False
-            say(f"{subject.case.name}: {len(blocks)} blocks, {seconds(middle)} +- {percent(half, 2)}")
-            if elapsed >= options.max_seconds:
-                return blocks, False, False
-    except KeyboardInterrupt:
-        if not blocks:
-            raise
-        return blocks, False, True
-    return blocks, False, False
-
-
-def measured_block(subject: PreparedCase) -> Block:
-    """One block, on a new draw of the inputs that are resampled, with the conditions right after it."""
-    if subject.case.resampled:
-        subject.blocks += 1
-        subject.case.resample(subject.blocks)
-    return dataclasses.replace(subject.sampler.block(), conditions=subject.conditions.read())
-
-
-def _take_other_times(subject: PreparedCase, options: Options) -> bool:
-    """The other kinds of time, more briefly: what the host sees, and what a graph would give. False if interrupted."""
-    try:
-        _other_times(subject, options)
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
-def _other_times(subject: PreparedCase, options: Options) -> None:
-    device, case = subject.device, subject.case
-    if device is None:
-        return
-    estimate = max(subject.probe.enqueue_seconds, 2e-6)
-    with case_errors(case, "while its host times were taken"):
-        for kind in ("enqueue", "pipelined", "latency"):
-            if kind == subject.sampler.kind or (kind == "enqueue" and subject.probe.synchronizes):
-                continue
-            sampler = WallSampler(device, case.call, kind, call_seconds=estimate, reset=case.reset)
-            sampler.block()
-            subject.other_seconds[kind] = median([sampler.block().seconds for _ in range(7)])
-    graph = graph_seconds(subject, options)
-    if graph is not None:
-        subject.other_seconds["graph"] = graph
-
-
-@contextlib.contextmanager
-def quiet_collector() -> Iterator[None]:
-    """No garbage collection inside: a pause of the collector would be read as the subject's time."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _on_device(subject: PreparedCase) -> Iterator[None]:
-    if subject.device is None:
-        yield
-    else:
-        with subject.device.backend.selected(subject.device.index):
-            yield

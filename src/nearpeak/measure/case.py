@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Resampled(Generic[T]):
-    """Inputs that are drawn again for each block of a measurement, so that one lucky draw does not decide the result.
+    """Inputs that are drawn again for each block of a measurement, so that no single draw decides the result.
 
     `make` gets the number of the block as its seed, so that a run can be repeated value by value. Every draw has the
     same shapes: the values change in place, outside the timed region.
@@ -49,8 +49,8 @@ class Resampled(Generic[T]):
 class Case:
     """A callable with its arguments, ready to be timed.
 
-    `work` states what the call must do at the least, for a bound beside the time. `reset` runs before every call,
-    outside the timed region: to zero gradients, or to restore inputs that the call changes.
+    `work` is the least work of a call, for a bound of its time. `reset` runs before every call, outside of the timed
+    region: to zero gradients, or to restore inputs that the call changes.
 
     >>> Case(sum, [1, 2, 3]).call()
     6
@@ -64,7 +64,7 @@ class Case:
     name: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     resampled: tuple[tuple[Any, Resampled[Any]], ...] = ()
-    """Arguments that are drawn again for each block, with what draws them."""
+    """Arguments that are drawn again for each block, with their generators."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Case:
             )
         resampled: list[tuple[Any, Resampled[Any]]] = []
 
-        def drawn(value: Any) -> Any:
+        def draw_first(value: Any) -> Any:
             if not isinstance(value, Resampled):
                 return value
             resampled.append((value.draw(0), value))
@@ -91,8 +91,8 @@ class Case:
 
         for attribute, value in (
             ("fn", fn),
-            ("args", tuple(drawn(value) for value in args)),
-            ("kwargs", {key: drawn(value) for key, value in kwargs.items()}),
+            ("args", tuple(draw_first(value) for value in args)),
+            ("kwargs", {key: draw_first(value) for key, value in kwargs.items()}),
             ("work", work),
             ("reset", reset),
             ("name", name or getattr(fn, "__name__", type(fn).__name__)),
@@ -106,7 +106,7 @@ class Case:
         return self.fn(*self.args, **self.kwargs)
 
     def resample(self, block: int) -> None:
-        """Puts the values of another draw into the arguments that are `Resampled`."""
+        """Copies a new draw into the `Resampled` arguments."""
         for current, source in self.resampled:
             for old, new in zip(_tensors(current), _tensors(source.draw(block)), strict=True):
                 if old.shape != new.shape:
@@ -121,7 +121,7 @@ class Case:
         yield from _tensors((self.args, dict(self.kwargs)))
 
     def hidden_tensors(self) -> Iterator[Any]:
-        """The tensors that the function brings along: closure, defaults, bound object, module parameters."""
+        """The tensors that the function holds: in its closure, defaults, bound object or module parameters."""
         fn: Any = self.fn
         while hasattr(fn, "__wrapped__") or hasattr(fn, "func"):  # functools.wraps, functools.partial
             yield from _tensors((getattr(fn, "args", ()), getattr(fn, "keywords", {})))
@@ -144,10 +144,10 @@ class Case:
 
     def with_fields(self, **fields: Any) -> Case:
         """The same case with another name, work, reset or parameters."""
-        other = copy.copy(self)
+        changed = copy.copy(self)
         for name, value in fields.items():
-            object.__setattr__(other, name, value)
-        return other
+            object.__setattr__(changed, name, value)
+        return changed
 
 
 def _filled(cell: Any) -> bool:
@@ -172,7 +172,7 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def as_case(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], **fields: Any) -> Case:
-    """`fn` itself if it is a case already, or a new one around it."""
+    """`fn` if it is a case, else a new case with it."""
     if isinstance(fn, Case):
         if args or kwargs:
             raise CaseError("A Case brings its own arguments: pass either bench(case) or bench(fn, *args).")
@@ -226,8 +226,8 @@ def load(reference: str) -> CaseBuilder:
     function = getattr(module, name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        found = "is not callable" if name in vars(module) else "does not exist"
-        raise CaseError(f"{name!r} {found} in {path_text}. {did_you_mean(name, public) if public else ''}".strip())
+        problem = "is not callable" if name in vars(module) else "does not exist"
+        raise CaseError(f"{name!r} {problem} in {path_text}. {did_you_mean(name, public) if public else ''}".strip())
     return CaseBuilder(path=path, name=name, function=function)
 
 
@@ -251,11 +251,11 @@ _OTHERS_CODE = (
     str(Path(__file__).parent),
     *(str(Path(place) / "torch") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
 )
-"""Where errors pass through but do not begin, for one who reads a message."""
+"""Folders of code in which an error of the user's code does not begin."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Type, message and the place in the user's code, on one line."""
+    """Type and message of an error, and its line in the user's code, on one line."""
     place = ""
     traceback = error.__traceback__
     while traceback is not None:

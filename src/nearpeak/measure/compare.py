@@ -1,4 +1,4 @@
-"""`compare`: which of two is faster, by how much, and could a difference have been seen at all?"""
+"""`compare`: the ratio of two times, its interval, a verdict, and the smallest detectable difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nearpeak.units import percent
 MIN_PAIRS = 20
 CHECK_EVERY = 10
 CONFIDENCE = 0.98
-"""Of the interval of a ratio: the same code is called different at most once in fifty times, and not in twenty."""
+"""The confidence of a ratio's interval: the same code is called different at most once in fifty comparisons."""
 
 
 def compare(
@@ -39,8 +39,8 @@ def compare(
 ) -> Comparison:
     """Times `a(*args)` and `b(*args)` in interleaved pairs of blocks, in random order, and judges the ratio b / a.
 
-    Drifts of clocks, heat and neighbors hit both alike, so that they cancel in the ratio of each pair; measuring all
-    of one and then all of the other would read them as a difference.
+    Drifts of clocks, heat and neighbors affect both alike and cancel in the ratio of each pair. Measured one after the
+    other, they would look like a difference.
 
     The verdict is about b: FASTER or SLOWER when the interval of the ratio excludes 1 and is not within `margin`;
     EQUIVALENT when the whole interval is within `margin`; INCONCLUSIVE otherwise. `detectable` is the smallest
@@ -63,29 +63,29 @@ def compare(
     )
     say = progress or (lambda line: None)
     say(f"probing {case_a.name} and {case_b.name}")
-    subjects = prepare_pair(case_a, case_b, chosen)
-    kinds = tuple(subject.sampler.kind for subject in subjects)
-    if kinds[0] != kinds[1] or subjects[0].device is not subjects[1].device:
+    pair = prepare_pair(case_a, case_b, chosen)
+    kinds = tuple(prepared.sampler.kind for prepared in pair)
+    if kinds[0] != kinds[1] or pair[0].device is not pair[1].device:
         raise UsageError(
-            f"{case_a.name} gives a {kinds[0]} time on {subjects[0].device_name}, {case_b.name} a {kinds[1]} time on "
-            f"{subjects[1].device_name}: these cannot be compared. Ask for one kind, for example kind='latency'."
+            f"{case_a.name} gives a {kinds[0]} time on {pair[0].device_name}, {case_b.name} a {kinds[1]} time on "
+            f"{pair[1].device_name}: these cannot be compared. Ask for one kind, for example kind='latency'."
         )
-    limits = [case_bound(subject) for subject in subjects]
+    limits = [case_bound(prepared) for prepared in pair]
     with quiet_collector():
-        for subject in subjects:
-            with case_errors(subject.case, "while warming up"):
-                warm_up(subject, chosen)
-        before = [Counters.now(subject) for subject in subjects]
-        series, interrupted = collect_pairs(subjects, chosen, say)
-        after = [Counters.now(subject) for subject in subjects]
+        for prepared in pair:
+            with case_errors(prepared.case, "while warming up"):
+                warm_up(prepared, chosen)
+        before = [Counters.now(prepared) for prepared in pair]
+        series, interrupted = collect_pairs(pair, chosen, say)
+        after = [Counters.now(prepared) for prepared in pair]
     timings = []
-    for i, subject in enumerate(subjects):
-        # The precision of a comparison is that of the ratio: a single series may wander as it likes.
-        flags = quality_flags(subject, series[i], chosen, before[i], after[i], converged=True)
+    for i, prepared in enumerate(pair):
+        # The precision of a comparison is that of the ratio: a single series may drift.
+        flags = quality_flags(prepared, series[i], chosen, before[i], after[i], converged=True)
         flags = [flag for flag in flags if flag.name != "DRIFT"]
         if interrupted:
             flags.append(make_flag("PARTIAL", f"stopped by hand after {len(series[i])} pairs"))
-        timings.append(make_timing(subject, series[i], chosen, flags, limit=limits[i], partial=interrupted))
+        timings.append(make_timing(prepared, series[i], chosen, flags, limit=limits[i], partial=interrupted))
     result = judge(timings[0], timings[1], margin=margin, confidence=chosen.confidence, partial=interrupted)
     if strict:
         for timing in timings:
@@ -95,22 +95,22 @@ def compare(
 
 
 def collect_pairs(
-    subjects: tuple[PreparedCase, PreparedCase], options: Options, say: Progress
+    pair: tuple[PreparedCase, PreparedCase], options: Options, say: Progress
 ) -> tuple[tuple[list[Block], list[Block]], bool]:
-    """Pairs of neighboring blocks, each pair in random order, until the interval of the ratio is narrow."""
+    """Takes pairs of neighboring blocks, each pair in random order, until the interval of the ratio is narrow."""
     order = random.Random(options.seed)
     series: tuple[list[Block], list[Block]] = ([], [])
     start = time.perf_counter()
     try:
         while len(series[1]) < options.max_blocks:
-            turn = [0, 1]
-            order.shuffle(turn)
-            fresh: dict[int, Block] = {}
-            for i in turn:
-                with case_errors(subjects[i].case, "while it was timed"):
-                    fresh[i] = measured_block(subjects[i])
+            order_of_blocks = [0, 1]
+            order.shuffle(order_of_blocks)
+            new_blocks: dict[int, Block] = {}
+            for i in order_of_blocks:
+                with case_errors(pair[i].case, "while it was timed"):
+                    new_blocks[i] = measured_block(pair[i])
             for i in (0, 1):
-                series[i].append(fresh[i])
+                series[i].append(new_blocks[i])
             pairs, elapsed = len(series[1]), time.perf_counter() - start
             if pairs < MIN_PAIRS or (pairs % CHECK_EVERY and elapsed < options.max_seconds):
                 continue
@@ -149,13 +149,13 @@ def judge(a: Any, b: Any, *, margin: float, confidence: float = CONFIDENCE, part
 
 
 def _power(confidence: float) -> float:
-    """How many half-widths a difference must be away from none to be seen four times out of five."""
+    """The half-widths by which a difference must exceed 0 to be detected four times out of five."""
     normal = NormalDist()
     return 1 + normal.inv_cdf(0.8) / normal.inv_cdf((1 + confidence) / 2)
 
 
 def verdict(low: float, high: float, margin: float) -> Verdict:
-    """What the interval of the ratio says.
+    """The verdict that the interval of the ratio allows.
 
     >>> verdict(0.90, 0.95, 0.01), verdict(1.02, 1.03, 0.01), verdict(0.995, 1.004, 0.01), verdict(0.97, 1.02, 0.01)
     ('FASTER', 'SLOWER', 'EQUIVALENT', 'INCONCLUSIVE')
@@ -174,7 +174,7 @@ def _log_ratios(series: Any) -> list[float]:
     return [math.log(max(b.seconds, 1e-12) / max(a.seconds, 1e-12)) for a, b in pairs]
 
 
-def _name(fn: Any, letter: str, other: Any) -> str:
-    own = fn.name if isinstance(fn, Case) else getattr(fn, "__name__", "")
-    others = other.name if isinstance(other, Case) else getattr(other, "__name__", "")
-    return f"{own} ({letter})" if own and own == others else own or letter
+def _name(fn: Any, letter: str, second: Any) -> str:
+    first_name = fn.name if isinstance(fn, Case) else getattr(fn, "__name__", "")
+    second_name = second.name if isinstance(second, Case) else getattr(second, "__name__", "")
+    return f"{first_name} ({letter})" if first_name and first_name == second_name else first_name or letter

@@ -29,7 +29,7 @@ LONGEST_SPIN_SECONDS = 0.25
 
 
 class GpuInstrument:
-    """One GPU, with what the harness needs to know of it; use `gpu_instrument(index)`, which keeps them."""
+    """One GPU with its events, its sweep buffer and its clock rate; `gpu_instrument(index)` makes one per process."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -46,11 +46,11 @@ class GpuInstrument:
         self.cycles_per_second = self._measure_spin()
 
     def spin(self, seconds: float) -> None:
-        """Enqueues a kernel that keeps the device busy for about this long, drawing little power."""
+        """Enqueues a kernel that keeps the device busy for about this long and draws little power."""
         self.backend.delay(max(1, int(seconds * self.cycles_per_second)))
 
     def evict(self) -> None:
-        """Enqueues a read of twice the cache, so that nothing of the caller's is in it.
+        """Enqueues a read of twice the cache size, which evicts everything else.
 
         Reading leaves clean lines. A flush that writes leaves the cache full of dirty ones, and their write-back is
         then paid by the timed kernel: 20 % of a 33-million-element add on an H200.
@@ -60,7 +60,7 @@ class GpuInstrument:
         torch.sum(self._sweep, dim=0, out=self._sink)
 
     def sweep(self, factor: float = EVICT_FACTOR) -> None:
-        """Sets how many times the cache is swept; the self-test breaks the eviction with it, and must notice."""
+        """Sets how many times the cache is swept. The self-test breaks the eviction with it."""
         self.sweep_bytes = int(factor * self.cache_bytes)
         self._sweep = None
 
@@ -77,10 +77,7 @@ class GpuInstrument:
         self.backend.synchronize(self.index)
 
     def recover_from_capture(self) -> None:
-        """After a capture that failed: torch's random generator still counts as captured and refuses every draw.
-
-        The next capture that succeeds puts it right.
-        """
+        """Repairs torch after a failed capture: its random generator refuses every draw until a capture succeeds."""
         self.synchronize()
         self.backend.capture(self._sink.zero_)
 
@@ -97,7 +94,7 @@ class GpuInstrument:
         return math.gcd(*steps) * 1e-9 if steps else float("nan")
 
     def event_pair_seconds(self) -> float:
-        """What two events with nothing between them read."""
+        """The time between two events with nothing between them."""
         events = self.events(40)
         self.spin(1e-3)
         for event in events:
@@ -130,9 +127,9 @@ def current_gpu() -> GpuInstrument | None:
 
 
 class Stage:
-    """What stands before every timed call, outside the timed region: reset, pace, eviction, settling.
+    """What runs before every timed call, outside of the timed region: reset, idling, eviction, settling.
 
-    `pace` spins in proportion to the call's own time, so that a burst keeps the device's duty low and its clocks up.
+    `pace_seconds` of idling in proportion to the call's own time keep the duty cycle of a burst low and the clocks up.
     """
 
     def __init__(
@@ -150,7 +147,7 @@ class Stage:
         self.pace_seconds = pace_seconds
 
     def __call__(self) -> None:
-        """Enqueues it all."""
+        """Enqueues all of them."""
         if self.reset is not None:
             self.reset()
         if self.pace_seconds > 0:

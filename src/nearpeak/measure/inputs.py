@@ -50,7 +50,7 @@ def derived_seed(purpose: str, seed: int | None) -> int:
 
 
 def device_for(device: str | torch.device | None) -> torch.device:
-    """The device that was asked for; for None the GPU where there is one, else the CPU."""
+    """The requested device; for None the GPU where there is one, else the CPU."""
     backend = gpu_backend()
     if device is None:
         return torch.device("cpu") if backend is None else torch.device(backend.torch_type)

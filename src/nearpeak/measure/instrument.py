@@ -1,8 +1,8 @@
-"""The instrument's own zero: what its methods read for a kernel beyond that kernel's own duration.
+"""The zero of the instrument: the overhead that each method of timing adds to a kernel's own duration.
 
-Measured once per process, device and cache state, with the same stages and samplers as everything else, on a few small
-kernels whose duration the profiler knows. Without a profiler that duration is unknown and taken as nothing, `proven`
-is False, and small figures are flagged.
+It is measured once per process, device and cache state, with the same stages and samplers as everything else, on a few
+small kernels whose durations the profiler reports. Without a profiler these durations are taken as 0, `proven` is
+False, and small times are flagged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCKS = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstrumentZero:
-    """What each method adds to a kernel's own duration, and how far that differs between kernels."""
+    """The seconds that each method adds to a kernel's own duration, and how far that differs between kernels."""
 
     events: float
     graph_events: float | None
@@ -53,10 +53,10 @@ def zero_of(index: int, cache: Cache) -> InstrumentZero:
     proven = True
     for call in calibration_kernels(device):
         call()
-        known = profiled_seconds(call, stage, device)
-        proven = proven and known is not None
+        true_seconds = profiled_seconds(call, stage, device)
+        proven = proven and true_seconds is not None
         for name, sampler in _samplers(device, call, stage):
-            readings[name].append(_reading(sampler) - (known or 0.0))
+            readings[name].append(_reading(sampler) - (true_seconds or 0.0))
     in_graph = readings["graph_events"]
     return InstrumentZero(
         events=median(readings["events"]),
@@ -97,13 +97,13 @@ def calibration_kernels(device: GpuInstrument) -> list[Callable[[], Any]]:
 
 
 def _samplers(device: GpuInstrument, call: Callable[[], Any], stage: Stage) -> list[tuple[str, Sampler]]:
-    found: list[tuple[str, Sampler]] = [
+    samplers: list[tuple[str, Sampler]] = [
         ("events", EventSampler(device, call, stage, call_seconds=5e-6, enqueue_seconds=10e-6)),
         ("gap", RegressionSampler(device, call, call_seconds=5e-6)),
     ]
     if can_time_in_graphs():
-        found.append(("graph_events", GraphSampler(device, call, stage, call_seconds=5e-6)))
-    return found
+        samplers.append(("graph_events", GraphSampler(device, call, stage, call_seconds=5e-6)))
+    return samplers
 
 
 def _reading(sampler: Sampler) -> float:
@@ -122,21 +122,21 @@ def can_time_in_graphs() -> bool:
 
 
 def profiled_seconds(call: Callable[[], Any], stage: Stage, device: GpuInstrument, calls: int = 30) -> float | None:
-    """How long the profiler says that the kernels of a call run, staged as a block would; None where it sees none."""
+    """The duration of the kernels of a call by the profiler, staged as in a block; None where it sees none."""
     device.spin(1e-3)
     try:
         profiled = profile_calls(call, calls, before=stage, synchronize=device.synchronize)
     except RuntimeError:  # no CUPTI, or another profiler holds it
         return None
-    seen = [busy_seconds(kernels) for kernels in profiled if kernels]
-    return median(seen) if seen else None
+    durations = [busy_seconds(kernels) for kernels in profiled if kernels]
+    return median(durations) if durations else None
 
 
 @lru_cache(maxsize=32)
 def eviction_ratio(index: int, sweep_bytes: int) -> float:
-    """How much longer a sum of two tensors that fit in the cache takes after an eviction than when it is repeated.
+    """The time of an add whose tensors fit in the cache, after an eviction, over the time when it is repeated.
 
-    `sweep_bytes` is what the eviction sweeps, so that an answer is kept only for that eviction.
+    `sweep_bytes` is the size of the sweep, so that the cached result belongs to this eviction.
     """
     device = gpu_instrument(index)
     a, b, c = (torch.randn(max(24, device.cache_bytes // 24) // 4, device=device.device) for _ in range(3))

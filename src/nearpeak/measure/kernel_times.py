@@ -1,6 +1,7 @@
-"""The referee: kernel durations as the profiler (CUPTI, through torch.profiler) reports them.
+"""Kernel durations as torch.profiler (CUPTI) reports them.
 
-Only a referee and never the silent source of a time: it changes the gaps between kernels and the host's speed.
+They serve as a reference and are never the source of a reported time: the profiler changes the gaps between kernels and
+slows the host down.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def profile_calls(
 ) -> list[tuple[TimedKernel, ...]]:
     """The kernels of each of `calls` calls, in order of start. What `before` launches is left out.
 
-    A kernel belongs to the call during which the host launched it, which the correlation number tells.
+    A kernel belongs to the call during which the host launched it, by the correlation id.
     """
     activities = profiler_activities()
     with warnings.catch_warnings():
@@ -62,7 +63,7 @@ def profile_calls(
         if not _on_device(event) and event.name().startswith(_LAUNCH_PREFIXES)
     }
     origin = min((event.start_ns() for event in events), default=0)  # seconds since 1970 lose the nanoseconds
-    found: list[list[TimedKernel]] = [[] for _ in ranges]
+    kernels_by_call: list[list[TimedKernel]] = [[] for _ in ranges]
     for event in events:
         launch = launches.get(event.correlation_id())
         if not _on_device(event) or launch is None or event.name() == _RANGE:
@@ -75,13 +76,13 @@ def profile_calls(
                     seconds=event.duration_ns() * 1e-9,
                     stream=event.device_resource_id(),
                 )
-                found[index].append(kernel)
+                kernels_by_call[index].append(kernel)
                 break
-    return [tuple(sorted(kernels, key=lambda kernel: kernel.start)) for kernels in found]
+    return [tuple(sorted(kernels, key=lambda kernel: kernel.start)) for kernels in kernels_by_call]
 
 
 def busy_seconds(kernels: tuple[TimedKernel, ...]) -> float:
-    """The time in which at least one kernel ran: the union of the intervals, not their sum."""
+    """The time during which at least one kernel ran: the union of the intervals, not their sum."""
     total, reach = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.end - max(kernel.start, reach))

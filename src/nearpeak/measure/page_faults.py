@@ -1,7 +1,7 @@
-"""The memory of the host process: whether its pages are mapped anew, and how to have the C library keep them.
+"""Page faults of the host process, and how to make glibc's malloc keep freed memory.
 
-glibc gives large blocks back to the system when they are freed, and gets new ones for the next result: every page of
-those costs a fault before its first byte is written, which can take several times as long as the operation itself.
+glibc returns large blocks to the system when they are freed and maps new ones for the next result. Every new page costs
+a page fault before its first byte is written, which can take several times as long as the operation itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LARGEST_KEPT = 32 * 2**20
 
 
 def page_faults() -> int:
-    """Faults of this process so far that no disk was needed for; 0 where the system does not count them."""
+    """Minor page faults of this process so far; 0 where the system does not count them."""
     try:
         import resource
     except ImportError:  # Windows
@@ -32,9 +32,9 @@ def page_faults() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Has the C library keep what this process frees, as PyTorch keeps a GPU's memory; whether it can.
+    """Makes malloc keep what this process frees, as torch's allocator does on a GPU; False where that is impossible.
 
-    It holds until the process ends: for a process of one's own.
+    The setting lasts until the process ends.
     """
     mallopt = _mallopt()
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _MOST))
@@ -42,13 +42,13 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """What is freed inside is kept until the end; then the C library is as it is after a large block was freed."""
-    kept = keep_freed_memory()
+    """Inside, malloc keeps freed memory. Afterwards it has the settings that it has after a large block was freed."""
+    changed = keep_freed_memory()
     try:
         yield
     finally:
         mallopt = _mallopt()
-        if kept and mallopt is not None:
+        if changed and mallopt is not None:
             mallopt(_M_MMAP_MAX, _USUAL_MAPS)
             mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
             mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_KEPT)

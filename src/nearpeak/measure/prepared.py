@@ -47,30 +47,30 @@ PROBE_CALLS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the first calls showed."""
+    """What the first calls of a case showed."""
 
     call_seconds: float
     """Wall time of one call, device idle before and after."""
     enqueue_seconds: float
     memory_growth: float
-    """Bytes that every call keeps."""
+    """Bytes that every call leaks."""
     mutated: tuple[int, ...]
     """Positions of tensors whose values differ after every call."""
     nonfinite: bool
-    """The inputs are finite and the result is not."""
+    """Whether the inputs are finite and the result is not."""
     synchronizes: bool = False
     kernels: tuple[str, ...] | None = None
     """Names, in order; None where the profiler sees none."""
     kernel_seconds: float | None = None
-    """In which at least one kernel ran, by the profiler."""
+    """The time during which at least one kernel ran, by the profiler."""
     off_stream: bool = False
     page_faults: float = 0.0
-    """Of a call on the CPU: pages that it gets from the system anew, each time."""
+    """Page faults per call of a case on the CPU."""
 
 
 @contextlib.contextmanager
 def case_errors(case: Case, when: str) -> Iterator[None]:
-    """Turns an error of the user's code into a `CaseError` with the original as its cause."""
+    """Turns an error of the user's code into a `CaseError` whose cause is the original error."""
     try:
         yield
     except NearpeakError:
@@ -108,34 +108,34 @@ def device_of(case: Case) -> torch.device:
 
 def probe_host(case: Case) -> Probe:
     """The probe of a case that runs on the CPU."""
-    common = _probe(case, synchronize=CPU.synchronize, memory=lambda: CPU.allocated_bytes(0))
+    probe = _probe(case, synchronize=CPU.synchronize, memory=lambda: CPU.allocated_bytes(0))
     available = CPU.available_bytes(0) or math.inf
-    _refuse_endless_growth(case, common.memory_growth, available)
+    _refuse_endless_growth(case, probe.memory_growth, available)
     with case_errors(case, "on a repeated call"):
-        growth, faults = _steady_memory(case, common.call_seconds)
+        growth, faults = _steady_memory(case, probe.call_seconds)
     _refuse_endless_growth(case, growth, available)
-    return replace(common, memory_growth=growth, page_faults=faults)
+    return replace(probe, memory_growth=growth, page_faults=faults)
 
 
 def probe_gpu(case: Case, device: GpuInstrument, *, kernels: bool = True) -> Probe:
-    """The probe of a case on a GPU, with what only a GPU can tell: waiting, kernels, streams."""
+    """The probe of a case on a GPU: also whether it synchronizes, its kernels and its streams."""
     backend = device.backend
-    common = _probe(case, synchronize=device.synchronize, memory=lambda: backend.allocated_bytes(device.index))
-    _refuse_endless_growth(case, common.memory_growth, backend.available_bytes(device.index) or math.inf)
+    probe = _probe(case, synchronize=device.synchronize, memory=lambda: backend.allocated_bytes(device.index))
+    _refuse_endless_growth(case, probe.memory_growth, backend.available_bytes(device.index) or math.inf)
     with case_errors(case, "while it was probed"):
-        common = replace(common, synchronizes=_synchronizes(case, device, common.enqueue_seconds))
+        probe = replace(probe, synchronizes=_synchronizes(case, device, probe.enqueue_seconds))
     try:
         profiled = profile_calls(case.call, 3, synchronize=device.synchronize) if kernels else []
     except RuntimeError:  # no CUPTI, or the caller is being profiled already
-        return common
-    seen = [call for call in profiled if call]
-    if not seen:
-        return common
-    seconds = median([busy_seconds(call) for call in seen])
-    several_streams = len({kernel.stream for kernel in seen[-1]}) > 1
+        return probe
+    profiled_calls = [call for call in profiled if call]
+    if not profiled_calls:
+        return probe
+    seconds = median([busy_seconds(call) for call in profiled_calls])
+    several_streams = len({kernel.stream for kernel in profiled_calls[-1]}) > 1
     return replace(
-        common,
-        kernels=tuple(kernel.name for kernel in seen[-1]),
+        probe,
+        kernels=tuple(kernel.name for kernel in profiled_calls[-1]),
         kernel_seconds=seconds,
         off_stream=several_streams and _off_stream(case, device, seconds),
     )
@@ -176,10 +176,7 @@ def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
 
 
 def _steady_memory(case: Case, call_seconds: float) -> tuple[float, float]:
-    """Resident bytes that a call adds, and page faults that it has, in the long run.
-
-    The first calls may live on what the allocator had in store.
-    """
+    """Resident bytes that a call adds, and its page faults, in the long run: the first calls may reuse freed memory."""
     calls = max(2, min(20, int(0.1 / max(call_seconds, 1e-6))))
     sizes, faults = [CPU.allocated_bytes(0)], [page_faults()]
     for _ in range(3):
@@ -194,24 +191,24 @@ def _steady_memory(case: Case, call_seconds: float) -> tuple[float, float]:
 
 
 def _synchronizes(case: Case, device: GpuInstrument, enqueue_seconds: float) -> bool:
-    """Whether the call waits for the device: behind a long spin it then returns late."""
+    """Whether the call waits for the device: behind a long spin it returns late."""
     spin = 0.02 + 2 * enqueue_seconds
-    if spin > 0.3:  # a call that occupies the host this long cannot be told apart from one that waits
+    if spin > 0.3:  # a call that takes the host this long looks like one that waits
         return False
     device.synchronize()
     device.spin(spin)
-    waited = host_seconds(case.call)
+    call_seconds = host_seconds(case.call)
     device.synchronize()
-    return waited > enqueue_seconds + 0.5 * spin
+    return call_seconds > enqueue_seconds + 0.5 * spin
 
 
 def _off_stream(case: Case, device: GpuInstrument, kernel_seconds: float) -> bool:
-    """Whether work is still running on another stream when the current stream is done with the call.
+    """Whether another stream still runs work of the call when the current stream is done.
 
-    Waking up from a wait takes the host some ten microseconds, so only a real share of the call counts.
+    Waking up from a wait takes the host some ten microseconds, so only a larger share of the call counts.
     """
     end = device.backend.event()
-    open_ends = 0
+    late_calls = 0
     for _ in range(5):
         device.synchronize()
         case.call()
@@ -219,8 +216,8 @@ def _off_stream(case: Case, device: GpuInstrument, kernel_seconds: float) -> boo
         end.synchronize()
         start = time.perf_counter()
         device.synchronize()
-        open_ends += time.perf_counter() - start > max(50e-6, 0.1 * kernel_seconds)
-    return open_ends >= 4
+        late_calls += time.perf_counter() - start > max(50e-6, 0.1 * kernel_seconds)
+    return late_calls >= 4
 
 
 def _refuse_endless_growth(case: Case, growth: float, available: float) -> None:
@@ -256,7 +253,7 @@ MOST_COPIES = 256
 
 
 def rotating(case: Case, cache_bytes: float) -> Callable[[], Any]:
-    """The case's call on a new copy of its tensors each time, over at least three times the cache."""
+    """A call of the case that uses another copy of its tensors each time, over at least three times the cache."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in case.tensors())
     if not size:
         raise UsageError(f"{case.name} has no tensor arguments to rotate: pass them as arguments or use evict='flush'.")
@@ -290,10 +287,10 @@ def _copy_of(case: Case) -> Case:
 
 
 SMALL_SECONDS = 100e-6
-"""Below this a single kernel is timed in a CUDA graph, where the zero of the events is better known."""
+"""A single kernel shorter than this is timed in a CUDA graph, where the zero of events is known better."""
 
 RESOLUTION = 0.1
-"""A zero that is known no better than this share of the time is flagged."""
+"""A time whose zero has an uncertainty above this share of it is flagged."""
 
 IDLE_SHARE = 3.0
 """In a burst the device idles this many times as long as it works, so that power does not limit its clocks."""
@@ -305,7 +302,7 @@ PROVEN_EVICTION = 1.15
 
 @dataclass(slots=True, kw_only=True)
 class PreparedCase:
-    """What is being measured, and how."""
+    """A case that was probed, with its sampler, its device and its flags."""
 
     case: Case
     probe: Probe
@@ -315,7 +312,7 @@ class PreparedCase:
     flags: list[Flag] = field(default_factory=list)
     other_seconds: dict[str, float] = field(default_factory=dict)
     blocks: int = 0
-    """How many blocks were taken: the seed of inputs that are resampled."""
+    """The number of blocks so far: the seed of resampled inputs."""
 
     @property
     def device_name(self) -> str:
@@ -324,7 +321,7 @@ class PreparedCase:
 
 
 def prepare(case: Case, options: Options, calls: int | None = None) -> PreparedCase:
-    """Probes the case and chooses its sampler; `calls` per block are chosen to fit unless they are given."""
+    """Probes the case and chooses its sampler; `calls` is the number of calls per block, chosen to fit by default."""
     place = device_of(case)
     if place.type == "cpu":
         return _prepare_host(case, options, calls)
@@ -336,11 +333,11 @@ def prepare(case: Case, options: Options, calls: int | None = None) -> PreparedC
 
 
 def prepare_pair(a: Case, b: Case, options: Options) -> tuple[PreparedCase, PreparedCase]:
-    """Two subjects for a comparison, exchangeable if their code is the same.
+    """Two prepared cases for a comparison, exchangeable if their code is the same.
 
-    Two captures of one call have their own memory and differ by some ten nanoseconds, so a graph is used only where it
-    is asked for. Loops of different length differ by more than 1 % on a CPU, so subjects of similar length get blocks
-    of the same number of calls.
+    Two captures of one call have their own memory and differ by some ten nanoseconds, so a CUDA graph is used only on
+    request. Loops of different length differ by more than 1 % on a CPU, so cases of similar duration get blocks with
+    the same number of calls.
     """
     if options.method == "auto" and options.kind != "graph":
         options = replace(options, method="events")
@@ -374,7 +371,7 @@ def _prepare_gpu(case: Case, options: Options, device: GpuInstrument, calls: int
         raise UsageError(f"{case.name} runs on {device.name}: kind='cpu' is for code on the CPU.")
     probe = probe_gpu(case, device)
     flags: list[Flag] = []
-    subject = PreparedCase(
+    prepared = PreparedCase(
         case=case,
         probe=probe,
         sampler=WallSampler(device, case.call, "latency", call_seconds=probe.call_seconds, reset=case.reset),
@@ -383,7 +380,7 @@ def _prepare_gpu(case: Case, options: Options, device: GpuInstrument, calls: int
         flags=flags,
     )
     if options.kind in ("pipelined", "latency", "enqueue"):
-        subject.sampler = WallSampler(
+        prepared.sampler = WallSampler(
             device,
             case.call,
             options.kind,
@@ -398,28 +395,28 @@ def _prepare_gpu(case: Case, options: Options, device: GpuInstrument, calls: int
     elif probe.off_stream:
         flags.append(make_flag("OFF_STREAM", "work was still running after the current stream had finished the call"))
     else:
-        _choose_device_sampler(subject, options, device, calls)
+        _choose_device_sampler(prepared, options, device, calls)
         if options.cache == "cold" and options.evict == "flush":
             flags += _eviction_flags(eviction_ratio(device.index, device.sweep_bytes), device.cache_bytes)
-    return subject
+    return prepared
 
 
-def _choose_device_sampler(subject: PreparedCase, options: Options, device: GpuInstrument, calls: int | None) -> None:
-    """Events behind a spin; a graph for small single kernels, and where a spin cannot hide the launches."""
-    case, probe = subject.case, subject.probe
+def _choose_device_sampler(prepared: PreparedCase, options: Options, device: GpuInstrument, calls: int | None) -> None:
+    """Events behind a spin; a CUDA graph for small single kernels, and where a spin cannot hide the launches."""
+    case, probe = prepared.case, prepared.probe
     call: Callable[[], Any] = case.call
     rotates = options.cache == "cold" and options.evict == "rotate"
     if rotates:
         call = rotating(case, device.cache_bytes)
     zero = zero_of(device.index, options.cache)
-    estimate, hidden = _first_estimate(subject, call, options, zero)
+    estimate, hidden = _first_estimate(prepared, call, options, zero)
     if probe.kernel_seconds is not None and estimate < 0.5 * probe.kernel_seconds - 2e-6:
         evidence = f"the current stream is done in {seconds_text(estimate)}, the kernels run for "
-        subject.flags.append(make_flag("OFF_STREAM", evidence + seconds_text(probe.kernel_seconds)))
+        prepared.flags.append(make_flag("OFF_STREAM", evidence + seconds_text(probe.kernel_seconds)))
         return
-    stage = _stage(subject, options, estimate)
+    stage = _stage(prepared, options, estimate)
     single = probe.kernels is not None and len(probe.kernels) == 1
-    # A graph replays the copies that it captured: too few of them would stay in the cache.
+    # A graph replays the copies that it captured, and these are too few to leave the cache.
     small = options.method == "auto" and single and estimate < SMALL_SECONDS and not rotates
     wants_graph = options.kind == "graph" or options.method == "graph"
     if wants_graph and rotates:
@@ -427,7 +424,7 @@ def _choose_device_sampler(subject: PreparedCase, options: Options, device: GpuI
     uncertainty = zero.uncertainty
     try:
         if wants_graph or (options.method == "auto" and options.kind == "auto" and not hidden):
-            subject.sampler = _graph_sampler(device, call, stage, estimate, zero, "graph", calls)
+            prepared.sampler = _graph_sampler(device, call, stage, estimate, zero, "graph", calls)
             return
         candidate: Sampler | None = None
         if small and options.cache == "hot":
@@ -444,15 +441,15 @@ def _choose_device_sampler(subject: PreparedCase, options: Options, device: GpuI
             candidate = _graph_sampler(device, call, stage, estimate, zero, "device", calls)
             uncertainty = zero.graph_uncertainty
         if candidate is not None and _agrees(candidate, estimate, zero.events):
-            subject.sampler = candidate
-            _flag_resolution(subject, uncertainty if zero.proven else zero.events, estimate)
+            prepared.sampler = candidate
+            _flag_resolution(prepared, uncertainty if zero.proven else zero.events, estimate)
             return
     except RuntimeError as error:
         device.recover_from_capture()
         if wants_graph:
             raise CaseError(f"{case.name} cannot be captured in a CUDA graph: {_first_line(error)}") from error
-        subject.flags.append(make_flag("NO_GRAPH", _first_line(error)))
-    subject.sampler = EventSampler(
+        prepared.flags.append(make_flag("NO_GRAPH", _first_line(error)))
+    prepared.sampler = EventSampler(
         device,
         call,
         stage,
@@ -461,27 +458,27 @@ def _choose_device_sampler(subject: PreparedCase, options: Options, device: GpuI
         zero_seconds=zero.events,
         calls=calls,
     )
-    _flag_resolution(subject, zero.uncertainty if zero.proven else zero.events, estimate)
+    _flag_resolution(prepared, zero.uncertainty if zero.proven else zero.events, estimate)
 
 
-def _stage(subject: PreparedCase, options: Options, estimate: float) -> Stage:
-    """What stands before a call; in a burst it idles in proportion to the call's time."""
-    assert subject.device is not None
+def _stage(prepared: PreparedCase, options: Options, estimate: float) -> Stage:
+    """The stage before a call; in a burst it idles in proportion to the call's time."""
+    assert prepared.device is not None
     pace = 0.0
     if options.regime == "burst":
         pace = min(LONGEST_PACE_SECONDS, max(0.0, IDLE_SHARE * estimate - STAGE_SECONDS))
     evict = options.evict == "flush"
-    return Stage(subject.device, options.cache, reset=subject.case.reset, pace_seconds=pace, evict=evict)
+    return Stage(prepared.device, options.cache, reset=prepared.case.reset, pace_seconds=pace, evict=evict)
 
 
-def _flag_resolution(subject: PreparedCase, uncertainty: float, estimate: float) -> None:
+def _flag_resolution(prepared: PreparedCase, uncertainty: float, estimate: float) -> None:
     if uncertainty > RESOLUTION * estimate:
         evidence = f"the instrument's zero is known to {seconds_text(uncertainty, 2)}"
-        subject.flags.append(make_flag("BELOW_RESOLUTION", f"{evidence}, the call takes {seconds_text(estimate)}"))
+        prepared.flags.append(make_flag("BELOW_RESOLUTION", f"{evidence}, the call takes {seconds_text(estimate)}"))
 
 
 def _agrees(candidate: Sampler, by_events: float, zero: float) -> bool:
-    """Whether a captured call takes what the same call takes in a stream: capture can change the program.
+    """Whether a captured call takes as long as the same call in a stream: capture can change the program.
 
     A clone, for example, becomes a copy node that runs at two thirds of the speed of the kernel.
     """
@@ -490,19 +487,19 @@ def _agrees(candidate: Sampler, by_events: float, zero: float) -> bool:
 
 
 def _first_estimate(
-    subject: PreparedCase, call: Callable[[], Any], options: Options, zero: InstrumentZero
+    prepared: PreparedCase, call: Callable[[], Any], options: Options, zero: InstrumentZero
 ) -> tuple[float, bool]:
-    """About how long a call takes, and whether a spin can hide its launches."""
-    assert subject.device is not None
+    """An estimate of the time per call, and whether a spin can hide its launches."""
+    assert prepared.device is not None
     rough = EventSampler(
-        subject.device,
+        prepared.device,
         call,
-        Stage(subject.device, options.cache, reset=subject.case.reset, evict=options.evict == "flush"),
-        call_seconds=subject.probe.call_seconds,
-        enqueue_seconds=subject.probe.enqueue_seconds,
+        Stage(prepared.device, options.cache, reset=prepared.case.reset, evict=options.evict == "flush"),
+        call_seconds=prepared.probe.call_seconds,
+        enqueue_seconds=prepared.probe.enqueue_seconds,
         zero_seconds=zero.events,
     )
-    with case_errors(subject.case, "while it was first timed"):
+    with case_errors(prepared.case, "while it was first timed"):
         blocks = [rough.block() for _ in range(3)]
     return max(1e-7, median([block.seconds for block in blocks])), all(block.launch_hidden for block in blocks)
 
@@ -525,17 +522,17 @@ def _graph_sampler(
     )
 
 
-def graph_seconds(subject: PreparedCase, options: Options) -> float | None:
-    """What a call takes in a CUDA graph; None where it was measured already or cannot be captured."""
-    device, probe = subject.device, subject.probe
+def graph_seconds(prepared: PreparedCase, options: Options) -> float | None:
+    """The time per call in a CUDA graph; None where it was measured already or the call cannot be captured."""
+    device, probe = prepared.device, prepared.probe
     rotates = options.cache == "cold" and options.evict == "rotate"
-    if device is None or subject.sampler.kind != "device" or probe.synchronizes or rotates:
+    if device is None or prepared.sampler.kind != "device" or probe.synchronizes or rotates:
         return None
-    estimate = max(1e-6, subject.sampler.block().seconds)
-    stage = _stage(subject, options, estimate)
+    estimate = max(1e-6, prepared.sampler.block().seconds)
+    stage = _stage(prepared, options, estimate)
     zero = zero_of(device.index, options.cache)
     try:
-        sampler = _graph_sampler(device, subject.case.call, stage, estimate, zero, "graph")
+        sampler = _graph_sampler(device, prepared.case.call, stage, estimate, zero, "graph")
     except (RuntimeError, EnvironmentProblem):
         device.recover_from_capture()
         return None

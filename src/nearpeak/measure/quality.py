@@ -1,4 +1,4 @@
-"""From a series of blocks to flags: each check looks at one thing and says what it saw."""
+"""`quality_flags`: the checks of a finished series of blocks. Each check looks at one thing and gives its evidence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nearpeak.units import percent, seconds
 
 CLOCK_SPREAD = 0.02
 EVENT_JITTER_SECONDS = 2e-6
-"""Events scatter by this much (seen on an H200): two humps so close are the instrument's own."""
+"""The scatter of events (measured on an H200): two modes this close are the instrument's own."""
 FULL_CLOCK = 0.98
 """A power cap at this share of the highest clock costs nothing worth a flag."""
 SHARED_BLOCKS = 0.25
@@ -26,28 +26,28 @@ SHARED_BLOCKS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Counts that must not move while timing."""
+    """Counters that must not change while timing."""
 
     allocations: int
     compilations: int
 
     @staticmethod
-    def now(subject: PreparedCase) -> Counters:
-        """The counts at this moment."""
+    def now(prepared: PreparedCase) -> Counters:
+        """The counters now."""
         allocations = 0
-        if subject.device is not None:
-            allocations = subject.device.backend.driver_allocations(subject.device.index)
+        if prepared.device is not None:
+            allocations = prepared.device.backend.driver_allocations(prepared.device.index)
         return Counters(allocations=allocations, compilations=_compilations())
 
 
 def interval_of(blocks: Sequence[Block], options: Options) -> tuple[float, Interval]:
-    """Median and interval of the blocks' readings, widened where neighbors agree too much."""
+    """Median and interval of the blocks' readings, widened where neighboring blocks are correlated."""
     values = [block.seconds for block in blocks]
     return median(values), median_interval(values, options.confidence, inflate=inflation(values))
 
 
 def quality_flags(
-    subject: PreparedCase,
+    prepared: PreparedCase,
     blocks: Sequence[Block],
     options: Options,
     before: Counters,
@@ -56,14 +56,14 @@ def quality_flags(
     converged: bool,
 ) -> list[Flag]:
     """All flags of a finished series."""
-    flags = [*subject.flags]
-    flags += _series_flags(subject, blocks, options, converged)
-    flags += _condition_flags(subject, blocks)
-    flags += _case_flags(subject, before, after)
+    flags = [*prepared.flags]
+    flags += _series_flags(prepared, blocks, options, converged)
+    flags += _condition_flags(prepared, blocks)
+    flags += _case_flags(prepared, before, after)
     return flags
 
 
-def _series_flags(subject: PreparedCase, blocks: Sequence[Block], options: Options, converged: bool) -> Iterator[Flag]:
+def _series_flags(prepared: PreparedCase, blocks: Sequence[Block], options: Options, converged: bool) -> Iterator[Flag]:
     values = [block.seconds for block in blocks]
     middle, interval = interval_of(blocks, options)
     if not converged:
@@ -80,10 +80,10 @@ def _series_flags(subject: PreparedCase, blocks: Sequence[Block], options: Optio
         evidence = f"in {exposed} of {len(hidden)} blocks the device ran dry while calls were enqueued"
         yield make_flag("LAUNCH_NOT_HIDDEN", evidence)
     readings = values
-    if not isinstance(subject.sampler, RegressionSampler):  # whose readings are two sums, not calls
+    if not isinstance(prepared.sampler, RegressionSampler):  # whose readings are two sums, not calls
         readings = [reading for block in blocks for reading in block.readings]
     humps = modality(readings)
-    jitter = EVENT_JITTER_SECONDS if isinstance(subject.sampler, (EventSampler, GraphSampler)) else 0.0
+    jitter = EVENT_JITTER_SECONDS if isinstance(prepared.sampler, (EventSampler, GraphSampler)) else 0.0
     if len(readings) >= 40 and humps > 2.8 and quantile(readings, 0.9) > 1.05 * quantile(readings, 0.1) + jitter:
         evidence = f"m-value {humps:.1f} over {len(readings)} readings, 10 % to 90 %: "
         spread = f"{seconds(quantile(readings, 0.1))} to {seconds(quantile(readings, 0.9))}"
@@ -108,16 +108,16 @@ THROTTLE_FLAGS = {
 }
 
 
-def _condition_flags(subject: PreparedCase, blocks: Sequence[Block]) -> Iterator[Flag]:
-    seen: dict[str, int] = {}
-    fastest = subject.device.conditions.highest_clock_hz() if subject.device is not None else None
+def _condition_flags(prepared: PreparedCase, blocks: Sequence[Block]) -> Iterator[Flag]:
+    blocks_by_reason: dict[str, int] = {}
+    fastest = prepared.device.conditions.highest_clock_hz() if prepared.device is not None else None
     for block in blocks:
         clock = block.conditions.clock_hz
         at_full_clock = fastest is not None and clock is not None and clock >= FULL_CLOCK * fastest
         for reason in block.conditions.throttle:
             if not at_full_clock:
-                seen[reason] = seen.get(reason, 0) + 1
-    for reason, count in seen.items():
+                blocks_by_reason[reason] = blocks_by_reason.get(reason, 0) + 1
+    for reason, count in blocks_by_reason.items():
         if count >= SHARED_BLOCKS * len(blocks):
             yield make_flag(THROTTLE_FLAGS[reason], f"{reason} in {count} of {len(blocks)} blocks")
     clocks = [block.conditions.clock_hz for block in blocks if block.conditions.clock_hz]
@@ -125,21 +125,21 @@ def _condition_flags(subject: PreparedCase, blocks: Sequence[Block]) -> Iterator
         low, high = quantile(clocks, 0.1), quantile(clocks, 0.9)
         if high - low > CLOCK_SPREAD * high:
             yield make_flag("CLOCK_VARIED", f"10 % to 90 % of the blocks: {low / 1e6:.0f} to {high / 1e6:.0f} MHz")
-    if subject.device is not None:
-        processes = subject.device.conditions.processes()
+    if prepared.device is not None:
+        processes = prepared.device.conditions.processes()
         if processes is not None and processes > 1:
             yield make_flag("GPU_SHARED", f"{processes} processes hold compute contexts")
 
 
-def _case_flags(subject: PreparedCase, before: Counters, after: Counters) -> Iterator[Flag]:
-    case, probe = subject.case, subject.probe
+def _case_flags(prepared: PreparedCase, before: Counters, after: Counters) -> Iterator[Flag]:
+    case, probe = prepared.case, prepared.probe
     if after.allocations > before.allocations:
         evidence = f"{after.allocations - before.allocations} allocations from the driver during the timed blocks"
         yield make_flag("MEMORY_ALLOCATED", evidence)
     if after.compilations > before.compilations:
         evidence = f"compilations during the timed blocks: {after.compilations - before.compilations}"
         yield make_flag("COMPILED_DURING_TIMING", evidence)
-    if probe.memory_growth > 0 and (subject.device is not None or probe.memory_growth > 2**20):
+    if probe.memory_growth > 0 and (prepared.device is not None or probe.memory_growth > 2**20):
         yield make_flag("MEMORY_GROWS", f"{probe.memory_growth / 2**20:.3g} MiB more after every call")
     if probe.page_faults >= MANY_FAULTS and probe.memory_growth == 0.0:
         faults = round(probe.page_faults)

@@ -1,7 +1,7 @@
-"""Results in files: `save`, `load_result`, and `against`, which holds a run beside a saved one. No torch.
+"""Results in files: `save`, `load_result`, and `compare_to_baseline`. Plain data, no torch.
 
-A file is one JSON object. `nearpeak` names what it holds (timing, comparison or sweep), `schema` its version; the rest
-are the fields of that result. Reading builds declared fields from plain data and executes nothing.
+A file is one JSON object. Its field `nearpeak` names the result (timing, comparison or sweep), `schema` its version;
+the other fields are those of the result. Reading builds declared fields from plain data and executes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS: dict[str, type[Result]] = {"timing": Timing, "comparison": Comparison, "
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The result as plain JSON data, with what it is and its schema first."""
+    """The result as plain JSON data, its type and schema first."""
     kind = next(name for name, cls in _KINDS.items() if isinstance(result, cls))
     return {"nearpeak": kind, "schema": SCHEMA, **to_json(result)}
 
@@ -75,7 +75,7 @@ def load_result(path: str | Path) -> Result:
 
 
 def as_sweep(result: Result) -> Sweep:
-    """A sweep itself, or a timing as a sweep of one point, so that either can be a baseline."""
+    """A sweep itself, or a timing as a sweep of one point: either can be a baseline."""
     if isinstance(result, Sweep):
         return result
     if isinstance(result, Timing):
@@ -85,13 +85,13 @@ def as_sweep(result: Result) -> Sweep:
 
 
 def label(parameters: Mapping[str, Any]) -> str:
-    """A grid point in words: "rows=4096, dtype=float16"."""
+    """A grid point as text: "rows=4096, dtype=float16"."""
     return ", ".join(f"{name}={value}" for name, value in parameters.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One grid point, then and now. The runs were not interleaved, so this is no verdict."""
+    """One grid point in two runs. The runs were not interleaved, so this is no verdict."""
 
     point: str
     old: Timing
@@ -106,20 +106,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineComparison:
-    """A run beside a saved one."""
+    """A run compared to a saved one."""
 
     rows: tuple[Change, ...]
     environment: tuple[str, ...]
-    """What differs between the two environments, in words; empty where device, driver, torch and threads agree."""
+    """The differences of the two environments; empty where device, driver, torch and threads agree."""
     only_old: tuple[str, ...]
     only_new: tuple[str, ...]
 
 
 def compare_to_baseline(new: Sweep | Timing, old: Sweep | Timing) -> BaselineComparison:
-    """Point by point: the ratio of the times, and whether the intervals are apart.
+    """The ratio of the times at each point, and whether the intervals overlap.
 
-    Two runs at different times differ by heat, clocks and neighbors as well as by the code, and an interval covers
-    only its own run. Use `compare` for a verdict.
+    Two runs differ by heat, clocks and neighbors as well as by the code, and an interval covers only its own run. Use
+    `compare` for a verdict.
     """
     new_points = {label(timing.parameters): timing for timing in as_sweep(new).timings}
     old_points = {label(timing.parameters): timing for timing in as_sweep(old).timings}
@@ -136,10 +136,10 @@ def compare_to_baseline(new: Sweep | Timing, old: Sweep | Timing) -> BaselineCom
 
 
 def _change(point: str, old: Timing, new: Timing) -> Change:
-    for what in ("kind", "cache", "regime"):
-        before, now = getattr(old, what), getattr(new, what)
-        if before != now:
-            reason = f"{what} {before} then, {now} now"
+    for name in ("kind", "cache", "regime"):
+        old_value, new_value = getattr(old, name), getattr(new, name)
+        if old_value != new_value:
+            reason = f"{name} {old_value} then, {new_value} now"
             return Change(point=point, old=old, new=new, ratio=None, state="not comparable", reason=reason)
     if old.seconds <= 0:
         reason = "the old time is not above zero"
@@ -150,10 +150,10 @@ def _change(point: str, old: Timing, new: Timing) -> Change:
 
 
 def _differences(old: Environment, new: Environment) -> Iterator[str]:
-    for what in ("device", "driver", "torch", "threads"):
-        before, now = getattr(old, what), getattr(new, what)
-        if before != now:
-            yield f"{what}: {before} then, {now} now"
+    for name in ("device", "driver", "torch", "threads"):
+        old_value, new_value = getattr(old, name), getattr(new, name)
+        if old_value != new_value:
+            yield f"{name}: {old_value} then, {new_value} now"
 
 
 def _timings(result: Result) -> tuple[Timing, ...]:

@@ -23,20 +23,20 @@ from nearpeak.measure.timing import Block, Cache, Kind
 HOT_BLOCK_SECONDS = 4e-3
 COLD_CALLS = 3
 HOST_EVICT_FACTOR = 2.0
-"""How many times the last-level cache is swept before a cold call; the self-test breaks it on purpose."""
+"""How many times the last-level cache is swept before a cold call. The self-test changes it to break the eviction."""
 UNKNOWN_CACHE_BYTES = 64 * 2**20
-"""Swept when the system does not tell the size of its last-level cache; the timing is then flagged."""
+"""The sweep where the system does not report the size of its last-level cache; the timing is flagged."""
 
 
 class HostEviction:
-    """Sweeps a buffer of twice the last-level cache through the cores."""
+    """Evicts the CPU's caches: reads a buffer of twice the last-level cache."""
 
     def __init__(self) -> None:
         self.cache_bytes = detect_cpu().cache_bytes
         self._sweep = torch.randn(int(HOST_EVICT_FACTOR * (self.cache_bytes or UNKNOWN_CACHE_BYTES)) // 4)
 
     def __call__(self) -> None:
-        """Reads it all."""
+        """Reads the buffer."""
         torch.sum(self._sweep)
 
 
@@ -105,7 +105,7 @@ STAGE_SECONDS = 50e-6
 
 
 class Sampler(Protocol):
-    """Measures one subject, a block at a time."""
+    """Measures one case, one block at a time."""
 
     kind: Kind
     method: str
@@ -119,8 +119,8 @@ class Sampler(Protocol):
 class EventSampler:
     """Time of each call between two events, with the enqueuing hidden behind a spin and proven hidden.
 
-    `zero_seconds` is what the pair of events reads around a kernel beyond that kernel's own duration; the instrument
-    measures it in the same process and in the same surroundings.
+    `zero_seconds` is the overhead of the pair of events around a kernel; the instrument measures it in the same process
+    and under the same conditions.
     """
 
     kind: Kind = "device"
@@ -143,7 +143,7 @@ class EventSampler:
         self.method = f"CUDA events around each call, behind a spin, less their zero of {zero_seconds * 1e6:.2f} us"
 
     def block(self) -> Block:
-        """Enqueues all calls of the block behind a spin; a spin that ended too early is made longer, then given up."""
+        """Enqueues all calls behind a spin. A spin that ends too early is made longer, up to a limit."""
         for _ in range(4):
             block, enqueuing = self._try_block()
             if block.launch_hidden or self.spin_seconds >= LONGEST_SPIN_SECONDS:
@@ -172,9 +172,9 @@ class EventSampler:
 class GraphSampler:
     """The same stages, events and calls as an `EventSampler`, captured once in a CUDA graph and replayed.
 
-    The host's part is gone, so that nothing needs hiding, and around one kernel the events read its duration to
-    0.2 us. The pauses between the kernels of a call are those of a graph, shorter than those of a stream: for several
-    kernels it is another kind of time.
+    The host launches once, so no launch needs hiding, and around one kernel the events read its duration to 0.2 us. The
+    gaps between the kernels of a call are those of a graph, shorter than those of a stream: for several kernels this is
+    another kind of time.
     """
 
     def __init__(
@@ -215,10 +215,10 @@ class GraphSampler:
 
 
 class RegressionSampler:
-    """What one more call adds to a CUDA graph of hot calls: a graph of many calls against one of few, in random order.
+    """The time that one more call adds to a CUDA graph of hot calls: a graph of many calls against one of few.
 
-    Free of event and launch overhead, and averaged over hundreds of calls, which suits kernels of a few microseconds.
-    What remains is the pause between two kernels of a graph, `gap_seconds`, measured by the instrument.
+    It has no event or launch overhead and averages over hundreds of calls, which suits kernels of a few microseconds.
+    The gap between two kernels of a graph, `gap_seconds`, is measured by the instrument and subtracted.
     """
 
     kind: Kind = "device"
@@ -258,7 +258,7 @@ class RegressionSampler:
         return self.device.backend.capture(repeated)
 
     def block(self) -> Block:
-        """Replays both graphs behind one spin, long enough for both launches, and takes the difference."""
+        """Replays both graphs in random order behind one spin, and takes the difference."""
         for _ in range(4):
             block = self._try_block()
             if block.launch_hidden:
@@ -287,7 +287,7 @@ def _between(events: Any, pairs: int, zero: float) -> tuple[float, ...]:
 
 
 class WallSampler:
-    """Wall time on the host's clock, for the three kinds of time that the host sees."""
+    """Wall time on the host's clock, for the kinds pipelined, latency and enqueue."""
 
     def __init__(
         self,

@@ -418,11 +418,11 @@ def interval_coverage(place: Place, quick: bool) -> Experiment:
     options = Options(cache="hot", precision=0.002)
     case = _ordinary_cases(place)[0]
     total = 300 if quick else 1500
-    subject = prepare(case, options)
+    prepared = prepare(case, options)
     with quiet_collector():
         for _ in range(10):
-            subject.sampler.block()
-        blocks = [subject.sampler.block() for _ in range(total)]
+            prepared.sampler.block()
+        blocks = [prepared.sampler.block() for _ in range(total)]
     long_run = median([block.seconds for block in blocks])
     in_order = _covered(blocks, long_run, options)
     shuffled = list(blocks)
@@ -493,22 +493,22 @@ def _options(place: Place) -> Options:
 def _compare_many(place: Place, a: Case, b: Case, count: int) -> list[Comparison]:
     """Comparisons with the default rules, on subjects that are prepared once."""
     options = _options(place)
-    subjects = prepare_pair(a, b, options)
+    pair = prepare_pair(a, b, options)
     results = []
     with quiet_collector():
-        for subject in subjects:
+        for prepared in pair:
             for _ in range(5):
-                subject.sampler.block()
+                prepared.sampler.block()
         for seed in range(count):
-            results.append(_compare_once(subjects, options, seed))
+            results.append(_compare_once(pair, options, seed))
     return results
 
 
-def _compare_once(subjects: tuple[PreparedCase, PreparedCase], options: Options, seed: int) -> Comparison:
-    series, interrupted = collect_pairs(subjects, replace(options, seed=seed), lambda line: None)
+def _compare_once(pair: tuple[PreparedCase, PreparedCase], options: Options, seed: int) -> Comparison:
+    series, interrupted = collect_pairs(pair, replace(options, seed=seed), lambda line: None)
     if interrupted:
         raise KeyboardInterrupt
-    timings = [make_timing(subject, series[i], options, []) for i, subject in enumerate(subjects)]
+    timings = [make_timing(prepared, series[i], options, []) for i, prepared in enumerate(pair)]
     return judge(timings[0], timings[1], margin=MARGIN, confidence=options.confidence)
 
 
@@ -536,11 +536,11 @@ def _false_verdicts(name: str, question: str, results: dict[str, dict[str, int]]
 def _sequential(place: Place, case: Case, rounds: int) -> int:
     """What the naive design says: all of one, then all of the other, different if the intervals do not touch."""
     options = _options(place)
-    subject = prepare(case, options)
+    prepared = prepare(case, options)
     false = 0
     with quiet_collector():
         for _ in range(rounds):
-            series = [[subject.sampler.block().seconds for _ in range(20)] for _ in range(2)]
+            series = [[prepared.sampler.block().seconds for _ in range(20)] for _ in range(2)]
             first, second = (median_interval(values) for values in series)
             false += first.high < second.low or second.high < first.low
     return false

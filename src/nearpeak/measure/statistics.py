@@ -1,4 +1,4 @@
-"""The few statistics that timing needs: exact, non-parametric, without a dependency.
+"""The statistics of timing: exact, non-parametric, without dependencies.
 
 The unit of replication is a block of calls, not a call: calls inside a block share clocks, caches and neighbors.
 No value is ever removed.
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A confidence interval and the coverage that its ranks really have."""
+    """A confidence interval and its exact coverage."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95, *, inflat
     ordered = sorted(values)
     n = len(ordered)
     low_rank = _lower_rank(n, confidence)
-    # Of the ranks before they are widened: widening makes up for neighbors that agree, it does not add confidence.
+    # Of the ranks before they are widened: widening makes up for correlation, it does not add confidence.
     coverage = 1.0 - 2.0 * sum(math.comb(n, i) for i in range(low_rank)) / 2.0**n
     if inflate > 1.0:
         low_rank = max(1, math.floor((n + 1) / 2 - inflate * ((n + 1) / 2 - low_rank)))
@@ -84,7 +84,7 @@ def lag1(values: Sequence[float]) -> float:
 
 
 def inflation(values: Sequence[float]) -> float:
-    """How much wider an interval must be because neighbors agree: sqrt((1 + r) / (1 - r)) for r above its noise."""
+    """The factor by which correlated neighbors widen an interval: sqrt((1 + r) / (1 - r)) for r above its noise."""
     correlation = lag1(values)
     if correlation < 1.0 / math.sqrt(max(1, len(values))):
         return 1.0
@@ -155,7 +155,7 @@ def _signed_rank_cut(n: int, confidence: float) -> tuple[int, float]:
 
 
 def modality(values: Sequence[float]) -> float:
-    """The m-value: 2 for one hump, 4 for two; above 2.8 a distribution has more than one mode.
+    """The m-value: 2 for one mode, 4 for two; above 2.8 a distribution is multimodal.
 
     The sum of the rises and falls of the histogram over its highest bin, with twenty values to a bin where there are
     enough, so that small samples do not look ragged.
@@ -170,7 +170,7 @@ def modality(values: Sequence[float]) -> float:
         if low <= value <= high:
             counts[min(bins - 1, int((value - low) / (high - low) * bins))] += 1
     heights = [0, *counts, 0]
-    # A rise or fall smaller than its counting noise is no hump.
+    # A rise or fall smaller than its counting noise is no mode.
     total, last = 0.0, 0
     for height in heights[1:]:
         if abs(height - last) > 2 * math.sqrt(max(height + last, 1)) or height == 0:

@@ -57,7 +57,7 @@ def sweep(
         >>> [timing.parameters["n"] for timing in result.timings]
         ['64', '4096']
     """
-    options_from(options)  # a misspelt option is one error now, not a failure at every point
+    options_from(options)  # a misspelled option is one error here, and not a failure at every point
     builder = build if isinstance(build, CaseBuilder) else _builder(build)
     points = _points(builder, grid)
     say = progress or (lambda line: None)
@@ -70,7 +70,7 @@ def sweep(
         tell(done, len(points), where)
         say(f"[{done + 1}/{len(points)}] {where}")
         try:
-            # Nothing here keeps the case: its tensors go before the next point is built.
+            # The case is not stored: its tensors are freed before the next point is built.
             timings.append(
                 bench(builder.build(**parameters), machine=machine, strict=strict, progress=progress, **options)
             )

@@ -32,7 +32,7 @@ Grade = Literal["A", "B", "C", "F"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One finding about a measurement."""
+    """One doubt about a measurement, or a note on it."""
 
     name: str
     severity: Severity
@@ -127,10 +127,7 @@ class InputStatistics:
 
     @property
     def degenerate(self) -> str | None:
-        """Why this data would flatter (or spoil) a benchmark, or None.
-
-        Masks (bool) and single numbers are what they are: never degenerate.
-        """
+        """Why this data would make a benchmark too fast or meaningless, or None. Masks (bool) and scalars never do."""
         elements = math.prod(self.shape)
         if elements <= 1 or self.dtype == "bool":
             return None
@@ -158,18 +155,18 @@ Verdict = Literal["FASTER", "SLOWER", "EQUIVALENT", "INCONCLUSIVE"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Calls made together. `seconds` per call is the block's reading; `readings` are what it was made from."""
+    """Calls that are timed together. `seconds` per call is the median of `readings`, or derived from them."""
 
     seconds: float
     readings: tuple[float, ...]
     launch_hidden: bool | None = None
-    """Whether the device was still busy with the harness's own delay when the last call had been enqueued."""
+    """Whether the device was still busy with the spin when the last call had been enqueued."""
     conditions: Conditions = field(default_factory=Conditions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where and when."""
+    """Where and when a measurement was taken."""
 
     device: str
     driver: str | None
@@ -182,7 +179,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One measurement. `seconds` is the median over blocks, `low` to `high` its interval within this run."""
+    """One measurement. `seconds` is the median over blocks, `low` to `high` its confidence interval within this run."""
 
     name: str
     seconds: float
@@ -211,7 +208,7 @@ class Timing:
     bound_ceilings: Literal["measured", "derated"] | None = None
     """Whether the bound rests on this machine's calibration or on a datasheet's figures times a factor."""
     partial: bool = False
-    """The run was interrupted; the figures are of what had been measured."""
+    """Whether the run was interrupted; the figures cover what was measured until then."""
     schema: int = SCHEMA
 
     @property
@@ -244,7 +241,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two subjects in interleaved random pairs of blocks. `ratio` is the time of `b` over the time of `a`."""
+    """Two cases timed in interleaved pairs of blocks. `ratio` is the time of `b` over the time of `a`."""
 
     a: Timing
     b: Timing
@@ -256,7 +253,7 @@ class Comparison:
     """Of b against a: FASTER, SLOWER, EQUIVALENT within `margin`, or INCONCLUSIVE."""
     margin: float
     detectable: float
-    """The smallest relative difference that this run would have seen four times out of five."""
+    """The smallest relative difference that this run would have detected four times out of five."""
     pairs: int
     partial: bool = False
     schema: int = SCHEMA
