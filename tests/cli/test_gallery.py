@@ -22,7 +22,7 @@ def test_lists_all_and_runs_none(capsys):
 
 def test_source_is_a_script(capsys):
     assert main(["gallery", "ridge", "--source"]) == 0
-    assert "def example(here: Context)" in capsys.readouterr().out
+    assert "def example(context: Context)" in capsys.readouterr().out
 
 
 def test_a_wrong_name_is_said_before_anything_runs(capsys):
@@ -88,7 +88,7 @@ def test_what_is_outside_of_its_band_is_marked(monkeypatch, capsys):
     assert pages.verdict(made(good, bad)) == "1 of 2 predictions are within their bands."
     assert pages.verdict(made(free)) == ""
     assert "1.30 !" in pages.text(made(bad))
-    monkeypatch.setattr("nearpeak.gallery.run.run_example", lambda name, here: made(bad))
+    monkeypatch.setattr("nearpeak.gallery.run.run_example", lambda name, context: made(bad))
     assert main(["gallery", "ridge", "--on", "h100-sxm"]) == 0
     assert main(["gallery", "ridge", "--on", "h100-sxm", "--check"]) == 1
     assert "1.30 !" in capsys.readouterr().out

@@ -213,16 +213,16 @@ def _flops(text: str) -> float:
 
 
 def test_heads_fewer_than_processors_wait() -> None:
-    here = run.make_context("h100-sxm")
+    context = run.make_context("h100-sxm")
     caches = {n: [(torch.empty(1, n, 2048, 64, dtype=torch.bfloat16, device="meta"),) * 2] for n in (32, 132, 264)}
-    assert kv_cache.waiting(here, caches[132]) == kv_cache.waiting(here, caches[264]) == 0
-    assert 1e-6 < kv_cache.waiting(here, caches[32]) < 32e-6
-    assert kv_cache.waiting(here, caches[32] * 3) == pytest.approx(3 * kv_cache.waiting(here, caches[32]))
+    assert kv_cache.waiting(context, caches[132]) == kv_cache.waiting(context, caches[264]) == 0
+    assert 1e-6 < kv_cache.waiting(context, caches[32]) < 32e-6
+    assert kv_cache.waiting(context, caches[32] * 3) == pytest.approx(3 * kv_cache.waiting(context, caches[32]))
 
 
 def test_cache_gives_the_same_token() -> None:
-    here = Context(machine=nearpeak.machine("h100-sxm"), device="cpu")
-    weights = kv_cache.layers(here, 2, 128, torch.float32)
+    context = Context(machine=nearpeak.machine("h100-sxm"), device="cpu")
+    weights = kv_cache.layers(context, 2, 128, torch.float32)
     x = torch.randn(1, 5, 128)
     caches = []
     before = x

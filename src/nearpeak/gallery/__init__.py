@@ -1,9 +1,9 @@
 """Worked examples of performance, run on the machine at hand.
 
-Each module of `examples` is one: its docstring is its title and its lesson, and `example(here)` reads from top to
-bottom and yields what is shown (`parts`): prose, tables, plots, and predictions beside measurements. `Here` is the
-machine it runs on, or one of the catalogue, for which it only predicts. `running.run` runs one, and `pages` writes it
-down as text, Markdown and HTML.
+Each module of `examples` is one: its docstring is its title and its lesson, and `example(context)` reads from top to
+bottom and yields what is shown (`parts`): prose, tables, plots, and predictions beside measurements. `Context` is the
+machine it runs on, or one of the catalogue, for which it only predicts. `run.run_example` runs one, and `pages` renders
+it as text, Markdown and HTML.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What an example shows: prose, tables, plots, bars and drawings, and predictions beside measurements.
+"""The parts of an example: prose, tables, plots, bars, drawings, and predictions beside measurements.
 
-All are data, so that a result is saved as JSON, and every page is a rendering of it.
+All are plain data: a result is saved as JSON, and every page is rendered from it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Prose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A prediction beside its measurement. Measured / predicted is to be between `low` and `high`.
+    """A prediction and its measurement. The ratio measured / predicted is expected between `low` and `high`.
 
-    A floor, which a measurement is not to be below of, has no `high`.
+    A lower bound has no `high`.
     """
 
     what: str
@@ -45,7 +45,7 @@ class Prediction:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the measurement is within the band; None where there is no band, or nothing was measured."""
+        """Whether the ratio is within the band; None without a band or a measurement."""
         if self.ratio is None or self.low is None:
             return None
         return self.low <= self.ratio and (self.high is None or self.ratio <= self.high)
@@ -53,7 +53,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionTable:
-    """Predictions beside measurements, all of one unit."""
+    """Predictions and measurements of one unit."""
 
     title: str
     rows: tuple[Prediction, ...]
@@ -89,7 +89,7 @@ class StackedBars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """An SVG picture of our own making, such as `render.svg.svg(scene)` or a roofline, with what it shows in words."""
+    """An SVG picture, such as `svg(scene)` or a roofline, with a description in words."""
 
     title: str
     described: str
@@ -101,38 +101,38 @@ Part = Prose | Table | PredictionTable | Plot | StackedBars | Drawing | CodeBloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleResult:
-    """One example as it was run."""
+    """Result of one run of an example."""
 
     name: str
     number: int
     title: str
     lesson: str
     machine: str
-    """Its name as the reader knows it, such as "NVIDIA H200"."""
+    """Name of the machine, such as "NVIDIA H200"."""
     measured: bool
     date: str
     versions: tuple[tuple[str, str], ...]
     seconds: float
     parts: tuple[Part, ...]
     skipped: str = ""
-    """Why there is nothing, where this machine cannot run it."""
+    """The reason where this machine cannot run it."""
 
     @property
     def rows(self) -> tuple[Prediction, ...]:
-        """All predictions beside measurements."""
+        """All predictions."""
         return tuple(row for part in self.parts if isinstance(part, PredictionTable) for row in part.rows)
 
     @property
     def missed(self) -> tuple[Prediction, ...]:
-        """Those outside of their bands."""
+        """Predictions outside of their bands."""
         return tuple(row for row in self.rows if row.holds is False)
 
 
 def prose(*paragraphs: str) -> Iterable[Prose]:
-    """Paragraphs; line ends within one are spaces."""
+    """Paragraphs; a line break within one is a space."""
     return [Prose(text=" ".join(one.split())) for one in paragraphs]
 
 
 def prediction_table(title: str, rows: Sequence[Prediction], *, unit: Unit = "s", note: str = "") -> PredictionTable:
-    """Rows under a title."""
+    """Predictions under a title."""
     return PredictionTable(title=title, rows=tuple(rows), unit=unit, note=note)

@@ -29,24 +29,24 @@ from nearpeak.plan.cluster.cluster import Cluster
 
 T = TypeVar("T")
 GPU_BAND = (0.8, 1.25)
-"""Measured / predicted on a GPU that nobody else uses."""
+"""Expected range of measured / predicted on a GPU that runs nothing else."""
 CPU_BAND = (0.5, 2.0)
-"""The same on a CPU, which others use too."""
+"""The same on a CPU, which other processes use too."""
 CLUSTER_GPU = "h100-sxm"
-"""Whose clusters are planned where there is no GPU."""
+"""The GPU of planned clusters where the machine has none."""
 FLOOR = (0.9, None)
-"""The same where what is predicted is the least that a call can take."""
+"""The same where the prediction is a lower bound."""
 MEASURE_SECONDS = 0.4
-"""For each measurement, at most."""
+"""Time limit of each measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A machine, and what an example may do there."""
+    """The machine that an example runs on."""
 
     machine: Machine
     device: str
-    """"cuda" or "cpu": whose tensors are made, also where nothing runs."""
+    """"cuda" or "cpu": the device of tensors, also where nothing is measured."""
     measures: bool = True
     progress: Callable[[str], None] = field(default=lambda line: None)
 
@@ -56,65 +56,65 @@ class Context:
         return self.device == "cuda"
 
     def pick(self, *, gpu: T, cpu: T) -> T:
-        """Sizes that take milliseconds on either."""
+        """Sizes for the kind of machine, such that a call takes milliseconds."""
         return gpu if self.gpu else cpu
 
     @property
     def tensors(self) -> str:
-        """The device of tensors: "meta" where nothing runs, so that they take no memory."""
+        """The device of tensors: "meta" where nothing is measured, so that they take no memory."""
         return self.device if self.measures else "meta"
 
     @property
     def half(self) -> torch.dtype:
-        """bfloat16, or float16 where the machine has no other 16 bits."""
+        """bfloat16, or float16 where the machine has no bfloat16."""
         ceilings = self.machine.achievable or self.machine.theoretical
-        has = ceilings is None or "bfloat16" in {*ceilings.matrix, *ceilings.vector}
-        return torch.bfloat16 if has else torch.float16
+        supported = ceilings is None or "bfloat16" in {*ceilings.matrix, *ceilings.vector}
+        return torch.bfloat16 if supported else torch.float16
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Modules are built inside, on `device`: real ones, or fake ones where nothing runs."""
+        """A context manager to build modules in: with fake tensors where nothing is measured."""
         with nullcontext() if self.measures else nearpeak.fake():
             yield
 
     @property
     def band(self) -> tuple[float, float]:
-        """Between what measured / predicted is to be, where nothing is said."""
+        """Expected range of measured / predicted."""
         return GPU_BAND if self.gpu else CPU_BAND
 
     def cluster(self, gpus: int) -> Cluster:
-        """So many of this GPU, as they are usually joined; of H100s where the machine is none or its links unknown."""
+        """A cluster of this GPU; of H100s where the machine is no GPU or its links are not known."""
         try:
             return Cluster.of(self.machine if self.gpu else CLUSTER_GPU, gpus=gpus)
         except UsageError:
             return Cluster.of(CLUSTER_GPU, gpus=gpus)
 
     def estimate(self, fn: Callable[..., Any], *args: Any) -> nearpeak.Estimate:
-        """A call on this machine, op by op, on fake tensors."""
+        """The estimate of a call on this machine, from fake tensors."""
         with nearpeak.fake():
-            stand_ins = tree_map_only(torch.Tensor, self._stand_in, args)
-        return nearpeak.estimate(fn, *stand_ins, on=self.machine)
+            fake_args = tree_map_only(torch.Tensor, self._fake_tensor, args)
+        return nearpeak.estimate(fn, *fake_args, on=self.machine)
 
     def predict(self, fn: Callable[..., Any], *args: Any) -> float:
-        """What a call is expected to take: its ops at what kernels reach on this machine.
+        """Expected seconds of a call: its ops at the efficiency of kernels on this machine.
 
-        A machine of the catalogue whose kernels nobody has measured gives the bound instead.
+        Without measured efficiencies, as for most machines of the catalogue, the bound.
         """
-        found = self.estimate(fn, *args)
-        return found.as_written_s if found.expected_s is None else found.expected_s
+        estimate = self.estimate(fn, *args)
+        return estimate.as_written_s if estimate.expected_s is None else estimate.expected_s
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the machine for one of "meta", for which torch would choose neither its ops nor kernels."""
+    def _fake_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor on `device` for a "meta" tensor, for which torch would choose other ops."""
         if tensor.device.type != "meta":
             return tensor
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
     def measure(self, fn: Callable[..., Any], *args: Any, **options: Any) -> float | None:
-        """What a call takes, in seconds; None where nothing runs. `options` are those of `nearpeak.bench`."""
+        """Measured seconds of a call; None where nothing is measured. `options` are those of `nearpeak.bench`."""
         if not self.measures:
             return None
-        given = {"max_seconds": MEASURE_SECONDS, "warmup_seconds": 0.05, "other_kinds": False, **options}
-        return nearpeak.bench(fn, *args, machine=self.machine, **given).seconds
+        options = {"max_seconds": MEASURE_SECONDS, "warmup_seconds": 0.05, "other_kinds": False, **options}
+        return nearpeak.bench(fn, *args, machine=self.machine, **options).seconds
 
     def row(
         self,
@@ -125,7 +125,7 @@ class Context:
         predicted: float | None = None,
         **options: Any,
     ) -> Prediction:
-        """A call predicted, or with a prediction of one's own, and measured."""
+        """A call, predicted and measured; `predicted` replaces the prediction."""
         self.progress(what)
         low, high = band or self.band
         return Prediction(
@@ -138,25 +138,20 @@ class Context:
 
 
 class SkipExample(Exception):
-    """An example that a machine cannot run, and why."""
+    """Raised by an example that cannot run on this machine, with the reason."""
 
 
 def make_context(on: str | None = None, progress: Callable[[str], None] | None = None) -> Context:
-    """This machine, or one of the catalogue, for which nothing is measured.
+    """The context of this machine, or of one of the catalogue, for which nothing is measured.
 
-    On a CPU the process keeps what it frees from here on, as it does on a GPU: otherwise large results would cost page
-    faults besides, or not, as earlier examples left the heap.
+    On a CPU, freed memory stays with the process from now on, as it does on a GPU. Otherwise large results would cost
+    page faults or not, depending on earlier examples.
     """
     machine = nearpeak.machine(on, progress=progress)
-    device = "cuda" if (gpu_backend() is not None if on is None else is_gpu(machine)) else "cpu"
+    device = "cuda" if (gpu_backend() is not None if on is None else machine.kind == "gpu") else "cpu"
     if on is None and device == "cpu":
         keep_freed_memory()
     return Context(machine=machine, device=device, measures=on is None, progress=progress or (lambda line: None))
-
-
-def is_gpu(machine: Machine) -> bool:
-    """Whether a machine of the catalogue is a GPU."""
-    return machine.kind == "gpu"
 
 
 def title_and_lesson(name: str) -> tuple[str, str]:
@@ -166,29 +161,29 @@ def title_and_lesson(name: str) -> tuple[str, str]:
 
 
 def example_source(name: str) -> str:
-    """The text of an example."""
+    """The source code of an example."""
     return inspect.getsource(_example_module(name))
 
 
-def run_example(name: str, here: Context) -> ExampleResult:
-    """Runs one example."""
+def run_example(name: str, context: Context) -> ExampleResult:
+    """Run one example."""
     module = _example_module(name)
     title, lesson = title_and_lesson(name)
     start = time.perf_counter()
     parts: list[Part] = []
     skipped = ""
     try:
-        for part in module.example(here):
+        for part in module.example(context):
             parts += part if isinstance(part, Iterable) else [part]
-    except SkipExample as why:
-        skipped = str(why)
+    except SkipExample as reason:
+        skipped = str(reason)
     return ExampleResult(
         name=name,
         number=NAMES.index(name) + 1,
         title=title,
         lesson=lesson,
-        machine=here.machine.name,
-        measured=here.measures,
+        machine=context.machine.name,
+        measured=context.measures,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         versions=(
             ("nearpeak", nearpeak.__version__),

@@ -58,19 +58,19 @@ def crossing(short: Sequence[tuple[float, float]], long: Sequence[tuple[float, f
     return None
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Operations and bytes, then times by length."""
-    heads, dim = here.pick(gpu=(16, 128), cpu=(4, 32))
-    lengths = here.pick(gpu=(1024, 2048, 4096, 8192, 16384), cpu=(128, 256, 512, 1024, 2048))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    heads, dim = context.pick(gpu=(16, 128), cpu=(4, 32))
+    lengths = context.pick(gpu=(1024, 2048, 4096, 8192, 16384), cpu=(128, 256, 512, 1024, 2048))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
     ways = {
         "softmax, fused": softmax_attention,
-        "linear, in chunks": kernels.linear_attention if here.gpu else chunked,
+        "linear, in chunks": kernels.linear_attention if context.gpu else chunked,
         "linear, naive": naive_linear_attention,
     }
 
     def inputs(tokens: int) -> list[Tensor]:
-        return [torch.randn(1, heads, tokens, dim, dtype=dtype, device=here.tensors) for _ in range(3)]
+        return [torch.randn(1, heads, tokens, dim, dtype=dtype, device=context.tensors) for _ in range(3)]
 
     tokens = min(lengths[-1], LONGEST_NAIVE)
     table = [(name, *_counts(name, heads, tokens, dim, dtype.itemsize)) for name in ways]
@@ -82,7 +82,7 @@ def example(here: Context) -> Iterator[Part]:
         " next. Naive: a state for each token, written, summed along tokens, and read.",
     )
     soft, _, plain = table
-    ridge = here.machine.ridge(str(dtype).removeprefix("torch."))
+    ridge = context.machine.ridge(str(dtype).removeprefix("torch."))
     yield from prose(
         f"By operations the naive form is {significant(soft[1] / plain[1], 2)} times cheaper than softmax attention at"
         f" this length. By bytes it is {plain[2] / soft[2]:.0f} times dearer, with"
@@ -97,7 +97,7 @@ def example(here: Context) -> Iterator[Part]:
         for name, way in ways.items():
             if name == "linear, naive" and length > LONGEST_NAIVE:
                 continue
-            row = here.row(f"{name}, {length}", way, *inputs(length), band=bands.get(name), max_seconds=0.25)
+            row = context.row(f"{name}, {length}", way, *inputs(length), band=bands.get(name), max_seconds=0.25)
             found[name].append((length, row))
     for name, rows in found.items():
         yield prediction_table(name, [row for _, row in rows])
@@ -110,11 +110,11 @@ def example(here: Context) -> Iterator[Part]:
         Series(
             name=f"{name}, {how}", points=tuple(times(name, how == "measured")), color=number, dashed=how != "measured"
         )
-        for how in (("predicted", "measured") if here.measures else ("predicted",))
+        for how in (("predicted", "measured") if context.measures else ("predicted",))
         for number, name in enumerate(ways)
     ]
     yield Plot(title="Time by length", series=tuple(series), x_label="tokens", y_label="time", log_x=True, log_y=True)
-    for how in ("predicted", "measured") if here.measures else ("predicted",):
+    for how in ("predicted", "measured") if context.measures else ("predicted",):
         curves = [times(name, how == "measured") for name in ways]
         where = crossing(curves[0], curves[1])
         losing = sum(naive > soft for (_, soft), (_, naive) in zip(curves[0], curves[2], strict=False))

@@ -33,35 +33,42 @@ from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text
 from nearpeak.render.picture.svg import svg
 from nearpeak.units import quantity, seconds
 
+OPS = {
+    "broadcast": "every rank gets what one has",
+    "all_reduce": "every rank gets the sum of what all have",
+    "reduce_scatter": "every rank gets its part of the sum",
+    "all_gather": "every rank gets the parts of all",
+    "all_to_all": "every rank gets one part from each: a transposition",
+}
+SIZE = 8 * 2**20
+"""Bytes of a collective between the two processes."""
+MODULE = "nearpeak.gallery.examples.collectives"
+RANKS = 2
+REPEATS = 9
+ELEMENTS = 4
+"""Elements of a block, where only the values are checked."""
+TIMEOUT_SECONDS = 20.0
+"""Time limit of the two processes."""
 Block = tuple[tuple[int, int], ...]
 """The sum of pieces, each a (rank, piece) of before; () is an empty place."""
 
 
-def blocks_before(op: str, ranks: int) -> list[list[Block]]:
-    """What each rank holds at first, by place."""
-    filled: dict[str, list[list[bool]]] = {
-        "broadcast": [[rank == 0] * ranks for rank in range(ranks)],
-        "all_gather": [[place == rank for place in range(ranks)] for rank in range(ranks)],
-    }
-    everything = [[True] * ranks for _ in range(ranks)]
-    return [
-        [((rank, place),) if full else () for place, full in enumerate(row)]
-        for rank, row in enumerate(filled.get(op, everything))
-    ]
-
-
-def blocks_after(op: str, ranks: int) -> list[list[Block]]:
-    """What each rank holds then."""
-    sums = [tuple((rank, place) for rank in range(ranks)) for place in range(ranks)]
-    places = range(ranks)
-    by_rank: dict[str, list[list[Block]]] = {
-        "broadcast": [[((0, place),) for place in places] for _ in places],
-        "all_reduce": [list(sums) for _ in places],
-        "reduce_scatter": [[sums[place] if place == rank else () for place in places] for rank in places],
-        "all_gather": [[((place, place),) for place in places] for _ in places],
-        "all_to_all": [[((place, rank),) for place in places] for rank in places],
-    }
-    return by_rank[op]
+def example(context: Context) -> Iterator[Part]:
+    """Drawings, prices, training, and two processes."""
+    for op, does in OPS.items():
+        yield draw_collective(op, does)
+    yield from prose(
+        "A color is the rank that a block comes from, and a block of four stripes is the sum of four. An all-reduce"
+        " is a reduce-scatter followed by an all-gather; that is why the sharded forms of training cost no more bytes"
+        " for gradients than the plain one."
+    )
+    own = context.cluster(64)
+    linked = own if own.fabric == "switch" else plan.Cluster.of("h100-sxm", gpus=64)
+    node = plan.Cluster.of(linked.machine, gpus=8)
+    wires = [("PCIe", plan.Cluster.of("l40s x 8"), 8), ("NVLink", node, 8), ("network", linked, 1)]
+    yield from _prices(wires)
+    yield from _training(wires)
+    yield from _for_real(context)
 
 
 def draw_collective(op: str, does: str) -> Drawing:
@@ -104,135 +111,31 @@ def _box(left: float, top: float, width: float, height: float) -> tuple[tuple[fl
     return ((left, top), (left + width, top), (left + width, top + height), (left, top + height))
 
 
-RANKS = 2
-REPEATS = 9
-ELEMENTS = 4
-"""Of a block, where only the values matter."""
-TIMEOUT_SECONDS = 20.0
-"""Seconds until the two processes are given up."""
+def blocks_before(op: str, ranks: int) -> list[list[Block]]:
+    """What each rank holds at first, by place."""
+    filled: dict[str, list[list[bool]]] = {
+        "broadcast": [[rank == 0] * ranks for rank in range(ranks)],
+        "all_gather": [[place == rank for place in range(ranks)] for rank in range(ranks)],
+    }
+    everything = [[True] * ranks for _ in range(ranks)]
+    return [
+        [((rank, place),) if full else () for place, full in enumerate(row)]
+        for rank, row in enumerate(filled.get(op, everything))
+    ]
 
 
-def block_value(rank: int, piece: int) -> float:
-    """What piece `piece` of rank `rank` is filled with: every sum of these is another number."""
-    return float(10**piece * (rank + 1))
-
-
-def run_collective(name: str, mine: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Runs one on a tensor of as many pieces as there are ranks; gives what this rank holds then."""
-    if name == "broadcast":
-        distributed.broadcast(mine, 0)
-        return mine
-    if name == "all_reduce":
-        distributed.all_reduce(mine)
-        return mine
-    if name == "reduce_scatter":
-        result = result.chunk(RANKS)[0]
-        distributed.reduce_scatter_tensor(result, mine)
-    elif name == "all_gather":
-        distributed.all_gather_into_tensor(result, mine.chunk(RANKS)[distributed.get_rank()])
-    else:
-        distributed.all_to_all_single(result, mine)
-    return result
-
-
-def round_trip(message: torch.Tensor) -> None:
-    """A message to the other rank, which sends it back."""
-    if distributed.get_rank() == 0:
-        distributed.send(message, 1)
-        distributed.recv(message, 1)
-    else:
-        distributed.recv(message, 0)
-        distributed.send(message, 0)
-
-
-def best_seconds(call: Callable[[], object]) -> float:
-    """The fastest of some calls that both ranks begin together: what else runs on their cores only adds."""
-    times = []
-    for _ in range(REPEATS):
-        distributed.barrier()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def rank_main(rank: int, file: str, size: int) -> None:
-    """The whole run of one rank."""
-    warnings.simplefilter("ignore", FutureWarning)  # newer names of two collectives, which older versions do not have
-    wait = datetime.timedelta(seconds=10)
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=wait)
-    held, taken = {}, {}
-    large, small = (torch.zeros(max(RANKS, count // 4)) for count in (size, 1024))
-    result = torch.zeros_like(large)
-    alone = {name: best_seconds(partial(round_trip, one)) / 2 for name, one in (("large", large), ("small", small))}
-    alone["copy"] = best_seconds(large.clone)
-    for name in ("broadcast", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
-        values = torch.tensor([block_value(rank, piece) for piece in range(RANKS)]).repeat_interleave(ELEMENTS)
-        after = run_collective(name, values, torch.zeros_like(values))
-        held[name] = after.view(-1, ELEMENTS).tolist()
-        taken[name] = best_seconds(partial(run_collective, name, large, result))
-    taken["all_reduce of 1 kB"] = best_seconds(partial(run_collective, "all_reduce", small, small))
-    print(json.dumps({"held": held, "seconds": taken, "alone": alone}))
-    distributed.destroy_process_group()
-
-
-def run_two(size: int) -> list[dict[str, Any]] | None:
-    """Both ranks at once, each a process of its own; None where they fail or take too long."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    environment = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        commands = [[sys.executable, __file__, str(rank), meeting, str(size)] for rank in (0, 1)]
-        started = [
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-            )
-            for command in commands
-        ]
-        try:
-            printed = [one.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for one in started]
-            return [json.loads(text) for text in printed]
-        except (subprocess.TimeoutExpired, json.JSONDecodeError):
-            return None
-        finally:
-            for one in started:
-                one.kill()  # nothing where it has ended by itself
-                one.wait()
-                if one.stdout is not None:
-                    one.stdout.close()
-
-
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-
-OPS = {
-    "broadcast": "every rank gets what one has",
-    "all_reduce": "every rank gets the sum of what all have",
-    "reduce_scatter": "every rank gets its part of the sum",
-    "all_gather": "every rank gets the parts of all",
-    "all_to_all": "every rank gets one part from each: a transposition",
-}
-SIZE = 8 * 2**20
-"""Bytes of a collective between the two processes."""
-
-
-def example(here: Context) -> Iterator[Part]:
-    """Drawings, prices, training, and two processes."""
-    for op, does in OPS.items():
-        yield draw_collective(op, does)
-    yield from prose(
-        "A color is the rank that a block comes from, and a block of four stripes is the sum of four. An all-reduce"
-        " is a reduce-scatter followed by an all-gather; that is why the sharded forms of training cost no more bytes"
-        " for gradients than the plain one."
-    )
-    own = here.cluster(64)
-    linked = own if own.fabric == "switch" else plan.Cluster.of("h100-sxm", gpus=64)
-    node = plan.Cluster.of(linked.machine, gpus=8)
-    wires = [("PCIe", plan.Cluster.of("l40s x 8"), 8), ("NVLink", node, 8), ("network", linked, 1)]
-    yield from _prices(wires)
-    yield from _training(wires)
-    yield from _for_real(here)
+def blocks_after(op: str, ranks: int) -> list[list[Block]]:
+    """What each rank holds then."""
+    sums = [tuple((rank, place) for rank in range(ranks)) for place in range(ranks)]
+    places = range(ranks)
+    by_rank: dict[str, list[list[Block]]] = {
+        "broadcast": [[((0, place),) for place in places] for _ in places],
+        "all_reduce": [list(sums) for _ in places],
+        "reduce_scatter": [[sums[place] if place == rank else () for place in places] for rank in places],
+        "all_gather": [[((place, place),) for place in places] for _ in places],
+        "all_to_all": [[((place, rank),) for place in places] for rank in places],
+    }
+    return by_rank[op]
 
 
 def _seconds(op: str, size: float, wire: tuple[str, plan.Cluster, int]) -> float:
@@ -316,7 +219,7 @@ def _peak(cluster: plan.Cluster) -> float:
     return ceilings.peak("bfloat16")
 
 
-def _for_real(here: Context) -> Iterator[Part]:
+def _for_real(context: Context) -> Iterator[Part]:
     yield from prose(
         "Now for real: two processes of this machine, joined by gloo over the loopback. Their wire is the CPU itself,"
         " which copies what is sent, so the bytes of both ranks count. First a message goes there and back, small and"
@@ -327,9 +230,9 @@ def _for_real(here: Context) -> Iterator[Part]:
         " of which a rank keeps its part. Both ranks may copy at once where cores are free, and sums come on top, so"
         " the band is wide."
     )
-    if not here.measures:
+    if not context.measures:
         return
-    here.progress("two processes")
+    context.progress("two processes")
     answers = run_two(SIZE)
     if answers is None:
         yield from prose(f"The two processes did not finish within {TIMEOUT_SECONDS:.0f} s here.")
@@ -376,3 +279,98 @@ def held_as_drawn(op: str, held: list[list[list[float]]]) -> bool:
         if found != [[value] * ELEMENTS for value in wanted]:
             return False
     return True
+
+
+def run_two(size: int) -> list[dict[str, Any]] | None:
+    """Run both ranks, each in its own process; None where they fail or take too long."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    environment = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        commands = [[sys.executable, "-m", MODULE, str(rank), rendezvous, str(size)] for rank in (0, 1)]
+        processes = [
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+            )
+            for command in commands
+        ]
+        try:
+            printed = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
+            return [json.loads(text) for text in printed]
+        except (subprocess.TimeoutExpired, json.JSONDecodeError):
+            return None
+        finally:
+            for process in processes:
+                process.kill()  # no effect where it has ended
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+
+
+def rank_main(rank: int, file: str, size: int) -> None:
+    """One rank: prints one line of JSON with its results and times."""
+    warnings.simplefilter("ignore", FutureWarning)  # newer names of two collectives, which older versions do not have
+    wait = datetime.timedelta(seconds=10)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=wait)
+    held, taken = {}, {}
+    large, small = (torch.zeros(max(RANKS, count // 4)) for count in (size, 1024))
+    result = torch.zeros_like(large)
+    alone = {name: best_seconds(partial(round_trip, one)) / 2 for name, one in (("large", large), ("small", small))}
+    alone["copy"] = best_seconds(large.clone)
+    for name in ("broadcast", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+        values = torch.tensor([block_value(rank, piece) for piece in range(RANKS)]).repeat_interleave(ELEMENTS)
+        after = run_collective(name, values, torch.zeros_like(values))
+        held[name] = after.view(-1, ELEMENTS).tolist()
+        taken[name] = best_seconds(partial(run_collective, name, large, result))
+    taken["all_reduce of 1 kB"] = best_seconds(partial(run_collective, "all_reduce", small, small))
+    print(json.dumps({"held": held, "seconds": taken, "alone": alone}))
+    distributed.destroy_process_group()
+
+
+def run_collective(name: str, mine: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Run a collective on a tensor of one piece per rank; returns the result of this rank."""
+    if name == "broadcast":
+        distributed.broadcast(mine, 0)
+        return mine
+    if name == "all_reduce":
+        distributed.all_reduce(mine)
+        return mine
+    if name == "reduce_scatter":
+        result = result.chunk(RANKS)[0]
+        distributed.reduce_scatter_tensor(result, mine)
+    elif name == "all_gather":
+        distributed.all_gather_into_tensor(result, mine.chunk(RANKS)[distributed.get_rank()])
+    else:
+        distributed.all_to_all_single(result, mine)
+    return result
+
+
+def round_trip(message: torch.Tensor) -> None:
+    """Send a message to the other rank, which sends it back."""
+    if distributed.get_rank() == 0:
+        distributed.send(message, 1)
+        distributed.recv(message, 1)
+    else:
+        distributed.recv(message, 0)
+        distributed.send(message, 0)
+
+
+def best_seconds(call: Callable[[], object]) -> float:
+    """The fastest of some calls that both ranks start together: other processes can only add time."""
+    times = []
+    for _ in range(REPEATS):
+        distributed.barrier()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def block_value(rank: int, piece: int) -> float:
+    """The value of piece `piece` of rank `rank`: every sum of these values is unique."""
+    return float(10**piece * (rank + 1))
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

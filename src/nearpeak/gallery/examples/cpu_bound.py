@@ -38,24 +38,24 @@ def behind(duration: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
     return step
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """A loop that grows, then the clocks."""
-    side = here.pick(gpu=4096, cpu=256)
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    a, b = (torch.randn(side, side, dtype=dtype, device=here.tensors) for _ in range(2))
-    product = here.predict(torch.mm, a, b)
+    side = context.pick(gpu=4096, cpu=256)
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    a, b = (torch.randn(side, side, dtype=dtype, device=context.tensors) for _ in range(2))
+    product = context.predict(torch.mm, a, b)
     yield from prose(
         f"The product of two matrices of {side} x {side} is expected to take {seconds(product)} here. Before each one,"
         " Python is kept busy for a while by a loop that watches the clock, so that its time is known."
     )
-    yield from (_with_queue if here.gpu else _without_queue)(here, a, b, product)
+    yield from (_with_queue if context.gpu else _without_queue)(context, a, b, product)
 
 
-def _with_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
+def _with_queue(context: Context, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
     # Many products without a pause may draw so much power that the clock falls: they may take longer than one alone.
     without_rest = (0.8, 1.4)
     rows = [
-        here.row(
+        context.row(
             f"loop of {seconds(share * product)}",
             behind(share * product),
             a,
@@ -67,7 +67,7 @@ def _with_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: float)
         for share in SHARES
     ]
     yield prediction_table("Time of a step with many steps in flight: the longer of the two", rows)
-    yield _picture(here, product, rows, "the longer of the two", max)
+    yield _picture(context, product, rows, "the longer of the two", max)
     yield from prose(
         f"Up to a loop of {seconds(product)} the steps are to take no longer than the product alone: Python is ahead,"
         " and its work is hidden. Beyond that every microsecond of Python is a microsecond of the step, and the GPU"
@@ -85,7 +85,7 @@ def _with_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: float)
     yield prediction_table(
         f"Five clocks, one call: a loop of {seconds(host)} and the product",
         [
-            here.row(f"{kind}: {what}", behind(host), a, b, predicted=predicted, kind=kind)
+            context.row(f"{kind}: {what}", behind(host), a, b, predicted=predicted, kind=kind)
             for kind, (what, predicted) in clocks.items()
         ],
     )
@@ -100,9 +100,9 @@ def _with_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: float)
     )
 
 
-def _without_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
+def _without_queue(context: Context, a: torch.Tensor, b: torch.Tensor, product: float) -> Iterator[Part]:
     rows = [
-        here.row(
+        context.row(
             f"loop of {seconds(share * product)}",
             behind(share * product),
             a,
@@ -112,7 +112,7 @@ def _without_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: flo
         for share in SHARES
     ]
     yield prediction_table("Time of a step on a CPU: the sum of the two", rows)
-    yield _picture(here, product, rows, "the sum of the two", lambda one, other: one + other)
+    yield _picture(context, product, rows, "the sum of the two", lambda one, other: one + other)
     host = SHARES[-1] * product
     share = product / (host + product)
     yield from prose(
@@ -123,24 +123,24 @@ def _without_queue(here: Context, a: torch.Tensor, b: torch.Tensor, product: flo
     )
     yield prediction_table(
         "With a product that takes next to nothing",
-        [here.row(f"loop of {seconds(host)}, 1 x 1", behind(host), a[:1, :1], b[:1, :1], predicted=host)],
+        [context.row(f"loop of {seconds(host)}, 1 x 1", behind(host), a[:1, :1], b[:1, :1], predicted=host)],
     )
 
 
 def _picture(
-    here: Context, product: float, rows: Sequence[Prediction], name: str, together: Callable[[float, float], float]
+    context: Context, product: float, rows: Sequence[Prediction], name: str, together: Callable[[float, float], float]
 ) -> Plot:
     ends = [SHARES[-1] * product * step / 32 for step in range(33)]
     series = [
         Series(name=f"predicted: {name}", points=tuple((at, together(at, product)) for at in ends), markers=False),
         Series(
-            name="predicted: a CUDA graph" if here.gpu else "with a queue: the longer of the two",
-            points=tuple((at, product if here.gpu else max(at, product)) for at in ends),
+            name="predicted: a CUDA graph" if context.gpu else "with a queue: the longer of the two",
+            points=tuple((at, product if context.gpu else max(at, product)) for at in ends),
             markers=False,
             dashed=True,
         ),
     ]
-    if here.measures:
+    if context.measures:
         found = tuple(
             (share * product, row.measured) for share, row in zip(SHARES, rows, strict=True) if row.measured is not None
         )

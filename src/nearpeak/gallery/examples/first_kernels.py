@@ -74,11 +74,11 @@ def by_torch(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """The sources, the bytes, and the times."""
-    rows, columns = here.pick(gpu=(16384, 4096), cpu=(4096, 1024))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    x, y = (torch.randn(rows, columns, dtype=dtype, device=here.tensors) for _ in range(2))
+    rows, columns = context.pick(gpu=(16384, 4096), cpu=(4096, 1024))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    x, y = (torch.randn(rows, columns, dtype=dtype, device=context.tensors) for _ in range(2))
     size = rows * columns * dtype.itemsize
     yield from prose(
         "A Triton kernel is a program that runs many times at once, each with a number of its own, on a block of"
@@ -97,7 +97,7 @@ def example(here: Context) -> Iterator[Part]:
         ("softmax, written out", written_out, (x,)),
         ("softmax", by_torch, (x,)),
     ]
-    counts = {name: here.estimate(fn, *args) for name, fn, args in forms}
+    counts = {name: context.estimate(fn, *args) for name, fn, args in forms}
     yield Table(
         title=f"Bytes: {rows} x {columns} in {str(dtype).removeprefix('torch.')}, {quantity(size, 'B')}",
         headers=("", "reads", "writes", "times the tensor"),
@@ -118,19 +118,19 @@ def example(here: Context) -> Iterator[Part]:
         " read it once more."
     )
 
-    ceilings = here.machine.achievable or here.machine.theoretical
+    ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
     by_bytes = {name: found.bytes / ceilings.bandwidth for name, found in counts.items()}
-    expected = here.predict(by_torch, x)
+    expected = context.predict(by_torch, x)
     found_rows = [
-        here.row("add, torch", torch.add, x, y, predicted=by_bytes["add"]),
-        here.row("softmax, written out, torch", written_out, x),
-        here.row("softmax, torch", by_torch, x, predicted=by_bytes["softmax"], band=FLOOR),
+        context.row("add, torch", torch.add, x, y, predicted=by_bytes["add"]),
+        context.row("softmax, written out, torch", written_out, x),
+        context.row("softmax, torch", by_torch, x, predicted=by_bytes["softmax"], band=FLOOR),
     ]
-    if here.gpu:
+    if context.gpu:
         ours = [
-            here.row("add, nearpeak", kernels.add, x, y, predicted=by_bytes["add"]),
-            here.row("softmax, nearpeak", kernels.softmax, x, predicted=by_bytes["softmax"]),
+            context.row("add, nearpeak", kernels.add, x, y, predicted=by_bytes["add"]),
+            context.row("softmax, nearpeak", kernels.softmax, x, predicted=by_bytes["softmax"]),
         ]
         found_rows += ours
     bandwidth = quantity(ceilings.bandwidth, "B/s")
@@ -146,11 +146,11 @@ def example(here: Context) -> Iterator[Part]:
     least = by_bytes["softmax"]
     yield from prose(
         f"The softmax in one step takes {seconds[1] / seconds[0]:.0%} of the time of the one written out,"
-        f" as {'measured' if here.measures else 'predicted'} here, and {significant(seconds[1] / least, 2)} times what"
-        f" its bytes take at {bandwidth}." + ("" if here.gpu or expected < 4 * least else LIMITED)
+        f" as {'measured' if context.measures else 'predicted'} here, and {significant(seconds[1] / least, 2)} times"
+        f" what its bytes take at {bandwidth}." + ("" if context.gpu or expected < 4 * least else LIMITED)
     )
-    if here.measures:
-        yield from exact(here)
+    if context.measures:
+        yield from exact(context)
 
 
 def _room(row: Prediction, expected: float) -> Iterator[Part]:
@@ -165,9 +165,9 @@ def _room(row: Prediction, expected: float) -> Iterator[Part]:
     )
 
 
-def exact(here: Context) -> Iterator[Part]:
+def exact(context: Context) -> Iterator[Part]:
     """Both functions against float64, on a few numbers."""
-    x = torch.randn(5, 37, generator=torch.Generator().manual_seed(0)).to(here.device)
+    x = torch.randn(5, 37, generator=torch.Generator().manual_seed(0)).to(context.device)
     y = x.flip(0).contiguous()
     pairs = (
         ("add", kernels.add(x, y), x.double() + y.double()),

@@ -25,33 +25,6 @@ from nearpeak.render.picture.scene import Polygon, Scene, Shape, Text
 from nearpeak.render.picture.svg import svg
 from nearpeak.units import quantity, seconds
 
-
-def draw_overlap(products: float, exponentials: float) -> Drawing:
-    """One after the other, and two groups in turns; widths are as the times."""
-    scale = 640 / (4 * (products + exponentials))
-    wide, narrow = products * scale, exponentials * scale
-    period = max(wide, narrow)
-    shapes: list[Shape] = [Text(x=28, y=32, text="Products and exponentials of four blocks", size=17, bold=True)]
-    plans = [("in turn", [number * (wide + narrow) for number in range(4)])]
-    plans += [(f"group {group + 1}", [(2 * turn + group) * period for turn in range(2)]) for group in range(2)]
-    for row, (name, starts) in enumerate(plans):
-        top = 56 + 44 * row
-        shapes.append(Text(x=28, y=top + 19, text=name, color="muted"))
-        for start in starts:
-            for left, width, color, text in ((0.0, wide, "0", "products"), (wide, narrow, "1", "exp")):
-                begin = 110 + start + left
-                corners = ((begin, top), (begin + width, top), (begin + width, top + 28), (begin, top + 28))
-                shapes.append(Polygon(points=corners, fill=color, opacity=0.8, stroke="page", title=text))
-                if width > 8 * len(text):
-                    shapes.append(Text(x=begin + width / 2, y=top + 18, text=text, size=11, anchor="middle", halo=True))
-    described = "Products and exponentials of four blocks: in turn, and of two groups, one's below the other's."
-    return Drawing(
-        title="Overlap of two groups",
-        described=described,
-        svg=svg(Scene(width=800, height=200, described=described, shapes=tuple(shapes))),
-    )
-
-
 STEPS = {
     "aten.clone": "repeat for all heads",
     "aten.bmm": "product",
@@ -65,45 +38,13 @@ BLOCK = 128
 """Queries or keys of a block, for the traffic of the loops."""
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As the formula reads, with scores in float32."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = (query @ key.mT).float() * (1 / math.sqrt(query.shape[-1]))
-    return torch.softmax(scores, -1).to(value.dtype) @ value
-
-
-def expected(here: Context, op: EstimatedOp) -> float:
-    """What a step is expected to take.
-
-    Two of a GPU's steps differ from what was measured of their kind, which is casts up and softmax in 16 bits. A cast
-    down moves the bytes of an addition in 16 bits, by a kernel of the same kind. And a softmax that takes longer than
-    its bytes is limited by its numbers, of which there are as many in 32 bits: it takes as long as in 16, or its bytes.
-    """
-    seconds = op.seconds if op.expected_seconds is None else op.expected_seconds
-    if not here.gpu:
-        return seconds
-    if op.name.startswith("aten._to_copy") and op.bytes_written < op.bytes_read:
-        half = torch.empty(int(op.bytes_written) // 2, dtype=here.half, device="meta")
-        return min(seconds, here.predict(torch.add, half, half.clone()))
-    if op.name.startswith("aten._softmax"):
-        half = torch.empty(1, int(op.bytes_written) // 4, dtype=here.half, device="meta")
-        return max(op.seconds, here.predict(lambda x: torch.softmax(x, -1), half))
-    return seconds
-
-
-def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The fused form that torch has."""
-    return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Written out, fused, exact in the end, and the loops."""
-    heads, key_heads, tokens, dim = here.pick(gpu=(64, 4, 4096, 128), cpu=(8, 2, 1024, 64))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    query = torch.randn(1, heads, tokens, dim, dtype=dtype, device=here.tensors)
-    key, value = (torch.randn(1, key_heads, tokens, dim, dtype=dtype, device=here.tensors) for _ in range(2))
-    found = here.estimate(written_out, query, key, value)
+    heads, key_heads, tokens, dim = context.pick(gpu=(64, 4, 4096, 128), cpu=(8, 2, 1024, 64))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    query = torch.randn(1, heads, tokens, dim, dtype=dtype, device=context.tensors)
+    key, value = (torch.randn(1, key_heads, tokens, dim, dtype=dtype, device=context.tensors) for _ in range(2))
+    found = context.estimate(written_out, query, key, value)
     scores = heads * tokens * tokens * 4
     yield from prose(
         f"{heads} heads of queries and {key_heads} of keys, each of {dim}, over {tokens} tokens: a score for each head,"
@@ -116,12 +57,12 @@ def example(here: Context) -> Iterator[Part]:
             quantity(op.bytes_read, "B"),
             quantity(op.bytes_written, "B"),
             seconds(op.seconds),
-            seconds(expected(here, op)),
+            seconds(expected(context, op)),
         )
         for op in found.ops
         if op.seconds > 0
     ]
-    out = sum(expected(here, op) for op in found.ops)
+    out = sum(expected(context, op) for op in found.ops)
     total = ("all steps", quantity(found.work.bytes_read, "B"), quantity(found.work.bytes_written, "B"))
     yield Table(
         title="Written out, step by step",
@@ -133,7 +74,7 @@ def example(here: Context) -> Iterator[Part]:
         + (
             " Casts up write more than they read, and torch's kernel for them is slower than the one for casts down; a"
             " softmax takes longer than its bytes, for its numbers, and so as long in 32 bits as in 16."
-            if here.gpu
+            if context.gpu
             else ""
         ),
     )
@@ -143,12 +84,12 @@ def example(here: Context) -> Iterator[Part]:
         f" products, {quantity(products, 'FLOP')}, need {seconds(found.ideal_s)} if nothing waits for memory:"
         f" {found.ideal_s / found.as_written_s:.0%} of what the steps take at least."
     )
-    fused = here.predict(by_torch, query, key, value)
-    one = here.row("written out", written_out, query, key, value, predicted=out)
-    ways = [one, here.row("fused, torch", by_torch, query, key, value, predicted=fused)]
-    if here.gpu:
-        ways.append(here.row("fused, nearpeak.kernels", kernels.attention, query, key, value, predicted=fused))
-    yield prediction_table("Written out and fused", ways, note=_note(here))
+    fused = context.predict(by_torch, query, key, value)
+    one = context.row("written out", written_out, query, key, value, predicted=out)
+    ways = [one, context.row("fused, torch", by_torch, query, key, value, predicted=fused)]
+    if context.gpu:
+        ways.append(context.row("fused, nearpeak.kernels", kernels.attention, query, key, value, predicted=fused))
+    yield prediction_table("Written out and fused", ways, note=_note(context))
     last = ways[-1]
     before, after = (one.measured, last.measured) if one.measured and last.measured else (one.predicted, fused)
     assert before is not None
@@ -156,11 +97,43 @@ def example(here: Context) -> Iterator[Part]:
     yield from prose(f"The fused form takes {after / before:.0%} of the time of the one written out, as {how} here.")
 
     yield from online()
-    yield from loops(here, heads, key_heads, tokens, dim, dtype.itemsize)
+    yield from loops(context, heads, key_heads, tokens, dim, dtype.itemsize)
 
 
-def _note(here: Context) -> str:
-    if here.gpu:
+def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As the formula reads, with scores in float32."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = (query @ key.mT).float() * (1 / math.sqrt(query.shape[-1]))
+    return torch.softmax(scores, -1).to(value.dtype) @ value
+
+
+def expected(context: Context, op: EstimatedOp) -> float:
+    """What a step is expected to take.
+
+    Two of a GPU's steps differ from what was measured of their kind, which is casts up and softmax in 16 bits. A cast
+    down moves the bytes of an addition in 16 bits, by a kernel of the same kind. And a softmax that takes longer than
+    its bytes is limited by its numbers, of which there are as many in 32 bits: it takes as long as in 16, or its bytes.
+    """
+    seconds = op.seconds if op.expected_seconds is None else op.expected_seconds
+    if not context.gpu:
+        return seconds
+    if op.name.startswith("aten._to_copy") and op.bytes_written < op.bytes_read:
+        half = torch.empty(int(op.bytes_written) // 2, dtype=context.half, device="meta")
+        return min(seconds, context.predict(torch.add, half, half.clone()))
+    if op.name.startswith("aten._softmax"):
+        half = torch.empty(1, int(op.bytes_written) // 4, dtype=context.half, device="meta")
+        return max(op.seconds, context.predict(lambda x: torch.softmax(x, -1), half))
+    return seconds
+
+
+def by_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The fused form that torch has."""
+    return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def _note(context: Context) -> str:
+    if context.gpu:
         return "Both fused forms are predicted as what torch's own is expected to take."
     return (
         "The fused form is predicted as what torch's own is expected to take. Fusing saves bytes, and no exponential:"
@@ -203,7 +176,7 @@ def online() -> Iterator[Part]:
     )
 
 
-def loops(here: Context, heads: int, key_heads: int, tokens: int, dim: int, item: int) -> Iterator[Part]:
+def loops(context: Context, heads: int, key_heads: int, tokens: int, dim: int, item: int) -> Iterator[Part]:
     """What each version asks memory for, and the overlap of the third."""
     head, blocks = tokens * dim * item, tokens // BLOCK
     first = heads * (2 * head + blocks * 3 * head)
@@ -222,9 +195,9 @@ def loops(here: Context, heads: int, key_heads: int, tokens: int, dim: int, item
         " results stay in registers and are written once, and blocks of queries are independent, so that they fill"
         " a GPU also with few heads.",
     )
-    ceilings = here.machine.achievable or here.machine.theoretical
-    clock, processors = here.machine.clock_boost_hz, here.machine.processors
-    if not here.gpu or here.machine.vendor.lower() != "nvidia" or not clock or not processors or ceilings is None:
+    ceilings = context.machine.achievable or context.machine.theoretical
+    clock, processors = context.machine.clock_boost_hz, context.machine.processors
+    if not context.gpu or context.machine.vendor.lower() != "nvidia" or not clock or not processors or ceilings is None:
         return
     products = 4 * heads * tokens * tokens * dim / ceilings.peak("bfloat16" if item == 2 else "float32")
     exponentials = heads * tokens * tokens / (EXPONENTIALS * processors * clock)
@@ -235,3 +208,29 @@ def loops(here: Context, heads: int, key_heads: int, tokens: int, dim: int, item
         f" exponentials, {seconds(max(products, exponentials))}."
     )
     yield draw_overlap(products, exponentials)
+
+
+def draw_overlap(products: float, exponentials: float) -> Drawing:
+    """One after the other, and two groups in turns; widths are as the times."""
+    scale = 640 / (4 * (products + exponentials))
+    wide, narrow = products * scale, exponentials * scale
+    period = max(wide, narrow)
+    shapes: list[Shape] = [Text(x=28, y=32, text="Products and exponentials of four blocks", size=17, bold=True)]
+    plans = [("in turn", [number * (wide + narrow) for number in range(4)])]
+    plans += [(f"group {group + 1}", [(2 * turn + group) * period for turn in range(2)]) for group in range(2)]
+    for row, (name, starts) in enumerate(plans):
+        top = 56 + 44 * row
+        shapes.append(Text(x=28, y=top + 19, text=name, color="muted"))
+        for start in starts:
+            for left, width, color, text in ((0.0, wide, "0", "products"), (wide, narrow, "1", "exp")):
+                begin = 110 + start + left
+                corners = ((begin, top), (begin + width, top), (begin + width, top + 28), (begin, top + 28))
+                shapes.append(Polygon(points=corners, fill=color, opacity=0.8, stroke="page", title=text))
+                if width > 8 * len(text):
+                    shapes.append(Text(x=begin + width / 2, y=top + 18, text=text, size=11, anchor="middle", halo=True))
+    described = "Products and exponentials of four blocks: in turn, and of two groups, one's below the other's."
+    return Drawing(
+        title="Overlap of two groups",
+        described=described,
+        svg=svg(Scene(width=800, height=200, described=described, shapes=tuple(shapes))),
+    )

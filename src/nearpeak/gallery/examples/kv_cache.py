@@ -25,12 +25,12 @@ Layer = dict[str, Tensor]
 HEAD = 64
 
 
-def layers(here: Context, number: int, width: int, dtype: torch.dtype) -> list[Layer]:
+def layers(context: Context, number: int, width: int, dtype: torch.dtype) -> list[Layer]:
     """Attention and an MLP of four times the width."""
     sizes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
     scale = 1 / math.sqrt(width)
     return [
-        {name: torch.randn(size, dtype=dtype, device=here.tensors) * scale for name, size in sizes.items()}
+        {name: torch.randn(size, dtype=dtype, device=context.tensors) * scale for name, size in sizes.items()}
         for _ in range(number)
     ]
 
@@ -67,31 +67,31 @@ def with_cache(x: Tensor, weights: list[Layer], caches: list[tuple[Tensor, Tenso
     return x[:, -1]
 
 
-def waiting(here: Context, caches: list[tuple[Tensor, Tensor]]) -> float:
+def waiting(context: Context, caches: list[tuple[Tensor, Tensor]]) -> float:
     """Seconds that a token with a cache takes longer because a head's weighted sum has one processor.
 
     Its result is one tile, so that there are as many tiles as heads. Where those are fewer than the processors, the
     product takes as long as one with a head for each of them: the others wait, and ask memory for nothing.
     """
     _, heads, tokens, _ = caches[0][1].shape
-    dtype, processors = caches[0][1].dtype, here.machine.processors
-    if not here.gpu or not processors:
+    dtype, processors = caches[0][1].dtype, context.machine.processors
+    if not context.gpu or not processors:
         return 0.0
 
     def weighted_sum(number: int) -> float:
         sizes = ((number, 1, tokens), (number, tokens, HEAD))
-        return here.predict(torch.bmm, *(torch.empty(size, dtype=dtype, device="meta") for size in sizes))
+        return context.predict(torch.bmm, *(torch.empty(size, dtype=dtype, device="meta") for size in sizes))
 
     full = math.ceil(heads / processors) * processors
     return len(caches) * (weighted_sum(full) - weighted_sum(heads))
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Operations and seconds of the token at each place."""
-    width, number = here.pick(gpu=(2048, 8), cpu=(256, 2))
-    lengths = here.pick(gpu=(512, 1024, 2048, 4096), cpu=(32, 64, 128, 256))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    weights = layers(here, number, width, dtype)
+    width, number = context.pick(gpu=(2048, 8), cpu=(256, 2))
+    lengths = context.pick(gpu=(512, 1024, 2048, 4096), cpu=(32, 64, 128, 256))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    weights = layers(context, number, width, dtype)
     parameters = sum(one.numel() for layer in weights for one in layer.values())
     yield from prose(
         f"A decoder of {number} layers of width {width}, {quantity(parameters, '')} parameters, without its embeddings."
@@ -100,21 +100,24 @@ def example(here: Context) -> Iterator[Part]:
     flops: list[tuple[int, float, float]] = []
     found: list[tuple[int, Prediction, Prediction]] = []
     for length in lengths:
-        x = torch.randn(1, length, width, dtype=dtype, device=here.tensors)
+        x = torch.randn(1, length, width, dtype=dtype, device=context.tensors)
         shape = (1, width // HEAD, length, HEAD)
         caches = [
-            (torch.randn(shape, dtype=dtype, device=here.tensors), torch.randn(shape, dtype=dtype, device=here.tensors))
+            (
+                torch.randn(shape, dtype=dtype, device=context.tensors),
+                torch.randn(shape, dtype=dtype, device=context.tensors),
+            )
             for _ in range(number)
         ]
         last = x[:, -1:].contiguous()
         counts = (
-            here.estimate(with_cache, last, weights, caches).flops,
-            here.estimate(without_cache, x, weights).flops,
+            context.estimate(with_cache, last, weights, caches).flops,
+            context.estimate(without_cache, x, weights).flops,
         )
         flops.append((length, *counts))
-        expected = here.predict(with_cache, last, weights, caches) + waiting(here, caches)
-        kept = here.row(f"token {length}, cache", with_cache, last, weights, caches, predicted=expected)
-        found.append((length, kept, here.row(f"token {length}, none", without_cache, x, weights)))
+        expected = context.predict(with_cache, last, weights, caches) + waiting(context, caches)
+        kept = context.row(f"token {length}, cache", with_cache, last, weights, caches, predicted=expected)
+        found.append((length, kept, context.row(f"token {length}, none", without_cache, x, weights)))
     yield Table(
         title="Operations for one more token",
         headers=("place", "with a cache", "without", "times as many", "cache"),
@@ -137,10 +140,10 @@ def example(here: Context) -> Iterator[Part]:
         " tokens are linear in its length with the cache and quadratic without."
     )
     yield prediction_table(
-        "Time of one more token", [row for _, *pair in found for row in pair], note=_note(here, width)
+        "Time of one more token", [row for _, *pair in found for row in pair], note=_note(context, width)
     )
 
-    ways = ("predicted", "measured") if here.measures else ("predicted",)
+    ways = ("predicted", "measured") if context.measures else ("predicted",)
     series = []
     for how in ways:
         for place, name in ((1, "with a cache"), (2, "without")):
@@ -169,9 +172,9 @@ def example(here: Context) -> Iterator[Part]:
     )
 
 
-def _note(here: Context, width: int) -> str:
-    heads, processors = width // HEAD, here.machine.processors
-    if not here.gpu or not processors or heads >= processors:
+def _note(context: Context, width: int) -> str:
+    heads, processors = width // HEAD, context.machine.processors
+    if not context.gpu or not processors or heads >= processors:
         return ""
     return (
         f"With a cache the weighted sum of each head's values is one tile of results: {heads} tiles on {processors}"

@@ -52,14 +52,14 @@ def block_end(
     return norm(x + dropout(functional.linear(y, weight)), scale, shift)
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Each op alone, then two chains of them."""
-    batch, heads, tokens, width = here.pick(gpu=(4, 16, 2048, 128), cpu=(2, 4, 256, 64))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    batch, heads, tokens, width = context.pick(gpu=(4, 16, 2048, 128), cpu=(2, 4, 256, 64))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
     hidden = heads * width
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, device=here.tensors)
+        return torch.randn(*shape, dtype=dtype, device=context.tensors)
 
     x, other = draw(batch * tokens, hidden), draw(batch * tokens, hidden)
     up, down = draw(4 * hidden, hidden), draw(hidden, 4 * hidden)
@@ -78,16 +78,16 @@ def example(here: Context) -> Iterator[Part]:
         f" each row to {4 * hidden} numbers; softmax is that of the scores of attention, {batch} x {heads} x {tokens} x"
         f" {tokens}."
     )
-    estimates = {name: here.estimate(fn, *args) for name, (fn, args) in calls.items()}
+    estimates = {name: context.estimate(fn, *args) for name, (fn, args) in calls.items()}
     yield _table(estimates)
     yield from _limits(estimates)
     yield prediction_table(
         "Each op alone",
-        [here.row(name, fn, *args, predicted=_predicted(estimates[name])) for name, (fn, args) in calls.items()],
+        [context.row(name, fn, *args, predicted=_predicted(estimates[name])) for name, (fn, args) in calls.items()],
         note="Predicted: the bound times what kernels of this kind and size were seen to take.",
     )
     yield from _fused(
-        here,
+        context,
         {
             "written out": (written_out, (q, k, v)),
             "block end": (block_end, (draw(batch * tokens, 4 * hidden), down, x, scale, shift)),
@@ -139,9 +139,9 @@ def _predicted(found: nearpeak.Estimate) -> float:
     return found.as_written_s if found.expected_s is None else found.expected_s
 
 
-def _fused(here: Context, chains: dict[str, Call], attention: nearpeak.Estimate) -> Iterator[Part]:
+def _fused(context: Context, chains: dict[str, Call], attention: nearpeak.Estimate) -> Iterator[Part]:
     """What chains of ops take as written, and as few kernels."""
-    found = {name: here.estimate(fn, *args) for name, (fn, args) in chains.items()}
+    found = {name: context.estimate(fn, *args) for name, (fn, args) in chains.items()}
     yield from prose(
         "Two chains of ops. Attention written out: scores, softmax, weighted sum. The end of a block: product, dropout,"
         " residual add, LayerNorm. As written, each op reads what the one before wrote. Fused, what need not be"
@@ -162,7 +162,7 @@ def _fused(here: Context, chains: dict[str, Call], attention: nearpeak.Estimate)
             for name, one in found.items()
         ),
     )
-    rows = [here.row(name, fn, *args, predicted=_predicted(found[name])) for name, (fn, args) in chains.items()]
+    rows = [context.row(name, fn, *args, predicted=_predicted(found[name])) for name, (fn, args) in chains.items()]
     yield prediction_table("The chains as written", rows)
     written, end = found["written out"], found["block end"]
     fused = _predicted(attention)

@@ -33,13 +33,13 @@ EXACT = (0.99, 1.01)
 """Of what is a count of tensors: their sizes are known."""
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """The accounting, the ways out, and a small model."""
-    cluster = here.cluster(8)
+    cluster = context.cluster(8)
     model = plan.find_model("llama-2-7b")
     yield from _states(model)
     yield from _ways_out(model, cluster)
-    yield from _small(here)
+    yield from _small(context)
 
 
 def _memory(model: plan.Model, *, gpus: int, sharding: str, recompute: str = "none") -> StageMemory:
@@ -114,29 +114,31 @@ def _ways_out(model: plan.Model, cluster: plan.Cluster) -> Iterator[Part]:
     )
 
 
-def _small(here: Context) -> Iterator[Part]:
-    model = here.pick(
+def _small(context: Context) -> Iterator[Part]:
+    model = context.pick(
         gpu=shape(layers=12, hidden=1024, heads=16, intermediate=2816, vocabulary=32000),
         cpu=shape(layers=4, hidden=256, heads=4, intermediate=704, vocabulary=4096),
     )
-    batch, sequence = here.pick(gpu=(4, 2048), cpu=(2, 256))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    batch, sequence = context.pick(gpu=(4, 2048), cpu=(2, 256))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
     given = replace(plan.precision_named("bf16"), name="torch's", moments=4)  # AdamW's moments are as its weights
     wider = dtype.itemsize / 2  # of float32, all is twice as large
     layout = plan.Layout(gpus=1, global_batch=batch, microbatch=batch, sharding="none")
     job = plan.Job(model=model, layout=layout, sequence=sequence, precision=given, software="eager")
     expected = plan.memory_plan(job).fullest
     again = plan.memory_plan(job.with_layout(replace(layout, recompute=("full",)))).fullest
-    found = _counted(here, model, dtype, batch, sequence) if here.measures else {}
+    found = _counted(context, model, dtype, batch, sequence) if context.measures else {}
     rows = [
         _row("weights", wider * expected.parameters, found, EXACT),
         _row("gradients", wider * expected.gradients, found, EXACT),
         _row("optimizer", wider * expected.optimizer, found, EXACT),
-        _row("activations of layers", wider * _layers_keep(here, expected), found, here.band),
-        _row("the same, checkpointed", wider * again.activation, found, here.band),
+        _row("activations of layers", wider * _layers_keep(context, expected), found, context.band),
+        _row("the same, checkpointed", wider * again.activation, found, context.band),
     ]
-    if here.gpu:
-        rows.append(_row("peak of the allocator", expected.allocated - expected.activations["eager"], found, here.band))
+    if context.gpu:
+        rows.append(
+            _row("peak of the allocator", expected.allocated - expected.activations["eager"], found, context.band)
+        )
     yield prediction_table(
         f"A model of {model.parameters / 1e6:.0f} million weights, {batch} x {sequence} tokens", rows, unit="B"
     )
@@ -146,7 +148,7 @@ def _small(here: Context) -> Iterator[Part]:
         " this one has neither, and they are left out. "
         + (
             "Its norm is one kernel, which keeps its input and a number for each row."
-            if here.gpu
+            if context.gpu
             else "Its norm is several kernels here, which keep a tensor of its size besides its input and its output."
         ),
         "torch's AdamW"
@@ -158,25 +160,25 @@ def _small(here: Context) -> Iterator[Part]:
         yield from prose(f"Checkpointing left {share:.1%} of the activations that the layers keep.")
 
 
-def _layers_keep(here: Context, planned: StageMemory) -> float:
+def _layers_keep(context: Context, planned: StageMemory) -> float:
     """Bytes of activations without those that the small model has not; a norm of several kernels keeps one more."""
     kept = planned.activation - planned.activations["eager"]
-    return kept if here.gpu else kept + planned.activations["norm"]
+    return kept if context.gpu else kept + planned.activations["norm"]
 
 
 def _row(name: str, predicted: float, found: dict[str, float], band: tuple[float, float]) -> Prediction:
     return Prediction(what=name, predicted=predicted, measured=found.get(name), low=band[0], high=band[1])
 
 
-def _counted(here: Context, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int) -> dict[str, float]:
+def _counted(context: Context, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int) -> dict[str, float]:
     """Bytes of the tensors that a training step leaves, those that its layers keep, and the peak of a GPU."""
-    here.progress("a small model")
-    at_first = torch.cuda.memory_allocated() if here.gpu else 0
-    tokens = torch.randint(model.vocabulary, (batch, sequence + 1), device=here.tensors)
-    network = Llama(model).to(here.tensors, dtype)
+    context.progress("a small model")
+    at_first = torch.cuda.memory_allocated() if context.gpu else 0
+    tokens = torch.randint(model.vocabulary, (batch, sequence + 1), device=context.tensors)
+    network = Llama(model).to(context.tensors, dtype)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     for _ in range(2):
-        if here.gpu:
+        if context.gpu:
             torch.cuda.reset_peak_memory_stats()
         network(tokens).backward()
         optimizer.step()
@@ -189,7 +191,7 @@ def _counted(here: Context, model: plan.Model, dtype: torch.dtype, batch: int, s
         "optimizer": sum(value.nbytes for value in states),
         "activations of layers": _kept(network, tokens[:, :-1]),
     }
-    if here.gpu:
+    if context.gpu:
         found["peak of the allocator"] = torch.cuda.max_memory_allocated() - at_first
     network.recompute = True
     found["the same, checkpointed"] = _kept(network, tokens[:, :-1])

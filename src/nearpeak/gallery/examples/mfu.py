@@ -120,14 +120,14 @@ def conventions(model: plan.Model, sequence: int) -> dict[str, float]:
     }
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """What a small model's FLOPs are, its MFU, and that of others."""
-    model = here.pick(
+    model = context.pick(
         gpu=shape(layers=8, hidden=2048, heads=16, intermediate=5632, vocabulary=32000),
         cpu=shape(layers=4, hidden=256, heads=4, intermediate=704, vocabulary=4096),
     )
-    batch, sequence = here.pick(gpu=(4, 4096), cpu=(1, 256))
-    dtype = here.pick(gpu=here.half, cpu=torch.float32)
+    batch, sequence = context.pick(gpu=(4, 4096), cpu=(1, 256))
+    dtype = context.pick(gpu=context.half, cpu=torch.float32)
     tokens = batch * sequence
     flops = forward_flops(model, sequence)
     yield _shares(model, sequence)
@@ -138,17 +138,17 @@ def example(here: Context) -> Iterator[Part]:
         f" {_output_share('llama-3.1-405b', 8192):.1%}. With checkpointing the layers run forward once more:"
         f" {layers / flops.training:.0%} on top, which hardware does and the model does not need."
     )
-    ways = {"kept": _step(here, model, dtype, batch, sequence, False)}
-    ways["checkpointed"] = _step(here, model, dtype, batch, sequence, True)
-    rows = {name: here.row(f"activations {name}", step) for name, step in ways.items()}
+    ways = {"kept": _step(context, model, dtype, batch, sequence, False)}
+    ways["checkpointed"] = _step(context, model, dtype, batch, sequence, True)
+    rows = {name: context.row(f"activations {name}", step) for name, step in ways.items()}
     yield prediction_table(f"Forward and backward of {batch} x {sequence} tokens", list(rows.values()))
-    found = here.machine.theoretical or here.machine.achievable
+    found = context.machine.theoretical or context.machine.achievable
     assert found is not None
     peak = found.peak(str(dtype))
     yield _table(model, sequence, tokens, peak, rows, layers)
-    if here.machine.theoretical is None:
+    if context.machine.theoretical is None:
         yield from prose("A CPU has no datasheet's peak; the one here is what nearpeak measured on it.")
-    yield from prose(*_read(here, rows, conventions(model, sequence), layers, tokens, peak))
+    yield from prose(*_read(context, rows, conventions(model, sequence), layers, tokens, peak))
     yield from _published()
 
 
@@ -178,11 +178,11 @@ def _shares(small: plan.Model, sequence: int) -> StackedBars:
 
 
 def _step(
-    here: Context, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int, recompute: bool
+    context: Context, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int, recompute: bool
 ) -> Callable[[], None]:
-    with here.building():
-        network = Llama(model, recompute=recompute).to(here.device, dtype)
-        tokens = torch.zeros(batch, sequence + 1, dtype=torch.long, device=here.device)
+    with context.building():
+        network = Llama(model, recompute=recompute).to(context.device, dtype)
+        tokens = torch.zeros(batch, sequence + 1, dtype=torch.long, device=context.device)
 
     def step() -> None:
         network.zero_grad()
@@ -215,9 +215,9 @@ def _table(
 
 
 def _read(
-    here: Context, rows: dict[str, Prediction], counted: dict[str, float], layers: float, tokens: int, peak: float
+    context: Context, rows: dict[str, Prediction], counted: dict[str, float], layers: float, tokens: int, peak: float
 ) -> Iterator[str]:
-    what = "measured" if here.measures else "predicted"
+    what = "measured" if context.measures else "predicted"
     training = counted["and attention, causal"]
     kept, again = (getattr(rows[name], what) for name in ("kept", "checkpointed"))
     mfu = [training * tokens / (time * peak) for time in (kept, again)]

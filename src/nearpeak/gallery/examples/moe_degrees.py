@@ -39,9 +39,9 @@ MODEL = plan.Model(  # the same numbers, as the title of the picture has them
 )
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """The plan for all degrees, then the products of one GPU run here at two of them."""
-    cluster = here.cluster(64)
+    cluster = context.cluster(64)
     machine = cluster.machine
     ceilings = machine.achievable or machine.theoretical
     assert ceilings is not None
@@ -87,9 +87,9 @@ def example(here: Context) -> Iterator[Part]:
     yield _plot(tensor, expert)
     yield from prose(_starved(tensor, expert), _network(tensor, expert))
 
-    small = here.pick(gpu=here.half, cpu=torch.float32)
-    rows = list(_products(here, small))
-    what = here.pick(gpu="as one batch", cpu="at a CPU's size, one after the other")
+    small = context.pick(gpu=context.half, cpu=torch.float32)
+    rows = list(_products(context, small))
+    what = context.pick(gpu="as one batch", cpu="at a CPU's size, one after the other")
     yield prediction_table(f"The experts of one GPU: gate and up of all of them, {what}", [row for _, row in rows])
     at = rows[-1][0]
     predicted = [row.predicted or 0.0 for degree, row in rows if degree == at]
@@ -100,7 +100,7 @@ def example(here: Context) -> Iterator[Part]:
         )
     else:
         line = (
-            f"The ridge here is at {here.machine.ridge(str(small)):.1f} FLOP per byte, and even the slices"
+            f"The ridge here is at {context.machine.ridge(str(small)):.1f} FLOP per byte, and even the slices"
             " have more work than that for each byte: both are predicted to take the same time"
         )
     measured = [row.measured for degree, row in rows if degree == at]
@@ -161,15 +161,15 @@ def _network(tensor: list[MoeDegree], expert: list[MoeDegree]) -> str:
     return text
 
 
-def _products(here: Context, dtype: torch.dtype) -> Iterator[tuple[int, Prediction]]:
+def _products(context: Context, dtype: torch.dtype) -> Iterator[tuple[int, Prediction]]:
     """Gate and up of all experts that a GPU has: (experts, tokens, hidden) times (experts, hidden, width)."""
-    experts, tokens, hidden, width = here.pick(gpu=(128, 256, 4096, 3072), cpu=(8, 128, 1024, 1024))
-    run: Callable[..., torch.Tensor] = torch.bmm if here.gpu else _one_by_one
-    for degree in here.pick(gpu=(4, 32), cpu=(2, 8)):
+    experts, tokens, hidden, width = context.pick(gpu=(128, 256, 4096, 3072), cpu=(8, 128, 1024, 1024))
+    run: Callable[..., torch.Tensor] = torch.bmm if context.gpu else _one_by_one
+    for degree in context.pick(gpu=(4, 32), cpu=(2, 8)):
         for name, count, columns in (("TP", experts, width // degree), ("EP", experts // degree, width)):
-            x = torch.randn(count, tokens, hidden, dtype=dtype, device=here.tensors)
-            weights = torch.randn(count, hidden, columns, dtype=dtype, device=here.tensors)
-            yield degree, here.row(f"{name} {degree}: {count} of {columns} columns", run, x, weights)
+            x = torch.randn(count, tokens, hidden, dtype=dtype, device=context.tensors)
+            weights = torch.randn(count, hidden, columns, dtype=dtype, device=context.tensors)
+            yield degree, context.row(f"{name} {degree}: {count} of {columns} columns", run, x, weights)
 
 
 def _one_by_one(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -26,16 +26,16 @@ def zeros_as(output: Tensor) -> Tensor:
     return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Bytes, seconds a call, and seconds a pass."""
-    tokens, experts_of_a_token, width = here.pick(gpu=(8192, 8, 1536), cpu=(2048, 8, 384))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    tokens, experts_of_a_token, width = context.pick(gpu=(8192, 8, 1536), cpu=(2048, 8, 384))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
     rows = tokens * experts_of_a_token
     shape, size = (rows, width), rows * width * dtype.itemsize
-    output = torch.zeros(shape, dtype=dtype, device=here.tensors)
+    output = torch.zeros(shape, dtype=dtype, device=context.tensors)
 
     def empty() -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=here.tensors)
+        return torch.empty(shape, dtype=dtype, device=context.tensors)
 
     yield from prose(
         f"{tokens} tokens with {experts_of_a_token} experts each are {rows} rows for the grouped product of a layer;"
@@ -52,31 +52,31 @@ def example(here: Context) -> Iterator[Part]:
             ("nan_to_num_", *(quantity(size, "B"),) * 2),
         ),
     )
-    zero_row = here.row("torch.zeros", zeros_as, output)
-    fill_row = here.row("zero_", Tensor.zero_, output)
+    zero_row = context.row("torch.zeros", zeros_as, output)
+    fill_row = context.row("zero_", Tensor.zero_, output)
     # At the least nan_to_num_ writes what it changes; torch's kernel writes all, as where the result is elsewhere.
-    both_ways = here.predict(torch.nan_to_num, output)
-    clean_row = here.row("nan_to_num_", Tensor.nan_to_num_, output, predicted=both_ways)
+    both_ways = context.predict(torch.nan_to_num, output)
+    clean_row = context.row("nan_to_num_", Tensor.nan_to_num_, output, predicted=both_ways)
     yield prediction_table(
         "A call",
         [zero_row, fill_row, clean_row],
         note="Predicted at what torch's fills, and its operations on one number each, reach on such a machine.",
     )
-    nothing = here.measure(empty)
+    nothing = context.measure(empty)
     if nothing is not None:
         yield from prose(f"torch.empty takes {seconds(nothing)}: it asks the allocator for memory, and writes nothing.")
 
     def of_pass(row: Prediction) -> float:
         return LAYERS * (row.measured or row.predicted or 0.0)
 
-    how = "measured" if here.measures else "predicted"
+    how = "measured" if context.measures else "predicted"
     yield StackedBars(
         title=f"A pass through {LAYERS} layers",
         subtitle=f"one call for each layer, as {how} here",
         bars=tuple(Bar(name=row.what, pieces=(("seconds", of_pass(row)),)) for row in (zero_row, fill_row, clean_row)),
     )
     flops = 2 * rows * width * width
-    ceilings = here.machine.achievable or here.machine.theoretical
+    ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
     product = LAYERS * flops / ceilings.peak(str(dtype))
     yield from prose(

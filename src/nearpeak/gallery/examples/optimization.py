@@ -113,12 +113,12 @@ class Llama(nn.Module):
         return functional.cross_entropy(self.head(x).float(), targets)
 
 
-def training_step(here: Context, sizes: Sizes, fixed: frozenset[str] = frozenset()) -> Callable[[], None]:
+def training_step(context: Context, sizes: Sizes, fixed: frozenset[str] = frozenset()) -> Callable[[], None]:
     """One step of a model with these fixes in."""
     torch.manual_seed(0)
-    with here.building():
-        model = Llama(sizes, fixed).to(here.device, sizes.dtype)
-        tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens + 1), device=here.device)
+    with context.building():
+        model = Llama(sizes, fixed).to(context.device, sizes.dtype)
+        tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens + 1), device=context.device)
         how: dict[str, Any] = {"fused": True} if "unfused-optimizer" in fixed else {"foreach": False}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **how)
 
@@ -130,9 +130,9 @@ def training_step(here: Context, sizes: Sizes, fixed: frozenset[str] = frozenset
     return step
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Profile, findings, fixes, proof; where nothing runs, what the fixes are expected to save."""
-    sizes = here.pick(
+    sizes = context.pick(
         gpu=Sizes(
             layers=4,
             hidden=2048,
@@ -141,7 +141,7 @@ def example(here: Context) -> Iterator[Part]:
             vocabulary=32000,
             batch=2,
             tokens=2048,
-            dtype=here.half,
+            dtype=context.half,
         ),
         cpu=Sizes(
             layers=2,
@@ -154,22 +154,22 @@ def example(here: Context) -> Iterator[Part]:
             dtype=torch.float32,
         ),
     )
-    if here.measures:
-        yield from _measured(here, sizes)
+    if context.measures:
+        yield from _measured(context, sizes)
     else:
-        yield from _foretold(here, sizes)
+        yield from _foretold(context, sizes)
 
 
-def _measured(here: Context, sizes: Sizes) -> Iterator[Part]:
-    slow = training_step(here, sizes)
-    here.progress("a profile of the step as it is written")
-    before = nearpeak.profile(slow, on=here.machine)
+def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
+    slow = training_step(context, sizes)
+    context.progress("a profile of the step as it is written")
+    before = nearpeak.profile(slow, on=context.machine)
     lost = max((part for part in before.waterfall.parts if part.name != "ideal"), key=lambda part: part.seconds)
     yield from prose(
         f"The verdict: a step takes {seconds(before.wall_s)}, and the hardware could do the same work in"
         f" {seconds(before.ideal_s)}. Most is lost to {lost.name}: {seconds(lost.seconds)}."
     )
-    known = {rule: fix for rule, fix in FIXES.items() if here.gpu or rule in WITHOUT_GPU}
+    known = {rule: fix for rule, fix in FIXES.items() if context.gpu or rule in WITHOUT_GPU}
     done = [finding for finding in before.findings if finding.rule in known]
     yield Table(
         title="What the profile found",
@@ -183,12 +183,12 @@ def _measured(here: Context, sizes: Sizes) -> Iterator[Part]:
     if not done:
         yield from prose("Nothing was found that this example knows how to fix, so it ends here.")
         return
-    quick = training_step(here, sizes, frozenset(finding.rule for finding in done))
-    here.progress("a profile of the step with the fixes in")
-    after = nearpeak.profile(quick, on=here.machine)
+    quick = training_step(context, sizes, frozenset(finding.rule for finding in done))
+    context.progress("a profile of the step with the fixes in")
+    after = nearpeak.profile(quick, on=context.machine)
     yield _waterfalls({"as written": before, "with the fixes": after})
-    here.progress("both in turns")
-    kind = "pipelined" if here.gpu else "auto"  # the wall time with steps in flight, as in training
+    context.progress("both in turns")
+    kind = "pipelined" if context.gpu else "auto"  # the wall time with steps in flight, as in training
     proof = nearpeak.compare(slow, quick, names=("as written", "with the fixes"), max_seconds=2.0, kind=kind)
     # each finding is right within a fifth where nothing else runs; these are several, and they add up
     row = Prediction(
@@ -225,16 +225,16 @@ def _waterfalls(profiles: dict[str, nearpeak.Profile]) -> StackedBars:
     return StackedBars(title="The step before and after, by parts of its wall time", bars=tuple(bars))
 
 
-def _foretold(here: Context, sizes: Sizes) -> Iterator[Part]:
+def _foretold(context: Context, sizes: Sizes) -> Iterator[Part]:
     everything = frozenset(FIXES)
-    written = here.predict(training_step(here, sizes))
+    written = context.predict(training_step(context, sizes))
     rows = [Prediction(what="as written", predicted=written, measured=None)]
     bars = []
     for rules, what in _grouped():
-        alone = here.predict(training_step(here, sizes, rules))
+        alone = context.predict(training_step(context, sizes, rules))
         rows.append(Prediction(what=f"with {what}", predicted=alone, measured=None))
         bars.append(Bar(name=min(rules), pieces=(("saved", max(written - alone, 0.0)),)))
-    together = here.predict(training_step(here, sizes, everything))
+    together = context.predict(training_step(context, sizes, everything))
     rows.append(Prediction(what="with all of them", predicted=together, measured=None))
     yield prediction_table("A training step, with each fix alone and with all", rows)
     yield StackedBars(title="What each fix alone is expected to save", bars=tuple(bars))

@@ -22,27 +22,27 @@ WHOLE = 8
 """Columns that the matrix units multiply by at least: PTX ISA, shapes of mma and wgmma. Vectors of CPUs are as long."""
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """N from 1 to the size of the square."""
-    side = here.pick(gpu=8192, cpu=1024)
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    side = context.pick(gpu=8192, cpu=1024)
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
     name = str(dtype).removeprefix("torch.")
-    a = torch.randn(side, side, dtype=dtype, device=here.tensors)
+    a = torch.randn(side, side, dtype=dtype, device=context.tensors)
     rows: list[tuple[int, float, Prediction]] = []
     columns = 1
     while columns <= side:
-        b = torch.randn(side, columns, dtype=dtype, device=here.tensors)
+        b = torch.randn(side, columns, dtype=dtype, device=context.tensors)
         flops = 2 * side * side * columns
         moved = (side * side + 2 * side * columns) * dtype.itemsize
         # Libraries have kernels for a vector and for whole tiles. For what is neither, the least is known, and no more.
-        least = here.estimate(torch.mm, a, b).as_written_s if 1 < columns < WHOLE else None
+        least = context.estimate(torch.mm, a, b).as_written_s if 1 < columns < WHOLE else None
         band = None if least is None else FLOOR
-        row = here.row(f"N = {columns}", torch.mm, a, b, predicted=least, band=band)
+        row = context.row(f"N = {columns}", torch.mm, a, b, predicted=least, band=band)
         rows.append((columns, flops / moved, row))
         columns *= 4 if columns < side // 4 else 2
-    ridge = here.machine.ridge(name)
+    ridge = context.machine.ridge(name)
     yield from prose(
-        f"The ridge of {here.machine.name} in {name} is at {ridge:.0f} FLOP per byte. Left of it the rate grows with"
+        f"The ridge of {context.machine.name} in {name} is at {ridge:.0f} FLOP per byte. Left of it the rate grows with"
         " the intensity, and time hardly changes with N; right of it the rate stays, and time grows with N."
     )
     yield prediction_table(f"M = K = {side}, {name}", [row for _, _, row in rows])
@@ -52,7 +52,7 @@ def example(here: Context) -> Iterator[Part]:
         found = zip(rows, seconds, strict=True)
         return tuple((intensity, 2 * side * side * n / time) for (n, intensity, _), time in found if time)
 
-    ceilings = here.machine.achievable or here.machine.theoretical
+    ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
     ends = (rows[0][1] / 2, ridge, max(4 * ridge, 2 * rows[-1][1]))
     roof = tuple((at, min(ceilings.peak(name), at * ceilings.bandwidth)) for at in ends)
@@ -61,7 +61,7 @@ def example(here: Context) -> Iterator[Part]:
         Series(name="predicted", points=rates([row.predicted for _, _, row in rows])),
     ]
     measured = rates([row.measured for _, _, row in rows])
-    if here.measures:
+    if context.measures:
         series.append(Series(name="measured", points=measured))
     yield Plot(
         title="Under the roof",

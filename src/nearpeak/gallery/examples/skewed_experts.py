@@ -33,12 +33,12 @@ def padded_rows(counts: Sequence[int], height: int) -> int:
     return sum(math.ceil(count / height) * height for count in counts)
 
 
-def grouped_seconds(here: Context, counts: Sequence[int], depth: int, columns: int, dense: float) -> float:
+def grouped_seconds(context: Context, counts: Sequence[int], depth: int, columns: int, dense: float) -> float:
     """Whole tiles in whole rounds over the processors, each at the rate of the dense product; at least the weights."""
     tiles = padded_rows(counts, TILE[0]) // TILE[0] * math.ceil(columns / TILE[1])
-    processors = here.machine.processors or 1
+    processors = context.machine.processors or 1
     rounds = math.ceil(tiles / processors) * processors / tiles
-    ceilings = here.machine.achievable or here.machine.theoretical
+    ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
     item = 2
     used = sum(count > 0 for count in counts)
@@ -58,10 +58,10 @@ def padded(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(rows, weight.mT)
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Loads, padding, and times."""
-    experts, tokens, top, depth, columns = here.pick(gpu=(128, 4096, 8, 4096, 1536), cpu=(16, 512, 2, 256, 256))
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    experts, tokens, top, depth, columns = context.pick(gpu=(128, 4096, 8, 4096, 1536), cpu=(16, 512, 2, 256, 256))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
     rows = tokens * top
     draws = {
         "uniform": nearpeak.inputs.routing(tokens, experts, top, device="cpu"),
@@ -99,39 +99,39 @@ def example(here: Context) -> Iterator[Part]:
         f" {shares[1]} for skewed routing. Padding to the busiest expert wastes what the skew is."
     )
 
-    weight = torch.randn(experts, columns, depth, dtype=dtype, device=here.tensors) / math.sqrt(depth)
-    given = torch.randn(rows, depth, dtype=dtype, device=here.tensors)
-    dense = here.predict(torch.mm, given, weight[0].mT)
+    weight = torch.randn(experts, columns, depth, dtype=dtype, device=context.tensors) / math.sqrt(depth)
+    given = torch.randn(rows, depth, dtype=dtype, device=context.tensors)
+    dense = context.predict(torch.mm, given, weight[0].mT)
     grouped, whole = [], []
     for name, loads in counts.items():
-        grouped.append(_grouped(here, f"grouped, {name}", loads, given, weight, dense))
-        blocks = torch.zeros(experts, max(loads), depth, dtype=dtype, device=here.tensors)
-        if here.measures:
+        grouped.append(_grouped(context, f"grouped, {name}", loads, given, weight, dense))
+        blocks = torch.zeros(experts, max(loads), depth, dtype=dtype, device=context.tensors)
+        if context.measures:
             for block, piece in zip(blocks, given.split(loads), strict=True):
                 block[: len(piece)] = piece
-        whole.append(here.row(f"padded, {name}", padded, blocks, weight))
+        whole.append(context.row(f"padded, {name}", padded, blocks, weight))
         del blocks
     note = (
         f"Grouped: tiles of {TILE[0]} x {TILE[1]}, in whole rounds over the processors, each at the rate that is"
         " expected of one dense product of all rows."
-        if here.gpu
+        if context.gpu
         else "Grouped: a product for each expert, one after the other, each predicted by itself."
     )
     yield prediction_table("Time of a layer's product", [*grouped, *whole], note=note)
     slower = {"grouped": grouped, "padded": whole}
     said = [f"{way} {significant(_seconds(pair[1]) / _seconds(pair[0]))}" for way, pair in slower.items()]
     yield from prose(
-        f"Skewed against uniform, as {'measured' if here.measures else 'predicted'} here, times as long:"
+        f"Skewed against uniform, as {'measured' if context.measures else 'predicted'} here, times as long:"
         f" {' and '.join(said)}. The operations that are wanted are the same in all four."
     )
 
 
-def _grouped(here: Context, what: str, loads: list[int], given: Tensor, weight: Tensor, dense: float) -> Prediction:
-    if not here.gpu:
-        return here.row(what, partial(one_by_one, loads), given, weight)
-    counts = torch.tensor(loads, device=here.tensors)
-    predicted = grouped_seconds(here, loads, given.shape[1], weight.shape[1], dense)
-    return here.row(what, kernels.grouped_gemm, given, weight, counts, predicted=predicted)
+def _grouped(context: Context, what: str, loads: list[int], given: Tensor, weight: Tensor, dense: float) -> Prediction:
+    if not context.gpu:
+        return context.row(what, partial(one_by_one, loads), given, weight)
+    counts = torch.tensor(loads, device=context.tensors)
+    predicted = grouped_seconds(context, loads, given.shape[1], weight.shape[1], dense)
+    return context.row(what, kernels.grouped_gemm, given, weight, counts, predicted=predicted)
 
 
 def _seconds(row: Prediction) -> float:

@@ -41,22 +41,22 @@ class Costs:
         return max(("memory", "compute", "overhead"), key=lambda name: getattr(self, name))
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Four calls: predicted part by part, then measured."""
-    side, tokens = here.pick(gpu=(8192, 4096), cpu=(2048, 128))
-    half = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    added = here.pick(gpu=8192, cpu=2048)
+    side, tokens = context.pick(gpu=(8192, 4096), cpu=(2048, 128))
+    half = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    added = context.pick(gpu=8192, cpu=2048)
 
     def draw(*shape: int, dtype: torch.dtype = half) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, device=here.tensors)
+        return torch.randn(*shape, dtype=dtype, device=context.tensors)
 
     full = torch.float32
     weight = draw(side, side)
     calls = [
-        _costs(here, "add", torch.add, draw(added, added, dtype=full), draw(added, added, dtype=full)),
-        _costs(here, "add, small", torch.add, draw(16, 16, dtype=full), draw(16, 16, dtype=full)),
-        _costs(here, "prefill", torch.mm, draw(tokens, side), weight),
-        _costs(here, "decode", torch.mm, draw(1, side), weight),
+        _costs(context, "add", torch.add, draw(added, added, dtype=full), draw(added, added, dtype=full)),
+        _costs(context, "add, small", torch.add, draw(16, 16, dtype=full), draw(16, 16, dtype=full)),
+        _costs(context, "prefill", torch.mm, draw(tokens, side), weight),
+        _costs(context, "decode", torch.mm, draw(1, side), weight),
     ]
     _, small, prefill, decode = calls
     yield from prose(
@@ -67,7 +67,7 @@ def example(here: Context) -> Iterator[Part]:
         " last token (decode)."
     )
     yield Table(
-        title=f"Counted, and divided by what {here.machine.name} does in a second",
+        title=f"Counted, and divided by what {context.machine.name} does in a second",
         headers=("", "FLOP", "bytes", "FLOP/B", "memory", "compute", "overhead", "largest"),
         align="lrrrrrrl",
         rows=tuple(
@@ -94,7 +94,7 @@ def example(here: Context) -> Iterator[Part]:
             for one in calls
         ),
     )
-    rows = {one.name: _row(here, one) for one in calls}
+    rows = {one.name: _row(context, one) for one in calls}
     yield prediction_table(
         "Expected of good kernels, and measured",
         list(rows.values()),
@@ -109,11 +109,11 @@ def example(here: Context) -> Iterator[Part]:
     )
 
 
-def _costs(here: Context, name: str, fn: Callable[..., Any], *args: torch.Tensor) -> Costs:
+def _costs(context: Context, name: str, fn: Callable[..., Any], *args: torch.Tensor) -> Costs:
     """Counted by `nearpeak.estimate`; the overhead is that of the same call on one number."""
-    ceilings = here.machine.achievable or here.machine.theoretical
+    ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
-    found = here.estimate(fn, *args)
+    found = context.estimate(fn, *args)
     (op,) = found.ops
     table = ceilings.vector if op.engine == "vector" else ceilings.matrix
     peak = table.get(op.dtype) or ceilings.peak(op.dtype)
@@ -125,14 +125,14 @@ def _costs(here: Context, name: str, fn: Callable[..., Any], *args: torch.Tensor
         bytes=found.bytes,
         memory=found.bytes / ceilings.bandwidth,
         compute=found.flops / peak,
-        overhead=here.predict(fn, *(one[:1, :1] for one in args)),
+        overhead=context.predict(fn, *(one[:1, :1] for one in args)),
     )
 
 
-def _row(here: Context, one: Costs) -> Prediction:
+def _row(context: Context, one: Costs) -> Prediction:
     # Some microseconds of fixed cost differ between kernels of one kind more than long times do.
     band = (0.5, 2.0) if one.limit == "overhead" else None
-    return here.row(one.name, one.fn, *one.args, band=band)
+    return context.row(one.name, one.fn, *one.args, band=band)
 
 
 def _tokens(prefill: Prediction, decode: Prediction, many: Costs, one: Costs, tokens: int) -> Iterator[Part]:

@@ -40,27 +40,27 @@ class Step:
     band: tuple[float, float | None] | None = None
 
 
-def on_gpu(here: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
+def on_gpu(context: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
     """The rungs of `nearpeak.kernels.ladder`.
 
     A plain thread and the first rung on tensor cores have a floor, and the last two take what a good product takes.
     """
-    ceilings = here.machine.achievable or here.machine.theoretical
+    ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
     size = len(a)
     flops = 2.0 * size**3
-    clock, processors = here.machine.clock_boost_hz, here.machine.processors
+    clock, processors = context.machine.clock_boost_hz, context.machine.processors
     for rung in (ladder.NAIVE, ladder.LINES, ladder.TILES, ladder.TENSOR_CORES, ladder.PERSISTENT, ladder.VENDOR):
         asked = None if rung is ladder.VENDOR else rung.bytes_read(size, size, size)
         by_threads = rung in (ladder.NAIVE, ladder.LINES, ladder.TILES)
         good = rung in (ladder.PERSISTENT, ladder.VENDOR)
-        predicted = here.predict(torch.mm, a, b) if good else flops / ceilings.peak("bfloat16")
+        predicted = context.predict(torch.mm, a, b) if good else flops / ceilings.peak("bfloat16")
         if by_threads:
             predicted = flops / ceilings.vector["float32"]
             if clock and processors and asked:
                 predicted = max(predicted, asked / (LINE * processors * clock))
         band = None if good else FLOOR
-        if rung is ladder.PERSISTENT and here.measures and torch.cuda.get_device_capability()[0] < 9:
+        if rung is ladder.PERSISTENT and context.measures and torch.cuda.get_device_capability()[0] < 9:
             continue  # it copies by TMA, which came with Hopper
         yield Step(name=rung.title, multiply=rung.multiply, asked=asked, predicted=predicted, band=band)
 
@@ -81,13 +81,13 @@ def blocks(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([torch.cat([part @ piece for piece in b.split(SIDE, 1)], 1) for part in a.split(SIDE)])
 
 
-def on_cpu(here: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
+def on_cpu(context: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
     """The same with calls of torch, each for a tile of results.
 
     They take what such calls are expected to take. A call for a number is nothing but its fixed cost, and that of
     putting the number into its place.
     """
-    ceilings = here.machine.achievable
+    ceilings = context.machine.achievable
     assert ceilings is not None
     size, call = len(a), ceilings.launch.host_call or 0.0
     tiled: list[tuple[str, Callable[[Tensor, Tensor], Tensor], int, int]] = [
@@ -98,18 +98,18 @@ def on_cpu(here: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
     ]
     for name, multiply, high, wide in tiled:
         calls = size * size // (high * wide)
-        predicted = 2 * calls * call if multiply is numbers else here.predict(multiply, a, b)
+        predicted = 2 * calls * call if multiply is numbers else context.predict(multiply, a, b)
         asked = calls * (high + wide) * size * 4.0
         yield Step(name=name, multiply=multiply, asked=asked, predicted=predicted)
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Tiles, intensities, times."""
-    size = here.pick(gpu=4096, cpu=192)
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    a, b = (torch.randn(size, size, dtype=dtype, device=here.tensors) for _ in range(2))
+    size = context.pick(gpu=4096, cpu=192)
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    a, b = (torch.randn(size, size, dtype=dtype, device=context.tensors) for _ in range(2))
     flops = 2.0 * size**3
-    steps = list((on_gpu if here.gpu else on_cpu)(here, a, b))
+    steps = list((on_gpu if context.gpu else on_cpu)(context, a, b))
     yield from prose(
         f"All rungs multiply matrices of {size} x {size}: {quantity(flops, 'FLOP')}, and"
         f" {quantity(3 * size * size * dtype.itemsize, 'B')} if each number crossed memory once. A tile of r x c"
@@ -127,17 +127,17 @@ def example(here: Context) -> Iterator[Part]:
             for step in steps
         ),
         note="From the caches, mostly; which tile the vendor's product has is known after it has run."
-        if here.gpu
+        if context.gpu
         else "",
     )
     found: list[tuple[Step, Prediction]] = []
     for step in steps:
         # Few blocks: the lowest rungs take long enough for one to be a good measurement.
-        row = here.row(step.name, step.multiply, a, b, predicted=step.predicted, band=step.band, min_blocks=6)
+        row = context.row(step.name, step.multiply, a, b, predicted=step.predicted, band=step.band, min_blocks=6)
         found.append((step, row))
-    yield prediction_table("Time", [row for _, row in found], note=_note(here))
+    yield prediction_table("Time", [row for _, row in found], note=_note(context))
 
-    ways = ("predicted", "measured") if here.measures else ("predicted",)
+    ways = ("predicted", "measured") if context.measures else ("predicted",)
     series = []
     for how in ways:
         points = [(step.name, flops / step.asked, getattr(row, how)) for step, row in found if step.asked]
@@ -160,8 +160,8 @@ def example(here: Context) -> Iterator[Part]:
     )
 
 
-def _note(here: Context) -> str:
-    if here.gpu:
+def _note(context: Context) -> str:
+    if context.gpu:
         return (
             "Predicted for plain threads, and for the first rung on tensor cores, is a floor: the longer of the"
             f" operations at the peak of their units and the bytes at {LINE} a clock from the L1 cache of each"

@@ -74,20 +74,20 @@ def many(a: torch.Tensor, b: torch.Tensor) -> float:
     return (time.perf_counter() - start) / REPEATS
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Both products with every clock."""
-    dtype = here.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    sizes = ((16, 32), here.pick(gpu=(4096, 8192), cpu=(512, 1024)))
+    dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
+    sizes = ((16, 32), context.pick(gpu=(4096, 8192), cpu=(512, 1024)))
     small, large = (
         (
-            torch.randn(rows, inner, dtype=dtype, device=here.tensors),
-            torch.randn(inner, rows, dtype=dtype, device=here.tensors),
+            torch.randn(rows, inner, dtype=dtype, device=context.tensors),
+            torch.randn(inner, rows, dtype=dtype, device=context.tensors),
         )
         for rows, inner in sizes
     )
     names = [f"{rows} x {inner}" for rows, inner in sizes]
     flops = [2 * rows * rows * inner for rows, inner in sizes]
-    expected = [here.predict(torch.mm, *pair) for pair in (small, large)]
+    expected = [context.predict(torch.mm, *pair) for pair in (small, large)]
     yield from prose(
         f"A product of {names[0]} by {sizes[0][1]} x {sizes[0][0]} does {quantity(flops[0], 'FLOP')}, one of {names[1]}"
         f" by {sizes[1][1]} x {sizes[1][0]} does {quantity(flops[1], 'FLOP')}, {flops[1] / flops[0]:,.0f} times as"
@@ -95,21 +95,21 @@ def example(here: Context) -> Iterator[Part]:
         f" {seconds(expected[0])} and {seconds(expected[1])} here, a ratio of {significant(expected[1] / expected[0])};"
         " the small one takes what it costs to start anything at all."
     )
-    clocks = _gpu_clocks(here) if here.gpu else _cpu_clocks(here)
+    clocks = _gpu_clocks(context) if context.gpu else _cpu_clocks(context)
     found: dict[str, list[float | None]] = {}
     for name, (_, clock) in clocks.items():
-        here.progress(name)
-        found[name] = [clock(*pair) if here.measures else None for pair in (small, large)]
-    times = {name: tuple(map(seconds, readings)) if here.measures else () for name, readings in found.items()}
+        context.progress(name)
+        found[name] = [clock(*pair) if context.measures else None for pair in (small, large)]
+    times = {name: tuple(map(seconds, readings)) if context.measures else () for name, readings in found.items()}
     yield Table(
         title="One product, many clocks",
-        headers=("clock", *(names if here.measures else ()), "what it reads"),
-        align="lrrl" if here.measures else "ll",
+        headers=("clock", *(names if context.measures else ()), "what it reads"),
+        align="lrrl" if context.measures else "ll",
         rows=tuple((name, *times[name], meaning) for name, (meaning, _) in clocks.items()),
-        below=3 if here.measures else 1,
+        below=3 if context.measures else 1,
     )
-    yield from (_gpu_text if here.gpu else _cpu_text)(found, expected)
-    low, high = here.band
+    yield from (_gpu_text if context.gpu else _cpu_text)(found, expected)
+    low, high = context.band
     right = found["bench"]
     yield prediction_table(
         "The right clock: nearpeak.bench, after a warm-up, many times, with data from memory",
@@ -121,7 +121,7 @@ def example(here: Context) -> Iterator[Part]:
     )
     ratio = expected[1] / expected[0]
     rows = [Prediction(what="bench", predicted=ratio, measured=_ratio(right), low=0.4, high=2.5)]
-    if here.gpu:  # without a wait both readings are those of a launch
+    if context.gpu:  # without a wait both readings are those of a launch
         rows.insert(0, Prediction(what="naive", predicted=1.0, measured=_ratio(found["naive"]), low=0.5, high=2.0))
     yield prediction_table("How many times as long as the small product the large one seems to take", rows, unit="x")
 
@@ -131,9 +131,9 @@ def _ratio(readings: list[float | None]) -> float | None:
     return second / first if first and second else None
 
 
-def _gpu_clocks(here: Context) -> dict[str, tuple[str, Clock]]:
+def _gpu_clocks(context: Context) -> dict[str, tuple[str, Clock]]:
     def bench(**options: str) -> Clock:
-        return lambda a, b: here.measure(torch.mm, a, b, **options)
+        return lambda a, b: context.measure(torch.mm, a, b, **options)
 
     return {
         "first call": ("no wait, no warm-up: with all that is done once, such as loading code", naive),
@@ -146,9 +146,9 @@ def _gpu_clocks(here: Context) -> dict[str, tuple[str, Clock]]:
     }
 
 
-def _cpu_clocks(here: Context) -> dict[str, tuple[str, Clock]]:
+def _cpu_clocks(context: Context) -> dict[str, tuple[str, Clock]]:
     def bench(**options: str) -> Clock:
-        return lambda a, b: here.measure(torch.mm, a, b, **options)
+        return lambda a, b: context.measure(torch.mm, a, b, **options)
 
     return {
         "first call": ("one call, no warm-up: with all that is done once, such as loading code", naive),

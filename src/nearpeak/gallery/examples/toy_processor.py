@@ -54,7 +54,7 @@ class Processor:
 TOY = Processor(items_per_second=4, operations_per_second=8)
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """The toy, then the real ones."""
     yield from prose(
         f"{TOY.items_per_second:g} items a second in, {TOY.operations_per_second:g} operations a second: with"
@@ -84,7 +84,7 @@ def example(here: Context) -> Iterator[Part]:
         " all; it only waits more. A faster input does help, until its speed puts the ridge at the intensity of the"
         " task. To use a fast worker, do more with each item that is there already: raise the intensity."
     )
-    yield from _real(here)
+    yield from _real(context)
 
 
 def _utilization() -> Plot:
@@ -127,11 +127,11 @@ def _faster(intensity: float) -> Table:
     )
 
 
-def _real(here: Context) -> Iterator[Part]:
+def _real(context: Context) -> Iterator[Part]:
     """The catalogue and this machine: bytes for items."""
     machines = [nearpeak.machine(name) for name in CATALOGUE]
-    if here.machine.id not in CATALOGUE:
-        machines.append(here.machine)
+    if context.machine.id not in CATALOGUE:
+        machines.append(context.machine)
     found = [(machine, *_processor(machine)) for machine in machines]
     first, last = found[0], found[len(CATALOGUE) - 1]
     yield Table(

@@ -41,9 +41,9 @@ CHUNK = 256
 Times = Mapping[int, float]
 
 
-def example(here: Context) -> Iterator[Part]:
+def example(context: Context) -> Iterator[Part]:
     """Tiles over multiprocessors, or chunks over cores."""
-    yield from _tiles(here) if here.gpu else _chunks(here)
+    yield from _tiles(context) if context.gpu else _chunks(context)
 
 
 def in_tiles(tiling: Tiling, rows: int, columns: int) -> Tiling:
@@ -65,19 +65,19 @@ def that_fit(tiling: Tiling, architecture: str) -> Tiling:
     return max(found, key=lambda one: (round(one.efficiency, 9), one.tile[0] * one.tile[1]))
 
 
-def _tiles(here: Context) -> Iterator[Part]:
+def _tiles(context: Context) -> Iterator[Part]:
     def factors(columns: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         shapes = ((ROWS, DEPTH), (DEPTH, columns))
         left, right = (torch.randn(*shape, dtype=torch.bfloat16, device=device) for shape in shapes)
         return left, right
 
     def estimated(columns: int) -> tuple[EstimatedOp, Tiling]:
-        (op,) = here.estimate(torch.mm, *factors(columns, "meta")).ops
+        (op,) = context.estimate(torch.mm, *factors(columns, "meta")).ops
         if op.tiling is None:
-            raise SkipExample(f"the tiles of {here.machine.name} or the number of its processors are not known.")
+            raise SkipExample(f"the tiles of {context.machine.name} or the number of its processors are not known.")
         return op, op.tiling
 
-    architecture = here.machine.architecture
+    architecture = context.machine.architecture
     processors = estimated(STEP)[1].processors
     wave = (
         processors * ladder.PERSISTENT_ROWS * ladder.PERSISTENT_COLUMNS // ROWS
@@ -86,7 +86,7 @@ def _tiles(here: Context) -> Iterator[Part]:
     # What kernels reach of the peak where waves hardly matter: the largest product, its own loss to waves taken out.
     large, tiling = estimated(8 * most)
     rate = large.flops / (large.expected_seconds or large.seconds) / tiling.efficiency
-    start = here.predict(torch.mm, *(one[:1, :1] for one in factors(STEP, "meta")))
+    start = context.predict(torch.mm, *(one[:1, :1] for one in factors(STEP, "meta")))
     sizes = range(4 * STEP, most, STEP)
     usual = {columns: estimated(columns)[1] for columns in sizes}
     fixed = {
@@ -124,18 +124,20 @@ def _tiles(here: Context) -> Iterator[Part]:
         ),
         note=_sizes(architecture),
     )
-    given = {columns: factors(columns, here.tensors) for columns in shown}
+    given = {columns: factors(columns, context.tensors) for columns in shown}
     mine: dict[int, Prediction] = {}
     if architecture in WIDTHS:  # the kernel copies by TMA, as no GPU before Hopper does
         mine = {
-            n: here.row(f"N = {n}", ladder.multiply_persistent, *given[n], predicted=one_size[n], max_seconds=0.2)
+            n: context.row(f"N = {n}", ladder.multiply_persistent, *given[n], predicted=one_size[n], max_seconds=0.2)
             for n in shown
         }
         yield prediction_table(f"Tiles of {tile}: the persistent kernel of the tiling ladder", list(mine.values()))
-    theirs = {n: here.row(f"N = {n}", torch.mm, *given[n], predicted=sizes_that_fit[n], max_seconds=0.2) for n in shown}
+    theirs = {
+        n: context.row(f"N = {n}", torch.mm, *given[n], predicted=sizes_that_fit[n], max_seconds=0.2) for n in shown
+    }
     yield prediction_table("Tiles that fit: torch.mm", list(theirs.values()))
     yield from _pictures(
-        here,
+        context,
         "N",
         {n: 2.0 * ROWS * DEPTH * n for n in sizes},
         {f"tiles of {tile}": one_size, "tiles that fit": sizes_that_fit},
@@ -164,10 +166,10 @@ def _sizes(architecture: str) -> str:
     return "Tiles that fit: 128 x 128, 256 x 128 or 128 x 256, whichever leaves the largest share of the peak."
 
 
-def _chunks(here: Context) -> Iterator[Part]:
-    cores = torch.get_num_threads() if here.measures else here.machine.processors or 1
-    a, b = (torch.randn(CHUNK, CHUNK, device=here.tensors) for _ in range(2))
-    chunk = here.predict(torch.mm, a, b) * cores  # predicted for all of them: one alone takes as many times as long
+def _chunks(context: Context) -> Iterator[Part]:
+    cores = torch.get_num_threads() if context.measures else context.machine.processors or 1
+    a, b = (torch.randn(CHUNK, CHUNK, device=context.tensors) for _ in range(2))
+    chunk = context.predict(torch.mm, a, b) * cores  # predicted for all of them: one alone takes as many times as long
     counts = range(1, WAVES * cores + 1)
     predicted = {count: math.ceil(count / cores) * chunk for count in counts}
     yield from prose(
@@ -186,11 +188,11 @@ def _chunks(here: Context) -> Iterator[Part]:
                     done.result()
 
             for count in measured:
-                rows[count] = here.row(f"chunks: {count}", work, count, predicted=predicted[count], cache="hot")
+                rows[count] = context.row(f"chunks: {count}", work, count, predicted=predicted[count], cache="hot")
     finally:
         torch.set_num_threads(threads)
     yield prediction_table("Time of all chunks", list(rows.values()))
-    yield from _pictures(here, "chunks", {c: 2.0 * CHUNK**3 * c for c in counts}, {"": predicted}, {"": rows})
+    yield from _pictures(context, "chunks", {c: 2.0 * CHUNK**3 * c for c in counts}, {"": predicted}, {"": rows})
     last = (WAVES - 1) * cores
     name = f"From {last} chunks to {last + 1} chunks"
     yield from prose(
@@ -200,7 +202,7 @@ def _chunks(here: Context) -> Iterator[Part]:
 
 
 def _pictures(
-    here: Context,
+    context: Context,
     name: str,
     flops: Mapping[int, float],
     predicted: Mapping[str, Times],
@@ -211,7 +213,7 @@ def _pictures(
     curves = [
         (way, "predicted", tuple(points.items()), number) for number, (way, points) in enumerate(predicted.items())
     ]
-    if here.measures:
+    if context.measures:
         for number, (way, found) in enumerate(rows.items()):
             taken = tuple((size, row.measured) for size, row in found.items() if row.measured)
             curves += [(way, "measured", taken, number)] if taken else []
