@@ -444,7 +444,7 @@ def test_what_has_no_meaning_is_said():
             for options, said in wrong:
                 with pytest.raises(UsageError, match=said):
                     kernels.cross_entropy(logits, target, **options)
-            with pytest.raises(UsageError, match=r"shape \(2,\), one for each row, and have \(1,\)"):
+            with pytest.raises(UsageError, match=r"shape \(2,\), one per row, and have \(1,\)"):
                 kernels.cross_entropy(logits, target[:1])
             with pytest.raises(UsageError, match="tensor of float32"):
                 kernels.cross_entropy(logits, target.float())

@@ -1,1 +1,5 @@
-"""What all operations share: torch operators with an eager fast path, which kernel runs when, recorded calls, tuning tables, launching Triton kernels, and building blocks of kernels. Importing the package imports nothing; the modules that import Triton are launch, interpreter, gluon and the kernels' building blocks."""
+"""What all operations share: torch operators with an eager fast path, the choice between kernel and reference, recorded
+calls, tuning tables, launching Triton kernels, and building blocks of kernels.
+
+Importing the package imports nothing. `operator`, `policy`, `replay` and `tuning` need torch; the others need Triton.
+"""

@@ -39,7 +39,7 @@ def grid_counters(number: int, device: torch.device) -> Tensor:
         counters = torch.zeros(number, dtype=torch.int32, device=device)  # cleared by each replay
     recording = active_recording()
     if recording is not None:
-        recording.found(counters, functools.partial(grid_counters, number, device))
+        recording.add_shared_tensor(counters, functools.partial(grid_counters, number, device))
     return counters
 
 

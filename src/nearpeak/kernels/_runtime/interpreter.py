@@ -1,8 +1,8 @@
-"""`repair`: makes Triton's interpreter compute in bfloat16, which it otherwise does on the bits, without a word.
+"""`patch_interpreter`: makes Triton's interpreter compute in bfloat16, which it otherwise does on the bits, silently.
 
-It holds a bfloat16 as an integer of 16 bits and adds and multiplies these; it cuts float32 off instead of rounding, and
-casts to float8 wrongly. Repaired: arithmetic is done in float32 and rounded to the nearest, ties to even, as a GPU
-does; casts are torch's. This touches private names of Triton 3.6 to 3.9, so it checks its own work.
+The interpreter stores bfloat16 as 16-bit integers, and adds and multiplies these; it truncates float32 instead of
+rounding, and casts to fp8 incorrectly. Patched, arithmetic is in float32 and rounded to nearest, ties to even, as on a
+GPU, and casts are torch's. This relies on private names of Triton 3.6 to 3.9, and raises if they are gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _is_patched = False
 
 
 def patch_interpreter() -> None:
-    """Repairs the interpreter of this process, once."""
+    """Patches the interpreter of this process, once."""
     global _is_patched
     if _is_patched:
         return
@@ -33,14 +33,14 @@ def patch_interpreter() -> None:
         _patch_builder(interpreter.InterpreterBuilder)
     except AttributeError as error:
         raise KernelUnavailable(
-            f"Triton's interpreter has changed ({error}), and computes wrongly in bfloat16 without a repair."
+            f"Triton's interpreter has changed ({error}), and computes incorrectly in bfloat16 without a patch."
             " Unset TRITON_INTERPRET, or install triton 3.6 to 3.9."
         ) from error
     _is_patched = True
 
 
 def _to_float32(handle: Any) -> Any:
-    """A bfloat16 as float32; anything else as it is."""
+    """bfloat16 as float32; other dtypes unchanged."""
     if not _is_bfloat16(handle):
         return handle
     bits = handle.data.astype(numpy.uint32) << 16
@@ -48,7 +48,7 @@ def _to_float32(handle: Any) -> Any:
 
 
 def _bfloat16_bits(values: Any) -> Any:
-    """float32 as the bits of bfloat16, to the nearest, ties to even."""
+    """The bits of float32 rounded to bfloat16: to nearest, ties to even."""
     bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
     near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
     return numpy.where(numpy.isnan(values), numpy.uint16(0x7FC0), near).reshape(numpy.shape(values))
@@ -76,17 +76,17 @@ def _patch_builder(builder: Any) -> None:
 
 
 def _skip_overflow_checks(builder: Any) -> None:
-    """Leaves out what is computed in vain: whether integers pass their range, which nobody hears of without `debug`."""
+    """Skips the overflow checks of integers, which are only reported with `debug`."""
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    asked, of_scalar = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
-    interpreter._get_np_dtype = lambda dtype: (asked if dtype.scalar.is_ptr() else of_scalar)(dtype.scalar)
+    uncached, cached = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (uncached if dtype.scalar.is_ptr() else cached)(dtype.scalar)
 
 
 def _patch_language_once(patch: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of a function from a kernel, without patching the language again, which takes longer than the call.
+    """Patches the language once per function: doing so at each call from a kernel takes longer than the call.
 
-    The launch has patched what kernels see of it; what functions of Triton's own see stays patched after the first.
+    A launch patches the language for kernels; for functions of Triton itself it stays patched after the first call.
     """
     known = set()
 
@@ -100,11 +100,11 @@ def _patch_language_once(patch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_boolean_mask(operation: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """Masks as bits: from Triton 3.9 on, one that was joined with a scalar comes as integers, which are refused."""
+    """Converts masks to booleans: from Triton 3.9 on, one that was combined with a scalar has integers, which fail."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = args[place]  # of a copy by a descriptor it is an array
-        bits = (given if isinstance(given, numpy.ndarray) else given.data).astype(numpy.bool_)
+        mask = args[place]  # an array in copies by a descriptor
+        bits = (mask if isinstance(mask, numpy.ndarray) else mask.data).astype(numpy.bool_)
         mask = interpreter.TensorHandle(bits, tl.int1)
         return operation(self, *args[:place], mask, *args[place + 1 :], **kwargs)
 
@@ -112,7 +112,7 @@ def _with_boolean_mask(operation: Callable[..., Any], place: int) -> Callable[..
 
 
 def _loop_bounds_as_items(patch: Callable[..., None]) -> Callable[..., None]:
-    """Bounds of loops are arrays of one element, which numpy no longer takes for a number, or warns of."""
+    """Loop bounds as numbers: they are arrays of one element, which numpy rejects or warns about."""
 
     def call(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -136,7 +136,7 @@ def _in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cast(self: Any, original: Callable[..., Any], source: Any, target: Any) -> Any:
     to = target.scalar
-    if source.dtype.scalar in _FP8 and to not in _FP8:  # Triton's own has no infinity and no NaN
+    if source.dtype.scalar in _FP8 and to not in _FP8:  # Triton's cast has no infinity and no NaN
         values = torch.from_numpy(numpy.ascontiguousarray(source.data)).view(_FP8[source.dtype.scalar]).float()
         source = interpreter.TensorHandle(values.numpy().reshape(source.data.shape), tl.float32)
     if to == tl.bfloat16:

@@ -1,9 +1,9 @@
-"""`launch`: starts a Triton kernel with less to do on the host than Triton's own way.
+"""`launch`: starts a Triton kernel with less host time than Triton's own launcher.
 
-Triton looks at every argument of every launch to find out which of its compiled variants is wanted, and takes longer
-for that than torch for a whole op. What decides is the dtype and the alignment of a pointer, whether an integer is 1 or
-a multiple of 16, and the constants: the variant that Triton chose for these is remembered and started directly.
-A call that is recorded, see `plans`, has even these decided.
+Triton inspects every argument of every launch to select one of its compiled specializations, and takes longer for that
+than torch for a whole operator. The selection depends on the dtype and the alignment of pointers, on whether an integer
+is 1 or a multiple of 16, and on the constants: the specialization for these is cached and started directly. A replayed
+call, see `replay`, skips even this.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if INTERPRETED:
 
 Grid = tuple[int, int, int]
 _LAUNCHES_DIRECTLY = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
-"""Of these versions it is known how they start what they compiled."""
+"""The versions whose compiled kernels can be started directly."""
 _runtime: Any = triton.knobs.runtime if _LAUNCHES_DIRECTLY else None
 _specializations: dict[tuple[Any, ...], Specialization] = {}
 _constexpr_flags: dict[int, tuple[bool, ...]] = {}
-"""Which arguments of a kernel are constants, by its id: a kernel's own hash is that of its source, behind a lock."""
+"""Which arguments of a kernel are constants, by its id: hashing a kernel hashes its source, behind a lock."""
 
 
 class Specialization:
-    """A kernel as Triton compiled it for arguments of some kind, and for one device."""
+    """A kernel that is compiled for some kind of arguments, and loaded on one device."""
 
     __slots__ = ("_compiled", "_function", "_metadata", "_run")
 
@@ -49,11 +49,11 @@ class Specialization:
         """Starts it on the current device. Tensors among `args` may be pointers."""
         try:
             hooked = self._run is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls
-        except AttributeError:  # something else was put in the place of the hooks
+        except AttributeError:  # the hooks were replaced by something else
             hooked = True
         if hooked:
             self._compiled[grid](*args, stream=stream)
-        else:  # nobody, as Triton's own profiler, is to be told; Triton would go and see at each launch
+        else:  # no hooks, such as those of Triton's profiler, which Triton would look up at each launch
             x, y, z = grid
             self._run(x, y, z, stream, self._function, self._metadata, None, None, None, *args)
 
@@ -61,7 +61,7 @@ class Specialization:
 def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, registers: int | None = None) -> None:
     """Starts a kernel on the device of its first argument, a tensor. Constants come in their places among `args`.
 
-    A thread has no more than `registers`, so that as many programs as wanted run at a time on a processor.
+    `registers` limits those of a thread, so that enough programs fit on a multiprocessor.
     """
     if 0 in grid:
         return
@@ -72,10 +72,8 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2,
     device = args[0].device.index
     if device == torch._C._cuda_getDevice():
         _launch_on_device(kernel, grid, args, device, warps, stages, registers)
-    elif device is None:  # a tensor of the CPU; torch takes a device of None for the current one, and says nothing
-        raise KernelUnavailable(
-            f"A kernel cannot start with a tensor on {args[0].device.type}; it needs a CUDA device."
-        )
+    elif device is None:  # a CPU tensor; torch would silently take None for the current device
+        raise KernelUnavailable(f"A kernel needs tensors on a CUDA device, and this one is on {args[0].device.type}.")
     else:
         with torch.cuda.device(device):
             _launch_on_device(kernel, grid, args, device, warps, stages, registers)
@@ -89,19 +87,19 @@ def _launch_on_device(
     if constants is None:
         constants = _constexpr_flags[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
     key = (id(kernel), device, warps, stages, registers, *map(_specialization_key, args, constants))
-    found = _specializations.get(key)
-    if found is None:
+    specialization = _specializations.get(key)
+    if specialization is None:
         settings = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
-        found = _specializations[key] = Specialization(kernel[grid](*args, **settings))
+        specialization = _specializations[key] = Specialization(kernel[grid](*args, **settings))
     else:
-        found.start(grid, torch._C._cuda_getCurrentRawStream(device), args)
+        specialization.start(grid, torch._C._cuda_getCurrentRawStream(device), args)
     recorder = active_recording()
     if recorder is not None:
-        recorder.launched(found.start, grid, args)
+        recorder.add_launch(specialization.start, grid, args)
 
 
 def _specialization_key(argument: Any, constant: bool) -> Any:
-    """What of an argument decides on the variant of a kernel, at least as finely as Triton does."""
+    """The properties of an argument that select a specialization, at least as fine as Triton's."""
     if constant:
         return argument
     if isinstance(argument, torch.Tensor):
@@ -111,12 +109,12 @@ def _specialization_key(argument: Any, constant: bool) -> Any:
             return 1
         return argument % 16 == 0, -(2**31) <= argument < 2**31
     if type(argument) is float:
-        return float  # any value: a learning rate that changes with every step asks for no other variant
+        return float  # any value: a learning rate changes with every step
     if is_tensor_descriptor(argument):
         return argument.base.dtype, *argument.block_shape, getattr(argument, "layout", None)  # Gluon's have one
     return argument
 
 
 def next_power_of_2(number: int) -> int:
-    """The next power of 2, which the sizes of blocks must be."""
+    """The next power of 2: block sizes must be one."""
     return int(triton.next_power_of_2(max(number, 1)))

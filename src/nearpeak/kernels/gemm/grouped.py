@@ -401,7 +401,7 @@ def grouped_gemm(
     """Each row times the matrix of its expert, `row @ weight[expert].T`: (rows, columns) in the dtype of rows.
 
     The first `counts[0]` rows belong to the first expert, and so on; rows after the last expert's become zeros. Sums
-    are in float32, and float32 is multiplied in full precision. Deterministic, and nothing waits for the device. The time
+    are in float32, and float32 is multiplied in full precision. Deterministic, without waiting for the device. The time
     depends on the number of rows, hardly on their distribution over experts. rows and weight have gradients, and are
     saved for them; experts without rows have a gradient of zeros. Rows that are not contiguous are copied.
 

@@ -1,9 +1,10 @@
-"""`cross_entropy`: torch's, with softcap and z-loss, in one pass over the logits; `linear_cross_entropy`: the last layer of a language model and its loss without the logits in memory; and their torch operators.
+"""`cross_entropy`, torch's with softcap and z-loss, in one pass over the logits, and `linear_cross_entropy`, the last
+layer of a language model and its loss without the logits in memory.
 
-A scalar loss has its gradient written in the forward pass, while the logits are at hand, and multiplied by the upstream gradient
-in the backward pass, which costs nothing where that is 1. Otherwise the backward pass reads the logits again: for a loss per row,
-whose upstream gradient has one number per row; in float16, where a gradient divided by the number of rows underflows before loss
-scaling could save it; and in compiled code, which would copy.
+A scalar loss has its gradient written in the forward pass, while the logits are at hand, and multiplied by the upstream
+gradient in the backward pass, which costs nothing where that is 1. Otherwise the backward pass reads the logits again:
+for a loss per row, whose upstream gradient has one number per row; in float16, where a gradient divided by the number
+of rows underflows before loss scaling could save it; and in compiled code, which would copy.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from nearpeak.kernels._runtime.operator import Operator, refuse_second_derivativ
 from nearpeak.kernels._runtime.policy import cannot_run, fused
 
 PARTS = 128
-"""In so many parts the kernels count targets."""
+"""The kernels count targets in so many parts, whose sum every program computes."""
 LOSS_SCHEMA = "int ignore_index, float label_smoothing, float softcap, float z_loss, str reduction"
-"""How schemas have what a loss is beside its tensors; a softcap of 0 is none."""
+"""The options of a loss in operator schemas; a softcap of 0 is none."""
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """Logits in float32 or float64, below the softcap."""
+    """Logits in float32 or float64, with the softcap applied."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
@@ -34,9 +35,9 @@ def rows_reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """By rows: the loss, the weight in a mean, the top and the sum of exponentials. NaN for targets out of range."""
+    """Per row: the loss, its weight in a mean, the top, and the sum of exponentials. NaN for targets out of range."""
     values = capped(logits, softcap)
-    kept, valid, own = _targets(values, target, weight, ignore_index)
+    is_kept, valid, own = _targets(values, target, weight, ignore_index)
     safe = target.long().where(valid, 0)
     top = values.amax(-1).clamp_min(torch.finfo(torch.float32).min)
     total = (values - top[..., None]).exp().sum(-1)
@@ -46,19 +47,19 @@ def rows_reference(
         loss = loss + label_smoothing / values.shape[-1] * (far if weight is None else far * weight).sum(-1)
     if z_loss:
         loss = loss + z_loss * (top + total.log()).square()
-    nothing = torch.where(kept, float("nan"), 0.0).to(loss.dtype)
-    return loss.where(valid, nothing), own.where(valid, 0.0), top.where(valid, 0.0), total.where(valid, 1.0)
+    invalid = torch.where(is_kept, float("nan"), 0.0).to(loss.dtype)
+    return loss.where(valid, invalid), own.where(valid, 0.0), top.where(valid, 0.0), total.where(valid, 1.0)
 
 
 def gradient_reference(
     upstream: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, parts: Tensor,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str,
 ) -> Tensor:  # fmt: skip
-    """The gradient by the logits, from what `plain_forward` found."""
+    """The gradient of the logits, from the statistics of `forward_reference`."""
     values = capped(logits, softcap)
-    kept, valid, own = _targets(values, target, weight, ignore_index)
+    is_kept, valid, own = _targets(values, target, weight, ignore_index)
     columns = values.shape[-1]
-    top, total = (one.view(target.shape) for one in statistics)
+    top, total = (statistic.view(target.shape) for statistic in statistics)
     spread = values.new_full((columns,), label_smoothing / columns)
     spread = spread if weight is None else spread * weight
     own = (1.0 - label_smoothing) * own
@@ -70,24 +71,24 @@ def gradient_reference(
         result = result * (1.0 - (values / softcap).square())
     scale = upstream / parts.sum() if reduction == "mean" else upstream
     result = result * (scale.expand(target.shape)[..., None])
-    nothing = torch.where(kept, float("nan"), 0.0).to(result.dtype)[..., None]
-    final: Tensor = result.where(valid[..., None], nothing).to(logits.dtype)
-    return final
+    invalid = torch.where(is_kept, float("nan"), 0.0).to(result.dtype)[..., None]
+    gradient: Tensor = result.where(valid[..., None], invalid).to(logits.dtype)
+    return gradient
 
 
 def _targets(values: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    kept = target != ignore_index
-    valid = kept & (target >= 0) & (target < values.shape[-1])
+    is_kept = target != ignore_index
+    valid = is_kept & (target >= 0) & (target < values.shape[-1])
     if weight is None:
-        return kept, valid, torch.ones_like(target, dtype=values.dtype)
-    return kept, valid, weight.to(values.dtype)[target.long().where(valid, 0)]
+        return is_kept, valid, torch.ones_like(target, dtype=values.dtype)
+    return is_kept, valid, weight.to(values.dtype)[target.long().where(valid, 0)]
 
 
 def forward_reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, softcap: float,
     z_loss: float, reduction: str, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What the operator `cross_entropy` gives, in plain torch."""
+    """The operator `cross_entropy` in plain torch."""
     settings = (ignore_index, label_smoothing, softcap, z_loss)
     losses, counted, top, total = rows_reference(logits, target, weight, *settings)
     statistics = torch.stack([top.reshape(-1), total.reshape(-1)])
@@ -100,8 +101,10 @@ def forward_reference(
         loss = losses.sum()
     gradient = logits.new_empty(0)
     if with_gradient:
-        one = torch.ones_like(loss)
-        gradient = gradient_reference(one, logits, target, weight, statistics, parts, *settings, reduction).contiguous()
+        upstream = torch.ones_like(loss)
+        gradient = gradient_reference(
+            upstream, logits, target, weight, statistics, parts, *settings, reduction
+        ).contiguous()
     return loss, gradient, statistics, parts
 
 
@@ -147,8 +150,9 @@ def _backward_why_not(upstream: Tensor, logits: Tensor, target: Tensor, weight: 
 
 
 def may_overwrite() -> bool:
-    """Whether a backward pass may change what was kept for it: no second one can follow, and nobody makes a graph of
-    it. A mode that only looks on, as a fake one and that of an estimate, sees what runs without it.
+    """Whether a backward pass may overwrite saved tensors: the graph is not retained, and nothing traces it.
+
+    Modes that only observe, such as fake tensors and estimates, do not count: they see what runs without them.
     """
     modes = torch._C._TorchDispatchModeKey
     return not (
@@ -161,7 +165,7 @@ def may_overwrite() -> bool:
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
-    """A gradient of the forward pass times one number: in place where it will not be needed again."""
+    """A gradient of the forward pass times a scalar: in place unless it is needed again."""
     if not may_overwrite():
         return gradient * factor
     scale_gradient_(gradient, factor)
@@ -172,7 +176,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     logits, target, weight, *settings, with_gradient = inputs
     _, gradient, statistics, parts = output
     ctx.mark_non_differentiable(gradient, statistics, parts)
-    ctx.set_materialize_grads(False)  # of a gradient by our gradient, which nobody has, there would be 2 GB of zeros
+    ctx.set_materialize_grads(False)  # else torch would make zeros for the gradient of the gradient: 2 GB
     ctx.settings = settings
     ctx.with_gradient = with_gradient
     if with_gradient:
@@ -182,15 +186,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    rest = (None,) * 8
+    options = (None,) * 8
     if upstream is None:
-        return (None, *rest)
+        return (None, *options)
     refuse_second_derivative("cross_entropy")
     if ctx.with_gradient:
         (gradient,) = ctx.saved_tensors
-        return (scale_gradient(gradient, upstream), *rest)
+        return (scale_gradient(gradient, upstream), *options)
     logits, target, weight, statistics, parts = ctx.saved_tensors
-    return (cross_entropy_backward(upstream, logits, target, weight, statistics, parts, *ctx.settings), *rest)
+    return (cross_entropy_backward(upstream, logits, target, weight, statistics, parts, *ctx.settings), *options)
 
 
 cross_entropy_forward = Operator(
@@ -221,7 +225,7 @@ cross_entropy_backward = Operator(
 cross_entropy_backward_ = Operator(
     f"cross_entropy_backward_(Tensor upstream, Tensor(a!) logits, {_BACKWARD_SCHEMA}) -> ()",
     backends={"nvidia": "losses.triton:cross_entropy_backward_"},
-    reference=lambda upstream, logits, *rest: logits.copy_(gradient_reference(upstream, logits, *rest)),
+    reference=lambda upstream, logits, *options: logits.copy_(gradient_reference(upstream, logits, *options)),
     fake=lambda *_: None,
     why_not=_backward_why_not,
 )
@@ -241,22 +245,22 @@ def _check_loss(
     columns: int, shape: torch.Size, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float,
     softcap: float | None,
 ) -> None:  # fmt: skip
-    """Raises what a user has to know of arguments that have no meaning together."""
+    """Raises if the arguments do not match each other."""
     if reduction not in get_args(Reduction):
         raise UsageError(f"There is no reduction {reduction!r}. {did_you_mean(reduction, get_args(Reduction))}")
     if target.dtype not in _INTEGER_DTYPES:
         raise UsageError(
-            f"Targets are the numbers of classes, and this is a tensor of {str(target.dtype).removeprefix('torch.')}."
+            f"Targets are indices of classes, and this is a tensor of {str(target.dtype).removeprefix('torch.')}."
             " torch.nn.functional.cross_entropy takes probabilities."
         )
     if target.shape != shape:
-        raise UsageError(f"Targets need the shape {tuple(shape)}, one for each row, and have {tuple(target.shape)}.")
+        raise UsageError(f"Targets need the shape {tuple(shape)}, one per row, and have {tuple(target.shape)}.")
     if weight is not None and tuple(weight.shape) != (columns,):
-        raise UsageError(f"Weights of classes need the shape {(columns,)}, and have {tuple(weight.shape)}.")
+        raise UsageError(f"Class weights need the shape {(columns,)}, and have {tuple(weight.shape)}.")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise UsageError(f"label_smoothing is between 0 and 1, and this is {label_smoothing}.")
+        raise UsageError(f"label_smoothing needs to be between 0 and 1, and is {label_smoothing}.")
     if softcap is not None and not softcap > 0.0:
-        raise UsageError(f"A softcap is above 0, or None, and this is {softcap}.")
+        raise UsageError(f"softcap needs to be above 0, or None, and is {softcap}.")
 
 
 def cross_entropy_reference(
@@ -266,24 +270,26 @@ def cross_entropy_reference(
 ) -> Any:  # fmt: skip
     _check_loss(logits.shape[-1], logits.shape[:-1], target, weight, reduction, label_smoothing, softcap)
     values = capped(logits, softcap or 0.0).reshape(prod(logits.shape[:-1]), logits.shape[-1])
-    wanted = target.reshape(-1).long()
+    label = target.reshape(-1).long()
     weight = None if weight is None else weight.to(values.dtype)
     loss = torch.nn.functional.cross_entropy(
-        values, wanted, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        values, label, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
-    kept = wanted != ignore_index
+    is_kept = label != ignore_index
     if z_loss:
-        # taken where the loss is, so that a row that is ignored and is not a number gives no gradient
-        more = z_loss * values.masked_fill(~kept[:, None], 0.0).logsumexp(-1).square().where(kept, 0.0)
+        # masked before the logsumexp: an ignored row of NaN must have no gradient
+        penalty = z_loss * values.masked_fill(~is_kept[:, None], 0.0).logsumexp(-1).square().where(is_kept, 0.0)
         if reduction == "mean":
-            counted = kept.to(values.dtype) if weight is None else weight[wanted.where(kept, 0)].where(kept, 0.0)
-            more = more.sum() / counted.sum()
-        loss = loss + (more.sum() if reduction == "sum" else more)
+            weights = (
+                is_kept.to(values.dtype) if weight is None else weight[label.where(is_kept, 0)].where(is_kept, 0.0)
+            )
+            penalty = penalty.sum() / weights.sum()
+        loss = loss + (penalty.sum() if reduction == "sum" else penalty)
     if reduction == "none":
         loss = loss.view(target.shape)
     if not return_lse:
         return loss
-    return loss, values.detach().logsumexp(-1).where(kept, 0.0).view(target.shape)
+    return loss, values.detach().logsumexp(-1).where(is_kept, 0.0).view(target.shape)
 
 
 def _cross_entropy_why_not(
@@ -300,28 +306,27 @@ def cross_entropy(
     label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, weight: Tensor | None = None,
     inplace: bool = False, return_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """The cross-entropy of logits [..., classes] and the numbers of the classes that were wanted [...], in float32.
+    """The cross-entropy of logits (..., classes) and the indices of the target classes (...), in float32.
 
-    As torch.nn.functional.cross_entropy, but for the classes, which are in the last dimension. Arithmetic is in float32
-    whatever the logits are. Rows may lie anywhere; logits are copied where their last stride is not 1 or more than two
-    strides lead from row to row (`logits[:, :-1]` is not copied). A target out of range makes its row NaN on a GPU,
-    where torch ends the process, and is an error on a CPU. Of ignored rows nothing is read.
+    As torch.nn.functional.cross_entropy, but with the classes in the last dimension, and in float32 whatever the dtype
+    of the logits. Logits are copied if their last stride is not 1, or if more than two strides lead from row to row
+    (`logits[:, :-1]` is not copied). A target out of range makes its row NaN on a GPU, where torch aborts the process,
+    and raises on a CPU. Ignored rows are not read.
 
-    A mean or a sum has its gradient written in the forward pass: each logit is read once and its gradient written once,
-    and kept; a backward pass of its own moves no bytes where the loss itself is what backward() is called on. With
-    "none", in float16 and in compiled code the backward pass writes it and reads the logits once more.
+    A mean or a sum has its gradient written in the forward pass: each logit is read once, and its gradient written once
+    and saved. The backward pass then moves no bytes if backward() is called on the loss itself. With "none", in float16
+    and in compiled code the backward pass writes the gradient and reads the logits once more.
 
     Args:
-        reduction: "mean" divides by the weights of the targets that are kept, and is NaN where all are ignored.
+        reduction: "mean" divides by the weights of the targets that are not ignored, and is NaN if all are.
         ignore_index: Rows with this target have no loss and a gradient of 0.
-        label_smoothing: The share of a target that goes to all classes alike.
-        softcap: Takes softcap * tanh(logits / softcap) for the logits.
-        z_loss: Adds z_loss * logsumexp(logits)**2 to the loss of each row; class weights do not weigh it.
-        weight: A weight for each class, which has no gradient.
-        inplace: Writes the gradient where the logits are, which are lost: no further memory is taken. They must be the
-            result of something and not a leaf. Without a gradient to compute, and in compiled code, they stay as
-            they are.
-        return_lse: Gives (loss, logsumexp of each row) instead, the latter 0 for ignored rows and not differentiable.
+        label_smoothing: The share of a target that goes to all classes equally.
+        softcap: Replaces the logits by softcap * tanh(logits / softcap).
+        z_loss: Adds z_loss * logsumexp(logits)**2 to the loss of each row, without class weights.
+        weight: (classes), a weight for each class, without a gradient.
+        inplace: Overwrites the logits with the gradient: no further memory is allocated. They must be the result of an
+            operation and not a leaf. They stay as they are if no gradient is needed, and in compiled code.
+        return_lse: Returns (loss, logsumexp of each row), the latter 0 for ignored rows and not differentiable.
 
     >>> import torch, nearpeak.kernels as kernels
     >>> kernels.cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100])).item() == torch.tensor(4.0).log().item()
@@ -344,13 +349,13 @@ def cross_entropy(
 
 def _check_inplace(logits: Tensor) -> None:
     if logits.is_leaf:
-        raise UsageError("inplace=True would overwrite a leaf, whose gradient would then be itself. Leave it out.")
+        raise UsageError("inplace=True would overwrite a leaf with its own gradient. Leave it out.")
     if any(stride == 0 and size > 1 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
-        raise UsageError("inplace=True cannot overwrite expanded logits, several of which are one. Leave it out.")
+        raise UsageError("inplace=True cannot overwrite expanded logits, which share memory. Leave it out.")
 
 
 class _InplaceCrossEntropy(torch.autograd.Function):
-    """The loss with the gradient where the logits are: from the forward pass on, or from the backward pass."""
+    """The loss, with the logits overwritten by their gradient in the forward or in the backward pass."""
 
     @staticmethod
     def forward(
@@ -358,7 +363,7 @@ class _InplaceCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if ahead:
             loss, statistics = cross_entropy_forward_(logits, target, weight, *settings)
-            torch.autograd.graph.increment_version(logits)  # whoever kept them for a backward pass is told
+            torch.autograd.graph.increment_version(logits)  # a backward pass that saved them raises
             ctx.save_for_backward(logits)
         else:
             loss, _, statistics, parts = cross_entropy_forward(logits, target, weight, *settings, False)
@@ -376,18 +381,18 @@ class _InplaceCrossEntropy(torch.autograd.Function):
         if ctx.ahead:
             gradient = scale_gradient(ctx.saved_tensors[0].detach(), upstream)
         else:
-            logits, *rest = ctx.saved_tensors
+            logits, *saved = ctx.saved_tensors
             gradient = logits.detach()
             if may_overwrite():
-                cross_entropy_backward_(upstream, gradient, *rest, *ctx.settings)
+                cross_entropy_backward_(upstream, gradient, *saved, *ctx.settings)
                 torch.autograd.graph.increment_version(logits)
             else:
-                gradient = cross_entropy_backward(upstream, gradient, *rest, *ctx.settings)
+                gradient = cross_entropy_backward(upstream, gradient, *saved, *ctx.settings)
         return gradient, None, None, None, None
 
 
 class CrossEntropyLoss(torch.nn.Module):
-    """`cross_entropy` as a module, with its arguments."""
+    """`cross_entropy` as a module with the same options."""
 
     weight: Tensor | None
 
@@ -416,57 +421,56 @@ _CHUNK_SCHEMA = "int chunk_tokens, bool? float32"
 
 
 def _linear_gradients_reference(
-    by_logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, bool, bool]
+    grad_logits: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing = hidden.new_empty(0)
-    by_logits = by_logits.to(hidden.dtype)
-    rows = by_logits.reshape(-1, by_logits.shape[-1])
+    empty = hidden.new_empty(0)
+    grad_logits = grad_logits.to(hidden.dtype)
+    rows = grad_logits.reshape(-1, grad_logits.shape[-1])
     states = hidden.reshape(-1, hidden.shape[-1])
     return (
-        (by_logits @ weight).contiguous() if wanted[0] else nothing,
-        (rows.t() @ states).contiguous() if wanted[1] else nothing.to(weight.dtype),
-        rows.sum(0) if wanted[2] else nothing.to(weight.dtype if bias is None else bias.dtype),
+        (grad_logits @ weight).contiguous() if needed[0] else empty,
+        (rows.t() @ states).contiguous() if needed[1] else empty.to(weight.dtype),
+        rows.sum(0) if needed[2] else empty.to(weight.dtype if bias is None else bias.dtype),
     )
 
 
 def _linear_forward_reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str, chunk_tokens: int,
-    float32: bool | None, with_logprobs: bool, with_entropy: bool, *wanted: bool,
+    float32: bool | None, with_logprobs: bool, with_entropy: bool, *needed: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     logits = torch.nn.functional.linear(hidden, weight, bias)
     settings = (ignore_index, label_smoothing, softcap, z_loss, reduction)
-    loss, by_logits, statistics, parts = forward_reference(logits, target, class_weight, *settings, any(wanted))
-    nothing = statistics.new_empty(0)
-    gradients = [nothing.to(hidden.dtype), nothing.to(weight.dtype), nothing.to(weight.dtype)]
-    if any(wanted):
-        gradients = list(_linear_gradients_reference(by_logits, hidden, weight, bias, wanted))  # type: ignore[arg-type]
-    # minus the loss by rows of nothing but the logits, and the entropy
+    loss, grad_logits, statistics, parts = forward_reference(logits, target, class_weight, *settings, any(needed))
+    empty = statistics.new_empty(0)
+    gradients = [empty.to(hidden.dtype), empty.to(weight.dtype), empty.to(weight.dtype)]
+    if any(needed):
+        gradients = list(_linear_gradients_reference(grad_logits, hidden, weight, bias, needed))  # type: ignore[arg-type]
     logprobs, entropies = logprobs_reference(logits, target, ignore_index, softcap)
     return (
-        loss, *gradients, statistics.new_ones(()), logprobs if with_logprobs else nothing,
-        entropies if with_entropy else nothing, statistics, parts,
+        loss, *gradients, statistics.new_ones(()), logprobs if with_logprobs else empty,
+        entropies if with_entropy else empty, statistics, parts,
     )  # fmt: skip
 
 
 def logprobs_reference(logits: Tensor, target: Tensor, ignore_index: int, softcap: float) -> tuple[Tensor, Tensor]:
-    """The logarithms of the probabilities of the targets, and the entropies of the rows; 0 for ignored ones."""
+    """The log-probabilities of the targets, and the entropies of the rows; 0 for ignored rows."""
     values = logits if logits.dtype == torch.float64 else logits.float()
     logs = torch.log_softmax(softcap * torch.tanh(values / softcap) if softcap else values, -1)
-    kept = target != ignore_index
-    wanted = logs.gather(-1, target.long().where(kept, 0)[..., None])[..., 0]
-    return wanted.where(kept, 0.0), torch.special.entr(logs.exp()).sum(-1).where(kept, 0.0)
+    is_kept = target != ignore_index
+    logprob = logs.gather(-1, target.long().where(is_kept, 0)[..., None])[..., 0]
+    return logprob.where(is_kept, 0.0), torch.special.entr(logs.exp()).sum(-1).where(is_kept, 0.0)
 
 
 def _linear_backward_reference(
     upstream: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     statistics: Tensor, parts: Tensor, ignore_index: int, label_smoothing: float, softcap: float, z_loss: float,
-    reduction: str, chunk_tokens: int, float32: bool | None, *wanted: bool,
+    reduction: str, chunk_tokens: int, float32: bool | None, *needed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logits = torch.nn.functional.linear(hidden, weight, bias)
     settings = (ignore_index, label_smoothing, softcap, z_loss, reduction)
-    by_logits = gradient_reference(upstream, logits, target, class_weight, statistics, parts, *settings)
-    return _linear_gradients_reference(by_logits, hidden, weight, bias, wanted)  # type: ignore[arg-type]
+    grad_logits = gradient_reference(upstream, logits, target, class_weight, statistics, parts, *settings)
+    return _linear_gradients_reference(grad_logits, hidden, weight, bias, needed)  # type: ignore[arg-type]
 
 
 def _fake_linear_gradients(
@@ -482,16 +486,16 @@ def _fake_linear_gradients(
 def _fake_linear_forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, reduction: str, chunk_tokens: int,
-    float32: bool | None, with_logprobs: bool, with_entropy: bool, *wanted: bool,
+    float32: bool | None, with_logprobs: bool, with_entropy: bool, *needed: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     loss = hidden.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
-    by_token = [loss.new_empty(target.shape if asked else (0,)) for asked in (with_logprobs, with_entropy)]
+    by_token = [loss.new_empty(target.shape if is_needed else (0,)) for is_needed in (with_logprobs, with_entropy)]
     statistics = loss.new_empty(2, target.numel())
     parts = loss.new_empty(PARTS if reduction == "mean" else 0)
     return (
         loss,
-        *_fake_linear_gradients(hidden, weight, bias, *wanted),
+        *_fake_linear_gradients(hidden, weight, bias, *needed),
         loss.new_empty(()),
         *by_token,
         statistics,
@@ -523,30 +527,33 @@ def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
 
 
 def _linear_autograd_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    rest = (None,) * 14
+    options = (None,) * 14
     if upstream is None:
-        return (None, None, None, *rest)
+        return (None, None, None, *options)
     refuse_second_derivative("linear_cross_entropy")
     if ctx.ahead:
         *gradients, factor = ctx.saved_tensors
-        by = upstream * factor if ctx.late else upstream
-        wanted = ctx.wanted
-        gradients = [scale_gradient(one, by) if asked else None for one, asked in zip(gradients, wanted, strict=True)]
-    else:
-        wanted = tuple(ctx.needs_input_grad[:3])
+        scale = upstream * factor if ctx.late else upstream
+        needed = ctx.wanted
         gradients = [
-            one if asked else None
-            for one, asked in zip(
-                linear_cross_entropy_backward(upstream, *ctx.saved_tensors, *ctx.settings, *wanted), wanted, strict=True
+            scale_gradient(tensor, scale) if is_needed else None
+            for tensor, is_needed in zip(gradients, needed, strict=True)
+        ]
+    else:
+        needed = tuple(ctx.needs_input_grad[:3])
+        gradients = [
+            tensor if is_needed else None
+            for tensor, is_needed in zip(
+                linear_cross_entropy_backward(upstream, *ctx.saved_tensors, *ctx.settings, *needed), needed, strict=True
             )
         ]
-    return (*gradients, *rest)
+    return (*gradients, *options)
 
 
 def _linear_forward_why_not(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *others: Any
 ) -> str | None:
-    return cannot_run(hidden, weight, bias, target, rest[0])
+    return cannot_run(hidden, weight, bias, target, others[0])
 
 
 linear_cross_entropy_forward = Operator(
@@ -567,7 +574,7 @@ linear_cross_entropy_backward = Operator(
     backends={"nvidia": "losses.triton:linear_cross_entropy_backward"},
     reference=_linear_backward_reference,
     fake=_fake_linear_backward,
-    why_not=lambda upstream, *rest: _linear_forward_why_not(*rest),
+    why_not=lambda upstream, *others: _linear_forward_why_not(*others),
 )
 
 
@@ -580,16 +587,16 @@ def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_tok
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise UsageError(f"The bias needs the shape {(weight.shape[0],)}, and has {tuple(bias.shape)}.")
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise UsageError(f"chunk_tokens is at least 1, or None, and this is {chunk_tokens}.")
+        raise UsageError(f"chunk_tokens needs to be at least 1, or None, and is {chunk_tokens}.")
 
 
 def _as_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """As torch's linear takes them: in the dtype of autocast, where that is on."""
-    device = next(one for one in tensors if one is not None).device.type
+    device = next(tensor for tensor in tensors if tensor is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+    return tuple(tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
 def linear_cross_entropy_reference(
@@ -605,8 +612,10 @@ def linear_cross_entropy_reference(
         softcap=softcap, z_loss=z_loss, weight=class_weight,
     )  # fmt: skip
     logprobs, entropies = logprobs_reference(logits.detach(), target, ignore_index, softcap or 0.0)
-    more = [one for one, asked in ((logprobs, return_logprobs), (entropies, return_entropy)) if asked]
-    return (loss, *more) if more else loss
+    statistics = [
+        tensor for tensor, is_requested in ((logprobs, return_logprobs), (entropies, return_entropy)) if is_requested
+    ]
+    return (loss, *statistics) if statistics else loss
 
 
 def _linear_cross_entropy_why_not(
@@ -618,9 +627,9 @@ def _linear_cross_entropy_why_not(
     device = hidden.device.type
     if (
         not torch.is_autocast_enabled(device)
-        and len({one.dtype for one in (hidden, weight, bias) if one is not None}) > 1
+        and len({tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}) > 1
     ):
-        return "hidden states, weight and bias have one dtype, as torch's linear needs it"
+        return "hidden states, weight and bias need one dtype, as in torch's linear"
     return cannot_run(hidden, weight, bias, target, class_weight)
 
 
@@ -631,37 +640,38 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None, chunk_tokens: int | None = None, accumulate_float32: bool | None = None,
     return_logprobs: bool = False, return_entropy: bool = False,
 ) -> Any:  # fmt: skip
-    """`cross_entropy(linear(hidden, weight, bias), target)` in float32, with the logits of few tokens at a time.
+    """`cross_entropy(linear(hidden, weight, bias), target)` in float32, with the logits of a few tokens at a time.
 
-    hidden is [..., features], weight [classes, features], target [...]. The logits are rounded to the dtype of hidden,
-    as linear rounds them. For options see `cross_entropy`.
+    hidden is (..., features), weight (classes, features), target (...). The logits are rounded to the dtype of hidden,
+    as by linear. For the options see `cross_entropy`.
 
-    A mean or a sum has all its gradients computed in the forward pass, by three matrix products for each chunk of
-    tokens; they are kept, and the backward pass multiplies them by one number, at no cost where that is 1. For "none"
-    it is known only in the backward pass what multiplies each token: the logits are computed again there, which makes
-    four products of three.
+    A mean or a sum has all its gradients computed in the forward pass, by three GEMMs for each chunk of tokens. They
+    are saved, and the backward pass multiplies them by a scalar, at no cost if that is 1. With "none" the factor of each
+    token is only known in the backward pass: it computes the logits again, which makes four GEMMs of three.
 
-    Memory beside inputs and gradients is the logits of one chunk. The gradient of the weight is the sum over chunks.
-    Each addition in bfloat16 rounds it by up to 1/256 of itself, so that is done for up to 4 chunks; for more it is
-    added up in float32, which takes 4 bytes more for each weight, and every chunk's share is rounded once.
+    Memory beside inputs and gradients is that of the logits of one chunk. The gradient of the weight is the sum over
+    chunks. Each addition in bfloat16 rounds it by up to 1/256 of itself, so this is done for up to 4 chunks; for more
+    it is accumulated in float32, which takes 4 more bytes per weight and rounds the share of every chunk once.
 
     Args:
-        class_weight: A weight for each class, as `weight` of `cross_entropy`.
-        chunk_tokens: How many tokens a chunk has; by default what makes logits of up to 512 MiB, and 128 at least.
-        accumulate_float32: Whether the gradient of the weight is added up in float32 whatever the number of chunks.
-        return_logprobs: Gives also the logarithm of the probability of each target. It is not differentiable; minus
-            the loss with reduction="none" is the same and has a gradient.
-        return_entropy: Gives also the entropy of each token's distribution, which is not differentiable. Both are 0
+        class_weight: (classes), a weight for each class, as `weight` of `cross_entropy`.
+        chunk_tokens: The number of tokens in a chunk; by default for logits of up to 512 MiB, and at least 128.
+        accumulate_float32: Accumulate the gradient of the weight in float32 whatever the number of chunks.
+        return_logprobs: Also returns the log-probability of each target. It is not differentiable; minus the loss with
+            reduction="none" is the same and has a gradient.
+        return_entropy: Also returns the entropy of each token's distribution, which is not differentiable. Both are 0
             for ignored tokens.
     """
     _check_linear(hidden, weight, bias, chunk_tokens)
     _check_loss(weight.shape[0], hidden.shape[:-1], target, class_weight, reduction, label_smoothing, softcap)
     hidden, weight, bias = _as_autocast(hidden, weight, bias)  # type: ignore[assignment]
     ahead = torch.is_grad_enabled() and reduction != "none"
-    wanted = [ahead and one is not None and one.requires_grad for one in (hidden, weight, bias)]
+    needed = [ahead and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     loss, *_, logprobs, entropies, _, _ = linear_cross_entropy_forward(
         hidden, weight, bias, target, class_weight, ignore_index, float(label_smoothing), float(softcap or 0.0),
-        float(z_loss), reduction, chunk_tokens or 0, accumulate_float32, return_logprobs, return_entropy, *wanted,
+        float(z_loss), reduction, chunk_tokens or 0, accumulate_float32, return_logprobs, return_entropy, *needed,
     )  # fmt: skip
-    more = [one for one, asked in ((logprobs, return_logprobs), (entropies, return_entropy)) if asked]
-    return (loss, *more) if more else loss
+    statistics = [
+        tensor for tensor, is_requested in ((logprobs, return_logprobs), (entropies, return_entropy)) if is_requested
+    ]
+    return (loss, *statistics) if statistics else loss

@@ -1,9 +1,15 @@
-"""Mixture of experts: `route`, `sort_tokens`, `permute_tokens`, `unpermute_tokens`, the function `moe` and the layer `MoE`.
+"""Mixture of experts: `route`, `sort_tokens`, `permute_tokens`, `unpermute_tokens`, `moe`, and the layer `MoE`.
 
-Tokens are multiplied by the two matrices of each of their experts, gathered from wherever they are, and results are summed by
-token. For T tokens with k experts of sizes H and I, forward writes T k rows of I and of H and reads them back; if a backward pass
-follows it also writes T k rows of 2 I, and keeps these and the tokens. Results are not summed by the GEMM that produces them: the
-order of additions would differ from run to run, or programs would wait for each other.
+Tokens are multiplied by the two matrices of each of their experts, gathered from wherever they are, and the results are
+summed by token. For T tokens with k experts of sizes H and I, forward writes T k rows of I and of H and reads them
+back; if a backward pass follows it also writes T k rows of 2 I, and saves these and the tokens. The GEMM does not sum
+its own results: the order of additions would differ from run to run, or programs would wait for each other.
+
+Bytes moved by the parts: `route` reads the logits once and writes k weights and k experts per token; its backward pass
+reads the logits, k gradients and k experts, and writes the gradient of the logits. `permute_tokens` reads each token
+once and writes its k rows; `unpermute_tokens` reads k rows and writes a token. The backward pass of each is the other
+without weights. With weights, that of `unpermute_tokens` reads the gradient of a token and its k rows, and writes k
+rows and k weights.
 """
 
 from __future__ import annotations
@@ -16,10 +22,10 @@ from torch import Tensor, nn
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
 from nearpeak.kernels._runtime.policy import autocast, cannot_run, fused
-from nearpeak.kernels.gemm import grouped
 from nearpeak.kernels.gemm.grouped import (
     GateActivation,
     group_rows,
+    grouped_gemm_reference,
     multiply,
     multiply_gated_reference,
     multiply_gathered,
@@ -28,13 +34,14 @@ from nearpeak.kernels.gemm.grouped import (
     tile_height,
     weight_gradient_reference,
 )
-from nearpeak.kernels.gemm.grouped import multiply_why_not as product_why_not
 from nearpeak.kernels.pointwise import apply_activation, gated_packed_backward_reference
 
 Scores = Literal["softmax", "sigmoid"]
 TINY = 1e-20
 """Added to a sum of scores before it divides: sigmoids of large negative logits may all be 0."""
 _MOST_ROUTED_EXPERTS = 4096
+_MOST_SORTED_EXPERTS = 4094
+_MOST_ROWS = 2**31 - 1
 
 
 def route_reference(
@@ -48,12 +55,11 @@ def route_reference(
 def _route_reference(
     logits: Tensor, bias: Tensor | None, k: int, scores: str, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    found = torch.softmax(wide, -1) if scores == "softmax" else torch.sigmoid(wide)
-    preference = found.detach() if bias is None else found.detach() + bias.detach().to(found.dtype)
-    # stable, so that of equal ones the first is chosen, which topk does not promise
+    score = _scores(logits, scores)
+    preference = score.detach() if bias is None else score.detach() + bias.detach().to(score.dtype)
+    # a stable sort prefers the first of equal scores, which topk does not guarantee
     experts = torch.sort(preference, dim=-1, descending=True, stable=True).indices[..., :k]
-    weights = found.gather(-1, experts)
+    weights = score.gather(-1, experts)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     return (weights * scale).contiguous(), experts.to(torch.int32).contiguous()
@@ -62,20 +68,28 @@ def _route_reference(
 def _route_backward_reference(
     gradient: Tensor, logits: Tensor, experts: Tensor, scores: str, renormalize: bool, scale: float
 ) -> Tensor:
-    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    found = torch.softmax(wide, -1) if scores == "softmax" else torch.sigmoid(wide)
+    score = _scores(logits, scores)
     experts = experts.long()
-    upstream = gradient.to(wide.dtype) * scale
+    upstream = gradient.to(score.dtype) * scale
     if renormalize:
-        chosen = found.gather(-1, experts)
+        chosen = score.gather(-1, experts)
         total = chosen.sum(-1, keepdim=True) + TINY
         upstream = (upstream - (upstream * chosen).sum(-1, keepdim=True) / total) / total
-    by_score = torch.zeros_like(wide).scatter(-1, experts, upstream)
+    grad_score = torch.zeros_like(score).scatter(-1, experts, upstream)
     if scores == "softmax":
-        by_logit = found * (by_score - (found * by_score).sum(-1, keepdim=True))
+        grad_logits = score * (grad_score - (score * grad_score).sum(-1, keepdim=True))
     else:
-        by_logit = by_score * found * (1.0 - found)
-    return by_logit.to(logits.dtype).contiguous()
+        grad_logits = grad_score * score * (1.0 - score)
+    return grad_logits.to(logits.dtype).contiguous()
+
+
+def _scores(logits: Tensor, scores: str) -> Tensor:
+    wide = logits.to(_wide_dtype(logits))
+    return torch.softmax(wide, -1) if scores == "softmax" else torch.sigmoid(wide)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _check_route(logits: Tensor, k: int, scores: str, bias: Tensor | None) -> None:
@@ -86,7 +100,7 @@ def _check_route(logits: Tensor, k: int, scores: str, bias: Tensor | None) -> No
             f"route takes logits of the shape (tokens, experts), and these are {logits.dtype} of {tuple(logits.shape)}."
         )
     if not 1 <= k <= logits.shape[1]:
-        raise UsageError(f"route chooses from 1 to {logits.shape[1]} experts of as many, and k is {k}.")
+        raise UsageError(f"route needs a k from 1 to the {logits.shape[1]} experts, and k is {k}.")
     if bias is not None and bias.shape != logits.shape[1:]:
         raise UsageError(f"The bias of route needs the shape {tuple(logits.shape[1:])}, and has {tuple(bias.shape)}.")
 
@@ -101,8 +115,8 @@ def _route_why_not(
 
 def _route_tensors_why_not(logits: Tensor, *others: Any) -> str | None:
     if logits.shape[1] > _MOST_ROUTED_EXPERTS:
-        return f"it chooses from up to {_MOST_ROUTED_EXPERTS} experts, and these are {logits.shape[1]}"
-    return cannot_run(logits, *(one for one in others if isinstance(one, Tensor)))
+        return f"it routes to up to {_MOST_ROUTED_EXPERTS} experts, and these are {logits.shape[1]}"
+    return cannot_run(logits, *(tensor for tensor in others if isinstance(tensor, Tensor)))
 
 
 def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -120,7 +134,7 @@ _route_operator = Operator(
     backends={"nvidia": "moe.triton:route"},
     reference=_route_reference,
     fake=lambda logits, bias, k, *rest: (
-        logits.new_empty((logits.shape[0], k), dtype=_score_dtype(logits)),
+        logits.new_empty((logits.shape[0], k), dtype=_wide_dtype(logits)),
         logits.new_empty((logits.shape[0], k), dtype=torch.int32),
     ),
     why_not=_route_tensors_why_not,
@@ -137,10 +151,6 @@ _route_backward = Operator(
 )
 
 
-def _score_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 @fused(reference=route_reference, why_not=_route_why_not)
 def route(
     logits: Tensor, k: int, *, scores: Scores = "softmax", renormalize: bool = False, bias: Tensor | None = None,
@@ -148,24 +158,21 @@ def route(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The weights, (tokens, k) in float32, and the experts, (tokens, k) in int32, of each token; the best first.
 
-    Of equal scores the expert with the smaller number comes first, and what is not a number counts as the highest.
-    One launch. The logits have a gradient, by the weights; for it logits and experts are kept. Logits whose rows have
-    holes are copied.
+    Of equal scores the lower expert comes first; NaN counts as the highest score. One launch. The logits have a
+    gradient through the weights, for which logits and experts are saved. Logits with rows that are not contiguous are
+    copied.
 
     Args:
-        logits: A number for each token and expert, in float32, bfloat16 or float16.
-        k: How many experts a token has.
+        logits: (tokens, experts), in float32, bfloat16 or float16.
+        k: The number of experts of a token.
         scores: "softmax" over all experts, or the "sigmoid" of each.
-        renormalize: Divide the weights of a token by their sum, which is then 1. With "softmax" this is the same as
-            a softmax over the chosen logits alone.
-        bias: A number for each expert which is added to its score for the choice, and not to its weight; it balances
-            the load, and has no gradient.
-        scale: What the weights are multiplied by in the end.
+        renormalize: Divide the weights of a token by their sum. With "softmax" this equals a softmax over the chosen
+            logits alone.
+        bias: (experts), added to the scores for the choice, and not to the weights; it balances the load, and has no
+            gradient.
+        scale: A factor of the weights.
     """
     return _route_operator(logits, bias, k, scores, renormalize, float(scale))  # type: ignore[no-any-return]
-
-
-_MOST_ROWS = 2**31 - 1
 
 
 def permute_reference(x: Tensor, experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,15 +204,14 @@ def _permute_rows_reference(x: Tensor, row_map: Tensor) -> Tensor:
 
 def unpermute_reference(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
     _check_rows(rows, row_map, weights)
-    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    wide = _wide_dtype(rows)
     result = torch.zeros(len(row_map), rows.shape[1], dtype=wide, device=rows.device)
     for choice in range(row_map.shape[1]):
         row = row_map[:, choice].long()
-        taken = (row >= 0)[:, None]
-        given = rows[row.clamp(min=0)].to(wide)
+        values = rows[row.clamp(min=0)].to(wide)
         if weights is not None:
-            given = given * weights[:, choice, None].to(wide)
-        result = result + torch.where(taken, given, 0.0)
+            values = values * weights[:, choice, None].to(wide)
+        result = result + torch.where((row >= 0)[:, None], values, 0.0)
     return result.to(rows.dtype)
 
 
@@ -221,23 +227,23 @@ def _check_permute(x: Tensor, experts: Tensor, number_of_experts: int) -> None:
 def _check_experts(experts: Tensor, number_of_experts: int) -> None:
     if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
         raise UsageError(
-            "Choices of experts have the shape (tokens, k), in int32 or int64, and these are"
+            "experts need the shape (tokens, k), in int32 or int64, and these are"
             f" {tuple(experts.shape)} in {experts.dtype}."
         )
     if number_of_experts < 1:
-        raise UsageError(f"There is a number_of_experts of 1 or more, and this is {number_of_experts}.")
+        raise UsageError(f"number_of_experts needs to be 1 or more, and is {number_of_experts}.")
 
 
 def _check_rows(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> None:
     if rows.dim() != 2 or row_map.dim() != 2 or len(rows) != row_map.numel():
         raise UsageError(
-            f"unpermute_tokens takes a row for each number of row_map, and these have the shapes {tuple(rows.shape)}"
-            f" and {tuple(row_map.shape)}. Give it the row_map of permute_tokens, and as many rows in the same order."
+            f"unpermute_tokens takes one row per element of row_map, and these have the shapes {tuple(rows.shape)}"
+            f" and {tuple(row_map.shape)}. Pass the row_map of permute_tokens, and as many rows in the same order."
         )
     if weights is not None and weights.shape != row_map.shape:
         raise UsageError(
             f"The weights of unpermute_tokens have the shape {tuple(weights.shape)}, and its row_map"
-            f" {tuple(row_map.shape)}. Give a weight for each."
+            f" {tuple(row_map.shape)}. Pass one weight per choice."
         )
 
 
@@ -247,8 +253,8 @@ def permute_why_not(x: Tensor, experts: Tensor, *, number_of_experts: int) -> st
 
 
 def _sort_why_not(experts: Tensor, number_of_experts: int) -> str | None:
-    if number_of_experts > 4094:
-        return f"it sorts for up to 4094 experts, and these are {number_of_experts}"
+    if number_of_experts > _MOST_SORTED_EXPERTS:
+        return f"it sorts for up to {_MOST_SORTED_EXPERTS} experts, and these are {number_of_experts}"
     if experts.numel() > _MOST_ROWS:
         return "it has more than 2**31 rows"
     return cannot_run(experts)
@@ -259,7 +265,7 @@ def _unpermute_why_not(rows: Tensor, row_map: Tensor, weights: Tensor | None = N
     if row_map.dtype is not torch.int32:
         return "it takes a row_map in int32"
     if weights is not None and not weights.is_floating_point():
-        return "it takes weights that are floating point numbers"
+        return "it takes floating point weights"
     return cannot_run(rows, row_map, weights)
 
 
@@ -290,23 +296,23 @@ def _unpermute_rows_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, 
     if not others:
         return _permute_rows(gradient, row_map), None, None
     rows, weights = others
-    to_rows, to_weights = _unpermute_rows_backward(gradient, rows, row_map, weights)
-    return to_rows, None, to_weights
+    grad_rows, grad_weights = _unpermute_rows_backward(gradient, rows, row_map, weights)
+    return grad_rows, None, grad_weights
 
 
 def _unpermute_rows_backward_reference(
     gradient: Tensor, rows: Tensor, row_map: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    wide = _wide_dtype(rows)
     choices = row_map.shape[1]
     row = row_map.reshape(-1, 1).long()
     target = torch.where(row >= 0, row, ~row)
     upstream = gradient.to(wide).repeat_interleave(choices, 0)
     scaled = torch.where(row >= 0, upstream * weights.to(wide).reshape(-1, 1), 0.0).to(rows.dtype)
-    to_rows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
-    to_rows.scatter_(0, target.expand(-1, rows.shape[1]), scaled)
-    product = torch.where(row >= 0, upstream * rows.to(wide)[target.view(-1)], 0.0).sum(1)
-    return to_rows, product.to(weights.dtype).view(weights.shape)
+    grad_rows = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+    grad_rows.scatter_(0, target.expand(-1, rows.shape[1]), scaled)
+    grad_weights = torch.where(row >= 0, upstream * rows.to(wide)[target.view(-1)], 0.0).sum(1)
+    return grad_rows, grad_weights.to(weights.dtype).view(weights.shape)
 
 
 def _unpermute_rows_backward_fake(
@@ -365,16 +371,16 @@ def _sort_tokens_why_not(experts: Tensor, *, number_of_experts: int) -> str | No
 
 @fused(reference=_sort_tokens_reference, why_not=_sort_tokens_why_not)
 def sort_tokens(experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of tokens by their experts: (counts, row_map, sources). Deterministic; nothing waits for the device.
+    """The order of tokens by their experts: (counts, row_map, sources). Deterministic, without waiting for the device.
 
     Args:
-        experts: The experts of each token, (tokens, k), in int32 or int64. A choice outside of 0 to
-            `number_of_experts` - 1, such as -1, is dropped.
-        number_of_experts: How many there are.
+        experts: (tokens, k), the experts of each token, in int32 or int64. Choices out of range, such as -1, are
+            dropped.
+        number_of_experts: The number of experts.
 
     Returns:
-        How many choices each expert has; the row of each choice, (tokens, k), or a negative number for a dropped one;
-        and the token of each row, for `grouped_product`, of which those of dropped choices are last. All in int32.
+        The number of choices of each expert; the row of each choice, (tokens, k), or a negative number for a dropped
+        one; and the token of each row, for `grouped_gemm`, those of dropped choices last. All in int32.
     """
     return sort_tokens_operator(experts, number_of_experts)  # type: ignore[no-any-return]
 
@@ -383,15 +389,16 @@ def sort_tokens(experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Ten
 def permute_tokens(x: Tensor, experts: Tensor, *, number_of_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens in the order of their experts: (rows, counts, row_map).
 
-    The rows of each expert are together and in the order of the tokens: as many as `counts` (int32, on the device) has
-    for it. `rows` always has tokens times k rows, so nothing waits for the device; those behind the sum of `counts` are
-    zeros. Deterministic. `x` has a gradient; `row_map` alone is kept for it. An `x` whose rows have holes is copied.
+    The rows of one expert are contiguous and in the order of the tokens; `counts` (int32, on the device) holds their
+    number. `rows` always has tokens times k rows, so nothing waits for the device; those after the sum of `counts` are
+    zeros. Deterministic. `x` has a gradient, for which `row_map` alone is saved. An `x` with rows that are not
+    contiguous is copied.
 
     Args:
-        x: Tokens and columns, in float32, bfloat16 or float16.
-        experts: The experts of each token, (tokens, k), in int32 or int64. A choice outside of 0 to
-            `number_of_experts` - 1, such as -1, is dropped.
-        number_of_experts: How many there are.
+        x: (tokens, columns), in float32, bfloat16 or float16.
+        experts: (tokens, k), the experts of each token, in int32 or int64. Choices out of range, such as -1, are
+            dropped.
+        number_of_experts: The number of experts.
 
     Returns:
         The rows; the counts; and `row_map`, (tokens, k) in int32: the row of each choice, or a negative number (the
@@ -403,16 +410,16 @@ def permute_tokens(x: Tensor, experts: Tensor, *, number_of_experts: int) -> tup
 
 @fused(reference=unpermute_reference, why_not=_unpermute_why_not)
 def unpermute_tokens(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The rows of each token added, times their weights: (tokens, columns) in the dtype of `rows`.
+    """The weighted sum of the rows of each token: (tokens, columns) in the dtype of `rows`.
 
-    Added in float32, in the order of a token's choices; a token of which all choices were dropped is zeros. `rows` and
-    `weights` have gradients; with weights, both and `row_map` are kept for them, and without, `row_map` alone. Rows
-    with holes are copied.
+    Summed in float32, in the order of a token's choices; zeros for a token without choices. `rows` and `weights` have
+    gradients; both and `row_map` are saved for them, without weights `row_map` alone. Rows that are not contiguous are
+    copied.
 
     Args:
-        rows: What the experts made of the rows of `permute_tokens`, in the same order.
+        rows: The results of experts for the rows of `permute_tokens`, in the same order.
         row_map: That of `permute_tokens`.
-        weights: A weight for each choice, (tokens, k), in float32, bfloat16 or float16; by default 1.
+        weights: (tokens, k), one weight per choice, in float32, bfloat16 or float16; 1 by default.
     """
     return unpermute_rows(rows, row_map, weights)  # type: ignore[no-any-return]
 
@@ -421,8 +428,8 @@ def _layer_reference(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, groups: Tensor, row_map: Tensor, sources: Tensor,
     height: int, activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    inner, kept = multiply_gated_reference(x[sources.long()], gate_up, groups, height, activation, keep)
-    return unpermute_reference(multiply_reference(inner, down, groups, height, False), row_map, weights), kept
+    inner, gate_and_up = multiply_gated_reference(x[sources.long()], gate_up, groups, height, activation, keep)
+    return unpermute_reference(multiply_reference(inner, down, groups, height, False), row_map, weights), gate_and_up
 
 
 def _gate_backward_reference(
@@ -430,15 +437,15 @@ def _gate_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(kept.dtype, torch.float32)
     row = row_map.reshape(-1).long()
-    taken, row = row >= 0, torch.where(row >= 0, row, ~row)
-    by_row = torch.zeros(len(row), dtype=wide, device=row.device)
-    by_row[row] = torch.where(taken, weights.reshape(-1).to(wide), 0.0)
+    is_taken, row = row >= 0, torch.where(row >= 0, row, ~row)
+    weight = torch.zeros(len(row), 1, dtype=wide, device=row.device)
+    weight[row, 0] = torch.where(is_taken, weights.reshape(-1).to(wide), 0.0)
     gate, up = kept.to(wide).chunk(2, 1)
     inner = apply_activation(gate, activation) * up
-    by_factors = gated_packed_backward_reference(upstream.to(wide) * by_row[:, None], kept.to(wide), activation, False)
-    by_weights = torch.where(taken, (upstream.to(wide) * inner).sum(1)[row], 0.0)
-    weighted = (inner * by_row[:, None]).to(kept.dtype)
-    return by_factors.to(kept.dtype), weighted, by_weights.to(weights.dtype).view(weights.shape)
+    grad_gate_up = gated_packed_backward_reference(upstream.to(wide) * weight, kept.to(wide), activation, False)
+    grad_weights = torch.where(is_taken, (upstream.to(wide) * inner).sum(1)[row], 0.0)
+    weighted = (inner * weight).to(kept.dtype)
+    return grad_gate_up.to(kept.dtype), weighted, grad_weights.to(weights.dtype).view(weights.shape)
 
 
 def _gathered_weight_gradient_reference(
@@ -466,21 +473,26 @@ def _setup_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _layer_backward(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Any, ...]:
-    rest = (None,) * 6
+    """Three grouped GEMMs that gather rows of tokens, as forward does.
+
+    The gradient of a weight is the dot product of its expert's result and the gradient of its token. Results are not
+    saved; it equals the dot product of the inner row and its gradient before the weight, which is needed anyway.
+    """
+    options = (None,) * 6
     if gradient is None:
-        return None, None, None, None, *rest
-    x, weights, gate_up, down, groups, row_map, sources, kept = ctx.saved_tensors
+        return None, None, None, None, *options
+    x, weights, gate_up, down, groups, row_map, sources, gate_and_up = ctx.saved_tensors
     experts = gate_up.shape[0]
     upstream = multiply_gathered(gradient, down, groups, ctx.height, True, "", sources)
-    by_factors, weighted, by_weights = gate_backward(upstream, kept, weights, row_map, ctx.activation)
-    by_x = by_gate_up = by_down = None
+    grad_inner, weighted, grad_weights = gate_backward(upstream, gate_and_up, weights, row_map, ctx.activation)
+    grad_x = grad_gate_up = grad_down = None
     if ctx.needs_input_grad[3]:
-        by_down = gathered_weight_gradient(gradient, weighted, groups, experts, sources, "gradient")
+        grad_down = gathered_weight_gradient(gradient, weighted, groups, experts, sources, "gradient")
     if ctx.needs_input_grad[2]:
-        by_gate_up = gathered_weight_gradient(by_factors, x, groups, experts, sources, "rows")
+        grad_gate_up = gathered_weight_gradient(grad_inner, x, groups, experts, sources, "rows")
     if ctx.needs_input_grad[0]:
-        by_x = unpermute_rows(multiply(by_factors, gate_up, groups, ctx.height, True), row_map, None)
-    return by_x, by_weights, by_gate_up, by_down, *rest
+        grad_x = unpermute_rows(multiply(grad_inner, gate_up, groups, ctx.height, True), row_map, None)
+    return grad_x, grad_weights, grad_gate_up, grad_down, *options
 
 
 moe_layer = Operator(
@@ -525,23 +537,24 @@ _ACTIVATION_OF_CLASS: dict[str, GateActivation] = {
     "PytorchGELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
 }
-"""By the names of classes of torch and transformers."""
+"""By class names in torch and transformers."""
 
 
-def _are_moe_weights(found: list[nn.Parameter]) -> bool:
+def _are_moe_weights(parameters: list[nn.Parameter]) -> bool:
     """Whether these are the weights of a router and of experts."""
-    if [one.dim() for one in found] != [2, 3, 3]:
+    if [weight.dim() for weight in parameters] != [2, 3, 3]:
         return False
-    (experts, columns), inner = found[0].shape, found[2].shape[2]
-    return found[1].shape == (experts, 2 * inner, columns) and found[2].shape == (experts, columns, inner)
+    router, gate_up, down = parameters
+    (experts, columns), inner = router.shape, down.shape[2]
+    return gate_up.shape == (experts, 2 * inner, columns) and down.shape == (experts, columns, inner)
 
 
 def _moe_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GateActivation
 ) -> Tensor:
     rows, counts, row_map = permute_reference(x, experts, number_of_experts=gate_up.shape[0])
-    inner = grouped.grouped_gemm_reference(rows, gate_up, counts, activation=activation)
-    return unpermute_reference(grouped.grouped_gemm_reference(inner, down, counts), row_map, weights)
+    inner = grouped_gemm_reference(rows, gate_up, counts, activation=activation)
+    return unpermute_reference(grouped_gemm_reference(inner, down, counts), row_map, weights)
 
 
 def _moe_why_not(
@@ -549,8 +562,8 @@ def _moe_why_not(
 ) -> str | None:
     return (
         permute_why_not(x, experts, number_of_experts=gate_up.shape[0])
-        or product_why_not(x, gate_up, weights)
-        or product_why_not(x, down)
+        or multiply_why_not(x, gate_up, weights)
+        or multiply_why_not(x, down)
     )
 
 
@@ -558,11 +571,10 @@ def _moe_why_not(
 def _moe(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: GateActivation
 ) -> Tensor:
-    number = gate_up.shape[0]
-    counts, row_map, sources = sort_tokens_operator(experts, number)
-    height = tile_height(sources.shape[0], number)
+    counts, row_map, sources = sort_tokens_operator(experts, gate_up.shape[0])
+    height = tile_height(sources.shape[0], gate_up.shape[0])
     groups = group_rows(counts, sources.shape[0], height)
-    keep = torch.is_grad_enabled() and any(one.requires_grad for one in (x, weights, gate_up, down))
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, gate_up, down))
     return moe_layer(x, weights, gate_up, down, groups, row_map, sources, height, activation, keep)[0]  # type: ignore[no-any-return]
 
 
@@ -575,17 +587,17 @@ def _check_moe(
         or down.shape != (gate_up.shape[0], gate_up.shape[2], gate_up.shape[1] // 2)
     ):
         raise UsageError(
-            "Experts take gate_up of the shape (experts, 2 * inner, columns) and down of (experts, columns, inner), and"
+            "moe takes gate_up of the shape (experts, 2 * inner, columns) and down of (experts, columns, inner), and"
             f" these have {tuple(gate_up.shape)} and {tuple(down.shape)}."
         )
     if x.dim() != 2 or x.shape[1] != gate_up.shape[2]:
         raise UsageError(
-            f"Experts of {gate_up.shape[2]} columns take tokens of the shape (tokens, {gate_up.shape[2]}), and these"
-            f" have {tuple(x.shape)}."
+            f"moe takes x of the shape (tokens, {gate_up.shape[2]}) for matrices of as many columns, and this has"
+            f" {tuple(x.shape)}."
         )
     if weights.shape != experts.shape:
         raise UsageError(
-            f"Each choice has a weight: experts have the shape {tuple(experts.shape)}, and weights"
+            f"moe takes one weight per choice: experts have the shape {tuple(experts.shape)}, and weights"
             f" {tuple(weights.shape)}."
         )
     if activation not in get_args(GateActivation):
@@ -595,17 +607,17 @@ def _check_moe(
 def moe(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, activation: GateActivation = "silu"
 ) -> Tensor:
-    """The results of each token's experts, times their weights, added up: (tokens, columns), in the dtype of x.
+    """The weighted sum of the results of each token's experts: (tokens, columns), in the dtype of x.
 
-    An expert is `down[e] @ (activation(gate) * up)`, where gate and up are the halves of `gate_up[e] @ x`. Results of
-    experts are added in float32 and in the order of choices; nothing waits for the device, so a CUDA graph can record
-    it. All but `experts` have gradients. Inside of autocast x and both matrices are cast as for linear layers.
+    An expert is `down[e] @ (activation(gate) * up)`, where gate and up are the halves of `gate_up[e] @ x`. Results are
+    summed in float32 and in the order of choices. Nothing waits for the device, so a CUDA graph can capture it. All
+    arguments but `experts` have gradients. Under autocast, x and both matrices are cast as for linear layers.
 
     Args:
         x: (tokens, columns).
-        weights: A weight for each choice, (tokens, k), as `route` gives them.
-        experts: The experts of each token, (tokens, k), in int32 or int64. A choice of none of them, as -1, is dropped.
-        gate_up: (experts, 2 * inner, columns), contiguous for speed.
+        weights: (tokens, k), one weight per choice, as `route` returns them.
+        experts: (tokens, k), the experts of each token, in int32 or int64. Choices out of range, as -1, are dropped.
+        gate_up: (experts, 2 * inner, columns); contiguous is fastest.
         down: (experts, columns, inner).
         activation: "silu", "gelu" or "gelu_tanh".
     """
@@ -629,17 +641,17 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of gated experts with its router: `mixture_of_experts` with the choice of `route`.
+    """A layer of gated experts with its router: `route` and `moe`.
 
-    Parameters are `gate.weight`, `experts.gate_up_proj`, `experts.down_proj`, and with `bias` the buffer `bias`: the
-    state of blocks of Mixtral and Qwen3-MoE in transformers 5 fits.
+    Its parameters are `gate.weight`, `experts.gate_up_proj`, `experts.down_proj`, and with `bias` the buffer `bias`. It
+    loads the state of the blocks of Mixtral and Qwen3-MoE in transformers 5.
 
     Args:
-        columns, inner: The size of tokens, and that between the two matrices of an expert.
-        experts, k: How many experts there are, and how many a token has.
+        columns, inner: The size of tokens, and the size between the two matrices of an expert.
+        experts, k: The number of experts, and of experts per token.
         scores, renormalize, scale: See `route`.
-        bias: Whether there is a bias for the choice, a buffer that is zeros until someone balances the load.
-        activation: See `mixture_of_experts`.
+        bias: Whether there is a bias for the choice, a buffer that is zeros until it is set to balance the load.
+        activation: See `moe`.
     """
 
     bias: Tensor | None
@@ -657,7 +669,7 @@ class MoE(nn.Module):
                 f"There is no activation {activation!r}. {did_you_mean(activation, get_args(GateActivation))}"
             )
         if not 1 <= k <= experts:
-            raise UsageError(f"A token has from 1 to {experts} experts of as many, and k is {k}.")
+            raise UsageError(f"MoE needs a k from 1 to the {experts} experts, and k is {k}.")
         self.k = k
         self.scores: Scores = scores
         self.renormalize = renormalize
@@ -669,37 +681,37 @@ class MoE(nn.Module):
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> MoE:
-        """The same layer as a block of Mixtral or Qwen3-MoE of transformers 5, which shares its parameters."""
+        """The layer of a Mixtral or Qwen3-MoE block of transformers 5, sharing its parameters."""
         gate, experts = getattr(block, "gate", None), getattr(block, "experts", None)
         router = getattr(gate, "weight", None)
         gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-        found = [one for one in (router, gate_up, down) if isinstance(one, nn.Parameter)]
-        if gate is None or experts is None or not hasattr(gate, "top_k") or not _are_moe_weights(found):
+        weights = [weight for weight in (router, gate_up, down) if isinstance(weight, nn.Parameter)]
+        if gate is None or experts is None or not hasattr(gate, "top_k") or not _are_moe_weights(weights):
             raise UsageError(
                 "MoE.from_transformers takes a sparse block of Mixtral or Qwen3-MoE, with gate.weight,"
                 f" experts.gate_up_proj and experts.down_proj, and not a {type(block).__name__} with"
-                f" {[tuple(one.shape) for one in found]}."
+                f" {[tuple(weight.shape) for weight in weights]}."
             )
-        router, gate_up, down = found
+        router, gate_up, down = weights
         for name in ("shared_expert", "shared_experts", "e_score_correction_bias", "gate_up_proj_bias"):
-            if any(hasattr(one, name) for one in (block, gate, experts)):
-                raise UsageError(f"MoE.from_transformers knows nothing of {name} of {type(block).__name__}.")
+            if any(hasattr(module, name) for module in (block, gate, experts)):
+                raise UsageError(f"MoE.from_transformers does not support {name} of {type(block).__name__}.")
         if getattr(block, "jitter_noise", 0.0):
-            raise UsageError("MoE has no noise for its router, and this block has: set jitter_noise to 0 before.")
-        named = type(experts.act_fn).__name__
-        if named not in _ACTIVATION_OF_CLASS:
-            raise UsageError(f"MoE has the activations {', '.join(_ACTIVATION_OF_CLASS)}, and not {named}.")
-        number, columns = router.shape
-        made = cls(
-            columns, down.shape[2], number, gate.top_k, renormalize=getattr(gate, "norm_topk_prob", True),
-            activation=_ACTIVATION_OF_CLASS[named], device="meta",
+            raise UsageError("MoE has no router noise, and this block has some: set its jitter_noise to 0 first.")
+        activation = type(experts.act_fn).__name__
+        if activation not in _ACTIVATION_OF_CLASS:
+            raise UsageError(f"MoE has the activations {', '.join(_ACTIVATION_OF_CLASS)}, and not {activation}.")
+        count, columns = router.shape
+        layer = cls(
+            columns, down.shape[2], count, gate.top_k, renormalize=getattr(gate, "norm_topk_prob", True),
+            activation=_ACTIVATION_OF_CLASS[activation], device="meta",
         )  # fmt: skip
-        made.gate.weight = router
-        made.experts.gate_up_proj, made.experts.down_proj = gate_up, down
-        return made.train(block.training)
+        layer.gate.weight = router
+        layer.experts.gate_up_proj, layer.experts.down_proj = gate_up, down
+        return layer.train(block.training)
 
     def forward(self, x: Tensor, *, return_logits: bool = False) -> Any:
-        """The results of tokens, in the shape of x, (..., columns); and the logits of the router, if asked for."""
+        """The results of tokens, in the shape of x, (..., columns), and if requested the logits of the router."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.gate(tokens)
         weights, experts = route(
@@ -711,5 +723,5 @@ class MoE(nn.Module):
         return (result, logits) if return_logits else result
 
     def extra_repr(self) -> str:
-        number, columns, inner = self.experts.down_proj.shape
-        return f"{columns}, inner={inner}, experts={number}, k={self.k}, scores={self.scores!r}"
+        experts, columns, inner = self.experts.down_proj.shape
+        return f"{columns}, inner={inner}, experts={experts}, k={self.k}, scores={self.scores!r}"
