@@ -194,7 +194,7 @@ class CallRecorder(TorchDispatchMode):
     """Observes what a call does with tensors, and is told of the kernels that it launches."""
 
     def __init__(self, arguments: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._sources = {id(tensor): number for number, tensor in enumerate(arguments)}
         """By id, the number of the tensor that it is or views: of the arguments, followed by the allocations."""
         self._roots = list(arguments)
