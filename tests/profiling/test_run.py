@@ -47,7 +47,7 @@ def test_a_step_that_is_given_is_accounted_for():
     assert product.measured_s > 0
     assert product.source.startswith("test_run.py:")
     assert found.modeled_share > 0.95
-    assert lines == ["warming up", "taking the time of clean steps", "starting the profiler", *lines[3:]]
+    assert lines == ["warming up", "timing clean steps", "starting the profiler", *lines[3:]]
     assert lines[3:] == ["profiling a step", "tracing a step"]
 
 

@@ -235,7 +235,7 @@ def test_ctrl_c_gives_what_was_captured(write, capsys):
 def test_a_script_that_takes_no_step_is_ended_after_the_time_that_was_given(write, capsys):
     script = write("import time\ntry: time.sleep(60)\nexcept Exception: time.sleep(60)\n")
     assert main(["profile", "--on", "h200-sxm", "--wait", "0.2", str(script)]) == 4
-    assert "took no steps, but there is no account of one: no step ended for 200 ms" in capsys.readouterr().err
+    assert "took no steps, but none could be profiled: no step ended for 200 ms" in capsys.readouterr().err
 
 
 def test_what_was_seen_is_said_where_steps_are_too_few(write, capsys):
@@ -244,7 +244,7 @@ def test_what_was_seen_is_said_where_steps_are_too_few(write, capsys):
     assert "took 9 steps, and" in error
     assert "clean ones of" in error
     assert main(["profile", "--on", "h200-sxm", str(write(TRAIN + "model(torch.ones(8))\n"))]) == 2
-    assert "1 calls of modules with gradients: inference belongs into torch.no_grad()" in capsys.readouterr().err
+    assert "1 calls of modules with gradients: run inference under torch.no_grad()" in capsys.readouterr().err
 
 
 def test_options_after_the_script_are_pointed_out(write, capsys):
@@ -266,7 +266,7 @@ def test_without_a_profiler_the_wall_time_is_still_said(write, capsys, monkeypat
     captured = capsys.readouterr()
     assert captured.out == "end\n"
     assert "10 clean ones of" in captured.err
-    assert "no account of one: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES" in captured.err
+    assert "none could be profiled: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES" in captured.err
 
 
 def test_a_full_disk_costs_the_account_and_not_the_script(write, monkeypatch):
@@ -391,10 +391,10 @@ def test_random_numbers_do_not_depend_on_what_is_measured_before(write, monkeypa
 
     def measured(on, progress):
         torch.rand(100)
-        return module.machine.original("h200-sxm")
+        return module.find_machine.original("h200-sxm")
 
-    measured.original = module.machine
-    monkeypatch.setattr(module, "machine", measured)
+    measured.original = module.find_machine
+    monkeypatch.setattr(module, "find_machine", measured)
     state = torch.get_rng_state()
     profile_script(write("import torch\nprint(torch.rand(1).item())"))
     torch.set_rng_state(state)

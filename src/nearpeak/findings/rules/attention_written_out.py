@@ -1,4 +1,4 @@
-"""Attention is written as product, softmax and product: the matrix of all pairs goes through memory many times."""
+"""Attention is written as GEMM, softmax and GEMM: the score matrix goes through memory many times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_HOPS = 24
 
 @rule("attention-written-out", needs=["storages"])
 def attention_written_out(step: Step) -> Iterator[Waste]:
-    """From each softmax back to a product and on to one, and all of backward that touches what lies between."""
+    """From each softmax back to a GEMM and on to one, with the backward ops that read what lies between."""
     for seed, op in enumerate(step.ops):
         if op.phase != "forward" or op.packet not in ("aten._softmax", "aten.exp", "aten.exp_"):
             continue
@@ -87,7 +87,7 @@ def _find_attention(step: Step, seed: int) -> _WrittenOutAttention | None:
 
 
 def _walk(step: Step, at: int, pairs: Tensor, *, forward: bool) -> list[int] | None:
-    """The ops from the softmax to a product, through what can run inside a kernel."""
+    """The path of ops from the softmax to a GEMM, through ops that can be fused."""
     path: list[int] = []
     for _ in range(MAX_HOPS):
         if forward:
@@ -110,7 +110,7 @@ def _walk(step: Step, at: int, pairs: Tensor, *, forward: bool) -> list[int] | N
 
 
 def _side_members(step: Step, path: set[int], pairs: Tensor) -> set[int]:
-    """What the path alone reads or feeds: the numbers of dropout, the maximum and the sum of each row."""
+    """Ops that only the path reads or feeds: dropout masks, the maximum and the sum of each row."""
     found: set[int] = set()
     for index in sorted(path):
         for producer in step.flow.producers[index].values():
@@ -124,16 +124,16 @@ def _side_members(step: Step, path: set[int], pairs: Tensor) -> set[int]:
 
 
 def _writers_before(step: Step, index: int) -> set[int]:
-    """An op that works in place goes on with what earlier ones wrote there."""
-    found: set[int] = set()
+    """The ops that wrote to the storages that an in-place op continues."""
+    writers: set[int] = set()
     waiting = [index]
     while waiting:
-        at = waiting.pop()
-        for storage, producer in step.flow.producers[at].items():
-            if storage in step.flow.written_by[at] and producer not in found:
-                found.add(producer)
+        index_now = waiting.pop()
+        for storage, producer in step.flow.producers[index_now].items():
+            if storage in step.flow.written_by[index_now] and producer not in writers:
+                writers.add(producer)
                 waiting.append(producer)
-    return found
+    return writers
 
 
 def _sums(step: Step, forward: set[int]) -> bool:
@@ -149,7 +149,7 @@ def _sums(step: Step, forward: set[int]) -> bool:
 
 
 def _backward_members(step: Step, inner: set[int], last: int) -> set[int] | None:
-    """The ops of backward that read what lies between the products; None where someone else reads or wants it."""
+    """The backward ops that read what lies between the GEMMs; None if anything else needs it."""
     between = {storage for index in inner for storage in step.flow.written_by[index]}
     if between & step.flow.results:
         return None
@@ -176,14 +176,14 @@ def _backward_members(step: Step, inner: set[int], last: int) -> set[int] | None
 
 
 def _copies(step: Step, products: tuple[int, int], members: set[int]) -> set[int]:
-    """Copies that only make operands contiguous: fused attention reads through strides."""
-    found = set()
+    """Copies that only make operands contiguous: fused attention reads any strides."""
+    copies = set()
     for product in products:
         for producer in step.flow.producers[product].values():
             op = step.ops[producer]
             if op.packet in ("aten.clone", "aten.contiguous") and set(step.flow.consumers[producer]) <= members:
-                found.add(producer)
-    return found - members
+                copies.add(producer)
+    return copies - members
 
 
 def _shape(step: Step, first: int, last: int, forward: set[int], pairs: Tensor) -> AttentionShape | None:
@@ -222,12 +222,12 @@ def _operands(op: Op) -> list[Tensor]:
         if "mat1" in op.arguments
         else ("self", "mat2")
     )
-    found = [op.arguments.get(name) for name in names]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)] if all(found) else []
+    operands = [op.arguments.get(name) for name in names]
+    return [tensor for tensor in operands if isinstance(tensor, Tensor)] if all(operands) else []
 
 
 def _mask(step: Step, inner: set[int], first: int, pairs: Tensor) -> tuple[Tensor | None, bool]:
-    """The tensor that is added to the scores or says which to fill, and whether it is known to be causal."""
+    """The mask that is added to the scores or selects them, and whether it is known to be causal."""
     written = {storage for index in inner for storage in step.flow.written_by[index]}
     for index in sorted(inner - {first}):
         for tensor in step.ops[index].inputs:
@@ -238,7 +238,7 @@ def _mask(step: Step, inner: set[int], first: int, pairs: Tensor) -> tuple[Tenso
 
 
 def _causal(step: Step, index: int) -> bool:
-    """Whether a mask was made in the step by `tril` of ones, or by `triu` above the diagonal."""
+    """Whether a mask was computed in the step by `tril`, or by `triu` above the diagonal."""
     for _ in range(6):
         op = step.ops[index]
         if op.packet in ("aten.tril", "aten.tril_", "aten.triu", "aten.triu_"):

@@ -1,4 +1,4 @@
-"""Products read large weights for few rows: the memory sets the time, and more rows would cost next to nothing."""
+"""GEMMs read large weights for few rows: they are memory-bound, and more rows would cost almost nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nearpeak.ops.tensor import Tensor
 from nearpeak.units import percent, quantity, seconds
 
 _MOST = 0.5
-"""Of the wall time: these products must be what the step is about."""
+"""Of the wall time. The GEMMs must take at least this share."""
 _FAR = 2
-"""How far from leaving the memory-bound side a product must be."""
+"""The factor by which the number of rows must be below the ridge of the roofline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Few:
-    """A product, its sizes, which of them is the number of rows, and how many would be enough."""
+    """A GEMM with few rows: its sizes, the position of the rows among them, and how many rows would suffice."""
 
     sizes: tuple[int, int, int]
     place: int
@@ -36,22 +36,22 @@ class _Few:
 
 @rule("batch-too-small", needs=["storages"])
 def batch_too_small(step: Step) -> Iterator[Waste]:
-    """Steps that spend most of their time in products with few rows whose weights come from memory."""
-    found = {index: few for index in range(len(step.ops)) if (few := _few(step, index)) is not None}
-    took = step.seconds(found)
-    if not found or took < _MOST * step.profile.wall_s:
+    """Steps that spend most of their time in GEMMs with few rows whose weights come from memory."""
+    gemms = {index: few for index in range(len(step.ops)) if (few := _few(step, index)) is not None}
+    took = step.seconds(gemms)
+    if not gemms or took < _MOST * step.profile.wall_s:
         return
-    gains = {index: _gain(step, index, few) for index, few in found.items()}
-    largest = max(found, key=lambda index: step.measured[index].measured_s)
-    few = found[largest]
+    gains = {index: _gain(step, index, few) for index, few in gemms.items()}
+    largest = max(gemms, key=lambda index: step.measured[index].measured_s)
+    few = gemms[largest]
     times = few.enough / few.rows
     wall, saved = step.profile.wall_s, sum(max(0.0, gain) for gain in gains.values())
     yield Waste(
-        title=f"{len(found)} products have {few.rows} rows each, too few to be worth reading their weights.",
+        title=f"{len(gemms)} products have {few.rows} rows each, too few to be worth reading their weights.",
         at=largest,
         gains=gains,
         evidence=f"They take {seconds(took)}, {percent(took / wall, 0)} of the step, and read or write "
-        f"{quantity(sum(item.weight.bytes for item in found.values()), 'B')} of weights. {step.machine.name} computes "
+        f"{quantity(sum(item.weight.bytes for item in gemms.values()), 'B')} of weights. {step.machine.name} computes "
         f"as long as it reads with {few.enough} rows (batch x tokens).",
         reasoning=f"A step of {few.enough} rows in place of {few.rows} takes "
         f"{seconds((wall - saved) * times)} at the best, which is {seconds(wall - saved)} for each {few.rows} rows: "
@@ -62,7 +62,7 @@ def batch_too_small(step: Step) -> Iterator[Waste]:
 
 
 def _few(step: Step, index: int) -> _Few | None:
-    """A product whose largest matrix is a weight or its gradient, and that is far from limited by compute."""
+    """A GEMM whose largest matrix is a weight or its gradient, and that is far from compute-bound."""
     op = step.ops[index]
     all_sizes = product_sizes(op) if op.packet in FACTORS and step.measured[index].limiter == "memory" else None
     limits = step.machine.achievable
@@ -70,7 +70,7 @@ def _few(step: Step, index: int) -> _Few | None:
         return None
     m, n, k = all_sizes[1:]
     left, right = op.tensors(*FACTORS[op.packet])
-    # The matrix that the rows are no size of is the weight: of m x k by k x n, rows can be any of the three.
+    # The weight is the matrix without the dimension of the rows: in m x k by k x n, that can be any of the three.
     area, place, weight = max((n * k, 0, right), (m * k, 1, left), (m * n, 2, result(op)), key=lambda one: one[0])
     if place == 2:
         mine = op.phase == "backward" and (
@@ -104,7 +104,7 @@ def _is_weight(step: Step, index: int, tensor: Tensor) -> bool:
 
 
 def _gain(step: Step, index: int, few: _Few) -> float:
-    """What it took, less the share that these rows have of a product with enough of them."""
+    """The measured time minus the share of these rows in a GEMM with enough rows."""
     op = step.ops[index]
     more = [few.enough if place == few.place else size for place, size in enumerate(few.sizes)]
     then = step.expected(gemm_op(1, *more, dtype=few.weight.dtype, tf32=op.tf32_products))

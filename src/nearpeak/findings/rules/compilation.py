@@ -1,4 +1,4 @@
-"""Code is compiled in the middle of a step that should be warm."""
+"""Code is compiled in a step after warm-up."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
 from nearpeak.units import seconds
 
 _LOADS = ("cuModule", "cuLibrary", "cudaModule", "cudaLibrary", "hipModule", "Lazy Function", "Runtime Triggered")
-"""How the names begin of what loads a kernel that exists already."""
+"""Prefixes of calls that load an existing kernel."""
 
 
 @rule("compilation", needs=["host"])
 def compilation(step: Step) -> Iterator[Waste]:
-    """Idle time in compilations that clean steps have too: compiled code whose shapes or values keep changing."""
-    found = step.idle_causes("compilation")
-    idle_s = sum(cause.seconds for cause in found)
+    """Idle time in compilations that clean steps have too: shapes or values keep changing."""
+    causes = step.idle_causes("compilation")
+    idle_s = sum(cause.seconds for cause in causes)
     compiler, steps = step.profile.compiler, step.profile.steps
     seen_often = compiler is not None and steps > 0 and compiler.recompiled_in_steps >= steps
-    if not found or not (seen_often or is_recurring_stall(step.profile, idle_s)):
+    if not causes or not (seen_often or is_recurring_stall(step.profile, idle_s)):
         return
-    loads_s = sum(cause.seconds for cause in found if cause.what.startswith(_LOADS))
-    most = max(found, key=lambda cause: cause.seconds)
-    count = sum(cause.count for cause in found)
+    loads_s = sum(cause.seconds for cause in causes if cause.what.startswith(_LOADS))
+    largest = max(causes, key=lambda cause: cause.seconds)
+    count = sum(cause.count for cause in causes)
     only_loads = loads_s > 0.5 * idle_s
     yield Waste(
         title="Kernels are loaded during the step." if only_loads else "Code is compiled again in every step.",
         at=None,
-        source=most.where if is_source_line(most.where) else "",
+        source=largest.where if is_source_line(largest.where) else "",
         idle={"compilation": idle_s},
         evidence=f"{count} {'time' if count == 1 else 'times'} in the step, most of it in "
-        f"{most.what or 'a compilation'}; the device was idle for {seconds(idle_s)}.{_graphs(step)}",
-        reasoning="Code that is compiled once for all shapes is not compiled in a step: all of it is saved. What the "
-        "more general code loses is not counted.",
+        f"{largest.what or 'a compilation'}; the device was idle for {seconds(idle_s)}.{_graphs(step)}",
+        reasoning="Code that is compiled once for all shapes is not compiled in a step: all of it is saved. What "
+        "the more general code costs is not counted.",
         remedy=_LOAD if only_loads else _COMPILE,
     )
 

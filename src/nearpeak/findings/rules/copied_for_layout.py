@@ -1,4 +1,4 @@
-"""A tensor is made contiguous for a product or attention that reads through strides just as well."""
+"""A tensor is made contiguous for a GEMM or attention that reads strided tensors equally fast."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nearpeak.units import quantity, seconds
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _ATTENTION = ("aten._scaled_dot_product_flash", "aten._scaled_dot_product_cudnn", "aten._scaled_dot_product_efficient")
 _ALIGNED = 8
-"""Elements: kernels for GPUs read rows that begin at multiples of this."""
+"""Elements. Kernels for GPUs need rows that begin at multiples of this."""
 
 
 @rule("copied-for-layout", needs=["storages"])
 def copied_for_layout(step: Step) -> Iterator[Waste]:
-    """Copies into contiguous memory which only ops read that could have read what was copied."""
+    """Copies into contiguous memory that are read only by ops that could read the original."""
     for index, op in enumerate(step.ops):
         if not _copies(step, index):
             continue
@@ -44,7 +44,7 @@ def copied_for_layout(step: Step) -> Iterator[Waste]:
 
 
 def _copies(step: Step, index: int) -> bool:
-    """Whether an op of forward only puts the elements of an activation into another order."""
+    """Whether a forward op only copies an activation into another layout."""
     op = step.ops[index]
     if op.packet != "aten.clone" or op.phase != "forward" or op.recomputed:
         return False
@@ -55,7 +55,7 @@ def _copies(step: Step, index: int) -> bool:
 
 
 def _unchanged(step: Step, index: int, source: Tensor, copy: Tensor) -> bool:
-    """Whether neither side is written to until the copy is read for the last time."""
+    """Whether neither tensor is written to until the last read of the copy."""
     last = max(step.flow.consumers[index])
     return not any(
         storage in (source.storage, copy.storage)
@@ -65,7 +65,7 @@ def _unchanged(step: Step, index: int, source: Tensor, copy: Tensor) -> bool:
 
 
 def _reads_strides(op: Op, source: Tensor, copy: Tensor) -> bool:
-    """Whether an op takes the source in place of the copy, and is as fast with it."""
+    """Whether an op accepts the source in place of the copy, and is as fast with it."""
     operands = [tensor for tensor in op.inputs if tensor.storage == copy.storage]
     if op.packet.startswith(_ATTENTION):
         given = [op.arguments.get(name) for name in ("query", "key", "value")]

@@ -1,4 +1,4 @@
-"""A large table, of which a step uses few rows, gets a dense gradient, and the optimizer goes over all of it."""
+"""A large embedding of which a step uses few rows gets a dense gradient, and the optimizer updates all of it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
 
 FEW = 0.25
-"""Of the rows of a table: with more, sorting and gathering them costs what is saved."""
+"""Of the rows of a table. With more, sorting and gathering them costs what is saved."""
 _PASSES = {0: 3, 2: 14}
-"""Passes over the used rows that a sparse step makes, by the tensors of state: plain SGD, and Adam."""
+"""Passes over the used rows in a sparse update, by the number of state tensors: plain SGD, and Adam."""
 _LAUNCHES = {0: 10, 2: 80}
-"""Kernels of these steps: sorting and gathering rows takes many small ones. SparseAdam takes 1.1 ms on an H200, all of
-it the host's."""
+"""Kernels of these updates: sorting and gathering rows takes many small ones. SparseAdam takes 1.1 ms on an H200, all
+of it on the host."""
 
 
 @rule("dense-embedding-gradient", needs=["storages"])
 def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
-    """Dense gradients of tables that are only looked up in, where plain SGD or Adam is the one to read them."""
+    """Dense gradients of tables that are used only for lookups, and are updated by plain SGD or Adam."""
     for index, op in enumerate(step.ops):
         if op.packet != "aten.embedding_dense_backward":
             continue
@@ -63,7 +63,7 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
 
 
 def _lookup(step: Step, backward: int) -> int | None:
-    """The op that looked up what a gradient goes back to."""
+    """The lookup that a gradient belongs to."""
     op = step.ops[backward]
     for index, other in enumerate(step.ops[:backward]):
         if other.packet != "aten.embedding" or other.tensor("weight").shape != op.outputs[0].shape:
@@ -74,12 +74,12 @@ def _lookup(step: Step, backward: int) -> int | None:
 
 
 def _stays(step: Step, storage: int) -> bool:
-    """Whether a storage is state: it was there before the step, or is wanted after it."""
+    """Whether a storage is state: it exists before the step, or after it."""
     return step.trace.storages[storage].kind != "intermediate" or storage in step.flow.results
 
 
 def _only_looked_up(step: Step, table: Tensor, gradient: Tensor, backward: int) -> bool:
-    """Whether nothing but the optimizer needs the table or its gradient as a whole: no tied head, no clipping."""
+    """Whether only the optimizer needs the whole table or gradient: no tied head, no clipping."""
     for index, op in enumerate(step.ops):
         if op.phase == "optimizer" or op.packet == "aten.embedding" or index == backward:
             continue
@@ -89,7 +89,7 @@ def _only_looked_up(step: Step, table: Tensor, gradient: Tensor, backward: int) 
 
 
 def _optimizer(step: Step, storages: set[int], elements: int) -> tuple[dict[int, float], set[int]]:
-    """The share that a tensor's update has of each of the optimizer's ops; and the storages of its state and steps."""
+    """The share of a tensor's update in each op of the optimizer; and the storages of its state."""
     members = set(storages)
     ops = [(index, op) for index, op in enumerate(step.ops) if op.phase == "optimizer"]
     shares: dict[int, float] = {}
@@ -105,7 +105,7 @@ def _optimizer(step: Step, storages: set[int], elements: int) -> tuple[dict[int,
 
 
 def _touched(op: Op, members: set[int]) -> tuple[list[Tensor], float]:
-    """The tensors of an op that go with some storages, and the bytes of all; of lists, those at the same places."""
+    """The tensors of an op that belong to some storages, and the bytes of all; in lists, by their position."""
     values = [value for value in (*op.arguments.values(), op.outputs) if isinstance(value, tuple)]
     lists = [[item for item in value if isinstance(item, Tensor)] for value in values]
     longest = max((len(value) for value in lists), default=0)

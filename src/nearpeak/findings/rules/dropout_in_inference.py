@@ -1,4 +1,4 @@
-"""Activations are dropped in a step that trains nothing: the model was left in training mode."""
+"""Dropout runs in a step without training: the model is in training mode."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from nearpeak.findings.step import Step
 from nearpeak.units import seconds
 
 DROPOUTS = ("aten.native_dropout", "aten._fused_dropout")
-"""They draw and apply a mask in one kernel."""
+"""Operators that draw and apply a mask in one kernel."""
 DRAWS = ("aten.bernoulli_", "aten.bernoulli")
-"""They draw a mask, which others scale and apply."""
+"""Operators that draw a mask, which others scale and apply."""
 
 
 @rule("dropout-in-inference", needs=["storages"])
 def dropout_in_inference(step: Step) -> Iterator[Waste]:
-    """Masks that are drawn and multiplied with activations where no op is of a backward pass or an optimizer."""
+    """Masks that are drawn and multiplied with activations in a step without backward pass and optimizer."""
     if step.trace.graph_recorded or step.trains:
-        return  # what autograd records may be trained by what is not in this step
+        return  # a later step may train what autograd records
     dropouts = [members for index in range(len(step.ops)) if (members := _dropout(step, index))]
     if not dropouts:
         return
@@ -37,7 +37,7 @@ def dropout_in_inference(step: Step) -> Iterator[Waste]:
 
 
 def _dropout(step: Step, index: int) -> list[int]:
-    """The ops of a dropout that starts here; none where it is something else that is drawn."""
+    """The ops of a dropout that begins here; empty if something else is drawn."""
     op = step.ops[index]
     if op.packet in DROPOUTS:
         return [index] if op.arguments.get("train") is not False and float(op.arguments["p"]) > 0 else []
@@ -58,7 +58,7 @@ def _dropout(step: Step, index: int) -> list[int]:
 
 
 def _is_activation(step: Step, index: int) -> bool:
-    """Whether a mask of ones and zeros of floating point is drawn with one probability for all."""
+    """Whether a floating-point mask is drawn with one probability for all elements."""
     op = step.ops[index]
     written = op.written
     return isinstance(op.arguments.get("p"), float) and len(written) == 1 and written[0].is_floating

@@ -12,7 +12,7 @@ from nearpeak.units import quantity, seconds
 
 @rule("exposed-communication", needs=["host"])
 def exposed_communication(step: Step) -> Iterator[Waste]:
-    """The communication of the step as a whole, as far as kernels are there to hide it."""
+    """The exposed communication of the whole step, as far as there are kernels to overlap it with."""
     exposed = step.profile.communication_s
     if exposed <= 0.0:
         return
@@ -25,15 +25,15 @@ def exposed_communication(step: Step) -> Iterator[Waste]:
     )
     saving = min(exposed, compute)
     moved = sum(access.bytes for index in collectives for access in step.costs[index].reads)
-    sends = f" {len(collectives)} collectives give {quantity(moved, 'B')}." if collectives else ""
+    sends = f" {len(collectives)} collectives send {quantity(moved, 'B')}." if collectives else ""
     where = f"in {' and '.join(sorted(phases))} " if phases else ""
     yield Waste(
         title="Devices exchange data while nothing else runs on them.",
         at=collectives[0] if collectives else None,
         idle={"communication": saving},
         evidence=f"For {seconds(exposed)} of {seconds(step.profile.wall_s)} only communication ran.{sends}",
-        reasoning=f"Kernels {where}run for {seconds(compute)}: communication on a stream of its own can hide behind "
-        "them, but for the last piece of it.",
+        reasoning=f"Kernels {where}run for {seconds(compute)}: communication on a stream of its own can overlap with "
+        "them, except for its last piece.",
         remedy=_remedy(phases),
     )
 

@@ -1,4 +1,4 @@
-"""Products run in float32 on the vector units, though the GPU has a matrix engine that takes them as tf32."""
+"""GEMMs run in float32 on the vector units, although the GPU has a matrix engine for tf32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRODUCTS = ("matrix", "convolution", "attention", "recurrent")
 
 @rule("float32-products")
 def float32_products(step: Step) -> Iterator[Waste]:
-    """Float32 products, convolutions and attention without tf32; one waste for all, as one setting changes them all."""
+    """Float32 GEMMs, convolutions and attention without tf32; one waste for all, since one setting changes them all."""
     limits = step.machine.achievable
     if step.machine.kind != "gpu" or limits is None or "tfloat32" not in limits.matrix:
         return
@@ -32,16 +32,17 @@ def float32_products(step: Step) -> Iterator[Waste]:
             after += better
     if not gains:
         return
-    at = max(gains, key=lambda index: (bool(step.ops[index].source), gains[index]))
+    largest = max(gains, key=lambda index: (bool(step.ops[index].source), gains[index]))
     took = step.seconds(gains)
     yield Waste(
-        title="Products run in float32 on the vector units, and the matrix engine stands still.",
-        at=at,
+        title="Products run in float32 on the vector units, and the matrix engine is idle.",
+        at=largest,
         gains=gains,
-        evidence=f"{len(gains)} float32 products, the largest {step.ops[at].packet} of {_sizes(step.ops[at])}: "
-        f"{quantity(flops, 'FLOP')} in {seconds(took)} = {quantity(flops / took, 'FLOP/s')}; in tf32 this machine "
-        f"reaches {quantity(limits.matrix['tfloat32'], 'FLOP/s')}.",
-        reasoning=f"A good tf32 kernel takes {seconds(after)} for the same products, which read and write as much as "
+        evidence=f"{len(gains)} float32 products, the largest {step.ops[largest].packet} of "
+        f"{_sizes(step.ops[largest])}: {quantity(flops, 'FLOP')} in {seconds(took)} = "
+        f"{quantity(flops / took, 'FLOP/s')}; in tf32 this machine reaches "
+        f"{quantity(limits.matrix['tfloat32'], 'FLOP/s')}.",
+        reasoning=f"Good tf32 kernels take {seconds(after)} for the same products, which read and write as much as "
         "before.",
         remedy=_remedy(step, gains),
     )

@@ -1,4 +1,4 @@
-"""Python looks for cycles of objects during the step, and the device waits."""
+"""Python's garbage collector runs during the step, and the device is idle."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
 from nearpeak.units import seconds
 
 EVERY = 100
-"""Steps from one collection to the next, with the remedy."""
+"""Steps between two collections, with the remedy."""
 
 
 @rule("garbage-collection", needs=["host"])
 def garbage_collection(step: Step) -> Iterator[Waste]:
-    """Idle time in collections that clean steps have too."""
-    found = step.idle_causes("garbage collection")
-    idle_s = sum(cause.seconds for cause in found)
-    if not found or not is_recurring_stall(step.profile, idle_s):
+    """Idle time in garbage collections that clean steps have too."""
+    causes = step.idle_causes("garbage collection")
+    idle_s = sum(cause.seconds for cause in causes)
+    if not causes or not is_recurring_stall(step.profile, idle_s):
         return
-    places = sorted((cause for cause in found if is_source_line(cause.where)), key=lambda cause: -cause.seconds)
-    count = sum(cause.count for cause in found)
+    places = sorted((cause for cause in causes if is_source_line(cause.where)), key=lambda cause: -cause.seconds)
+    count = sum(cause.count for cause in causes)
     yield Waste(
         title="Python collects garbage during the step.",
         at=None,

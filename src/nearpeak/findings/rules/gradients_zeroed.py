@@ -1,4 +1,4 @@
-"""Gradients are filled with zeros in every step, and the new ones are added to the zeros."""
+"""Gradients are filled with zeros in every step, and the new gradients are added to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nearpeak.units import quantity, seconds
 
 ADDS = ("aten.add", "aten.add_")
 COPIED = 2 / 3
-"""Of an addition's traffic: a gradient that others have too is copied where there is none yet, without reading one."""
+"""Of the traffic of an addition. A gradient that is shared is copied if there is none yet, without reading one."""
 
 
 @rule("gradients-zeroed", needs=["storages"])
 def gradients_zeroed(step: Step) -> Iterator[Waste]:
-    """Fills of older storages, to which the next op that touches them adds something in a backward pass."""
+    """Fills of existing storages to which the next op that touches them, in a backward pass, adds."""
     for fill, cost in enumerate(step.costs):
         op = step.ops[fill]
         if cost.reads or not cost.writes or not op.mutated or not _zeroes(op.packet) or op.phase == "backward":
@@ -24,7 +24,7 @@ def gradients_zeroed(step: Step) -> Iterator[Waste]:
         zeroed = 0.0
         for access in cost.writes:
             ops = step.touched_by[access.storage]
-            # The step after this one begins as this one did.
+            # The next step begins like this one.
             after = ops[(ops.index(fill) + 1) % len(ops)]
             if step.trace.storages[access.storage].kind == "intermediate" or not _accumulates(
                 step, after, access.storage
@@ -67,7 +67,7 @@ def _accumulates(step: Step, index: int, storage: int) -> bool:
 
 
 def _is_its_own(step: Step, index: int, storage: int) -> bool:
-    """Whether nobody else has what is added: then autograd keeps it without a copy."""
+    """Whether nothing else uses what is added: then autograd takes it over without a copy."""
     added = next((tensor.storage for tensor in step.ops[index].inputs if tensor.storage != storage), storage)
     producer = step.flow.producers[index].get(added)
     return producer is not None and step.flow.consumers[producer] == (index,) and added not in step.trace.results

@@ -1,4 +1,4 @@
-"""The device waits for the next batch, because a data loader does not have it ready."""
+"""The device is idle because a data loader does not have the next batch ready."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nearpeak.findings.step import Step, is_source_line
 from nearpeak.units import seconds
 
 HANDOVER = 2e-4
-"""Seconds to take a batch that a worker has ready: a message, and memory that is mapped."""
+"""Seconds to receive a batch from a worker: a message, and mapped memory."""
 MOST_WORKERS = 16
 
 
 @rule("input-stall", needs=["host"])
 def input_stall(step: Step) -> Iterator[Waste]:
-    """Idle time inside of a data loader, beyond what it takes to take over a batch."""
+    """Idle time in a data loader, beyond the time to receive a batch from a worker."""
     stalls = step.idle_causes("input")
     idle_s = sum(cause.seconds for cause in stalls)
     batches = sum(cause.count for cause in stalls)
@@ -35,8 +35,8 @@ def input_stall(step: Step) -> Iterator[Waste]:
         f"idle for {seconds(idle_s)} until it had {'it' if batches == 1 else 'them'}; the rest of the step takes "
         f"{seconds(rest_s)}. "
         + ("It has workers already." if has_workers else "It has no workers: batches are made in the step."),
-        reasoning=f"Workers make the next batches during the step. To take one over takes {seconds(HANDOVER)}. Work of "
-        "theirs that needs the same cores as the step is not counted.",
+        reasoning=f"Workers prepare the next batches during the step. Receiving one takes {seconds(HANDOVER)}. "
+        "Contention of the workers with the step for cores is not counted.",
         remedy=_more(idle_s, rest_s) if has_workers else _workers(math.ceil(1.2 * idle_s / rest_s)),
     )
 

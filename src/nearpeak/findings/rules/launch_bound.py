@@ -1,4 +1,8 @@
-"""Rules "launch-bound" and "graph-breaks": the device waits for the host to launch the next kernel."""
+"""The device waits for the host to launch the next kernel.
+
+launch-bound: The device waits for the host, which launches ops more slowly than they run.
+graph-breaks: Compiled code has graph breaks, and the device waits for the host in between.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,22 @@ from nearpeak.profiles.profile import GraphBreak, Profile
 from nearpeak.units import percent, seconds
 
 MIN_IDLE_SHARE = 0.1
-"""Of the step: what is idle for less of it gains too little by a graph to be worth its constraints."""
+"""Of the step. With less idle time, a CUDA graph gains too little to be worth its constraints."""
 GRAPH_LAUNCH_S = 1e-6
-"""Seconds between two kernels of a graph, where it was not measured."""
+"""Seconds between two kernels of a CUDA graph, if it was not measured."""
 
 
 @rule("launch-bound", needs=["host"], general=True)
 def launch_bound(step: Step) -> Iterator[Waste]:
-    """Idle time in which the host was launching, or between two ops, beyond what remains with a CUDA graph."""
+    """Idle time in which the host was launching or between two ops, beyond what remains with a CUDA graph."""
     profile = step.profile
     late = late_launches(profile)
-    if step.machine.kind != "gpu" or not late or breaks_of(step):  # of breaks, "graph-breaks" has more to say
+    if step.machine.kind != "gpu" or not late or breaks_of(step):  # reported by "graph-breaks"
         return
     idle_s = sum(cause.seconds for cause in late)
     clean_s = idle_without_profiler(profile, idle_s)
     kernels = sum(op.kernels for op in profile.ops)
-    if not kernels:  # all of them are in CUDA graphs already
+    if not kernels:  # all kernels are in CUDA graphs already
         return
     gaps = min(kernels, max(cause.count for cause in late))
     launch = step.machine.achievable.launch.in_graph if step.machine.achievable else None
@@ -52,35 +56,35 @@ def launch_bound(step: Step) -> Iterator[Waste]:
 
 
 def breaks_of(step: Step) -> tuple[GraphBreak, ...]:
-    """Where compiled code of the step leaves its graphs."""
+    """The graph breaks of the step."""
     return () if step.profile.compiler is None else step.profile.compiler.breaks
 
 
 def late_launches(profile: Profile) -> list[IdleCause]:
-    """Idle time in which the host was launching what comes next, or was between two ops."""
+    """Idle time in which the host was launching the next kernel, or was between two ops."""
     kinds = (("launching", LAUNCHED_LATE), ("python", BETWEEN_OPS))
     return [cause for cause in profile.idle if (cause.cause, cause.what) in kinds]
 
 
 def idle_without_profiler(profile: Profile, idle_s: float) -> float:
-    """What of the idle time there is without the profiler, which makes the host slower."""
+    """The idle time without the profiler, which slows the host down."""
     if profile.steps:
         return idle_s
     return min(idle_s, max(0.0, profile.wall_s / PROFILER_SLOWDOWN - profile.kernel_s))
 
 
 def split_saving(late: Sequence[IdleCause], saving_s: float) -> dict[str, float]:
-    """A saving of these causes together, by the name of the cause."""
+    """A saving divided among causes, by the name of the cause."""
     total = sum(cause.seconds for cause in late)
-    found: dict[str, float] = {}
+    by_cause: dict[str, float] = {}
     for cause in late:
-        found[cause.cause] = found.get(cause.cause, 0.0) + cause.seconds * saving_s / total
-    return found
+        by_cause[cause.cause] = by_cause.get(cause.cause, 0.0) + cause.seconds * saving_s / total
+    return by_cause
 
 
 def _slowest_place(late: Sequence[IdleCause]) -> str:
-    most = max(late, key=lambda cause: cause.seconds)
-    return f", most of it before {most.where}" if most.where else ""
+    longest = max(late, key=lambda cause: cause.seconds)
+    return f", most of it before {longest.where}" if longest.where else ""
 
 
 def _remedy(profile: Profile, waits: int) -> str:
@@ -98,16 +102,16 @@ def _remedy(profile: Profile, waits: int) -> str:
 
 
 ENQUEUE_S = 5e-6
-"""Seconds of the host for a launch from compiled code, where it was not measured."""
+"""Seconds of the host for a launch from compiled code, if it was not measured."""
 
 
 @rule("graph-breaks", needs=["host"])
 def graph_breaks(step: Step) -> Iterator[Waste]:
-    """Idle time in which the host was between compiled regions, beyond what launches of one region take."""
+    """Idle time in which the host was between compiled regions, beyond the launches of one region."""
     profile = step.profile
     late = late_launches(profile)
-    found = breaks_of(step)
-    if step.machine.kind != "gpu" or not found or not late:
+    breaks = breaks_of(step)
+    if step.machine.kind != "gpu" or not breaks or not late:
         return
     idle_s = sum(cause.seconds for cause in late)
     launch = (step.machine.achievable.launch.enqueue if step.machine.achievable else None) or ENQUEUE_S
@@ -116,14 +120,14 @@ def graph_breaks(step: Step) -> Iterator[Waste]:
     saving = idle_without_profiler(profile, idle_s) - remains_s
     if saving < MIN_IDLE_SHARE * profile.wall_s:
         return
-    first = next((item for item in found if item.source), found[0])
-    named = "; ".join(f"{item.source or 'an unknown line'} ({item.reason})" for item in found[:3])
+    first = next((item for item in breaks if item.source), breaks[0])
+    named = "; ".join(f"{item.source or 'an unknown line'} ({item.reason})" for item in breaks[:3])
     yield Waste(
-        title="Compiled code leaves its graphs, and the device waits for what the host does in between.",
+        title="Compiled code has graph breaks, and the device waits for the host in between.",
         at=None,
         source=first.source,
         idle=split_saving(late, saving),
-        evidence=f"torch.compile left its graphs at {len(found)} lines: {named}. The device was idle for "
+        evidence=f"torch.compile breaks its graphs at {len(breaks)} lines: {named}. The device was idle for "
         f"{seconds(idle_s)} of {seconds(profile.wall_s)} because the next kernel was not launched yet.",
         reasoning=f"In one graph the host launches a kernel in {seconds(launch)}. Beside {seconds(profile.kernel_s)} "
         f"of {kernels:,} kernels, {seconds(remains_s)} of waiting remain.",

@@ -1,4 +1,4 @@
-"""A product gives many rows of which few are read: logits of all positions, where those of the last are wanted."""
+"""A GEMM computes many rows of which few are read: logits of all positions, although only the last are needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nearpeak.ops.op import Op
 from nearpeak.units import quantity, seconds
 
 _UNREAD = 0.25
-"""The least share of the rows that nobody reads; a shift by one token leaves one row of a sequence."""
+"""The least share of unread rows; a shift by one token leaves one row of a sequence unread."""
 _LEAST_COLUMNS = 1024
 _SAME_SIZE = ("pointwise", "movement")
 _MOVING = ("creation", "indexing", "movement")
@@ -20,7 +20,7 @@ _MOVING = ("creation", "indexing", "movement")
 
 @rule("logits-kept", needs=["storages"])
 def logits_kept(step: Step) -> Iterator[Waste]:
-    """Wide products, and casts and the like of their results, of which later ops read a part of the rows alone."""
+    """Wide GEMMs, with casts and the like of their results, of which later ops read only some rows."""
     for index, op in enumerate(step.ops):
         sizes = product_sizes(op) if op.packet in FACTORS and op.phase == "forward" else None
         if sizes is None or sizes[0] > 1 or sizes[2] < _LEAST_COLUMNS or sizes[1] < 2:
@@ -35,7 +35,7 @@ def logits_kept(step: Step) -> Iterator[Waste]:
         backward = _backward(step, op)
         for at in (index, *backward):
             gains[at] = _gain(step, at, rows, fewer)
-        for at in _selecting(step, chain[-1], backward, op.outputs[0].elements):  # done before the product instead
+        for at in _selecting(step, chain[-1], backward, op.outputs[0].elements):  # they run before the GEMM instead
             gains[at] = step.measured[at].measured_s * max(0.0, 1 - depth / columns)
         if gains[index] <= 0:
             continue
@@ -54,7 +54,7 @@ def logits_kept(step: Step) -> Iterator[Waste]:
 
 
 def _chain(step: Step, index: int) -> list[int]:
-    """The product and ops behind it, one after the other, that make a tensor of the same size of all of it."""
+    """The GEMM and the chain of ops after it that have results of the same size."""
     chain = [index]
     elements = step.ops[index].outputs[0].elements
     while True:
@@ -70,7 +70,7 @@ def _chain(step: Step, index: int) -> list[int]:
 
 
 def _read(step: Step, index: int) -> float | None:
-    """The share of an op's result that later ops of the forward read; None where that is not known."""
+    """The share of an op's result that later forward ops read; None if that is not known."""
     out = step.ops[index].outputs[0]
     readers = step.forward_readers(index)
     if out.storage in step.flow.results or not readers or not out.elements:
@@ -94,21 +94,23 @@ def _read(step: Step, index: int) -> float | None:
 
 
 def _backward(step: Step, product: Op) -> list[int]:
-    """Products of the backward that take a gradient of the whole size: its rows that nobody read are zeros."""
+    """Backward GEMMs with a gradient of the whole size: the rows of unread results are zeros."""
     elements = product.outputs[0].elements
-    given = {tensor.storage for tensor in product.tensors(*FACTORS[product.packet])}
-    found = []
-    for at, op in enumerate(step.ops):
+    factor_storages = {tensor.storage for tensor in product.tensors(*FACTORS[product.packet])}
+    gemms = []
+    for index, op in enumerate(step.ops):
         if op.phase == "backward" and op.packet in FACTORS:
             factors = op.tensors(*FACTORS[op.packet])
-            if any(tensor.elements == elements for tensor in factors) and given & {one.storage for one in factors}:
-                found.append(at)
-    return found
+            if any(tensor.elements == elements for tensor in factors) and factor_storages & {
+                factor.storage for factor in factors
+            }:
+                gemms.append(index)
+    return gemms
 
 
 def _selecting(step: Step, last: int, backward: list[int], elements: int) -> set[int]:
-    """Ops that copy the wanted rows out of the result, and those that put their gradient among zeros."""
-    found = {
+    """Ops that copy the needed rows out of the result, and those that scatter their gradient into zeros."""
+    selecting = {
         reader
         for reader in step.flow.consumers[last]
         if step.ops[reader].phase == "forward" and step.costs[reader].family in ("indexing", "movement")
@@ -118,14 +120,19 @@ def _selecting(step: Step, last: int, backward: list[int], elements: int) -> set
         for producer in step.flow.producers[waiting.pop()].values():
             op = step.ops[producer]
             large = any(tensor.elements == elements for tensor in op.written)
-            if op.phase == "backward" and large and producer not in found and step.costs[producer].family in _MOVING:
-                found.add(producer)
+            if (
+                op.phase == "backward"
+                and large
+                and producer not in selecting
+                and step.costs[producer].family in _MOVING
+            ):
+                selecting.add(producer)
                 waiting.append(producer)
-    return found
+    return selecting
 
 
 def _gain(step: Step, index: int, rows: int, fewer: int) -> float:
-    """Of a product in which as many rows as these are rows of the result, of a factor or of the contraction."""
+    """The gain of a GEMM in which these rows are rows of the result or the contracted dimension."""
     op, took = step.ops[index], step.measured[index].measured_s
     sizes = product_sizes(op)
     if sizes is None:

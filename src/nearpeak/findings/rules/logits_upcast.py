@@ -1,4 +1,4 @@
-"""Logits of 16 bits are cast to float32 for the loss: every pass over them then moves twice the bytes."""
+"""16-bit logits are cast to float32 for the loss: every pass over them then moves twice the bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nearpeak.units import quantity, seconds
 
 _SHORT = ("bfloat16", "float16")
 _FAMILIES = ("movement", "pointwise", "creation", "indexing")
-"""What may lie between the cast and the softmax: shifts by a token, softcaps, and what undoes them in backward."""
+"""Families between the cast and the softmax: shifts by a token, softcaps, and their backward."""
 _LOSS_USAGE = "(logits, targets), or linear_cross_entropy(hidden, weight, targets), which has no logits at all"
 
 
 @rule("logits-upcast", needs=["storages"])
 def logits_upcast(step: Step) -> Iterator[Waste]:
-    """Casts of a product's result to float32 that a log-softmax and a loss over classes read, or of what it gives."""
+    """Casts to float32 of a GEMM's result before a log-softmax and a loss, or of the log-softmax's result."""
     for softmax, op in enumerate(step.ops):
         if op.packet == "aten._log_softmax" and op.tensor("self").dtype in _SHORT:
             yield from _cast_after(step, softmax)
@@ -53,7 +53,7 @@ def logits_upcast(step: Step) -> Iterator[Waste]:
 
 
 def _cast_after(step: Step, softmax: int) -> Iterator[Waste]:
-    """Autocast computes the log-softmax in 16 bits, and casts what it gives for the loss."""
+    """Autocast computes the log-softmax in 16 bits and casts its result for the loss."""
     logits = step.ops[softmax].tensor("self")
     for cast in step.flow.consumers[softmax]:
         losses = [reader for reader in step.flow.consumers[cast] if step.costs[reader].family == "loss"]
@@ -82,7 +82,7 @@ def _cast_after(step: Step, softmax: int) -> Iterator[Waste]:
 
 
 def _before(step: Step, softmax: int) -> tuple[int, list[int]] | None:
-    """The cast of a product's result that a log-softmax reads, and the ops between; None where there is none."""
+    """The cast of a GEMM's result that a log-softmax reads, and the ops between; None if there is none."""
     between: list[int] = []
     index, storage = softmax, step.ops[softmax].tensor("self").storage
     while (producer := step.flow.producers[index].get(storage)) is not None:
@@ -100,7 +100,7 @@ def _before(step: Step, softmax: int) -> tuple[int, list[int]] | None:
 
 
 def _is_product(step: Step, cast: int) -> bool:
-    """Whether what is cast comes from a matrix product, perhaps by pointwise ops."""
+    """Whether the input of a cast comes from a GEMM, possibly through pointwise ops."""
     index = cast
     for _ in range(4):
         tensor = max(step.ops[index].inputs, key=lambda tensor: tensor.elements)
@@ -116,7 +116,7 @@ def _is_product(step: Step, cast: int) -> bool:
 
 
 def _backward(step: Step, softmax: int) -> tuple[list[int], list[int]]:
-    """The passes of the backward over float32 of this size, and the casts back to 16 bits behind them."""
+    """The backward passes over float32 tensors of this size, and the casts back to 16 bits after them."""
     output = step.ops[softmax].outputs[0].storage
     elements = step.ops[softmax].outputs[0].elements
     passes = [
@@ -143,7 +143,7 @@ def _backward(step: Step, softmax: int) -> tuple[list[int], list[int]]:
 
 
 def _spreads(step: Step, index: int, elements: int) -> bool:
-    """Whether it is a loss's backward, which writes a gradient for every logit."""
+    """Whether it is the backward of a loss, which writes a gradient for every logit."""
     return step.costs[index].family == "loss" and any(one.elements >= elements for one in step.ops[index].outputs)
 
 
@@ -157,7 +157,7 @@ def _casts(op: Op, old: tuple[str, ...], new: tuple[str, ...]) -> bool:
 
 
 def _saved(step: Step, op: Op, short: str) -> float:
-    """The share of its time that an op would not take with 16 bits."""
+    """The share of its time that an op would save with 16 bits."""
     now, then = step.expected(op), step.expected(with_dtype(op, "float32", short))
     return max(0.0, 1.0 - then / now) if now and then is not None else 0.0
 

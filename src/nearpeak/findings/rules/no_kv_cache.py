@@ -1,4 +1,4 @@
-"""A text that grows by one token a step runs through the model as a whole each time."""
+"""A text that grows by one token per step is processed as a whole in every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nearpeak.units import seconds
 
 @rule("no-kv-cache", needs=["storages"])
 def no_kv_cache(step: Step) -> Iterator[Waste]:
-    """Steps of an inference with causal attention of as many queries as keys, one more than in the step before it."""
+    """Inference steps with causal attention of as many queries as keys, one more than in the step before."""
     if step.trains:
         return
     attention = [index for index, cost in enumerate(step.costs) if cost.family == "attention"]
@@ -48,34 +48,34 @@ def no_kv_cache(step: Step) -> Iterator[Waste]:
 
 
 def _grew_by_one(step: Step, index: int) -> bool:
-    """Whether an attention is causal, and has got one more query and one more key with each step."""
+    """Whether an attention is causal and has one more query and key with each step."""
     before, op = step.trace.shapes_before.get(index, {}), step.ops[index]
-    query, key, by = op.arguments.get("query"), op.arguments.get("key"), step.trace.steps_since
+    query, key, steps = op.arguments.get("query"), op.arguments.get("key"), step.trace.steps_since
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or op.arguments.get("is_causal") is not True:
         return False
     was = before.get("query"), before.get("key")
     return (
-        query.shape[-2] == key.shape[-2] > by
-        and was[0] == (*query.shape[:-2], query.shape[-2] - by, query.shape[-1])
-        and was[1] == (*key.shape[:-2], key.shape[-2] - by, key.shape[-1])
+        query.shape[-2] == key.shape[-2] > steps
+        and was[0] == (*query.shape[:-2], query.shape[-2] - steps, query.shape[-1])
+        and was[1] == (*key.shape[:-2], key.shape[-2] - steps, key.shape[-1])
     )
 
 
 def _share_of_one_token(step: Step, index: int, length: int) -> float | None:
-    """Of what a good kernel takes, the share that is left for one token; None for what does not grow with the text."""
+    """The share of an op's time that remains for one token; None if the op does not grow with the text."""
     op, before = step.ops[index], step.trace.shapes_before[index]
-    by = step.trace.steps_since
+    steps = step.trace.steps_since
     per_token = {
-        now: (now - was) // by
+        now: (now - was) // steps
         for name, shape in before.items()
         for now, was in zip(op.tensor(name).shape, shape, strict=True)
-        if now != was and now * by == (now - was) * length
+        if now != was and now * steps == (now - was) * length
     }
     if not per_token or step.costs[index].family == "view":
         return None
     names = ("query",) if step.costs[index].family == "attention" else tuple(before)
-    whole, one = step.expected(op), step.expected(_shrunk(op, names, per_token))
-    return one / whole if whole and one is not None else None
+    whole, single = step.expected(op), step.expected(_shrunk(op, names, per_token))
+    return single / whole if whole and single is not None else None
 
 
 def _shrunk(op: Op, names: tuple[str, ...], per_token: Mapping[int, int]) -> Op:
@@ -94,7 +94,7 @@ def _smaller(tensor: Tensor, per_token: Mapping[int, int]) -> Tensor:
 
 
 def _launching(step: Step, ops: int) -> float:
-    """What the host needs at the least to launch so many ops: with one token they are short."""
+    """The time of the host to launch so many ops, which limits short ops of one token."""
     if step.machine.achievable is None:
         return 0.0
     launch = step.machine.achievable.launch

@@ -1,4 +1,4 @@
-"""The same small op runs for tensor after tensor, where one op takes a list of tensors."""
+"""The same small op runs for one tensor after another, although there is an op for lists of tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from nearpeak.ops.op import Op
 from nearpeak.units import seconds
 
 LEAST = 16
-"""Ops in a run: what is shorter can be an unrolled formula."""
+"""Ops in a row. A shorter run may be an unrolled formula."""
 SHORT = 1e-4
-"""Seconds: ops that take longer than this have enough to do, each by itself."""
+"""Seconds. Longer ops are large enough on their own."""
 FOREACH = {
     **{f"aten.{name}{end}": f"torch._foreach_{name}{end}" for name in FOREACH_POINTWISE for end in ("", "_")},
     "aten.linalg_vector_norm": "torch._foreach_norm",
@@ -24,33 +24,33 @@ FOREACH = {
     "aten.zero_": "torch._foreach_zero_",
     "aten.copy_": "torch._foreach_copy_",
 }
-"""The operators with a form for lists."""
+"""Operators with a variant for lists."""
 PIECE = 65536
-"""Elements of a tensor that a block of threads of a list op takes (torch, MultiTensorApply.cuh: kChunkSize)."""
+"""Elements per thread block of a list op (torch, MultiTensorApply.cuh: kChunkSize)."""
 MOST_PIECES, MOST_TENSORS = 320, 110
-"""That a kernel of a list op takes at most (depth_to_max_blocks, and depth_to_max_tensors for a single list), as in
-torch 2.11; torch 2.13 built for CUDA 13 takes seven times as many, which saves a little more."""
+"""The limits per kernel of a list op (depth_to_max_blocks, and depth_to_max_tensors for a single list) in torch 2.11;
+those of torch 2.13 for CUDA 13 are seven times as large, which saves a little more."""
 NOT_CHANGED = ("dtype", "dim", "keepdim", "ord", "value", "alpha", "p")
 
 
 @rule("per-tensor-loop", needs=["storages"])
 def per_tensor_loop(step: Step) -> Iterator[Waste]:
-    """Runs of one op at one line on tensors of which none needs the result of another."""
+    """Runs of one op at one line on independent tensors."""
     for members in _runs(step):
         op = step.ops[members[0]]
         reads, writes = _distinct(step, members)
         took = step.seconds(members)
         kind = "reduction" if "norm" in op.packet else "optimizer"
         launches = _launches(step, members)
-        # Each begins and ends as a kernel that has nothing to do; list ops of the optimizer were measured as they are.
+        # Each kernel has the overhead of an empty one; the measured list ops of optimizers include it.
         empty_s = (launches - 1) * step.expected_for_work((), ()) if kind == "reduction" else 0.0
-        # Of one list op; where the ops ran from a cache, it does too, and takes no more than they did.
+        # The time of one list op. If the ops ran from cache, so does it, and it takes no longer than they did.
         listed = min(step.expected_for_work(reads, writes, kind=kind) + empty_s, took)
         joined = launches_removed(step, members, listed)[launches - 1 :]
         if took + launch_wait_seconds(step, joined) <= listed:
             continue
         yield Waste(
-            title="One small op runs for tensor after tensor, where one op takes them all as a list.",
+            title="One small op runs for one tensor after another, where one op takes them all as a list.",
             at=members[0],
             gains=proportional_gains(step, members, listed),
             gone=joined,
@@ -63,7 +63,7 @@ def per_tensor_loop(step: Step) -> Iterator[Waste]:
 
 
 def _runs(step: Step) -> Iterator[list[int]]:
-    """Ops of one name, line and phase in a row, views aside; each on storages that no other of them touches."""
+    """Ops of one name, line and phase in a row, apart from views, each on storages of its own."""
     run: list[int] = []
     written: set[int] = set()
     for index, op in enumerate(step.ops):
@@ -96,13 +96,13 @@ def _can_be_listed(step: Step, index: int) -> bool:
 
 
 def _counts(step: Step, run: Sequence[int]) -> bool:
-    """Whether it is long, of short ops, and has as many different tensors."""
+    """Whether a run is long, of short ops, and on different tensors."""
     firsts = {step.ops[index].inputs[0].storage for index in run}
     return len(run) >= LEAST and len(firsts) == len(run) and step.seconds(run) < SHORT * len(run)
 
 
 def _launches(step: Step, members: Sequence[int]) -> int:
-    """How many kernels a list op takes for the tensors of these ops."""
+    """The number of kernels that a list op launches for the tensors of these ops."""
     if step.machine.kind != "gpu":
         return 1
     pieces = sum(math.ceil(step.ops[index].inputs[0].elements / PIECE) for index in members)
@@ -110,11 +110,13 @@ def _launches(step: Step, members: Sequence[int]) -> int:
 
 
 def _distinct(step: Step, members: Sequence[int]) -> tuple[list[Access], list[Access]]:
-    found: tuple[dict[int, Access], dict[int, Access]] = ({}, {})
+    accesses_by_storage: tuple[dict[int, Access], dict[int, Access]] = ({}, {})
     for index in members:
-        for known, accesses in zip(found, (step.costs[index].reads, step.costs[index].writes), strict=True):
+        for known, accesses in zip(
+            accesses_by_storage, (step.costs[index].reads, step.costs[index].writes), strict=True
+        ):
             known.update((access.storage, access) for access in accesses)
-    return list(found[0].values()), list(found[1].values())
+    return list(accesses_by_storage[0].values()), list(accesses_by_storage[1].values())
 
 
 def _remedy(op: Op) -> str:

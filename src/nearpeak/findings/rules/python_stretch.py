@@ -1,4 +1,4 @@
-"""Long stretches of Python inside of the step, in which nothing runs on the device."""
+"""Long stretches of Python in the step, in which the device is idle."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
 from nearpeak.units import seconds
 
 LEAST = 0.03
-"""Of the step, at one line: less may be the work that calling ops takes, or another process."""
+"""Of the step, at one line. Less may be the overhead of calling ops, or another process."""
 STRETCH = 5e-4
-"""Seconds that one stretch has at the least: shorter ones are the cost of calling ops."""
+"""Seconds. Shorter stretches are the overhead of calling ops."""
 
 
 @rule("python-stretch", needs=["host"])
 def python_stretch(step: Step) -> Iterator[Waste]:
-    """Idle time in stretches of code outside of any op, by the line of the op that came next."""
+    """Idle time in stretches of code outside of any op, by the line of the next op."""
     profile = step.profile
     for cause in profile.idle:
         if cause.cause != "python" or cause.what or not cause.where:
-            continue  # what no op follows may be the end of the step, where others do their work too
+            continue  # without a next op it may be the end of the step
         each = cause.seconds / max(1, cause.count)
         if each < STRETCH or cause.seconds < LEAST * profile.wall_s:
             continue
@@ -28,7 +28,7 @@ def python_stretch(step: Step) -> Iterator[Waste]:
             continue
         lines = is_source_line(cause.where)
         yield Waste(
-            title="Python runs for long outside of any op, and the device has nothing to do.",
+            title="Python runs for long outside of any op, and the device is idle.",
             at=next((index for index, op in enumerate(step.ops) if op.source == cause.where), None) if lines else None,
             idle={"python": cause.seconds},
             evidence=f"{cause.count} {'stretch' if cause.count == 1 else 'stretches'} of {seconds(each)} in the step, "

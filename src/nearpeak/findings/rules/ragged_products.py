@@ -1,4 +1,4 @@
-"""A 16-bit product has a size that is no multiple of 8, so that rows do not begin at 16 bytes and slow kernels run."""
+"""A 16-bit GEMM has a size that is no multiple of 8: rows are not aligned to 16 bytes, and slow kernels run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
 
 ALIGNMENT = 16
-"""Bytes at which rows must begin for the copies that feed the matrix engine."""
+"""The alignment of rows, in bytes, that the copies to the matrix engine need."""
 _PADDED = 64
-"""What a ragged size is rounded up to: whole lines of memory in 16 bits, and whole steps of a tile's depth."""
+"""Ragged sizes are rounded up to this: whole cache lines in 16 bits, and whole steps along k."""
 LEAST_RATIO = 1.1
-"""How many times as long as the padded product it must take before the sizes are blamed."""
+"""The least ratio of the measured time to that of the padded GEMM."""
 
 
 @rule("ragged-product")
 def ragged_products(step: Step) -> Iterator[Waste]:
-    """Products in 16 bits on a GPU, with rows at odd places, that take longer than those with padded sizes would."""
+    """16-bit GEMMs on a GPU with misaligned rows that take longer than GEMMs with padded sizes."""
     if step.machine.kind != "gpu":
         return
     ragged = {index: sizes for index, op in enumerate(step.ops) if (sizes := _ragged(op)) is not None}
@@ -36,7 +36,7 @@ def ragged_products(step: Step) -> Iterator[Waste]:
         batch, *edges = sizes
         padded = [math.ceil(size / _PADDED) * _PADDED if size * _width(op) % ALIGNMENT else size for size in edges]
         if padded == edges:
-            continue  # a view of something larger: its sizes are not to blame
+            continue  # a view of something larger
         good = step.expected(gemm_op(batch, *padded, dtype=op.inputs[-1].dtype))
         if good is None or took < LEAST_RATIO * good * usual:
             continue
@@ -60,7 +60,7 @@ def _width(op: Op) -> int:
 
 
 def _ragged(op: Op) -> tuple[int, int, int, int] | None:
-    """The sizes of a 16-bit product with an operand or result whose rows begin at odd places."""
+    """The sizes of a 16-bit GEMM with a misaligned operand or result."""
     if op.packet not in FACTORS or op.inputs[-1].dtype not in ("bfloat16", "float16"):
         return None
     tensors = (*op.tensors(*FACTORS[op.packet]), result(op))
@@ -74,7 +74,7 @@ def _misaligned(tensor: Tensor) -> bool:
 
 
 def _usual(step: Step, ragged: dict[int, tuple[int, int, int, int]]) -> float:
-    """How many times as long as a good kernel the other 16-bit products of the step take; at least 1."""
+    """The slowness of the other 16-bit GEMMs of the step."""
     others = [
         index
         for index, op in enumerate(step.ops)

@@ -13,7 +13,7 @@ from nearpeak.units import quantity, seconds
 
 @rule("repeated-cast", needs=["storages"])
 def repeated_cast(step: Step) -> Iterator[Waste]:
-    """Casts of the same numbers in the same layout to the same dtype; the first of them stays."""
+    """Casts of the same values in the same layout to the same dtype; the first of them stays."""
     numbers = number_values(step)
     groups: dict[Hashable, list[int]] = {}
     for index in range(len(step.ops)):
@@ -21,28 +21,30 @@ def repeated_cast(step: Step) -> Iterator[Waste]:
             groups.setdefault(numbers.reads[index], []).append(index)
     for casts in groups.values():
         later = [index for index in casts[1:] if step.measured[index].measured_s]
-        if not later or step.ops[casts[0]].phase != "forward":  # backward alone is nobody's code
+        if not later or step.ops[casts[0]].phase != "forward":  # casts in backward alone have no line of their own
             continue
-        behind = _backward(step, casts)
-        sums = _sums(step, behind)
+        backward_casts = _backward(step, casts)
+        sums = _sums(step, backward_casts)
         op = step.ops[later[0]]
-        given, made = op.inputs[0], op.outputs[0]
-        known = step.trace.storages[given.storage]
+        source, result = op.inputs[0], op.outputs[0]
+        known = step.trace.storages[source.storage]
         what = f"{known.kind} {known.name}".strip() if known.kind != "intermediate" else "tensor"
-        size = "x".join(map(str, given.shape))
+        size = "x".join(map(str, source.shape))
         article = "An" if what[0] in "aeiou" else "A"
         lines = list(dict.fromkeys(step.ops[index].source for index in casts if step.ops[index].source))
         yield Waste(
-            title=f"The same {what} is cast to {made.dtype} {len(casts)} times in a step.",
+            title=f"The same {what} is cast to {result.dtype} {len(casts)} times in a step.",
             at=max(later, key=lambda index: step.measured[index].measured_s),
-            gains={index: step.measured[index].measured_s for index in (*later, *behind[:-1])} | sums,
-            evidence=f"{article} {what} of {size}, {quantity(given.bytes, 'B')} of {given.dtype}, "
-            f"goes to {made.dtype} at {', '.join(lines[:4]) or 'lines that are not known'}; the casts after the first "
+            gains={index: step.measured[index].measured_s for index in (*later, *backward_casts[:-1])} | sums,
+            evidence=f"{article} {what} of {size}, {quantity(source.bytes, 'B')} of {source.dtype}, "
+            f"is cast to {result.dtype} at {', '.join(lines[:4]) or 'unknown lines'}; the casts after the first "
             f"took {seconds(step.seconds(later))}"
-            + (f", and those of its gradients {seconds(step.seconds(behind[:-1]))}." if behind else "."),
-            reasoning=f"All casts but the first go away. {_of_sums(sums, made.dtype)}"
-            f"Its result stays in memory until the last use: {quantity(made.bytes, 'B')}.",
-            remedy=f"cast = tensor.to(torch.{made.dtype})  # once, before {lines[0] if lines else 'the first use'}\n"
+            + (
+                f", and those of its gradients {seconds(step.seconds(backward_casts[:-1]))}." if backward_casts else "."
+            ),
+            reasoning=f"All casts but the first go away. {_of_sums(sums, result.dtype)}"
+            f"Its result stays in memory until the last use: {quantity(result.bytes, 'B')}.",
+            remedy=f"cast = tensor.to(torch.{result.dtype})  # once, before {lines[0] if lines else 'the first use'}\n"
             "# and `cast` at every use; under torch.autocast: one context around all uses",
         )
 
@@ -85,23 +87,23 @@ def _backward(step: Step, casts: Sequence[int]) -> list[int]:
     return found if len(found) == len(forward) else []
 
 
-def _sums(step: Step, behind: Sequence[int]) -> dict[int, float]:
-    """What sums of these gradients save in the dtype of the casts: autograd adds those of all uses.
+def _sums(step: Step, backward_casts: Sequence[int]) -> dict[int, float]:
+    """The savings of gradient sums in the narrower dtype: autograd adds the gradients of all uses.
 
-    A gradient that comes from somewhere else, past a residual, say, may be among them: its sum stays as it is.
+    A gradient from elsewhere, such as a residual connection, may be among them: its sum stays as it is.
     """
-    added = set(behind)
-    found: dict[int, float] = {}
-    for index in range(min(behind, default=len(step.ops)), len(step.ops)):
+    gradients = set(backward_casts)
+    savings: dict[int, float] = {}
+    for index in range(min(backward_casts, default=len(step.ops)), len(step.ops)):
         op = step.ops[index]
-        given = [step.flow.producers[index].get(tensor.storage) for tensor in op.inputs]
-        if op.packet not in ("aten.add", "aten.add_") or len(given) != 2 or added.isdisjoint(given):
+        operands = [step.flow.producers[index].get(tensor.storage) for tensor in op.inputs]
+        if op.packet not in ("aten.add", "aten.add_") or len(operands) != 2 or gradients.isdisjoint(operands):
             continue
-        added.add(index)
-        if not added.issuperset(given) or len(found) == len(behind) - 1:
+        gradients.add(index)
+        if not gradients.issuperset(operands) or len(savings) == len(backward_casts) - 1:
             continue
-        short = step.ops[behind[0]].inputs[0].dtype
+        short = step.ops[backward_casts[0]].inputs[0].dtype
         now, then = step.expected(op), step.expected(with_dtype(op, op.outputs[0].dtype, short))
         if now and then is not None and then < now:
-            found[index] = step.measured[index].measured_s * (1 - then / now)
-    return found
+            savings[index] = step.measured[index].measured_s * (1 - then / now)
+    return savings

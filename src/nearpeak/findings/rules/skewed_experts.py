@@ -1,4 +1,4 @@
-"""Experts run one after the other, some with few rows: their small products leave most of a GPU without work."""
+"""Experts run one after the other, some with few rows: their small GEMMs leave most of a GPU idle."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nearpeak.ops.formulas.matrix import result
 from nearpeak.units import quantity, seconds
 
 _LEAST = 4
-"""Experts that a loop must have."""
+"""The least number of experts in a loop."""
 _UNEVEN = 1.5
-"""How many times the mean the largest number of rows must be."""
+"""The least ratio of the largest number of rows to the mean."""
 _GROUPED = {"compute": 1.7, "memory": 1.2}
-"""A grouped product takes so many times as long as a dense one of the same work. On an H200, 128 experts with 4096
+"""The time of a grouped GEMM over that of a dense one with the same work. On an H200, 128 experts with 4096
 tokens, 8 experts each: 461 TFLOP/s with even groups and 405 with uneven ones, against 780 of a dense product."""
 
 
 @rule("skewed-experts", needs=["lines"])
 def skewed_experts(step: Step) -> Iterator[Waste]:
-    """Products of one line with weights of one shape and uneven numbers of rows, against one grouped product."""
+    """GEMMs of one line with weights of one shape and uneven numbers of rows, compared with one grouped GEMM."""
     if step.machine.kind != "gpu" or step.machine.achievable is None:
         return
     for members, rows in _loops(step):
@@ -52,18 +52,18 @@ def skewed_experts(step: Step) -> Iterator[Waste]:
 
 
 def _loops(step: Step) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Products that are alike but for their weights and numbers of rows, with these numbers."""
-    found: dict[tuple[object, ...], list[int]] = {}
+    """GEMMs that differ only in their weights and numbers of rows, with these numbers."""
+    groups: dict[tuple[object, ...], list[int]] = {}
     for index, op in enumerate(step.ops):
         sizes = product_sizes(op) if op.packet in FACTORS else None
         if sizes is None or sizes[0] > 1 or not op.source or op.inputs[-1].dtype not in ("bfloat16", "float16"):
             continue
         _, m, n, k = sizes
-        found.setdefault((op.source, op.phase, op.packet, 0, n, k), []).append(index)
+        groups.setdefault((op.source, op.phase, op.packet, 0, n, k), []).append(index)
         if op.phase == "backward":  # gradients of weights
-            found.setdefault((op.source, op.phase, op.packet, 2, m, n), []).append(index)
+            groups.setdefault((op.source, op.phase, op.packet, 2, m, n), []).append(index)
     seen: set[int] = set()
-    for (*_, place, _, _), members in found.items():
+    for (*_, place, _, _), members in groups.items():
         if len(members) < _LEAST or seen & set(members):
             continue
         rows = [(product_sizes(step.ops[index]) or (1, 0, 0, 0))[1:][int(str(place))] for index in members]
@@ -80,7 +80,7 @@ def _weight(step: Step, index: int, gradient: bool) -> tuple[int, int]:
 
 
 def _grouped(step: Step, members: Sequence[int]) -> float:
-    """What one product for all groups takes."""
+    """The time of one grouped GEMM."""
     limits = step.machine.achievable
     assert limits is not None  # else there is nothing to expect
     reads: list[Access] = []

@@ -1,4 +1,4 @@
-"""Attention runs in a kernel that is slower than another one which torch has for the same call on this GPU."""
+"""Attention runs in a slower backend than torch has for the same call on this GPU."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from nearpeak.units import seconds
 
 _KERNELS = {"flash": "FlashAttention", "efficient": "memory-efficient", "cudnn": "cuDNN's"}
 _WITH_CUDNN = ("hopper", "blackwell")
-"""Where cuDNN's kernels use what is new in the matrix engine; before, FlashAttention is as fast."""
+"""Architectures whose matrix engine cuDNN uses better; on earlier ones, FlashAttention is as fast."""
 _WIDEST = 128
-"""The widest head that cuDNN takes forward and backward in every release."""
+"""The largest head dimension that cuDNN supports forward and backward in every release."""
 _LEAST_TOKENS = 128
-"""Queries of a sequence; what kernels take for a few new tokens over many keys was not measured."""
+"""Queries of a sequence. Decoding, with few queries, was not measured."""
 _FASTER = 1.1
-"""How many times as fast the other kernels must be."""
+"""The least speedup."""
 _TRIANGLES = ("aten.tril", "aten.triu", "aten.tril_", "aten.triu_")
 _NOT_AFTER = ("le", "ge")
-"""Comparisons of positions that make such a triangle."""
+"""Comparisons of positions that give a causal mask."""
 _OF_POSITIONS = frozenset(
     ("arange", "iota", "add", "expand", "unsqueeze", "view", "scalar", "tensor", "full", "where", "to", "copy", "")
 )
-"""Parts of the names of what else may be in a compiled kernel that makes one."""
+"""Other parts of the name of a compiled kernel that computes a causal mask."""
 
 
 @rule("slow-attention-backend")
 def slow_attention_backend(step: Step) -> Iterator[Waste]:
-    """Fused attention on a GPU with cuDNN's kernels that runs in others, or reads a mask that is just causal."""
+    """Fused attention that does not run in cuDNN on a GPU where it is faster, or has a causal mask as a tensor."""
     if step.machine.kind != "gpu" or step.machine.architecture not in _WITH_CUDNN:
         return
     for members in _calls(step):
@@ -39,7 +39,7 @@ def slow_attention_backend(step: Step) -> Iterator[Waste]:
         backend, causal = _backend(op), _causal_mask(step, members[0])
         if backend is None or (backend == "cudnn" and not causal) or (_mask(op) and not causal) or not _fits(op):
             continue
-        # With a mask no kernels were measured, and the memory-efficient ones for one width of heads alone: no ratio.
+        # Masks, and memory-efficient kernels for most head dimensions, were not measured: there is no ratio.
         by_ratio = backend == "flash" and not causal
         left = {index: _left(step, index, causal=causal, by_ratio=by_ratio) for index in members}
         gains = {index: step.measured[index].measured_s - after for index, after in left.items() if after is not None}
@@ -63,7 +63,7 @@ def slow_attention_backend(step: Step) -> Iterator[Waste]:
 
 
 def _calls(step: Step) -> Iterator[list[int]]:
-    """Each fused attention with its backward, by what one wrote and the other reads; else each alone."""
+    """Each fused attention with its backward, connected by data flow; otherwise each alone."""
     joined: dict[int, list[int]] = {}
     for index, op in enumerate(step.ops):
         if _backend(op) is None:
@@ -77,7 +77,7 @@ def _calls(step: Step) -> Iterator[list[int]]:
 
 
 def _left(step: Step, index: int, *, causal: bool, by_ratio: bool) -> float | None:
-    """What remains of an op's time."""
+    """The remaining time of an op."""
     op, took = step.ops[index], step.measured[index].measured_s
     now, then = step.expected(op), step.expected(_better(op, causal=causal))
     if not now or then is None:
@@ -100,7 +100,7 @@ def _mask(op: Op) -> Tensor | None:
 
 
 def _fits(op: Op) -> bool:
-    """Whether cuDNN takes such a call, in every release since it can be chosen."""
+    """Whether cuDNN supports the call in every release in which it can be selected."""
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     widths = (query.shape[-1], value.shape[-1])
     return (
@@ -114,7 +114,7 @@ def _fits(op: Op) -> bool:
 
 
 def _causal_mask(step: Step, index: int) -> bool:
-    """Whether the mask was made in this step from a triangle, the same for the whole batch, and of nothing else."""
+    """Whether the mask was computed in this step from one triangle only, the same for the whole batch."""
     op = step.ops[index]
     mask = _mask(op)
     if mask is None or "storages" not in step.knows or op.tensor("query").shape[-2] != op.tensor("key").shape[-2]:
@@ -123,7 +123,7 @@ def _causal_mask(step: Step, index: int) -> bool:
     if mask.shape[-2:] != (size, size):
         return False
     maker = step.flow.producers[index].get(mask.storage)
-    for_all = maker is not None and _compiled_triangle(step, maker)  # it has read nothing that a batch differs by
+    for_all = maker is not None and _compiled_triangle(step, maker)  # it reads nothing that depends on the batch
     if mask.bytes > size * size * mask.item_bytes and not for_all:
         return False
     triangles, seen, waiting = 0, set(), [(index, mask.storage)]
@@ -131,7 +131,7 @@ def _causal_mask(step: Step, index: int) -> bool:
         at, storage = waiting.pop()
         producer = step.flow.producers[at].get(storage)
         if producer is None:
-            return False  # from before the step: of its values nothing is known
+            return False  # from before the step: its values are not known
         if producer == at or producer in seen:
             continue
         seen.add(producer)
@@ -150,7 +150,7 @@ def _causal_mask(step: Step, index: int) -> bool:
 
 
 def _compiled_triangle(step: Step, index: int) -> bool:
-    """Whether a compiled kernel that reads nothing compares positions once; its name lists its operators."""
+    """Whether a compiled kernel without inputs compares positions once; its name lists its operators."""
     op = step.ops[index]
     _, pointwise, name = op.name.partition("triton_poi_fused_")
     if (
@@ -165,7 +165,7 @@ def _compiled_triangle(step: Step, index: int) -> bool:
 
 
 def _better(op: Op, *, causal: bool) -> Op:
-    """The same call in cuDNN's kernels, with the mask by position where it is just that."""
+    """The same call in cuDNN's kernels, with is_causal in place of a causal mask."""
     backward = "_backward" if op.packet.endswith("_backward") else ""
     arguments = dict(op.arguments)
     if causal:

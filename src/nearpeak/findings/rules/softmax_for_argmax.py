@@ -1,4 +1,4 @@
-"""Probabilities are computed of which only the order is asked: the order of the logits is the same."""
+"""A softmax of which only the order is used: the logits have the same order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOFTMAXES = ("aten._softmax", "aten._log_softmax")
 
 @rule("softmax-for-argmax", needs=["storages"])
 def softmax_for_argmax(step: Step) -> Iterator[Waste]:
-    """Softmaxes that only an `argmax` over the same dimension reads."""
+    """Softmaxes that are read only by an `argmax` or the like over the same dimension."""
     for index, op in enumerate(step.ops):
         if op.packet not in SOFTMAXES:
             continue
@@ -27,7 +27,7 @@ def softmax_for_argmax(step: Step) -> Iterator[Waste]:
         took, moved = step.measured[index].measured_s, step.bytes([index])
         first = step.ops[readers[0]]
         yield Waste(
-            title="Probabilities are computed only to find where the largest are.",
+            title="Probabilities are computed only to find the largest ones.",
             at=index,
             gains={index: took},
             evidence=f"{op.packet} over {shape_text(op.outputs[0].shape)} takes {seconds(took)} "
@@ -39,14 +39,14 @@ def softmax_for_argmax(step: Step) -> Iterator[Waste]:
 
 
 def _asks_for_order(step: Step, index: int, softmax: Op) -> bool:
-    """Whether an op takes only places of the largest from a softmax, over the dimension of the softmax."""
+    """Whether an op uses only the positions of the largest values, over the dimension of the softmax."""
     op, outputs = step.ops[index], softmax.outputs[0]
     dimensions = len(outputs.shape)
     if op.packet == "aten.argmax":
         along = op.arguments.get("dim")
         if along is None:
             return dimensions == 1 or all(
-                size == 1 for at, size in enumerate(outputs.shape) if at != softmax.arguments["dim"] % dimensions
+                size == 1 for place, size in enumerate(outputs.shape) if place != softmax.arguments["dim"] % dimensions
             )
     elif op.name in ("aten.max.dim", "aten.topk.default"):
         if not _values_unused(step, index):
@@ -59,7 +59,7 @@ def _asks_for_order(step: Step, index: int, softmax: Op) -> bool:
 
 
 def _values_unused(step: Step, index: int) -> bool:
-    """Whether nobody wants the values beside the places: they are probabilities."""
+    """Whether the values, which are probabilities, are unused."""
     values = step.ops[index].outputs[0]
     if _is_kept(step, index, values):
         return False
@@ -67,7 +67,7 @@ def _values_unused(step: Step, index: int) -> bool:
 
 
 def _is_kept(step: Step, index: int, tensor: Tensor) -> bool:
-    """Whether somebody has a result of an op when the step is over: its caller, a list of theirs, or autograd."""
+    """Whether a result of an op outlives the step: returned, stored, or saved by autograd."""
     size = step.trace.storages[tensor.storage].bytes
     lives = step.trace.lives.lives if step.trace.lives is not None else ()
     return tensor.storage in step.flow.results or any(

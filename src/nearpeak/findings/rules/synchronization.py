@@ -1,4 +1,8 @@
-"""Rules "pageable-copy" and "synchronization": the host waits for the device or a copy, or copies unpinned memory."""
+"""The host waits for the device or for a copy, or copies pageable memory.
+
+pageable-copy: Data is copied to the device from memory that is not pinned, or the host waits for the copy.
+synchronization: The host waits for the device within a step: the device runs out of work, and the host must catch up.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from nearpeak.units import quantity, seconds
 
 COPIES = ("aten._to_copy", "aten.copy", "aten.copy_")
 SMALL_COPY_BYTES = 65536.0
-"""Bytes: up to this a copy is one value or a short list, and costs its call."""
+"""Up to this size, a copy is one value or a short list, and costs its call."""
 
 
 @rule("pageable-copy", needs=["storages", "host"])
 def pageable_copy(step: Step) -> Iterator[Waste]:
-    """Copies to the device at each line, from memory that is not pinned or with a wait."""
+    """Copies to the device, by line, from pageable memory or with a wait."""
     rate = step.machine.achievable.host_to_device if step.machine.achievable is not None else None
     if not rate:
         return
@@ -44,27 +48,27 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
             source=where if is_source_line(where) else "",
             gains=gains,
             idle={"synchronization": waited} if waited else {},
-            evidence=f"{quantity(total, 'B')} go to the device in {seconds(took)}"
+            evidence=f"{quantity(total, 'B')} are copied to the device in {seconds(took)}"
             + (f", {quantity(total / took, 'B/s')}" if took and not small else "")
             + (f"; for {seconds(waited)} nothing ran because the host waited for it." if waited else "."),
             reasoning=(
-                "Made on the device, or once before the steps, there is no copy and no wait."
+                "A tensor that is created on the device, or once before the steps, needs no copy and no wait."
                 if small
                 else f"From pinned memory this machine copies {quantity(rate, 'B/s')}, which is "
-                f"{seconds(total / rate)}; a copy that does not block leaves the host free to launch what follows. On "
-                "a stream of its own, behind the kernels of the step before, the rest can go too."
+                f"{seconds(total / rate)}; a non-blocking copy leaves the host free to launch what follows. On a "
+                "stream of its own, overlapped with the step before, the rest can be hidden too."
             ),
             remedy=_copy_remedy(step.ops[indices[0]], small=small, pageable=bool(pageable)),
         )
 
 
 def copies_from_host(step: Step, where: str) -> bool:
-    """Whether the ops at a place copy from the host's memory to the device's; False where storages are not known."""
+    """Whether ops at a place copy from host to device memory; False if storages are not known."""
     return any(op.place == where and _is_copy_to_device(step, op) for op in step.ops)
 
 
 def copies_to_host(step: Step, where: str) -> bool:
-    """Whether the ops at a place copy from the device's memory to the host's; False where storages are not known."""
+    """Whether ops at a place copy from device to host memory; False if storages are not known."""
     host = step.trace.on_host
     return any(
         op.place == where
@@ -76,11 +80,11 @@ def copies_to_host(step: Step, where: str) -> bool:
 
 
 def _copies_by_place(step: Step) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    copies: dict[str, list[int]] = {}
     for index, op in enumerate(step.ops):
         if _is_copy_to_device(step, op):
-            found.setdefault(op.place, []).append(index)
-    return found
+            copies.setdefault(op.place, []).append(index)
+    return copies
 
 
 def _is_copy_to_device(step: Step, op: Op) -> bool:
@@ -105,7 +109,7 @@ def _copy_title(small: bool, pageable: bool) -> str:
     if small:
         return "A small value is copied to the device in the step."
     if pageable:
-        return "Data goes to the device from memory that is not pinned."
+        return "Data is copied to the device from memory that is not pinned."
     return "The host waits for a copy to the device."
 
 
@@ -161,14 +165,14 @@ _EXPLICIT = _Form(
     "are taken with torch.cuda.Event(enable_timing=True).",
 )
 _SAME_TIME_S = 1e-9
-"""Seconds: times that are less apart are the same."""
+"""Times that are closer than this are equal."""
 _READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
 _SELECTS = ("nonzero", "index", "index_put", "index_put_", "_index_put_impl_", "masked_select", "argwhere")
 
 
 @rule("synchronization", needs=["host"])
 def synchronization(step: Step) -> Iterator[Waste]:
-    """Each line at which the host waited while, or so that, nothing ran on the device."""
+    """Lines at which the host waits for the device, and the device is idle because of it."""
     for cause in step.profile.idle:
         if cause.cause != "synchronization" or (cause.what == "copy" and copies_from_host(step, cause.where)):
             continue
@@ -193,7 +197,7 @@ def synchronization(step: Step) -> Iterator[Waste]:
 
 
 def _removed_work(step: Step, where: str, form: _Form) -> dict[int, float]:
-    """What ops at a line take that nobody needs any more: to count, or to bring a number to the host."""
+    """The time of ops at a line that are no longer needed: counting, or copying a number to the host."""
     if form is _SELECT:
         return _mask_counting_seconds(step, where)
     if form is _READ:
@@ -206,11 +210,11 @@ def _removed_work(step: Step, where: str, form: _Form) -> dict[int, float]:
 
 
 def _queued_copy_seconds(step: Step, where: str) -> float:
-    """How long the device took from a kernel to the copy behind it, for all copies to the host at a line.
+    """The gaps between a kernel and a queued copy to the host, for all copies at a line.
 
-    The copies are queued while a kernel runs, so this is no wait for the host, and copies that do not block have it
-    too. They have another one behind them; but the profiler makes both longer: on an H200, 5.0 us under it before each
-    copy, against 5.3 us without it before and after a copy that does not block.
+    The copies are queued while a kernel runs, so the gap is not caused by the host, and non-blocking copies have it
+    too. Those have another gap after them; but the profiler lengthens both: on an H200, 5.0 us with the profiler before
+    each copy, and 5.3 us without it before and after a non-blocking copy.
     """
     copies = [kernel.start_s for kernel in step.profile.timeline if _is_copy_at(step, kernel.op, where)]
     ends = [
@@ -227,20 +231,22 @@ def _is_copy_at(step: Step, index: int | None, where: str) -> bool:
 
 
 def _mask_counting_seconds(step: Step, where: str) -> dict[int, float]:
-    """What ops at a line take to find out where a mask is true, which nobody needs to know if the shape is kept."""
-    found = {}
+    """The time of ops at a line to count where a mask is true, which is not needed if the shape is kept."""
+    gains = {}
     for index, op in enumerate(step.ops):
         masks = [tensor for tensor in op.inputs if tensor.dtype in ("bool", "uint8")]
         if op.place != where or (not masks and op.packet != "aten.nonzero"):
             continue
         if op.packet == "aten.nonzero":
-            found[index] = step.measured[index].measured_s
+            gains[index] = step.measured[index].measured_s
         elif op.packet in ("aten.index", "aten.masked_select"):
             whole = op.tensor("self")
-            kept = Access(storage=whole.storage, bytes=whole.bytes)
+            whole_access = Access(storage=whole.storage, bytes=whole.bytes)
             read = [Access(storage=mask.storage, bytes=mask.bytes) for mask in masks]
-            found[index] = max(0.0, step.measured[index].measured_s - step.expected_for_work([kept, *read], [kept]))
-    return found
+            gains[index] = max(
+                0.0, step.measured[index].measured_s - step.expected_for_work([whole_access, *read], [whole_access])
+            )
+    return gains
 
 
 def _form(step: Step, cause: IdleCause) -> _Form:

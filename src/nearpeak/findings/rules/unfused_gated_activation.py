@@ -1,4 +1,4 @@
-"""A gated activation as two ops, `silu(a) * b`: the activation is written and read again."""
+"""A gated activation is two ops, `silu(a) * b`: the activation is written and read again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIVATIONS = (
 
 @rule("unfused-gated-activation", needs=["storages"])
 def unfused_gated_activation(step: Step) -> Iterator[Waste]:
-    """Activations of which forward reads the result once, in a product with another tensor of the same size."""
+    """Activations whose result is read once in forward, by a multiplication with a tensor of the same size."""
     products = {
         frozenset((index, product)): index
         for index in range(len(step.ops))
@@ -43,7 +43,7 @@ def unfused_gated_activation(step: Step) -> Iterator[Waste]:
 
 
 def _product(step: Step, index: int) -> int | None:
-    """The product that alone reads the result of an activation in forward."""
+    """The multiplication that is the only reader of an activation in forward."""
     op = step.ops[index]
     if op.phase != "forward" or op.packet not in ACTIVATIONS or op.recomputed:
         return None

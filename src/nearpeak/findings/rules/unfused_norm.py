@@ -1,4 +1,4 @@
-"""A normalization of rows is written as ops, a kernel each: square, mean, root, product."""
+"""A normalization of rows is written as separate ops, a kernel each: square, mean, rsqrt, multiply."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from nearpeak.units import quantity, seconds
 MAX_HOPS = 6
 KINDS = ("aten.native_layer_norm", "aten.native_layer_norm_backward")
 SHORT_ROW = 256
-"""Elements: torch's kernels have a block of threads for each row, most of which have nothing to do in a shorter one. On
-an H200 `rms_norm` of rows of 64 and 1024 in training Qwen3-MoE took 2.4 times as long as was expected of it."""
+"""Elements. torch's kernels use a thread block per row, most of which is idle in a shorter row. On an H200, `rms_norm`
+of rows of 64 and 1024 in training Qwen3-MoE took 2.4 times as long as expected."""
 _ROOTS = ("aten.rsqrt", "aten.rsqrt_", "aten.sqrt", "aten.sqrt_", "aten.pow")
 _BEFORE = ("aten._to_copy", "aten.pow", "aten.square", "aten.mul", "aten.sub", "aten.mean", "aten.abs")
-"""What may come between a tensor and the mean of its squares."""
+"""Ops between a tensor and the mean of its squares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ class _Norm:
     given: Tensor
     size: int
     centered: bool
-    """Whether the mean is taken off: a LayerNorm."""
+    """Whether the mean is subtracted: a LayerNorm."""
 
 
 @rule("unfused-norm", needs=["storages"])
 def unfused_norm(step: Step) -> Iterator[Waste]:
-    """From each root of a mean of rows: back to the rows, and on to where they are divided by it."""
+    """From each square root of a mean over rows: back to the rows, and on to the division by it."""
     norms = [norm for index in range(len(step.ops)) if (norm := _find_norm(step, index)) is not None]
     by_members = {norm.members: norm for norm in norms}
     for region in with_backward(step, list(by_members)):
@@ -95,43 +95,43 @@ def _find_norm(step: Step, root: int) -> _Norm | None:
 
 
 def _reduction(step: Step, root: int, rows: int) -> tuple[int, list[int]] | None:
-    """The reduction of rows that a root is taken of, with the ops on the way."""
-    at, way = root, list[int]()
+    """The reduction over rows before a square root, with the ops between."""
+    index, path = root, list[int]()
     for _ in range(MAX_HOPS):
-        before = list(dict.fromkeys(step.flow.producers[at].values()))
+        before = list(dict.fromkeys(step.flow.producers[index].values()))
         if len(before) != 1 or step.ops[before[0]].phase != "forward":
             return None
-        at = before[0]
-        way.append(at)
-        if step.costs[at].family == "reduction" and step.ops[at].outputs[0].elements == rows:
-            return at, way
-        if step.costs[at].family != "pointwise" or step.ops[at].outputs[0].elements != rows:
+        index = before[0]
+        path.append(index)
+        if step.costs[index].family == "reduction" and step.ops[index].outputs[0].elements == rows:
+            return index, path
+        if step.costs[index].family != "pointwise" or step.ops[index].outputs[0].elements != rows:
             return None
     return None
 
 
 def _applied(step: Step, root: int, rows: int, elements: int) -> list[int] | None:
-    """The ops from a root to the one that multiplies or divides whole rows by it."""
-    at, way = root, list[int]()
+    """The ops from a square root to the one that multiplies or divides whole rows by it."""
+    index, path = root, list[int]()
     for _ in range(MAX_HOPS):
-        after = step.forward_readers(at)
+        after = step.forward_readers(index)
         if len(after) != 1 or step.costs[after[0]].family != "pointwise":
             return None
-        at = after[0]
-        way.append(at)
-        made = step.ops[at].outputs[0].elements
-        if made == elements:
-            return way if step.ops[at].packet in ("aten.mul", "aten.div", "aten.mul_", "aten.div_") else None
-        if made != rows:
+        index = after[0]
+        path.append(index)
+        elements_now = step.ops[index].outputs[0].elements
+        if elements_now == elements:
+            return path if step.ops[index].packet in ("aten.mul", "aten.div", "aten.mul_", "aten.div_") else None
+        if elements_now != rows:
             return None
     return None
 
 
 def _leading(step: Step, members: set[int], elements: int) -> set[int]:
-    """Squares, means, differences and casts before, which only the norm reads."""
-    found: set[int] = set()
+    """Squares, means, differences and casts before the norm that only it reads."""
+    leading: set[int] = set()
     for _ in range(MAX_HOPS):
-        inside = members | found
+        inside = members | leading
         new = {
             producer
             for index in inside
@@ -144,32 +144,33 @@ def _leading(step: Step, members: set[int], elements: int) -> set[int]:
         }
         if not new:
             break
-        found |= new
-    return found
+        leading |= new
+    return leading
 
 
 def _trailing(step: Step, last: int, elements: int, size: int) -> set[int]:
-    """Weight, bias and casts after it."""
-    found: set[int] = set()
-    at = last
+    """Weight, bias and casts after the norm."""
+    trailing: set[int] = set()
     for _ in range(MAX_HOPS):
-        after = step.forward_readers(at)
+        after = step.forward_readers(last)
         if len(after) != 1 or step.costs[after[0]].family not in CHAINED:
-            return found
-        at = after[0]
+            return trailing
+        last = after[0]
         others = [
-            tensor for tensor in step.ops[at].inputs if tensor.elements != elements and tensor.elements not in (1, size)
+            tensor
+            for tensor in step.ops[last].inputs
+            if tensor.elements != elements and tensor.elements not in (1, size)
         ]
-        weighted = any(tensor.elements == size for tensor in step.ops[at].inputs)
-        cast = step.ops[at].packet == "aten._to_copy"
-        if others or not (cast or (weighted and step.ops[at].packet in ("aten.mul", "aten.add", "aten.mul_"))):
-            return found
-        found.add(at)
-    return found
+        weighted = any(tensor.elements == size for tensor in step.ops[last].inputs)
+        cast = step.ops[last].packet == "aten._to_copy"
+        if others or not (cast or (weighted and step.ops[last].packet in ("aten.mul", "aten.add", "aten.mul_"))):
+            return trailing
+        trailing.add(last)
+    return trailing
 
 
 def _source(step: Step, members: set[int], elements: int) -> Tensor | None:
-    """The one tensor of whole rows that comes from outside."""
+    """The only input of whole rows."""
     outside: dict[int, Tensor] = {}
     for index in sorted(members):
         for tensor in step.ops[index].inputs:

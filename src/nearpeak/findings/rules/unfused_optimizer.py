@@ -1,4 +1,4 @@
-"""An optimizer goes over its state in many ops, where one fused kernel reads and writes everything once."""
+"""An optimizer updates its state in many ops; one fused kernel would read and write everything once."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from nearpeak.findings.step import Step
 from nearpeak.units import quantity, seconds
 
 PASSES = 1.3
-"""So many times the least traffic, and the state is gone over more than once: with momentum alone it is 1.6 times."""
+"""The least ratio of the traffic to one pass over the state; with momentum alone it is 1.6."""
 SINGLE_OPS = 8
-"""Ops on one tensor each, from which on lists of tensors are worth it."""
+"""The number of ops on single tensors from which lists of tensors are worth it."""
 FAMILIES = ("pointwise", "optimizer", "movement", "creation", "view")
-"""What a fused optimizer can do in one pass; norms and products need their results first."""
+"""Families that a fused optimizer can do in one pass; norms and GEMMs need their results first."""
 
 
 @rule("unfused-optimizer", needs=["storages"])
 def unfused_optimizer(step: Step) -> Iterator[Waste]:
-    """Optimizer steps whose ops move far more than parameters, gradients and states once."""
+    """Optimizer steps whose ops move far more than one pass over parameters, gradients and states."""
     for members in _steps(step):
         if any(step.costs[index].family not in FAMILIES for index in members):
             continue
         passing = [index for index in members if any(len(tensor.shape) for tensor in step.ops[index].inputs)]
         passing = [index for index in passing if step.costs[index].family in ("pointwise", "optimizer")]
         reads, writes = step.border(passing)
-        least = sum(access.bytes for access in (*reads, *writes))
-        moved = step.bytes(passing)
+        needed_bytes = sum(access.bytes for access in (*reads, *writes))
+        moved_bytes = step.bytes(passing)
         alone = [index for index in passing if len(step.touches[index].writes) == 1]
-        if not least or (moved < PASSES * least and len(alone) < SINGLE_OPS):
+        if not needed_bytes or (moved_bytes < PASSES * needed_bytes and len(alone) < SINGLE_OPS):
             continue
         took = step.seconds(passing)
         expected = sum(step.measured[index].expected_s or 0.0 for index in passing)
@@ -42,17 +42,17 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
             at=max(passing, key=lambda index: step.measured[index].measured_s),
             gains={index: share * step.measured[index].measured_s for index in passing},
             gone=launches_removed(step, members, one_pass),
-            evidence=f"{len(passing)} ops of the optimizer move {quantity(moved, 'B')} in {seconds(took)}; the "
-            f"parameters, gradients and states that they read and write are {quantity(least, 'B')}"
+            evidence=f"{len(passing)} ops of the optimizer move {quantity(moved_bytes, 'B')} in {seconds(took)}; the "
+            f"parameters, gradients and states that they read and write are {quantity(needed_bytes, 'B')}"
             + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),
             reasoning=f"Good kernels take {seconds(expected)} for these ops as they are, and {seconds(one_pass)} for "
-            f"one pass over {quantity(least, 'B')}; what the ops took shrinks as much.",
+            f"one pass over {quantity(needed_bytes, 'B')}; what the ops took shrinks as much.",
             remedy=_remedy(step, passing),
         )
 
 
 def _steps(step: Step) -> list[list[int]]:
-    """The ops of each optimizer: those of one line, and of lines that write the same storages."""
+    """The ops of each optimizer: of one line, and of lines that write the same storages."""
     lines: dict[str, list[int]] = {}
     for index, op in enumerate(step.ops):
         if op.phase == "optimizer":
@@ -72,7 +72,7 @@ def _steps(step: Step) -> list[list[int]]:
 
 
 def _kind(step: Step, members: Sequence[int]) -> str:
-    """Kernels over lists load few elements at once: those of 2 bytes come less near to the bandwidth."""
+    """List kernels load few elements at once: with 2-byte elements they are further from the bandwidth."""
     sizes = {tensor.item_bytes for index in members for tensor in step.ops[index].inputs if tensor.elements > 1}
     return "aten._foreach_addcdiv_" if min(sizes, default=4) >= 4 else "optimizer"
 

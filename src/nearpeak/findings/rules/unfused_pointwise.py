@@ -1,4 +1,4 @@
-"""Chains of small ops, one kernel each: what lies between them goes through memory for nothing."""
+"""Chains of small ops, one kernel each: intermediates go through memory needlessly."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from nearpeak.units import seconds
 
 LEAST_OPS = 3
 LEAST_SAVED = 0.2
-"""Of the time of a chain: less is no more than the noise of what compilers do."""
+"""Of the time of a chain. A smaller saving is within the variation of compilers."""
 LONGEST_ROW = 1 << 16
-"""Elements: longer rows than that are not reduced and used again in one kernel."""
+"""Elements. Longer rows are not reduced and reused in one kernel."""
 
 
 @rule("unfused-pointwise", needs=["storages"], general=True)
 def unfused_pointwise(step: Step) -> Iterator[Waste]:
-    """What the fused floor groups, without products and without what other rules have named.
+    """The groups of the fused floor, without GEMMs and without ops that other rules claim.
 
-    A chain goes with the ops that ran backward through it: compiled together, they need no more kept than it reads.
+    A chain includes its backward ops: compiled together, they save no more than the inputs of the chain.
     """
     joins = {index for index in range(len(step.ops)) if _joins(step, index)} - _dropout(step)
     chains = [
@@ -42,18 +42,20 @@ def unfused_pointwise(step: Step) -> Iterator[Waste]:
         if ops_that_launch(step, piece)
     ]
     forward = [chain for chain in chains if step.ops[min(chain)].phase == "forward"]
-    regions = [Region(forward=found.forward, backward=found.backward & joins) for found in with_backward(step, forward)]
-    covered = {index for found in regions for index in found.backward}
+    regions = [
+        Region(forward=region.forward, backward=region.backward & joins) for region in with_backward(step, forward)
+    ]
+    covered = {index for region in regions for index in region.backward}
     alone = [chain - covered for chain in chains if step.ops[min(chain)].phase == "backward"]
     regions += [Region(forward=frozenset(chain)) for chain in alone if chain]
     products = {
         (op.source, op.module) for op, cost in zip(step.ops, step.costs, strict=True) if cost.family == "matrix"
     }
-    for found in regions:
-        # At lines of products alone it is autocast that casts, and autograd that adds: there are no lines to compile.
-        if all((step.ops[index].source, step.ops[index].module) in products for index in found.forward):
+    for region in regions:
+        # At lines with GEMMs only, autocast casts and autograd adds: there is no code to compile.
+        if all((step.ops[index].source, step.ops[index].module) in products for index in region.forward):
             continue
-        waste = _waste(step, found) if len(ops_that_launch(step, found.members)) >= LEAST_OPS else None
+        waste = _waste(step, region) if len(ops_that_launch(step, region.members)) >= LEAST_OPS else None
         if waste is not None:
             yield waste
 
@@ -62,9 +64,9 @@ def _joins(step: Step, index: int) -> bool:
     op, cost = step.ops[index], step.costs[index]
     if index in step.named or op.phase == "optimizer" or op.recomputed or cost.family not in FUSIBLE:
         return False
-    if op.origin == "inductor":  # a compiler has looked at it
+    if op.origin == "inductor":  # it is compiled already
         return False
-    if _leaves_device(step, op):  # what goes between a device and its host is a copy for good
+    if _leaves_device(step, op):  # a copy between device and host cannot be fused
         return False
     if cost.family == "reduction" and op.inputs and op.outputs:
         by_rows = reduces_last_dim(op) and op.inputs[0].shape[-1] <= LONGEST_ROW
@@ -73,13 +75,13 @@ def _joins(step: Step, index: int) -> bool:
 
 
 def _leaves_device(step: Step, op: Op) -> bool:
-    """Whether an op has memory of the host on one side and the device's on the other."""
+    """Whether an op has tensors in host memory and in device memory."""
     on_host = {tensor.storage in step.trace.on_host for tensor in (*op.inputs, *op.written) if tensor.elements > 1}
     return len(on_host) > 1
 
 
 def _dropout(step: Step) -> set[int]:
-    """What torch's own dropout runs on a CPU: it is one call there too, and no other would be better."""
+    """The ops of torch's own dropout on a CPU: it is one call, and nothing better is available."""
     drawn = {
         storage
         for index, op in enumerate(step.ops)

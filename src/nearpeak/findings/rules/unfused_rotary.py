@@ -1,4 +1,4 @@
-"""A rotary embedding as ops, `x * cos + rotated(x) * sin`: copies and products of queries and keys, a kernel each."""
+"""A rotary embedding as separate ops, `x * cos + rotated(x) * sin`, with a kernel for each copy and multiplication."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SUMS = ("aten.add", "aten.sub", "aten.add_", "aten.sub_")
 _PRODUCTS = ("aten.mul", "aten.mul_")
 _JOINS = ("aten.cat", "aten.stack")
 _TURNS = (*_JOINS, "aten.neg", "aten.clone", "aten.roll", "aten.index_select", "aten.index")
-"""What may lie between a tensor and its rotated copy."""
+"""Ops between a tensor and its rotated copy."""
 
 
 _STRIDED = 2.0
-"""How many times as long as a good pointwise kernel compiled code takes where heads and positions are swapped in what
-it reads, as they are in most models. On an H200, 2.3 times in training Qwen3-MoE, 5 times in training Llama-1B; 1.1
-times for tensors that lie in memory as they are read."""
+"""The time of compiled code over that of a good pointwise kernel if heads and positions of its inputs are transposed,
+as they are in most models. On an H200, 2.3 in training Qwen3-MoE, 5 in training Llama-1B; 1.1 for contiguous
+tensors."""
 
 
 @rule("unfused-rotary", needs=["storages"])
 def unfused_rotary(step: Step) -> Iterator[Waste]:
-    """Sums of two products with tables that are smaller than what they multiply, both of one tensor."""
+    """Sums of two multiplications of one tensor with smaller tables."""
     embeddings = {}
     for index in range(len(step.ops)):
         inner = _whole(step, index) or _halves(step, index)
@@ -53,19 +53,19 @@ def unfused_rotary(step: Step) -> Iterator[Waste]:
 
 
 def _swapped(step: Step, members: Collection[int]) -> bool:
-    """Whether a whole tensor that is turned does not lie in memory in the order of its dimensions."""
+    """Whether a rotated tensor is not contiguous."""
     given = [tensor for index in members for tensor in step.ops[index].inputs]
     largest = max(tensor.elements for tensor in given)
     return any(tensor.elements == largest and list(tensor.strides) != _in_order(tensor) for tensor in given)
 
 
 def _in_order(tensor: Tensor) -> list[int]:
-    """Its strides, if it lay in memory in the order of its dimensions."""
+    """The strides of a contiguous tensor of its shape."""
     return [math.prod(tensor.shape[place + 1 :]) for place in range(len(tensor.shape))]
 
 
 def _whole(step: Step, index: int) -> set[int] | None:
-    """A sum of x times a table and of a turned copy of x times another."""
+    """A sum of x times a table and of a rotated copy of x times another table."""
     products = _products(step, index)
     if products is None:
         return None
@@ -80,7 +80,7 @@ def _whole(step: Step, index: int) -> set[int] | None:
 
 
 def _halves(step: Step, index: int) -> set[int] | None:
-    """Two sums of products of the halves of x, put together."""
+    """Two sums of products of the halves of x, concatenated."""
     op = step.ops[index]
     if op.phase != "forward" or op.packet not in _JOINS or len(op.inputs) != 2:
         return None
@@ -95,7 +95,7 @@ def _halves(step: Step, index: int) -> set[int] | None:
 
 
 def _products(step: Step, index: int) -> list[int] | None:
-    """The two products with tables that a sum adds, which nobody else reads."""
+    """The two multiplications with tables that only this sum reads."""
     op = step.ops[index]
     if op.phase != "forward" or op.recomputed or op.packet not in _SUMS:
         return None
@@ -107,39 +107,39 @@ def _products(step: Step, index: int) -> list[int] | None:
 
 
 def _table(step: Step, product: int) -> Tensor | None:
-    """The factor that is broadcast over heads or batch, and has the positions and the width."""
-    made = step.ops[product].outputs[0]
+    """The factor that is broadcast over heads or batch and has the positions and the head dimension."""
+    result = step.ops[product].outputs[0]
     for tensor in step.ops[product].inputs:
         strides = zip(tensor.shape, tensor.strides, strict=True)
         distinct = 1
         for size, stride in strides:
             distinct *= size if stride else 1
-        wide = len(tensor.shape) >= 2 and tensor.shape[-1] == made.shape[-1]
-        if wide and distinct < made.elements and distinct > tensor.shape[-1]:
+        wide = len(tensor.shape) >= 2 and tensor.shape[-1] == result.shape[-1]
+        if wide and distinct < result.elements and distinct > tensor.shape[-1]:
             return tensor
     return None
 
 
 def _sources(step: Step, product: int, made: Tensor) -> tuple[frozenset[int], list[int]]:
-    """The storages that the other factor of a product comes from, and the ops that turned it."""
+    """The storages that the other factor comes from, and the ops that rotated it."""
     table = _table(step, product)
     waiting = [(product, tensor) for tensor in step.ops[product].inputs if tensor is not table]
-    found, way = set[int](), list[int]()
+    sources, turning = set[int](), list[int]()
     while waiting:
-        at, tensor = waiting.pop()
-        producer = step.flow.producers[at].get(tensor.storage)
+        index, tensor = waiting.pop()
+        producer = step.flow.producers[index].get(tensor.storage)
         turns = producer is not None and step.ops[producer].packet in _TURNS and tensor.elements <= made.elements
-        if turns and producer is not None and step.ops[producer].phase == "forward" and len(way) < 8:
-            if producer not in way:
-                way.append(producer)
+        if turns and producer is not None and step.ops[producer].phase == "forward" and len(turning) < 8:
+            if producer not in turning:
+                turning.append(producer)
                 waiting += [(producer, given) for given in step.ops[producer].inputs if given.is_floating]
         else:
-            found.add(tensor.storage)
-    return frozenset(found), way
+            sources.add(tensor.storage)
+    return frozenset(sources), turning
 
 
 def _casts(step: Step, members: Collection[int], last: int) -> set[int]:
-    """A cast before that nobody else reads, and one after."""
+    """A cast before that only these ops read, and one after."""
     before = {
         producer
         for index in members

@@ -1,4 +1,4 @@
-"""The tiles of a matrix product do not fill the multiprocessors: many wait while a few compute the last ones."""
+"""Wave quantization: the tiles of a GEMM do not fill the multiprocessors in the last wave."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nearpeak.findings.step import Step
 from nearpeak.units import percent, seconds
 
 _FULL_ENOUGH = 0.8
-"""The share of places in all waves that have a tile, above which nothing is said."""
+"""The occupancy of all waves above which nothing is reported."""
 _SLOWER = 1.15
-"""How many times as long as a good kernel it must take: a library may have filled the machine by other means."""
+"""The least ratio to the time of a good kernel: a library may fill the GPU by other means, such as split-K."""
 
 
 @rule("wave-quantization")
 def wave_quantization(step: Step) -> Iterator[Waste]:
-    """Products limited by compute whose tiles leave places empty, and that took longer than a good kernel by it."""
+    """Compute-bound GEMMs whose tiles do not fill all waves, and that take longer than a good kernel."""
     for index, op in enumerate(step.ops):
         measured = step.measured[index]
         if measured.limiter != "compute":
@@ -58,12 +58,12 @@ def wave_quantization(step: Step) -> Iterator[Waste]:
 
 
 def _power_loss(step: Step, index: int, gain: float, emptier: float) -> float:
-    """What of a gain is lost where the filled product would run faster than the machine sustains.
+    """The part of a gain that is lost if the filled GEMM would run above the rate that the machine sustains.
 
-    A GPU at its limit of power lowers its clock. Power goes with the multiprocessors that work and with the third power
-    of the clock, as the voltage goes down with it: at the limit, the clock falls by the third root of what is filled
-    more. Both products are slower then, so that this is taken off their ratio, as far as products are what the device
-    does. But at the sustained rate the product does run.
+    A GPU at its power limit lowers its clock. Power is proportional to the number of active multiprocessors and to the
+    third power of the clock, since the voltage falls with it: at the limit, the clock falls by the third root of the
+    additional occupancy. The gain is reduced by this, to the extent that GEMMs are what the device does; but the GEMM
+    does reach the sustained rate.
     """
     limits, took = step.machine.achievable, step.measured[index].measured_s
     rates = {} if limits is None else limits.matrix_sustained
@@ -75,14 +75,14 @@ def _power_loss(step: Step, index: int, gain: float, emptier: float) -> float:
 
 
 def _fill_with_remedy(tiles: Tiling) -> float:
-    """The share of the places that have a tile with the rows of the remedy."""
+    """The occupancy with the number of rows of the remedy."""
     per_row = tiles.batch * math.ceil(tiles.n / tiles.tile[1])
     places = tiles.waves * tiles.processors
     return max(places // per_row * per_row / places, tiles.fill)
 
 
 def _remedy(tiles: Tiling) -> str:
-    """The sizes next to these with which the waves are full."""
+    """The nearest sizes with full waves."""
     per_row = tiles.batch * math.ceil(tiles.n / tiles.tile[1])
     rows = tiles.waves * tiles.processors // per_row * tiles.tile[0]
     fewer = (tiles.waves - 1) * tiles.processors // per_row * tiles.tile[0]

@@ -1,4 +1,4 @@
-"""A weight is copied in every step, into another order or dtype, before it is multiplied with."""
+"""A weight is copied in every step into another layout or dtype before a GEMM."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nearpeak.units import quantity, seconds
 COPIES = ("aten.clone", "aten._to_copy", "aten.copy_")
 PRODUCTS = ("matrix", "convolution", "attention")
 SIDES = 2
-"""Of a weight: what has fewer dimensions is a bias, and small."""
+"""The least number of dimensions of a weight; a bias has fewer."""
 NARROWEST = 2
-"""Bytes of an element: weights of fewer are quantized, to save memory."""
+"""Bytes of an element. Weights of fewer bytes are quantized to save memory."""
 
 
 @rule("weight-copied", needs=["storages"])
 def weight_copied(step: Step) -> Iterator[Waste]:
-    """Copies of parameters that products read; a cast is needed where the parameter is trained."""
+    """Copies of parameters that GEMMs read; a cast is needed if the parameter is trained."""
     trained = step.trains
     for index, op in enumerate(step.ops):
         if op.packet not in COPIES or op.phase != "forward" or not _is_weight(step, op):
@@ -54,7 +54,7 @@ def _ends(op: Op) -> tuple[Tensor, Tensor]:
 
 
 def _is_weight(step: Step, op: Op) -> bool:
-    """Whether all of a parameter is copied that is none of the small ones, and that this step does not change."""
+    """Whether a whole weight is copied, within one memory."""
     source, copy = _ends(op)
     storage = step.trace.storages[source.storage]
     if storage.kind != "parameter" or len(source.shape) < SIDES or source.storage == copy.storage:
@@ -62,7 +62,7 @@ def _is_weight(step: Step, op: Op) -> bool:
     if not source.is_floating or source.item_bytes < NARROWEST:
         return False
     if (source.storage in step.trace.on_host) != (copy.storage in step.trace.on_host):
-        return False  # it is kept on the host for want of memory
+        return False  # it is offloaded to the host
     return source.bytes >= storage.bytes and copy.elements == source.elements
 
 

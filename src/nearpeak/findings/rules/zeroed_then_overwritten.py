@@ -1,4 +1,4 @@
-"""A buffer is filled and then overwritten whole before anyone reads it: the fill is not needed."""
+"""A buffer is filled and then completely overwritten before it is read: the fill is not needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nearpeak.units import quantity, seconds
 
 @rule("zeroed-then-overwritten", needs=["storages"])
 def zeroed_then_overwritten(step: Step) -> Iterator[Waste]:
-    """Fills whose result the next op to touch it writes whole without reading it."""
+    """Fills whose result is completely overwritten by the next op that touches it."""
     for storage, ops in step.touched_by.items():
         for fill, after in pairwise(ops):
             if not _fills(step, fill, storage) or not _overwrites(step, after, storage):
@@ -21,7 +21,7 @@ def zeroed_then_overwritten(step: Step) -> Iterator[Waste]:
             op = step.ops[fill]
             took, moved = step.measured[fill].measured_s, step.costs[fill].writes[0].bytes
             yield Waste(
-                title="A buffer is filled, and then overwritten whole before anyone reads it.",
+                title="A buffer is filled, and then completely overwritten before it is read.",
                 at=fill,
                 gains={fill: took},
                 evidence=f"{op.packet} fills {quantity(moved, 'B')} in {seconds(took)}; {step.ops[after].packet} at "
@@ -32,7 +32,7 @@ def zeroed_then_overwritten(step: Step) -> Iterator[Waste]:
 
 
 def _fills(step: Step, index: int, storage: int) -> bool:
-    """Whether an op only fills all of a storage with a constant."""
+    """Whether an op only fills a whole storage with a constant."""
     cost = step.costs[index]
     whole = step.trace.storages[storage].bytes
     return (
