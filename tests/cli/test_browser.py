@@ -3,13 +3,9 @@
 import os
 import sys
 import webbrowser
-from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
-
 from made_up import profile  # type: ignore[import-not-found]
 
 from nearpeak.cli.verbs import profile as verbs_profile

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
-
 from made_up import profile as made_up  # type: ignore[import-not-found]
 from real_runs import real, scaled  # type: ignore[import-not-found]
 

@@ -10,9 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
-
 from made_up import profile  # type: ignore[import-not-found]
 
 from nearpeak.cli.main import main

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 
 from made_up import profile as tiny  # type: ignore[import-not-found]
 

@@ -3,13 +3,8 @@
 import csv
 import dataclasses
 import io
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "html"))
-
 from synthetic import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.profile import ProfiledOp

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from estimates import addition, estimate, product  # type: ignore[import-not-found]
 
-sys.path.insert(0, str(Path(__file__).parent / "html"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "pytest_plugin"))
 
 from figures import timing  # type: ignore[import-not-found]

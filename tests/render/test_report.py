@@ -4,12 +4,8 @@ import dataclasses
 import gzip
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "html"))
-
 from synthetic import profile  # type: ignore[import-not-found]
 
 import nearpeak

@@ -2,10 +2,6 @@
 
 import dataclasses
 import random
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "diagnose"))
 
 from made_up import profile as tiny  # type: ignore[import-not-found]
 

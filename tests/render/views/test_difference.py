@@ -1,14 +1,9 @@
 """What a difference looks like, in a terminal and as Markdown."""
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
-
 from real_runs import real, scaled  # type: ignore[import-not-found]
 
 from nearpeak.diffs.difference import difference

@@ -1,13 +1,11 @@
 import dataclasses
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 
 from made_up import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.history import PastRun
-from nearpeak.render.views.history import text
+from nearpeak.render.text import text
+from nearpeak.render.views.history import document
 
 GOLDEN = """\
 run  when (UTC)        what                    step  verdict
@@ -26,5 +24,5 @@ def test_each_run_is_one_line_of_80_columns():
         PastRun(number=2, path=path, profile=second),
         PastRun(number=3, path=path, profile=None, problem="cannot be read: it is not a gzip file at all"),
     ]
-    assert text(runs) == GOLDEN
-    assert max(map(len, text(runs).splitlines())) <= 80
+    assert text(document(runs)) == GOLDEN
+    assert max(map(len, text(document(runs)).splitlines())) <= 80

@@ -2,13 +2,8 @@
 
 import dataclasses
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
-
 from made_up import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.idle import IdleCause

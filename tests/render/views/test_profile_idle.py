@@ -1,10 +1,6 @@
 """Causes of idle time in the text of a profile."""
 
 import dataclasses
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 
 from made_up import profile  # type: ignore[import-not-found]
 

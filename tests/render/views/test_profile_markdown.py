@@ -1,14 +1,9 @@
 """A profile as Markdown."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "html"))
-
 from synthetic import profile  # type: ignore[import-not-found]
 
 from nearpeak.profiles.waterfall import build_waterfall

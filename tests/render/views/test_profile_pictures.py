@@ -1,14 +1,9 @@
 """The waterfall and the roofline of a profile as pictures."""
 
 import dataclasses
-import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "html"))
-
 from synthetic import profile  # type: ignore[import-not-found]
 
 from nearpeak.errors import UsageError

@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from nearpeak.measure.results import compare_to_baseline
 from nearpeak.measure.timing import Block, Environment, Sweep, Timing, make_flag
 from nearpeak.ops.work import Work
+from nearpeak.render.text import text as written
 from nearpeak.render.views import sweep as render
 
 ENVIRONMENT = Environment(
@@ -70,19 +71,19 @@ def texts(svg: str) -> list[str]:
 
 
 def test_the_table():
-    assert render.text(SWEEP) == TABLE
+    assert written(render.document(SWEEP)) == TABLE
 
 
 def test_doubts_are_told_once_with_the_remedy():
     noisy = tuple(dataclasses.replace(one, flags=(make_flag("DRIFT", "3 %"),)) for one in SWEEP.timings)
-    text = render.text(dataclasses.replace(SWEEP, timings=noisy, partial=True))
+    text = written(render.document(dataclasses.replace(SWEEP, timings=noisy, partial=True)))
     assert text.count("DRIFT at 5 of 5 points -> ") == 1
     assert "PARTIAL" in text
 
 
 def test_a_sweep_without_any_timing():
     empty = Sweep(name="copy", parameters={"rows": ROWS}, timings=(), failures={"rows=64": "no"})
-    assert render.text(empty) == "copy\n\nNot measured:\n  rows=64: no"
+    assert written(render.document(empty)) == "copy\n\nNot measured:\n  rows=64: no"
     assert "nothing to show" in texts(render.svg(empty))
 
 
@@ -116,7 +117,7 @@ def test_hostile_names():
         failures={hostile: hostile},
     )
     assert texts(render.svg(one))
-    assert "\x1b" not in render.text(one)
+    assert "\x1b" not in written(render.document(one))
 
 
 def test_beside_a_saved_run():
@@ -125,7 +126,7 @@ def test_beside_a_saved_run():
     )
     changed = dataclasses.replace(ENVIRONMENT, torch="2.14.0")
     new = dataclasses.replace(SWEEP, timings=tuple(dataclasses.replace(o, environment=changed) for o in SWEEP.timings))
-    text = render.against_text(compare_to_baseline(new, old))
+    text = written(render.baseline_document(compare_to_baseline(new, old)))
     assert text.startswith("NOT INTERLEAVED")
     assert "DIFFERENT ENVIRONMENT: torch: 2.13.0 then, 2.14.0 now." in text
     assert "0.667" in text

@@ -188,7 +188,7 @@ def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None)
         print(json.dumps(as_json(result), indent=1, allow_nan=False))
     else:
         if isinstance(result, Sweep):
-            print(render_sweep.text(result))
+            print(text(render_sweep.document(result)))
         elif isinstance(result, Comparison):
             print(text(render_timing.comparison_document(result)))
         else:
@@ -199,7 +199,7 @@ def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None)
     if arguments.svg is not None and isinstance(result, Sweep):
         write_file(arguments.svg, render_sweep.svg(result))
     if baseline is not None:
-        beside = render_sweep.against_text(compare_to_baseline(as_sweep(result), baseline))
+        beside = text(render_sweep.baseline_document(compare_to_baseline(as_sweep(result), baseline)))
         if arguments.json == "-":
             print(beside, file=sys.stderr)
         else:

@@ -206,13 +206,14 @@ def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions
 def print_history() -> int:
     """Prints the kept runs."""
     from nearpeak.profiles import history
-    from nearpeak.render.views.history import text
+    from nearpeak.render.text import text
+    from nearpeak.render.views.history import document
 
     runs = history.past_runs()
     if not runs:
         narrate(f"No runs are kept in {history.folder()}. `nearpeak profile SCRIPT` keeps one.")
         return 0
-    print(text(runs))
+    print(text(document(runs)))
     return 0
 
 

@@ -1,19 +1,18 @@
-"""A sweep as a table and as a plot against its bound; and a sweep beside a saved one."""
+"""A sweep as a document and as a plot against its bound; and a sweep beside a saved one."""
 
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nearpeak.measure.results import BaselineComparison, label
 from nearpeak.measure.timing import Sweep, Timing
+from nearpeak.render.document import Block, Document, Items, Paragraph, Table
 from nearpeak.render.picture.plot import Series, line_plot
-from nearpeak.render.text import plain, table
+from nearpeak.render.text import plain
 from nearpeak.render.views.timing import parameters_text, rates
 from nearpeak.units import percent, quantity, seconds
 
-WIDTH = 80
 SHOWN_POINTS = 4
 LOG_SPAN = 8
 """An axis is logarithmic when its values span more than this factor."""
@@ -25,49 +24,58 @@ NOT_INTERLEAVED = (
 )
 
 
-def text(sweep: Sweep) -> str:
-    """One row per point; what could not be measured is below, with its reason."""
+def document(sweep: Sweep) -> Document:
+    """One row per point; points that could not be measured are below, with the reason."""
     varied, fixed = _varied(sweep)
-    head = f"{plain(sweep.name, 60)}  {parameters_text(fixed)}".rstrip()
+    facts = []
     if sweep.timings:
-        first = sweep.timings[0]
+        device = plain(sweep.timings[0].environment.device, 50) or "an unnamed device"
         kinds = sorted({f"{timing.kind} time, {timing.cache} cache" for timing in sweep.timings})
-        head += f"\n{'; '.join(kinds)}; on {plain(first.environment.device, 50) or 'an unnamed device'}"
-    parts = [_wrapped(line, hanging=2) for line in head.splitlines()]
+        facts.append(f"{'; '.join(kinds)}; on {device}")
     if sweep.partial:
-        parts.append("PARTIAL: the sweep was interrupted.")
-    blocks = ["\n".join(parts), _table(sweep, varied), _flag_counts(sweep), _failures(sweep)]
-    return "\n\n".join(block for block in blocks if block)
+        facts.append("PARTIAL: the sweep was interrupted.")
+    parts: list[Block] = [_table(sweep, varied)]
+    flags, failures = tuple(_flag_counts(sweep)), sweep.failures.items()
+    if flags:
+        parts.append(Items(items=flags))
+    if failures:
+        items = tuple(f"{plain(point)}: {plain(reason, 400)}" for point, reason in failures)
+        parts.append(Items(title="Not measured:", items=items, marker="  "))
+    return Document(
+        title=f"{plain(sweep.name, 60)}  {parameters_text(fixed)}".rstrip(), facts=tuple(facts), parts=tuple(parts)
+    )
 
 
-def against_text(result: BaselineComparison) -> str:
-    """Then and now, with what makes the two hard to compare said first."""
-    parts = [_wrapped(NOT_INTERLEAVED)]
-    if result.environment:
-        parts.append(_wrapped(f"DIFFERENT ENVIRONMENT: {plain('; '.join(result.environment))}.", hanging=2))
-    shared = _shared([row.new.parameters for row in result.rows])
+def baseline_document(comparison: BaselineComparison) -> Document:
+    """Then and now, with what makes the two hard to compare first."""
+    parts: list[Block] = [Paragraph(text=NOT_INTERLEAVED)]
+    if comparison.environment:
+        parts.append(Items(items=(f"DIFFERENT ENVIRONMENT: {'; '.join(comparison.environment)}.",)))
+    shared = _shared([row.new.parameters for row in comparison.rows])
     if shared:
-        parts.append(_wrapped(f"all with {parameters_text(shared)}", hanging=2))
-    rows = [
-        [
+        parts.append(Items(items=(f"all with {parameters_text(shared)}",)))
+    rows = tuple(
+        (
             plain(label({key: value for key, value in row.new.parameters.items() if key not in shared}), 34) or "-",
             seconds(row.old.seconds, 4),
             seconds(row.new.seconds, 4),
             "-" if row.ratio is None else f"{row.ratio:.3f}",
             f"not comparable: {row.reason}" if row.state == "not comparable" else row.state,
-        ]
-        for row in result.rows
-    ]
-    if rows:
-        parts.append(table(["point", "then", "now", "now / then", "intervals"], rows, "lrrrl"))
-    else:
-        parts.append("The two runs have no point in common.")
-    for name, points in (("Only in the saved run", result.only_old), ("Only in this run", result.only_new)):
+        )
+        for row in comparison.rows
+    )
+    headers = ("point", "then", "now", "now / then", "intervals")
+    parts.append(
+        Table(headers=headers, rows=rows, align="lrrrl")
+        if rows
+        else Paragraph(text="The two runs have no point in common.")
+    )
+    for name, points in (("Only in the saved run", comparison.only_old), ("Only in this run", comparison.only_new)):
         if points:
-            listed = "; ".join(plain(point, 60) or "no parameters" for point in points[:SHOWN_POINTS])
+            names = "; ".join(plain(point, 60) or "no parameters" for point in points[:SHOWN_POINTS])
             more = f"; and {len(points) - SHOWN_POINTS} more" if len(points) > SHOWN_POINTS else ""
-            parts.append(_wrapped(f"{name}: {listed}{more}.", hanging=2))
-    return "\n\n".join(parts)
+            parts.append(Items(items=(f"{name}: {names}{more}.",)))
+    return Document(title="Beside the saved run", is_titled=False, parts=tuple(parts))
 
 
 def svg(sweep: Sweep) -> str:
@@ -119,15 +127,14 @@ def svg(sweep: Sweep) -> str:
     )
 
 
-def _table(sweep: Sweep, varied: Mapping[str, Sequence[str]]) -> str:
-    if not sweep.timings:
-        return ""
+def _table(sweep: Sweep, varied: Mapping[str, Sequence[str]]) -> Table:
+    """The points, without the columns in which nothing is known."""
     headers = [*(plain(key, 16) for key in varied), "time", "+-", "B/s", "FLOP/s", "of bound", "limit", "grade"]
     rows = []
     for timing in sweep.timings:
         moved, computed = rates(timing)
         rows.append(
-            [
+            (
                 *(plain(timing.parameters.get(key, "-"), 16) for key in varied),
                 seconds(timing.seconds, 4),
                 percent(timing.relative_half_width, 2),
@@ -136,18 +143,17 @@ def _table(sweep: Sweep, varied: Mapping[str, Sequence[str]]) -> str:
                 percent(timing.share_of_bound),
                 timing.bound_limiter or "-",
                 timing.grade,
-            ]
+            )
         )
-    fixed_columns = len(varied)
-    kept = [i for i in range(len(headers)) if i < fixed_columns or any(row[i] != "-" for row in rows)]
-    return table(
-        [headers[i] for i in kept],
-        [[row[i] for i in kept] for row in rows],
-        "".join("l" if headers[i] == "limit" and i >= fixed_columns else "r" for i in kept),
+    known = [i for i in range(len(headers)) if i < len(varied) or any(row[i] != "-" for row in rows)]
+    return Table(
+        headers=tuple(headers[i] for i in known),
+        rows=tuple(tuple(row[i] for i in known) for row in rows),
+        align="".join("l" if headers[i] == "limit" and i >= len(varied) else "r" for i in known),
     )
 
 
-def _flag_counts(sweep: Sweep) -> str:
+def _flag_counts(sweep: Sweep) -> Iterator[str]:
     """Which flags lowered the grades, each once with how many points have it and the remedy."""
     counts: dict[str, int] = {}
     remedies: dict[str, str] = {}
@@ -156,17 +162,8 @@ def _flag_counts(sweep: Sweep) -> str:
             if flag.severity != "note":
                 counts[flag.name] = counts.get(flag.name, 0) + 1
                 remedies[flag.name] = flag.remedy
-    return "\n".join(
-        _wrapped(f"{plain(name)} at {count} of {len(sweep.timings)} points -> {plain(remedies[name])}", hanging=2)
-        for name, count in counts.items()
-    )
-
-
-def _failures(sweep: Sweep) -> str:
-    if not sweep.failures:
-        return ""
-    lines = [_wrapped(f"  {plain(point)}: {plain(reason, 400)}", hanging=4) for point, reason in sweep.failures.items()]
-    return "Not measured:\n" + "\n".join(lines)
+    for name, count in counts.items():
+        yield f"{plain(name)} at {count} of {len(sweep.timings)} points -> {plain(remedies[name])}"
 
 
 def _varied(sweep: Sweep) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
@@ -208,7 +205,3 @@ def _number(value: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _wrapped(line: str, hanging: int = 0) -> str:
-    return textwrap.fill(line, WIDTH, subsequent_indent=" " * hanging, break_on_hyphens=False)
