@@ -61,9 +61,13 @@ def norm_reference(
 
 def why_not_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None) -> str | None:
     check_arguments(x, weight, bias, residual)
+    return _why_not_rows(x, residual, weight, bias)
+
+
+def _why_not_rows(x: Tensor, *others: Tensor | None) -> str | None:
     if x.shape[-1] > MAX_COLUMNS:
         return f"it takes rows of up to {MAX_COLUMNS} elements, and these have {x.shape[-1]}"
-    return cannot_run(x, residual, weight, bias)
+    return cannot_run(x, *others)
 
 
 def rms_norm_reference(
@@ -148,22 +152,13 @@ def _norm_backward_fake(
     )
 
 
-def _norm_backward_why_not(
-    gradient: Tensor, x: Tensor, sum_gradient: Tensor | None, statistics: Tensor, weight: Tensor | None,
-    bias: Tensor | None, offset: float, centered: bool, wants: list[bool],
-) -> str | None:  # fmt: skip
-    if x.shape[-1] > MAX_COLUMNS:
-        return f"it takes rows of up to {MAX_COLUMNS} elements, and these have {x.shape[-1]}"
-    return cannot_run(gradient, x, sum_gradient, statistics, weight, bias)
-
-
 norm_backward = Operator(
     "norm_backward(Tensor gradient, Tensor x, Tensor? sum_gradient, Tensor statistics, Tensor? weight, Tensor? bias,"
     " float offset, bool centered, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor)",
     backends={"nvidia": "norms.triton:norm_backward"},
     reference=_norm_backward_reference,
     fake=_norm_backward_fake,
-    why_not=_norm_backward_why_not,
+    why_not=lambda *arguments: _why_not_rows(*arguments[:6]),
 )
 """The gradients of x, residual, weight and bias of any norm, each without elements if it is not wanted."""
 

@@ -26,21 +26,11 @@ _Step = float | Tensor | Sequence[Tensor]
 
 @torch.no_grad()
 def adamw_reference(
-    params: _Tensors,
-    grads: _Tensors,
-    exp_avgs: _Tensors,
-    exp_avg_sqs: _Tensors,
-    *,
-    step: _Step,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    master_params: _Tensors | None = None,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
+    params: _Tensors, grads: _Tensors, exp_avgs: _Tensors, exp_avg_sqs: _Tensors, *, step: _Step, lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+    master_params: _Tensors | None = None, maximize: bool = False, grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     _check_arguments(params, grads, exp_avgs, exp_avg_sqs, master_params, step, lr, betas)
     for index, (param, grad, average, square) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         master = master_params[index] if master_params else param
@@ -73,15 +63,9 @@ def _correction(step: float | Tensor, beta: float, like: Tensor) -> float | Tens
 
 
 def _check_arguments(
-    params: _Tensors,
-    grads: _Tensors,
-    exp_avgs: _Tensors,
-    exp_avg_sqs: _Tensors,
-    master_params: _Tensors | None,
-    step: _Step,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-) -> None:
+    params: _Tensors, grads: _Tensors, exp_avgs: _Tensors, exp_avg_sqs: _Tensors, master_params: _Tensors | None,
+    step: _Step, lr: float | Tensor, betas: tuple[float, float],
+) -> None:  # fmt: skip
     others = {
         "grads": grads,
         "exp_avgs": exp_avgs,
@@ -110,21 +94,11 @@ def _check_arguments(
 
 
 def _why_not(
-    params: _Tensors,
-    grads: _Tensors,
-    exp_avgs: _Tensors,
-    exp_avg_sqs: _Tensors,
-    *,
-    step: _Step,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    master_params: _Tensors | None = None,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
+    params: _Tensors, grads: _Tensors, exp_avgs: _Tensors, exp_avg_sqs: _Tensors, *, step: _Step, lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+    master_params: _Tensors | None = None, maximize: bool = False, grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     _check_arguments(params, grads, exp_avgs, exp_avg_sqs, master_params, step, lr, betas)
     steps = [step] if isinstance(step, Tensor) else [] if isinstance(step, (int, float)) else step
     rate = lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None  # one on the CPU is read there
@@ -134,17 +108,9 @@ def _why_not(
 
 
 def _tensors_why_not(
-    params: _Tensors,
-    grads: _Tensors,
-    exp_avgs: _Tensors,
-    exp_avg_sqs: _Tensors,
-    master_params: _Tensors,
-    steps: _Tensors,
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    *_: object,
-) -> str | None:
+    params: _Tensors, grads: _Tensors, exp_avgs: _Tensors, exp_avg_sqs: _Tensors, master_params: _Tensors,
+    steps: _Tensors, lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None, *_: object,
+) -> str | None:  # fmt: skip
     if not params:
         return "it has no parameters"
     rate = lr_tensor if lr_tensor is not None and lr_tensor.device.type != "cpu" else None
@@ -169,38 +135,15 @@ def _tensors_why_not(
 
 
 def _operator_reference(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    master_params: list[Tensor],
-    steps: list[Tensor],
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    step: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-) -> None:
+    params: _Tensors, grads: _Tensors, exp_avgs: _Tensors, exp_avg_sqs: _Tensors, master_params: _Tensors,
+    steps: _Tensors, lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None,
+    step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool,
+) -> None:  # fmt: skip
     adamw_reference(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        step=steps or step,
-        lr=lr if lr_tensor is None else lr_tensor,
-        betas=(beta1, beta2),
-        eps=eps,
-        weight_decay=weight_decay,
-        master_params=master_params or None,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+        params, grads, exp_avgs, exp_avg_sqs, step=steps or step, lr=lr if lr_tensor is None else lr_tensor,
+        betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, master_params=master_params or None,
+        maximize=maximize, grad_scale=grad_scale, found_inf=found_inf,
+    )  # fmt: skip
 
 
 _adamw_step = Operator(
@@ -217,21 +160,11 @@ _adamw_step = Operator(
 @fused(reference=adamw_reference, why_not=_why_not)
 @torch.no_grad()
 def adamw_step(
-    params: _Tensors,
-    grads: _Tensors,
-    exp_avgs: _Tensors,
-    exp_avg_sqs: _Tensors,
-    *,
-    step: _Step,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    master_params: _Tensors | None = None,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
+    params: _Tensors, grads: _Tensors, exp_avgs: _Tensors, exp_avg_sqs: _Tensors, *, step: _Step, lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+    master_params: _Tensors | None = None, maximize: bool = False, grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Takes a step of AdamW in place, as `torch.optim.AdamW(fused=True)` does: in float32, rounded to the nearest.
 
     One launch for each combination of dtypes: float32, bfloat16 and float16 in any mix. Gradients and states have the

@@ -181,25 +181,12 @@ def adamw_kernel(
 
 
 def adamw_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    master_params: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    step: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    *,
-    config: AdamWConfig | None = None,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    master_params: Sequence[Tensor], steps: Sequence[Tensor],
+    lr_tensor: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None,
+    step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, maximize: bool,
+    *, config: AdamWConfig | None = None,
+) -> None:  # fmt: skip
     """Updates all tensors, with a launch for each combination of dtypes and another for those that are not aligned."""
     if lr_tensor is not None and params and lr_tensor.device != params[0].device:
         lr, lr_tensor = float(lr_tensor), None

@@ -10,6 +10,7 @@ example. The kernels are in `pointwise.triton`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,16 @@ def _why_not_floats(*tensors: Tensor | None) -> str | None:
         if tensor is not None and not tensor.is_floating_point():
             return f"it takes floating-point numbers, and this is {str(tensor.dtype).removeprefix('torch.')}"
     return cannot_run(*tensors)
+
+
+def _autograd_gradients(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], gradient: Tensor, *settings: Any
+) -> list[Tensor]:
+    """The gradients of tensors by autograd, contiguous: the reference of a backward pass."""
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        result = function(*leaves, *settings)
+    return [leaf.contiguous() for leaf in torch.autograd.grad(result, leaves, gradient)]
 
 
 def _add_reference(x: Tensor, y: Tensor) -> Tensor:
@@ -93,23 +104,6 @@ def _activation_reference(x: Tensor, bias: Tensor | None, activation: str) -> Te
     return apply_activation(x if bias is None else x + bias, activation).to(x.dtype)
 
 
-def _activation_backward_reference(gradient: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        result = _activation_reference(x, bias, activation)
-    return torch.autograd.grad(result, x, gradient)[0].contiguous()
-
-
-def _activation_backward_with_bias_reference(
-    gradient: Tensor, x: Tensor, bias: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
-        result = _activation_reference(x, bias, activation)
-    x_gradient, bias_gradient = torch.autograd.grad(result, (x, bias), gradient)
-    return x_gradient.contiguous(), bias_gradient.contiguous()
-
-
 def _activation_why_not(x: Tensor, bias: Tensor | None, activation: str) -> str | None:
     if bias is not None and (bias.dim() != 1 or not x.dim() or bias.shape[0] != x.shape[-1]):
         return f"it takes a bias as long as the last dimension, and this has the shapes {_shapes(x, bias)}"
@@ -135,14 +129,16 @@ def _activation_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Te
 _activation_backward = Operator(
     "activation_backward(Tensor gradient, Tensor x, Tensor? bias, str activation) -> Tensor",
     backends={"nvidia": "pointwise.triton:activation_backward"},
-    reference=_activation_backward_reference,
+    reference=lambda gradient, x, *rest: _autograd_gradients(_activation_reference, [x], gradient, *rest)[0],
     fake=lambda gradient, x, bias, activation: _empty(x),
     why_not=_activation_backward_why_not,
 )
 _activation_backward_with_bias = Operator(
     "activation_backward_with_bias(Tensor gradient, Tensor x, Tensor bias, str activation) -> (Tensor, Tensor)",
     backends={"nvidia": "pointwise.triton:activation_backward_with_bias"},
-    reference=_activation_backward_with_bias_reference,
+    reference=lambda gradient, x, bias, activation: tuple(
+        _autograd_gradients(_activation_reference, [x, bias], gradient, activation)
+    ),
     fake=lambda gradient, x, bias, activation: (_empty(x), _empty(bias)),
     why_not=_activation_backward_why_not,
 )
@@ -226,19 +222,8 @@ def _gated_packed_reference(x: Tensor, activation: str, interleaved: bool) -> Te
     return _gated_reference(*_unpack(x, interleaved), activation).contiguous()
 
 
-def _gated_backward_reference(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        result = _gated_reference(gate, up, activation)
-    gate_gradient, up_gradient = torch.autograd.grad(result, (gate, up), gradient)
-    return gate_gradient.contiguous(), up_gradient.contiguous()
-
-
 def gated_packed_backward_reference(gradient: Tensor, x: Tensor, activation: str, interleaved: bool) -> Tensor:
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        result = _gated_packed_reference(x, activation, interleaved)
-    return torch.autograd.grad(result, x, gradient)[0].contiguous()
+    return _autograd_gradients(_gated_packed_reference, [x], gradient, activation, interleaved)[0]
 
 
 def _gated_why_not(gate: Tensor, up: Tensor, activation: str) -> str | None:
@@ -251,14 +236,6 @@ def _gated_packed_why_not(x: Tensor, activation: str, interleaved: bool) -> str 
     if not x.dim() or x.shape[-1] % 2:
         return f"it takes an even last dimension, and this has the shape {tuple(x.shape)}"
     return _why_not_floats(x)
-
-
-def _gated_backward_why_not(gradient: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | None:
-    return _gated_why_not(gate, up, activation) or _why_not_floats(gradient)
-
-
-def _gated_packed_backward_why_not(gradient: Tensor, x: Tensor, activation: str, interleaved: bool) -> str | None:
-    return _gated_packed_why_not(x, activation, interleaved) or _why_not_floats(gradient)
 
 
 def _gated_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
@@ -282,16 +259,18 @@ def _gated_packed_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, N
 _gated_backward = Operator(
     "gated_backward(Tensor gradient, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     backends={"nvidia": "pointwise.triton:gated_backward"},
-    reference=_gated_backward_reference,
+    reference=lambda gradient, gate, up, activation: tuple(
+        _autograd_gradients(_gated_reference, [gate, up], gradient, activation)
+    ),
     fake=lambda gradient, gate, up, activation: (_empty(gate), _empty(up)),
-    why_not=_gated_backward_why_not,
+    why_not=lambda gradient, *rest: _gated_why_not(*rest) or _why_not_floats(gradient),
 )
 gated_packed_backward = Operator(
     "gated_packed_backward(Tensor gradient, Tensor x, str activation, bool interleaved) -> Tensor",
     backends={"nvidia": "pointwise.triton:gated_packed_backward"},
     reference=gated_packed_backward_reference,
     fake=lambda gradient, x, activation, interleaved: _empty(x),
-    why_not=_gated_packed_backward_why_not,
+    why_not=lambda gradient, *rest: _gated_packed_why_not(*rest) or _why_not_floats(gradient),
 )
 _gated = Operator(
     "gated(Tensor gate, Tensor up, str activation) -> Tensor",

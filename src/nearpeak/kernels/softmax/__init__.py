@@ -156,14 +156,9 @@ _log_softmax = _operator("log_softmax", log=True)
 
 
 def _why_not(
-    x: Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    causal: bool = False,
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
     dtype: torch.dtype | None = None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     return _operator_why_not(x, mask, scale, causal, dtype or x.dtype)
 
 
@@ -177,39 +172,24 @@ def _run(
 
 
 def reference(
-    x: Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    causal: bool = False,
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return _run(lambda *args: _operator_reference(*args, log=False), x, dim, scale, mask, causal, dtype)
 
 
 def log_reference(
-    x: Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    causal: bool = False,
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return _run(lambda *args: _operator_reference(*args, log=True), x, dim, scale, mask, causal, dtype)
 
 
 @fused(reference=reference, why_not=_why_not)
 def softmax(
-    x: Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    causal: bool = False,
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """softmax(scale * x + mask) over `dim`.
 
     >>> import torch, nearpeak.kernels as kernels
@@ -236,14 +216,9 @@ def softmax(
 
 @fused(reference=log_reference, why_not=_why_not)
 def log_softmax(
-    x: Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    mask: Tensor | None = None,
-    causal: bool = False,
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The logarithm of `softmax`, with the same arguments.
 
     >>> import torch, nearpeak.kernels as kernels
