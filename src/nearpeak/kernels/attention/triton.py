@@ -438,18 +438,13 @@ def attention_forward_kernel(
     begin, full_begin, full_end, end = visible_blocks(
         first, last, diagonal, key_count, left, right, LEFT, RIGHT, BLOCK_KEYS
     )
-    accumulator, maximum, total = _accumulate_values(
-        accumulator, maximum, total, q, key, value, key_stride, value_stride, first,
-        begin, full_begin, full_end, end, diagonal, query_count, key_count, left, right, scale, softcap,
-        bias, bias_query_stride, bias_key_stride, slope, seed, head_index, threshold,
-        DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, False,
-    )  # fmt: skip
-    accumulator, maximum, total = _accumulate_values(
-        accumulator, maximum, total, q, key, value, key_stride, value_stride, first,
-        begin, full_begin, full_end, end, diagonal, query_count, key_count, left, right, scale, softcap,
-        bias, bias_query_stride, bias_key_stride, slope, seed, head_index, threshold,
-        DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, True,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        accumulator, maximum, total = _accumulate_values(
+            accumulator, maximum, total, q, key, value, key_stride, value_stride, first,
+            begin, full_begin, full_end, end, diagonal, query_count, key_count, left, right, scale, softcap,
+            bias, bias_query_stride, bias_key_stride, slope, seed, head_index, threshold,
+            DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, MASKED,
+        )  # fmt: skip
 
     # normalize and store
     inverse = 1.0 / total
@@ -666,20 +661,14 @@ def attention_keys_kernel(
     begin, full_begin, full_end, end = visible_blocks(
         first, last, -diagonal, query_count, right, left, RIGHT, LEFT, BLOCK_QUERIES
     )
-    d_k, d_v = _accumulate_key_gradients(
-        d_k, d_v, k, v, query, gradient, query_head_stride, query_stride,
-        gradient_head_stride, gradient_stride, lse2 + row, delta + row, bias, bias_head_stride, bias_query_stride,
-        bias_key_stride, slopes, seed, first, begin, full_begin, full_end, end, diagonal, group, head_index, queries,
-        query_count, key_count, left, right, scale, softcap, threshold, dropout_scale,
-        DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, False,
-    )  # fmt: skip
-    d_k, d_v = _accumulate_key_gradients(
-        d_k, d_v, k, v, query, gradient, query_head_stride, query_stride,
-        gradient_head_stride, gradient_stride, lse2 + row, delta + row, bias, bias_head_stride, bias_query_stride,
-        bias_key_stride, slopes, seed, first, begin, full_begin, full_end, end, diagonal, group, head_index, queries,
-        query_count, key_count, left, right, scale, softcap, threshold, dropout_scale,
-        DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, True,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        d_k, d_v = _accumulate_key_gradients(
+            d_k, d_v, k, v, query, gradient, query_head_stride, query_stride,
+            gradient_head_stride, gradient_stride, lse2 + row, delta + row, bias, bias_head_stride, bias_query_stride,
+            bias_key_stride, slopes, seed, first, begin, full_begin, full_end, end, diagonal, group, head_index,
+            queries, query_count, key_count, left, right, scale, softcap, threshold, dropout_scale,
+            DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, MASKED,
+        )  # fmt: skip
 
     row = token_row(key_starts, batch, key_begin, keys) * key_heads + key_head
     d_k *= tl.cast(scale, tl.float32)
@@ -767,18 +756,13 @@ def attention_queries_kernel(
     begin, full_begin, full_end, end = visible_blocks(
         first, last, diagonal, key_count, left, right, LEFT, RIGHT, BLOCK_KEYS
     )
-    d_q = _accumulate_query_gradient(
-        d_q, q, d_out, lse2_rows, delta_rows, key, value, key_stride, value_stride, first,
-        begin, full_begin, full_end, end, diagonal, query_count, key_count, left, right, scale, softcap,
-        bias, bias_query_stride, bias_key_stride, slope, seed, head_index, threshold, dropout_scale,
-        DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, False,
-    )  # fmt: skip
-    d_q = _accumulate_query_gradient(
-        d_q, q, d_out, lse2_rows, delta_rows, key, value, key_stride, value_stride, first,
-        begin, full_begin, full_end, end, diagonal, query_count, key_count, left, right, scale, softcap,
-        bias, bias_query_stride, bias_key_stride, slope, seed, head_index, threshold, dropout_scale,
-        DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, True,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        d_q = _accumulate_query_gradient(
+            d_q, q, d_out, lse2_rows, delta_rows, key, value, key_stride, value_stride, first,
+            begin, full_begin, full_end, end, diagonal, query_count, key_count, left, right, scale, softcap,
+            bias, bias_query_stride, bias_key_stride, slope, seed, head_index, threshold, dropout_scale,
+            DIM, VALUE_DIM, BLOCK_DIM, BLOCK_VALUE_DIM, LEFT, RIGHT, SOFTCAP, PLAIN, BLOCK_QUERIES, BLOCK_KEYS, MASKED,
+        )  # fmt: skip
 
     d_q *= tl.cast(scale, tl.float32)
     query_gradient += (token_row(query_starts, batch, query_begin, queries) * heads + head) * DIM
