@@ -2,10 +2,10 @@
 
     python tests/compare_commits.py OLD NEW [--only ptx|figures]
 
-For each commit, in a checkout of its own: every launch that the compile tests know (`tests/kernels/sm90/`) is compiled
-for compute capability 9.0, and every command of `COMMANDS` is run. Compared are the PTX, without the names of functions,
-and the numbers in what the commands print. Names, words and the order of rows may differ. Exits with 1 where anything
-else does.
+Both commits are checked out. In each, every launch that the compile tests know (`tests/kernels/sm90/`) is compiled for
+compute capability 9.0, and every command of `COMMANDS` is run. The script compares the PTX, without the names of
+functions, and the numbers in what the commands write. Names, words and the order of rows may differ. It exits with 1
+where anything else does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,17 @@ from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
 TRACES = ("kineto_eager.json.gz", "kineto_compiled.json.gz")
+PROFILES = ("vit_first.json.gz", "vit_compiled.json.gz", "moe_first.json.gz")
+"""Saved by the first version of the file format."""
 COMMANDS = {
     **{f"profile of {name}": ["profile", "--trace", f"{{data}}/{name}", "--on", "h200-sxm"] for name in TRACES},
+    **{
+        f"report of {name} as {form}": ["report", f"{{data}}/{name}", "-o", f"{{out}}/report.{form}"]
+        for name in PROFILES
+        for form in ("txt", "md", "csv")
+    },
+    "diff": ["diff", "{data}/vit_first.json.gz", "{data}/vit_second.json.gz"],
+    "diff as Markdown": ["diff", "{data}/moe_first.json.gz", "{data}/moe_second.json.gz", "--markdown"],
     **{
         f"estimate of {case}": ["estimate", f"{{tree}}/examples/cases.py:{case}", "--on", machine]
         for case, machine in (("transformer_layer", "h100-sxm"), ("softmax", "a100-sxm-80gb"))
@@ -35,6 +44,7 @@ COMMANDS = {
     "plan serve": ["plan", "serve", "llama-3-70b", "--on", "h100-sxm x 8"],
     "plan memory": ["plan", "memory", "llama-3-8b", "--on", "h100-sxm x 8"],
     "plan collectives": ["plan", "collectives", "--on", "h100-sxm x 16"],
+    "plan validate": ["plan", "validate", "{tree}/benchmarks/measurements/measured_collectives.csv"],
 }
 NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w.-]*[A-Za-z_]\d)")
 
@@ -103,18 +113,14 @@ def in_checkout(commit: str, scratch: Path, only: str | None) -> dict[str, objec
 
 
 def figures(command: list[str], tree: Path, environment: dict[str, str]) -> list[str]:
-    words = [word.format(data=DATA, tree=tree) for word in command]
-    done = subprocess.run(
-        [sys.executable, "-m", "nearpeak", *words],
-        env=environment,
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        return [f"exit {done.returncode}: {done.stderr.strip()[-300:]}"]
-    return NUMBER.findall(done.stdout)
+    """The numbers that a command prints and writes, or its error."""
+    with tempfile.TemporaryDirectory() as out:
+        words = [word.format(data=DATA, tree=tree, out=out) for word in command]
+        run = [sys.executable, "-m", "nearpeak", *words]
+        done = subprocess.run(run, env=environment, cwd=tree, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return [f"exit {done.returncode}: {done.stderr.strip()[-300:]}"]
+        return NUMBER.findall("\n".join([done.stdout, *(path.read_text() for path in sorted(Path(out).iterdir()))]))
 
 
 def differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
