@@ -24,17 +24,18 @@ from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
 TRACES = ("kineto_eager.json.gz", "kineto_compiled.json.gz")
-PROFILES = ("vit_first.json.gz", "vit_compiled.json.gz", "moe_first.json.gz")
-"""Saved by the first version of the file format."""
+SAVED = "saved.json.gz"
+"""A profile that the old commit saves and both commits read."""
 COMMANDS = {
     **{f"profile of {name}": ["profile", "--trace", f"{{data}}/{name}", "--on", "h200-sxm"] for name in TRACES},
     **{
-        f"report of {name} as {form}": ["report", f"{{data}}/{name}", "-o", f"{{out}}/report.{form}"]
-        for name in PROFILES
-        for form in ("txt", "md", "csv")
+        f"saved profile as {form}": ["report", f"{{scratch}}/{SAVED}", "-o", f"{{out}}/report.{form}"]
+        for form in ("txt", "md", "csv", "svg")
     },
-    "diff": ["diff", "{data}/vit_first.json.gz", "{data}/vit_second.json.gz"],
-    "diff as Markdown": ["diff", "{data}/moe_first.json.gz", "{data}/moe_second.json.gz", "--markdown"],
+    **{
+        f"difference{option}": ["diff", f"{{scratch}}/{SAVED}", "{data}/kineto_compiled.json.gz", *option.split()]
+        for option in ("", " --markdown")
+    },
     **{
         f"estimate of {case}": ["estimate", f"{{tree}}/examples/cases.py:{case}", "--on", machine]
         for case, machine in (("transformer_layer", "h100-sxm"), ("softmax", "a100-sxm-80gb"))
@@ -106,16 +107,22 @@ def in_checkout(commit: str, scratch: Path, only: str | None) -> dict[str, objec
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
             results["ptx"] = json.loads(done.stdout)
         if only != "ptx":
-            results["figures"] = {name: figures(command, tree, environment) for name, command in COMMANDS.items()}
+            saved = scratch / SAVED
+            if not saved.exists():
+                save = ["profile", "--trace", f"{{data}}/{TRACES[0]}", "--on", "h200-sxm", "--save", str(saved)]
+                figures(save, tree, scratch, environment)
+            results["figures"] = {
+                name: figures(command, tree, scratch, environment) for name, command in COMMANDS.items()
+            }
         return results
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], check=True)
 
 
-def figures(command: list[str], tree: Path, environment: dict[str, str]) -> list[str]:
+def figures(command: list[str], tree: Path, scratch: Path, environment: dict[str, str]) -> list[str]:
     """The numbers that a command prints and writes, or its error."""
     with tempfile.TemporaryDirectory() as out:
-        words = [word.format(data=DATA, tree=tree, out=out) for word in command]
+        words = [word.format(data=DATA, tree=tree, scratch=scratch, out=out) for word in command]
         run = [sys.executable, "-m", "nearpeak", *words]
         done = subprocess.run(run, env=environment, cwd=tree, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -139,6 +146,7 @@ def differences(old: dict[str, object], new: dict[str, object]) -> list[str]:
     for name, before in old.get("figures", {}).items():
         after = new["figures"][name]
         print(f"{name}: {len(before)} figures, then {len(after)}")
+        lines += [f"{name}: {text}" for text in (*before, *after) if text.startswith("exit")]
         changed = collections.Counter(before), collections.Counter(after)
         if changed[0] != changed[1]:
             gone, come = changed[0] - changed[1], changed[1] - changed[0]
