@@ -107,7 +107,7 @@ class MagicOptions:
 def parse_magic(line: str) -> MagicOptions:
     """Reads the options at the beginning of a line; what follows is code, and stays as it is.
 
-    >>> asked = asked_of("--bench --into t torch.mm(a,  -b)")
+    >>> asked = parse_magic("--bench --into t torch.mm(a,  -b)")
     >>> asked.verb, asked.into, asked.code
     ('bench', 't', 'torch.mm(a,  -b)')
     """

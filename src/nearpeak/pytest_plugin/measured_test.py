@@ -90,7 +90,7 @@ class Bars:
 def bars_from_markers(markers: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]) -> Bars:
     """The bars of a test's markers, the nearest first: what it says counts.
 
-    >>> bars_of([((), {"step_time": "12 ms"}), ((), {"step_time": "1 s", "of_bound": "50%"})]).step_time
+    >>> bars_from_markers([((), {"step_time": "12 ms"}), ((), {"step_time": "1 s", "of_bound": "50%"})]).step_time
     0.012
     """
     given: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def bars_from_markers(markers: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
 def parse_share(name: str, value: Any) -> float:
     """A share as 0.05, "5%" or "5 %".
 
-    >>> share("within", "5%"), share("within", 0.05)
+    >>> parse_share("within", "5%"), parse_share("within", 0.05)
     (0.05, 0.05)
     """
     if isinstance(value, str):
@@ -127,7 +127,7 @@ def parse_share(name: str, value: Any) -> float:
 def parse_seconds(name: str, value: Any) -> float:
     """A time as "12 ms", or a number of seconds.
 
-    >>> seconds("step_time", "12 ms"), seconds("step_time", 0.5)
+    >>> parse_seconds("step_time", "12 ms"), parse_seconds("step_time", 0.5)
     (0.012, 0.5)
     """
     return _parse_quantity(name, value, _SECONDS, 'a time: write "12 ms", or a number of seconds')
@@ -136,7 +136,7 @@ def parse_seconds(name: str, value: Any) -> float:
 def parse_bytes(name: str, value: Any) -> float:
     """An amount of memory as "3 GiB", or a number of bytes.
 
-    >>> size("peak_memory", "3 GiB"), size("peak_memory", "500 MB")
+    >>> parse_bytes("peak_memory", "3 GiB"), parse_bytes("peak_memory", "500 MB")
     (3221225472.0, 500000000.0)
     """
     return _parse_quantity(name, value, _BYTES, 'an amount of memory: write "3 GiB", or a number of bytes')

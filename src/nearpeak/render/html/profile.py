@@ -285,7 +285,7 @@ def _column(values: Sequence[Any]) -> Any:
 def _index_runs(indices: Iterable[int]) -> list[int]:
     """Sorted indices as pairs: how many are left out, how many follow each other.
 
-    >>> _runs([2, 3, 4, 9])
+    >>> _index_runs([2, 3, 4, 9])
     [2, 3, 4, 1]
     """
     found: list[int] = []
