@@ -28,11 +28,12 @@ from nearpeak.plan.cluster.collectives import (
     ProtocolConstants,
     Traffic,
     choose_algorithm,
+    constants_name,
     link_kind,
     nccl_generation,
     protocol_seconds,
     shared_bandwidth,
-    traffic_inside,
+    traffic_of,
 )
 from nearpeak.plan.validation.collectives import MeasuredCollective, cluster_of, read_collectives
 
@@ -82,7 +83,8 @@ def prepare(rows: Sequence[MeasuredCollective]) -> dict[tuple[str, str, str], li
             in_switch=cluster.in_switch_reduction,
         )
         algorithm, protocol = choose_algorithm(row.op, row.bytes, here)
-        name, traffic = traffic_inside(row.op, row.bytes, row.ranks, algorithm, protocol)
+        name = constants_name(algorithm, protocol)
+        traffic = traffic_of(row.op, row.bytes, row.ranks, row.ranks, algorithm, protocol, 0.0, 0.0, None)
         key = (link_kind(cluster, row.ranks), name, row.system)
         found.setdefault(key, []).append((traffic, cluster.link_bandwidth, row.ranks, row.seconds))
     return found

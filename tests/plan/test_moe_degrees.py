@@ -41,9 +41,9 @@ def test_narrow_slices_are_padded() -> None:
 
 
 def test_few_tokens_hit_few_experts() -> None:
-    assert LAYER.hit(1) == pytest.approx(8)
-    assert LAYER.hit(64) == pytest.approx(222.4, abs=0.1)
-    assert LAYER.hit(8192) == pytest.approx(256)
+    assert LAYER.experts_hit(1) == pytest.approx(8)
+    assert LAYER.experts_hit(64) == pytest.approx(222.4, abs=0.1)
+    assert LAYER.experts_hit(8192) == pytest.approx(256)
     assert pairs(1)[0][0].weight_bytes < pairs(8192)[0][0].weight_bytes / 30
 
 

@@ -1,7 +1,7 @@
 """The experts of one MoE layer split two ways: memory, compute and communication time by degree.
 
-Tensor parallel (TP): every GPU has a slice of every expert and sees all tokens; the slices get narrow. Expert parallel
-(EP): every GPU has whole experts and sees the tokens that are routed to them; some GPUs get more than others. Both read
+Tensor parallel (TP): every GPU has a slice of every expert and gets all tokens; the slices are narrow. Expert parallel
+(EP): every GPU has whole experts and gets the tokens that are routed to them; some GPUs get more than others. Both read
 the same bytes of weights per GPU. They differ in activations (TP does not divide those of the hidden size), in padding
 (TP pads columns), in balance (EP) and in communication: an all-reduce of all tokens, or two all-to-alls of the routed
 ones.
@@ -28,9 +28,10 @@ from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.units import DTYPE_BYTES
 
 TILE_ROWS = 64
-"""Rows of one tile of a grouped matrix product: fewer tokens per expert are padded to it."""
+"""Rows of one tile of a grouped GEMM: fewer tokens per expert are padded to it."""
 TILE_COLUMNS = 64
 DEGREES = (2, 4, 8, 16, 32, 64)
+"""Degrees that are compared by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,31 +40,26 @@ class MoeLayer:
 
     experts: int
     active: int
-    """Experts per token."""
+    """Experts that a token visits."""
     hidden: int
     intermediate: int
-    """Of one expert."""
+    """Width of one expert."""
     gated: bool = True
-    """Three matrices per expert (SwiGLU), else two."""
+    """Whether an expert has three matrices (SwiGLU) or two."""
 
     def __post_init__(self) -> None:
         require_positive(experts=self.experts, active=self.active, hidden=self.hidden, intermediate=self.intermediate)
         if self.active > self.experts:
             raise UsageError(f"active={self.active} is above experts={self.experts}. Nearest: active={self.experts}.")
 
-    @property
-    def inward(self) -> int:
-        """Matrices from the hidden to the intermediate size."""
-        return 2 if self.gated else 1
-
-    def hit(self, tokens: int) -> float:
-        """Experts that get a token at all, on average, when all are equally likely."""
+    def experts_hit(self, tokens: int) -> float:
+        """Expected number of experts with at least one token, when all are equally likely."""
         return self.experts * (1 - (1 - self.active / self.experts) ** tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeDegree:
-    """One way to split, at one degree; all figures are for the busiest GPU."""
+    """One split at one degree; all figures are for the busiest GPU."""
 
     split: Literal["tensor", "expert"]
     degree: int
@@ -71,24 +67,24 @@ class MoeDegree:
     experts_per_gpu: float
     experts_hit_per_gpu: float
     tokens_per_expert: float
-    """Of an expert that is hit."""
+    """Mean over the experts that are hit."""
     imbalance: float
-    """Tokens of the busiest GPU against the mean."""
+    """Tokens of the busiest GPU over the mean."""
     weight_bytes: float
     activation_bytes: float
     flops: float
     padded_flops: float
-    """With the padding of tiles: what the matrix units really do."""
+    """FLOPs with the padding of tiles."""
     memory_seconds: float
     compute_seconds: float
     communication_seconds: float
     communication: str
-    """Which collectives, by which algorithm."""
+    """The collectives and their algorithm."""
     provenance: Provenance
 
     @property
     def seconds(self) -> float:
-        """Memory and compute overlap, communication follows."""
+        """Time of the layer: memory and compute overlap, communication follows."""
         return max(self.memory_seconds, self.compute_seconds) + self.communication_seconds
 
     @property
@@ -108,38 +104,36 @@ def degrees(
     dtype: str = "bfloat16",
     skew: float = 1.0,
 ) -> tuple[MoeDegree, ...]:
-    """Both ways to split at each degree in turn: tensor, expert, tensor, expert, ...
+    """Both splits at each degree: tensor, expert, tensor, expert, ...
 
-    `tokens` are those of the whole group. `skew` is how much more the busiest expert-parallel GPU gets for reasons
-    other than chance (1: routing is balanced, as training with a balancing loss is).
+    `tokens` are those of the whole group. `skew` is the load of the busiest expert-parallel GPU over the mean, beyond
+    chance (1: balanced routing, as with a balancing loss).
     """
     require_positive(tokens=tokens)
     if not (math.isfinite(skew) and skew >= 1):
         raise UsageError(f"skew={skew!r} must be at least 1. Nearest: skew=1.")
-    found = []
+    splits = []
     for degree in at:
         _check(layer, degree, cluster)
-        found.append(_tensor(layer, tokens, cluster, degree, dtype))
-        found.append(_expert(layer, tokens, cluster, degree, dtype, skew))
-    return tuple(found)
+        splits.append(_tensor_parallel(layer, tokens, cluster, degree, dtype))
+        splits.append(_expert_parallel(layer, tokens, cluster, degree, dtype, skew))
+    return tuple(splits)
 
 
-def crossover(found: Sequence[MoeDegree]) -> int | None:
-    """The smallest degree from which on expert parallel is the faster of the two; None where it never is."""
-    pairs = {item.degree: [other for other in found if other.degree == item.degree] for item in found}
-    first = None
-    for degree in sorted(pairs, reverse=True):
-        times = {item.split: item.seconds for item in pairs[degree]}
-        if len(times) < 2 or times["expert"] >= times["tensor"]:
+def crossover(splits: Sequence[MoeDegree]) -> int | None:
+    """The smallest degree from which on expert parallel is the faster split; None where it never is."""
+    times: dict[int, dict[str, float]] = {}
+    for item in splits:
+        times.setdefault(item.degree, {})[item.split] = item.seconds
+    smallest = None
+    for degree in sorted(times, reverse=True):
+        if len(times[degree]) < 2 or times[degree]["expert"] >= times[degree]["tensor"]:
             break
-        first = degree
-    return first
+        smallest = degree
+    return smallest
 
 
-def _tensor(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: str) -> MoeDegree:
-    hit = layer.hit(tokens)
-    routed = tokens * layer.active
-    width = layer.intermediate / degree
+def _tensor_parallel(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: str) -> MoeDegree:
     size = DTYPE_BYTES[dtype]
     reduce = collective_seconds("all_reduce", tokens * layer.hidden * max(size, 2), degree, cluster)
     return _degree(
@@ -149,10 +143,10 @@ def _tensor(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: 
         split="tensor",
         degree=degree,
         tokens=tokens,
-        here=routed,
-        width=width,
-        hit=hit,
-        present=layer.experts,
+        routed=tokens * layer.active,
+        width=layer.intermediate / degree,
+        hit=layer.experts_hit(tokens),
+        experts=layer.experts,
         imbalance=1.0,
         communication_seconds=reduce.seconds,
         communication=f"all-reduce, {reduce.algorithm}",
@@ -160,14 +154,14 @@ def _tensor(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: 
     )
 
 
-def _expert(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: str, skew: float) -> MoeDegree:
+def _expert_parallel(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: str, skew: float) -> MoeDegree:
     routed = tokens * layer.active / degree
     # the largest of `degree` Poisson counts lies about sqrt(2 ln(degree)) standard deviations above their mean
     imbalance = min(float(degree), skew * (1 + math.sqrt(2 * math.log(degree) / routed)))
     size = DTYPE_BYTES[dtype]
     # a token goes once to each GPU that has one of its experts, its own among them
-    reached = degree * (1 - (1 - 1 / degree) ** layer.active)
-    rows = tokens / degree * reached * imbalance
+    gpus_per_token = degree * (1 - (1 - 1 / degree) ** layer.active)
+    rows = tokens / degree * gpus_per_token * imbalance
     dispatch = collective_seconds("all_to_all", rows * layer.hidden * size, degree, cluster)
     combine = collective_seconds("all_to_all", rows * layer.hidden * max(size, 2), degree, cluster)
     return _degree(
@@ -177,10 +171,10 @@ def _expert(layer: MoeLayer, tokens: int, cluster: Cluster, degree: int, dtype: 
         split="expert",
         degree=degree,
         tokens=tokens,
-        here=routed * imbalance,
+        routed=routed * imbalance,
         width=float(layer.intermediate),
-        hit=layer.hit(tokens) / degree,
-        present=layer.experts / degree,
+        hit=layer.experts_hit(tokens) / degree,
+        experts=layer.experts / degree,
         imbalance=imbalance,
         communication_seconds=dispatch.seconds + combine.seconds,
         communication=f"2 all-to-alls, {dispatch.algorithm}",
@@ -196,34 +190,35 @@ def _degree(
     split: Literal["tensor", "expert"],
     degree: int,
     tokens: int,
-    here: float,
+    routed: float,
     width: float,
     hit: float,
-    present: float,
+    experts: float,
     imbalance: float,
     communication_seconds: float,
     communication: str,
     provenance: Provenance,
 ) -> MoeDegree:
+    """The split in which `routed` tokens visit `hit` of `experts` experts of this width on the busiest GPU."""
     ceilings = cluster.machine.achievable or cluster.machine.theoretical
     assert ceilings is not None, "every GPU of the catalogue has ceilings"
     size = DTYPE_BYTES[dtype]
-    matrices = layer.inward + 1
+    matrices = 3 if layer.gated else 2
     weights = hit * matrices * layer.hidden * width * size
-    # hidden side: gathered in, product out, read to combine; inner side: products out and in, activation out and in
-    activations = here * (3 * layer.hidden + 2 * matrices * width) * max(size, 1)
-    per_expert = here / hit
-    flops = 2.0 * here * matrices * layer.hidden * width
+    # hidden side: gathered in, GEMM out, read to combine; inner side: GEMM out and in, activation out and in
+    activations = routed * (3 * layer.hidden + 2 * matrices * width) * max(size, 1)
+    per_expert = routed / hit
+    flops = 2.0 * routed * matrices * layer.hidden * width
     rows = max(float(TILE_ROWS), per_expert + TILE_ROWS / 2)  # counts vary: the last tile is half full on average
     columns = math.ceil(width / TILE_COLUMNS) * TILE_COLUMNS
     padded = 2.0 * hit * rows * matrices * layer.hidden * columns
     peak = ceilings.peak(dtype)
-    assumed = Provenance(kind="assumed", text="matrix products at the peak but for the padding of tiles")
+    assumed = Provenance(kind="assumed", text="GEMMs at the peak rate, except for the padding of tiles")
     return MoeDegree(
         split=split,
         degree=degree,
         tokens=tokens,
-        experts_per_gpu=present,
+        experts_per_gpu=experts,
         experts_hit_per_gpu=hit,
         tokens_per_expert=per_expert,
         imbalance=imbalance,

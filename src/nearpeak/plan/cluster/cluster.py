@@ -28,170 +28,16 @@ from nearpeak.machines.machine import Machine
 from nearpeak.plan.legal import require_positive
 from nearpeak.units import quantity
 
+Fabric = Literal["switch", "mesh", "pairs", "pcie", "host", "none"]
+FABRICS: tuple[str, ...] = get_args(Fabric)
 _LATENCIES = {"infiniband": 0.0, "ethernet": 3e-6, "slingshot": 2e-6, "aws-efa": 12e-6}
 """Seconds of one message beyond InfiniBand's, by the start of the network's id. Assumed: InfiniBand takes about 2 us
 end to end, RoCE about 5, EFA about 15 (AWS gave 15.5 us for the first EFA)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    """One entry of the catalogue; see the head of `clusters.toml` for the fields."""
-
-    id: str
-    machine: str
-    default_for: tuple[str, ...]
-    gpus_per_node: int
-    domain_size: int
-    fabric: Literal["switch", "mesh", "pairs", "pcie", "host", "none"]
-    in_switch_reduction: bool
-    adapters_per_node: int
-    adapters_shared: bool
-    network: Network
-    source: str
-    network_latency: float | None = None
-
-    def link_bandwidth(self, machine: Machine) -> float:
-        """Bytes/s per GPU in one direction inside the domain."""
-        link = machine.link if self.fabric in ("switch", "mesh", "pairs") else machine.pcie
-        return link.bandwidth if link is not None else 0.0
-
-    def link_name(self, machine: Machine) -> str:
-        """The link's name as the machine's datasheet has it."""
-        link = machine.link if self.fabric in ("switch", "mesh", "pairs") else machine.pcie
-        return link.name if link is not None else "no link"
-
-    def latency_beyond_infiniband(self, network: Network) -> float:
-        """Seconds that one message takes more than over InfiniBand."""
-        if self.network_latency is not None and network == self.network:
-            return self.network_latency
-        return next((value for prefix, value in _LATENCIES.items() if network.id.startswith(prefix)), 0.0)
-
-
-@cache
-def load_systems() -> Mapping[str, System]:
-    """The systems that are part of the package, by id."""
-    return parse_systems(resources.files("nearpeak.plan.cluster").joinpath("clusters.toml").read_text(encoding="utf-8"))
-
-
-def parse_systems(text: str) -> Mapping[str, System]:
-    """The systems in `text` (TOML); ValueError names the system and the field that is wrong."""
-    data = tomllib.loads(text)
-    sources = {key: f"{value['title']}, {value['url']}" for key, value in data.get("sources", {}).items()}
-    machines = catalogue.load().machines
-    found: dict[str, System] = {}
-    taken: dict[str, str] = {}
-    for identifier, entry in data.get("system", {}).items():
-        for name in (entry["machine"], *entry.get("default_for", ())):
-            if name not in machines:
-                raise ValueError(f"system {identifier!r}: no machine {name!r} in the catalogue")
-        for name in entry.get("default_for", ()):
-            if name in taken:
-                raise ValueError(f"system {identifier!r}: {name!r} is the default of {taken[name]!r} already")
-            taken[name] = identifier
-        found[identifier] = _system(identifier, entry, sources)
-    return found
-
-
-def find_system(name: str, machine: Machine | None = None) -> tuple[System, Machine]:
-    """The system and the machine that `name` says; `machine` (calibrated, say) is used where it is given."""
-    known = load_systems()
-    if machine is None and name in known:
-        system = known[name]
-        return system, catalogue.find(system.machine)
-    if machine is None:
-        try:
-            machine = catalogue.find(name)
-        except UnknownMachine:
-            near = [known for known in known_names() if known.startswith(name.lower())] or known_names()
-            raise UnknownMachine(
-                f"No system and no machine is named {name!r}. {did_you_mean(name, near)} "
-                "Write a name and a number of GPUs: 'h100-sxm x 64'."
-            ) from None
-    for system in known.values():
-        if machine.id in system.default_for:
-            return system, machine
-    return _default_system(machine), machine
-
-
-def systems() -> tuple[System, ...]:
-    """All systems of the catalogue, in file order."""
-    return tuple(load_systems().values())
-
-
-def known_names() -> tuple[str, ...]:
-    """Every name that `Cluster.of` takes: systems, then machines."""
-    return (*load_systems(), *catalogue.load().machines)
-
-
-def find_network(identifier: str) -> Network:
-    """The network with this id, or an error that names the nearest."""
-    networks = {item.id: item for item in catalogue.networks() if item.domain_size is None}
-    if identifier not in networks:
-        raise UsageError(f"network={identifier!r} is not known. {did_you_mean(identifier, networks)}")
-    return networks[identifier]
-
-
-def _default_system(machine: Machine) -> System:
-    """What a machine without an entry gets: a PCIe server of 8 with one 100 Gb/s adapter, said as assumed."""
-    bridged = machine.link is not None and machine.vendor == "nvidia"
-    return System(
-        id=f"{machine.id}-server",
-        machine=machine.id,
-        default_for=(),
-        gpus_per_node=8,
-        domain_size=8,
-        fabric="pairs" if bridged else "mesh" if machine.link is not None else "pcie",
-        in_switch_reduction=False,
-        adapters_per_node=1,
-        adapters_shared=True,
-        network=find_network("ethernet-100"),
-        source="assumed: a server with 8 GPUs and one 100 Gb/s adapter",
-    )
-
-
-def _system(identifier: str, entry: Mapping[str, Any], sources: Mapping[str, str]) -> System:
-    try:
-        return System(
-            id=identifier,
-            machine=entry["machine"],
-            default_for=tuple(entry.get("default_for", ())),
-            gpus_per_node=int(entry["gpus_per_node"]),
-            domain_size=int(entry["domain_size"]),
-            fabric=entry["fabric"],
-            in_switch_reduction=bool(entry.get("in_switch_reduction", False)),
-            adapters_per_node=int(entry["adapters_per_node"]),
-            adapters_shared=bool(entry.get("adapters_shared", False)),
-            network=find_network(entry["network"]),
-            source=sources[entry["source"]],
-            network_latency=entry.get("network_latency"),
-        )
-    except KeyError as missing:
-        raise ValueError(f"system {identifier!r}: the field or source {missing} is missing") from None
-
-
-Fabric = Literal["switch", "mesh", "pairs", "pcie", "host", "none"]
-FABRICS: tuple[str, ...] = get_args(Fabric)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroup:
-    """How the ranks of one communicator lie in a cluster."""
-
-    ranks: int
-    ranks_per_domain: int
-    """Ranks of this group that share one domain."""
-    concurrent_groups: int
-    """Groups like this one that run at the same time in one domain and share its network adapters."""
-
-    @property
-    def domains(self) -> int:
-        """Domains that the group spans."""
-        return math.ceil(self.ranks / self.ranks_per_domain)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Cluster:
-    """GPUs of one kind in equal nodes. `Cluster.of` builds one from names; every field can be set by hand."""
+    """GPUs of one kind in equal nodes. `Cluster.of` builds one from names; every field can also be set directly."""
 
     machine: Machine
     gpus: int
@@ -209,15 +55,15 @@ class Cluster:
     """Per GPU, one direction, when all GPUs of a node send at once; 0 where there is no network."""
     adapters_per_node: int
     adapters_shared: bool
-    """Whether one GPU alone can use all adapters of its node; if not, it has its own share of them."""
+    """Whether one GPU can use all adapters of its node; otherwise it has its share of them."""
     in_switch_reduction: bool
-    """NVLink switches that add and multicast (NVLS)."""
+    """Whether NVLink switches reduce and multicast (NVLS)."""
     network_reduction: bool = False
-    """Network switches that add (SHARP)."""
+    """Whether network switches reduce (SHARP)."""
     network_latency: float = 0.0
-    """Seconds that one message takes beyond what InfiniBand takes; 0 for InfiniBand."""
+    """Seconds of one message, less those over InfiniBand."""
     system: str | None = None
-    """Id in the catalogue of systems; None where it was put together by hand."""
+    """Id in the catalogue of systems; None for a cluster that was built by hand."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -263,25 +109,24 @@ class Cluster:
         in_switch_reduction: bool | None = None,
         network_reduction: bool = False,
     ) -> Cluster:
-        """The cluster that `name` says: a machine or a system of the catalogue, with "x GPUs" or `gpus`.
+        """The cluster of this name: a machine or a system of the catalogue, with "x GPUs" or `gpus`.
 
-        A machine gets the usual system for it; what is given here replaces the catalogue's figure. `network` is an id
+        A machine gets its default system; arguments replace the catalogue's figures. `network` is an id
         of the machine catalogue's networks ("infiniband-ndr"); with `adapters_per_node` of them, else one per GPU where
         the system has its own adapter for each.
         """
         machine: Machine | None = None
         if isinstance(name, Machine):
-            machine, text, counted = name, name.id, None
+            machine, text, count = name, name.id, None
         else:
-            text, counted = parse_cluster(name)
-        if counted is not None and gpus is not None and counted != gpus:
-            raise UsageError(f"{name!r} says {counted} GPUs and gpus={gpus} another number. Give one of them.")
-        system, found = find_system(text, machine)
-        machine = machine or found
+            text, count = parse_cluster(name)
+        if count is not None and gpus is not None and count != gpus:
+            raise UsageError(f"{name!r} says {count} GPUs and gpus={gpus} another number. Give one of them.")
+        system, machine = find_system(text, machine)
         per_node = system.gpus_per_node if gpus_per_node is None else gpus_per_node
         link_bandwidth = system.link_bandwidth(machine)
-        usual = per_node if link_bandwidth else 1  # GPUs of whose links nothing is known count one by one
-        count = gpus if gpus is not None else counted if counted is not None else usual
+        if gpus is None:
+            gpus = count if count is not None else per_node if link_bandwidth else 1
         if per_node == system.gpus_per_node:
             domain = system.domain_size if domain_size is None else domain_size
         else:
@@ -294,7 +139,7 @@ class Cluster:
         reduction = system.in_switch_reduction if in_switch_reduction is None else in_switch_reduction
         return Cluster(
             machine=machine,
-            gpus=count,
+            gpus=gpus,
             gpus_per_node=per_node,
             domain_size=domain,
             fabric=system.fabric,
@@ -313,12 +158,12 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Hosts."""
+        """Number of nodes."""
         return math.ceil(self.gpus / self.gpus_per_node)
 
     @property
     def domain(self) -> int:
-        """GPUs of one domain that are really used: schedulers give equal blocks (128 GPUs on racks of 72: 64 each)."""
+        """GPUs used of one domain: schedulers allocate equal blocks (128 GPUs on racks of 72: 64 each)."""
         if self.gpus <= self.domain_size:
             return self.gpus
         step = min(self.gpus_per_node, self.domain_size)
@@ -329,11 +174,11 @@ class Cluster:
 
     @property
     def domains(self) -> int:
-        """Link domains."""
+        """Number of link domains."""
         return math.ceil(self.gpus / self.domain)
 
     def group(self, ranks: int, stride: int = 1) -> RankGroup:
-        """How a group of `ranks` lies whose neighbors are `stride` GPUs apart (the product of the inner degrees).
+        """Placement of a group of `ranks` whose neighbors are `stride` GPUs apart (the product of the inner degrees).
 
         >>> Cluster.of("h100-sxm x 64").group(8), Cluster.of("h100-sxm x 64").group(8, stride=8).concurrent_groups
         (RankGroup(ranks=8, ranks_per_domain=8, concurrent_groups=1), 8)
@@ -345,14 +190,14 @@ class Cluster:
                 f"Nearest: ranks={max(1, self.gpus // stride)}."
             )
         inside = max(1, min(ranks, self.domain // stride))
-        while ranks % inside:  # a group that does not fill its domains evenly has ranks alike in each all the same
+        while ranks % inside:  # as many ranks in each domain
             inside -= 1
         if inside == ranks:
             return RankGroup(ranks=ranks, ranks_per_domain=ranks, concurrent_groups=max(1, self.domain // ranks))
         return RankGroup(ranks=ranks, ranks_per_domain=inside, concurrent_groups=max(1, self.domain // inside))
 
     def network_share(self, ranks_per_domain: int = 1, concurrent_groups: int = 1) -> float:
-        """Bytes/s per GPU into the network when `concurrent_groups` groups of `ranks_per_domain` each send at once."""
+        """Bytes/s per GPU into the network when `concurrent_groups` groups of `ranks_per_domain` ranks send at once."""
         senders = max(1, ranks_per_domain * concurrent_groups)
         per_domain = self.network_bandwidth * self.domain
         if self.adapters_shared:
@@ -367,6 +212,22 @@ class Cluster:
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {min(self.gpus, self.gpus_per_node)}"
         link = f"{self.link_name} {quantity(self.link_bandwidth, 'B/s')}"
         return f"Cluster: {self.gpus} x {self.machine.name}, {nodes}, {link}{network}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """Placement of the ranks of one communicator in a cluster."""
+
+    ranks: int
+    ranks_per_domain: int
+    """Ranks of this group that share one domain."""
+    concurrent_groups: int
+    """Groups that communicate at the same time in one domain and share its network adapters."""
+
+    @property
+    def domains(self) -> int:
+        """Domains that the group spans."""
+        return math.ceil(self.ranks / self.ranks_per_domain)
 
 
 def parse_cluster(text: str) -> tuple[str, int | None]:
@@ -385,3 +246,139 @@ def parse_cluster(text: str) -> tuple[str, int | None]:
     else:
         return plain, None
     return name.strip(), int(number.replace(",", "").replace("_", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One entry of the catalogue of systems; `clusters.toml` describes the fields."""
+
+    id: str
+    machine: str
+    default_for: tuple[str, ...]
+    gpus_per_node: int
+    domain_size: int
+    fabric: Fabric
+    in_switch_reduction: bool
+    adapters_per_node: int
+    adapters_shared: bool
+    network: Network
+    source: str
+    network_latency: float | None = None
+
+    def link_bandwidth(self, machine: Machine) -> float:
+        """Bytes/s per GPU in one direction inside the domain."""
+        link = machine.link if self.fabric in ("switch", "mesh", "pairs") else machine.pcie
+        return link.bandwidth if link is not None else 0.0
+
+    def link_name(self, machine: Machine) -> str:
+        """Name of the link in the machine's datasheet."""
+        link = machine.link if self.fabric in ("switch", "mesh", "pairs") else machine.pcie
+        return link.name if link is not None else "no link"
+
+    def latency_beyond_infiniband(self, network: Network) -> float:
+        """Seconds of one message, less those over InfiniBand."""
+        if self.network_latency is not None and network == self.network:
+            return self.network_latency
+        return next((value for prefix, value in _LATENCIES.items() if network.id.startswith(prefix)), 0.0)
+
+
+def find_system(name: str, machine: Machine | None = None) -> tuple[System, Machine]:
+    """The system and the machine of this name; a `machine`, such as a calibrated one, takes precedence."""
+    known = load_systems()
+    if machine is None and name in known:
+        system = known[name]
+        return system, catalogue.find(system.machine)
+    if machine is None:
+        try:
+            machine = catalogue.find(name)
+        except UnknownMachine:
+            near = [known for known in known_names() if known.startswith(name.lower())] or known_names()
+            raise UnknownMachine(
+                f"No system and no machine is named {name!r}. {did_you_mean(name, near)} "
+                "Write a name and a number of GPUs: 'h100-sxm x 64'."
+            ) from None
+    for system in known.values():
+        if machine.id in system.default_for:
+            return system, machine
+    return _default_system(machine), machine
+
+
+def systems() -> tuple[System, ...]:
+    """All systems of the catalogue, in file order."""
+    return tuple(load_systems().values())
+
+
+def known_names() -> tuple[str, ...]:
+    """All names that `Cluster.of` accepts: systems, then machines."""
+    return (*load_systems(), *catalogue.load().machines)
+
+
+def find_network(identifier: str) -> Network:
+    """The network with this id, or an error that names the nearest."""
+    networks = {item.id: item for item in catalogue.networks() if item.domain_size is None}
+    if identifier not in networks:
+        raise UsageError(f"network={identifier!r} is not known. {did_you_mean(identifier, networks)}")
+    return networks[identifier]
+
+
+@cache
+def load_systems() -> Mapping[str, System]:
+    """The systems that are part of the package, by id."""
+    return parse_systems(resources.files("nearpeak.plan.cluster").joinpath("clusters.toml").read_text(encoding="utf-8"))
+
+
+def parse_systems(text: str) -> Mapping[str, System]:
+    """The systems in `text` (TOML); ValueError names the system and the field that is wrong."""
+    data = tomllib.loads(text)
+    sources = {key: f"{value['title']}, {value['url']}" for key, value in data.get("sources", {}).items()}
+    machines = catalogue.load().machines
+    systems: dict[str, System] = {}
+    defaults: dict[str, str] = {}
+    for identifier, entry in data.get("system", {}).items():
+        for name in (entry["machine"], *entry.get("default_for", ())):
+            if name not in machines:
+                raise ValueError(f"system {identifier!r}: no machine {name!r} in the catalogue")
+        for name in entry.get("default_for", ()):
+            if name in defaults:
+                raise ValueError(f"system {identifier!r}: {name!r} is the default of {defaults[name]!r} already")
+            defaults[name] = identifier
+        systems[identifier] = _system(identifier, entry, sources)
+    return systems
+
+
+def _default_system(machine: Machine) -> System:
+    """The system of a machine without an entry: a server of 8 GPUs with one 100 Gb/s adapter. Assumed."""
+    bridged = machine.link is not None and machine.vendor == "nvidia"
+    return System(
+        id=f"{machine.id}-server",
+        machine=machine.id,
+        default_for=(),
+        gpus_per_node=8,
+        domain_size=8,
+        fabric="pairs" if bridged else "mesh" if machine.link is not None else "pcie",
+        in_switch_reduction=False,
+        adapters_per_node=1,
+        adapters_shared=True,
+        network=find_network("ethernet-100"),
+        source="assumed: a server with 8 GPUs and one 100 Gb/s adapter",
+    )
+
+
+def _system(identifier: str, entry: Mapping[str, Any], sources: Mapping[str, str]) -> System:
+    try:
+        return System(
+            id=identifier,
+            machine=entry["machine"],
+            default_for=tuple(entry.get("default_for", ())),
+            gpus_per_node=int(entry["gpus_per_node"]),
+            domain_size=int(entry["domain_size"]),
+            fabric=entry["fabric"],
+            in_switch_reduction=bool(entry.get("in_switch_reduction", False)),
+            adapters_per_node=int(entry["adapters_per_node"]),
+            adapters_shared=bool(entry.get("adapters_shared", False)),
+            network=find_network(entry["network"]),
+            source=sources[entry["source"]],
+            network_latency=entry.get("network_latency"),
+        )
+    except KeyError as missing:
+        raise ValueError(f"system {identifier!r}: the field or source {missing} is missing") from None

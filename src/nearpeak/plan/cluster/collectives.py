@@ -43,505 +43,6 @@ from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.provenance import Provenance, weakest
 
-NOT_NVLINK = ("pcie", "host")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProtocolConstants:
-    """Time of one protocol over one kind of link; `protocol_seconds` in `collective_traffic.py` is the formula."""
-
-    base: float
-    """Seconds before anything moves."""
-    lead: float
-    """Seconds per step that nothing hides."""
-    fill: float
-    """Seconds to fill the pipeline, whatever the number of steps; reached from `fill_bytes` on."""
-    fill_step: float
-    """The same, per step."""
-    fill_bytes: float
-    """Bytes per rank at which half of the filling time is reached; 0: always all of it."""
-    share: float
-    """Of the link's bandwidth that the wire reaches."""
-    copy: float
-    """Bytes of wire time per byte of the rank's own part, which is copied beside what is sent."""
-    slow_bytes: float
-    """The wire takes 1 + sqrt(slow_bytes / bytes) times as long: bandwidth is reached only slowly."""
-    root: bool
-    """Whether filling and wire overlap (the root of the sum of squares) or follow one another (the sum)."""
-    crossing: float = 1.0
-    """Bandwidth of more than 2 ranks against that of 2, where they cross the bridges of a host."""
-    spreading: float = 0.0
-    """Power of ranks / 4 by which bandwidth falls on beyond 4 ranks that share a host."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkConstants:
-    """All protocols over one kind of link."""
-
-    protocols: Mapping[str, ProtocolConstants]
-    """By "LL", "LL128", "Simple", "in-switch", "direct"."""
-    rows: int = 0
-    systems: tuple[str, ...] = ()
-    """Where the rows were measured."""
-    max_ranks: int = 8
-    """Ranks of the largest group among the rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkConstants:
-    """Between domains: NCCL's constants, and published or assumed shares of the adapters' bandwidth."""
-
-    share: Mapping[str, float]
-    """Of the adapters' bandwidth, by the start of the network's name; "" for any other."""
-    communicator: float
-    """Bytes/s that one communicator takes out of a domain at most, however many adapters that has."""
-    all_to_all_share: float
-    """Further share for all-to-all, whose traffic leaves the rails."""
-    message: float
-    """Seconds per peer of an all-to-all or a send."""
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CollectiveConstants:
-    """The whole file; two are equal only where they are one.
-
-    `links` by kind: "ampere", "hopper", "blackwell" (their NVLink), "pcie", "host".
-    """
-
-    source: str
-    links: Mapping[str, LinkConstants]
-    network: NetworkConstants
-    without: Mapping[str, Mapping[str, LinkConstants]]
-    """By left-out system: the kinds that change when its rows are not used, to validate on rows that were not seen."""
-
-    def leaving_out(self, system: str) -> CollectiveConstants | None:
-        """The constants as fitted without the rows of `system`; a generation of NVLink that only it had is missing.
-
-        None where nothing stands in for it: each of the two ways over PCIe has one system only.
-        """
-        if any(self.links[kind].systems == (system,) for kind in NOT_NVLINK if kind in self.links):
-            return None
-        changed = self.without.get(system, {})
-        links = {kind: value for kind, value in self.links.items() if value.systems != (system,)}
-        return CollectiveConstants(
-            source=f"{self.source}, without {system}",
-            links={**links, **changed},
-            network=self.network,
-            without={},
-        )
-
-
-@cache
-def link_constants(kind: str, constants: CollectiveConstants) -> tuple[LinkConstants, Provenance]:
-    """The constants for a kind of link, and where they come from.
-
-    A generation of NVLink without rows gets the mean of those that have some; the two ways over PCIe stand in for one
-    another where one has no rows, which says little: one is through the host's memory.
-    """
-    found = constants.links.get(kind)
-    if found is not None:
-        return found, Provenance(kind="fitted", text=f"{found.rows} rows of {', '.join(found.systems)}")
-    others = {name: link for name, link in constants.links.items() if (name in NOT_NVLINK) == (kind in NOT_NVLINK)}
-    if not others:
-        others = dict(constants.links)
-    mean = mean_constants(tuple(others.values()))
-    text = f"{kind}: mean of {', '.join(others)}, {mean.rows} rows of {', '.join(mean.systems)}"
-    return mean, Provenance(kind="transferred", text=text)
-
-
-def mean_constants(links: tuple[LinkConstants, ...]) -> LinkConstants:
-    """The geometric mean of the constants of several kinds of link, protocol by protocol."""
-    protocols = {}
-    for name in dict.fromkeys(name for link in links for name in link.protocols):
-        having = [link.protocols[name] for link in links if name in link.protocols]
-        values: dict[str, Any] = {}
-        for field in fields(ProtocolConstants):
-            if field.name != "root":
-                given = [float(getattr(numbers, field.name)) for numbers in having]
-                values[field.name] = math.exp(fmean(map(math.log, given))) if min(given) > 0 else fmean(given)
-        protocols[name] = replace(having[0], **values)
-    return LinkConstants(
-        protocols=protocols,
-        rows=sum(link.rows for link in links),
-        systems=tuple(system for link in links for system in link.systems),
-        max_ranks=max(link.max_ranks for link in links),
-    )
-
-
-@cache
-def load_collective_constants() -> CollectiveConstants:
-    """The constants that are part of the package."""
-    text = resources.files("nearpeak.plan.cluster").joinpath("collectives.json").read_text(encoding="utf-8")
-    return from_json(CollectiveConstants, json.loads(text))
-
-
-Protocol = Literal["LL", "LL128", "Simple"]
-Algorithm = Literal["ring", "tree", "in-switch", "in-switch tree", "parallel trees", "direct"]
-PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
-
-RING_BASE = {"LL": 6.6, "LL128": 14.0, "Simple": 8.4}
-TREE_BASE = {"LL": 6.8, "LL128": 14.0, "Simple": 8.4}
-RING_HOP = {"link": {"LL": 0.6, "LL128": 1.9, "Simple": 3.4}, "pcie": {"LL": 1.0, "LL128": 2.5, "Simple": 5.7}}
-TREE_HOP = {"link": {"LL": 0.6, "LL128": 1.25, "Simple": 4.0}, "pcie": {"LL": 1.0, "LL128": 1.9, "Simple": 4.0}}
-RING_NETWORK_HOP = {"LL": 2.7, "LL128": 4.0, "Simple": 14.0}
-TREE_NETWORK_HOP = {"LL": 5.0, "LL128": 8.5, "Simple": 14.0}
-SWITCH_LATENCY = 25.0
-SWITCH_TREE_NETWORK_HOP = 20.9
-PARALLEL_TREES_BASE = 8.0
-"""PAT: all-gather and reduce-scatter in log2(nodes) steps, for groups with one rank per node."""
-PARALLEL_TREES_SHARE = 0.75
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclTable:
-    """What NCCL has written down for one generation of GPUs; tuples are for 1, 2 and 4 or more nodes."""
-
-    channels: int
-    ring_share: float
-    """Of the link's bandwidth per direction that NCCL's search of rings finds."""
-    low_latency: float
-    """Cap of LL inside a node."""
-    low_latency_128: float
-    """Cap of LL128 per channel; 0 where the measured rows show that it is not used."""
-    tree: tuple[float, float, float]
-    """Cap of trees per channel."""
-    switch_efficiency: float
-    """Of in-switch reduction; 0 where there is none."""
-    switch_tree: tuple[float, float, float]
-
-
-NCCL_TABLES: dict[str, NcclTable] = {
-    "volta": NcclTable(
-        channels=12,
-        ring_share=0.8,
-        low_latency=39.0,
-        low_latency_128=20.0,
-        tree=(26.5, 18.5, 10.0),
-        switch_efficiency=0.0,
-        switch_tree=(0.0, 0.0, 0.0),
-    ),
-    "ampere": NcclTable(
-        channels=24,
-        ring_share=0.8,
-        low_latency=87.7,
-        low_latency_128=20.0,
-        tree=(24.0, 23.6, 17.8),
-        switch_efficiency=0.0,
-        switch_tree=(0.0, 0.0, 0.0),
-    ),
-    "hopper": NcclTable(
-        channels=16,
-        ring_share=320 / 450,
-        low_latency=141.0,
-        low_latency_128=36.7,
-        tree=(38.7, 41.4, 36.0),
-        switch_efficiency=0.85,
-        switch_tree=(0.0, 57.7, 45.5),
-    ),
-    # LL128: rows of B200, B300, GB200 and GB300 show the plateau of Simple where the tables would give LL128
-    "blackwell": NcclTable(
-        channels=16,
-        ring_share=640 / 900,
-        low_latency=282.4,
-        low_latency_128=0.0,
-        tree=(70.0, 42.8, 24.0),
-        switch_efficiency=0.74,
-        switch_tree=(0.0, 96.0, 43.8),
-    ),
-}
-NETWORK_LOW_LATENCY = (39.0, 20.4)
-"""Cap of LL over 2 nodes, and over more."""
-PCIE_SHARE = 0.38
-"""Of a PCIe x16 link that NCCL's search finds: 12 GB/s of 31.5 (gen 4), 24 of 63 (gen 5)."""
-MIN_SWITCH_RANKS = 5
-"""In-switch reduction inside a node: rows of 4 GPUs follow the ring, rows of 8 do not."""
-
-TREE_CORRECTION: dict[str, tuple[float, ...]] = {
-    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
-    "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
-    "Simple": (
-        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5),
-        *(0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
-    ),
-}
-"""By log2(bytes / 64): NCCL's own hand-made table, since trees do not follow its model at medium sizes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NcclTopology:
-    """What the choice depends on; bandwidths in GB/s per GPU and direction."""
-
-    generation: str
-    pcie: bool
-    """Whether GPUs reach each other over PCIe rather than a link of their own."""
-    ranks: int
-    domains: int
-    link: float
-    network: float
-    """Into the network, of all ranks of one domain together; unused in one domain."""
-    in_switch: bool
-    network_reduction: bool = False
-
-
-def choose_algorithm(op: str, size: float, topology: NcclTopology) -> tuple[Algorithm, Protocol]:
-    """The algorithm and the protocol that NCCL would take for `size` bytes (as nccl-tests counts them).
-
-    >>> node = NcclTopology(generation="hopper", pcie=False, ranks=8, domains=1, link=450, network=0, in_switch=True)
-    >>> choose_algorithm("all_reduce", 2**20, node), choose_algorithm("all_reduce", 2**26, node)
-    (('ring', 'LL'), ('in-switch', 'Simple'))
-    """
-    if op in ("all_to_all", "send_recv"):
-        return "direct", "Simple"
-    table = NCCL_TABLES[topology.generation]
-    ring_bandwidth = topology.link * (PCIE_SHARE if topology.pcie else table.ring_share)
-    if topology.domains > 2:
-        ring_bandwidth = min(ring_bandwidth, topology.network)
-    best: tuple[float, Algorithm, Protocol] = (math.inf, "ring", "Simple")
-    for protocol in PROTOCOLS:
-        if protocol == "LL128" and (topology.pcie or not table.low_latency_128):
-            continue
-        cost = _ring_microseconds(op, size, topology, table, ring_bandwidth, protocol)
-        best = min(best, (cost, "ring", protocol))
-        if op == "all_reduce" and topology.ranks > 2:
-            best = min(best, (_tree_microseconds(size, topology, table, ring_bandwidth, protocol), "tree", protocol))
-    if op in ("all_gather", "reduce_scatter") and topology.domains == topology.ranks > 2:
-        latency = PARALLEL_TREES_BASE + math.log2(topology.domains) * RING_NETWORK_HOP["Simple"]
-        wire = size / 1e3 * (topology.ranks - 1) / topology.ranks / (ring_bandwidth * PARALLEL_TREES_SHARE)
-        best = min(best, (latency + wire, "parallel trees", "Simple"))
-    if topology.in_switch and table.switch_efficiency and not topology.pcie:
-        best = min(best, _in_switch_microseconds(op, size, topology, table))
-    return best[1], best[2]
-
-
-def ring_steps(op: str, ranks: int) -> int:
-    """How often data moves on around a ring of `ranks`."""
-    if op == "all_reduce":
-        return 2 * (ranks - 1)
-    return ranks - 1 if op in ("all_gather", "reduce_scatter", "all_to_all") else ranks
-
-
-def _bucket(domains: int) -> int:
-    return 0 if domains == 1 else 1 if domains == 2 else 2
-
-
-def _ring_microseconds(
-    op: str, size: float, topology: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
-) -> float:
-    steps = ring_steps(op, topology.ranks)
-    across = 0 if topology.domains == 1 else ring_steps(op, topology.domains)
-    latency = RING_BASE[protocol] + (steps - across) * RING_HOP["pcie" if topology.pcie else "link"][protocol]
-    latency += across * RING_NETWORK_HOP[protocol]
-    if protocol == "LL":
-        cap = table.low_latency if topology.domains == 1 else NETWORK_LOW_LATENCY[_bucket(topology.domains) - 1]
-        bandwidth = min(cap, bandwidth * 0.5)
-    elif protocol == "LL128":
-        bandwidth = min(bandwidth * 0.92, table.channels * table.low_latency_128)
-    elif op == "all_reduce" and topology.domains > 1 and size / (table.channels * topology.ranks) >= 64:
-        latency *= 1.4  # the plateau of rings over the network
-    wire = steps / topology.ranks if op in ("all_reduce", "all_gather", "reduce_scatter") else 1.0
-    return latency + size / 1e3 * wire / bandwidth
-
-
-def _tree_microseconds(
-    size: float, topology: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
-) -> float:
-    hop = TREE_HOP["pcie" if topology.pcie else "link"][protocol]
-    inside = topology.ranks // topology.domains - 1
-    latency = TREE_BASE[protocol] + 2 * (
-        inside * hop + int(math.log2(max(1, topology.domains))) * TREE_NETWORK_HOP[protocol]
-    )
-    bucket = _bucket(topology.domains)
-    bandwidth = min(bandwidth * 0.92, table.channels * table.tree[bucket])
-    if protocol == "LL":
-        cap = table.low_latency if topology.domains == 1 else NETWORK_LOW_LATENCY[bucket - 1]
-        bandwidth = min(bandwidth / 3.8, cap)
-    elif protocol == "LL128":
-        share = 7 / 9 if topology.domains == 1 else 120 / 128
-        bandwidth = min(bandwidth * share, table.channels * table.low_latency_128)
-    place = min(22, max(0, int(math.log2(max(size, 64) / 64))))
-    return latency + size / 1e3 / (bandwidth * 0.5 * TREE_CORRECTION[protocol][place])
-
-
-def _in_switch_microseconds(
-    op: str, size: float, topology: NcclTopology, table: NcclTable
-) -> tuple[float, Algorithm, Protocol]:
-    inside = topology.ranks // topology.domains
-    if inside < MIN_SWITCH_RANKS:
-        return math.inf, "in-switch", "Simple"
-    bandwidth = topology.link * table.ring_share * table.switch_efficiency * (table.channels - 1) / table.channels
-    if op == "all_reduce":
-        bandwidth *= 2
-        ratio = topology.ranks / ring_steps(op, topology.ranks)
-    elif op in ("all_gather", "reduce_scatter") and topology.domains == 1:
-        bandwidth *= (inside - 1) / inside
-        ratio = 1.0
-    else:
-        return math.inf, "in-switch", "Simple"
-    if topology.domains == 1:
-        return SWITCH_LATENCY + size / 1e3 / (bandwidth * ratio), "in-switch", "Simple"
-    if topology.network_reduction:
-        latency = SWITCH_LATENCY + 18.0
-        return latency + size / 1e3 / (min(bandwidth, topology.network) * ratio), "in-switch", "Simple"
-    cap = table.channels * table.switch_tree[_bucket(topology.domains)]
-    network = topology.network * (2 if topology.domains == 2 else 1)
-    bandwidth = min(bandwidth, network, cap)
-    latency = SWITCH_LATENCY + 2 * math.log2(topology.domains) * SWITCH_TREE_NETWORK_HOP
-    return latency + size / 1e3 / (bandwidth * ratio), "in-switch tree", "Simple"
-
-
-_NETWORK_DATA = {"LL": 0.5, "LL128": 120 / 128, "Simple": 1.0}
-"""Of what a protocol sends over the network, the part that is data: LL sends a flag with every 4 bytes."""
-_SWITCH_HALF = 1.3
-"""An all-gather or reduce-scatter in the switch against an all-reduce there: NCCL's tables give it 0.77 of the rate."""
-_US = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What one rank moves under one algorithm."""
-
-    steps: int
-    wire: float
-    """Bytes over the link."""
-    own: float
-    """Bytes of the rank's own part."""
-    copied: bool = True
-    """Whether the rank copies its own part."""
-    network_seconds: float = 0.0
-    """What the network alone needs for its share."""
-    network_latency: float = 0.0
-    """Seconds of the steps that cross the network."""
-
-
-def protocol_seconds(numbers: ProtocolConstants, traffic: Traffic, rate: float) -> tuple[float, float]:
-    """Seconds of one collective, and those of the wire alone, at `rate` bytes/s over the link."""
-    wire = traffic.network_seconds
-    if traffic.wire > 0:
-        handled = traffic.wire + numbers.copy * traffic.own * traffic.copied
-        wire = max(wire, (handled + math.sqrt(numbers.slow_bytes * handled)) / rate)
-    reached = 1.0
-    if numbers.fill_bytes > 0:
-        square = traffic.own * traffic.own
-        reached = square / (square + numbers.fill_bytes * numbers.fill_bytes)
-    filling = reached * (numbers.fill + numbers.fill_step * traffic.steps)
-    before = numbers.base + numbers.lead * traffic.steps
-    if numbers.root:
-        return before + math.hypot(filling + traffic.network_latency, wire), wire
-    return before + filling + traffic.network_latency + wire, wire
-
-
-def shared_bandwidth(numbers: ProtocolConstants, ranks: int) -> float:
-    """Bandwidth of `ranks` against that of two, where they share the bridges of a host."""
-    return 1.0 if ranks <= 2 else numbers.crossing * (4 / max(ranks, 4)) ** numbers.spreading
-
-
-def ring_wire(op: str, bytes: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring (or directly)."""
-    if op in ("broadcast", "reduce", "send_recv"):
-        return bytes
-    return bytes * ring_steps(op, ranks) / ranks
-
-
-def traffic_inside(op: str, bytes: float, ranks: int, algorithm: str, protocol: str) -> tuple[str, Traffic]:
-    """The name of the fitted constants, and what one rank moves, for a collective inside one domain."""
-    traffic = traffic_of(op, bytes, ranks, ranks, algorithm, protocol, 0.0, 0.0, None)
-    return constants_name(algorithm, protocol), traffic
-
-
-def constants_name(algorithm: str, protocol: str) -> str:
-    """Under which name the constants for an algorithm and a protocol are kept."""
-    if algorithm in ("in-switch", "in-switch tree"):
-        return "in-switch"
-    return "direct" if algorithm == "direct" else protocol
-
-
-def traffic_of(
-    op: str,
-    bytes: float,
-    ranks: int,
-    inside: int,
-    algorithm: str,
-    protocol: str,
-    network: float,
-    extra: float,
-    between: NetworkConstants | None,
-) -> Traffic:
-    """What one rank moves over the link and the network; `network` is bytes/s per rank, `extra` seconds per message."""
-    domains = ranks // inside
-    own = bytes if op in ("broadcast", "reduce", "send_recv") else bytes / ranks
-    extra *= 2 if protocol == "Simple" else 1  # Simple sends a flush after the data
-    levels = math.ceil(math.log2(domains)) if domains > 1 else 0
-    if algorithm == "direct":
-        return _direct(op, bytes, ranks, inside, network, extra, between)
-    out = math.inf if between is None or domains == 1 else min(network * inside, between.communicator)
-    out *= _NETWORK_DATA[protocol]
-    # a tree sends the buffer up and down again; of two, each sends it once and has the sum
-    crossing = 0.0 if domains == 1 else bytes if domains == 2 else 2 * bytes
-    if algorithm in ("in-switch", "in-switch tree"):
-        # the whole buffer goes up once and comes down once, whatever the number of ranks: 434 GB/s of buffer with 8
-        # B200, 423 with 72 GB200 (https://github.com/coreweave/nccl-tests/pull/43)
-        wire = bytes * (1.0 if op == "all_reduce" else _SWITCH_HALF)
-        if algorithm == "in-switch" and domains > 1:  # the network's switches add, too
-            levels, crossing, hops = 1, bytes, 1
-        else:
-            hops = 2 * levels
-        return Traffic(
-            steps=(inside - 1) * max(1, levels),  # every level of the tree fills its domain's pipeline again
-            wire=wire,
-            own=bytes / inside,
-            network_seconds=crossing / out,
-            network_latency=hops * (SWITCH_TREE_NETWORK_HOP * _US + extra),
-        )
-    if algorithm == "tree":
-        return Traffic(
-            steps=2 * (inside - 1),
-            wire=2 * bytes if inside > 1 else 0.0,
-            own=own,
-            network_seconds=crossing / out,
-            network_latency=2 * levels * (TREE_NETWORK_HOP[protocol] * _US + extra),
-        )
-    wire = ring_wire(op, bytes, ranks)
-    if algorithm == "parallel trees":
-        steps, across, hop = 0, levels, RING_NETWORK_HOP["Simple"] * _US
-    else:
-        steps = ring_steps(op, ranks)
-        across = ring_steps(op, domains) if domains > 1 else 0
-        # one rank per domain receives and sends at one adapter: NCCL counts the longer hop of its trees
-        table = RING_NETWORK_HOP if inside > 1 else TREE_NETWORK_HOP
-        steps, hop = steps - across, table[protocol] * _US
-    return Traffic(
-        steps=steps,
-        wire=wire if inside > 1 else 0.0,
-        own=own if inside > 1 else 0.0,
-        copied=own < bytes,
-        network_seconds=wire / out if domains > 1 else 0.0,
-        network_latency=across * (hop + extra),
-    )
-
-
-def _direct(
-    op: str, bytes: float, ranks: int, inside: int, network: float, extra: float, between: NetworkConstants | None
-) -> Traffic:
-    domains = ranks // inside
-    hop = RING_NETWORK_HOP["Simple"] * _US + extra
-    if op == "send_recv":
-        if inside > 1:
-            return Traffic(steps=1, wire=bytes, own=bytes, copied=False)
-        return Traffic(steps=0, wire=0.0, own=bytes, network_seconds=bytes / network, network_latency=hop)
-    own = bytes / ranks
-    outside = ranks - inside
-    if domains == 1 or between is None:
-        return Traffic(steps=ranks - 1, wire=own * (ranks - 1), own=own)
-    return Traffic(
-        steps=inside - 1,
-        wire=own * (inside - 1),
-        own=own,
-        network_seconds=own * outside / (network * between.all_to_all_share),
-        network_latency=hop + outside * between.message,
-    )
-
-
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
 
 
@@ -554,7 +55,7 @@ class Collective:
     ranks: int
     seconds: float
     bandwidth_seconds: float
-    """What the wire alone takes, at the bandwidth that the protocol reaches."""
+    """Seconds of the wire alone, at the bandwidth of the protocol."""
     algorithm: str
     protocol: str
     limiter: Literal["latency", "link", "network", "nothing"]
@@ -562,7 +63,7 @@ class Collective:
 
     @property
     def latency_seconds(self) -> float:
-        """All that is not the wire."""
+        """Seconds beyond the wire."""
         return self.seconds - self.bandwidth_seconds
 
     @property
@@ -684,7 +185,7 @@ class CollectiveTimes:
 
 
 def link_kind(cluster: Cluster, ranks: int) -> str:
-    """Which constants the links between `ranks` GPUs of one domain have."""
+    """Kind of the links between `ranks` GPUs of one domain: the key of their constants."""
     if cluster.fabric in ("pcie", "host"):
         return cluster.fabric
     if cluster.fabric == "pairs" and ranks > 2:
@@ -699,7 +200,7 @@ def nccl_generation(architecture: str) -> str:
 
 
 def network_bandwidth(cluster: Cluster, inside: int, concurrent_groups: int, constants: CollectiveConstants) -> float:
-    """Bytes/s per rank that reach the network."""
+    """Bytes/s per rank into the network."""
     shares = constants.network.share
     share = next((value for start, value in shares.items() if start and cluster.network_name.startswith(start)), None)
     return cluster.network_share(inside, concurrent_groups) * (shares[""] if share is None else share)
@@ -754,3 +255,495 @@ def _ranks_inside(op: str, bytes: float, ranks: int, cluster: Cluster, inside: i
             f"Nearest: ranks_per_node={nearest}."
         )
     return inside
+
+
+Protocol = Literal["LL", "LL128", "Simple"]
+Algorithm = Literal["ring", "tree", "in-switch", "in-switch tree", "parallel trees", "direct"]
+PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
+# NCCL: NVIDIA/nccl, src/graph/tuning.cc, 2.27 to 2.29; latencies in microseconds
+RING_BASE = {"LL": 6.6, "LL128": 14.0, "Simple": 8.4}
+TREE_BASE = {"LL": 6.8, "LL128": 14.0, "Simple": 8.4}
+RING_HOP = {"link": {"LL": 0.6, "LL128": 1.9, "Simple": 3.4}, "pcie": {"LL": 1.0, "LL128": 2.5, "Simple": 5.7}}
+TREE_HOP = {"link": {"LL": 0.6, "LL128": 1.25, "Simple": 4.0}, "pcie": {"LL": 1.0, "LL128": 1.9, "Simple": 4.0}}
+RING_NETWORK_HOP = {"LL": 2.7, "LL128": 4.0, "Simple": 14.0}
+TREE_NETWORK_HOP = {"LL": 5.0, "LL128": 8.5, "Simple": 14.0}
+SWITCH_LATENCY = 25.0
+SWITCH_TREE_NETWORK_HOP = 20.9
+PARALLEL_TREES_BASE = 8.0
+"""PAT: all-gather and reduce-scatter in log2(nodes) steps, for groups with one rank per node. Microseconds."""
+PARALLEL_TREES_SHARE = 0.75
+NETWORK_LOW_LATENCY = (39.0, 20.4)
+"""Cap of LL over 2 nodes, and over more."""
+PCIE_SHARE = 0.38
+"""Share of a PCIe x16 link that NCCL's search finds: 12 GB/s of 31.5 (gen 4), 24 of 63 (gen 5)."""
+MIN_SWITCH_RANKS = 5
+"""In-switch reduction inside a node: rows of 4 GPUs follow the ring, rows of 8 do not."""
+TREE_CORRECTION: dict[str, tuple[float, ...]] = {
+    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
+    "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
+    "Simple": (
+        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5),
+        *(0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+    ),
+}
+"""By log2(bytes / 64): NCCL's own table of corrections, since trees do not follow its model at medium sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclTable:
+    """NCCL's tuning table for one generation of GPUs; tuples are for 1, 2 and 4 or more nodes. Bandwidths in GB/s."""
+
+    channels: int
+    ring_share: float
+    """Share of the link's bandwidth per direction that NCCL's search for rings finds."""
+    low_latency: float
+    """Cap of LL inside a node."""
+    low_latency_128: float
+    """Cap of LL128 per channel; 0 where measured rows show that it is not used."""
+    tree: tuple[float, float, float]
+    """Cap of trees per channel."""
+    switch_efficiency: float
+    """Efficiency of in-switch reduction; 0 where there is none."""
+    switch_tree: tuple[float, float, float]
+
+
+NCCL_TABLES: dict[str, NcclTable] = {
+    "volta": NcclTable(
+        channels=12,
+        ring_share=0.8,
+        low_latency=39.0,
+        low_latency_128=20.0,
+        tree=(26.5, 18.5, 10.0),
+        switch_efficiency=0.0,
+        switch_tree=(0.0, 0.0, 0.0),
+    ),
+    "ampere": NcclTable(
+        channels=24,
+        ring_share=0.8,
+        low_latency=87.7,
+        low_latency_128=20.0,
+        tree=(24.0, 23.6, 17.8),
+        switch_efficiency=0.0,
+        switch_tree=(0.0, 0.0, 0.0),
+    ),
+    "hopper": NcclTable(
+        channels=16,
+        ring_share=320 / 450,
+        low_latency=141.0,
+        low_latency_128=36.7,
+        tree=(38.7, 41.4, 36.0),
+        switch_efficiency=0.85,
+        switch_tree=(0.0, 57.7, 45.5),
+    ),
+    # LL128: rows of B200, B300, GB200 and GB300 show the plateau of Simple where the tables would give LL128
+    "blackwell": NcclTable(
+        channels=16,
+        ring_share=640 / 900,
+        low_latency=282.4,
+        low_latency_128=0.0,
+        tree=(70.0, 42.8, 24.0),
+        switch_efficiency=0.74,
+        switch_tree=(0.0, 96.0, 43.8),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclTopology:
+    """Inputs of NCCL's choice; bandwidths in GB/s per GPU and direction."""
+
+    generation: str
+    pcie: bool
+    """Whether GPUs communicate over PCIe rather than NVLink."""
+    ranks: int
+    domains: int
+    link: float
+    network: float
+    """Into the network, all ranks of one domain together; unused in one domain."""
+    in_switch: bool
+    network_reduction: bool = False
+
+
+def choose_algorithm(op: str, size: float, topology: NcclTopology) -> tuple[Algorithm, Protocol]:
+    """The algorithm and the protocol that NCCL chooses for `size` bytes (as nccl-tests counts them).
+
+    >>> node = NcclTopology(generation="hopper", pcie=False, ranks=8, domains=1, link=450, network=0, in_switch=True)
+    >>> choose_algorithm("all_reduce", 2**20, node), choose_algorithm("all_reduce", 2**26, node)
+    (('ring', 'LL'), ('in-switch', 'Simple'))
+    """
+    if op in ("all_to_all", "send_recv"):
+        return "direct", "Simple"
+    table = NCCL_TABLES[topology.generation]
+    ring_bandwidth = topology.link * (PCIE_SHARE if topology.pcie else table.ring_share)
+    if topology.domains > 2:
+        ring_bandwidth = min(ring_bandwidth, topology.network)
+    best: tuple[float, Algorithm, Protocol] = (math.inf, "ring", "Simple")
+    for protocol in PROTOCOLS:
+        if protocol == "LL128" and (topology.pcie or not table.low_latency_128):
+            continue
+        cost = _ring_microseconds(op, size, topology, table, ring_bandwidth, protocol)
+        best = min(best, (cost, "ring", protocol))
+        if op == "all_reduce" and topology.ranks > 2:
+            best = min(best, (_tree_microseconds(size, topology, table, ring_bandwidth, protocol), "tree", protocol))
+    if op in ("all_gather", "reduce_scatter") and topology.domains == topology.ranks > 2:
+        latency = PARALLEL_TREES_BASE + math.log2(topology.domains) * RING_NETWORK_HOP["Simple"]
+        wire = size / 1e3 * (topology.ranks - 1) / topology.ranks / (ring_bandwidth * PARALLEL_TREES_SHARE)
+        best = min(best, (latency + wire, "parallel trees", "Simple"))
+    if topology.in_switch and table.switch_efficiency and not topology.pcie:
+        best = min(best, _in_switch_microseconds(op, size, topology, table))
+    return best[1], best[2]
+
+
+def ring_steps(op: str, ranks: int) -> int:
+    """Steps of a ring of `ranks`."""
+    if op == "all_reduce":
+        return 2 * (ranks - 1)
+    return ranks - 1 if op in ("all_gather", "reduce_scatter", "all_to_all") else ranks
+
+
+def _bucket(domains: int) -> int:
+    return 0 if domains == 1 else 1 if domains == 2 else 2
+
+
+def _ring_microseconds(
+    op: str, size: float, topology: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
+) -> float:
+    steps = ring_steps(op, topology.ranks)
+    across = 0 if topology.domains == 1 else ring_steps(op, topology.domains)
+    latency = RING_BASE[protocol] + (steps - across) * RING_HOP["pcie" if topology.pcie else "link"][protocol]
+    latency += across * RING_NETWORK_HOP[protocol]
+    if protocol == "LL":
+        cap = table.low_latency if topology.domains == 1 else NETWORK_LOW_LATENCY[_bucket(topology.domains) - 1]
+        bandwidth = min(cap, bandwidth * 0.5)
+    elif protocol == "LL128":
+        bandwidth = min(bandwidth * 0.92, table.channels * table.low_latency_128)
+    elif op == "all_reduce" and topology.domains > 1 and size / (table.channels * topology.ranks) >= 64:
+        latency *= 1.4  # the plateau of rings over the network
+    wire = steps / topology.ranks if op in ("all_reduce", "all_gather", "reduce_scatter") else 1.0
+    return latency + size / 1e3 * wire / bandwidth
+
+
+def _tree_microseconds(
+    size: float, topology: NcclTopology, table: NcclTable, bandwidth: float, protocol: Protocol
+) -> float:
+    hop = TREE_HOP["pcie" if topology.pcie else "link"][protocol]
+    inside = topology.ranks // topology.domains - 1
+    latency = TREE_BASE[protocol] + 2 * (
+        inside * hop + int(math.log2(max(1, topology.domains))) * TREE_NETWORK_HOP[protocol]
+    )
+    bucket = _bucket(topology.domains)
+    bandwidth = min(bandwidth * 0.92, table.channels * table.tree[bucket])
+    if protocol == "LL":
+        cap = table.low_latency if topology.domains == 1 else NETWORK_LOW_LATENCY[bucket - 1]
+        bandwidth = min(bandwidth / 3.8, cap)
+    elif protocol == "LL128":
+        share = 7 / 9 if topology.domains == 1 else 120 / 128
+        bandwidth = min(bandwidth * share, table.channels * table.low_latency_128)
+    place = min(22, max(0, int(math.log2(max(size, 64) / 64))))
+    return latency + size / 1e3 / (bandwidth * 0.5 * TREE_CORRECTION[protocol][place])
+
+
+def _in_switch_microseconds(
+    op: str, size: float, topology: NcclTopology, table: NcclTable
+) -> tuple[float, Algorithm, Protocol]:
+    inside = topology.ranks // topology.domains
+    if inside < MIN_SWITCH_RANKS:
+        return math.inf, "in-switch", "Simple"
+    bandwidth = topology.link * table.ring_share * table.switch_efficiency * (table.channels - 1) / table.channels
+    if op == "all_reduce":
+        bandwidth *= 2
+        ratio = topology.ranks / ring_steps(op, topology.ranks)
+    elif op in ("all_gather", "reduce_scatter") and topology.domains == 1:
+        bandwidth *= (inside - 1) / inside
+        ratio = 1.0
+    else:
+        return math.inf, "in-switch", "Simple"
+    if topology.domains == 1:
+        return SWITCH_LATENCY + size / 1e3 / (bandwidth * ratio), "in-switch", "Simple"
+    if topology.network_reduction:
+        latency = SWITCH_LATENCY + 18.0
+        return latency + size / 1e3 / (min(bandwidth, topology.network) * ratio), "in-switch", "Simple"
+    cap = table.channels * table.switch_tree[_bucket(topology.domains)]
+    network = topology.network * (2 if topology.domains == 2 else 1)
+    bandwidth = min(bandwidth, network, cap)
+    latency = SWITCH_LATENCY + 2 * math.log2(topology.domains) * SWITCH_TREE_NETWORK_HOP
+    return latency + size / 1e3 / (bandwidth * ratio), "in-switch tree", "Simple"
+
+
+_NETWORK_DATA = {"LL": 0.5, "LL128": 120 / 128, "Simple": 1.0}
+"""Share of data in what a protocol sends over the network: LL sends a flag with every 4 bytes."""
+_SWITCH_HALF = 1.3
+"""Time of an all-gather or reduce-scatter in the switch over that of an all-reduce: 1 / 0.77 of NCCL's tables."""
+_US = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Traffic of one rank under one algorithm."""
+
+    steps: int
+    wire: float
+    """Bytes over the link."""
+    own: float
+    """Bytes of the rank's own part."""
+    copied: bool = True
+    """Whether the rank copies its own part."""
+    network_seconds: float = 0.0
+    """Seconds of the network alone."""
+    network_latency: float = 0.0
+    """Seconds of the steps that cross the network."""
+
+
+def protocol_seconds(numbers: ProtocolConstants, traffic: Traffic, rate: float) -> tuple[float, float]:
+    """Seconds of one collective, and those of the wire alone, with `rate` bytes/s over the link."""
+    wire = traffic.network_seconds
+    if traffic.wire > 0:
+        handled = traffic.wire + numbers.copy * traffic.own * traffic.copied
+        wire = max(wire, (handled + math.sqrt(numbers.slow_bytes * handled)) / rate)
+    reached = 1.0
+    if numbers.fill_bytes > 0:
+        square = traffic.own * traffic.own
+        reached = square / (square + numbers.fill_bytes * numbers.fill_bytes)
+    filling = reached * (numbers.fill + numbers.fill_step * traffic.steps)
+    before = numbers.base + numbers.lead * traffic.steps
+    if numbers.root:
+        return before + math.hypot(filling + traffic.network_latency, wire), wire
+    return before + filling + traffic.network_latency + wire, wire
+
+
+def shared_bandwidth(numbers: ProtocolConstants, ranks: int) -> float:
+    """Bandwidth of `ranks` over that of two, where they share the bridges of a host."""
+    return 1.0 if ranks <= 2 else numbers.crossing * (4 / max(ranks, 4)) ** numbers.spreading
+
+
+def ring_wire(op: str, bytes: float, ranks: int) -> float:
+    """Bytes that each rank sends in a ring (or directly)."""
+    if op in ("broadcast", "reduce", "send_recv"):
+        return bytes
+    return bytes * ring_steps(op, ranks) / ranks
+
+
+def constants_name(algorithm: str, protocol: str) -> str:
+    """Name of the fitted constants of an algorithm and a protocol."""
+    if algorithm in ("in-switch", "in-switch tree"):
+        return "in-switch"
+    return "direct" if algorithm == "direct" else protocol
+
+
+def traffic_of(
+    op: str,
+    bytes: float,
+    ranks: int,
+    inside: int,
+    algorithm: str,
+    protocol: str,
+    network: float,
+    extra: float,
+    between: NetworkConstants | None,
+) -> Traffic:
+    """Traffic of one rank over the link and the network; `network` is bytes/s per rank, `extra` seconds per message."""
+    domains = ranks // inside
+    own = bytes if op in ("broadcast", "reduce", "send_recv") else bytes / ranks
+    extra *= 2 if protocol == "Simple" else 1  # Simple sends a flush after the data
+    levels = math.ceil(math.log2(domains)) if domains > 1 else 0
+    if algorithm == "direct":
+        return _direct(op, bytes, ranks, inside, network, extra, between)
+    out = math.inf if between is None or domains == 1 else min(network * inside, between.communicator)
+    out *= _NETWORK_DATA[protocol]
+    # a tree sends the buffer up and down again; of two, each sends it once and has the sum
+    crossing = 0.0 if domains == 1 else bytes if domains == 2 else 2 * bytes
+    if algorithm in ("in-switch", "in-switch tree"):
+        # the whole buffer goes up once and comes down once, whatever the number of ranks: 434 GB/s of buffer with 8
+        # B200, 423 with 72 GB200 (https://github.com/coreweave/nccl-tests/pull/43)
+        wire = bytes * (1.0 if op == "all_reduce" else _SWITCH_HALF)
+        if algorithm == "in-switch" and domains > 1:  # the network's switches add, too
+            levels, crossing, hops = 1, bytes, 1
+        else:
+            hops = 2 * levels
+        return Traffic(
+            steps=(inside - 1) * max(1, levels),  # every level of the tree fills its domain's pipeline again
+            wire=wire,
+            own=bytes / inside,
+            network_seconds=crossing / out,
+            network_latency=hops * (SWITCH_TREE_NETWORK_HOP * _US + extra),
+        )
+    if algorithm == "tree":
+        return Traffic(
+            steps=2 * (inside - 1),
+            wire=2 * bytes if inside > 1 else 0.0,
+            own=own,
+            network_seconds=crossing / out,
+            network_latency=2 * levels * (TREE_NETWORK_HOP[protocol] * _US + extra),
+        )
+    wire = ring_wire(op, bytes, ranks)
+    if algorithm == "parallel trees":
+        steps, across, hop = 0, levels, RING_NETWORK_HOP["Simple"] * _US
+    else:
+        steps = ring_steps(op, ranks)
+        across = ring_steps(op, domains) if domains > 1 else 0
+        # one rank per domain receives and sends at one adapter: NCCL counts the longer hop of its trees
+        table = RING_NETWORK_HOP if inside > 1 else TREE_NETWORK_HOP
+        steps, hop = steps - across, table[protocol] * _US
+    return Traffic(
+        steps=steps,
+        wire=wire if inside > 1 else 0.0,
+        own=own if inside > 1 else 0.0,
+        copied=own < bytes,
+        network_seconds=wire / out if domains > 1 else 0.0,
+        network_latency=across * (hop + extra),
+    )
+
+
+def _direct(
+    op: str, bytes: float, ranks: int, inside: int, network: float, extra: float, between: NetworkConstants | None
+) -> Traffic:
+    domains = ranks // inside
+    hop = RING_NETWORK_HOP["Simple"] * _US + extra
+    if op == "send_recv":
+        if inside > 1:
+            return Traffic(steps=1, wire=bytes, own=bytes, copied=False)
+        return Traffic(steps=0, wire=0.0, own=bytes, network_seconds=bytes / network, network_latency=hop)
+    own = bytes / ranks
+    outside = ranks - inside
+    if domains == 1 or between is None:
+        return Traffic(steps=ranks - 1, wire=own * (ranks - 1), own=own)
+    return Traffic(
+        steps=inside - 1,
+        wire=own * (inside - 1),
+        own=own,
+        network_seconds=own * outside / (network * between.all_to_all_share),
+        network_latency=hop + outside * between.message,
+    )
+
+
+NOT_NVLINK = ("pcie", "host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolConstants:
+    """Time of one protocol over one kind of link; `protocol_seconds` is the formula."""
+
+    base: float
+    """Seconds before the transfer starts."""
+    lead: float
+    """Exposed seconds per step."""
+    fill: float
+    """Seconds to fill the pipeline, independent of the number of steps; reached at `fill_bytes`."""
+    fill_step: float
+    """The same, per step."""
+    fill_bytes: float
+    """Bytes per rank at which half of the filling time is reached; 0: always all of it."""
+    share: float
+    """Share of the link's bandwidth."""
+    copy: float
+    """Bytes of wire time per byte of the rank's own part, which is copied locally."""
+    slow_bytes: float
+    """The wire takes 1 + sqrt(slow_bytes / bytes) times as long: bandwidth rises slowly with size."""
+    root: bool
+    """Whether filling and wire overlap (root of the sum of squares) or add up."""
+    crossing: float = 1.0
+    """Bandwidth of more than 2 ranks over that of 2, where they cross the bridges of a host."""
+    spreading: float = 0.0
+    """Power of 4 / ranks with which bandwidth falls beyond 4 ranks of one host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConstants:
+    """All protocols over one kind of link."""
+
+    protocols: Mapping[str, ProtocolConstants]
+    """By "LL", "LL128", "Simple", "in-switch", "direct"."""
+    rows: int = 0
+    systems: tuple[str, ...] = ()
+    """Systems of the measured rows."""
+    max_ranks: int = 8
+    """Ranks of the largest measured group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkConstants:
+    """Between domains: NCCL's constants, and published or assumed shares of the adapters' bandwidth."""
+
+    share: Mapping[str, float]
+    """Share of the adapters' bandwidth, by prefix of the network's name; "" for any other."""
+    communicator: float
+    """Most bytes/s of one communicator out of a domain, whatever the number of adapters."""
+    all_to_all_share: float
+    """Further share of all-to-all, whose traffic leaves the rails."""
+    message: float
+    """Seconds per peer of an all-to-all or a send."""
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CollectiveConstants:
+    """All constants of `collectives.json`; compared by identity.
+
+    `links` by kind: "ampere", "hopper", "blackwell" (their NVLink), "pcie", "host".
+    """
+
+    source: str
+    links: Mapping[str, LinkConstants]
+    network: NetworkConstants
+    without: Mapping[str, Mapping[str, LinkConstants]]
+    """By left-out system: the links as fitted without its rows, for validation on unseen rows."""
+
+    def leaving_out(self, system: str) -> CollectiveConstants | None:
+        """The constants as fitted without the rows of `system`; a generation of NVLink that only it had is missing.
+
+        None where nothing replaces it: each of the two ways over PCIe has one system only.
+        """
+        if any(self.links[kind].systems == (system,) for kind in NOT_NVLINK if kind in self.links):
+            return None
+        changed = self.without.get(system, {})
+        links = {kind: value for kind, value in self.links.items() if value.systems != (system,)}
+        return CollectiveConstants(
+            source=f"{self.source}, without {system}",
+            links={**links, **changed},
+            network=self.network,
+            without={},
+        )
+
+
+@cache
+def link_constants(kind: str, constants: CollectiveConstants) -> tuple[LinkConstants, Provenance]:
+    """The constants of a kind of link, and their provenance.
+
+    A generation of NVLink without rows gets the mean of the others. The two ways over PCIe replace each other where
+    one has no rows, which is a poor guess: one is through the host's memory.
+    """
+    link = constants.links.get(kind)
+    if link is not None:
+        return link, Provenance(kind="fitted", text=f"{link.rows} rows of {', '.join(link.systems)}")
+    others = {name: link for name, link in constants.links.items() if (name in NOT_NVLINK) == (kind in NOT_NVLINK)}
+    if not others:
+        others = dict(constants.links)
+    mean = mean_constants(tuple(others.values()))
+    text = f"{kind}: mean of {', '.join(others)}, {mean.rows} rows of {', '.join(mean.systems)}"
+    return mean, Provenance(kind="transferred", text=text)
+
+
+def mean_constants(links: tuple[LinkConstants, ...]) -> LinkConstants:
+    """The geometric mean of the constants of several kinds of link, protocol by protocol."""
+    protocols = {}
+    for name in dict.fromkeys(name for link in links for name in link.protocols):
+        measured = [link.protocols[name] for link in links if name in link.protocols]
+        values: dict[str, Any] = {}
+        for field in fields(ProtocolConstants):
+            if field.name != "root":
+                numbers = [float(getattr(protocol, field.name)) for protocol in measured]
+                values[field.name] = math.exp(fmean(map(math.log, numbers))) if min(numbers) > 0 else fmean(numbers)
+        protocols[name] = replace(measured[0], **values)
+    return LinkConstants(
+        protocols=protocols,
+        rows=sum(link.rows for link in links),
+        systems=tuple(system for link in links for system in link.systems),
+        max_ranks=max(link.max_ranks for link in links),
+    )
+
+
+@cache
+def load_collective_constants() -> CollectiveConstants:
+    """The constants of `collectives.json`."""
+    text = resources.files("nearpeak.plan.cluster").joinpath("collectives.json").read_text(encoding="utf-8")
+    return from_json(CollectiveConstants, json.loads(text))
