@@ -26,144 +26,6 @@ from nearpeak.errors import UsageError
 from nearpeak.kernels.attention import attention, attention_packed
 from nearpeak.kernels.decode import MAX_NEW_TOKENS, decode_attention
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
-    """The keys that a query sees, by its position."""
-
-    causal: bool
-    left: int | None = None
-    """The most keys before its own; None for all."""
-    bottom_right: bool = True
-    """Whether the last query is aligned with the last key, or the first with the first."""
-
-
-class PatternMask(Tensor):
-    """A mask of [batch, 1, queries, keys], True for visible keys, that is materialized when an op of torch reads it.
-
-    Args:
-        make: Returns the mask as a plain tensor.
-        pattern: The mask without padding; None if only `make` knows it.
-        padding: [batch, keys], False for padding keys; None if there are none.
-    """
-
-    make: Callable[[], Tensor]
-    pattern: Pattern | None
-    padding: Tensor | None
-    _materialized: Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls, shape: tuple[int, ...], device: torch.device, make: Callable[[], Tensor], pattern: Pattern | None,
-        padding: Tensor | None,
-    ) -> PatternMask:  # fmt: skip
-        mask: PatternMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.make, mask.pattern, mask.padding, mask._materialized = make, pattern, padding, None
-        return mask
-
-    # results are plain tensors
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def materialize(self) -> Tensor:
-        """The mask as a plain tensor, the same one for all layers."""
-        if self._materialized is None:
-            self._materialized = self.make()
-        return self._materialized
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def as_plain(x: Any) -> Any:
-            return x.materialize() if isinstance(x, PatternMask) else x
-
-        args, kwargs = tree_map(as_plain, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PatternMask({tuple(self.shape)}, {self.pattern}, padding={self.padding is not None})"
-
-
-def make_mask(masking: Any, *, batch_size: int, q_length: int, kv_length: int, **rest: Any) -> Tensor | None:
-    """The mask function of the attention implementation, with the arguments and return values of `sdpa_mask`.
-
-    None means a causal mask aligned at the top left, or no mask if the module is not causal, or for one query.
-    `masking` is the module `transformers.masking_utils`.
-    """
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    padding, first_query = rest.get("attention_mask"), rest.get("q_offset", 0)
-    # only the device knows the position in a cache of fixed size; the mask of one query is small
-    if _is_opaque(padding) or _is_opaque(first_query) or (q_length == 1 and isinstance(first_query, Tensor)):
-        return _materialized_mask(masking, sizes, rest)
-    offset = int(rest.get("kv_offset", 0))
-    if padding is not None:
-        padding = masking.prepare_padding_mask(padding, kv_length, offset)[:, offset : offset + kv_length]
-        padding = None if bool(padding.all()) else padding
-    pattern = _pattern_of_function(masking, rest.get("mask_function"), q_length, kv_length, int(first_query) - offset)
-    if pattern is not None and padding is None:
-        has_no_window = pattern.left is None or pattern.left >= kv_length - 1
-        is_full = not pattern.causal and rest.get("allow_is_bidirectional_skip", False)
-        is_plain = q_length in (1, kv_length) and pattern.bottom_right and rest.get("allow_is_causal_skip", True)
-        if is_full or (pattern.causal and is_plain and has_no_window):
-            return None
-    elif q_length == 1:
-        return _materialized_mask(masking, sizes, rest)
-    options = {**rest, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    device = torch.device(rest.get("device", "cpu"))
-    shape = (batch_size, 1, q_length, kv_length)
-    return PatternMask(shape, device, partial(masking.sdpa_mask, **sizes, **options), pattern, padding)
-
-
-def _materialized_mask(masking: Any, sizes: dict[str, int], rest: dict[str, Any]) -> Tensor | None:
-    mask: Tensor | None = masking.sdpa_mask(**sizes, **rest)
-    return mask
-
-
-def _is_opaque(x: Any) -> bool:
-    """Whether the values of a tensor must not be read: code is compiled, or the tensor is a fake one."""
-    return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) is not Tensor)
-
-
-def _pattern_of_function(masking: Any, function: Any, queries: int, keys: int, shift: int) -> Pattern | None:
-    """The pattern of a mask function of `transformers`; `shift` is the position of the first query among the keys."""
-    if function is masking.bidirectional_mask_function:
-        return Pattern(causal=False)
-    left = None
-    if function is not masking.causal_mask_function and function is not None:
-        window = _window_of_function(masking, function)
-        if window is None:
-            return None
-        left = window - 1
-    if shift == keys - queries:
-        return Pattern(causal=True, left=left)
-    return Pattern(causal=True, left=left, bottom_right=False) if shift == 0 else None
-
-
-def _window_of_function(masking: Any, function: Any) -> int | None:
-    """The window of a causal mask function with a sliding window; None for any other function.
-
-    These are closures, which are recognized by their code.
-    """
-    example = masking.sliding_window_causal_mask_function(1)
-    parts, example_parts = _closure_functions(function), _closure_functions(example)
-    if not example_parts or len(parts) != len(example_parts) or _code_of(function) is not _code_of(example):
-        return None
-    if any(_code_of(part) is not _code_of(expected) for part, expected in zip(parts, example_parts, strict=True)):
-        return None
-    contents = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
-    return contents[0] if len(contents) == 1 and isinstance(contents[0], int) and contents[0] > 0 else None
-
-
-def _closure_functions(function: Any) -> tuple[Any, ...]:
-    """The functions that a mask function combines."""
-    contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    return contents[0] if len(contents) == 1 and isinstance(contents[0], tuple) else ()
-
-
-def _code_of(function: Any) -> Any:
-    return getattr(function, "__code__", function)
-
-
 NAME = "nearpeak"
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -292,3 +154,135 @@ def _is_decoding(
         return False
     tensors = (query, key, value, sinks)
     return not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """The keys that a query sees, by its position."""
+
+    causal: bool
+    left: int | None = None
+    """The most keys before its own; None for all."""
+    bottom_right: bool = True
+    """Whether the last query is aligned with the last key, or the first with the first."""
+
+
+class PatternMask(Tensor):
+    """A mask of [batch, 1, queries, keys], True for visible keys, that is materialized when an op of torch reads it.
+
+    Args:
+        make: Returns the mask as a plain tensor.
+        pattern: The mask without padding; None if only `make` knows it.
+        padding: [batch, keys], False for padding keys; None if there are none.
+    """
+
+    make: Callable[[], Tensor]
+    pattern: Pattern | None
+    padding: Tensor | None
+    _materialized: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device, make: Callable[[], Tensor], pattern: Pattern | None,
+        padding: Tensor | None,
+    ) -> PatternMask:  # fmt: skip
+        mask: PatternMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.make, mask.pattern, mask.padding, mask._materialized = make, pattern, padding, None
+        return mask
+
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def materialize(self) -> Tensor:
+        """The mask as a plain tensor, the same one for all layers."""
+        if self._materialized is None:
+            self._materialized = self.make()
+        return self._materialized
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def as_plain(x: Any) -> Any:
+            return x.materialize() if isinstance(x, PatternMask) else x
+
+        args, kwargs = tree_map(as_plain, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PatternMask({tuple(self.shape)}, {self.pattern}, padding={self.padding is not None})"
+
+
+def make_mask(masking: Any, *, batch_size: int, q_length: int, kv_length: int, **rest: Any) -> Tensor | None:
+    """The mask function of the attention implementation, with the arguments and return values of `sdpa_mask`.
+
+    None means a causal mask aligned at the top left, or no mask if the module is not causal, or for one query.
+    `masking` is the module `transformers.masking_utils`.
+    """
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    padding, first_query = rest.get("attention_mask"), rest.get("q_offset", 0)
+    # only the device knows the position in a cache of fixed size; the mask of one query is small
+    if _is_opaque(padding) or _is_opaque(first_query) or (q_length == 1 and isinstance(first_query, Tensor)):
+        return masking.sdpa_mask(**sizes, **rest)  # type: ignore[no-any-return]
+    offset = int(rest.get("kv_offset", 0))
+    if padding is not None:
+        padding = masking.prepare_padding_mask(padding, kv_length, offset)[:, offset : offset + kv_length]
+        padding = None if bool(padding.all()) else padding
+    pattern = _pattern_of_function(masking, rest.get("mask_function"), q_length, kv_length, int(first_query) - offset)
+    if pattern is not None and padding is None:
+        has_no_window = pattern.left is None or pattern.left >= kv_length - 1
+        is_full = not pattern.causal and rest.get("allow_is_bidirectional_skip", False)
+        is_plain = q_length in (1, kv_length) and pattern.bottom_right and rest.get("allow_is_causal_skip", True)
+        if is_full or (pattern.causal and is_plain and has_no_window):
+            return None
+    elif q_length == 1:
+        return masking.sdpa_mask(**sizes, **rest)  # type: ignore[no-any-return]
+    options = {**rest, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    device = torch.device(rest.get("device", "cpu"))
+    shape = (batch_size, 1, q_length, kv_length)
+    return PatternMask(shape, device, partial(masking.sdpa_mask, **sizes, **options), pattern, padding)
+
+
+def _is_opaque(x: Any) -> bool:
+    """Whether the values of a tensor must not be read: code is compiled, or the tensor is a fake one."""
+    return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) is not Tensor)
+
+
+def _pattern_of_function(masking: Any, function: Any, queries: int, keys: int, shift: int) -> Pattern | None:
+    """The pattern of a mask function of `transformers`; `shift` is the position of the first query among the keys."""
+    if function is masking.bidirectional_mask_function:
+        return Pattern(causal=False)
+    left = None
+    if function is not masking.causal_mask_function and function is not None:
+        window = _window_of_function(masking, function)
+        if window is None:
+            return None
+        left = window - 1
+    if shift == keys - queries:
+        return Pattern(causal=True, left=left)
+    return Pattern(causal=True, left=left, bottom_right=False) if shift == 0 else None
+
+
+def _window_of_function(masking: Any, function: Any) -> int | None:
+    """The window of a causal mask function with a sliding window; None for any other function.
+
+    These are closures, which are recognized by their code.
+    """
+    example = masking.sliding_window_causal_mask_function(1)
+    parts, example_parts = _closure_functions(function), _closure_functions(example)
+    if not example_parts or len(parts) != len(example_parts) or _code_of(function) is not _code_of(example):
+        return None
+    if any(_code_of(part) is not _code_of(expected) for part, expected in zip(parts, example_parts, strict=True)):
+        return None
+    contents = [cell.cell_contents for part in parts for cell in part.__closure__ or ()]
+    return contents[0] if len(contents) == 1 and isinstance(contents[0], int) and contents[0] > 0 else None
+
+
+def _closure_functions(function: Any) -> tuple[Any, ...]:
+    """The functions that a mask function combines."""
+    contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return contents[0] if len(contents) == 1 and isinstance(contents[0], tuple) else ()
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(function, "__code__", function)

@@ -11,7 +11,7 @@ their configurations, and `reference` is the same in plain torch.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,12 +28,25 @@ from nearpeak.kernels.attention.reference import (
 )
 from nearpeak.kernels.pointwise import seed_tensor
 
-_ALIGNMENTS = ("bottom right", "top left")
+Alignment = Literal["bottom right", "top left"]
+_ALIGNMENTS = get_args(Alignment)
+Window = tuple[int | None, int | None]
+MAX_HEAD_DIM = 256
+"""Tiles of larger heads do not fit into the registers and the shared memory of a multiprocessor."""
+_TENSOR_SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? seed,"
+    " Tensor? query_starts, Tensor? key_starts"
+)
+_OPTION_SCHEMA = (
+    "int longest_query, int longest_key, int left, int right, bool bottom_right, float scale, float softcap,"
+    " float dropout"
+)
+_SLOPES_INPUT = 4
 
 
 def operator_arguments(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, alignment: str = "bottom right",
-    window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
+    window: Window | None = None, scale: float | None = None, softcap: float | None = None,
     bias: Tensor | None = None, slopes: Tensor | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
     seed: Tensor | int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -49,7 +62,7 @@ def operator_arguments(
 def packed_operator_arguments(
     query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, longest_query: int,
     longest_key: int, *, causal: bool = False, alignment: str = "bottom right",
-    window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
+    window: Window | None = None, scale: float | None = None, softcap: float | None = None,
     slopes: Tensor | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
     seed: Tensor | int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -138,19 +151,6 @@ def _window_sides(window: Any) -> tuple[int, int]:
     return left, right
 
 
-MAX_HEAD_DIM = 256
-"""Tiles of larger heads do not fit into the registers and the shared memory of a multiprocessor."""
-_TENSOR_SCHEMA = (
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? slopes, Tensor? sinks, Tensor? seed,"
-    " Tensor? query_starts, Tensor? key_starts"
-)
-_OPTION_SCHEMA = (
-    "int longest_query, int longest_key, int left, int right, bool bottom_right, float scale, float softcap,"
-    " float dropout"
-)
-_SLOPES_INPUT = 4
-
-
 def operator_why_not(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> str | None:
     """Why the kernels do not support the arguments of the operator, or None."""
     if not query.dtype == key.dtype == value.dtype:
@@ -232,15 +232,11 @@ _forward = Operator(
     backward=_autograd_backward,
 )
 
-Alignment = Literal["bottom right", "top left"]
-Window = tuple[int | None, int | None]
-_NO_SLOPE_GRADIENT = "it has no gradient of slopes"
-
 
 def _attention_why_not(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> str | None:
     slopes = options.get("slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        return _NO_SLOPE_GRADIENT
+        return "it has no gradient of slopes"
     others = (options.get(name) for name in ("bias", "slopes", "sinks", "seed"))
     return operator_why_not(query, key, value, *others)
 
