@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from nearpeak.kernels._runtime.launch import launch
-from nearpeak.kernels.pointwise import triton as jit_dropout
+from nearpeak.kernels.pointwise import triton as pointwise_triton
 from nearpeak.kernels.pointwise.triton import philox_numbers
 
 BF16 = torch.bfloat16
@@ -80,8 +80,8 @@ def test_the_mask_depends_on_nothing_but_seed_place_and_p():
         assert torch.equal(mask, mask_of_kernel(shape, 0.4, 5, dtype))
     x, residual = torch.ones(shape, device=DEVICE), torch.zeros(shape, device=DEVICE)
     seed = torch.tensor(5, device=DEVICE)
-    for config in jit_dropout.dropout_candidates(x.numel()):
-        assert torch.equal(mask, jit_dropout.dropout_add(x, residual, seed, 0.4, config=config) != 0)
+    for config in pointwise_triton.dropout_candidates(x.numel()):
+        assert torch.equal(mask, pointwise_triton.dropout_add(x, residual, seed, 0.4, config=config) != 0)
     assert not torch.equal(mask, mask_of_kernel(shape, 0.4, 6))
 
 

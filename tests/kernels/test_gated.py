@@ -62,8 +62,8 @@ def test_values_and_gradients(shape, dtype):
 @settings(max_examples=30)
 def test_any_shape_and_layout(shape, columns, dtype, ways, name):
     def way(tensor, which):
-        found = [one for _, one in layouts(tensor)]
-        return found[which % len(found)]
+        views = [one for _, one in layouts(tensor)]
+        return views[which % len(views)]
 
     gate, up, upstream = (way(made(*shape, columns, dtype=dtype, seed=seed), ways[seed]) for seed in range(3))
     x = way(made(*shape, 2 * columns, dtype=dtype), ways[0])

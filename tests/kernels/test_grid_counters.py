@@ -33,14 +33,14 @@ def test_a_stream_has_counters_of_its_own_at_every_call(counters):
 def test_counters_of_a_graph_are_never_handed_out_again(counters, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 4096)
     assert counters.for_graph(8) is None  # nothing is cleared while a graph is recorded
-    kept = [counters.for_stream(0, 8)]
+    tensors = [counters.for_stream(0, 8)]
     while (one := counters.for_graph(70)) is not None:
-        kept.append(one)
-    assert len(kept) > 10
-    kept += [counters.for_stream(0, 2000), counters.for_stream(1, 10_000)]
-    for one in kept:
+        tensors.append(one)
+    assert len(tensors) > 10
+    tensors += [counters.for_stream(0, 2000), counters.for_stream(1, 10_000)]
+    for one in tensors:
         one += 1
-    assert all((one == 1).all() for one in kept)
+    assert all((one == 1).all() for one in tensors)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the CPU stand for those of a GPU")
@@ -50,8 +50,8 @@ def test_plans_find_them(monkeypatch):
     for _ in range(4):
         query = torch.randn(1, 2, 1, 16)
         with kernels.using("require"):
-            found = kernels.decode_attention(query, keys, keys + 1, lengths)
+            result = kernels.decode_attention(query, keys, keys + 1, lengths)
         with kernels.using("off"):
-            torch.testing.assert_close(found, kernels.decode_attention(query, keys, keys + 1, lengths))
+            torch.testing.assert_close(result, kernels.decode_attention(query, keys, keys + 1, lengths))
     assert len(runs) >= 2
     assert not module.grid_counters(1, DEVICE).any()

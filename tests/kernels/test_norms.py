@@ -154,8 +154,8 @@ def test_empty_and_of_one_column(shape):
         else:
             expected = (torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias))
         # the gradient of one column is a difference of equal numbers, times 1 / sqrt(eps)
-        found = torch.autograd.grad(actual.sum(), (x, weight, bias))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+        gradients = torch.autograd.grad(actual.sum(), (x, weight, bias))
+        torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -181,10 +181,10 @@ def test_any_layout_of_input_and_gradient(function):
 def test_heads_are_read_where_they_are():
     heads = randn(2, 5, 3 * 4, 16)[:, :, 4:8]  # the keys in a fused projection of [batch, position, head, dimension]
     moved = randn(2, 4, 5, 16).transpose(1, 2)
-    found = strided_rows(heads, moved)
-    assert found.tensors[0] is heads
-    assert found.tensors[1] is moved
-    assert found.levels == 3
+    strided = strided_rows(heads, moved)
+    assert strided.tensors[0] is heads
+    assert strided.tensors[1] is moved
+    assert strided.levels == 3
     assert torch.equal(kernels.rms_norm(heads), kernels.rms_norm(heads.contiguous()))
     assert torch.equal(kernels.rms_norm(moved), kernels.rms_norm(moved.contiguous()))
     result, total = kernels.add_layer_norm(heads, moved)
@@ -206,19 +206,19 @@ def test_long_rows(columns, centered):
     x, residual, gradient, sum_gradient = (randn(6, columns) + 3 for _ in range(4))
     weight, bias = randn(columns), randn(columns)
     arguments = weight, bias, 1e-5, 0.5, centered
-    result, total, kept = norms_triton._forward(x, residual, *arguments, SPLIT)
+    result, total, statistics = norms_triton._forward(x, residual, *arguments, SPLIT)
     assert torch.equal(total, x + residual)
     exact = operations.norm_reference(total.double(), weight, bias, 1e-5, 0.5, centered, torch.float64)
     low = operations.norm_reference(total, *arguments, torch.float32)
     assert_as_exact(result, exact, low)
-    torch.testing.assert_close(kept, operations.row_statistics(total, 1e-5, centered))
+    torch.testing.assert_close(statistics, operations.row_statistics(total, 1e-5, centered))
     assert torch.equal(norms_triton._forward(total, None, *arguments, SPLIT)[0], result)
     for config in (replace(SPLIT, part=2048), replace(SPLIT, part=2048, kept=True), replace(SPLIT, kept=True)):
         again = norms_triton._forward(total, None, *arguments, config)
         assert_as_exact(again[0], exact, low)
-        torch.testing.assert_close(again[2], kept)
+        torch.testing.assert_close(again[2], statistics)
         assert torch.equal(norms_triton._forward(x, residual, *arguments, config)[0], again[0])
-    given = gradient, total, sum_gradient, kept, weight, bias, 0.5, centered, [True] * 4
+    given = gradient, total, sum_gradient, statistics, weight, bias, 0.5, centered, [True] * 4
     expected = operations._norm_backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
     for config in (replace(GROUPS, rows=2, block=512, batch=4), replace(GROUPS, block=4096), TILE):
         actual = norms_triton.norm_backward(*given, config=config)
@@ -240,10 +240,10 @@ def test_rows_are_shared_by_programs(rows, columns, block, rows_of_tile, ahead, 
     assert plan.parts == -(-columns // block)
     assert (plan.groups > 1) == (rows > 1)
     for centered in (False, True):
-        kept = operations.row_statistics(x, 1e-5, centered)
+        statistics = operations.row_statistics(x, 1e-5, centered)
         for inputs in (
-            (transposed, x, sum_gradient, kept, weight, bias, 0.5, centered, [True] * 4),
-            (expanded, x, None, kept, None, bias, 0.0, centered, [True, False, False, True]),
+            (transposed, x, sum_gradient, statistics, weight, bias, 0.5, centered, [True] * 4),
+            (expanded, x, None, statistics, None, bias, 0.0, centered, [True, False, False, True]),
         ):
             exact = (one.double() if torch.is_tensor(one) else one for one in inputs)
             expected = operations._norm_backward_reference(*exact)
@@ -269,8 +269,8 @@ def test_how_rows_are_shared():
 @pytest.mark.parametrize("config", [TILE, replace(GROUPS, block=64, batch=2)], ids=lambda config: config.variant)
 def test_gradients_only_of_what_wants_them(config):
     x, gradient, weight, bias = randn(5, 96), randn(5, 96), randn(96), randn(96)
-    kept = operations.row_statistics(x, 1e-5, True)
-    given = gradient, x, None, kept, weight, bias, 0.0, True
+    statistics = operations.row_statistics(x, 1e-5, True)
+    given = gradient, x, None, statistics, weight, bias, 0.0, True
     every = norms_triton.norm_backward(*given, [True] * 4, config=config)
     for wants in ([True, False, False, False], [False, True, False, True], [False, False, True, False], [False] * 4):
         some = norms_triton.norm_backward(*given, wants, config=config)
@@ -336,10 +336,10 @@ def test_more_elements_than_32_bits_can_count(name, config):
         reserved = torch.empty(2 * stride + columns, dtype=BF16, device=DEVICE)
     x = reserved.as_strided((3, columns), (stride, 1))
     x.copy_(randn(3, columns))
-    result, _, kept = norms_triton._forward(x, None, None, None, 1e-6, 0.0, False, config)
+    result, _, statistics = norms_triton._forward(x, None, None, None, 1e-6, 0.0, False, config)
     assert torch.equal(result, kernels.rms_norm(x.contiguous()))
     backward = replace(GROUPS, block=8) if name == "split" else TILE
-    given = kept, None, None, 0.0, False, [True, False, False, False]
+    given = statistics, None, None, 0.0, False, [True, False, False, False]
     actual = norms_triton.norm_backward(x, x, x, *given, config=backward)[0]
     near = x.contiguous()
     assert torch.equal(actual, norms_triton.norm_backward(near, near, near, *given, config=backward)[0])
@@ -352,12 +352,12 @@ def test_operators_are_of_torch():
     opcheck(torch.ops.nearpeak.layer_norm.default, (x, weight, bias, 1e-5))
     opcheck(torch.ops.nearpeak.add_rms_norm.default, (x, residual, weight, None, 1e-6, 0.0))
     opcheck(torch.ops.nearpeak.add_layer_norm.default, (x, residual, weight, bias, 1e-5))
-    kept = operations.row_statistics(x, 1e-5, True).detach()
+    statistics = operations.row_statistics(x, 1e-5, True).detach()
     plain = [one.detach() for one in (x, residual, weight, bias)]
     for wants in ([True] * 4, [True, False, False, False], [False, False, True, False]):
         opcheck(
             torch.ops.nearpeak.norm_backward.default,
-            (plain[0].t().contiguous().t(), plain[1], plain[0], kept, *plain[2:], 0.0, True, wants),
+            (plain[0].t().contiguous().t(), plain[1], plain[0], statistics, *plain[2:], 0.0, True, wants),
         )
 
 
@@ -445,9 +445,9 @@ def test_full_sizes_are_exact_and_the_same_in_every_run(rows, columns):
     first = None
     for _ in range(100):
         results = function(*leaves)
-        found = [*results, *torch.autograd.grad(results, leaves, [upstream, upstream])]
-        first = first or found
-        assert all(map(torch.equal, found, first))
+        tensors = [*results, *torch.autograd.grad(results, leaves, [upstream, upstream])]
+        first = first or tensors
+        assert all(map(torch.equal, tensors, first))
 
 
 @pytest.mark.gpu
@@ -456,14 +456,24 @@ def test_every_candidate_is_right(size):
     x, gradient = (randn(2**22 // size + 3, size, dtype=BF16) for _ in range(2))
     weight, bias = randn(size, dtype=BF16), randn(size, dtype=BF16)
     expected = operations.norm_reference(x, weight, bias, 1e-5, 0.0, True, BF16)
-    kept = operations.row_statistics(x, 1e-5, True)
+    expected_statistics = operations.row_statistics(x, 1e-5, True)
     for config in tuning.forward_candidates(size):
         actual, statistics = norms_triton.layer_norm(x, weight, bias, 1e-5, config=config)
         torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=1e-5, msg=str(config))
-        torch.testing.assert_close(statistics, kept, rtol=1e-4, atol=1e-5, msg=str(config))
+        torch.testing.assert_close(statistics, expected_statistics, rtol=1e-4, atol=1e-5, msg=str(config))
     for number, (centered, added) in enumerate(itertools.product((False, True), repeat=2)):
-        kept = operations.row_statistics(x, 1e-5, centered)
-        given = gradient, x, x if added else None, kept, weight, bias, 0.0, centered, [True, added, True, centered]
+        statistics = operations.row_statistics(x, 1e-5, centered)
+        given = (
+            gradient,
+            x,
+            x if added else None,
+            statistics,
+            weight,
+            bias,
+            0.0,
+            centered,
+            [True, added, True, centered],
+        )
         expected = operations._norm_backward_reference(
             *(one.double() if torch.is_tensor(one) else one for one in given)
         )
@@ -488,11 +498,11 @@ def test_in_a_cuda_graph(columns):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        tensors = step()
     with torch.no_grad():
         x.copy_(randn(512, columns))
     graph.replay()
-    assert all(map(torch.equal, found, step()))
+    assert all(map(torch.equal, tensors, step()))
 
 
 @pytest.mark.gpu

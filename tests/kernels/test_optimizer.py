@@ -19,7 +19,6 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from nearpeak.kernels.optimizer import triton as jit  # noqa: E402
 from nearpeak.kernels.optimizer import triton as optimizer_triton  # noqa: E402
 
 SHAPES = [(7,), (3, 5), (1027,), (0,), (), (2, 512)]
@@ -105,15 +104,15 @@ def test_any_options(shapes, mix, betas, decay, maximize, lr, scale):
     assert_steps_alike(problem(shapes, *mix), **options)
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_nothing_changes_after_an_overflow(found):
+@pytest.mark.parametrize("overflow", [0.0, 1.0])
+def test_nothing_changes_after_an_overflow(overflow):
     tensors = problem([(5,), (2000,)], BF16, F32, True)
     before = copies(tensors)
     with kernels.using("require"):
-        step(kernels.adamw_step, tensors, found_inf=torch.tensor([found], device=DEVICE))
+        step(kernels.adamw_step, tensors, found_inf=torch.tensor([overflow], device=DEVICE))
     for index in (0, 2, 3, 4):
         same = [torch.equal(*pair) for pair in zip(tensors[index], before[index], strict=True)]
-        assert all(same) if found else not any(same)
+        assert all(same) if overflow else not any(same)
 
 
 def test_a_learning_rate_on_the_host():
@@ -178,7 +177,9 @@ def test_elements_beyond_32_bits():
     floats = 0.1, 0.1, 0.9, 0.999, 1 - 0.9, 1 - 0.999, 0.0, 0.0, 1e-8, 1 - 0.9, 1 - 0.999
     types = (tl.float32,) * 4
     constants = (*types, False, False, False, False, block)
-    jit.launch(jit.adamw_kernel, (1, 1, 1), states, gradients, chunks, 1, None, None, None, *floats, *constants)
+    optimizer_triton.launch(
+        optimizer_triton.adamw_kernel, (1, 1, 1), states, gradients, chunks, 1, None, None, None, *floats, *constants
+    )
     torch.testing.assert_close(params[0], expected[0][0])
 
 
@@ -193,11 +194,11 @@ def test_new_gradients_are_found_at_their_addresses():
 
 
 def test_tables_are_kept_until_others_need_the_room():
-    kept, made = optimizer_triton.TableCache(2), []
+    cache, keys = optimizer_triton.TableCache(2), []
     device = torch.device("cpu")
     for key in (1, 2, 1, 3, 1, 2):
-        assert kept.get(key, device, lambda key: made.append(key) or -key) == -key
-    assert made == [1, 2, 3, 2]
+        assert cache.get(key, device, lambda key: keys.append(key) or -key) == -key
+    assert keys == [1, 2, 3, 2]
 
 
 def test_a_table_written_by_launches():
@@ -361,12 +362,12 @@ def test_an_optimizer_that_makes_no_sense():
 
 def test_candidates_can_all_be_launched():
     for elements in (1000, 10**9):
-        assert len(jit.candidates(elements)) >= 10
+        assert len(optimizer_triton.candidates(elements)) >= 10
     tensors = problem([(300,)])
     lists = arguments(tensors, [])
     expected = copies(tensors)
     step(kernels.adamw_step.reference, expected, step=1)
-    jit.adamw_step(*lists, config=jit.candidates(300)[0])
+    optimizer_triton.adamw_step(*lists, config=optimizer_triton.candidates(300)[0])
     torch.testing.assert_close(tensors[0], expected[0])
 
 

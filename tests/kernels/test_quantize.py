@@ -16,7 +16,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.quantize import triton as jit
+from nearpeak.kernels.quantize import triton as quantize_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = ["tensor", "row", (1, 128), (128, 128), (1, 16), (32, 32)]
@@ -74,7 +74,7 @@ def test_numbers_in_a_row_and_a_single_one(block):
         assert_as_torch(torch.tensor(3.0, device=DEVICE), block)
 
 
-@pytest.mark.parametrize("columns", [jit.MAX_REGISTER_ROW, jit.MAX_REGISTER_ROW + 1, 40_000])
+@pytest.mark.parametrize("columns", [quantize_triton.MAX_REGISTER_ROW, quantize_triton.MAX_REGISTER_ROW + 1, 40_000])
 def test_long_rows(columns):
     torch.manual_seed(0)
     x = torch.randn(2, columns, device=DEVICE).bfloat16()
@@ -161,11 +161,15 @@ def test_rows_beyond_32_bits(block):
 def test_all_candidates_compute_the_same():
     x = torch.randn(3, 300, device=DEVICE)
     expected = kernels.quantize.reference(x, block=(1, 128))
-    assert len(jit.candidates(128)) >= 10
-    for config in jit.candidates(128)[::5]:
-        actual = jit.quantize(x, 1, 128, E4M3, False, config=config)
+    assert len(quantize_triton.candidates(128)) >= 10
+    for config in quantize_triton.candidates(128)[::5]:
+        actual = quantize_triton.quantize(x, 1, 128, E4M3, False, config=config)
         assert all(map(same, actual, expected))
-    for candidates in (jit.tiles_candidates, jit.loop_candidates, jit.dequantize_candidates):
+    for candidates in (
+        quantize_triton.tiles_candidates,
+        quantize_triton.loop_candidates,
+        quantize_triton.dequantize_candidates,
+    ):
         assert len(candidates()) >= 4
 
 

@@ -72,24 +72,24 @@ def plan(rows, columns, config=LONG, dtypes=(BF16,), held=(), stride=None, **kwa
     held=st.lists(st.sampled_from([BF16, FP32]), max_size=2),
 )
 def test_every_column_has_one_program_and_all_fit(columns, rows, config, dtypes, held):
-    found = plan(rows, columns, config, dtypes, held)
-    if found is None:
+    ring = plan(rows, columns, config, dtypes, held)
+    if ring is None:
         return
-    assert found.parts * found.part >= columns + (found.vector - 1) * (found.mode == ring_buffer.SHIFTED)
-    assert found.part % found.vector == 0
-    assert (found.chunks - 1) * found.chunk < found.part <= found.chunks * found.chunk
-    last = columns - (found.parts - 1) * found.part
-    assert max((found.chunks - 1) * found.chunk, 1) <= last <= found.part
-    assert 1 <= found.parts <= MAX_PARTS
-    assert found.parts * found.groups <= 132 * config.programs  # they wait for each other, and all run at a time
-    assert found.groups <= rows
-    by_column = found.ring * sum(one.itemsize for one in dtypes)
-    if ring_buffer.PARAMETER_MEMORY[found.where] == "shared":
+    assert ring.parts * ring.part >= columns + (ring.vector - 1) * (ring.mode == ring_buffer.SHIFTED)
+    assert ring.part % ring.vector == 0
+    assert (ring.chunks - 1) * ring.chunk < ring.part <= ring.chunks * ring.chunk
+    last = columns - (ring.parts - 1) * ring.part
+    assert max((ring.chunks - 1) * ring.chunk, 1) <= last <= ring.part
+    assert 1 <= ring.parts <= MAX_PARTS
+    assert ring.parts * ring.groups <= 132 * config.programs  # they wait for each other, and all run at a time
+    assert ring.groups <= rows
+    by_column = ring.ring * sum(one.itemsize for one in dtypes)
+    if ring_buffer.PARAMETER_MEMORY[ring.where] == "shared":
         by_column += sum(one.itemsize for one in held)
-    by_program = found.chunks * found.chunk * by_column
+    by_program = ring.chunks * ring.chunk * by_column
     assert by_program + 512 <= SHARED_BYTES // config.programs
-    assert found.chunk == next_power_of_2(found.chunk)
-    assert (found.mode == ring_buffer.FULL) == (columns == found.parts * found.chunks * found.chunk)
+    assert ring.chunk == next_power_of_2(ring.chunk)
+    assert (ring.mode == ring_buffer.FULL) == (columns == ring.parts * ring.chunks * ring.chunk)
 
 
 @pytest.mark.parametrize(("most", "rows", "groups"), [(66, 2048, 64), (33, 2048, 32), (264, 4096, 256), (66, 660, 66)])
@@ -186,8 +186,8 @@ def test_norms(rows, columns, dtype, centered, config, started):
     given = x, weight, bias, 1e-5, offset, centered
     exact = operations.norm_reference(*wide(given), torch.float64)
     assert_as_exact(actual, exact, operations.norm_reference(*given, dtype))
-    kept = operations.row_statistics(x.double(), 1e-5, centered)
-    torch.testing.assert_close(statistics.double(), kept.double(), rtol=1e-5, atol=1e-6)
+    expected_statistics = operations.row_statistics(x.double(), 1e-5, centered)
+    torch.testing.assert_close(statistics.double(), expected_statistics.double(), rtol=1e-5, atol=1e-6)
     for _ in range(20):
         assert all(map(torch.equal, run(), (actual, statistics)))
 
@@ -213,9 +213,9 @@ def test_norms_after_an_addition(columns, started):
 @pytest.mark.parametrize("adds", [False, True], ids=["alone", "after an addition"])
 def test_gradients_of_norms(rows, columns, dtype, centered, adds, config, started):
     x, gradient, weight = randn(rows, columns, dtype=dtype) + 1, randn(rows, columns, dtype=dtype), randn(columns)
-    kept = operations.row_statistics(x, 1e-5, centered)
+    expected_statistics = operations.row_statistics(x, 1e-5, centered)
     more = gradient.flip(0) if adds else None
-    given = gradient, x, more, kept, weight, weight, 0.0, centered, [True, adds, True, centered]
+    given = gradient, x, more, expected_statistics, weight, weight, 0.0, centered, [True, adds, True, centered]
     actual = norms_triton.norm_backward(*given, config=config)
     assert started[:1] == ["norm_backward_parts"]
     exact, same = operations._norm_backward_reference(*wide(given)), operations._norm_backward_reference(*given)
@@ -255,13 +255,13 @@ def test_two_at_a_time_end():
     x, streams = [randn(700, 262144), randn(701, 262144)], [torch.cuda.Stream() for _ in range(2)]
     alone = [softmax_triton.forward(one, None, 1.0, False, BF16, config=LONG) for one in x]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for _ in range(10):
         for one, stream in zip(x, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(softmax_triton.forward(one, None, 1.0, False, BF16, config=LONG))
+                results.append(softmax_triton.forward(one, None, 1.0, False, BF16, config=LONG))
     torch.cuda.synchronize()
-    assert all(map(torch.equal, found, alone * 10))
+    assert all(map(torch.equal, results, alone * 10))
 
 
 @pytest.mark.gpu
@@ -271,8 +271,8 @@ def test_in_a_graph():
     softmax_triton.forward(x, None, 1.0, False, BF16, config=LONG)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = softmax_triton.forward(x, None, 1.0, False, BF16, config=LONG)
+        results = softmax_triton.forward(x, None, 1.0, False, BF16, config=LONG)
     for _ in range(3):
         x.copy_(x.flip(0))
         graph.replay()
-        assert torch.equal(found, softmax_triton.forward(x, None, 1.0, False, BF16, config=LONG))
+        assert torch.equal(results, softmax_triton.forward(x, None, 1.0, False, BF16, config=LONG))

@@ -18,8 +18,8 @@ from nearpeak.kernels.softmax import log_reference, reference
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels._runtime import rows as jit_rows
 from nearpeak.kernels._runtime.row_barrier import SplitConfig
+from nearpeak.kernels._runtime.rows import as_rows, common_width
 from nearpeak.kernels.softmax import triton as softmax_triton
 from nearpeak.kernels.softmax.triton import mask_layout
 from nearpeak.kernels.softmax.tuning import TileConfig, candidates, choose_config, heuristic
@@ -257,13 +257,13 @@ def test_rows_without_a_copy():
     views = [x, x[:, 0], x[:, :, :5], x[:1, :1].expand(4, 6, 8), x[0, 0], x[0, 0, 0], x[:, :, :1]]
     copies = [x[:, :3], x[:1].expand(4, 6, 8), x.transpose(0, 1), x[..., ::2], x[..., :1].expand(4, 6, 8)]
     for view in views + copies:
-        rows = jit_rows.as_rows(view)
+        rows = as_rows(view)
         assert rows.shape == (view[..., 0].numel() if view.dim() else 1, view.shape[-1] if view.dim() else 1)
         assert torch.equal(rows.reshape(-1), view.reshape(-1))
         assert (rows.data_ptr() == x.data_ptr()) is any(view is one for one in views)
-    assert jit_rows.as_rows(x[0].t()).stride() == (6, 1)
-    assert jit_rows.as_rows(torch.empty(0, 3, 0)).shape == (0, 0)
-    assert [jit_rows.common_width(*numbers) for numbers in [(4096,), (24, 8), (7, 16), (0, 12)]] == [16, 8, 1, 4]
+    assert as_rows(x[0].t()).stride() == (6, 1)
+    assert as_rows(torch.empty(0, 3, 0)).shape == (0, 0)
+    assert [common_width(*numbers) for numbers in [(4096,), (24, 8), (7, 16), (0, 12)]] == [16, 8, 1, 4]
 
 
 @pytest.mark.slow
@@ -300,11 +300,11 @@ def test_the_reference_is_differentiable_twice(plain):
     def finite(x, bias):
         return plain(x, scale=0.7, mask=bias)
 
-    def kept(x):
+    def visible_scores(x):
         return plain(x, scale=0.7, mask=keep).masked_fill(~keep, 0.0)
 
     assert torch.autograd.gradcheck(finite, (x, bias))
-    assert torch.autograd.gradcheck(kept, x)
+    assert torch.autograd.gradcheck(visible_scores, x)
     assert torch.autograd.gradgradcheck(finite, (x, bias))
 
 
@@ -335,8 +335,8 @@ def test_configurations():
     x = torch.empty(1, 1, dtype=torch.bfloat16, device=DEVICE)
     for columns in (1, 1024, 4096, 16384, 65536, 262144):
         for backward in (False, True):
-            found = candidates(columns, backward=backward)
-            assert columns == 1 or 8 <= len(found) <= 40
+            configs = candidates(columns, backward=backward)
+            assert columns == 1 or 8 <= len(configs) <= 40
             assert heuristic(columns, backward=backward).warps <= 32
     tile = VARIANTS["tile"]
     assert choose_config("softmax", 9, 65536, x, masked=False, config=tile).packed

@@ -54,8 +54,8 @@ def test_any_dtype(shape, dtype):
 @settings(max_examples=25)
 def test_any_strides(shape, rows, columns, dtype, way, order):
     x = made(*shape, rows, columns).to(dtype)
-    found = [one for _, one in layouts(x.to(torch.float32) if dtype.itemsize == 1 and x.is_floating_point() else x)]
-    x = found[way % len(found)]
+    views = [one for _, one in layouts(x.to(torch.float32) if dtype.itemsize == 1 and x.is_floating_point() else x)]
+    x = views[way % len(views)]
     x = x.permute([one for one in order if one < x.dim()])
     assert_is_transposed(x)
 
