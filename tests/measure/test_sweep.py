@@ -240,9 +240,10 @@ def test_loading_needs_no_torch(tmp_path: Path):
     code = (
         "import sys\n"
         "from nearpeak.measure.results import load_result\n"
-        "from nearpeak.render.views.timing import text\n"
+        "from nearpeak.render.text import text\n"
+        "from nearpeak.render.views.timing import document\n"
         "import nearpeak.render.views.sweep\n"
-        "print(text(load_result(sys.argv[1])))\n"
+        "print(text(document(load_result(sys.argv[1]))))\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.json")], check=True, capture_output=True)

@@ -58,7 +58,7 @@ _FLAGS: dict[str, tuple[Severity, str]] = {
     "CPU_THROTTLED": ("doubt", "The container's CPU quota was exhausted: raise it or use fewer threads."),
     "CPU_CONTENDED": ("doubt", "Other work shares the cores: stop it, or pin this process."),
     "GPU_SHARED": ("doubt", "Another process computes on this GPU: stop it."),
-    "DRIFT": ("doubt", "The time was still moving: warm up longer, or use compare() for differences."),
+    "DRIFT": ("doubt", "The time was still changing: warm up longer, or use compare() for differences."),
     "MULTIMODAL": ("doubt", "Two or more speeds alternate: look at the raw series, fix the seed, pin the threads."),
     "HEAVY_TAIL": ("note", "Rare calls take much longer: look at the raw series before promising a latency."),
     "MEMORY_ALLOCATED": (
@@ -67,7 +67,7 @@ _FLAGS: dict[str, tuple[Severity, str]] = {
     ),
     "PAGE_FAULTS": (
         "note",
-        "The C library gives memory back and maps it anew: reuse buffers, or have it keep 1 GB with "
+        "malloc returns freed memory to the system and maps new pages: reuse buffers, or keep 1 GB with "
         "MALLOC_TOP_PAD_=1000000000 in the environment.",
     ),
     "MEMORY_GROWS": ("doubt", "Each call keeps memory: do not store results between calls."),
