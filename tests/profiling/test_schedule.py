@@ -1,6 +1,6 @@
 import pytest
 
-from nearpeak.profiling.schedule import (
+from nearpeak.profiling.session import (
     CLEAN_STEPS,
     MAX_WARM_UP,
     MIN_CLEAN,

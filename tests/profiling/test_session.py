@@ -7,7 +7,7 @@ from replays import event, write_events
 
 from nearpeak.ops.op import Trace
 from nearpeak.profiling import session
-from nearpeak.profiling.schedule import PROFILED_STEPS
+from nearpeak.profiling.session import PROFILED_STEPS
 from nearpeak.profiling.steps import StepKind
 from nearpeak.trace.kineto.read import read_trace
 

@@ -11,18 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from nearpeak.diffs.match import Match, Relation, match_ops, operator_name
-from nearpeak.diffs.noise import RunSummary, is_unsteady, step_noise, summarize_runs
 from nearpeak.diffs.significance import (
     CPU_PRIOR,
     GPU_PRIOR,
+    MIN_STEPS,
     ChangeRange,
     NoiseModel,
     OpKind,
+    clean_walls,
     excess,
+    is_unsteady,
     op_kind,
+    step_noise,
     time_limiter,
 )
 from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, common_module
@@ -48,6 +52,28 @@ MIN_IDLE_CHANGE = 0.25
 """Of the larger time. Idle time of a cause that changes by less is considered unchanged."""
 MIN_WORK_CHANGE = 0.01
 """Of the FLOPs. A step whose FLOPs change by more does different work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One run, without its ops."""
+
+    source: str
+    date: str
+    device: str
+    machine: str
+    how: str
+    wall_s: float
+    """As in its report: the mean clean step."""
+    step_s: float
+    """The median clean step, which a slow first step does not move; the wall time if one run does not have it."""
+    steps: int
+    spread: float | None
+    kernel_s: float
+    """The typical kernel time of the profiled steps, as ops are compared."""
+    flops: float
+    peak_bytes: float | None
+    """Of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +183,7 @@ class Difference:
 
 def difference(before: Profile, after: Profile) -> Difference:
     """What changed from one profile to another."""
-    runs = summarize_runs(before, after)
+    runs = _summarize_runs(before, after)
     steady = not (is_unsteady(before) or is_unsteady(after))
     ratio = runs[1].step_s / runs[0].step_s if runs[0].step_s and runs[1].step_s else 1.0
     noise = step_noise(before, after)
@@ -197,6 +223,29 @@ def difference(before: Profile, after: Profile) -> Difference:
         doubts=tuple(_doubts(before, after)),
         notes=tuple(_notes(before, after)),
     )
+
+
+def _summarize_runs(before: Profile, after: Profile) -> tuple[RunSummary, RunSummary]:
+    """Both runs, with the median clean step of both or the wall time of both as the time of a step."""
+    has_median = all(len(clean_walls(profile)) >= MIN_STEPS for profile in (before, after))
+    first, second = (
+        RunSummary(
+            source=profile.source,
+            date=profile.date,
+            device=profile.device,
+            machine=profile.machine,
+            how=profile.how,
+            wall_s=profile.wall_s,
+            step_s=median(profile.walls) if has_median else profile.wall_s,
+            steps=profile.steps,
+            spread=profile.spread,
+            kernel_s=profile.kernel_s + sum(op.compared_s - op.measured_s for op in profile.ops),
+            flops=profile.flops,
+            peak_bytes=None if profile.memory is None else profile.memory.peak_bytes,
+        )
+        for profile in (before, after)
+    )
+    return first, second
 
 
 def _op_changes(before: Profile, after: Profile, steady: bool) -> tuple[NoiseModel, list[OpChange], float]:

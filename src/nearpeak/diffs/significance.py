@@ -1,4 +1,4 @@
-"""`NoiseModel`: which changes of kernel times between two runs are significant, and which are noise or the GPU clock.
+"""Which changes between two runs are significant: of kernel times (`NoiseModel`) and of the step time (`step_noise`).
 
 All changes are logarithms of the later time over the earlier one. Ops of one kind (`OpKind`) are judged together:
 
@@ -18,6 +18,11 @@ there is no common factor to divide by; but if compute-bound kernels changed by 
 changed by anything from 0 to e times c. The elasticity is measured if several steps of a run were profiled and the
 clock changed between them. Otherwise it is small for kernels close to the memory bandwidth, and as large as the largest
 measured one for all others.
+
+The clean steps of a run follow each other and share clock, temperature and memory placement, so their spread says too
+little about another run. On an H200, five models in separate processes differed by -0.3 to +0.6 % if steps of the same
+numbers were compared, and by up to 3 % if not: clean steps begin when step times have settled, a few steps earlier or
+later. Short steps even share the clock of one instant, so that many of them are one sample.
 """
 
 from __future__ import annotations
@@ -26,11 +31,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Literal
 
 from nearpeak.diffs.match import Match
-from nearpeak.profiles.profile import ProfiledOp
+from nearpeak.profiles.profile import Profile, ProfiledOp
 
 TimeLimiter = Literal["compute", "memory", "other"]
 """What the time of a kernel depends on: the clock; the memory, if it moves its bytes at nearly full bandwidth; or
@@ -404,3 +409,56 @@ def excess(change: float, explained: ChangeRange) -> float:
     (0.25, 0.0, -0.5)
     """
     return change - min(max(change, explained[0]), explained[1])
+
+
+GPU_RUN_NOISE = 0.015
+"""The largest relative difference of wall times of the same code between processes, on an otherwise unused GPU."""
+CPU_RUN_NOISE = 0.10
+"""The same for a CPU with other processes. A guess: on a busy machine with two cores they differed by far more, and so
+did their steps."""
+PROFILED_STEP_NOISE = 0.10
+"""The same if the step of a run was one under the profiler."""
+STEP_SIGNIFICANT_ERRORS = 3.0
+"""Standard errors from which a change of the step time is significant."""
+UNSTEADY_SPREAD = 0.20
+"""With a larger spread between clean steps, something else ran in between, and may have run all the time."""
+HOST_AHEAD_SHARE = 0.15
+"""If the median of the clean steps is further from the wall time, the host did not see when they ended."""
+CLOCK_PERIOD_S = 0.1
+"""Seconds for which a GPU at its power limit stays at one clock: steps within them are one sample."""
+MIN_STEPS = 6
+"""With fewer steps, a single slow one moves the median."""
+
+
+def step_noise(before: Profile, after: Profile) -> float:
+    """The largest insignificant change of the step time, as a logarithm."""
+    runs = CPU_RUN_NOISE if "cpu" in (before.device, after.device) else GPU_RUN_NOISE
+    noise = math.hypot(runs, *(STEP_SIGNIFICANT_ERRORS * _step_error(profile) for profile in (before, after)))
+    return max(noise, *(profile.spread or 0.0 for profile in (before, after) if is_unsteady(profile)), 0.0)
+
+
+def is_unsteady(profile: Profile) -> bool:
+    """Whether the clean steps are too far apart for one of them to represent the others."""
+    return profile.spread is not None and profile.spread > UNSTEADY_SPREAD
+
+
+def clean_walls(profile: Profile) -> Sequence[float]:
+    """The clean steps, if the host saw the end of each."""
+    walls = profile.walls
+    return walls if walls and abs(median(walls) - profile.wall_s) <= HOST_AHEAD_SHARE * profile.wall_s else ()
+
+
+def _step_error(profile: Profile) -> float:
+    """The relative standard error of the step time, from the clean steps alone."""
+    walls = clean_walls(profile)
+    if not profile.steps:
+        return PROFILED_STEP_NOISE / STEP_SIGNIFICANT_ERRORS
+    if len(walls) < 2:  # only their range is known: for so many steps, three to four standard deviations
+        if profile.steps > 1:
+            return (profile.spread or 0.0) / 3.0 / math.sqrt(profile.steps)
+        return UNSTEADY_SPREAD / STEP_SIGNIFICANT_ERRORS / 2
+    samples = min(len(walls), max(1.0, sum(walls) / CLOCK_PERIOD_S))
+    if len(walls) < MIN_STEPS:
+        return stdev(walls) / fmean(walls) / math.sqrt(samples) * (1.0 + 2.0 / len(walls))
+    middle = median(walls)
+    return 1.2533 * 1.4826 * median(abs(wall - middle) for wall in walls) / middle / math.sqrt(samples)

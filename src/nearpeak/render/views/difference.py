@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from nearpeak.diffs.difference import Difference, OpChange
+from nearpeak.diffs.difference import Difference, OpChange, RunSummary
 from nearpeak.diffs.gate import Gate
-from nearpeak.diffs.noise import RunSummary
 from nearpeak.profiles.finding import Finding
 from nearpeak.render.document import Block, Cell, Color, Document, Fact, Facts, Items, Name, Paragraph, Table
 from nearpeak.render.text import elide, elide_start, plain, short_name
