@@ -11,7 +11,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +31,8 @@ from nearpeak.measure.samplers import (
 )
 from nearpeak.measure.statistics import median, quantile
 from nearpeak.units import quantity
+
+Call = Callable[[], Any]
 
 
 def best_rate(sampler: Sampler, amount: float, how: str, blocks: int = 9) -> Ceiling:
@@ -72,8 +74,17 @@ class CeilingCollector:
         """Records one figure."""
         self.found[name] = ceiling
 
+    def measure_bandwidths(
+        self, ways: Mapping[str, tuple[Call, int]], size: int, sampler: Callable[[Call], Sampler], blocks: int = 9
+    ) -> None:
+        """Records the bandwidth of calls, each with the number of its passes over `size` bytes of memory."""
+        for name, (call, passes) in ways.items():
+            self.say(f"memory: {name} of {quantity(size, 'B')}")
+            how = f"{name} of {quantity(size, 'B')} per tensor, {passes} pass{'es' if passes > 1 else ''}"
+            self.set(f"bandwidth.{name}", best_rate(sampler(call), passes * size, how, blocks))
+
     def value(self, name: str) -> float | None:
-        """The figure, or None where it was not measured."""
+        """The figure, or None if it was not measured."""
         ceiling = self.found.get(name)
         return None if ceiling is None else ceiling.value
 
@@ -152,7 +163,7 @@ def _host_cold_start(sweep: HostEviction) -> Ceiling:
         sweep()
         torch.add(other, other)
 
-    def after(evict: Callable[[], Any], how: str) -> Ceiling:
+    def after(evict: Call, how: str) -> Ceiling:
         return median_duration(HostSampler(lambda: torch.add(small, small), "cold", call_seconds=0.0, evict=evict), how)
 
     first = after(sweep, "torch.add of 16 elements after a sweep of the caches, less the same after another one")
@@ -160,7 +171,7 @@ def _host_cold_start(sweep: HostEviction) -> Ceiling:
     return dataclasses.replace(first, value=max(0.0, first.value - second.value))
 
 
-def _hot_sampler(call: Callable[[], Any]) -> HostSampler:
+def _hot_sampler(call: Call) -> HostSampler:
     call()
     start = time.perf_counter()
     call()
@@ -169,16 +180,13 @@ def _hot_sampler(call: Callable[[], Any]) -> HostSampler:
 
 def _host_bandwidths(ceilings: CeilingCollector, size: int) -> None:
     a, b, c = (torch.randn(size // 4) for _ in range(3))
-    ways: dict[str, tuple[Callable[[], Any], int]] = {
+    ways: dict[str, tuple[Call, int]] = {
         "copy": (lambda: a.copy_(b), 2),
         "read": (lambda: torch.sum(a), 1),
         "fill": (lambda: a.fill_(1.0), 1),
         "triad": (lambda: torch.add(b, c, alpha=2.0, out=a), 3),
     }
-    for name, (call, passes) in ways.items():
-        ceilings.say(f"memory: {name} of {quantity(size, 'B')}")
-        how = f"{name} of {quantity(size, 'B')} per tensor, {passes} pass{'es' if passes > 1 else ''}"
-        ceilings.set(f"bandwidth.{name}", best_rate(_hot_sampler(call), passes * size, how, blocks=5))
+    ceilings.measure_bandwidths(ways, size, _hot_sampler, blocks=5)
 
 
 def _host_cache_bandwidth(ceilings: CeilingCollector, cache: int) -> None:
@@ -219,7 +227,7 @@ def _host_gemms(ceilings: CeilingCollector, dtype: torch.dtype, engine: str | No
         ceilings.set("matrix_sustained.float32", best_rate(sampler, flops, how, blocks=blocks))
 
 
-def _host_gemm(size: int, dtype: torch.dtype) -> Callable[[], Any]:
+def _host_gemm(size: int, dtype: torch.dtype) -> Call:
     if dtype == torch.int8:
         a, b = (torch.randint(-128, 128, (size, size), dtype=dtype) for _ in range(2))
         return lambda: torch._int_mm(a, b)
@@ -250,20 +258,24 @@ def calibrate_gpu(index: int, progress: Progress | None = None) -> Achievable:
         return ceilings.achievable()
 
 
-def _event_sampler(device: GpuInstrument, call: Callable[[], Any], *, pace: bool = True) -> EventSampler:
-    """Events around hot calls, in bursts unless `pace` is off; sized by a first look."""
+def event_sampler(
+    device: GpuInstrument, call: Call, cache: Literal["hot", "cold"] = "hot", enqueue_seconds: float = 2e-5
+) -> EventSampler:
+    """Events around calls in bursts, sized by a first measurement."""
     for _ in range(2):
         call()
-    first = EventSampler(device, call, Stage(device, "hot"), call_seconds=1e-3, enqueue_seconds=2e-5, calls=2)
-    estimate = first.block().seconds
-    stage = Stage(device, "hot", pace_seconds=3 * estimate if pace else 0.0)
-    return EventSampler(
-        device, call, stage, call_seconds=estimate, enqueue_seconds=2e-5, zero_seconds=_event_zero(device)
+    first = EventSampler(
+        device, call, Stage(device, cache), call_seconds=1e-3, enqueue_seconds=enqueue_seconds, calls=2
     )
-
-
-def _event_zero(device: GpuInstrument) -> float:
-    return zero_of(device.index, "hot").events
+    estimate = first.block().seconds
+    return EventSampler(
+        device,
+        call,
+        Stage(device, cache, pace_seconds=3 * estimate),
+        call_seconds=estimate,
+        enqueue_seconds=enqueue_seconds,
+        zero_seconds=zero_of(device.index, cache).events,
+    )
 
 
 def _gpu_bandwidths(ceilings: CeilingCollector, device: GpuInstrument) -> None:
@@ -272,16 +284,13 @@ def _gpu_bandwidths(ceilings: CeilingCollector, device: GpuInstrument) -> None:
     size = int(min(2**33, free // 5)) // 4096 * 4096
     a, b, c = (torch.randn(size // 4, device=device.device) for _ in range(3))
     out = torch.zeros((), device=device.device)
-    ways: dict[str, tuple[Callable[[], Any], int]] = {
+    ways: dict[str, tuple[Call, int]] = {
         "copy": (lambda: a.copy_(b), 2),
         "read": (lambda: torch.sum(a, dim=0, out=out), 1),
         "fill": (lambda: a.fill_(1.0), 1),
         "triad": (lambda: torch.add(b, c, alpha=2.0, out=a), 3),
     }
-    for name, (call, passes) in ways.items():
-        ceilings.say(f"memory: {name} of {quantity(size, 'B')}")
-        how = f"{name} of {quantity(size, 'B')} per tensor, {passes} pass{'es' if passes > 1 else ''}"
-        ceilings.set(f"bandwidth.{name}", best_rate(_event_sampler(device, call), passes * size, how))
+    ceilings.measure_bandwidths(ways, size, partial(event_sampler, device))
 
 
 def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: GpuInstrument) -> None:
@@ -295,7 +304,7 @@ def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: GpuInstrument) -> N
         half, other_half = second[: size // 8], whole[: size // 8]
         a, b, c = torch.randn(3, size // 6, device=device.device, dtype=torch.bfloat16)
         out = torch.zeros((), device=device.device)
-        ways: dict[str, Callable[[], Any]] = {
+        ways: dict[str, Call] = {
             "copy": lambda a=half, b=other_half: b.copy_(a),  # type: ignore[misc]
             "read": lambda whole=whole, out=out: torch.sum(whole, dim=0, out=out),  # type: ignore[misc]
             "add": lambda a=a, b=b, c=c: torch.add(a, b, out=c),  # type: ignore[misc]
@@ -331,7 +340,7 @@ def _gpu_launch_cost(ceilings: CeilingCollector, device: GpuInstrument) -> None:
 
 DrawOperand = Callable[..., torch.Tensor]
 """Numbers of a shape: `torch.randn`, or `torch.zeros`."""
-MakeGemm = Callable[[int, int, int, DrawOperand], Callable[[], Any]]
+MakeGemm = Callable[[int, int, int, DrawOperand], Call]
 """Makes a call from rows, depth, columns and what draws the numbers."""
 
 
@@ -339,14 +348,14 @@ def _gpu_gemms(device: GpuInstrument) -> Iterator[tuple[str, MakeGemm]]:
     """For each dtype, what makes its products."""
 
     def plain(dtype: torch.dtype) -> MakeGemm:
-        def make(m: int, k: int, n: int, draw: DrawOperand) -> Callable[[], Any]:
+        def make(m: int, k: int, n: int, draw: DrawOperand) -> Call:
             a, b = (draw(shape, device=device.device).to(dtype) for shape in ((m, k), (k, n)))
             out = torch.empty(m, n, device=device.device, dtype=dtype)
             return lambda: torch.mm(a, b, out=out)
 
         return make
 
-    def tensor_float(m: int, k: int, n: int, draw: DrawOperand) -> Callable[[], Any]:
+    def tensor_float(m: int, k: int, n: int, draw: DrawOperand) -> Call:
         product = plain(torch.float32)(m, k, n, draw)
 
         def call() -> None:
@@ -357,7 +366,7 @@ def _gpu_gemms(device: GpuInstrument) -> Iterator[tuple[str, MakeGemm]]:
 
         return call
 
-    def eight_bit(m: int, k: int, n: int, draw: DrawOperand) -> Callable[[], Any]:
+    def eight_bit(m: int, k: int, n: int, draw: DrawOperand) -> Call:
         a = draw((m, k), device=device.device).to(torch.float8_e4m3fn)
         b = draw((n, k), device=device.device).to(torch.float8_e4m3fn).t()
         scale = torch.ones((), device=device.device)
@@ -365,7 +374,7 @@ def _gpu_gemms(device: GpuInstrument) -> Iterator[tuple[str, MakeGemm]]:
             a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    def integer(m: int, k: int, n: int, draw: DrawOperand) -> Callable[[], Any]:
+    def integer(m: int, k: int, n: int, draw: DrawOperand) -> Call:
         a = (64 * draw((m, k), device=device.device)).clamp(-128, 127).to(torch.int8)
         b = (64 * draw((n, k), device=device.device)).clamp(-128, 127).to(torch.int8).t()
         return lambda: torch._int_mm(a, b)
@@ -386,17 +395,15 @@ def _measure_gpu_gemm(ceilings: CeilingCollector, device: GpuInstrument, name: s
     a language model's logits, whose values are nearly equal, runs at 845 of 902 TFLOP/s.
     """
     room = "vector" if name == "float32" else "matrix"  # without tf32 a float32 product runs on the vector units
-    best: tuple[float, Callable[[], Any], tuple[int, int, int]] | None = None
+    best: tuple[float, Call, tuple[int, int, int]] | None = None
     for shape in GPU_GEMM_SHAPES if name not in ("float32", "float64") else GPU_GEMM_SHAPES[:1]:
         m, k, n = shape
         flops = 2.0 * m * k * n
         ceilings.say(f"matrix product in {name}, {m} x {k} x {n}")
         try:
             zeros, call = make(m, k, n, torch.zeros), make(m, k, n, torch.randn)
-            ceiling = best_rate(_event_sampler(device, zeros), flops, f"product of {m} x {k} x {n}, zeros, burst")
-            random = best_rate(
-                _event_sampler(device, call), flops, f"product of {m} x {k} x {n}, random numbers, burst"
-            )
+            ceiling = best_rate(event_sampler(device, zeros), flops, f"product of {m} x {k} x {n}, zeros, burst")
+            random = best_rate(event_sampler(device, call), flops, f"product of {m} x {k} x {n}, random numbers, burst")
         except (RuntimeError, NotImplementedError):  # this GPU or this build has no such product
             return
         ceilings.best(f"{room}.{name}", ceiling)
@@ -414,7 +421,7 @@ def _measure_gpu_gemm(ceilings: CeilingCollector, device: GpuInstrument, name: s
     ceilings.set(f"matrix_sustained.{name}", Ceiling(value=median(rates), spread=spread, how=how))
 
 
-def _sustained_rates(device: GpuInstrument, call: Callable[[], Any], flops: float, batch: int = 20) -> list[float]:
+def _sustained_rates(device: GpuInstrument, call: Call, flops: float, batch: int = 20) -> list[float]:
     """Rates of back-to-back batches; the first half of the time only brings power and heat to their plateau."""
     rates: list[float] = []
     start = time.perf_counter()
@@ -439,7 +446,7 @@ def _measure_fma(ceilings: CeilingCollector, device: GpuInstrument) -> None:
     ceilings.say("vector units")
     kernel = fma_kernel(device.device)
     how = "multiply-adds in registers"
-    ceilings.best("vector.float32", best_rate(_event_sampler(device, kernel.launch), kernel.flops, how))
+    ceilings.best("vector.float32", best_rate(event_sampler(device, kernel.launch), kernel.flops, how))
 
 
 def _measure_transfers(ceilings: CeilingCollector, device: GpuInstrument) -> None:

@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from nearpeak.bound.expected import CACHED, NARROW, kinds_of
 from nearpeak.bound.floors import as_written
+from nearpeak.calibrate.ceilings import Call, event_sampler
 from nearpeak.devices.backends import is_gpu
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import EfficiencyPoint, Machine
-from nearpeak.measure.gpu import GpuInstrument, Stage, current_gpu
-from nearpeak.measure.instrument import zero_of
+from nearpeak.measure.gpu import GpuInstrument, current_gpu
 from nearpeak.measure.options import Progress
 from nearpeak.measure.page_faults import MANY_FAULTS, freed_memory_kept, page_faults
-from nearpeak.measure.samplers import EventSampler, HostEviction, HostSampler
+from nearpeak.measure.samplers import HostEviction, HostSampler
 from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import cost_of
 from nearpeak.trace.cuda_ops.target import Target
@@ -42,7 +42,6 @@ HOST_ROUNDS = 5
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
 
-Call = Callable[[], Any]
 Timer = Callable[[Call, Callable[[], Call]], tuple[float, float | None]]
 """Takes a call, and a function that builds a second call of the same operator on other tensors.
 
@@ -180,392 +179,290 @@ def _settle_memory(call: Call) -> None:
 
 def _gpu_seconds(device: GpuInstrument, call: Call, _build_second: Callable[[], Call]) -> tuple[float, float | None]:
     """The median over a few blocks of cold calls. Eviction leaves the code of kernels where it is."""
-    for _ in range(2):
-        call()
-    stage = Stage(device, "cold")
-    first = EventSampler(device, call, stage, call_seconds=1e-3, enqueue_seconds=3e-5, calls=2).block().seconds
-    zero = zero_of(device.index, "cold").events
-    paced = Stage(device, "cold", pace_seconds=3 * first)
-    sampler = EventSampler(device, call, paced, call_seconds=first, enqueue_seconds=3e-5, zero_seconds=zero)
+    sampler = event_sampler(device, call, "cold", enqueue_seconds=3e-5)
     sampler.block()
     return median([sampler.block().seconds for _ in range(BLOCKS)]), None
 
 
+class _Operands:
+    """Random operands of probes on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gpu = is_gpu(device)
+        self.dtype = BF16 if self.gpu else FP32
+        """The dtype that models run in on the device."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Random numbers."""
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+
+    def many(self, count: int, *shape: int, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Several tensors of one shape."""
+        return [self(*shape, dtype=dtype) for _ in range(count)]
+
+    def indices(self, limit: int, count: int) -> torch.Tensor:
+        """Random integers below a limit."""
+        return torch.randint(limit, (count,), device=self.device)
+
+
 def kernel_probes(device: torch.device) -> Iterator[KernelProbe]:
     """All probes for a device."""
-    gpu = is_gpu(device)
+    draw = _Operands(device)
     # On a host no result is so large that the C library would map its memory anew for each call.
-    sizes = (2**14, 2**18, 2**22, 2**24, 2**27) if gpu else (2**12, 2**16, 2**20, 2**22)
-    few = (2**18, 2**23, 2**27) if gpu else (2**15, 2**18, 2**21)
-    many = (2**20, 2**25, 2**29) if gpu else few
-
-    half = BF16 if gpu else FP32  # what models run in there
-
-    def draw(*shape: int, dtype: torch.dtype = half) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype)
-
-    def whole(size: int, *shape: int) -> torch.Tensor:
-        return torch.randint(size, shape, device=device)
-
-    def rows(size: int, width: int) -> tuple[int, int]:
-        return max(1, size // width), width
-
-    yield from _memory_probes(draw, whole, rows, sizes, few, words=32000 if gpu else 4000)
-    yield from _row_probes(draw, whole, rows, few)
-    yield from _optimizer_probes(draw, many)
-    yield from _gemm_probes(draw, gpu=gpu)
-    yield from _convolution_probes(draw, gpu=gpu)
-    yield from _attention_probes(draw) if gpu else _host_attention_probes(draw)
+    few = (2**18, 2**23, 2**27) if draw.gpu else (2**15, 2**18, 2**21)
+    yield from _memory_probes(draw, few)
+    yield from _row_probes(draw, few)
+    yield from _optimizer_probes(draw, (2**20, 2**25, 2**29) if draw.gpu else few)
+    yield from _gemm_probes(draw)
+    yield from _convolution_probes(draw)
+    yield from _attention_probes(draw) if draw.gpu else _host_attention_probes(draw)
 
 
-DrawTensor = Callable[..., torch.Tensor]
-RowsOfSize = Callable[[int, int], tuple[int, int]]
+def _probe(
+    name: str,
+    sizes: Sequence[int],
+    operands: Callable[[int], Iterable[Any]],
+    function: Callable[..., Any],
+    *stands_for: str,
+) -> KernelProbe:
+    """A probe that calls a function on operands that are made for a size."""
+    return KernelProbe(
+        name=name, sizes=sizes, build=lambda size: partial(function, *operands(size)), stands_for=stands_for
+    )
 
 
-def _memory_probes(
-    draw: DrawTensor, whole: DrawTensor, rows: RowsOfSize, sizes: Sequence[int], few: Sequence[int], words: int
-) -> Iterator[KernelProbe]:
-    def probe(name: str, build: Callable[[int], Call], *stands_for: str, all_sizes: bool = False) -> KernelProbe:
-        return KernelProbe(name=name, sizes=sizes if all_sizes else few, build=build, stands_for=stands_for)
-
-    def unary(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[[int], Call]:
-        def build(size: int) -> Call:
-            x = draw(size) if dtype is None else draw(size, dtype=dtype)
-            return lambda: function(x)
-
-        return build
-
-    def binary(function: Callable[..., Any]) -> Callable[[int], Call]:
-        def build(size: int) -> Call:
-            x, y = draw(size), draw(size)
-            return lambda: function(x, y)
-
-        return build
-
-    def broadcast(size: int) -> Call:
-        count, width = rows(size, 64)
-        x = draw(max(1, count // 16), 16, width).transpose(0, 1)  # heads before tokens, as attention has them
-        y = draw(1, max(1, count // 16), width)
-        return lambda: torch.mul(x, y)
-
-    def halves(size: int) -> Call:
-        x = draw(*rows(size, 64))
-        return lambda: torch.cat((x[:, 32:], x[:, :32]), -1)
-
-    def heads_first(size: int) -> Call:
-        x = draw(max(1, size // 2048), 32, 64).transpose(0, 1)
-        return lambda: x.clone(memory_format=torch.contiguous_format)
-
-    def transposed(size: int) -> Call:
-        x = draw(*rows(size, 1024)).t()
-        return lambda: x.clone(memory_format=torch.contiguous_format)
-
-    def lookup(size: int) -> Call:
-        count, width = rows(size, 1024)
-        table, ids = draw(words, width), whole(words, count)
-        return lambda: functional.embedding(ids, table)
-
-    def lookup_backward(size: int) -> Call:
-        count, width = rows(size, 1024)
-        gradient, ids = draw(count, width), whole(words, count)
-        return lambda: aten.embedding_dense_backward(gradient, ids, words, -1, False)
-
-    def scattered(size: int) -> Call:
-        count, width = rows(size, 1024)
-        table, ids, source = draw(count, width, dtype=FP32), whole(count, count), draw(count, width, dtype=FP32)
-        return lambda: table.index_add_(0, ids, source)
-
-    def in_place(size: int) -> Call:
-        x, y = draw(size), draw(size)
-        return lambda: x.add_(y)
-
-    yield probe("add", binary(torch.add), "pointwise", "any", all_sizes=True)
-    yield probe("in-place add", in_place)
-    yield probe("product with a broadcast factor", broadcast, "pointwise/permuted", "pointwise/transposed")
-    yield probe("copy", unary(torch.clone), "movement", all_sizes=True)
-    yield probe("cast up", unary(lambda x: x.to(torch.float64 if x.dtype is FP32 else FP32)))
-    yield probe("copy with heads first", heads_first, "movement/permuted")
-    yield probe("transposing copy", transposed, "movement/transposed")
-    yield probe("swapped halves", halves)
-    yield probe("sum", unary(torch.sum, FP32))
-    yield probe("zeros", unary(torch.zeros_like), "creation", all_sizes=True)
-    yield probe("random numbers", unary(lambda x: x.bernoulli_(0.9)), "random")
-    yield probe("dropout", unary(lambda x: aten.native_dropout(x, 0.1, True)))
-    yield probe("embedding", lookup, "indexing")
-    yield probe("gradient of an embedding", lookup_backward)
-    yield probe("index add", scattered)
-    yield probe("Fourier transform", lambda size: _rfft_call(draw(*rows(size, 1024), dtype=FP32)), "fourier")
-    yield probe("cumulative sum", lambda size: _row_call(torch.cumsum, draw(*rows(size, 1024))))
-    yield probe("largest few", lambda size: _row_call(lambda x, _: torch.topk(x, 8), draw(*rows(size, 128))), "sorting")
-    yield probe("pooling", lambda size: _pool_call(draw(max(1, size // 2**14), 16, 32, 32)), "pooling")
+def _rows(size: int, width: int) -> tuple[int, int]:
+    return max(1, size // width), width
 
 
-def _rfft_call(x: torch.Tensor) -> Call:
-    return lambda: torch.fft.rfft(x)
+def _memory_probes(draw: _Operands, few: Sequence[int]) -> Iterator[KernelProbe]:
+    """Pointwise ops, copies, creation, indexing."""
+    sizes = (2**14, 2**18, 2**22, 2**24, 2**27) if draw.gpu else (2**12, 2**16, 2**20, 2**22)
+    words = 32000 if draw.gpu else 4000
+
+    def flat(size: int) -> list[torch.Tensor]:
+        return draw.many(1, size)
+
+    def pair(size: int) -> list[torch.Tensor]:
+        return draw.many(2, size)
+
+    def matrix(width: int, dtype: torch.dtype | None = None) -> Callable[[int], list[torch.Tensor]]:
+        return lambda size: draw.many(1, *_rows(size, width), dtype=dtype)
+
+    def transposed(size: int) -> list[torch.Tensor]:
+        return [draw(*_rows(size, 1024)).t()]
+
+    def heads_first(size: int) -> list[torch.Tensor]:
+        return [draw(max(1, size // 2048), 32, 64).transpose(0, 1)]
+
+    def broadcast(size: int) -> list[torch.Tensor]:
+        tokens = max(1, size // 1024)
+        return [draw(tokens, 16, 64).transpose(0, 1), draw(1, tokens, 64)]  # heads before tokens, as attention has them
+
+    def lookup(size: int) -> tuple[Any, ...]:
+        return draw.indices(words, max(1, size // 1024)), draw(words, 1024)
+
+    def lookup_backward(size: int) -> tuple[Any, ...]:
+        count, width = _rows(size, 1024)
+        return draw(count, width), draw.indices(words, count), words, -1, False
+
+    def scatter(size: int) -> tuple[Any, ...]:
+        table, source = draw.many(2, *_rows(size, 1024), dtype=FP32)
+        return table, 0, draw.indices(len(table), len(table)), source
+
+    def images(size: int) -> list[torch.Tensor]:
+        return [draw(max(1, size // 2**14), 16, 32, 32)]
+
+    def contiguous(x: torch.Tensor) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    permuted = ("pointwise/permuted", "pointwise/transposed")
+    yield _probe("add", sizes, pair, torch.add, "pointwise", "any")
+    yield _probe("in-place add", few, pair, torch.Tensor.add_)
+    yield _probe("product with a broadcast factor", few, broadcast, torch.mul, *permuted)
+    yield _probe("copy", sizes, flat, torch.clone, "movement")
+    yield _probe("cast up", few, flat, lambda x: x.to(torch.float64 if x.dtype is FP32 else FP32))
+    yield _probe("copy with heads first", few, heads_first, contiguous, "movement/permuted")
+    yield _probe("transposing copy", few, transposed, contiguous, "movement/transposed")
+    yield _probe("swapped halves", few, matrix(64), lambda x: torch.cat((x[:, 32:], x[:, :32]), -1))
+    yield _probe("sum", few, lambda size: [draw(size, dtype=FP32)], torch.sum)
+    yield _probe("zeros", sizes, flat, torch.zeros_like, "creation")
+    yield _probe("random numbers", few, flat, lambda x: x.bernoulli_(0.9), "random")
+    yield _probe("dropout", few, flat, lambda x: aten.native_dropout(x, 0.1, True))
+    yield _probe("embedding", few, lookup, functional.embedding, "indexing")
+    yield _probe("gradient of an embedding", few, lookup_backward, aten.embedding_dense_backward)
+    yield _probe("index add", few, scatter, torch.Tensor.index_add_)
+    yield _probe("Fourier transform", few, matrix(1024, FP32), torch.fft.rfft, "fourier")
+    yield _probe("cumulative sum", few, matrix(1024), lambda x: torch.cumsum(x, -1))
+    yield _probe("largest few", few, matrix(128), lambda x: torch.topk(x, 8), "sorting")
+    yield _probe("pooling", few, images, lambda x: functional.avg_pool2d(x, 2), "pooling")
 
 
-def _row_call(function: Callable[..., Any], x: torch.Tensor) -> Call:
-    return lambda: function(x, -1)
-
-
-def _pool_call(x: torch.Tensor) -> Call:
-    return lambda: functional.avg_pool2d(x, 2)
-
-
-def _row_probes(draw: DrawTensor, whole: DrawTensor, rows: RowsOfSize, sizes: Sequence[int]) -> Iterator[KernelProbe]:
+def _row_probes(draw: _Operands, sizes: Sequence[int]) -> Iterator[KernelProbe]:
     """Reductions, normalizations and losses: whole rows."""
 
-    def of_rows(function: Callable[..., Any], *, width: int = 2048, count: int = 1, **options: Any) -> Any:
-        def build(size: int) -> Call:
-            tensors = [draw(*rows(size, width), **options) for _ in range(count)]
-            return lambda: function(*tensors)
+    def hidden(count: int, dtype: torch.dtype | None = None) -> Callable[[int], list[torch.Tensor]]:
+        return lambda size: draw.many(count, *_rows(size, 2048), dtype=dtype)
 
-        return build
+    def vocabulary(count: int) -> Callable[[int], list[torch.Tensor]]:
+        return lambda size: draw.many(count, *_rows(size, 32000), dtype=FP32)
 
-    def norm(size: int) -> Call:
-        x, weight, bias = draw(*rows(size, 2048)), draw(2048), draw(2048)
-        return lambda: aten.native_layer_norm(x, [2048], weight, bias, 1e-5)
+    def norm(size: int) -> tuple[Any, ...]:
+        return draw(*_rows(size, 2048)), [2048], draw(2048), draw(2048), 1e-5
 
-    def norm_backward(size: int) -> Call:
-        x, gradient, weight, bias = draw(*rows(size, 2048)), draw(*rows(size, 2048)), draw(2048), draw(2048)
-        _, mean, deviation = aten.native_layer_norm(x, [2048], weight, bias, 1e-5)
-        return lambda: aten.native_layer_norm_backward(
-            gradient, x, [2048], mean, deviation, weight, bias, [True, True, True]
-        )
+    def norm_backward(size: int) -> tuple[Any, ...]:
+        x, shape, weight, bias, eps = norm(size)
+        _, mean, deviation = aten.native_layer_norm(x, shape, weight, bias, eps)
+        return torch.randn_like(x), x, shape, mean, deviation, weight, bias, [True, True, True]
 
-    def negative_log(size: int) -> Call:
-        count, width = rows(size, 32000)
-        x, target = draw(count, width, dtype=FP32), whole(width, count)
-        return lambda: aten.nll_loss_forward(x, target, None, 1, -100)
+    def loss(size: int) -> tuple[Any, ...]:
+        count, width = _rows(size, 32000)
+        return draw(count, width, dtype=FP32), draw.indices(width, count), None, 1, -100
 
-    def negative_log_backward(size: int) -> Call:
-        count, width = rows(size, 32000)
-        x, target, weight = draw(count, width, dtype=FP32), whole(width, count), draw(1, dtype=FP32)[0]
-        return lambda: aten.nll_loss_backward(weight, x, target, None, 1, -100, weight)
+    def loss_backward(size: int) -> tuple[Any, ...]:
+        weight = draw(1, dtype=FP32)[0]
+        return weight, *loss(size), weight
 
-    vocabulary: dict[str, Any] = {"width": 32000, "dtype": FP32}
-    yield KernelProbe(
-        name="mean",
-        sizes=sizes,
-        build=of_rows(lambda x: x.mean(-1, keepdim=True), dtype=FP32),
-        stands_for=("reduction",),
-    )
-    yield KernelProbe(name="sum of columns", sizes=sizes, build=of_rows(lambda x: aten.sum.dim_IntList(x, [0])))
-    yield KernelProbe(
-        name="softmax", sizes=sizes, build=of_rows(lambda x: torch.softmax(x, -1)), stands_for=("normalization",)
-    )
-    yield KernelProbe(
-        name="softmax backward",
-        sizes=sizes,
-        build=of_rows(lambda g, y: aten._softmax_backward_data(g, y, -1, g.dtype), count=2),
-    )
-    yield KernelProbe(name="log-softmax", sizes=sizes, build=of_rows(lambda x: torch.log_softmax(x, -1), **vocabulary))
-    yield KernelProbe(
-        name="log-softmax backward",
-        sizes=sizes,
-        build=of_rows(lambda g, y: aten._log_softmax_backward_data(g, y, -1, FP32), count=2, **vocabulary),
-    )
-    yield KernelProbe(name="layer norm", sizes=sizes, build=norm)
-    yield KernelProbe(name="layer norm backward", sizes=sizes, build=norm_backward)
-    yield KernelProbe(name="negative log-likelihood", sizes=sizes, build=negative_log, stands_for=("loss",))
-    yield KernelProbe(name="negative log-likelihood backward", sizes=sizes, build=negative_log_backward)
+    def softmax_backward(gradient: torch.Tensor, out: torch.Tensor) -> Any:
+        return aten._softmax_backward_data(gradient, out, -1, out.dtype)
+
+    def log_softmax_backward(gradient: torch.Tensor, out: torch.Tensor) -> Any:
+        return aten._log_softmax_backward_data(gradient, out, -1, FP32)
+
+    yield _probe("mean", sizes, hidden(1, FP32), lambda x: x.mean(-1, keepdim=True), "reduction")
+    yield _probe("sum of columns", sizes, hidden(1), lambda x: aten.sum.dim_IntList(x, [0]))
+    yield _probe("softmax", sizes, hidden(1), lambda x: torch.softmax(x, -1), "normalization")
+    yield _probe("softmax backward", sizes, hidden(2), softmax_backward)
+    yield _probe("log-softmax", sizes, vocabulary(1), lambda x: torch.log_softmax(x, -1))
+    yield _probe("log-softmax backward", sizes, vocabulary(2), log_softmax_backward)
+    yield _probe("layer norm", sizes, norm, aten.native_layer_norm)
+    yield _probe("layer norm backward", sizes, norm_backward, aten.native_layer_norm_backward)
+    yield _probe("negative log-likelihood", sizes, loss, aten.nll_loss_forward, "loss")
+    yield _probe("negative log-likelihood backward", sizes, loss_backward, aten.nll_loss_backward)
 
 
-def _optimizer_probes(draw: DrawTensor, sizes: Sequence[int]) -> Iterator[KernelProbe]:
-    def lists(function: Callable[..., Any], count: int) -> Callable[[int], Call]:
-        def build(size: int) -> Call:
-            tensors = [[draw(size // 16).abs_() for _ in range(16)] for _ in range(count)]
-            return lambda: function(*tensors)
+def _optimizer_probes(draw: _Operands, sizes: Sequence[int]) -> Iterator[KernelProbe]:
+    """Ops on lists of tensors."""
 
-        return build
+    def lists(count: int) -> Callable[[int], list[list[torch.Tensor]]]:
+        return lambda size: [[draw(size // 16).abs_() for _ in range(16)] for _ in range(count)]
 
-    named: dict[str, tuple[Callable[..., Any], int]] = {
-        "times a number": (lambda a: torch._foreach_mul_(a, 0.999), 1),
-        "plus a number": (lambda a: torch._foreach_add_(a, 1e-8), 1),
-        "interpolation": (lambda a, b: torch._foreach_lerp_(a, b, 0.1), 2),
-        "plus a product": (lambda a, b: torch._foreach_addcmul_(a, b, b, 1e-3), 2),
-        "plus a quotient": (lambda a, b, c: torch._foreach_addcdiv_(a, b, c, 1e-3), 3),
-        "square root": (torch._foreach_sqrt, 1),
-        "divided by a number": (lambda a: torch._foreach_div_(a, 1.001), 1),
-    }
-    for name, (function, count) in named.items():
-        general = ("optimizer",) if name == "times a number" else ()
-        yield KernelProbe(name=f"lists {name}", sizes=sizes, build=lists(function, count), stands_for=general)
+    yield _probe("lists times a number", sizes, lists(1), lambda a: torch._foreach_mul_(a, 0.999), "optimizer")
+    yield _probe("lists plus a number", sizes, lists(1), lambda a: torch._foreach_add_(a, 1e-8))
+    yield _probe("lists interpolation", sizes, lists(2), lambda a, b: torch._foreach_lerp_(a, b, 0.1))
+    yield _probe("lists plus a product", sizes, lists(2), lambda a, b: torch._foreach_addcmul_(a, b, b, 1e-3))
+    yield _probe("lists plus a quotient", sizes, lists(3), lambda a, b, c: torch._foreach_addcdiv_(a, b, c, 1e-3))
+    yield _probe("lists square root", sizes, lists(1), torch._foreach_sqrt)
+    yield _probe("lists divided by a number", sizes, lists(1), lambda a: torch._foreach_div_(a, 1.001))
 
 
-def _gemm_probes(draw: DrawTensor, *, gpu: bool) -> Iterator[KernelProbe]:
-    edges = (256, 1024, 2048, 4096, 8192) if gpu else (64, 256, 1024)
+def _gemm_probes(draw: _Operands) -> Iterator[KernelProbe]:
+    """Matrix products, square and with few rows."""
+    edges = (256, 1024, 2048, 4096, 8192) if draw.gpu else (64, 256, 1024)
 
-    def square(dtype: torch.dtype) -> Callable[[int], Call]:
-        def build(edge: int) -> Call:
-            a, b = draw(edge, edge, dtype=dtype), draw(edge, edge, dtype=dtype)
-            return lambda: torch.mm(a, b)
+    def square(dtype: torch.dtype) -> Callable[[int], list[torch.Tensor]]:
+        return lambda edge: draw.many(2, edge, edge, dtype=dtype)
 
-        return build
+    def vector(edge: int) -> list[torch.Tensor]:
+        return [draw(1, edge), draw(edge, edge)]
 
-    def vector(edge: int) -> Call:
-        a, b = draw(1, edge), draw(edge, edge)
-        return lambda: torch.mm(a, b)
-
-    def few_rows(edge: int) -> Call:
-        a, b = draw(NARROW, edge), draw(edge, edge).t()  # by transposed weights, as layers have them
-        return lambda: torch.mm(a, b)
+    def few_rows(edge: int) -> list[torch.Tensor]:
+        return [draw(NARROW, edge), draw(edge, edge).t()]  # by transposed weights, as layers have them
 
     general = ("matrix/compute", "matrix")
-    if gpu:
-        yield KernelProbe(name="product bfloat16", sizes=edges, build=square(BF16), stands_for=general)
-        yield KernelProbe(name="product float16", sizes=edges[1:4], build=square(torch.float16))
-        yield KernelProbe(name="product float32", sizes=edges[1:4], build=square(FP32))
+    if draw.gpu:
+        yield _probe("product bfloat16", edges, square(BF16), torch.mm, *general)
+        yield _probe("product float16", edges[1:4], square(torch.float16), torch.mm)
+        yield _probe("product float32", edges[1:4], square(FP32), torch.mm)
     else:
-        yield KernelProbe(name="product float32", sizes=edges, build=square(FP32), stands_for=general)
-    yield KernelProbe(name="product float64", sizes=edges[1:3], build=square(torch.float64))
-    if not gpu:
-        yield KernelProbe(
-            name="product of few rows", sizes=edges, build=few_rows, stands_for=("matrix/compute/narrow",)
-        )
-    yield KernelProbe(name="row times matrix", sizes=edges, build=vector, stands_for=("matrix/memory",))
+        yield _probe("product float32", edges, square(FP32), torch.mm, *general)
+        yield _probe("product of few rows", edges, few_rows, torch.mm, "matrix/compute/narrow")
+    yield _probe("product float64", edges[1:3], square(torch.float64), torch.mm)
+    yield _probe("row times matrix", edges, vector, torch.mm, "matrix/memory")
 
 
-def _convolution_probes(draw: DrawTensor, *, gpu: bool) -> Iterator[KernelProbe]:
-    def build(channels: int) -> Call:
-        x = draw(32 if gpu else 1, channels, 56, 56).to(memory_format=torch.channels_last)
-        weight = draw(channels, channels, 3, 3).to(memory_format=torch.channels_last)
-        return lambda: functional.conv2d(x, weight, padding=1)
+def _convolution_probes(draw: _Operands) -> Iterator[KernelProbe]:
+    channel_counts = (32, 128, 256) if draw.gpu else (8, 32)
 
-    def backward(channels: int) -> Call:
-        x = draw(32 if gpu else 1, channels, 56, 56).to(memory_format=torch.channels_last)
-        weight = draw(channels, channels, 3, 3).to(memory_format=torch.channels_last)
-        gradient = torch.randn_like(x)
-        sizes: tuple[Any, ...] = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
-        return lambda: aten.convolution_backward(gradient, x, weight, *sizes)
+    def inputs(channels: int) -> list[torch.Tensor]:
+        shapes = ((32 if draw.gpu else 1, channels, 56, 56), (channels, channels, 3, 3))
+        return [draw(*shape).to(memory_format=torch.channels_last) for shape in shapes]
 
-    yield KernelProbe(
-        name="convolution", sizes=(32, 128, 256) if gpu else (8, 32), build=build, stands_for=("convolution",)
-    )
-    yield KernelProbe(
-        name="convolution backward",
-        sizes=(32, 128, 256) if gpu else (8, 32),
-        build=backward,
-        stands_for=("convolution/backward",),
-    )
+    def backward(channels: int) -> tuple[Any, ...]:
+        x, weight = inputs(channels)
+        sizes = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        return torch.randn_like(x), x, weight, *sizes
+
+    def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.conv2d(x, weight, padding=1)
+
+    yield _probe("convolution", channel_counts, inputs, convolve, "convolution")
+    yield _probe("convolution backward", channel_counts, backward, aten.convolution_backward, "convolution/backward")
 
 
-def _host_attention_probes(draw: DrawTensor) -> Iterator[KernelProbe]:
-    """Attention of the one backend that a CPU has, whose blocks are so wide that a causal mask saves little of it.
+def _host_attention_probes(draw: _Operands) -> Iterator[KernelProbe]:
+    """Attention of the one backend of a CPU, whose blocks are so wide that a causal mask saves little.
 
-    Heads that are half as wide have twice the exponentials.
+    Heads of half the width need twice the exponentials.
     """
-    packet = "aten._scaled_dot_product_flash_attention_for_cpu"
+    lengths, packet = (64, 256, 1024), "aten._scaled_dot_product_flash_attention_for_cpu"
+    attention = aten._scaled_dot_product_flash_attention_for_cpu
 
-    def forward(width: int, causal: bool) -> Callable[[int], Call]:
-        def build(length: int) -> Call:
-            q, k, v = (draw(1, 4, length, width) for _ in range(3))
-            return lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    def forward(width: int, causal: bool) -> Callable[[int], tuple[Any, ...]]:
+        return lambda length: (*draw.many(3, 1, 4, length, width), 0.0, causal)
 
-        return build
+    def backward(length: int) -> tuple[Any, ...]:
+        inputs = draw.many(3, 1, 4, length, 64)
+        return draw(1, 4, length, 64), *inputs, *attention(*inputs, 0.0, True), 0.0, True
 
-    def backward(length: int) -> Call:
-        q, k, v, gradient = (draw(1, 4, length, 64) for _ in range(4))
-        out, statistics = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        saved = (out, statistics, 0.0, True)
-        return lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, *saved)
-
-    def probe(name: str, build: Callable[[int], Call], *stands_for: str) -> KernelProbe:
-        return KernelProbe(name=name, sizes=(64, 256, 1024), build=build, stands_for=stands_for)
-
-    yield probe("attention of width 64", forward(64, False), packet, "attention")
+    yield _probe("attention of width 64", lengths, forward(64, False), attention, packet, "attention")
     for width in (32, 64):
-        yield probe(f"causal attention of width {width}", forward(width, True))
-    yield probe("attention backward", backward, f"{packet}_backward", "attention/backward")
+        yield _probe(f"causal attention of width {width}", lengths, forward(width, True), attention)
+    gradient = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    yield _probe("attention backward", lengths, backward, gradient, f"{packet}_backward", "attention/backward")
 
 
-def _attention_probes(draw: DrawTensor) -> Iterator[KernelProbe]:
-    """Causal attention of each backend, by width of head."""
-
-    def forward(width: int) -> Callable[[int], Call]:
-        def build(length: int) -> Call:
-            q, k, v = (draw(4, 16, length, width) for _ in range(3))
-            return lambda: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-
-        return build
-
-    def backward(width: int) -> Callable[[int], Call]:
-        def build(length: int) -> Call:
-            q, k, v, gradient = (draw(4, 16, length, width) for _ in range(4))
-            out, statistics, ends, key_ends, most, key_most, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, True
-            )
-            saved = (out, statistics, ends, key_ends, most, key_most, 0.0, True, seed, offset)
-            return lambda: aten._scaled_dot_product_flash_attention_backward(gradient, q, k, v, *saved)
-
-        return build
-
-    def efficient(length: int) -> Call:
-        q, k, v = (draw(4, 16, length, 64) for _ in range(3))
-        return lambda: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
-
-    def efficient_backward(length: int) -> Call:
-        q, k, v, gradient = (draw(4, 16, length, 64) for _ in range(4))
-        out, statistics, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
-        saved = (None, out, statistics, seed, offset, 0.0, [True, True, True, False], True)
-        return lambda: aten._scaled_dot_product_efficient_attention_backward(gradient, q, k, v, *saved)
-
-    def cudnn(width: int) -> Callable[[int], Call]:
-        def build(length: int) -> Call:
-            q, k, v = (draw(4, 16, length, width) for _ in range(3))
-            return lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
-
-        return build
-
-    def cudnn_backward(width: int) -> Callable[[int], Call]:
-        def build(length: int) -> Call:
-            q, k, v, gradient = (draw(4, 16, length, width) for _ in range(4))
-            out, statistics, ends, key_ends, most, key_most, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, 0.0, True
-            )
-            saved = (out, statistics, seed, offset, None, ends, key_ends, most, key_most, 0.0, True)
-            return lambda: aten._scaled_dot_product_cudnn_attention_backward(gradient, q, k, v, *saved)
-
-        return build
-
+def _attention_probes(draw: _Operands) -> Iterator[KernelProbe]:
+    """Causal attention of each CUDA backend, by width of head."""
     lengths = (256, 1024, 4096)
-    general: tuple[str, ...]
+
+    def both(
+        name: str, packet: str, width: int, options: tuple[Any, ...], saved: Callable[..., tuple[Any, ...]], *kinds: str
+    ) -> Iterator[KernelProbe]:
+        """The forward and the backward of one backend. `kinds` are more general ones."""
+        forward, gradient = getattr(aten, packet), getattr(aten, f"{packet}_backward")
+
+        def operands(length: int) -> tuple[Any, ...]:
+            return *draw.many(3, 4, 16, length, width), *options
+
+        def backward(length: int) -> tuple[Any, ...]:
+            inputs = draw.many(3, 4, 16, length, width)
+            return draw(4, 16, length, width), *inputs, *saved(*forward(*inputs, *options))
+
+        name = f"{name} of width {width}"
+        yield _probe(name, lengths, operands, forward, f"aten.{packet}/{width}", *kinds)
+        kinds = tuple(f"{kind}_backward" if kind.startswith("aten.") else f"{kind}/backward" for kind in kinds)
+        yield _probe(f"{name} backward", lengths, backward, gradient, f"aten.{packet}_backward/{width}", *kinds)
+
+    # From the results of the forward, what the backward takes after the gradient, queries, keys and values.
+    def cudnn(out: Any, logsumexp: Any, *rest: Any) -> tuple[Any, ...]:
+        ends, key_ends, longest, key_longest, seed, offset, _ = rest
+        return out, logsumexp, seed, offset, None, ends, key_ends, longest, key_longest, 0.0, True
+
+    def flash(out: Any, logsumexp: Any, *rest: Any) -> tuple[Any, ...]:
+        ends, key_ends, longest, key_longest, seed, offset, _ = rest
+        return out, logsumexp, ends, key_ends, longest, key_longest, 0.0, True, seed, offset
+
+    def efficient(out: Any, logsumexp: Any, seed: Any, offset: Any) -> tuple[Any, ...]:
+        return None, out, logsumexp, seed, offset, 0.0, [True, True, True, False], True
+
+    masked = (None, True, 0.0, True)
     for width in (64, 128):
-        packet = "aten._scaled_dot_product_cudnn_attention"
-        general = (packet,) if width == 128 else ()
-        yield KernelProbe(
-            name=f"cuDNN attention of width {width}",
-            sizes=lengths,
-            build=cudnn(width),
-            stands_for=(f"{packet}/{width}", *general),
-        )
-        yield KernelProbe(
-            name=f"cuDNN attention of width {width} backward",
-            sizes=lengths,
-            build=cudnn_backward(width),
-            stands_for=(f"{packet}_backward/{width}", *(f"{name}_backward" for name in general)),
-        )
+        packet = "_scaled_dot_product_cudnn_attention"
+        yield from both("cuDNN attention", packet, width, masked, cudnn, *((f"aten.{packet}",) if width == 128 else ()))
     for width in (64, 128):
-        packet = "aten._scaled_dot_product_flash_attention"
-        general = (packet, "attention") if width == 128 else ()
-        yield KernelProbe(
-            name=f"attention of width {width}",
-            sizes=lengths,
-            build=forward(width),
-            stands_for=(f"{packet}/{width}", *general),
-        )
-        general = (f"{packet}_backward", "attention/backward") if width == 128 else ()
-        yield KernelProbe(
-            name=f"attention of width {width} backward",
-            sizes=lengths,
-            build=backward(width),
-            stands_for=(f"{packet}_backward/{width}", *general),
-        )
-    packet = "aten._scaled_dot_product_efficient_attention"
-    yield KernelProbe(name="efficient attention", sizes=lengths, build=efficient, stands_for=(f"{packet}/64",))
-    yield KernelProbe(
-        name="efficient attention backward",
-        sizes=lengths,
-        build=efficient_backward,
-        stands_for=(f"{packet}_backward/64",),
-    )
+        packet = "_scaled_dot_product_flash_attention"
+        general = (f"aten.{packet}", "attention") if width == 128 else ()
+        yield from both("attention", packet, width, (0.0, True), flash, *general)
+    yield from both("efficient attention", "_scaled_dot_product_efficient_attention", 64, masked, efficient)
