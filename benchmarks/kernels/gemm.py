@@ -62,11 +62,11 @@ def product_cases(sizes: ProductSizes | None = None, device: str = "cuda") -> It
     yield from layer.cases()
     for size in sizes.cubes:
         yield FlopsCase(
-            operation="product", size=str(size), flops=2.0 * size**3, make=partial(_cube, size=size, device=device)
+            operation="gemm", size=str(size), flops=2.0 * size**3, make=partial(_cube, size=size, device=device)
         )
     for step in ("by x", "by weight"):
         yield FlopsCase(
-            operation="product",
+            operation="gemm",
             step=step,
             size=str(sizes.gradients),
             flops=2.0 * sizes.gradients**3,

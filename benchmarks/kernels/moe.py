@@ -58,7 +58,7 @@ def expert_cases(sizes: ExpertSizes | None = None, device: str = "cuda") -> Iter
     size = f"{sizes.experts} x {sizes.columns} x {sizes.inner}, {rows} rows"
     forward: Callable[[str], Made] = partial(_forward, sizes=sizes, device=device)
     yield FlopsCase(
-        operation="grouped_product",
+        operation="grouped_gemm",
         size=size,
         flops=flops,
         kinds=sizes.routings,
@@ -66,7 +66,7 @@ def expert_cases(sizes: ExpertSizes | None = None, device: str = "cuda") -> Iter
         apart={"max-autotune": lambda: {"all": {"one": lambda: forward(sizes.routings[0]).ways["max-autotune"]()}}},
     )
     yield FlopsCase(
-        operation="grouped_product gated",
+        operation="grouped_gemm gated",
         size=f"{sizes.experts} x {sizes.columns} x 2 x {sizes.inner}, {rows} rows",
         flops=2 * flops,
         kinds=sizes.routings,
@@ -75,7 +75,7 @@ def expert_cases(sizes: ExpertSizes | None = None, device: str = "cuda") -> Iter
     )
     for step in ("by rows", "by matrices"):
         yield FlopsCase(
-            operation="grouped_product",
+            operation="grouped_gemm",
             step=step,
             size=size,
             flops=flops,
@@ -84,7 +84,7 @@ def expert_cases(sizes: ExpertSizes | None = None, device: str = "cuda") -> Iter
         )
     for block in ("row", "128"):
         yield FlopsCase(
-            operation=f"grouped_product fp8, {block}",
+            operation=f"grouped_gemm fp8, {block}",
             size=size,
             flops=flops,
             kinds=sizes.routings,

@@ -196,17 +196,17 @@ class Calls:
         torch.autograd.backward([loss], [torch.randn_like(loss)])  # other than 1: multiplies what is written
 
     def products(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "product", self.both(kernels.gemm, (5, 101), (37, 101))
+        yield "gemm", self.both(kernels.gemm, (5, 101), (37, 101))
         sizes = [(5, 18, 101)]
         if self.device == "cuda":
             # rows at multiples of 16 bytes, and more tiles than a quarter of the processors: Hopper has a kernel
             sizes.append((641, 712, 200))
         for rows, columns, depth in sizes:
             for options in ({"activation": "gelu"}, {"activation": "silu", "gated": True, "recompute": True}):
-                yield f"product {rows}, {options}", partial(self.product, rows, columns, depth, options)
+                yield f"gemm {rows}, {options}", partial(self.product, rows, columns, depth, options)
             for block in ("tensor", "row", "blocks"):
                 for fast in (False, True):
-                    name = f"product {rows} of 8 bits, {block}, {fast}"
+                    name = f"gemm {rows} of 8 bits, {block}, {fast}"
                     yield name, partial(self.product_of_eight, rows, 24 if rows == 5 else 768, block, fast)
 
     def product(self, rows: int, columns: int, depth: int, options: dict[str, Any]) -> None:
@@ -233,14 +233,14 @@ class Calls:
         # tiles of 16, 64 and 128 rows; the last are for kernels of Hopper where columns are multiples of 16 bytes
         for counts in ((3, 0, 2), (30, 0, 40, 9), (301, 0, 139, 64)):
             for columns, depth in ((37, 53), (136, 72)):
-                yield f"grouped_product {counts} {columns}", partial(self.grouped, counts, columns, depth)
+                yield f"grouped_gemm {counts} {columns}", partial(self.grouped, counts, columns, depth)
             for block in (False, True):
-                yield f"grouped_product {counts} of 8 bits, {block}", partial(self.grouped_of_eight, counts, block)
-        yield "grouped_product, all tiles of Hopper", self.tiles_of_hopper
+                yield f"grouped_gemm {counts} of 8 bits, {block}", partial(self.grouped_of_eight, counts, block)
+        yield "grouped_gemm, all tiles of Hopper", self.tiles_of_hopper
         for tokens, columns, inner in ((11, 37, 19), (300, 72, 136)):  # experts of few rows, and of tiles of Hopper
             yield f"mixture_of_experts, {tokens}", partial(self.layer_of_experts, tokens, columns, inner)
         for eight in (False, True):
-            yield f"grouped_product of tokens, {8 if eight else 16} bits", partial(self.grouped_tokens, eight)
+            yield f"grouped_gemm of tokens, {8 if eight else 16} bits", partial(self.grouped_tokens, eight)
 
     def route(self, experts: int) -> None:
         for options in ({"renormalize": True}, {"scores": "sigmoid", "bias": torch.rand(experts, device=self.device)}):

@@ -270,7 +270,7 @@ def products_short(content: Row) -> list[str]:
     for row in content.get("products", ()):
         what = _what(row)
         own = row["seconds"]["nearpeak"]
-        if row["operation"] == "product":
+        if row["operation"] == "gemm":
             found += _behind(what, own, row["seconds"].get("cublas"), PRODUCT_BAR, "cuBLAS")
         elif row["operation"] == "fp8":
             found += _behind(what, own, row["seconds"].get("scaled_mm"), EIGHT_BAR, "_scaled_mm")
@@ -304,7 +304,7 @@ def _experts_short(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         what = _what(row)
         found += _error_short(what, row)
-        if row["operation"] == "grouped_product" and row["pass"] == "forward":
+        if row["operation"] == "grouped_gemm" and row["pass"] == "forward":
             rates[row["kind"]] = row["flops"] / row["seconds"]["nearpeak"]
         if row["operation"] == "experts layer" and row["pass"] == "both":
             best = fastest_other(row)
@@ -315,9 +315,9 @@ def _experts_short(rows: Sequence[Row]) -> list[str]:
                 found.append(f"{what}: {ratio:.2f} times the rate of {best}, and not {LAYER_BAR}")
     uniform, skewed = rates.get("uniform"), rates.get("beta")
     if uniform is not None and uniform < UNIFORM_BAR:
-        found.append(f"grouped_product, uniform: {uniform / 1e12:.0f} TFLOP/s, and not {UNIFORM_BAR / 1e12:.0f}")
+        found.append(f"grouped_gemm, uniform: {uniform / 1e12:.0f} TFLOP/s, and not {UNIFORM_BAR / 1e12:.0f}")
     if uniform is not None and skewed is not None and skewed < SKEWED_BAR * uniform:
-        found.append(f"grouped_product, beta: {skewed / uniform * 100:.0f} % of the rate with uniform choices")
+        found.append(f"grouped_gemm, beta: {skewed / uniform * 100:.0f} % of the rate with uniform choices")
     return found
 
 

@@ -168,7 +168,7 @@ def _product(side: int, depth: int, kind: str, keep: bool, device: str) -> Tunab
     numbers = side * side
     return Tunable(
         kernel=f"gemm_sm90_{kind}" + ("_kept" if keep else ""),
-        operation="product",
+        operation="gemm",
         where=Where(numbers, numbers - numbers // 32, numbers + numbers // 32),
         candidates=gemm_tuning.sm90_candidates(kind, keep=keep),
         make=make,
@@ -217,7 +217,7 @@ def _experts(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         for kernel, candidates, make in found:
             yield Tunable(
                 kernel=kernel,
-                operation="grouped_product",
+                operation="grouped_gemm",
                 where=where,
                 candidates=list(candidates),
                 make=make,
@@ -236,7 +236,7 @@ def _experts_of_few(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
 
             yield Tunable(
                 kernel="grouped_gemm" + ("_gated" if gated else ""),
-                operation="grouped_product",
+                operation="grouped_gemm",
                 where=near_of(height),
                 candidates=gemm_tuning.grouped_candidates(height, gated),
                 make=make,

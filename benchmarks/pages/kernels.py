@@ -158,8 +158,8 @@ def bars_scene(title: str, content: Row, rows: Sequence[Row], colors: Mapping[st
         for way in row["seconds"]:
             rate = teraflops(row, way) or 0.0
             bars[way] = Bar(value=rate, text=f"{rate:.0f}", title=f"{way}, {row['size']} {row['kind']}: {rate:.1f}")
-        name = row["operation"].removeprefix("grouped_product ").removeprefix("experts ")
-        name = name.replace("grouped_product", "product")
+        name = row["operation"].removeprefix("grouped_gemm ").removeprefix("experts ")
+        name = name.replace("grouped_gemm", "gemm")
         if row["pass"].startswith("by "):  # a gradient of the product
             name = row["pass"]
         panel = f"{name}, both" if row["pass"] == "both" else name

@@ -70,8 +70,8 @@ def rows_of(case: Any) -> list[dict[str, Any]]:
 
 def test_the_sizes_are_those_of_the_bars():
     cases = list(gemm.product_cases(device=DEVICE))
-    assert [case.size for case in cases if case.name.startswith("product forward")] == ["4096", "8192", "16384"]
-    assert {case.step for case in cases if case.operation == "product" and case.size == "8192"} == {
+    assert [case.size for case in cases if case.name.startswith("gemm forward")] == ["4096", "8192", "16384"]
+    assert {case.step for case in cases if case.operation == "gemm" and case.size == "8192"} == {
         "forward",
         "by x",
         "by weight",
@@ -85,7 +85,7 @@ def test_the_sizes_are_those_of_the_bars():
         "row, exact",
         "128, exact",
     ]
-    grouped = next(case for case in moe.expert_cases(device=DEVICE) if case.operation == "grouped_product")
+    grouped = next(case for case in moe.expert_cases(device=DEVICE) if case.operation == "grouped_gemm")
     assert grouped.size == "128 x 4096 x 1536, 32768 rows"
     assert grouped.flops == 2 * 32768 * 4096 * 1536
     assert grouped.kinds == ("even", "uniform", "beta")
@@ -103,9 +103,9 @@ def test_the_sizes_are_those_of_the_bars():
         ("swiglu", "both", {"nearpeak", "cublas + nearpeak", "compile"}),
         ("bias gelu", "forward", {"nearpeak", "cublas + nearpeak", "cublas fused", "compile"}),
         ("residual", "forward", {"nearpeak", "cublas + torch", "cublas fused", "compile"}),
-        ("product", "forward", {"nearpeak", "cublas"}),
-        ("product", "by x", {"nearpeak", "cublas"}),
-        ("product", "by weight", {"nearpeak", "cublas"}),
+        ("gemm", "forward", {"nearpeak", "cublas"}),
+        ("gemm", "by x", {"nearpeak", "cublas"}),
+        ("gemm", "by weight", {"nearpeak", "cublas"}),
     ],
 )
 def test_all_ways_of_products_compute_the_same(operation, step, ways):
@@ -125,12 +125,12 @@ def test_products_of_eight_bits(kind):
 @pytest.mark.parametrize(
     ("operation", "step", "ways"),
     [
-        ("grouped_product", "forward", {"nearpeak", "torch", "max-autotune"}),
-        ("grouped_product gated", "forward", {"nearpeak", "torch + nearpeak"}),
-        ("grouped_product", "by rows", {"nearpeak", "torch"}),
-        ("grouped_product", "by matrices", {"nearpeak", "torch"}),
-        ("grouped_product fp8, row", "forward", {"nearpeak", "scaled_grouped_mm"}),
-        ("grouped_product fp8, 128", "forward", {"nearpeak"}),
+        ("grouped_gemm", "forward", {"nearpeak", "torch", "max-autotune"}),
+        ("grouped_gemm gated", "forward", {"nearpeak", "torch + nearpeak"}),
+        ("grouped_gemm", "by rows", {"nearpeak", "torch"}),
+        ("grouped_gemm", "by matrices", {"nearpeak", "torch"}),
+        ("grouped_gemm fp8, row", "forward", {"nearpeak", "scaled_grouped_mm"}),
+        ("grouped_gemm fp8, 128", "forward", {"nearpeak"}),
         ("experts layer", "forward", {"nearpeak", "torch", "compile"}),
     ],
 )
@@ -209,19 +209,19 @@ def test_calls_that_take_long_are_timed_alone(monkeypatch):
 @pytest.mark.slow
 def test_what_takes_long_is_compiled_apart(tmp_path):
     given = run.Setting(DEVICE, experts=moe.ExpertSizes(**SMALL))
-    given.operations = {"grouped_product"}
+    given.operations = {"grouped_gemm"}
     found = jobs.Jobs(tmp_path)
     jobs.work_through(found, run.compile_jobs(["experts"], given), run.clean)
     names = {file.name for file in tmp_path.iterdir() if not file.name.endswith(".taken")}
-    assert {"experts-0.nearpeak", "experts-grouped_product-max-autotune-all.one"} <= names
+    assert {"experts-0.nearpeak", "experts-grouped_gemm-max-autotune-all.one"} <= names
     given.jobs = found
     case = next(given.cases("experts"))
     assert case.late(given, "experts-0") == {}
-    (tmp_path / "experts-grouped_product-max-autotune-all.one").write_text("SomeError: why")
+    (tmp_path / "experts-grouped_gemm-max-autotune-all.one").write_text("SomeError: why")
     (row,) = case.rows(given, "experts-0")
     assert row["failed"] == {"max-autotune": "SomeError: why"}
     assert set(row["seconds"]) == {"nearpeak", "torch"}
-    (tmp_path / "experts-grouped_product-max-autotune-all.one").unlink()
+    (tmp_path / "experts-grouped_gemm-max-autotune-all.one").unlink()
     assert case.late(given, "experts-0") == {"max-autotune": "was not compiled in time"}
 
 
@@ -273,8 +273,8 @@ def row(operation: str, step: str = "forward", kind: str = "", size: str = "8192
 
 def good_products() -> list[dict[str, Any]]:
     return [
-        row("product", nearpeak=790.0, cublas=800.0),
-        row("product", "by x", nearpeak=810.0, cublas=800.0),
+        row("gemm", nearpeak=790.0, cublas=800.0),
+        row("gemm", "by x", nearpeak=810.0, cublas=800.0),
         row("swiglu", size="8192 x 4096", nearpeak=800.0, cublas_and_nearpeak=760.0, compile=750.0),
         row("fp8", kind="row, fast", nearpeak=1550.0, scaled_mm=1580.0),
     ]
@@ -282,9 +282,9 @@ def good_products() -> list[dict[str, Any]]:
 
 def good_experts() -> list[dict[str, Any]]:
     return [
-        row("grouped_product", kind="uniform", nearpeak=620.0, torch=505.0),
-        row("grouped_product", kind="beta", nearpeak=600.0, torch=480.0),
-        row("grouped_product fp8, 128", kind="beta", nearpeak=900.0),
+        row("grouped_gemm", kind="uniform", nearpeak=620.0, torch=505.0),
+        row("grouped_gemm", kind="beta", nearpeak=600.0, torch=480.0),
+        row("grouped_gemm fp8, 128", kind="beta", nearpeak=900.0),
         row("experts layer", kind="uniform", nearpeak=400.0, torch=300.0, compile=310.0),
         row("experts layer", "both", kind="uniform", nearpeak=480.0, torch=310.0, compile=320.0),
     ]
@@ -322,8 +322,8 @@ def test_bars_of_products():
     content["products"][3]["seconds"]["nearpeak"] = 1 / 1400
     content["products"][1]["errors"]["nearpeak"] = 0.005
     assert tables.products_short(content) == [
-        "product forward 8192: 1.114 times as long as cuBLAS",
-        "product by x 8192: an error of 5.0e-03, and the others' is 2.0e-03",
+        "gemm forward 8192: 1.114 times as long as cuBLAS",
+        "gemm by x 8192: an error of 5.0e-03, and the others' is 2.0e-03",
         "swiglu forward 8192 x 4096: 1.125 times as long as compile",
         "fp8 forward 8192, row, fast: 1.129 times as long as _scaled_mm",
     ]
@@ -339,8 +339,8 @@ def test_bars_of_experts():
     content["experts"][4]["seconds"]["compile"] = 1 / 400
     assert tables.products_short(content) == [
         "experts layer both 8192, uniform: 1.20 times the rate of compile, and not 1.4",
-        "grouped_product, uniform: 590 TFLOP/s, and not 600",
-        "grouped_product, beta: 93 % of the rate with uniform choices",
+        "grouped_gemm, uniform: 590 TFLOP/s, and not 600",
+        "grouped_gemm, beta: 93 % of the rate with uniform choices",
     ]
     content["experts"][4]["seconds"] = {"nearpeak": 1.0}
     assert "experts layer both 8192, uniform: nothing else ran" in tables.products_short(content)[0]
@@ -380,7 +380,7 @@ def test_tables_and_failures_are_shown():
     text = tables.shown(content)
     assert "| swiglu | forward | 8192 x 4096 | - | nearpeak | 1.250 | 800 | 1.053 | 2.0e-03 |" in text
     assert "| forward | 1 x 1000 | 1.000 | 100.000 | - | 0.500 | 1.000 | 0.50 |" in text
-    assert "- product forward 8192, max-autotune: was not compiled in time" in text
+    assert "- gemm forward 8192, max-autotune: was not compiled in time" in text
     assert "No bar is missed." in text
 
 

@@ -110,10 +110,8 @@ def test_every_operation_has_its_ways(results):
     assert all({"nearpeak", "portable", "flash"} <= set(row["seconds"]) for row in results["attention"])
     assert all(len(row["seconds"]) == 9 for row in results["decoding"])
     products = {row["operation"] for row in results["products"]}
-    assert products == {"product", "swiglu", "bias gelu", "residual", "fp8"}
-    assert {"experts layer", "grouped_product", "grouped_product gated"} < {
-        row["operation"] for row in results["experts"]
-    }
+    assert products == {"gemm", "swiglu", "bias gelu", "residual", "fp8"}
+    assert {"experts layer", "grouped_gemm", "grouped_gemm gated"} < {row["operation"] for row in results["experts"]}
     for section in ("products", "experts", "linear_attention"):
         assert all(len(row["seconds"]) > 1 or "fp8" in row["operation"] for row in results[section])
 

@@ -646,8 +646,8 @@ def linear_cross_entropy(
     as by linear. For the options see `cross_entropy`.
 
     A mean or a sum has all its gradients computed in the forward pass, by three GEMMs for each chunk of tokens. They
-    are saved, and the backward pass multiplies them by a scalar, at no cost if that is 1. With "none" the factor of each
-    token is only known in the backward pass: it computes the logits again, which makes four GEMMs of three.
+    are saved, and the backward pass multiplies them by a scalar, at no cost if that is 1. With "none" the factor of
+    each token is only known in the backward pass: it computes the logits again, which makes four GEMMs of three.
 
     Memory beside inputs and gradients is that of the logits of one chunk. The gradient of the weight is the sum over
     chunks. Each addition in bfloat16 rounds it by up to 1/256 of itself, so this is done for up to 4 chunks; for more
