@@ -65,53 +65,54 @@ def _one_minus_exp(exponent):
 
 
 @triton.jit
-def _pointers(address, at, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def _pointers(address, offset, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = address.to(tl.pointer_type(dtype), bitcast=False)
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    return pointer + at
+    return pointer + offset
 
 
 @triton.jit
-def _load(address, at, inside, dtype: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+def _load(address, offset, inside, dtype: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
-        value = tl.load(_pointers(address, at, dtype, ALIGNED), mask=inside, other=0.0)
+        value = tl.load(_pointers(address, offset, dtype, ALIGNED), mask=inside, other=0.0)
     else:
-        value = tl.load(_pointers(address, at, dtype, ALIGNED))
+        value = tl.load(_pointers(address, offset, dtype, ALIGNED))
     return value.to(tl.float32)
 
 
 @triton.jit
-def _store(address, at, value, inside, dtype: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+def _store(address, offset, value, inside, dtype: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
-        tl.store(_pointers(address, at, dtype, ALIGNED), value.to(dtype), mask=inside)
+        tl.store(_pointers(address, offset, dtype, ALIGNED), value.to(dtype), mask=inside)
     else:
-        tl.store(_pointers(address, at, dtype, ALIGNED), value.to(dtype))
+        tl.store(_pointers(address, offset, dtype, ALIGNED), value.to(dtype))
 
 
 @triton.jit
 def _update(
-    param, grad, average, square, master, at, inside,
+    param, grad, average, square, master, offset, inside,
     lr, decay, beta1, beta2, one_less_beta1, one_less_beta2, eps, correction1, correction2, factor,
     PARAM: tl.constexpr, GRAD: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr, MASTER: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    gradient = _load(grad, at, inside, GRAD, ALIGNED, MASKED) * factor
+    gradient = _load(grad, offset, inside, GRAD, ALIGNED, MASKED) * factor
     if MASTER:
-        value = _load(master, at, inside, tl.float32, ALIGNED, MASKED)
+        value = _load(master, offset, inside, tl.float32, ALIGNED, MASKED)
     else:
-        value = _load(param, at, inside, PARAM, ALIGNED, MASKED)
-    first = _load(average, at, inside, AVERAGE, ALIGNED, MASKED)
-    second = _load(square, at, inside, SQUARE, ALIGNED, MASKED)
+        value = _load(param, offset, inside, PARAM, ALIGNED, MASKED)
+    first = _load(average, offset, inside, AVERAGE, ALIGNED, MASKED)
+    second = _load(square, offset, inside, SQUARE, ALIGNED, MASKED)
+    # averages, weight decay, and the step
     first = beta1 * first + one_less_beta1 * gradient
     second = beta2 * second + one_less_beta2 * gradient * gradient
     value -= lr * decay * value
     value -= (lr / correction1) * (first / (tl.sqrt(second) / tl.sqrt(correction2) + eps))
-    _store(average, at, first, inside, AVERAGE, ALIGNED, MASKED)
-    _store(square, at, second, inside, SQUARE, ALIGNED, MASKED)
-    _store(param, at, value, inside, PARAM, ALIGNED, MASKED)
+    _store(average, offset, first, inside, AVERAGE, ALIGNED, MASKED)
+    _store(square, offset, second, inside, SQUARE, ALIGNED, MASKED)
+    _store(param, offset, value, inside, PARAM, ALIGNED, MASKED)
     if MASTER:
-        _store(master, at, value, inside, tl.float32, ALIGNED, MASKED)
+        _store(master, offset, value, inside, tl.float32, ALIGNED, MASKED)
 
 
 @triton.jit(do_not_specialize=_HYPERPARAMETERS)
@@ -126,6 +127,7 @@ def adamw_kernel(
     if found_inf is not None:
         wanted = tl.load(found_inf).to(tl.float32) == 0.0
     if wanted:
+        # the tensor and the chunk of this program
         tensor = tl.load(chunks + 2 * program)
         begin = tl.load(chunks + 2 * program + 1).to(tl.int64) * BLOCK
         size = tl.load(states + tensor)
@@ -142,6 +144,7 @@ def adamw_kernel(
         master += begin * 4
         grad += begin * (GRAD.primitive_bitwidth // 8)
 
+        # hyperparameters, from the device if they are tensors
         lr = tl.cast(lr, tl.float32)
         if lr_tensor is not None:
             lr = tl.load(lr_tensor).to(tl.float32)
@@ -163,18 +166,18 @@ def adamw_kernel(
         one_less_beta2 = tl.cast(one_less_beta2, tl.float32)
         eps = tl.cast(eps, tl.float32)
 
-        at = tl.arange(0, BLOCK)
-        inside = at < size - begin
+        offset = tl.arange(0, BLOCK)  # (BLOCK,)
+        inside = offset < size - begin
         # full chunks without a mask, which would make all accesses narrow
         if begin + BLOCK <= size:
             _update(
-                param, grad, average, square, master, at, inside,
+                param, grad, average, square, master, offset, inside,
                 lr, decay, beta1, beta2, one_less_beta1, one_less_beta2, eps, correction1, correction2, factor,
                 PARAM, GRAD, AVERAGE, SQUARE, MASTER, ALIGNED, False,
             )  # fmt: skip
         else:
             _update(
-                param, grad, average, square, master, at, inside,
+                param, grad, average, square, master, offset, inside,
                 lr, decay, beta1, beta2, one_less_beta1, one_less_beta2, eps, correction1, correction2, factor,
                 PARAM, GRAD, AVERAGE, SQUARE, MASTER, ALIGNED, True,
             )  # fmt: skip
@@ -291,38 +294,38 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 def write_table(table: Tensor, numbers: Sequence[int]) -> None:
     """Writes numbers as arguments of launches, which a CUDA graph records; host memory could be gone at a replay."""
-    for at in range(0, len(numbers), _NUMBERS_PER_LAUNCH):
-        arguments = [number + _OFFSET for number in numbers[at : at + _NUMBERS_PER_LAUNCH]]
+    for offset in range(0, len(numbers), _NUMBERS_PER_LAUNCH):
+        arguments = [number + _OFFSET for number in numbers[offset : offset + _NUMBERS_PER_LAUNCH]]
         arguments += [_OFFSET] * (_NUMBERS_PER_LAUNCH - len(arguments))
-        launch(write_kernel, (1, 1, 1), table, at, len(numbers), *arguments, _OFFSET, warps=1)
+        launch(write_kernel, (1, 1, 1), table, offset, len(numbers), *arguments, _OFFSET, warps=1)
 
 
 @triton.jit
-def _write_number(table, at, end, number, ABOVE: tl.constexpr):
-    if at < end:
-        tl.store(table + at, number - ABOVE)
+def _write_number(table, offset, end, number, ABOVE: tl.constexpr):
+    if offset < end:
+        tl.store(table + offset, number - ABOVE)
 
 
-@triton.jit(do_not_specialize=["at", "end", *(f"n{index}" for index in range(16))])
+@triton.jit(do_not_specialize=["offset", "end", *(f"n{index}" for index in range(16))])
 def write_kernel(
-    table, at, end, n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12, n13, n14, n15, ABOVE: tl.constexpr
+    table, offset, end, n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12, n13, n14, n15, ABOVE: tl.constexpr
 ):  # fmt: skip
-    _write_number(table, at, end, n0, ABOVE)
-    _write_number(table, at + 1, end, n1, ABOVE)
-    _write_number(table, at + 2, end, n2, ABOVE)
-    _write_number(table, at + 3, end, n3, ABOVE)
-    _write_number(table, at + 4, end, n4, ABOVE)
-    _write_number(table, at + 5, end, n5, ABOVE)
-    _write_number(table, at + 6, end, n6, ABOVE)
-    _write_number(table, at + 7, end, n7, ABOVE)
-    _write_number(table, at + 8, end, n8, ABOVE)
-    _write_number(table, at + 9, end, n9, ABOVE)
-    _write_number(table, at + 10, end, n10, ABOVE)
-    _write_number(table, at + 11, end, n11, ABOVE)
-    _write_number(table, at + 12, end, n12, ABOVE)
-    _write_number(table, at + 13, end, n13, ABOVE)
-    _write_number(table, at + 14, end, n14, ABOVE)
-    _write_number(table, at + 15, end, n15, ABOVE)
+    _write_number(table, offset, end, n0, ABOVE)
+    _write_number(table, offset + 1, end, n1, ABOVE)
+    _write_number(table, offset + 2, end, n2, ABOVE)
+    _write_number(table, offset + 3, end, n3, ABOVE)
+    _write_number(table, offset + 4, end, n4, ABOVE)
+    _write_number(table, offset + 5, end, n5, ABOVE)
+    _write_number(table, offset + 6, end, n6, ABOVE)
+    _write_number(table, offset + 7, end, n7, ABOVE)
+    _write_number(table, offset + 8, end, n8, ABOVE)
+    _write_number(table, offset + 9, end, n9, ABOVE)
+    _write_number(table, offset + 10, end, n10, ABOVE)
+    _write_number(table, offset + 11, end, n11, ABOVE)
+    _write_number(table, offset + 12, end, n12, ABOVE)
+    _write_number(table, offset + 13, end, n13, ABOVE)
+    _write_number(table, offset + 14, end, n14, ABOVE)
+    _write_number(table, offset + 15, end, n15, ABOVE)
 
 
 _state_tables = TableCache(64)

@@ -39,10 +39,10 @@ _LOWEST = tl.constexpr(-(2**31))
 @triton.jit
 def add_kernel(x, y, result, elements, BLOCK: tl.constexpr):
     # in 64 bits from the start: a tensor may have more than 2**31 elements
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
-    inside = at < elements
-    total = tl.load(x + at, mask=inside).to(tl.float32) + tl.load(y + at, mask=inside).to(tl.float32)
-    tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    inside = element < elements
+    total = tl.load(x + element, mask=inside).to(tl.float32) + tl.load(y + element, mask=inside).to(tl.float32)
+    tl.store(result + element, total.to(result.dtype.element_ty), mask=inside)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -236,6 +236,7 @@ def activation_backward_kernel(
     if HAS_BIAS:
         added = tl.load(bias + first_column + column, mask=is_column, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
+    # down a stretch of rows, one (ROWS, BLOCK) tile at a time
     for step in range(steps):
         first_row = (chunk * steps + step) * ROWS
         inside = (row < rows - first_row) & is_column
@@ -261,8 +262,8 @@ def sum_rows_kernel(partial, result, rows, columns, ROWS: tl.constexpr, BLOCK: t
     partial += row.to(tl.int64) * columns + first_column + column
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, rows, ROWS):
-        at = start + first_column * 0  # in 64 bits
-        total += tl.load(partial + at * columns, mask=(row < rows - start) & is_column, other=0.0)
+        element = start + first_column * 0  # in 64 bits
+        total += tl.load(partial + element * columns, mask=(row < rows - start) & is_column, other=0.0)
     result += first_column
     tl.store(result + column, tl.sum(total, 0, keep_dims=True).to(result.dtype.element_ty), mask=is_column)
 
@@ -526,18 +527,18 @@ def philox_numbers(key, counter, zeros):
 
 
 @triton.jit
-def _read(x, at, elements):
-    return tl.load(x + at, mask=at < elements, other=0.0).to(tl.float32)
+def _read(x, element, elements):
+    return tl.load(x + element, mask=element < elements, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _write(values, added, result, at, elements, random, threshold, scale):
+def _write(values, added, result, element, elements, random, threshold, scale):
     # compares unsigned numbers as signed ones: with the highest bit flipped, their order is the same
     keep = (random.to(tl.int32, bitcast=True) ^ _LOWEST) < threshold
     values = tl.where(keep, values * tl.cast(scale, tl.float32), 0.0)
     if added is not None:
         values += added
-    tl.store(result + at, values.to(result.dtype.element_ty), mask=at < elements)
+    tl.store(result + element, values.to(result.dtype.element_ty), mask=element < elements)
 
 
 @triton.jit(do_not_specialize=["threshold"])
@@ -546,26 +547,26 @@ def dropout_kernel(x, residual, result, seed, elements, threshold, scale, CHUNKS
     key = tl.load(seed)
     for number in tl.static_range(CHUNKS):
         chunk = tl.program_id(0).to(tl.int64) * CHUNKS + number
-        at = chunk * (4 * _QUARTER) + tl.arange(0, _QUARTER)
-        values0 = _read(x, at, elements)
-        values1 = _read(x, at + _QUARTER, elements)
-        values2 = _read(x, at + 2 * _QUARTER, elements)
-        values3 = _read(x, at + 3 * _QUARTER, elements)
+        element = chunk * (4 * _QUARTER) + tl.arange(0, _QUARTER)
+        values0 = _read(x, element, elements)
+        values1 = _read(x, element + _QUARTER, elements)
+        values2 = _read(x, element + 2 * _QUARTER, elements)
+        values3 = _read(x, element + 3 * _QUARTER, elements)
         added0, added1, added2, added3 = None, None, None, None
         if residual is not None:  # all loads come first: none passes a store
-            added0 = _read(residual, at, elements)
-            added1 = _read(residual, at + _QUARTER, elements)
-            added2 = _read(residual, at + 2 * _QUARTER, elements)
-            added3 = _read(residual, at + 3 * _QUARTER, elements)
+            added0 = _read(residual, element, elements)
+            added1 = _read(residual, element + _QUARTER, elements)
+            added2 = _read(residual, element + 2 * _QUARTER, elements)
+            added3 = _read(residual, element + 3 * _QUARTER, elements)
         # zeros in the layout of the loaded values: each thread computes the random numbers of its own elements, which
         # otherwise would go through shared memory
         zeros = (values0.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
         counter = chunk * _QUARTER + tl.arange(0, _QUARTER)
         random0, random1, random2, random3 = philox_numbers(key, counter, zeros)
-        _write(values0, added0, result, at, elements, random0, threshold, scale)
-        _write(values1, added1, result, at + _QUARTER, elements, random1, threshold, scale)
-        _write(values2, added2, result, at + 2 * _QUARTER, elements, random2, threshold, scale)
-        _write(values3, added3, result, at + 3 * _QUARTER, elements, random3, threshold, scale)
+        _write(values0, added0, result, element, elements, random0, threshold, scale)
+        _write(values1, added1, result, element + _QUARTER, elements, random1, threshold, scale)
+        _write(values2, added2, result, element + 2 * _QUARTER, elements, random2, threshold, scale)
+        _write(values3, added3, result, element + 3 * _QUARTER, elements, random3, threshold, scale)
 
 
 def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, p: float, *, config: DropoutConfig | None = None) -> Tensor:

@@ -150,12 +150,12 @@ def pieces_kernel(
     piece, exists, _, _, reads, writes, left = locate_pieces(
         columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH
     )
-    at = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
-    inside = at < assume_multiple(left, WIDTH)[:, None]  # (PIECES, COLUMNS)
-    source = tl.load(x + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
+    inside = column < assume_multiple(left, WIDTH)[:, None]  # (PIECES, COLUMNS)
+    source = tl.load(x + reads[:, None] + column, mask=inside, other=0.0).to(tl.float32)
     scale = _scale(_largest(source), LARGEST, POWER_OF_TWO)
     quantized = _values(source, _inverse(scale)[:, None], LARGEST, values.dtype.element_ty)
-    tl.store(values + writes[:, None] + at, quantized, mask=inside)
+    tl.store(values + writes[:, None] + column, quantized, mask=inside)
     tl.store(scales + piece, scale, mask=exists)
 
 
@@ -170,13 +170,13 @@ def tiles_kernel(
     matrix = tile // down
     first = (tile % down) * ROWS
     row = (tl.arange(0, ROWS))[:, None]  # (ROWS, 1)
-    at = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
-    inside = (row < rows - first) & (at < columns - begin)
+    column = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
+    inside = (row < rows - first) & (column < columns - begin)
     top = matrix * rows + first
-    source = tl.load(x + (top + row) * stride + (begin + at), mask=inside, other=0.0).to(tl.float32)
+    source = tl.load(x + (top + row) * stride + (begin + column), mask=inside, other=0.0).to(tl.float32)
     scale = _scale(tl.max(_largest(source), 0), LARGEST, POWER_OF_TWO)
     quantized = _values(source, _inverse(scale), LARGEST, values.dtype.element_ty)
-    tl.store(values + (top + row) * columns + (begin + at), quantized, mask=inside)
+    tl.store(values + (top + row) * columns + (begin + column), quantized, mask=inside)
     tl.store(scales + program, scale)
 
 
@@ -187,31 +187,31 @@ def long_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     values += row * columns
-    at = tl.arange(0, COLUMNS)
+    column = tl.arange(0, COLUMNS)
     largest = tl.zeros([COLUMNS], tl.float32)
     for begin in range(0, columns, COLUMNS):
-        inside = begin + at < columns
-        source = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        inside = begin + column < columns
+        source = tl.load(x + begin + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         largest = tl.maximum(largest, _finite_magnitude(source))
     scale = _scale(tl.max(largest, 0), LARGEST, POWER_OF_TWO)
     inverse = _inverse(scale)
     for begin in range(0, columns, COLUMNS):
-        inside = begin + at < columns
-        source = tl.load(x + begin + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(values + begin + at, _values(source, inverse, LARGEST, values.dtype.element_ty), mask=inside)
+        inside = begin + column < columns
+        source = tl.load(x + begin + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(values + begin + column, _values(source, inverse, LARGEST, values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
 @triton.jit
 def maxima_kernel(x, maxima, columns, stride, per_row, pieces, COLUMNS: tl.constexpr):
-    at = tl.arange(0, COLUMNS)
+    column = tl.arange(0, COLUMNS)
     largest = tl.zeros([COLUMNS], tl.float32)
     # programs read neighbors at the same time, and the end of the tensor last: the second launch starts there
     for number in range(tl.program_id(0), pieces, tl.num_programs(0)):
         piece = tl.cast(number, tl.int64)
         begin = (piece % per_row) * COLUMNS
-        inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
-        source = tl.load(x + (piece // per_row) * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+        inside = column < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
+        source = tl.load(x + (piece // per_row) * stride + begin + column, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, _finite_magnitude(source))
     tl.store(maxima + tl.program_id(0), tl.max(largest, 0))
 
@@ -226,11 +226,11 @@ def whole_kernel(
     piece = pieces - 1 - tl.program_id(0).to(tl.int64)  # backward: the end is still in the cache
     row = piece // per_row
     begin = (piece % per_row) * COLUMNS
-    at = tl.arange(0, COLUMNS)
-    inside = at < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
-    source = tl.load(x + row * stride + begin + at, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, COLUMNS)
+    inside = column < tl.minimum(columns - begin, COLUMNS).to(tl.int32)
+    source = tl.load(x + row * stride + begin + column, mask=inside, other=0.0).to(tl.float32)
     quantized = _values(source, _inverse(scale), LARGEST, values.dtype.element_ty)
-    tl.store(values + row * columns + begin + at, quantized, mask=inside)
+    tl.store(values + row * columns + begin + column, quantized, mask=inside)
     if piece == 0:
         tl.store(scales, scale)
 
@@ -243,15 +243,15 @@ def dequantize_kernel(
     _, exists, row, own, reads, writes, left = locate_pieces(
         columns, stride, per_row, pieces, COLUMNS, PIECES, ONE_ROW, WIDTH
     )
-    at = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
-    inside = at < assume_multiple(left, WIDTH)[:, None]  # (PIECES, COLUMNS)
+    column = tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
+    inside = column < assume_multiple(left, WIDTH)[:, None]  # (PIECES, COLUMNS)
     of_scale = ((row // matrix) * down + (row % matrix) // rows_of_scale) * across
     if BY_PIECE:  # otherwise a row has one scale
         of_scale += own
     scale = tl.load(scales + of_scale + tl.zeros([PIECES], tl.int32), mask=exists, other=1.0)
-    source = tl.load(values + reads[:, None] + at, mask=inside, other=0.0).to(tl.float32)
+    source = tl.load(values + reads[:, None] + column, mask=inside, other=0.0).to(tl.float32)
     product = source * scale.to(tl.float32)[:, None]
-    tl.store(result + writes[:, None] + at, product.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + writes[:, None] + column, product.to(result.dtype.element_ty), mask=inside)
 
 
 def quantize(

@@ -145,9 +145,9 @@ def softmax_tile_kernel(
 
 @triton.jit
 def load_first_chunk(x, begin, end, column, WIDTH: tl.constexpr, PLAIN: tl.constexpr, HINTS: tl.constexpr):
-    at = begin // WIDTH * WIDTH + column
-    loaded = at < (end + (WIDTH - 1)) // WIDTH * WIDTH
-    return tl.load(x + at, mask=loaded, other=padding_value(PLAIN), eviction_policy="evict_last" if HINTS else "")
+    position = begin // WIDTH * WIDTH + column
+    loaded = position < (end + (WIDTH - 1)) // WIDTH * WIDTH
+    return tl.load(x + position, mask=loaded, other=padding_value(PLAIN), eviction_policy="evict_last" if HINTS else "")
 
 
 @triton.jit
@@ -162,15 +162,17 @@ def part_statistics(
     chunk is already in registers.
     """
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
-    at = begin // WIDTH * WIDTH + column
-    score = masked_score(first, mask, step, at, at < reach, end, scale, MASK, PLAIN)
+    position = begin // WIDTH * WIDTH + column
+    score = masked_score(first, mask, step, position, position < reach, end, scale, MASK, PLAIN)
     top = tl.maximum(tl.max(score, 0), LOWEST)
     total = tl.sum(exponential(score - top[None, :]), 0)
     for start in tl.range(begin + STEPS * BLOCK, end, STEPS * BLOCK, num_stages=STAGES):
-        at = start // WIDTH * WIDTH + column
-        loaded = at < reach
-        values = tl.load(x + at, mask=loaded, other=padding_value(PLAIN), eviction_policy="evict_last" if HINTS else "")
-        score = masked_score(values, mask, step, at, loaded, end, scale, MASK, PLAIN)
+        position = start // WIDTH * WIDTH + column
+        loaded = position < reach
+        values = tl.load(
+            x + position, mask=loaded, other=padding_value(PLAIN), eviction_policy="evict_last" if HINTS else ""
+        )
+        score = masked_score(values, mask, step, position, loaded, end, scale, MASK, PLAIN)
         higher = tl.maximum(top, tl.max(score, 0))
         total = total * exponential(top - higher) + tl.sum(exponential(score - higher[None, :]), 0)
         top = higher
@@ -191,23 +193,27 @@ def write_part(
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
     if KEPT:
-        at = begin // WIDTH * WIDTH + column
-        score = masked_score(rematerialize(first, stop, total), mask, step, at, at < reach, end, scale, MASK, PLAIN)
-        tl.store(result + at, normalize_score(score, top, total, LOG).to(result.dtype.element_ty), mask=at < stop)
+        position = begin // WIDTH * WIDTH + column
+        score = masked_score(
+            rematerialize(first, stop, total), mask, step, position, position < reach, end, scale, MASK, PLAIN
+        )
+        tl.store(
+            result + position, normalize_score(score, top, total, LOG).to(result.dtype.element_ty), mask=position < stop
+        )
         chunks = tl.maximum(chunks, 1)
     for index in tl.range(0, chunks - (1 if KEPT else 0), num_stages=STAGES):
-        at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
-        loaded = at < reach
+        position = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
+        loaded = position < reach
         values = tl.load(
-            x + at, mask=loaded, other=padding_value(PLAIN), eviction_policy="evict_first" if HINTS else ""
+            x + position, mask=loaded, other=padding_value(PLAIN), eviction_policy="evict_first" if HINTS else ""
         )
-        score = masked_score(values, mask, step, at, loaded, end, scale, MASK, PLAIN)
+        score = masked_score(values, mask, step, position, loaded, end, scale, MASK, PLAIN)
         value = normalize_score(score, top, total, LOG).to(result.dtype.element_ty)
-        tl.store(result + at, value, mask=at < stop)
+        tl.store(result + position, value, mask=position < stop)
     for start in range(begin + chunks * CHUNK, stop, CHUNK):  # after the last visible key: nothing to read
-        at = start // WIDTH * WIDTH + column
+        position = start // WIDTH * WIDTH + column
         hidden = tl.full(column.shape, float("-inf") if LOG else 0.0, result.dtype.element_ty)
-        tl.store(result + at, hidden, mask=at < stop)
+        tl.store(result + position, hidden, mask=position < stop)
 
 
 @triton.jit
@@ -359,8 +365,8 @@ def softmax_backward_tile_kernel(
 
 
 @triton.jit
-def load_chunk(source, at, reach, other, policy: tl.constexpr):
-    return tl.load(source + at, mask=at < reach, other=other, eviction_policy=policy)
+def load_chunk(source, position, reach, other, policy: tl.constexpr):
+    return tl.load(source + position, mask=position < reach, other=other, eviction_policy=policy)
 
 
 @triton.jit
@@ -371,14 +377,14 @@ def part_sum(
 ):  # fmt: skip
     """The sum over the columns from `begin` to `end`; the first chunk is already in registers."""
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
-    at = begin // WIDTH * WIDTH + column
-    total = tl.sum(contribution(tl.where(at < end, first_gradient, 0.0), first_y, LOG), 0)
+    position = begin // WIDTH * WIDTH + column
+    total = tl.sum(contribution(tl.where(position < end, first_gradient, 0.0), first_y, LOG), 0)
     again: tl.constexpr = "evict_last" if HINTS else ""
     for start in tl.range(begin + STEPS * BLOCK, end, STEPS * BLOCK, num_stages=STAGES):
-        at = start // WIDTH * WIDTH + column
-        upstream = load_chunk(gradient, at, reach, 0.0, again)
-        values = load_chunk(y, at, reach, float("-inf") if LOG else 0.0, again)
-        total += tl.sum(contribution(tl.where(at < end, upstream, 0.0), values, LOG), 0)
+        position = start // WIDTH * WIDTH + column
+        upstream = load_chunk(gradient, position, reach, 0.0, again)
+        values = load_chunk(y, position, reach, float("-inf") if LOG else 0.0, again)
+        total += tl.sum(contribution(tl.where(position < end, upstream, 0.0), values, LOG), 0)
     return tl.sum(total, 0)
 
 
@@ -395,22 +401,22 @@ def write_part_gradient(
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
     chunks = (tl.maximum(end - begin, 0) + (CHUNK - 1)) // CHUNK
     if KEPT:
-        at = begin // WIDTH * WIDTH + column
-        upstream = tl.where(at < end, rematerialize(first_gradient, stop, total), 0.0)
+        position = begin // WIDTH * WIDTH + column
+        upstream = tl.where(position < end, rematerialize(first_gradient, stop, total), 0.0)
         value = input_gradient(upstream, rematerialize(first_y, stop, total), total, scale, LOG)
-        tl.store(result + at, value.to(result.dtype.element_ty), mask=at < stop)
+        tl.store(result + position, value.to(result.dtype.element_ty), mask=position < stop)
         chunks = tl.maximum(chunks, 1)
     last: tl.constexpr = "evict_first" if HINTS else ""
     for index in tl.range(0, chunks - (1 if KEPT else 0), num_stages=STAGES):
-        at = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
-        upstream = load_chunk(gradient, at, reach, 0.0, last)
-        values = load_chunk(y, at, reach, float("-inf") if LOG else 0.0, last)
-        value = input_gradient(tl.where(at < end, upstream, 0.0), values, total, scale, LOG)
-        tl.store(result + at, value.to(result.dtype.element_ty), mask=at < stop)
+        position = (begin + (chunks - 1 - index) * CHUNK) // WIDTH * WIDTH + column
+        upstream = load_chunk(gradient, position, reach, 0.0, last)
+        values = load_chunk(y, position, reach, float("-inf") if LOG else 0.0, last)
+        value = input_gradient(tl.where(position < end, upstream, 0.0), values, total, scale, LOG)
+        tl.store(result + position, value.to(result.dtype.element_ty), mask=position < stop)
     for start in range(begin + chunks * CHUNK, stop, CHUNK):
-        at = start // WIDTH * WIDTH + column
+        position = start // WIDTH * WIDTH + column
         zero = tl.zeros(column.shape, result.dtype.element_ty)
-        tl.store(result + at, zero, mask=at < stop)
+        tl.store(result + position, zero, mask=position < stop)
 
 
 @triton.jit
@@ -433,10 +439,10 @@ def softmax_backward_split_kernel(
     column = tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (STEPS, BLOCK)
     gradient += row * (gradient_stride // WIDTH * WIDTH)
     y += row * (y_stride // WIDTH * WIDTH)
-    at = begin // WIDTH * WIDTH + column
+    position = begin // WIDTH * WIDTH + column
     reach = (end + (WIDTH - 1)) // WIDTH * WIDTH
-    first_gradient = load_chunk(gradient, at, reach, 0.0, "evict_last" if HINTS else "")
-    first_y = load_chunk(y, at, reach, float("-inf") if LOG else 0.0, "evict_last" if HINTS else "")
+    first_gradient = load_chunk(gradient, position, reach, 0.0, "evict_last" if HINTS else "")
+    first_y = load_chunk(y, position, reach, float("-inf") if LOG else 0.0, "evict_last" if HINTS else "")
     # first pass: sum of this part
     if PARTS == 1 or PHASE != LAST:
         total = part_sum(
