@@ -22,15 +22,15 @@ from nearpeak.render.html.markup import element, visible
 
 @contextmanager
 def progress(shell: Any = None) -> Iterator[Callable[[str], None]]:
-    """What to pass as `progress` to `nearpeak.profile` or `nearpeak.bench`.
+    """A function to pass as `progress` to `nearpeak.profile` or `nearpeak.bench`.
 
-    In a notebook each line takes the place of the one before, in one place of the output, which is empty when the block
-    ends, also by an error. Anywhere else lines go to stderr, as on the command line.
+    In a notebook each line replaces the one before it, and the last one disappears when the block ends, also by an
+    error. Anywhere else lines go to stderr, as on the command line.
 
     >>> with progress() as say:
     ...     say("warming up")
     """
-    if shell is None and "IPython" in sys.modules:  # which has been imported wherever there is a shell
+    if shell is None and "IPython" in sys.modules:  # a shell has imported it
         shell = sys.modules["IPython"].get_ipython()
     if getattr(shell, "kernel", None) is None:  # a terminal, or no IPython at all
         yield _print_stderr
@@ -47,41 +47,41 @@ def _print_stderr(line: str) -> None:
 
 
 class _StatusLine:
-    """One place of a cell's output. It is made with the first line, so that nothing is left where none came."""
+    """One line of a cell's output that is replaced. It is created with the first text: no text leaves no empty line."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def say(self, line: str) -> None:
-        """Shows a line in the place of the last one."""
+        """Replaces the line."""
         text = visible(line)
-        shown = element("div", text, style="opacity:.75")
-        self._show({"text/plain": text, "text/html": str(shown)})
+        html = element("div", text, style="opacity:.75")
+        self._show({"text/plain": text, "text/html": str(html)})
 
     def clear(self) -> None:
-        """Leaves an empty place."""
+        """Empties the line."""
         if self._handle is not None:
             self._show({"text/plain": "", "text/html": ""})
 
-    def _show(self, forms: dict[str, str]) -> None:
+    def _show(self, contents: dict[str, str]) -> None:
         if self._handle is None:
-            display = import_module("IPython.display").display  # no dependency, and there where a kernel is
-            self._handle = display(forms, raw=True, display_id=True)
+            display = import_module("IPython.display").display  # not a dependency; a kernel has it
+            self._handle = display(contents, raw=True, display_id=True)
         else:
-            self._handle.update(forms, raw=True)
+            self._handle.update(contents, raw=True)
 
 
-HELP = """Profiles code as one step: where its time goes, and what the hardware allows. With --bench its time alone.
+HELP = """Profile code as one step: where its time goes, and what the hardware allows. With --bench, time it.
 
     %nearpeak [options] CODE          a line
     p = %nearpeak [options] CODE      a line, its result in p
     %%nearpeak [options]              a cell
 
-The code runs many times: some fifteen for a profile, as often as it takes for a time. What it assigns stays, as in any
-cell. The result is a nearpeak.Profile, or a nearpeak.Timing with --bench.
+The code runs many times: about fifteen times for a profile, until the interval is narrow for a timing. Variables that
+it assigns keep their values, as in any cell. The result is a nearpeak.Profile, or a nearpeak.Timing with --bench.
 
     --bench             time it, as nearpeak.bench does
-    --on NAME           a machine of the catalogue whose bounds count (this one); not with --bench
+    --on NAME           the machine of the catalogue to compute bounds for (this one); not with --bench
     --ceilings WHICH    achievable or theoretical (achievable); not with --bench
     --max-seconds S     with --bench: stop after this long (2)
     --into NAME         also assign the result to this variable
@@ -105,13 +105,13 @@ class MagicOptions:
 
 
 def parse_magic(line: str) -> MagicOptions:
-    """Reads the options at the beginning of a line; what follows is code, and stays as it is.
+    """Reads the options at the beginning of a line; the rest is code.
 
-    >>> asked = parse_magic("--bench --into t torch.mm(a,  -b)")
-    >>> asked.verb, asked.into, asked.code
+    >>> options = parse_magic("--bench --into t torch.mm(a,  -b)")
+    >>> options.verb, options.into, options.code
     ('bench', 't', 'torch.mm(a,  -b)')
     """
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     rest = line.strip()
     while rest.startswith("--"):
         name, rest = _first_word(rest)
@@ -125,8 +125,8 @@ def parse_magic(line: str) -> MagicOptions:
                 raise UsageError(f"{name} needs a value: %nearpeak? shows the options.")
         elif name not in _WITHOUT_VALUE or equals:
             raise UsageError(f"%nearpeak has no option {name!r}. {did_you_mean(name, (*_WITHOUT_VALUE, *_WITH_VALUE))}")
-        given[name] = value
-    return _check_options(given, rest)
+        values[name] = value
+    return _check_options(values, rest)
 
 
 def _first_word(text: str) -> tuple[str, str]:
@@ -135,25 +135,25 @@ def _first_word(text: str) -> tuple[str, str]:
     return word, text.strip()[len(word) :].strip()
 
 
-def _check_options(given: dict[str, str], code: str) -> MagicOptions:
-    bench = "--bench" in given
+def _check_options(values: dict[str, str], code: str) -> MagicOptions:
+    bench = "--bench" in values
     for name in ("--on", "--ceilings") if bench else ("--max-seconds",):
-        if name in given:
+        if name in values:
             raise UsageError(f"{name} is {'not for' if bench else 'for'} --bench.")
-    ceilings = given.get("--ceilings", "achievable")
+    ceilings = values.get("--ceilings", "achievable")
     if ceilings not in get_args(Ceilings):
         raise UsageError(f"--ceilings {ceilings}: {did_you_mean(ceilings, get_args(Ceilings))}")
-    into = given.get("--into")
+    into = values.get("--into")
     if into is not None and not into.isidentifier():
         raise UsageError(f"--into {into}: that is no name of a variable.")
     return MagicOptions(
         code=code,
         verb="bench" if bench else "profile",
-        on=given.get("--on"),
+        on=values.get("--on"),
         ceilings="theoretical" if ceilings == "theoretical" else "achievable",
-        max_seconds=_seconds(given.get("--max-seconds")),
+        max_seconds=_seconds(values.get("--max-seconds")),
         into=into,
-        quiet="--quiet" in given,
+        quiet="--quiet" in values,
     )
 
 
@@ -161,12 +161,12 @@ def _seconds(text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = 0.0
-    if not 0.0 < found < float("inf"):
+        number = 0.0
+    if not 0.0 < number < float("inf"):
         raise UsageError(f"--max-seconds {text}: seconds are a number above 0.")
-    return found
+    return number
 
 
 class Magics:
@@ -177,50 +177,50 @@ class Magics:
 
     def line(self, line: str) -> Any:
         """See `HELP`."""
-        return self._measured(line, "")
+        return self._run(line, "")
 
     def cell(self, line: str, cell: str) -> Any:
         """See `HELP`."""
-        return self._measured(line, cell)
+        return self._run(line, cell)
 
     line.__doc__ = cell.__doc__ = HELP
 
-    def _measured(self, line: str, cell: str) -> Any:
+    def _run(self, line: str, cell: str) -> Any:
         try:
-            asked = parse_magic(line)
-            if cell and asked.code:
-                raise UsageError(f"%%nearpeak takes its code from the cell, and got {asked.code!r} on its line.")
+            options = parse_magic(line)
+            if cell and options.code:
+                raise UsageError(f"%%nearpeak takes its code from the cell, and got {options.code!r} on its line.")
             # The line of the magic is the cell's first: with it, lines have the numbers that the notebook shows.
-            function = self._function(cell or asked.code, first_line=2 if cell else 1)
-            result = self._measure(asked, function)
+            function = self._function(cell or options.code, first_line=2 if cell else 1)
+            result = self._measure(options, function)
         except NearpeakError as error:
             _raise_usage_error(str(error))
-        if asked.into is not None:
-            self._shell.user_ns[asked.into] = result
+        if options.into is not None:
+            self._shell.user_ns[options.into] = result
         return result
 
-    def _measure(self, asked: MagicOptions, function: Callable[[], None]) -> Any:
+    def _measure(self, options: MagicOptions, function: Callable[[], None]) -> Any:
         with progress(self._shell) as say:
-            told = None if asked.quiet else say
-            if asked.verb == "bench":
-                from nearpeak.measure.bench import bench  # with torch, which a notebook may not need before
+            narrate = None if options.quiet else say
+            if options.verb == "bench":
+                from nearpeak.measure.bench import bench  # imports torch
 
-                options: dict[str, Any] = {} if asked.max_seconds is None else {"max_seconds": asked.max_seconds}
-                return bench(function, progress=told, **options)
+                limits: dict[str, Any] = {} if options.max_seconds is None else {"max_seconds": options.max_seconds}
+                return bench(function, progress=narrate, **limits)
             from nearpeak.profiling.run import profile
 
-            return profile(function, on=asked.on, ceilings=asked.ceilings, progress=told)
+            return profile(function, on=options.on, ceilings=options.ceilings, progress=narrate)
 
     def _function(self, source: str, *, first_line: int) -> Callable[[], None]:
-        """The code as a function of nothing, in the notebook's own names."""
+        """The code as a function without arguments, which uses the notebook's variables."""
         if not source.strip():
             raise UsageError("There is no code to run: write it after %nearpeak, or below %%nearpeak.")
         shell = self._shell
-        # IPython leaves empty lines at the beginning out.
+        # IPython drops empty lines at the beginning.
         before = first_line - 1 + len(source) - len(source.lstrip("\n"))
         python = "\n" * before + shell.transform_cell(source)
         name = f"cell {shell.displayhook.prompt_count}"
-        # Where Python looks for the lines of errors; without a time of change it takes them for as good as a file.
+        # Tracebacks read lines from here; an entry without a modification time is never dropped as out of date.
         linecache.cache[name] = len(python), None, python.splitlines(keepends=True), name
         code = compile(python, name, "exec", flags=shell.compile.flags, dont_inherit=True)
         names = shell.user_ns
@@ -228,17 +228,17 @@ class Magics:
         def cell() -> None:
             exec(code, names)
 
-        cell.__name__ = cell.__qualname__ = name  # what reports call it
+        cell.__name__ = cell.__qualname__ = name  # the name in reports
         return cell
 
 
 def _raise_usage_error(message: str) -> NoReturn:
-    """A mistake as IPython shows those of its own magics: a line, and no traceback."""
+    """Raises IPython's own error for magics, which is shown as one line without a traceback."""
     raise import_module("IPython.core.error").UsageError(message) from None
 
 
 def _text_printer(module: str) -> Callable[[Any, Any, bool], None]:
-    """A printer for IPython. What renders the text is imported with the first result."""
+    """A printer for IPython. It imports the renderer when the first result is shown."""
 
     def show(result: Any, printer: Any, cycle: bool) -> None:
         printer.text(import_module("nearpeak.render.text").text(import_module(module).document(result)))

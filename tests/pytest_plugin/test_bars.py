@@ -78,9 +78,9 @@ def test_positional_arguments_are_a_mistake():
 def test_the_nearest_marker_counts():
     found = bars_from_markers([((), {"of_bound": 0.5}), ((), {"of_bound": 0.2, "step_time": "1 s"})])
     assert (found.of_bound, found.step_time) == (0.5, 1.0)
-    assert found.asked == ("of_bound", "step_time")
+    assert found.limits == ("of_bound", "step_time")
 
 
 def test_none_takes_a_bar_of_the_class_back():
     found = bars_from_markers([((), {"of_bound": None}), ((), {"of_bound": 0.2})])
-    assert found.asked == ()
+    assert found.limits == ()

@@ -1,4 +1,4 @@
-"""Values on the command line: numbers with k, shares with %, NAME=VALUE, and ranges."""
+"""Types of arguments: numbers with k, shares with %, NAME=VALUE, and ranges."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def values(text: str) -> list[Value]:
     >>> values("1k..8k*2"), values("0..6+3,10"), values("a,b")
     ([1024, 2048, 4096, 8192], [0, 3, 6, 10], ['a', 'b'])
     """
-    found: list[Value] = []
+    numbers: list[Value] = []
     for part in text.split(","):
-        found += _range(part) if ".." in part else [value(part)]
-    if "" in found:
+        numbers += _range(part) if ".." in part else [value(part)]
+    if "" in numbers:
         raise argparse.ArgumentTypeError(f"{text!r} has an empty value")
-    repeated = [one for one in found if found.count(one) > 1] if len(found) <= 1000 else []
+    repeated = [each for each in numbers if numbers.count(each) > 1] if len(numbers) <= 1000 else []
     if repeated:
         raise argparse.ArgumentTypeError(f"{text!r} has {repeated[0]!r} twice")
-    return found
+    return numbers
 
 
 def assignment(text: str) -> tuple[str, Value]:
     """NAME=VALUE."""
-    name, given = _split(text)
-    return name, value(given)
+    name, right = _split(text)
+    return name, value(right)
 
 
 def assignments(text: str) -> tuple[str, list[Value]]:
     """NAME=VALUES."""
-    name, given = _split(text)
-    return name, values(given)
+    name, right = _split(text)
+    return name, values(right)
 
 
 def share(text: str) -> float:
@@ -82,10 +82,10 @@ def step_number(text: str) -> int | Literal["all"]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    name, separator, given = text.partition("=")
-    if not separator or not name.isidentifier() or not given:
+    name, separator, right = text.partition("=")
+    if not separator or not name.isidentifier() or not right:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as rows=4096")
-    return name, given
+    return name, right
 
 
 def _range(text: str) -> list[Value]:
@@ -100,10 +100,10 @@ def _range(text: str) -> list[Value]:
         raise argparse.ArgumentTypeError(
             f"{text!r} never gets from {low} to {high} in steps of {match[3] or '*'}{step}"
         )
-    found: list[Value] = []
+    numbers: list[Value] = []
     while low <= high:
-        found.append(low)
-        if len(found) > MOST_VALUES:
+        numbers.append(low)
+        if len(numbers) > MOST_VALUES:
             raise argparse.ArgumentTypeError(f"{text!r} has more than {MOST_VALUES} values")
         low = low + step if adding else low * step
-    return found
+    return numbers

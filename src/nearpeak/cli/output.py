@@ -1,4 +1,4 @@
-"""Where results go: text or JSON to stdout, files where the user said, narration to stderr."""
+"""Output of the command line: results as text or JSON on stdout, files, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def narrate(line: str) -> None:
-    """Tells what is being done."""
+    """Prints a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -37,10 +37,10 @@ def terminal_style(stream: TextIO) -> Style:
 
 
 def write_file(destination: str, content: str) -> None:
-    """Writes a file that the user asked for, and says so."""
+    """Writes a file and names it on stderr."""
     path = Path(destination)
     try:
-        if path.exists() and not path.is_file():  # a pipe or a terminal is written to, not replaced
+        if path.exists() and not path.is_file():  # write to a pipe or a terminal, do not replace it
             path.write_text(content, encoding="utf-8")
         else:
             replace_file(path, content.encode())
@@ -50,12 +50,12 @@ def write_file(destination: str, content: str) -> None:
 
 
 def print_result(text: str, value: Any, destination: str | None) -> None:
-    """Prints a result as text, then writes it as JSON where that was asked for; to "-" it is JSON alone."""
+    """Prints a result as text and writes it as JSON to `destination`; "-" prints JSON instead of text."""
     from nearpeak._records import to_json
 
     if destination == "-":
         print(json.dumps(to_json(value), indent=1))
         return
-    print(text, flush=bool(destination))  # what is printed is not lost if the file cannot be written
+    print(text, flush=bool(destination))  # the text is printed even if the file cannot be written
     if destination:
         write_file(destination, json.dumps(to_json(value), indent=1) + "\n")

@@ -27,13 +27,13 @@ MARKER = (
     "nearpeak_bench measures in the test"
 )
 WROTE = "nearpeak wrote"
-"""Under this name a report tells of a baseline that was written; it comes back from the workers of pytest-xdist."""
+"""The user property of a report that names a written baseline; workers of pytest-xdist send it back."""
 
 _measured_test = pytest.StashKey["MeasuredTest"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Two options, both of which change files outside of the tests, and where baselines are."""
+    """Two options that change files outside of the tests, and the folder of the baselines."""
     group = parser.getgroup("nearpeak", "nearpeak: how near the hardware's bounds")
     group.addoption(
         "--nearpeak-update", action="store_true", help="write baselines of this machine instead of comparing with them"
@@ -41,34 +41,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--nearpeak-calibrate",
         action="store_true",
-        help="measure this machine first where that was never done (a minute); such tests are skipped otherwise",
+        help="calibrate this machine first if that was never done (a minute); otherwise such tests are skipped",
     )
     parser.addini("nearpeak_baselines", "folder of the baselines, from the root folder", default="")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker, for --strict-markers and --markers."""
+    """Registers the marker, for --strict-markers and --markers."""
     config.addinivalue_line("markers", MARKER)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A wrong marker, or a machine that cannot tell, ends a test before it begins."""
+    """Fails a test with a wrong marker and skips one that is for another device, before it runs."""
     if item.get_closest_marker("nearpeak") is not None:
-        measured_test_of(item).begins()
+        measured_test_of(item).begin()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A marked test that measured nothing has not met its bars."""
+    """Fails a test that has bars and measured nothing."""
     result = yield
-    measuring = item.stash.get(_measured_test, None)
-    if measuring is not None:
-        measuring.ends()
+    measured = item.stash.get(_measured_test, None)
+    if measured is not None:
+        measured.end()
     return result
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Names the baselines that were written: it never happens silently."""
+    """Names the baselines that were written."""
     if not config.getoption("--nearpeak-update"):
         return
     reports = [report for each in terminalreporter.stats.values() for report in each]
@@ -81,21 +81,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def nearpeak_profile(request: pytest.FixtureRequest) -> Callable[..., Profile]:
-    """`nearpeak_profile(fn, *args)` is `nearpeak.profile(fn, *args)`, held against the bars of the test's marker."""
+    """`nearpeak_profile(fn, *args)` is `nearpeak.profile(fn, *args)`, judged against the bars of the test's marker."""
     return measured_test_of(request.node).profile
 
 
 @pytest.fixture
 def nearpeak_bench(request: pytest.FixtureRequest) -> Callable[..., Timing]:
-    """`nearpeak_bench(fn, *args)` is `nearpeak.bench(fn, *args)`, held against the bars of the test's marker."""
+    """`nearpeak_bench(fn, *args)` is `nearpeak.bench(fn, *args)`, judged against the bars of the test's marker."""
     return measured_test_of(request.node).bench
 
 
 def measured_test_of(item: pytest.Item) -> MeasuredTest:
-    """What a test measures, and what is asked of it."""
-    known = item.stash.get(_measured_test, None)
-    if known is None:
-        # Not at the top: it would be imported in every run of pytest.
-        made: Any = import_module("nearpeak.pytest_plugin.measured_test").MeasuredTest(item)
-        known = item.stash[_measured_test] = made
-    return known
+    """The measurements and the bars of a test."""
+    measured = item.stash.get(_measured_test, None)
+    if measured is None:
+        # An import at the top would run in every session of pytest.
+        new: Any = import_module("nearpeak.pytest_plugin.measured_test").MeasuredTest(item)
+        measured = item.stash[_measured_test] = new
+    return measured

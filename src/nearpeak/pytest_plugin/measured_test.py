@@ -60,49 +60,49 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """What is asked of a measurement; None where nothing is. Times are seconds, memory is bytes."""
+    """The limits that a marker sets for a measurement; None for no limit. Times are in seconds, memory in bytes."""
 
     of_bound: float | None = None
-    """The share of the bound that must be reached at least."""
+    """The smallest share of the bound that passes."""
     floor: Floor = "as written"
-    """Which of a step's floors is the bound."""
+    """The floor of a step that is its bound."""
     step_time: float | None = None
     peak_memory: float | None = None
     no_finding_above: float | None = None
-    """No finding may save more than this share of the step."""
+    """The largest share of the step that a finding may save."""
     ignore: tuple[str, ...] = ()
-    """Findings that do not count: a rule, or a rule at a line ("unfused-norm@model.py:41")."""
+    """Findings to ignore: a rule, or a rule at a line ("unfused-norm@model.py:41")."""
     baseline: str | None = None
     within: float | None = None
-    """How much longer than the baseline it may take."""
+    """The largest slowdown against the baseline that passes, as a share."""
     device: str | None = None
-    """What the test needs: "gpu", "cpu", or a device by the name that its driver gives."""
+    """The device that the test needs: "gpu", "cpu", or the name that a driver reports."""
     grade: Grade = "B"
-    """A measurement with a worse grade decides nothing."""
+    """The worst grade of a measurement that decides a test."""
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """The bars that a measurement is held against."""
+    def limits(self) -> tuple[str, ...]:
+        """The names of the bars that are set."""
         names = ("of_bound", "step_time", "peak_memory", "no_finding_above", "baseline")
         return tuple(name for name in names if getattr(self, name) is not None)
 
 
 def bars_from_markers(markers: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]) -> Bars:
-    """The bars of a test's markers, the nearest first: what it says counts.
+    """The bars of a test's markers, the nearest first: its values override those of the others.
 
     >>> bars_from_markers([((), {"step_time": "12 ms"}), ((), {"step_time": "1 s", "of_bound": "50%"})]).step_time
     0.012
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for positional, named in markers:
         if positional:
             raise UsageError(f"The marker nearpeak takes names, as in of_bound=0.5, and got {positional[0]!r}.")
-        given = {**named, **given}
+        values = {**named, **values}
     valid = [field.name for field in fields(Bars)]
-    for name in given:
+    for name in values:
         if name not in valid:
             raise UsageError(f"The marker nearpeak has no {name!r}. {did_you_mean(name, valid)}")
-    bars = Bars(**{name: _PARSERS[name](name, value) for name, value in given.items() if value is not None})
+    bars = Bars(**{name: _PARSERS[name](name, value) for name, value in values.items() if value is not None})
     if (bars.baseline is None) != (bars.within is None):
         raise UsageError('The marker nearpeak takes baseline="name" and within="5%" together.')
     return bars
@@ -159,10 +159,10 @@ def _number(value: Any) -> float | None:
 
 
 def _parse_bound_share(name: str, value: Any) -> float:
-    found = parse_share(name, value)
-    if not 0 < found <= 1:
+    share = parse_share(name, value)
+    if not 0 < share <= 1:
         raise UsageError(f"{name}={value!r}: nothing is faster than its bound. Give a share from 0 to 1, or a percent.")
-    return found
+    return share
 
 
 def _parse_text(name: str, value: Any) -> str:
@@ -180,7 +180,7 @@ def _parse_file_name(name: str, value: Any) -> str:
 
 
 def _parse_rules(name: str, value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(_parse_text(name, one) for one in value)
+    return (value,) if isinstance(value, str) else tuple(_parse_text(name, rule) for rule in value)
 
 
 def _parse_one_of(valid: Sequence[T]) -> Callable[[str, Any], T]:
@@ -204,7 +204,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "device": _parse_text,
     "grade": _parse_one_of(GRADES[:-1]),
 }
-"""How the value of each argument is read."""
+"""The parser of each argument of the marker."""
 
 SCHEMA = 1
 """Raised whenever the meaning of a stored figure changes."""
@@ -214,37 +214,37 @@ LARGEST_FILE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """One figure, and the machine that it is of. `low` to `high` is its interval within the run that took it."""
+    """The time of a test on one machine. `low` to `high` is its interval within the run that measured it."""
 
     key: CalibrationKey
     seconds: float
     low: float
     high: float
     kind: str
-    """Which time it is: "step", or the kind of a timing."""
+    """ "step", or the kind of a timing."""
     date: str
     nearpeak: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineFile:
-    """All figures of one name, ordered by machine."""
+    """The baselines of one name, ordered by machine."""
 
     schema: int = SCHEMA
     baselines: tuple[Baseline, ...] = ()
 
     def of(self, key: CalibrationKey) -> Baseline | None:
-        """The figure of one machine; another driver or another torch is another machine."""
+        """The baseline of one machine. A machine with another driver or another torch counts as another one."""
         return next((baseline for baseline in self.baselines if baseline.key == key), None)
 
 
 def baseline_path(folder: Path, name: str) -> Path:
-    """The file of a name."""
+    """The file of the baselines of a name."""
     return folder / f"{name}.json"
 
 
 def read_baselines(path: Path) -> BaselineFile:
-    """The figures in a file, none where there is no file. UsageError where it cannot be read or trusted."""
+    """The baselines in a file; none where there is no file. UsageError where its content is not valid."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
@@ -253,21 +253,21 @@ def read_baselines(path: Path) -> BaselineFile:
     except OSError as error:
         raise UsageError(f"The baseline {path} cannot be read: {error.strerror or error}.") from None
     try:
-        found = from_json(BaselineFile, json.loads(content.decode("utf-8")))
-        if found.schema != SCHEMA:
-            raise ValueError(f"it has schema {found.schema}, this version of nearpeak reads {SCHEMA}")
-        for each in found.baselines:
+        stored = from_json(BaselineFile, json.loads(content.decode("utf-8")))
+        if stored.schema != SCHEMA:
+            raise ValueError(f"it has schema {stored.schema}, this version of nearpeak reads {SCHEMA}")
+        for each in stored.baselines:
             if not 0 < each.low <= each.seconds <= each.high < math.inf:
                 raise ValueError(f"no time is {each.seconds} [{each.low}, {each.high}]")
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"The baseline {path} cannot be used: {str(error)[:300]}. Delete it, and run with --nearpeak-update."
         ) from None
-    return found
+    return stored
 
 
 def write_baseline(path: Path, baseline: Baseline) -> None:
-    """Puts a figure into a file in the place of the one of the same machine; those of others stay."""
+    """Adds a baseline to a file. It replaces the one of the same machine; those of other machines stay."""
     others = [each for each in read_baselines(path).baselines if each.key != baseline.key]
     ordered = sorted([*others, baseline], key=lambda each: (each.key.device, each.key.driver, each.key.torch))
     text = json.dumps(to_json(BaselineFile(baselines=tuple(ordered))), indent=1) + "\n"
@@ -279,7 +279,7 @@ def write_baseline(path: Path, baseline: Baseline) -> None:
 
 
 def machine_text(key: CalibrationKey) -> str:
-    """A machine in words."""
+    """A machine as text."""
     return f"{key.device}, driver {key.driver}, torch {key.torch}"
 
 
@@ -288,7 +288,7 @@ Verdict = Literal["met", "missed", "unsure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarResult:
-    """One bar: how it came out, and the figure beside the bar in one sentence."""
+    """The result of one bar, and a sentence with the figure and the bar."""
 
     verdict: Verdict
     line: str
@@ -296,7 +296,7 @@ class BarResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What a profile and a timing have in common: a time with its interval, and how far it can be trusted."""
+    """The time of a profile or of a timing, with its interval and its grade."""
 
     name: str
     kind: str
@@ -337,16 +337,18 @@ def figure_of(measured: Profile | Timing) -> Figure:
 
 
 def grade_too_low(figure: Figure, bars: Bars) -> bool:
-    """Whether the measurement decides nothing."""
+    """Whether the grade of a measurement is below the worst one that the test accepts."""
     return GRADES.index(figure.grade) > GRADES.index(bars.grade)
 
 
 def judge(measured: Profile | Timing, bars: Bars, baseline: Baseline | None = None) -> tuple[BarResult, ...]:
-    """All bars that were asked for; that of the baseline where there is one. UsageError for a bar that has no sense."""
-    return tuple(_judged(measured, figure_of(measured), bars, baseline))
+    """The result of every bar that is set. UsageError for a bar that the measurement cannot have."""
+    return tuple(_bar_results(measured, figure_of(measured), bars, baseline))
 
 
-def _judged(measured: Profile | Timing, figure: Figure, bars: Bars, baseline: Baseline | None) -> Iterator[BarResult]:
+def _bar_results(
+    measured: Profile | Timing, figure: Figure, bars: Bars, baseline: Baseline | None
+) -> Iterator[BarResult]:
     if bars.of_bound is not None:
         yield _judge_of_bound(measured, figure, bars, bars.of_bound)
     if bars.step_time is not None:
@@ -370,7 +372,7 @@ def _require_profile(measured: Profile | Timing, bar: str) -> Profile:
     return measured
 
 
-def _judge_of_bound(measured: Profile | Timing, figure: Figure, bars: Bars, least: float) -> BarResult:
+def _judge_of_bound(measured: Profile | Timing, figure: Figure, bars: Bars, min_share: float) -> BarResult:
     if isinstance(measured, Timing):
         bound, name = measured.bound_seconds, f"{measured.bound_limiter} bound"
         if bars.floor != "as written":
@@ -387,33 +389,32 @@ def _judge_of_bound(measured: Profile | Timing, figure: Figure, bars: Bars, leas
         return BarResult(verdict="unsure", line="of_bound: there is no bound for it on this machine")
     line = (
         f"of_bound: {percent(bound / figure.seconds)} of the {name} ({seconds(bound)} of {figure}), and the bar is "
-        f"{percent(least)}"
+        f"{percent(min_share)}"
     )
-    return BarResult(verdict=_verdict(figure, bound / least), line=line)
+    return BarResult(verdict=_verdict(figure, bound / min_share), line=line)
 
 
-def _judge_peak_memory(profile: Profile, most: float) -> BarResult:
+def _judge_peak_memory(profile: Profile, max_bytes: float) -> BarResult:
     if profile.memory is None:
         return BarResult(verdict="unsure", line="peak_memory: it is not known of this step")
     peak = profile.memory.peak_bytes
-    # GiB for what has some; a small step on a CPU has none
-    text = gibibytes if max(peak, most) >= GIB else lambda value: quantity(value, "B")
-    at = f" at {elide_start(profile.memory.source)}" if profile.memory.source else ""
-    line = f"peak_memory: {text(peak)} on {plain(profile.memory.device, 20)}{at}, and the bar is {text(most)}"
-    return BarResult(verdict="met" if peak <= most else "missed", line=line)
+    text = gibibytes if max(peak, max_bytes) >= GIB else lambda value: quantity(value, "B")
+    where = f" at {elide_start(profile.memory.source)}" if profile.memory.source else ""
+    line = f"peak_memory: {text(peak)} on {plain(profile.memory.device, 20)}{where}, and the bar is {text(max_bytes)}"
+    return BarResult(verdict="met" if peak <= max_bytes else "missed", line=line)
 
 
-def _judge_findings(profile: Profile, most: float, bars: Bars) -> BarResult:
-    found = [
+def _judge_findings(profile: Profile, max_share: float, bars: Bars) -> BarResult:
+    findings = [
         finding
         for finding in profile.findings
-        if finding.share > most and not is_ignored(finding.rule, finding.source, bars.ignore)
+        if finding.share > max_share and not is_ignored(finding.rule, finding.source, bars.ignore)
     ]
-    if not found:
-        return BarResult(verdict="met", line=f"no_finding_above: none saves more than {percent(most)}")
-    worst = max(found, key=lambda finding: finding.share)
-    count = f"{len(found)} findings save" if len(found) > 1 else "1 finding saves"
-    line = f"no_finding_above: {count} more than {percent(most)}, the largest {_finding_line(worst)}"
+    if not findings:
+        return BarResult(verdict="met", line=f"no_finding_above: none saves more than {percent(max_share)}")
+    worst = max(findings, key=lambda finding: finding.share)
+    count = f"{len(findings)} findings save" if len(findings) > 1 else "1 finding saves"
+    line = f"no_finding_above: {count} more than {percent(max_share)}, the largest {_finding_line(worst)}"
     return BarResult(verdict="missed", line=line)
 
 
@@ -430,22 +431,22 @@ def _judge_baseline(figure: Figure, baseline: Baseline, within: float) -> BarRes
     )
     if figure.seconds <= baseline.seconds * (1 + within):
         return BarResult(verdict="met", line=line)
-    # Both were measured: only what lies beyond the intervals of both is a regression.
+    # A time beyond the intervals of both measurements is a regression; one within them is not decided.
     return BarResult(verdict="missed" if figure.low > baseline.high * (1 + within) else "unsure", line=line)
 
 
-def failure_message(measured: Profile | Timing, judged: tuple[BarResult, ...]) -> str:
-    """What a failing test says: each bar that was missed, the top finding, and how far to trust it."""
+def failure_message(measured: Profile | Timing, results: tuple[BarResult, ...]) -> str:
+    """The message of a failing test: each missed bar, the top finding, and the grade of the measurement."""
     figure = figure_of(measured)
-    missed = [f"  {each.line.rstrip('.')}." for each in judged if each.verdict == "missed"]
+    missed = [f"  {each.line.rstrip('.')}." for each in results if each.verdict == "missed"]
     lines = [f"{figure.name} misses {'a bar' if len(missed) == 1 else f'{len(missed)} bars'}:", *missed]
     if isinstance(measured, Profile):
-        found = select_findings(measured)
-        if found:
-            lines += [f"Top finding: {_finding_line(found[0])}", *_remedy_lines(found[0])]
+        findings = select_findings(measured)
+        if findings:
+            lines += [f"Top finding: {_finding_line(findings[0])}", *_remedy_lines(findings[0])]
         else:
-            told = sentences(measured)
-            lines += [f"No finding. {told['Why']}", told["Next"]]
+            verdict = sentences(measured)
+            lines += [f"No finding. {verdict['Why']}", verdict["Next"]]
         lines.append(f"Measured on {plain(measured.device, 60)}, {grade_text(figure)}.")
     else:
         lines.append(f"Measured on {plain(measured.environment.device, 60)}, {grade_text(figure)}.")
@@ -453,7 +454,7 @@ def failure_message(measured: Profile | Timing, judged: tuple[BarResult, ...]) -
 
 
 def grade_text(figure: Figure) -> str:
-    """The grade with what keeps it from being an A."""
+    """The grade with the reasons that it is not an A."""
     doubts = f" ({'; '.join(figure.doubts)})" if figure.doubts else ""
     return f"grade {figure.grade}{doubts}"
 
@@ -472,15 +473,15 @@ def _remedy_lines(finding: Finding) -> list[str]:
 
 
 FOLDER = "tests/nearpeak_baselines"
-"""Where baselines are, where the configuration does not say."""
+"""The default folder of baselines."""
 _baseline_owners = pytest.StashKey[dict[str, str]]()
-"""Which test has the baseline of a name, in a run that writes them."""
+"""The test that wrote the baseline of a name, in a run with --nearpeak-update."""
 
 
 class MeasuredTest:
-    """The measurements of one test.
+    """The measurements of one test, and the bars of its marker.
 
-    The machine decides whether a test can tell anything: where it cannot, the test is skipped, and says why.
+    A test whose bars cannot be decided on this machine is skipped, with the reason.
     """
 
     def __init__(self, item: pytest.Item) -> None:
@@ -492,9 +493,9 @@ class MeasuredTest:
         except UsageError as error:
             _fail(str(error))
 
-    def begins(self) -> None:
-        """Before the test: skips it where the device is not the one that it is for."""
-        self._count = 0  # a test may be run again
+    def begin(self) -> None:
+        """Before the test: skips it on another device than the one that its marker names."""
+        self._count = 0  # plugins may run a test again
         wanted = self.bars.device
         if wanted is None:
             return
@@ -505,24 +506,24 @@ class MeasuredTest:
         kind = "cpu" if gpu_backend() is None else "gpu"
         if wanted in ("gpu", "cpu"):
             if wanted != kind:
-                found = "there is none" if wanted == "gpu" else "there is a GPU, which would be measured"
-                pytest.skip(f"nearpeak: needs a {wanted.upper()}, and {found}")
+                reason = "there is none" if wanted == "gpu" else "there is a GPU, which would be measured"
+                pytest.skip(f"nearpeak: needs a {wanted.upper()}, and {reason}")
         elif wanted != (device := this_machine_key().device):
             pytest.skip(f"nearpeak: is for {wanted}, and this is {device}")
 
-    def ends(self) -> None:
-        """After the test: one that is marked and measured nothing has not met its bars."""
+    def end(self) -> None:
+        """After the test: fails it if it has bars and measured nothing."""
         __tracebackhide__ = True
-        if self._marked and self._count == 0 and self.bars.asked:
+        if self._marked and self._count == 0 and self.bars.limits:
             _fail(
-                f"The test has bars ({', '.join(self.bars.asked)}) and measured nothing: call nearpeak_profile(fn, "
+                f"The test has bars ({', '.join(self.bars.limits)}) and measured nothing: call nearpeak_profile(fn, "
                 "*args) or nearpeak_bench(fn, *args) in it."
             )
 
     def profile(
         self, fn: Callable[..., Any] | Case, *args: Any, on: str | Machine | None = None, **options: Any
     ) -> Profile:
-        """`nearpeak.profile(fn, *args)`, whose result is held against the bars of the test."""
+        """`nearpeak.profile(fn, *args)`; the result is judged against the bars of the test."""
         __tracebackhide__ = True
         import_torch()
         from nearpeak.profiling import run
@@ -532,11 +533,11 @@ class MeasuredTest:
             measured = run.profile(fn, *args, on=machine, **options)
         except EnvironmentProblem as error:
             pytest.skip(f"nearpeak: {error}")
-        self._hold(measured)
+        self._judge(measured)
         return measured
 
     def bench(self, fn: Callable[..., Any] | Case, *args: Any, **options: Any) -> Timing:
-        """`nearpeak.bench(fn, *args)`, whose result is held against the bars of the test."""
+        """`nearpeak.bench(fn, *args)`; the result is judged against the bars of the test."""
         __tracebackhide__ = True
         import_torch()
         from nearpeak.measure import bench
@@ -548,11 +549,11 @@ class MeasuredTest:
             measured = bench.bench(fn, *args, **options)
         except EnvironmentProblem as error:
             pytest.skip(f"nearpeak: {error}")
-        self._hold(measured)
+        self._judge(measured)
         return measured
 
     def _machine(self) -> Machine:
-        """This machine as far as it is known; it is measured only where that was asked for."""
+        """This machine, if it is known; it is calibrated only with --nearpeak-calibrate."""
         __tracebackhide__ = True
         from nearpeak.calibrate.machine import machine
         from nearpeak.measure.machine import this_machine_if_known
@@ -565,14 +566,14 @@ class MeasuredTest:
             )
         return known or machine()
 
-    def _hold(self, measured: Profile | Timing) -> None:
-        """Fails or skips the test; returns where all bars are met."""
+    def _judge(self, measured: Profile | Timing) -> None:
+        """Fails or skips the test; returns if all bars are met."""
         __tracebackhide__ = True
         self._count += 1
         figure, bars = figure_of(measured), self.bars
-        told = f"{figure.name}: {figure} {figure.kind} time, grade {figure.grade}"
-        self._item.user_properties.append(("nearpeak", told))  # for --junit-xml
-        if not bars.asked:
+        summary = f"{figure.name}: {figure} {figure.kind} time, grade {figure.grade}"
+        self._item.user_properties.append(("nearpeak", summary))  # for --junit-xml
+        if not bars.limits:
             return
         if grade_too_low(figure, bars):
             pytest.skip(f"nearpeak: cannot tell: {figure} has {grade_text(figure)}, and the test wants {bars.grade}")
@@ -581,32 +582,32 @@ class MeasuredTest:
         try:
             if bars.baseline is not None and not update:
                 baseline, missing = self._baseline()
-            judged = judge(measured, bars, baseline)
-            if any(each.verdict == "missed" for each in judged):
-                pytest.fail(failure_message(measured, judged))  # with the line that measured it
+            results = judge(measured, bars, baseline)
+            if any(each.verdict == "missed" for each in results):
+                pytest.fail(failure_message(measured, results))  # with the line that measured it
             if bars.baseline is not None and update:
                 self._write(figure)
         except NearpeakError as error:
             _fail(str(error))
-        unsure = "; ".join(each.line for each in judged if each.verdict == "unsure")
+        unsure = "; ".join(each.line for each in results if each.verdict == "unsure")
         if unsure or missing:
             pytest.skip(f"nearpeak: {missing or f'cannot tell: {unsure}'}")
 
     def _baseline(self) -> tuple[Baseline | None, str]:
-        """That of this machine; None, and why the test cannot tell, where there is none."""
+        """The baseline of this machine, or None and the reason."""
         path, key = self._path(), key_of_machine()
-        found = read_baselines(path)
-        baseline = found.of(key)
+        stored = read_baselines(path)
+        baseline = stored.of(key)
         if baseline is not None:
             return baseline, ""
-        others = "; ".join(machine_text(each.key) for each in found.baselines)
-        has = f"there is one of {others}" if others else f"{self._shown(path)} is not there"
-        return None, (f"no baseline of this machine ({machine_text(key)}): {has}. --nearpeak-update writes one")
+        others = "; ".join(machine_text(each.key) for each in stored.baselines)
+        reason = f"there is one of {others}" if others else f"{self._shown(path)} is not there"
+        return None, f"no baseline of this machine ({machine_text(key)}): {reason}. --nearpeak-update writes one"
 
     def _write(self, figure: Figure) -> None:
         path, node = self._path(), self._item.nodeid
-        taken = self._item.config.stash.setdefault(_baseline_owners, {})
-        owner = taken.setdefault(path.name, f"{node} {self._count}")
+        owners = self._item.config.stash.setdefault(_baseline_owners, {})
+        owner = owners.setdefault(path.name, f"{node} {self._count}")
         if owner != f"{node} {self._count}":
             raise UsageError(
                 f"The baseline {path.stem!r} holds one figure, and {owner.rpartition(' ')[0]} has measured it already: "
@@ -652,14 +653,14 @@ def import_torch() -> None:
 
 
 def key_of_machine() -> CalibrationKey:
-    """What baselines of this machine are kept by."""
+    """The key of this machine's baselines."""
     from nearpeak.measure.machine import this_machine_key
 
     return this_machine_key()
 
 
 def _parameters_name(parameters: str) -> str:
-    """The id of a test's parameters as part of the name of a file; a hash tells apart what would be the same."""
+    """The id of a test's parameters as part of a file name; a hash is added where characters were replaced."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", parameters)[:60]
     if safe == parameters:
         return safe

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 UNTRUSTWORTHY = 3
 MEASURING = ("kind", "method", "cache", "evict", "regime", "precision", "max_seconds", "seed")
-"""The options of the library that are passed on; one that is not given keeps the library's default."""
+"""Options that are passed to the library, which has their defaults."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -92,9 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
     from nearpeak.measure.results import as_sweep, load_result
 
     options = {name: getattr(arguments, name) for name in MEASURING if getattr(arguments, name) is not None}
-    options_from(dict(options))  # a mistake here is said before the file is run, which may take a while
+    options_from(dict(options))  # report mistakes before the file runs, which may take a while
     baseline = as_sweep(load_result(arguments.baseline)) if arguments.baseline else None
-    # What the case prints is narration: stdout is for the result.
+    # stdout is for the result: what the case prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         builders = [load(reference) for reference in arguments.cases]
         result = _measure(builders, arguments, options)
@@ -115,11 +115,11 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         "--margin belongs to a comparison of two CASEs.": not two and arguments.margin is not None,
         "--svg belongs to --sweep.": arguments.svg and not arguments.sweep,
     }
-    for message, found in contradictions.items():
-        if found:
+    for message, is_wrong in contradictions.items():
+        if is_wrong:
             raise UsageError(message)
-    for given in (arguments.set, arguments.sweep):
-        names = [name for name, _ in given]
+    for pairs in (arguments.set, arguments.sweep):
+        names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
                 raise UsageError(f"The parameter {name!r} is given twice.")
@@ -163,7 +163,7 @@ def _sweep(builder: CaseBuilder, arguments: argparse.Namespace, options: dict[st
 
 @contextlib.contextmanager
 def _narration(verbose: bool) -> Iterator[Callable[[str], None] | None]:
-    """Where progress goes: lines if asked for, one changing line on a terminal, nowhere otherwise."""
+    """A function that shows progress: lines with --verbose, one line that is replaced on a terminal, otherwise None."""
     stream = sys.stderr
     if verbose:
         yield lambda line: print(line, file=stream, flush=True)
@@ -177,7 +177,7 @@ def _narration(verbose: bool) -> Iterator[Callable[[str], None] | None]:
 
 
 def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None) -> None:
-    """The result as text on stdout, or alone as JSON; files as asked for."""
+    """Print the result as text, or as JSON alone, and write the requested files."""
     from nearpeak.measure.results import as_json, as_sweep, compare_to_baseline, save
     from nearpeak.measure.timing import Comparison, Sweep
     from nearpeak.render.text import text
@@ -207,7 +207,7 @@ def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None)
 
 
 def _judge(result: Result, *, strict: bool) -> int:
-    """The exit code; with `strict`, an error that says what is doubtful."""
+    """The exit code; with `strict`, raises an error that explains grades C and F."""
     from nearpeak.measure.timing import Comparison, Sweep
 
     timings: tuple[Timing, ...]

@@ -1,11 +1,11 @@
-"""What changed from one run to another, and whether it is real.
+"""What changed from one run to another, and whether the change is significant.
 
-A and B are saved profiles, traces of torch.profiler, or kept runs: @last is the last one, @2 the one before. The times
-of a step, the parts of its waterfall, its ops, idle time, memory and findings of B are compared with those of A. Ops
-are matched across renamed modules, other kernels and fusion.
+A and B are saved profiles, traces of torch.profiler, or runs in the history: @last is the last one, @2 the one before
+it. Step time, waterfall, ops, idle time, memory and findings of B are compared with those of A. Ops are matched across
+renamed modules, other kernels and fusion.
 
---fail-over 3% ends with exit code 1 where a step of B is really slower by more than 3 %, with 3 where that cannot be
-told, and with 0 otherwise. A line on stderr says why.
+--fail-over 3% ends with exit code 1 if a step of B is slower by more than 3 % and the change is significant, with 3 if
+the runs cannot decide it, and with 0 otherwise. A line on stderr gives the reason.
 
 examples:
   nearpeak diff @2 @last

@@ -1,6 +1,6 @@
-"""Say what is installed here, what is missing, and what to do.
+"""Check the installation: what is installed, what is missing, and what to do.
 
-Ends with 4 when something is missing that nearpeak needs, and with 0 otherwise.
+Ends with 4 if a package that nearpeak needs is missing, and with 0 otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "platformdirs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at. "absent" is fine to do without, "missing" is not."""
+    """The result of one check. "absent" is optional, "missing" is required."""
 
     name: str
     state: Literal["ok", "absent", "missing"]
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at everything, print it, and return the exit code."""
+    """Run all checks, print them, and return the exit code."""
     checks = tuple(run_checks())
     report = Report(checks=checks, ok=all(check.state != "missing" for check in checks))
     print_result(text(report), report, arguments.json)
@@ -98,7 +98,7 @@ def _package(package: str) -> Check:
 
 
 def _import_torch() -> Any:
-    """The module, or the error that importing it raises. Whether torch can be imported is what is asked here."""
+    """The module, or the error that its import raises."""
     from importlib import import_module
 
     try:
@@ -172,7 +172,7 @@ def _cache() -> Check:
     if existing.is_dir() and os.access(existing, os.W_OK):
         count = len(list((folder / "machines").glob("*.json")))
         advice = None if count else "nearpeak machine --calibrate"
-        kept = "no calibration yet" if count == 0 else f"{count} calibration{'s' if count > 1 else ''}"
-        return Check(name="cache", state="ok", found=f"{folder}, {kept}", advice=advice)
+        calibrations_text = "no calibration yet" if count == 0 else f"{count} calibration{'s' if count > 1 else ''}"
+        return Check(name="cache", state="ok", found=f"{folder}, {calibrations_text}", advice=advice)
     advice = "Calibrations cannot be kept. Set NEARPEAK_CACHE_DIR to a folder that can be written."
     return Check(name="cache", state="absent", found=f"{folder} cannot be written", advice=advice)

@@ -1,4 +1,4 @@
-"""Memory, speed and layout of models on clusters that one does not have.
+"""Memory, speed and layout of models on any cluster, without running them.
 
 Arithmetic alone: no GPU, no torch, milliseconds. MODEL is a name of the
 catalogue, the path of a Hugging Face config.json, or numbers:
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,15 +52,15 @@ LAYOUT_OPTIONS = (
     "recompute",
     "offload",
 )
-"""Options any of which makes a layout; without one it is searched for."""
+"""Options that define a layout; without any of them, layouts are searched."""
 
 
 def whole_number(text: str) -> int:
     """A whole number, which may end in k or m."""
-    found = value(text)
-    if isinstance(found, bool) or not isinstance(found, int):
+    number = value(text)
+    if isinstance(number, bool) or not isinstance(number, int):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 8 or 8k")
-    return found
+    return number
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -163,10 +164,10 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         if getattr(arguments, name) is not None
     }
     name, counted = parse_cluster(arguments.on)
-    asked = getattr(arguments, "gpus", None)
-    if counted is not None and asked is not None and counted != asked:
-        raise UsageError(f"--on says {counted} GPUs and --gpus {asked}. Give one of them.")
-    gpus = counted if counted is not None else asked
+    option = getattr(arguments, "gpus", None)
+    if counted is not None and option is not None and counted != option:
+        raise UsageError(f"--on says {counted} GPUs and --gpus {option}. Give one of them.")
+    gpus = counted if counted is not None else option
     if name == "this":
         from nearpeak.calibrate.machine import machine
 
@@ -194,23 +195,23 @@ def job_of(arguments: argparse.Namespace, model: Model, cluster: Cluster | None,
     batch = arguments.batch
     if batch is None:
         batch = least if tokens is None else least * max(1, -(-tokens // max(1, least * arguments.sequence)))
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in LAYOUT_OPTIONS
         if getattr(arguments, name) is not None and name != "recompute"
     }
     if arguments.recompute is not None:
-        given["recompute"] = tuple(
+        fields["recompute"] = tuple(
             part.strip() for part in arguments.recompute.replace("+", ",").split(",") if part.strip()
         )
-    if gpus == 1 and "sharding" not in given:
-        given["sharding"] = "none"
+    if gpus == 1 and "sharding" not in fields:
+        fields["sharding"] = "none"
     layout = Layout(
         gpus=gpus,
         global_batch=batch,
         microbatch=arguments.microbatch,
         sequence_parallel=not arguments.no_sequence_parallel,
-        **given,
+        **fields,
         **overlaps(arguments),
     )
     return Job(
@@ -231,17 +232,14 @@ def overlaps(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.overlap is None:
         return {"overlap_tensor": (arguments.tp or 1) > 1}  # as the search has it
     names = ("gradients", "pipeline", "tensor", "experts")
-    given = {part.strip() for part in arguments.overlap.split(",") if part.strip()} - {"none"}
-    for name in sorted(given - set(names)):
+    overlapped = {part.strip() for part in arguments.overlap.split(",") if part.strip()} - {"none"}
+    for name in sorted(overlapped - set(names)):
         raise UsageError(f"--overlap {name!r} is not known. {did_you_mean(name, names)}")
-    return {f"overlap_{name}": name in given for name in names}
+    return {f"overlap_{name}": name in overlapped for name in names}
 
 
 def _product(numbers: list[int]) -> int:
-    found = 1
-    for number in numbers:
-        found *= max(1, number)
-    return found
+    return math.prod(max(1, number) for number in numbers)
 
 
 def write_plan(
@@ -250,7 +248,7 @@ def write_plan(
     arguments: argparse.Namespace,
     sliders: Callable[[], Sliders | None] = lambda: None,
 ) -> None:
-    """Prints the answer, or writes it where -o says; `sliders` are made for a page alone."""
+    """Prints the answer, or writes the files of -o; `sliders` are computed for HTML only."""
     from nearpeak._records import to_json
     from nearpeak.render.report import DOCUMENT_FORMATS, document_ending
     from nearpeak.render.text import text
@@ -358,8 +356,8 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
         software=arguments.software,
         price=arguments.price,
     )
-    found, plan = answer.search, answer.plan
-    narrate(f"{found.legal} legal layouts, {found.fitting} fit; {found.search_seconds:.1f} s")
+    search, plan = answer.search, answer.plan
+    narrate(f"{search.legal} legal layouts, {search.fitting} fit; {search.search_seconds:.1f} s")
     write_plan(
         search_document(answer, arguments.top), answer, arguments, lambda: memory_sliders(plan.memory) if plan else None
     )
@@ -428,12 +426,12 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from nearpeak.render.views.plan.sliders import decode_sliders
 
     model, cluster = model_of(arguments), cluster_of(arguments)
-    given = {name: getattr(arguments, name) for name in DEGREES if getattr(arguments, name) is not None}
+    degrees = {name: getattr(arguments, name) for name in DEGREES if getattr(arguments, name) is not None}
     if arguments.most_ttft is not None or arguments.most_tpot is not None:
-        chosen = _within_limits(arguments, model, cluster, given)
+        chosen = _within_limits(arguments, model, cluster, degrees)
         if chosen is None:
             return 1
-        given, arguments.concurrency = chosen
+        degrees, arguments.concurrency = chosen
     plan = serving_plan(
         model,
         cluster,
@@ -445,7 +443,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             chunk=arguments.chunk,
             memory_share=arguments.memory_share,
         ),
-        ServingLayout(**given) if given else None,
+        ServingLayout(**degrees) if degrees else None,
         arguments.precision,
         kv=arguments.kv,
         engine=arguments.engine,
@@ -458,14 +456,14 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _within_limits(
-    arguments: argparse.Namespace, model: Model, cluster: Cluster, given: dict[str, int]
+    arguments: argparse.Namespace, model: Model, cluster: Cluster, degrees: dict[str, int]
 ) -> tuple[dict[str, int], float] | None:
     """The layout and the load with the most throughput within the limits; None, and a line on stderr, if none is."""
     from nearpeak.plan.serving.search import search_serving
 
-    if given:
-        raise UsageError(f"--most-ttft and --most-tpot search for a layout: leave out --{next(iter(given))}.")
-    found = search_serving(
+    if degrees:
+        raise UsageError(f"--most-ttft and --most-tpot search for a layout: leave out --{next(iter(degrees))}.")
+    search = search_serving(
         model,
         cluster,
         arguments.precision,
@@ -476,12 +474,12 @@ def _within_limits(
         most_ttft=arguments.most_ttft,
         most_tpot=arguments.most_tpot,
     )
-    if found.best is None:
-        narrate(f"nearpeak: {found.reason}")
+    if search.best is None:
+        narrate(f"nearpeak: {search.reason}")
         return None
-    narrate(f"{found.tried} legal layouts, {found.fitting} fit; {found.reason}")
-    layout = {name: getattr(found.best.layout, name) for name in DEGREES}
-    return layout, found.best.serving.concurrency * found.best.replicas
+    narrate(f"{search.tried} legal layouts, {search.fitting} fit; {search.reason}")
+    layout = {name: getattr(search.best.layout, name) for name in DEGREES}
+    return layout, search.best.serving.concurrency * search.best.replicas
 
 
 def _pools(text: str) -> tuple[int, int]:
@@ -534,7 +532,7 @@ def configure_collectives(parser: argparse.ArgumentParser) -> None:
 
 
 def run_collectives(arguments: argparse.Namespace) -> int:
-    """Print times by size, and what they are made of."""
+    """Print times by message size, and their parts."""
     from nearpeak.plan.cluster.collectives import OPS, collective_seconds
     from nearpeak.render.views.plan.collectives import document
 
@@ -546,11 +544,11 @@ def run_collectives(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--stride {arguments.stride}: must be at least 1. Nearest: --stride 1.")
     ranks = arguments.ranks if arguments.ranks is not None else max(1, cluster.gpus // arguments.stride)
     ops = arguments.op or [op for op in OPS if op != "send_recv" or ranks >= 2]
-    found = []
+    collectives = []
     for op in ops:
         counted = 2 if op == "send_recv" else ranks
         group = cluster.group(counted, arguments.stride)
-        found += [
+        collectives += [
             collective_seconds(
                 op,
                 size,
@@ -561,7 +559,7 @@ def run_collectives(arguments: argparse.Namespace) -> int:
             )
             for size in sizes
         ]
-    write_plan(document(found, cluster, ranks), tuple(found), arguments)
+    write_plan(document(collectives, cluster, ranks), tuple(collectives), arguments)
     return 0
 
 
@@ -610,20 +608,20 @@ def run_moe(arguments: argparse.Namespace) -> int:
     )
     if arguments.degrees is not None:
         try:
-            at = tuple(int(part) for part in arguments.degrees.split(","))
+            sizes = tuple(int(part) for part in arguments.degrees.split(","))
         except ValueError:
             raise UsageError(
                 f"--degrees {arguments.degrees!r} is not a list of whole numbers, such as 2,4,8."
             ) from None
     else:
         usable = (degree for degree in DEGREES if degree <= cluster.gpus)
-        at = tuple(n for n in usable if layer.experts % n == 0 and layer.intermediate % n == 0)
-    if not at:
+        sizes = tuple(n for n in usable if layer.experts % n == 0 and layer.intermediate % n == 0)
+    if not sizes:
         raise UsageError(
             f"No degree from 2 to {cluster.gpus} divides experts={layer.experts} and their width. Name some."
         )
-    found = degrees(layer, arguments.tokens, cluster, at=at, dtype=DTYPES[arguments.precision], skew=arguments.skew)
-    write_plan(document(found, model, cluster), found, arguments)
+    answer = degrees(layer, arguments.tokens, cluster, at=sizes, dtype=DTYPES[arguments.precision], skew=arguments.skew)
+    write_plan(document(answer, model, cluster), answer, arguments)
     return 0
 
 
@@ -657,17 +655,17 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
     if arguments.worst < 0:
         raise UsageError(f"--worst {arguments.worst}: must be at least 0. Nearest: --worst 0.")
-    found = validate(
+    validation = validate(
         Path(arguments.file),
         leave_out=not arguments.seen,
         worst=arguments.worst,
         runs=None if arguments.runs is None else Path(arguments.runs),
     )
-    write_plan(document(found), found, arguments)
+    write_plan(document(validation), validation, arguments)
     limit = arguments.fail_over
     if limit is None:
         return 0
-    above = [group for group in found.whole if group.mean_absolute > limit]
+    above = [group for group in validation.whole if group.mean_absolute > limit]
     for group in above:
         narrate(f"nearpeak: failed: {group.name}: a mean error of {group.mean_absolute:.1%} is above {limit:.1%}.")
     return 1 if above else 0
@@ -690,8 +688,8 @@ def run_models(arguments: argparse.Namespace) -> int:
     from nearpeak.render.views.plan import catalogue as render
 
     if arguments.name:
-        found = find_model(arguments.name)
-        write_plan(render.model_document(found), found, arguments)
+        model = find_model(arguments.name)
+        write_plan(render.model_document(model), model, arguments)
     else:
         models = tuple(get_model(name) for name in catalogue_names())
         write_plan(render.models_document(models), models, arguments)
@@ -713,8 +711,8 @@ def run_clusters(arguments: argparse.Namespace) -> int:
     from nearpeak.render.views.plan import catalogue as render
 
     if arguments.name:
-        found = Cluster.of(arguments.name)
-        write_plan(render.cluster_document(found), found, arguments)
+        cluster = Cluster.of(arguments.name)
+        write_plan(render.cluster_document(cluster), cluster, arguments)
     else:
         write_plan(render.clusters_document(systems()), systems(), arguments)
     return 0

@@ -1,16 +1,12 @@
-"""A report in the user's browser: a file that is opened, and nothing that listens.
+"""Where the time of a step goes: measured times against hardware limits.
 
-Where a profile goes: the report to stdout, then the run to the kept ones, then the files that were asked for.
+Runs SCRIPT, or -m MODULE, with its arguments, detects its steps, and profiles one of them. A training step ends with an
+optimizer's step, an inference step with the call of a module. --step MODULE:FUNCTION makes each call of a function a
+step: a function of a module, of a file (FILE.py:FUNCTION), or of the script itself (__main__:FUNCTION). Options go
+before SCRIPT; what follows SCRIPT are its own arguments. SCRIPT may be FILE.py:FUNCTION, a case as for `nearpeak bench`.
 
-Where the time of a step goes: measured, against what the hardware allows.
-
-Runs SCRIPT, or -m MODULE, with its arguments, as it is, finds its steps, and accounts for one of them. A training step
-ends with an optimizer's step, an inference step with the call of a module. --step MODULE:FUNCTION says that each call
-of a function is a step: of a module, of a file (FILE.py:FUNCTION), or of the script itself (__main__:FUNCTION).
-Options go before SCRIPT; what follows is its own. SCRIPT may be FILE.py:FUNCTION, a case as for `nearpeak bench`.
-
---trace FILE reads a file that torch.profiler wrote with record_shapes=True, on any machine, or a saved profile. The
-last ten runs are kept: @last is the last one, @2 the one before.
+--trace FILE reads a trace that torch.profiler wrote with record_shapes=True, on any machine, or a saved profile. The
+last ten runs are kept: @last is the last one, @2 the one before it.
 
 examples:
   nearpeak profile examples/train.py --steps 30
@@ -42,193 +38,7 @@ if TYPE_CHECKING:
     from nearpeak.render.views.profile import ReportOptions
 
 MOST_PAGES = 10
-"""Reports that are left in the cache folder."""
-
-
-def cached_page(profile: Profile, options: ReportOptions) -> Path:
-    """The HTML report in the cache folder, for who named no file. Two different ones never share a name."""
-    from nearpeak._files import replace_file
-    from nearpeak.machines import calibrations
-    from nearpeak.render.report import content
-
-    made = content(profile, ".html", options)
-    folder = calibrations.cache_folder() / "reports"
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(profile.source).stem)[:40].strip("-.") or "step"
-    path = folder / f"{name}-{hashlib.sha256(made).hexdigest()[:10]}.html"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, made)
-        files = sorted(folder.glob("*.html"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for old in files[MOST_PAGES:]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{folder} cannot be written: {error.strerror or error}. -o FILE.html puts the report elsewhere."
-        ) from None
-    return path
-
-
-def open_page(path: Path) -> None:
-    """Opens a file in the browser; where there is none, says where the file is."""
-    address = path.absolute().as_uri()
-    if _has_display() and webbrowser.open(address):
-        narrate(f"opened {address}")
-    else:
-        narrate(f"There is no browser to open here. The report is {address}")
-
-
-def _has_display() -> bool:
-    """Whether a browser can show something. Without a screen, a browser for terminals would take this one over."""
-    if sys.platform in ("darwin", "win32") or os.environ.get("BROWSER"):
-        return True
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-def add_results(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the results."""
-    output = parser.add_argument_group("results")
-    add_choices(output)
-    output.add_argument("--rules", action="append", default=[], metavar="FILE.py", help="run a file with more rules")
-    output.add_argument(
-        "-o",
-        "--save",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="also write the profile as .json or .json.gz, or a report of it as .html, .md, .csv ...",
-    )
-    output.add_argument("--open", action="store_true", help="show the HTML report in the browser at the end")
-    output.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
-    output.add_argument("--no-keep", action="store_true", help="do not keep this run (nor does NEARPEAK_KEEP=0)")
-    output.add_argument("--list", action="store_true", help="list the kept runs: @last, @2 ...")
-
-
-def add_choices(output: argparse._ArgumentGroup) -> None:
-    """Add the options that say what a report shows."""
-    output.add_argument("--by", choices=("op", "module", "line", "phase", "family"), default="op", help="what to rank")
-    output.add_argument("--top", type=int, default=12, help="how many rows the ranking has at most (12)")
-    output.add_argument("--findings", type=int, default=5, metavar="N", help="how many findings to show at most (5)")
-    output.add_argument("--least", type=float, default=1.0, metavar="PERCENT", help="of the step, for a finding (1)")
-    output.add_argument(
-        "--ignore", action="append", default=[], metavar="RULE", help="do not show it; RULE@train.py:41 for one line"
-    )
-
-
-def check_results(arguments: argparse.Namespace) -> None:
-    """UsageError for what would fail only after the run."""
-    from nearpeak.findings.engine import add_rules, check_ignored_rules
-
-    check_choices(arguments)
-    for file in arguments.rules:
-        add_rules(file)
-    check_ignored_rules(arguments.ignore)
-    arguments.save = [str(Path(path).absolute()) for path in arguments.save]  # the script may change the folder
-    if arguments.json and arguments.json != "-":
-        arguments.json = str(Path(arguments.json).absolute())
-
-
-def check_choices(arguments: argparse.Namespace) -> None:
-    """UsageError for numbers and names of files that cannot be."""
-    from nearpeak.render.report import check_path
-
-    if arguments.top < 1:
-        raise UsageError(f"--top {arguments.top}: a table has at least one row.")
-    if arguments.findings < 0 or not arguments.least >= 0.0:
-        raise UsageError("--findings and --least are not below zero.")
-    for path in arguments.save:
-        check_path(path)
-
-
-def options_of(profile: Profile, arguments: argparse.Namespace) -> ReportOptions:
-    """What was asked for, for all formats."""
-    from nearpeak.render.views.profile import ReportOptions, select_findings
-
-    return ReportOptions(
-        findings=select_findings(profile, arguments.least / 100, arguments.ignore),
-        most_findings=arguments.findings,
-        top=arguments.top,
-        by=arguments.by,
-    )
-
-
-def show_profile(profile: Profile, arguments: argparse.Namespace, *, run: bool) -> int:
-    """Prints the report, and after it writes what was asked for; the exit code says whether all of that was written.
-
-    A report that was printed is not lost to a full disk, nor is a run to a terminal that is gone.
-    """
-    code = 0
-    options = options_of(profile, arguments)
-    try:
-        print_result(report_text(profile, options), profile, arguments.json)
-        sys.stdout.flush()
-    except NearpeakError as error:
-        narrate(f"nearpeak: {error}")
-        code = error.exit_code
-    finally:
-        if run and not arguments.no_keep:
-            _keep_run(profile)
-        code = write_reports(profile, arguments.save, options, opened=arguments.open) or code
-    return code
-
-
-def report_text(profile: Profile, options: ReportOptions) -> str:
-    """The report for the terminal."""
-    from nearpeak.render.text import text
-    from nearpeak.render.views.profile import document
-
-    return text(document(profile, options), terminal_style(sys.stdout))
-
-
-def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions, *, opened: bool) -> int:
-    """Writes each file, whatever happens to the others, and opens the first page; the exit code of the last error."""
-    from nearpeak.render.report import profile_ending, write
-
-    code = 0
-    page: Path | None = None
-    for path in paths:
-        try:
-            write(profile, path, options)
-        except NearpeakError as error:
-            narrate(f"nearpeak: {error}")
-            code = error.exit_code
-            continue
-        narrate(f"wrote {path}")
-        page = page or (Path(path) if profile_ending(path) == ".html" else None)
-    if opened:
-        try:
-            open_page(page or cached_page(profile, options))
-        except NearpeakError as error:
-            narrate(f"nearpeak: {error}")
-            code = error.exit_code
-    return code
-
-
-def print_history() -> int:
-    """Prints the kept runs."""
-    from nearpeak.profiles import history
-    from nearpeak.render.text import text
-    from nearpeak.render.views.history import document
-
-    runs = history.past_runs()
-    if not runs:
-        narrate(f"No runs are kept in {history.folder()}. `nearpeak profile SCRIPT` keeps one.")
-        return 0
-    print(text(document(runs)))
-    return 0
-
-
-def _keep_run(profile: Profile) -> None:
-    from nearpeak.profiles import history
-
-    if not history.is_enabled():
-        return
-    try:
-        history.add_run(profile)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        narrate(f"nearpeak: this run was not kept: {history.folder()} cannot be written: {reason}.")
-    else:
-        narrate("kept as @last; `nearpeak report @last` shows it again")
+"""How many HTML reports the cache folder keeps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -255,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Account for a step and print where its time goes."""
+    """Profile a step and print where its time goes."""
     if arguments.list:
         if arguments.script or arguments.trace:
             raise UsageError("--list takes neither a SCRIPT nor --trace.")
@@ -271,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.wait is not None and not arguments.wait > 0.0:
         raise UsageError(f"--wait {arguments.wait:g}: seconds are more than 0.")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write its own starts and stops to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from logging to stderr
     if arguments.trace:
         return show_profile(from_file(arguments.trace, arguments), arguments, run=False)
     if arguments.script and ":" in Path(arguments.script).name:
@@ -280,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def from_file(name: str, arguments: argparse.Namespace) -> Profile:
-    """The saved profile or the trace of this name; --on, --step and --ceilings belong to a trace."""
+    """Reads a saved profile or a trace; --on, --step and --ceilings apply to a trace."""
     from nearpeak.profiles import file, history
     from nearpeak.profiling.load import profile_trace
 
@@ -305,13 +115,13 @@ def _from_case(arguments: argparse.Namespace) -> Profile:
 
 
 def _run_script(arguments: argparse.Namespace) -> int:
-    """The script's own exit code, where it fails; its profile all the same, where it took enough steps."""
+    """Runs and profiles a script. Returns its exit code if it fails; a profile is shown if it took enough steps."""
     from nearpeak.profiling.script import profile_script
 
-    module, *given = arguments.module or [None, *arguments.arguments]
+    module, *script_arguments = arguments.module or [None, *arguments.arguments]
     ran = profile_script(
         arguments.script,
-        given,
+        script_arguments,
         module=module,
         step=arguments.step,
         on=arguments.on,
@@ -321,14 +131,14 @@ def _run_script(arguments: argparse.Namespace) -> int:
         progress=narrate,
     )
     if ran.profile is not None:
-        shown = show_profile(ran.profile, arguments, run=True)
-        return ran.exit_code or shown
+        code = show_profile(ran.profile, arguments, run=True)
+        return ran.exit_code or code
     if ran.exit_code == 0:
         raise (EnvironmentProblem if ran.problem else UsageError)(ran.missing)
     narrate(f"nearpeak: it ended with exit code {ran.exit_code}, and there is no profile. {ran.missing}")
-    own = [argument for argument in given if argument.partition("=")[0] in _own_options()]
-    if ran.exit_code == 2 and own:
-        narrate(f"nearpeak: {own[0]} was given to the script. Options of nearpeak go before it.")
+    misplaced = [each for each in script_arguments if each.partition("=")[0] in _own_options()]
+    if ran.exit_code == 2 and misplaced:
+        narrate(f"nearpeak: {misplaced[0]} was given to the script. Options of nearpeak go before it.")
     return ran.exit_code
 
 
@@ -339,9 +149,195 @@ def _own_options() -> set[str]:
 
 
 def _step(text: str) -> int | str:
-    """A function by its place and name, or the number of a step."""
+    """MODULE:FUNCTION, or the number of a step."""
     return text if _is_function(text) else step_number(text)
 
 
 def _is_function(step: int | str) -> bool:
     return isinstance(step, str) and ":" in step
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Add the options for results."""
+    output = parser.add_argument_group("results")
+    add_choices(output)
+    output.add_argument("--rules", action="append", default=[], metavar="FILE.py", help="run a file with more rules")
+    output.add_argument(
+        "-o",
+        "--save",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also write the profile as .json or .json.gz, or a report of it as .html, .md, .csv ...",
+    )
+    output.add_argument("--open", action="store_true", help="show the HTML report in the browser at the end")
+    output.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
+    output.add_argument("--no-keep", action="store_true", help="do not keep this run (nor does NEARPEAK_KEEP=0)")
+    output.add_argument("--list", action="store_true", help="list the kept runs: @last, @2 ...")
+
+
+def add_choices(output: argparse._ArgumentGroup) -> None:
+    """Add the options for the content of a report."""
+    output.add_argument("--by", choices=("op", "module", "line", "phase", "family"), default="op", help="what to rank")
+    output.add_argument("--top", type=int, default=12, help="how many rows the ranking has at most (12)")
+    output.add_argument("--findings", type=int, default=5, metavar="N", help="how many findings to show at most (5)")
+    output.add_argument("--least", type=float, default=1.0, metavar="PERCENT", help="of the step, for a finding (1)")
+    output.add_argument(
+        "--ignore", action="append", default=[], metavar="RULE", help="do not show it; RULE@train.py:41 for one line"
+    )
+
+
+def check_results(arguments: argparse.Namespace) -> None:
+    """Checks options before the run that would otherwise fail after it; raises UsageError."""
+    from nearpeak.findings.engine import add_rules, check_ignored_rules
+
+    check_choices(arguments)
+    for file in arguments.rules:
+        add_rules(file)
+    check_ignored_rules(arguments.ignore)
+    arguments.save = [str(Path(path).absolute()) for path in arguments.save]  # the script may change the folder
+    if arguments.json and arguments.json != "-":
+        arguments.json = str(Path(arguments.json).absolute())
+
+
+def check_choices(arguments: argparse.Namespace) -> None:
+    """Checks numbers and file names; raises UsageError."""
+    from nearpeak.render.report import check_path
+
+    if arguments.top < 1:
+        raise UsageError(f"--top {arguments.top}: a table has at least one row.")
+    if arguments.findings < 0 or not arguments.least >= 0.0:
+        raise UsageError("--findings and --least are not below zero.")
+    for path in arguments.save:
+        check_path(path)
+
+
+def options_of(profile: Profile, arguments: argparse.Namespace) -> ReportOptions:
+    """The options of the command line as options of the report."""
+    from nearpeak.render.views.profile import ReportOptions, select_findings
+
+    return ReportOptions(
+        findings=select_findings(profile, arguments.least / 100, arguments.ignore),
+        most_findings=arguments.findings,
+        top=arguments.top,
+        by=arguments.by,
+    )
+
+
+def show_profile(profile: Profile, arguments: argparse.Namespace, *, run: bool) -> int:
+    """Prints the report, adds a run to the history, and writes files; the exit code tells of the last error.
+
+    An error in one of these does not stop the others: a full disk does not lose the report, nor a closed pipe the run.
+    """
+    code = 0
+    options = options_of(profile, arguments)
+    try:
+        print_result(report_text(profile, options), profile, arguments.json)
+        sys.stdout.flush()
+    except NearpeakError as error:
+        narrate(f"nearpeak: {error}")
+        code = error.exit_code
+    finally:
+        if run and not arguments.no_keep:
+            _keep_run(profile)
+        code = write_reports(profile, arguments.save, options, opened=arguments.open) or code
+    return code
+
+
+def report_text(profile: Profile, options: ReportOptions) -> str:
+    """The report as text, in the style of the terminal."""
+    from nearpeak.render.text import text
+    from nearpeak.render.views.profile import document
+
+    return text(document(profile, options), terminal_style(sys.stdout))
+
+
+def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions, *, opened: bool) -> int:
+    """Writes each file, also after an error, and opens the first page; returns the exit code of the last error."""
+    from nearpeak.render.report import profile_ending, write
+
+    code = 0
+    page: Path | None = None
+    for path in paths:
+        try:
+            write(profile, path, options)
+        except NearpeakError as error:
+            narrate(f"nearpeak: {error}")
+            code = error.exit_code
+            continue
+        narrate(f"wrote {path}")
+        page = page or (Path(path) if profile_ending(path) == ".html" else None)
+    if opened:
+        try:
+            open_page(page or cached_page(profile, options))
+        except NearpeakError as error:
+            narrate(f"nearpeak: {error}")
+            code = error.exit_code
+    return code
+
+
+def print_history() -> int:
+    """Prints the runs in the history."""
+    from nearpeak.profiles import history
+    from nearpeak.render.text import text
+    from nearpeak.render.views.history import document
+
+    runs = history.past_runs()
+    if not runs:
+        narrate(f"No runs are kept in {history.folder()}. `nearpeak profile SCRIPT` keeps one.")
+        return 0
+    print(text(document(runs)))
+    return 0
+
+
+def _keep_run(profile: Profile) -> None:
+    from nearpeak.profiles import history
+
+    if not history.is_enabled():
+        return
+    try:
+        history.add_run(profile)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        narrate(f"nearpeak: this run was not kept: {history.folder()} cannot be written: {reason}.")
+    else:
+        narrate("kept as @last; `nearpeak report @last` shows it again")
+
+
+def cached_page(profile: Profile, options: ReportOptions) -> Path:
+    """Writes the HTML report into the cache folder, under a name that depends on its content."""
+    from nearpeak._files import replace_file
+    from nearpeak.machines import calibrations
+    from nearpeak.render.report import content
+
+    page = content(profile, ".html", options)
+    folder = calibrations.cache_folder() / "reports"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(profile.source).stem)[:40].strip("-.") or "step"
+    path = folder / f"{name}-{hashlib.sha256(page).hexdigest()[:10]}.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, page)
+        files = sorted(folder.glob("*.html"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for old in files[MOST_PAGES:]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{folder} cannot be written: {error.strerror or error}. -o FILE.html puts the report elsewhere."
+        ) from None
+    return path
+
+
+def open_page(path: Path) -> None:
+    """Opens a file in the browser; without a browser, prints the address of the file."""
+    address = path.absolute().as_uri()
+    if _has_display() and webbrowser.open(address):
+        narrate(f"opened {address}")
+    else:
+        narrate(f"There is no browser to open here. The report is {address}")
+
+
+def _has_display() -> bool:
+    """Whether there is a display. Without one, `webbrowser` would start a text browser in this terminal."""
+    if sys.platform in ("darwin", "win32") or os.environ.get("BROWSER"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the profile, and print it or write its reports."""
+    """Read the profile, and print it or write reports."""
     from nearpeak.findings.engine import check_ignored_rules
     from nearpeak.render.report import profile_ending
 
