@@ -59,9 +59,10 @@ def test_bars_of_a_waterfall_are_as_long_as_their_shares(opened):
 
 def test_a_finding_opens_without_a_script(opened):
     found = opened(page("white", "black", profile(60)._repr_html_()))
-    remedy = found.locator("details pre").first
+    finding = found.locator("details:has(pre)").first
+    remedy = finding.locator("pre").first
     assert not remedy.is_visible()
-    found.locator("summary").first.click()
+    finding.locator("summary").first.click()
     assert remedy.is_visible()
 
 
