@@ -546,7 +546,7 @@ def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     for alone, page_size in ((False, None), (False, 16), (True, None), (True, 16)):
         heads = key_heads if alone else 4 * key_heads
         yield Tunable(
-            kernel=("decode_row" if alone else "decode") + ("" if page_size is None else "_paged"),
+            kernel=decode_tuning.decode_table_key(alone, page_size is not None),
             operation="decode_attention",
             where=near,
             candidates=decode_tuning.decode_candidates(row, alone),

@@ -283,6 +283,7 @@ def computed_names() -> set[str]:
         *(f"attention_{kernel}{causal}" for kernel in ("forward", "keys", "queries") for causal in both),
         *(f"gemm_sm90_{kind}" for kind in kinds),
         *(f"grouped_gemm{sm90}{gated}" for sm90 in ("", "_sm90") for gated in ("", "_gated")),
+        *(f"decode{row}{paged}" for row in ("", "_row") for paged in ("", "_paged")),
         *(f"linear_attention{name}" for name in ("", "_states", "_query", "_key", "_value")),
     }
 

@@ -51,11 +51,13 @@ def decode_config(
 
     `alone`: a single query sees each head of keys. `many`: more than 16 do.
     """
-    if alone:
-        row = tuned("decode_row_paged" if paged else "decode_row", dim * element_bytes, device)
-    else:
-        row = tuned("decode_paged" if paged else "decode", dim * element_bytes, device)
+    row = tuned(decode_table_key(alone, paged), dim * element_bytes, device)
     return from_row(row, DecodeConfig) or decode_heuristic(dim, value_dim, element_bytes, alone, many)
+
+
+def decode_table_key(alone: bool, paged: bool) -> str:
+    """The name of a kernel in tables, where its size is the bytes of a key."""
+    return ("decode_row" if alone else "decode") + ("_paged" if paged else "")
 
 
 def decode_heuristic(dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool) -> DecodeConfig:
