@@ -86,7 +86,7 @@ def test_flops_are_two_per_weight_and_the_unmasked_half_of_attention() -> None:
     counts = count_parameters(llama)
     weights = 2 * (counts.attention + counts.dense) + counts.output
     flops = forward_flops(llama, 10)
-    assert flops.products == 2 * weights
+    assert flops.gemm == 2 * weights
     assert flops.scores == 2 * 2 * 2 * 4 * 16 * 5.5
     assert flops.training == 3 * flops.total
 

@@ -163,7 +163,7 @@ def _shares(small: plan.Model, sequence: int) -> StackedBars:
     for model, length in models:
         flops = forward_flops(model, length)
         pieces = {
-            "projections": flops.attention_products,
+            "projections": flops.attention_gemm,
             "scores": flops.scores,
             "feed": flops.dense,
             "output": flops.output,

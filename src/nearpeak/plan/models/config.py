@@ -19,6 +19,10 @@ from typing import Any
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.models.model import Model
 
+ModelFields = dict[str, Any]
+ConfigReader = Callable[["ConfigFields"], ModelFields]
+CONFIG_READERS: dict[str, ConfigReader] = {}
+"""By `model_type`."""
 _LAYER_TYPES = {
     "full_attention": "A",
     "attention": "A",
@@ -29,19 +33,66 @@ _LAYER_TYPES = {
 }
 
 
+def from_config(config: str | Path | Mapping[str, Any], *, name: str = "", source: str = "") -> Model:
+    """The model that a `config.json` describes; UsageError names the field that is missing or contradictory."""
+    if isinstance(config, Mapping):
+        data, where = dict(config), name or str(config.get("_name_or_path") or config.get("model_type") or "the config")
+    else:
+        path = Path(config)
+        if path.is_dir():
+            path = path / "config.json"
+        data, where = _read_config(path), name or path.parent.name or path.stem
+        source = source or str(path)
+    for inner in ("text_config", "llm_config", "language_config"):
+        if isinstance(data.get(inner), Mapping):  # the language model of a multimodal one
+            data = {"tie_word_embeddings": data.get("tie_word_embeddings", False), **data[inner]}
+    kind = data.get("model_type")
+    if not isinstance(kind, str):
+        raise UsageError(f"{where}: the config has no `model_type`. {did_you_mean('', CONFIG_READERS)}")
+    reader = CONFIG_READERS.get(kind)
+    if reader is None:
+        raise UsageError(f"{where}: the model_type {kind!r} is not supported. {did_you_mean(kind, CONFIG_READERS)}")
+    values = reader(ConfigFields(data, where))
+    return Model(name=name or where, source=source or f"config of {where}", **values)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"Cannot read the config {str(path)!r}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise UsageError(f"The config {str(path)!r} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"The config {str(path)!r} is not a JSON object.")
+    return data
+
+
+def config_reader(*kinds: str) -> Callable[[ConfigReader], ConfigReader]:
+    """Register the function that reads configs of these model types."""
+
+    def register(reader: ConfigReader) -> ConfigReader:
+        for kind in kinds:
+            assert kind not in CONFIG_READERS, kind
+            CONFIG_READERS[kind] = reader
+        return reader
+
+    return register
+
+
 class ConfigFields:
-    """The fields of one config; every read says what it expects."""
+    """The fields of one config, read by type; errors name the field."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         self.data = data
         self.where = where
 
     def has(self, *names: str) -> bool:
-        """Whether any of the names is there and not null."""
+        """Whether any of the fields exists and is not null."""
         return any(self.data.get(name) is not None for name in names)
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of the names that is there, a number that is not negative; `default` where none is."""
+        """The first of the fields that exists, an integer of at least 0; else `default`."""
         for name in names:
             value = self.data.get(name)
             if value is None:
@@ -57,7 +108,7 @@ class ConfigFields:
         return default
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or False; `default` where the field is missing or null."""
+        """A boolean; `default` where the field is missing or null."""
         value = self.data.get(name)
         if value is None:
             return default
@@ -94,14 +145,14 @@ class ConfigFields:
         return list(value)
 
     def layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         count = self.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         if not count:
             raise UsageError(f"{self.where}: `num_hidden_layers` must be at least 1; given 0.")
         return count
 
     def mixers(self, pattern: str) -> str:
-        """One letter per layer, from `layer_types` where the config has it, else `pattern` over and over."""
+        """One letter per layer, from `layer_types`; where the config has none, `pattern` repeated."""
         layers = self.layers()
         named = self.texts("layer_types")
         if named is None:
@@ -117,7 +168,7 @@ class ConfigFields:
         return "".join(_LAYER_TYPES[name] for name in named)
 
     def head_dim(self, hidden: int, heads: int) -> int:
-        """Channels of a head: as given, else the hidden width shared out."""
+        """Channels of a head: `head_dim`, else the hidden width over the heads."""
         if self.has("head_dim"):
             return self.integer("head_dim")
         if not heads or hidden % heads:
@@ -129,25 +180,8 @@ class ConfigFields:
         return hidden // heads
 
 
-ModelFields = dict[str, Any]
-CONFIG_READERS: dict[str, Callable[[ConfigFields], ModelFields]] = {}
-"""The function for each `model_type`."""
-
-
-def config_reader(
-    *kinds: str,
-) -> Callable[[Callable[[ConfigFields], ModelFields]], Callable[[ConfigFields], ModelFields]]:
-    def register(function: Callable[[ConfigFields], ModelFields]) -> Callable[[ConfigFields], ModelFields]:
-        for kind in kinds:
-            assert kind not in CONFIG_READERS, kind
-            CONFIG_READERS[kind] = function
-        return function
-
-    return register
-
-
 def _decoder(fields: ConfigFields, pattern: str = "A") -> ModelFields:
-    """The fields that most decoders share; a window that is given makes every layer of `pattern` W a windowed one."""
+    """The fields that most decoders share; without a sliding window, layers W of `pattern` are full attention."""
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     window = fields.integer("sliding_window", default=0)
@@ -228,7 +262,7 @@ def _olmoe(fields: ConfigFields) -> ModelFields:
 
 
 def _experts(fields: ConfigFields, *count: str) -> ModelFields:
-    """Experts in every layer; the caller says otherwise where some layers are dense."""
+    """Experts in every layer; the caller replaces `feeds` where some layers are dense."""
     return {
         "feeds": "E" * fields.layers(),
         "experts": fields.integer(*count, "num_experts", "num_local_experts"),
@@ -357,9 +391,10 @@ _HYBRID_NAMES = {
 }  # fmt: skip
 
 
-@config_reader("gpt2")
-def _gpt2(fields: ConfigFields) -> ModelFields:
-    hidden, heads = fields.integer("n_embd", "hidden_size"), fields.integer("n_head", "num_attention_heads")
+def _plain(
+    fields: ConfigFields, hidden: int, heads: int, *, bias: bool = False, vocabulary: int | None = None
+) -> ModelFields:
+    """A transformer with LayerNorm and an ungated feed, and with or without biases: GPT-2 and its kin."""
     layers = fields.layers()
     return {
         "mixers": "A" * layers,
@@ -368,13 +403,21 @@ def _gpt2(fields: ConfigFields) -> ModelFields:
         "heads": heads,
         "kv_heads": heads,
         "head_dim": fields.head_dim(hidden, heads),
-        "intermediate": fields.integer("n_inner", default=4 * hidden),
         "gated": False,
-        "feed_bias": True,
-        "qkv_bias": True,
-        "output_bias": True,
+        "feed_bias": bias,
+        "qkv_bias": bias,
+        "output_bias": bias,
         "norm_width": 2,
-        "vocabulary": fields.integer("vocab_size"),
+        "vocabulary": fields.integer("vocab_size") if vocabulary is None else vocabulary,
+        "tied": fields.flag("tie_word_embeddings", False),
+    }
+
+
+@config_reader("gpt2")
+def _gpt2(fields: ConfigFields) -> ModelFields:
+    hidden, heads = fields.integer("n_embd", "hidden_size"), fields.integer("n_head", "num_attention_heads")
+    return _plain(fields, hidden, heads, bias=True) | {
+        "intermediate": fields.integer("n_inner", default=4 * hidden),
         "positions": fields.integer("n_positions", "n_ctx", "max_position_embeddings"),
         "tied": fields.flag("tie_word_embeddings", True),
     }
@@ -383,23 +426,8 @@ def _gpt2(fields: ConfigFields) -> ModelFields:
 @config_reader("gpt_neox")
 def _gpt_neox(fields: ConfigFields) -> ModelFields:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers, bias = fields.layers(), fields.flag("attention_bias", True)
-    return {
-        "mixers": "A" * layers,
-        "feeds": "D" * layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": fields.head_dim(hidden, heads),
-        "intermediate": fields.integer("intermediate_size"),
-        "gated": False,
-        "feed_bias": True,
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "norm_width": 2,
-        "vocabulary": fields.integer("vocab_size"),
-        "tied": fields.flag("tie_word_embeddings", False),
-    }
+    values = _plain(fields, hidden, heads, bias=fields.flag("attention_bias", True))
+    return values | {"intermediate": fields.integer("intermediate_size"), "feed_bias": True}
 
 
 @config_reader("opt")
@@ -423,19 +451,12 @@ def _opt(fields: ConfigFields) -> ModelFields:
 @config_reader("mpt")
 def _mpt(fields: ConfigFields) -> ModelFields:
     hidden, heads = fields.integer("d_model"), fields.integer("n_heads")
-    layers, attention = fields.layers(), fields.inner("attn_config")
-    positions = 0 if attention.flag("alibi", True) else fields.integer("max_seq_len")
-    return {
-        "mixers": "A" * layers,
-        "feeds": "D" * layers,
-        "hidden": hidden,
-        "heads": heads,
+    attention = fields.inner("attn_config")
+    return _plain(fields, hidden, heads) | {
         "kv_heads": attention.integer("kv_n_heads", default=heads),
-        "head_dim": fields.head_dim(hidden, heads),
         "intermediate": fields.integer("expansion_ratio", default=4) * hidden,
-        "gated": False,
-        "vocabulary": fields.integer("vocab_size"),
-        "positions": positions,
+        "norm_width": 1,
+        "positions": 0 if attention.flag("alibi", True) else fields.integer("max_seq_len"),
         "tied": True,
     }
 
@@ -443,22 +464,10 @@ def _mpt(fields: ConfigFields) -> ModelFields:
 @config_reader("nemotron")
 def _nemotron(fields: ConfigFields) -> ModelFields:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers, bias = fields.layers(), fields.flag("attention_bias", False)
-    return {
-        "mixers": "A" * layers,
-        "feeds": "D" * layers,
-        "hidden": hidden,
-        "heads": heads,
+    return _plain(fields, hidden, heads, bias=fields.flag("attention_bias", False)) | {
         "kv_heads": fields.integer("num_key_value_heads", default=heads),
-        "head_dim": fields.head_dim(hidden, heads),
         "intermediate": fields.integer("intermediate_size"),
-        "gated": False,
         "feed_bias": fields.flag("mlp_bias", False),
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "norm_width": 2,
-        "vocabulary": fields.integer("vocab_size"),
-        "tied": fields.flag("tie_word_embeddings", False),
     }
 
 
@@ -506,26 +515,22 @@ def _nemotron_h(fields: ConfigFields) -> ModelFields:
 
 @config_reader("dbrx")
 def _dbrx(fields: ConfigFields) -> ModelFields:
-    hidden, heads, layers = fields.integer("d_model"), fields.integer("n_heads"), fields.layers()
+    hidden, heads = fields.integer("d_model"), fields.integer("n_heads")
     attention, feed = fields.inner("attn_config"), fields.inner("ffn_config")
-    return {
-        "mixers": "A" * layers,
-        "feeds": "E" * layers,
-        "hidden": hidden,
-        "heads": heads,
+    return _plain(fields, hidden, heads) | {
+        "feeds": "E" * fields.layers(),
         "kv_heads": attention.integer("kv_n_heads", default=heads),
-        "head_dim": fields.head_dim(hidden, heads),
+        "gated": True,
+        "norm_width": 1,
         "experts": feed.integer("moe_num_experts"),
         "active_experts": feed.integer("moe_top_k"),
         "expert_intermediate": feed.integer("ffn_hidden_size"),
-        "vocabulary": fields.integer("vocab_size"),
-        "tied": fields.flag("tie_word_embeddings", False),
     }
 
 
 @config_reader("vit")
 def _vit(fields: ConfigFields) -> ModelFields:
-    hidden, heads, layers = fields.integer("hidden_size"), fields.integer("num_attention_heads"), fields.layers()
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     image, patch = fields.integer("image_size"), fields.integer("patch_size")
     if not patch or image % patch:
         near = max((n for n in range(1, image + 1) if image % n == 0 and n <= max(patch, 1)), default=1)
@@ -533,60 +538,14 @@ def _vit(fields: ConfigFields) -> ModelFields:
             f"{fields.where}: `patch_size` must divide `image_size` {image}; given {patch}, nearest {near}."
         )
     tokens = (image // patch) ** 2 + 1
-    bias = fields.flag("qkv_bias", True)
-    return {
-        "mixers": "A" * layers,
-        "feeds": "D" * layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": fields.head_dim(hidden, heads),
+    classes = fields.integer("num_labels", default=1000)
+    return _plain(fields, hidden, heads, bias=True, vocabulary=classes) | {
         "intermediate": fields.integer("intermediate_size"),
-        "gated": False,
-        "feed_bias": True,
-        "qkv_bias": bias,
-        "output_bias": True,
-        "norm_width": 2,
-        "vocabulary": fields.integer("num_labels", default=1000),
+        "qkv_bias": fields.flag("qkv_bias", True),
+        "tied": False,
         "output_layer_bias": True,
         "positions": tokens,
         "causal": False,
         "patch_values": fields.integer("num_channels", default=3) * patch * patch,
         "image_tokens": tokens,
     }
-
-
-def from_config(config: str | Path | Mapping[str, Any], *, name: str = "", source: str = "") -> Model:
-    """The model that a `config.json` describes; UsageError names the field that is missing or contradictory."""
-    if isinstance(config, Mapping):
-        data, where = dict(config), name or str(config.get("_name_or_path") or config.get("model_type") or "the config")
-    else:
-        path = Path(config)
-        if path.is_dir():
-            path = path / "config.json"
-        data, where = _read_config(path), name or path.parent.name or path.stem
-        source = source or str(path)
-    for inner in ("text_config", "llm_config", "language_config"):
-        if isinstance(data.get(inner), Mapping):  # the language model of a multimodal one
-            data = {"tie_word_embeddings": data.get("tie_word_embeddings", False), **data[inner]}
-    kind = data.get("model_type")
-    if not isinstance(kind, str):
-        raise UsageError(f"{where}: the config has no `model_type`. {did_you_mean('', CONFIG_READERS)}")
-    family = CONFIG_READERS.get(kind)
-    if family is None:
-        raise UsageError(f"{where}: no model_type {kind!r} is known here. {did_you_mean(kind, CONFIG_READERS)}")
-    fields = ConfigFields(data, where)
-    values = family(fields)
-    return Model(name=name or where, source=source or f"config of {where}", **values)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"Cannot read the config {str(path)!r}: {error.strerror or error}.") from None
-    except ValueError as error:
-        raise UsageError(f"The config {str(path)!r} is no JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise UsageError(f"The config {str(path)!r} is no JSON object.")
-    return data

@@ -30,7 +30,7 @@ FEEDS = {"D": "dense", "E": "experts", "-": "none"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The numbers that a network's weights, FLOPs and memory follow from; 0 means that it has no such part."""
+    """The shape of a network, from which its weights, FLOPs and memory follow; 0 where it has no such part."""
 
     name: str
     source: str = "given by hand"
@@ -40,7 +40,7 @@ class Model:
     """One letter of `FEEDS` per layer."""
     hidden: int
     vocabulary: int
-    """Rows of the output layer; classes, for a vision model."""
+    """Outputs of the output layer: tokens, or classes of a vision model."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -48,13 +48,13 @@ class Model:
     v_head_dim: int = 0
     """Channels of a value; 0: as `head_dim`."""
     q_rank: int = 0
-    """Multi-head latent attention: rank of the queries' projection; 0: a full one."""
+    """Multi-head latent attention: rank of the query projection; 0: full rank."""
     kv_rank: int = 0
     """Multi-head latent attention: width of the compressed keys and values; 0: ordinary attention."""
     rope_dim: int = 0
     """Multi-head latent attention: channels of the one rotary key that all heads share."""
     window: int = 0
-    """Keys that a token sees in layers `W`, and the length of a chunk in layers `C`."""
+    """Keys that a token attends to in layers `W`; length of a chunk in layers `C`."""
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
@@ -70,7 +70,7 @@ class Model:
     expert_intermediate: int = 0
     expert_bias: bool = False
     shared_intermediate: int = 0
-    """Intermediate width of all experts that every token visits, together."""
+    """Intermediate width of all shared experts together."""
     shared_gate: bool = False
     router_bias: bool = False
     latent: int = 0
@@ -92,10 +92,10 @@ class Model:
     """Rows of a learned table of positions."""
     causal: bool = True
     predictions: int = 0
-    """Multi-token prediction: modules that a training step runs besides, each one more layer and the output layer.
-    Their weights are not counted: serving does without them."""
+    """Multi-token prediction: additional modules of a training step, each a layer and the output layer. Their weights
+    are not counted, as serving does not need them."""
     patch_values: int = 0
-    """A vision model: values of one patch, which a biased product embeds in place of a table."""
+    """A vision model: values of one patch, embedded by a linear layer with bias in place of a table."""
     image_tokens: int = 0
     """A vision model: tokens of one image, the class token included."""
 
@@ -139,12 +139,12 @@ class Model:
             )
 
     def __hash__(self) -> int:
-        """Few fields, so that a search can look things up by model; equality compares all."""
+        """Hash of a few fields, which is fast; equality compares all."""
         return hash((self.name, self.mixers, self.feeds, self.hidden, self.intermediate, self.vocabulary))
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.mixers)
 
     @property
@@ -159,34 +159,34 @@ class Model:
 
     @property
     def attention_layers(self) -> int:
-        """Layers with any kind of attention."""
+        """Number of layers with any kind of attention."""
         return sum(self.mixers.count(letter) for letter in "AWC")
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Number of weights."""
 
         return count_parameters(self).total
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token meets; all of the embedding counts."""
+        """Number of weights that one token uses, the whole embedding included."""
 
         return count_parameters(self).active
 
     def with_layers(self, layers: int) -> Model:
-        """The model with its first `layers` layers, or with its pattern repeated."""
+        """The model with its first `layers` layers; with more than it has, its pattern is repeated."""
         repeats = -(-layers // self.layers)
         return replace(self, mixers=(self.mixers * repeats)[:layers], feeds=(self.feeds * repeats)[:layers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """How many weights a model has, and where."""
+    """Number of weights of a model, by part."""
 
     total: int
     active: int
-    """Those that one token meets: of the routed experts only the chosen ones."""
+    """Weights that one token uses: of the routed experts only the chosen ones."""
     embedding: int
     """The table of tokens and that of positions."""
     output: int
@@ -201,7 +201,7 @@ class Parameters:
     expert: int
     """One routed expert."""
     expert_shared: int
-    """What else an expert layer has: the router, shared experts, latent projections; without its norms."""
+    """The rest of an expert layer: router, shared experts, latent projections; without its norms."""
     norm: int
     """The norms of one mixer or of one feed."""
 
@@ -257,7 +257,7 @@ def count_parameters(model: Model) -> Parameters:
 
 
 def attention_matrices(model: Model) -> list[tuple[str, int, int]]:
-    """The products of one attention layer: name, inputs and outputs of each."""
+    """The GEMMs of one attention layer: name, inputs and outputs of each."""
     queries, values = model.heads * model.head_dim, model.heads * model.value_dim
     if not model.kv_rank:
         keys = model.kv_heads * (model.head_dim + model.value_dim)
@@ -287,14 +287,14 @@ def attention_weights(model: Model) -> int:
 
 
 def state_space_matrices(model: Model) -> list[tuple[str, int, int]]:
-    """The products of one Mamba-2 layer: the joint projection of gate, inputs, B, C and steps; and the output."""
+    """The GEMMs of one Mamba-2 layer: the joint projection of gate, inputs, B, C and steps; and the output."""
     inner = model.ssm_heads * model.ssm_head_dim
     joint = 2 * inner + 2 * model.ssm_groups * model.ssm_state + model.ssm_heads
     return [("in", model.hidden, joint), ("out", inner, model.hidden)]
 
 
 def state_space_weights(model: Model) -> int:
-    """Weights of one Mamba-2 layer: products, convolution with bias, A, D, the steps' bias, and the gated norm."""
+    """Weights of one Mamba-2 layer: matrices, convolution with bias, A, D, the steps' bias, and the gated norm."""
     if not model.ssm_heads:
         return 0
     inner = model.ssm_heads * model.ssm_head_dim
@@ -304,26 +304,24 @@ def state_space_weights(model: Model) -> int:
 
 
 def feed_weights(hidden: int, intermediate: int, gated: bool, bias: bool) -> int:
-    """Weights of one feed; a gated one has two matrices up."""
+    """Weights of one feed; a gated one has two up-projections."""
     ups = 2 if gated else 1
     weights = (ups + 1) * hidden * intermediate
     return weights + (ups * intermediate + hidden if bias and intermediate else 0)
 
 
-BACKWARD_PRODUCTS = 2.0
-"""A product's backward pass is two products."""
 BACKWARD_ATTENTION = 2.5
-"""That of fused attention is five to the forward pass's two: the scores are computed again."""
+"""Backward over forward FLOPs of fused attention: 5 GEMMs, as scores are recomputed, to 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """Forward FLOPs of one token, all layers together."""
+    """Forward FLOPs of one token in all layers."""
 
-    attention_products: float
+    attention_gemm: float
     scores: float
     """Queries times keys, and probabilities times values."""
-    state_space_products: float
+    state_space_gemm: float
     scan: float
     dense: float
     experts: float
@@ -331,20 +329,20 @@ class Flops:
     """Shared experts, latent projections and routers."""
     output: float
     embedding: float
-    """The patches of a vision model; a table costs nothing."""
+    """Patches of a vision model; a table lookup has no FLOPs."""
 
     @property
-    def products(self) -> float:
-        """All but attention's scores and the scan."""
+    def gemm(self) -> float:
+        """GEMMs: all but the scores of attention and the scan."""
         return self.total - self.scores - self.scan
 
     @property
     def total(self) -> float:
-        """One token, forward."""
+        """Forward FLOPs of one token."""
         return (
-            self.attention_products
+            self.attention_gemm
             + self.scores
-            + self.state_space_products
+            + self.state_space_gemm
             + self.scan
             + self.dense
             + self.experts
@@ -355,18 +353,12 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Forward and backward by the usual convention, three times forward: recomputed scores do not count."""
+        """Forward and backward FLOPs, three times forward by convention: recomputed scores do not count."""
         return 3 * self.total
-
-    @property
-    def training_done(self) -> float:
-        """What fused kernels really do forward and backward: the scores are computed again in the backward pass."""
-        forward = self.scores + self.scan
-        return 3 * self.products + (1 + BACKWARD_ATTENTION) * forward
 
 
 def forward_flops(model: Model, sequence: int) -> Flops:
-    """What one token costs forward, on the average over a sequence."""
+    """Forward FLOPs of one token, averaged over a sequence."""
     matrices = attention_matrices(model) if model.heads else []
     projections = sum(2.0 * inputs * outputs for _, inputs, outputs in matrices)
     spaces = sum(2.0 * inputs * outputs for _, inputs, outputs in state_space_matrices(model))
@@ -377,9 +369,9 @@ def forward_flops(model: Model, sequence: int) -> Flops:
     shared += 2.0 * model.hidden * (model.experts + model.shared_gate)
     output_share = 1.0 if not model.image_tokens else 1.0 / model.image_tokens
     return Flops(
-        attention_products=model.attention_layers * projections,
+        attention_gemm=model.attention_layers * projections,
         scores=sum(model.mixers.count(kind) * score_flops(model, kind, sequence) for kind in "AWC"),
-        state_space_products=model.mixers.count("M") * spaces,
+        state_space_gemm=model.mixers.count("M") * spaces,
         scan=model.mixers.count("M") * scan_flops(model),
         dense=model.feeds.count("D") * feed * model.hidden * model.intermediate,
         experts=expert_layers * model.active_experts * feed * inner * model.expert_intermediate,
@@ -390,7 +382,7 @@ def forward_flops(model: Model, sequence: int) -> Flops:
 
 
 def keys_seen(model: Model, kind: str, sequence: int) -> float:
-    """How many keys a token of a sequence sees on the average in a layer of this kind."""
+    """Mean number of keys that a token of a sequence attends to in a layer of this kind."""
     if not model.causal:
         return float(sequence)
     if kind == "A" or not model.window or sequence <= model.window:
@@ -418,10 +410,10 @@ def scan_flops(model: Model) -> float:
 
 
 def kv_bytes_per_token(model: Model, bytes_per_value: float = 2.0, *, layers: str = "AWC") -> float:
-    """Bytes that one token leaves in the KV cache, over all attention layers of the given kinds.
+    """Bytes of one token in the KV cache, over all attention layers of these kinds.
 
-    Latent attention keeps the compressed vector and the rotary key, whatever the number of heads. Layers with a window
-    stop growing at its length: ask for the kinds apart, `layers="A"` and `layers="W"`.
+    Latent attention stores the compressed vector and the rotary key, whatever the number of heads. The cache of layers
+    with a window stops growing at its length: call this for `layers="A"` and `layers="W"` separately.
     """
     count = sum(model.mixers.count(kind) for kind in layers)
     values = model.kv_rank + model.rope_dim if model.kv_rank else model.kv_heads * (model.head_dim + model.value_dim)

@@ -174,7 +174,7 @@ def serving_plan(
         phases=phases(deployment, prompt=load.prompt, context=context, batch=batch),
         critical_batch=critical_batch(deployment, context=context, memory_share=load.memory_share),
         memory=_serving_memory(deployment, load),
-        flops_per_token=forward_flops(model, 1).products,
+        flops_per_token=forward_flops(model, 1).gemm,
         choices=tuple(choices),
         front=() if layout is not None else _front(model, cluster, load, precision, kv, engine),
         disaggregated=None
