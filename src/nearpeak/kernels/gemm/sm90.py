@@ -201,7 +201,7 @@ def _write_tiles(
     HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """The store warp: copies the buffers of a warpgroup to global memory, and the residual into them before."""
-    result, kept, kept_up, residual = outputs
+    result, kept_gate, kept_up, residual = outputs
     _a_ring, _b_ring, buffers = rings
     _full, _free, ready, written = barriers
     _rows, _columns, _steps, row_tiles, column_tiles, group, tiles = sizes
@@ -217,7 +217,7 @@ def _write_tiles(
                 buffer = buffers.index(CONSUMER)
                 tma.async_copy_global_to_shared(residual, [row, column], ready.index(CONSUMER), buffer)
             if KEEP:
-                count = _store_buffer(CONSUMER, kept, row, column, buffers, ready, written, count, BUFFERS, False)
+                count = _store_buffer(CONSUMER, kept_gate, row, column, buffers, ready, written, count, BUFFERS, False)
                 if GATED:
                     count = _store_buffer(
                         CONSUMER, kept_up, row, column, buffers, ready, written, count, BUFFERS, False
@@ -351,8 +351,8 @@ def _consume(
     ]
 )  # fmt: skip
 def gemm_sm90_kernel(
-    bias, a_scale, b_scale, a, b, up, result, kept, kept_up, residual, rows, columns, steps, row_tiles, column_tiles,
-    group, tiles, a_scale_row, a_scale_block, b_scale_column, b_scale_block,
+    bias, a_scale, b_scale, a, b, up, result, kept_gate, kept_up, residual, rows, columns, steps, row_tiles,
+    column_tiles, group, tiles, a_scale_row, a_scale_block, b_scale_column, b_scale_block,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     SLICES: gl.constexpr, BUFFERS: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, KEEP: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, OUTER: gl.constexpr, BY_BLOCK: gl.constexpr,
@@ -379,7 +379,7 @@ def gemm_sm90_kernel(
     barriers = (full, free, ready, written)
     sizes = (rows, columns, steps, row_tiles, column_tiles, group, tiles)
     scales = (a_scale, b_scale, a_scale_row, a_scale_block, b_scale_column, b_scale_block)
-    outputs = (result, kept, kept_up, residual)
+    outputs = (result, kept_gate, kept_up, residual)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -496,6 +496,7 @@ def cross_entropy_whole_rows_kernel(
     start = row_start(row, inner, outer_stride, row_stride, OUTER)
     column = tl.arange(0, BLOCK)[None, :]
     inside = valid[:, None] & (column < columns)
+    # logits, (rows, block), and the statistics of rows
     loaded = tl.load(logits + start[:, None] + column, mask=inside, other=float("-inf"))
     values, cap_slope = capped(loaded, cap, CAP)
     logit = capped(tl.load(logits + start + label, mask=valid, other=0.0), cap, CAP)[0]
@@ -518,6 +519,7 @@ def cross_entropy_whole_rows_kernel(
         row, rows, is_kept, valid, logit, top, total, smooth, entropy_sum, own, all_terms, spread, z, scale,
         losses, tops, totals, logprobs, entropies, SMOOTH, Z, LOGPROBS, ENTROPY,
     )  # fmt: skip
+    # the gradient, from the logits in registers
     if GRADIENT:
         if not SCALED:
             scale = 1.0
@@ -697,7 +699,7 @@ def cross_entropy_long_rows_kernel(
     end = columns + shift
     full = end // BLOCK
     last = tl.maximum(full, first)
-    step = (tl.arange(0, REPEATS) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
+    step = (tl.arange(0, REPEATS) * LANES)[:, None] + tl.arange(0, LANES)[None, :]  # (repeats, lanes)
     if valid:
         scale = mean_scale(parts, MEAN, PARTS)
         logit = capped(tl.load(logit_row + shift + label), cap, CAP)[0]
@@ -706,6 +708,7 @@ def cross_entropy_long_rows_kernel(
         lane_tops = tl.full([LANES], LOWEST, tl.float32)
         lane_totals = tl.zeros([LANES], tl.float32)
         smooths, spreads = lane_totals, lane_totals
+        # first pass: the statistics of lanes, over a masked first block, full blocks, and a masked last block
         if SHIFT:
             inside = (step >= shift) & (step < end)
             values = capped(tl.load(logit_row + step, mask=inside, other=0.0), cap, CAP)[0]
@@ -731,6 +734,7 @@ def cross_entropy_long_rows_kernel(
                 values, offset - shift, offset < end, lane_tops, lane_totals, smooths, spreads, origin, weight,
                 WEIGHTED, SMOOTH, ENTROPY, True,
             )  # fmt: skip
+        # reduce the lanes to the statistics of the row
         top = tl.max(lane_tops, 0)
         shrink = exponential(lane_tops - top)
         total = tl.sum(lane_totals * shrink, 0)
@@ -748,6 +752,7 @@ def cross_entropy_long_rows_kernel(
             row, rows, is_kept, valid, logit, top, total, smooth, entropy_sum, own, all_terms, spread, z, scale,
             losses, tops, totals, logprobs, entropies, SMOOTH, Z, LOGPROBS, ENTROPY,
         )  # fmt: skip
+        # second pass, from the end: the gradient
         if GRADIENT:
             if not SCALED:
                 scale = 1.0
