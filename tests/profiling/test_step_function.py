@@ -32,7 +32,7 @@ def test_a_function_is_decorated_where_it_is_defined_and_keeps_its_lines(name):
     tree = ast.parse(SOURCE)
     marked = StepFunction(f"__main__:{name}", lambda function: function)
     marked.decorate(tree)
-    assert marked.found
+    assert marked.is_wrapped
     before, after = (
         [node.lineno for node in ast.walk(parsed) if isinstance(node, ast.stmt)] for parsed in (ast.parse(SOURCE), tree)
     )

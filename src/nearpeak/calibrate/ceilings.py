@@ -94,7 +94,7 @@ class CeilingCollector:
         return {key[len(prefix) :]: c.value for key, c in self.found.items() if key.startswith(prefix)}
 
     def achievable(self) -> Achievable:
-        """What was found, as the ceilings of a machine."""
+        """The figures as the ceilings of a machine."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Achievable(
             how="measured",

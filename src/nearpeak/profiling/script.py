@@ -122,7 +122,7 @@ def profile_script(
             session.abandon()
     if os.getpid() != process:  # a child process of the script that ends here
         sys.exit(exit_code)
-    if step_function is not None and not step_function.found and exit_code == 0:
+    if step_function is not None and not step_function.is_wrapped and exit_code == 0:
         raise UsageError(f"--step {step}: {main.name} imported no module {step_function.place!r}.")
     records = session.records(main.name)
     profile = None
@@ -186,7 +186,7 @@ class MainModule:
         if step_function is not None and self.has(step_function):
             program = ast.parse(source, str(self.file))
             step_function.decorate(program)
-            main.__dict__[STEP_DECORATOR] = step_function.mark
+            main.__dict__[STEP_DECORATOR] = step_function.wrap
         code = compile(program, str(self.file), "exec", dont_inherit=True)
         with _as_main(main, [self.name if self.spec is None else str(self.file), *arguments]):
             threads = set(threading.enumerate())

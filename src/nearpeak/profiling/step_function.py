@@ -23,9 +23,12 @@ MAX_LISTED_NAMES = 30
 
 
 class StepFunction:
-    """MODULE:FUNCTION, FILE.py:FUNCTION, or __main__:FUNCTION of the script; a method is CLASS.METHOD."""
+    """The function of a reference MODULE:FUNCTION, FILE.py:FUNCTION, or __main__:FUNCTION; a method is CLASS.METHOD.
 
-    def __init__(self, reference: str, mark: Callable[[Any], Any]) -> None:
+    `wrap` makes the function that replaces it.
+    """
+
+    def __init__(self, reference: str, wrap: Callable[[Any], Any]) -> None:
         self.reference = reference
         self.place, separator, self.name = reference.rpartition(":")
         if not separator or not self.place or not all(part.isidentifier() for part in self.name.split(".")):
@@ -36,15 +39,15 @@ class StepFunction:
         self._file = Path(self.place).resolve() if self.place.endswith(".py") else None
         if self._file is not None and not self._file.is_file():
             raise UsageError(f"{reference}: there is no file {self.place!r} (from {Path.cwd()}).")
-        self.mark = mark
-        self.found = False
+        self.wrap = wrap
+        self.is_wrapped = False
 
     def is_in_main(self, file: Path, module: str | None) -> bool:
         """Whether it is a function of the code that runs as `__main__`."""
         return self.place == "__main__" or self.place == module or self._file == file.resolve()
 
     def decorate(self, tree: ast.Module) -> None:
-        """Marks the function in a syntax tree, whose namespace then needs `STEP_DECORATOR`."""
+        """Decorates the function in a syntax tree, whose namespace then needs `STEP_DECORATOR`."""
         functions = dict(_functions_in_tree(tree.body, ""))
         function = functions.get(self.name)
         if function is None:
@@ -53,14 +56,14 @@ class StepFunction:
         function.decorator_list.insert(
             0, ast.copy_location(decorator, function.decorator_list[0] if function.decorator_list else function)
         )
-        self.found = True
+        self.is_wrapped = True
 
     @contextmanager
     def in_modules(self) -> Iterator[None]:
-        """Inside, the function is marked in its module: now, if that was imported before, or when it is."""
+        """Inside, the function is wrapped in its module: now if that is imported already, else on import."""
         for name, module in list(sys.modules.items()):
             if self.is_home(name, getattr(module, "__file__", None)):
-                self.mark_in(module)
+                self.wrap_in(module)
         sys.meta_path.insert(0, finder := _ImportHook(self))
         try:
             yield
@@ -68,13 +71,13 @@ class StepFunction:
             sys.meta_path.remove(finder)
 
     def is_home(self, name: str, file: str | None) -> bool:
-        """Whether a module is the one of the function."""
+        """Whether a module defines the function."""
         return name == self.place or (
             self._file is not None and name != "__main__" and file is not None and Path(file).resolve() == self._file
         )
 
-    def mark_in(self, module: ModuleType) -> None:
-        """Puts the marked function in the place of the function."""
+    def wrap_in(self, module: ModuleType) -> None:
+        """Replaces the function in its module."""
         owner: Any = module
         *path, name = self.name.split(".")
         for part in path:
@@ -82,9 +85,9 @@ class StepFunction:
         function = inspect.getattr_static(owner, name, None)
         if not (callable(function) or isinstance(function, (staticmethod, classmethod))):
             raise self._unknown(dict(_functions_in_module(module)))
-        if not self.found:
-            setattr(owner, name, self.mark(function))
-            self.found = True
+        if not self.is_wrapped:
+            setattr(owner, name, self.wrap(function))
+            self.is_wrapped = True
 
     def _unknown(self, functions: dict[str, Any]) -> UsageError:
         if not functions:
@@ -98,32 +101,32 @@ class StepFunction:
 
 
 class _ImportHook:
-    """Lets the others find a module, and marks the function in it when it was run."""
+    """An import finder that delegates to the others, and wraps the function after its module was executed."""
 
-    def __init__(self, marked: StepFunction) -> None:
-        self._marked = marked
+    def __init__(self, function: StepFunction) -> None:
+        self._function = function
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The specification of another finder."""
+        """The module spec of another finder."""
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             spec: importlib.machinery.ModuleSpec | None = None
             if finder is not self and find is not None:
                 spec = find(name, path, target)
             if spec is not None:
-                if self._marked.is_home(name, spec.origin):
-                    self._mark_after(spec.loader)
+                if self._function.is_home(name, spec.origin):
+                    self._wrap_after(spec.loader)
                 return spec
         return None
 
-    def _mark_after(self, loader: Any) -> None:
+    def _wrap_after(self, loader: Any) -> None:
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             original(module)
-            self._marked.mark_in(module)
+            self._function.wrap_in(module)
 
         loader.exec_module = exec_module
 

@@ -235,10 +235,10 @@ class SameTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A result that is a view of an argument's storage, or has a storage of its own."""
+    """A result that is a view of an argument's storage, or has a new storage."""
 
     argument: int
-    """The tensor whose storage it views; -1 for a storage of its own."""
+    """The index of the tensor whose storage it views; -1 for a new storage."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype

@@ -31,7 +31,7 @@ _watchers: list[tuple[BeforeCall, AfterCall]] = []
 
 @contextmanager
 def watch_module_calls(before: BeforeCall, after: AfterCall) -> Iterator[None]:
-    """Inside, `before` is told a module and its arguments, and `after` the module, also when its call raised."""
+    """Inside, `before(module, args)` runs before each module's call and `after(module)` after it, also if it raised."""
     watcher = (before, after)
     with _call_events():
         _watchers.append(watcher)
@@ -63,18 +63,18 @@ def _patched_call() -> Iterator[None]:
     try:
         yield
     finally:
-        if withdraw in callback_handler.start_callbacks:  # torch._dynamo.reset() forgets them all
+        if withdraw in callback_handler.start_callbacks:  # torch._dynamo.reset() clears them
             callback_handler.remove_start_callback(withdraw)
         withdraw()
 
 
 if sys.version_info >= (3, 12):
     _TOOL_IDS = (5, 4, 3, 2)
-    """Numbers to call ourselves by, the ones that nobody else uses first."""
+    """Ids for `sys.monitoring`, those without a conventional user first."""
 
     @contextmanager
     def _monitored_call() -> Iterator[None]:
-        """The interpreter tells about each start and end of the call's code, on any thread."""
+        """The interpreter reports each start and end of the call, on any thread."""
         monitoring = sys.monitoring
         code = nn.Module.__call__.__code__
         tool = next((number for number in _TOOL_IDS if monitoring.get_tool(number) is None), None)
@@ -89,7 +89,7 @@ if sys.version_info >= (3, 12):
                 before(local_variables["self"], local_variables["args"])
 
         def ended(ending: Any, _offset: int, _result: Any) -> None:
-            if ending is code:  # what raises is told of any code
+            if ending is code:  # PY_UNWIND cannot be limited to one code object
                 module = sys._getframe(1).f_locals["self"]
                 for _, after in tuple(reversed(_watchers)):
                     after(module)
@@ -115,7 +115,7 @@ else:
     _call_events = SharedPatch(_patched_call)
 
 _MAX_DEPTH = 4
-"""How far to look into containers and objects."""
+"""How deep to search containers and objects."""
 
 
 class ModulePaths:
@@ -129,11 +129,11 @@ class ModulePaths:
         self._paths: dict[int, str] = {}
         self._modules: list[nn.Module] = []  # an id stays taken as long as its object lives
         self.stack: list[tuple[int, str, int]] = []
-        """Of modules whose forward runs, the innermost last: id, path, and the backward pass in which it was called."""
+        """Id and path of each running module, the innermost last, and the backward pass in which it was called."""
         self._roots: set[str] = set()
 
     def add_root(self, module: nn.Module, name: str) -> None:
-        """Gives a module and all below it their paths; one without a name is the origin of paths."""
+        """Sets the paths of a module and of all below it; paths are relative to a root without a name."""
         self._modules.append(module)
         self._roots.add(name)
         for path, part in module.named_modules(prefix=name):
@@ -141,13 +141,13 @@ class ModulePaths:
         self._on_root(module, name)
 
     def meet(self, module: nn.Module) -> None:
-        """Makes a module that is below no known one a root."""
+        """Makes a module a root if it is below no other root."""
         if id(module) not in self._paths:
             self.add_root(module, self._unused(type(module).__name__))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follows every module's forward."""
+        """Inside, the stack follows every module's call."""
         with watch_module_calls(self._enter, self._leave):
             yield
 
@@ -169,7 +169,7 @@ class ModulePaths:
 
 
 def strip_compile_wrapper(path: str) -> str:
-    """A path without what `torch.compile` puts around a module.
+    """A path without the wrapper of `torch.compile`.
 
     >>> strip_compile_wrapper("_orig_mod.0.weight"), strip_compile_wrapper("block._orig_mod")
     ('0.weight', 'block')
@@ -178,7 +178,7 @@ def strip_compile_wrapper(path: str) -> str:
 
 
 class ReachableModules:
-    """The modules and optimizers that a callable and its arguments hold, by the names of their variables."""
+    """The modules and optimizers that a callable and its arguments refer to, by the names of their variables."""
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
@@ -191,7 +191,7 @@ class ReachableModules:
             self._look(name, value, 0)
 
     def roots(self) -> list[tuple[str, nn.Module]]:
-        """Modules that are inside no other one. The only one with parameters is the origin of paths: its name is ""."""
+        """Modules inside no other one. If only one has parameters, its name is "" and paths are relative to it."""
         inside = {id(part) for _, module in self.modules for part in module.modules() if part is not module}
         roots = [(name, module) for name, module in self.modules if id(module) not in inside]
         main = [module for _, module in roots if next(module.parameters(), None) is not None]
@@ -237,7 +237,7 @@ def _referenced_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _referenced_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to: its closure, its defaults, and the globals that its code names."""
+    """The objects that a function refers to: its closure, its defaults, and the globals that its code names."""
     if hasattr(function, "__wrapped__"):
         yield "", function.__wrapped__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

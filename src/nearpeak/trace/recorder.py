@@ -44,7 +44,7 @@ from nearpeak.trace.storages import Storages, below_transforms, innermost
 
 
 class FakeCopies:
-    """One fake copy for each real tensor."""
+    """The fake copies of real tensors within one trace: one for each."""
 
     def __init__(self, mode: FakeTensorMode, snapshot: StateSnapshot) -> None:
         self._mode = mode
@@ -52,14 +52,14 @@ class FakeCopies:
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake copy of a real tensor: its strides, its storage shared with the copies of its other views."""
+        """The fake copy of a real tensor, with its strides; copies of views share a storage."""
         if isinstance(tensor, FakeTensor):
             return tensor
         copied = self._fakes.get(id(tensor))
         if copied is not None:
             return copied[1]
         self._snapshot.leaf(tensor)
-        if _is_step_count(tensor):  # an optimizer's count of steps, say: its value may be asked for
+        if _is_step_count(tensor):  # an optimizer's step count, whose value may be read
             with no_dispatch():
                 value = tensor.clone()
             copy = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
@@ -85,7 +85,7 @@ class FakeCopies:
 
 
 def restore_originals(result: Any, originals: dict[int, torch.Tensor]) -> Any:
-    """In-place operators give back the tensor they were given, not its copy."""
+    """A result with real tensors in place of their copies: in-place operators return their argument."""
     if isinstance(result, torch.Tensor):
         return originals.get(id(result), result)
     if type(result) in (list, tuple):
@@ -103,7 +103,7 @@ def _is_step_count(tensor: torch.Tensor) -> bool:
 
 
 def keeps_its_value(tensor: torch.Tensor) -> bool:
-    """Whether torch keeps the value of a real tensor in its fake copy: it has one element or none."""
+    """Whether torch keeps the value of a real tensor in its fake copy: it has at most one element."""
     return (
         type(tensor) is torch.Tensor
         and tensor.numel() <= 1
@@ -119,7 +119,7 @@ Location = tuple[str, str]
 
 
 class Locations:
-    """Where the ops of one trace come from; ask once for each op, in order."""
+    """The location of each op of one trace; call `current` once for each op, in order."""
 
     def __init__(self, modules: ModulePaths, snapshot: StateSnapshot) -> None:
         self.parameters: dict[int, str] = {}
@@ -138,10 +138,10 @@ class Locations:
         here: all numbers that are new since the op before belong to this op.
         """
         if graph_task == -1:
-            self.lines.forget()  # a pass that is over; its frame would hold tensors that nobody else does
+            self.lines.forget()  # the frame of a finished pass would keep tensors alive
         stack = self._modules.stack
         module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
-        line, crossed = self.lines.nearest(_frame_at(2))  # from whoever records the op
+        line, crossed = self.lines.nearest(_frame_at(2))  # the caller of the one that records the op
         if graph_task != -1 and (crossed or module is None):
             behind = self._behind_current_node()
             module = behind[0] if module is None else module
@@ -231,7 +231,7 @@ tf32_flags = _tf32_flag_reader()
 
 
 def without_tf32(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """The same ops on a CPU, where these flags mean nothing."""
+    """The same ops without tf32, for a CPU."""
     return tuple(
         dataclasses.replace(op, tf32_products=False, tf32_convolutions=False)
         if op.tf32_products or op.tf32_convolutions
@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked for more often than there are ops
+            return args[0].fake_device  # queried more often than there are ops
         if self.paused:
             return func(*args, **(kwargs or {}))
         if _frame_compiler() is not None:
@@ -343,7 +343,7 @@ class Recorder(TorchDispatchMode):
         mode = self._mode
         if schema.query:
             return func(*args, **kwargs)
-        if schema.composite:  # inference mode passes by the layer that takes these apart
+        if schema.composite:  # inference mode bypasses the key that decomposes these
             with self:
                 result = (
                     func.decompose(*args, **kwargs)
@@ -563,7 +563,7 @@ def _flat_tensors(value: Any) -> list[Tensor]:
 
 
 _frame_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
-"""What compiles the frames that run now, if anything does; where torch cannot say, something might."""
+"""The compiler of the frames that run now, if any; where torch cannot tell, there might be one."""
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ _CHANGES_STORAGE = ("resize", "set_", "_resize", "swap", "lift", "rename")
 
 
 class OperatorSchema(NamedTuple):
-    """What is asked of one operator."""
+    """Facts about one operator."""
 
     name: str
     arguments: tuple[str, ...]

@@ -78,10 +78,10 @@ def _backend_order(target: Target) -> tuple[Backend, ...]:
 
 def _prefers_cudnn(target: Target) -> bool:
     """Since torch 2.10, on data center GPUs since Hopper, with cuDNN 9.15.1; the wheels have that since 2.11."""
-    asked_not_to = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    deprioritized = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     new_enough = target.torch >= (2, 10) and target.cudnn > 91500
     data_center = target.capability is not None and target.capability[0] in (9, 10)
-    return data_center and new_enough and not asked_not_to
+    return data_center and new_enough and not deprioritized
 
 
 def _is_enabled(backend: Backend) -> bool:

@@ -20,7 +20,7 @@ from nearpeak.trace.cuda_ops.target import Target
 _aten = torch.ops.aten
 _CUDNN_MIN_EPSILON = 1e-5
 _CUDNN_MAX_BATCH = {True: 880801, False: 65535}
-"""Of a batch norm in training and in evaluation."""
+"""The largest batch of a batch norm, by whether it trains."""
 
 _CUDNN_SAMPLER_DTYPES = (torch.float64, torch.float32, torch.float16)
 _CUDNN_MAX_CHANNELS = 1024

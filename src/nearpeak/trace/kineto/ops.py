@@ -3,20 +3,20 @@
 The profiler writes shapes, strides and dtypes, and no addresses, so the choice is the one that keeps the bound a
 bound:
 
-* A result of an op has memory of its own, unless the operator returns a view or its own argument.
-* An argument is either the result of an earlier op, views included, or was there before: so it looks exactly like a
-  tensor that the trace has seen, or it is new. Of all that look like it, the one that was used last is taken. If it
-  was another one, that has been out of use for longer, and less of it is in the cache: no byte is charged that may
-  come from there.
-* Arguments of one op that look the same, or like each other's transpose, are taken to be one tensor, since `x * x`
-  and `x @ x.T` cannot be told from `x * y`. Only an argument that the op writes, and the members of one list of a
-  `_foreach_` or `_fused_` op, are taken to be separate.
-* Compiled code looks at its buffers with other shapes, and does not say so. After its first kernel, a tensor is
-  compared by dtype and number of elements; one with gaps, by whether it fits into the other.
-* What looks like nothing seen before, after an op of unknown results, may be one of these results: it is noted there.
+* A result of an op has a new storage, unless the operator returns a view or an argument.
+* An argument is either the result of an earlier op, views included, or older than the trace. So it has the shape,
+  strides and dtype of an earlier tensor, or it is new. Of all such tensors the last used one is chosen. If it was
+  another one, that has not been used for longer, and less of it is in the cache: the choice charges no byte that the
+  cache may have.
+* Arguments of one op with the same layout, or with transposed layouts, are taken to be one tensor, since `x * x` and
+  `x @ x.T` cannot be told from `x * y`. Only an argument that the op writes, and the members of one list of a
+  `_foreach_` or `_fused_` op, are separate.
+* Compiled code uses its buffers with other shapes. After its first kernel, tensors are compared by dtype and number of
+  elements; one with gaps, by whether it fits into the other.
+* A tensor that matches none, after an op of unknown results, may be one of these results: it is noted there.
 
-The other choice, `likely`, takes the arguments of an op for different tensors where that is possible. It comes nearer
-to what ran, and is no longer certain to be a bound.
+The other choice, `likely`, takes the arguments of an op for different tensors if that is possible. It is nearer to what
+ran, and not certain to be a bound.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _GATHER_OPERATOR = "aten::index"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KinetoTrace:
-    """What a trace file says of one step, or of all of it."""
+    """The content of a trace file: one step, or all of it."""
 
     path: str
     trace: Trace
@@ -65,7 +65,7 @@ class KinetoTrace:
     """Ops that may have more kernels than the file has, because it is truncated or lost some. Their measured times say
     nothing about their speed."""
     host: tuple[HostSpan, ...] = ()
-    """What the CPU did that can leave the device idle, in the order of time."""
+    """Host activity that can leave the device idle, in the order of time."""
     host_working: tuple[tuple[float, float], ...] = ()
     """When any thread was inside of an op or a call of the device's runtime: starts and ends, disjoint, in order."""
     free_from_s: float = 0.0
@@ -295,13 +295,15 @@ def find_median_step(steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan
     None if there are no kernels. Of two equally common lists, the later steps count.
     """
     spans_of_steps = _spans_by_step(steps, spans, calls)
-    alike: dict[tuple[tuple[int, str], ...], list[ProfilerStep]] = {}
+    steps_by_kernels: dict[tuple[tuple[int, str], ...], list[ProfilerStep]] = {}
     for step in reversed(steps):  # max() takes the first of equals
         if spans_of_steps[step.number]:
-            alike.setdefault(tuple((span.stream, span.name) for span in spans_of_steps[step.number]), []).append(step)
-    if not alike:
+            steps_by_kernels.setdefault(
+                tuple((span.stream, span.name) for span in spans_of_steps[step.number]), []
+            ).append(step)
+    if not steps_by_kernels:
         return None
-    largest = max(alike.values(), key=len)
+    largest = max(steps_by_kernels.values(), key=len)
     chosen = sorted(largest)
     totals = {step.number: sum(span.duration for span in spans_of_steps[step.number]) for step in chosen}
     middle = sorted(chosen, key=lambda step: totals[step.number])[(len(chosen) - 1) // 2]

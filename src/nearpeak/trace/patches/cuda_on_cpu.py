@@ -21,7 +21,7 @@ def cuda_on_cpu() -> Iterator[Since]:
     """Sends what asks for CUDA to the CPU where torch has no CUDA; does nothing elsewhere.
 
     Fake CUDA tensors abort the whole process inside autograd in a CPU build of torch. `torch.cuda.is_available()` stays
-    False, and a tensor's device reads "cpu": code that asks is told the truth.
+    False, and the device of a tensor is "cpu".
     """
     with ExitStack() as stack:
         if not torch.cuda.is_available():
@@ -81,7 +81,7 @@ class _CudaOnCpuMode(TorchFunctionMode):
 @SharedPatch
 @contextmanager
 def _patch_cuda() -> Iterator[None]:
-    """What torch refuses or switches off where it has no CUDA: autocast, gradient scaling, synchronization."""
+    """Inside, what torch disables without CUDA works: autocast, gradient scaling, synchronization."""
     clear = torch.clear_autocast_cache
 
     def clear_casts() -> None:

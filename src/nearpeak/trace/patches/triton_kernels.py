@@ -1,6 +1,6 @@
 """`record_triton_kernels`: inside a trace, a Triton kernel that the code launches itself is an op of its own.
 
-`kernel[grid](x, y, n)` passes by torch's dispatcher. On fake tensors nothing is launched, compiled or tuned; live, the
+`kernel[grid](x, y, n)` bypasses torch's dispatcher. On fake tensors nothing is launched, compiled or tuned; live, the
 launch follows. What a kernel reads and writes does not show from outside: each tensor may be written, and none is
 charged unless `declare_cost("triton::kernel", ...)` says what it must do.
 """
