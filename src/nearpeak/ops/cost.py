@@ -7,7 +7,7 @@ its overloads. A name that is registered twice is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -159,11 +159,6 @@ def least_bytes(table: Tensor, fixed: Collection[int], shape: tuple[int, ...] | 
     return replace(table, shape=tuple(sizes)).bytes
 
 
-def accesses_to_all(tensors: Iterable[Tensor]) -> tuple[Access, ...]:
-    """Accesses to all of these tensors."""
-    return accesses(*tensors)
-
-
 def cost_of(op: Op) -> Cost:
     """The cost of an op: by its formula, else nothing for a view, else the bytes of its results."""
     formula = _formula_of(op)
@@ -174,7 +169,7 @@ def cost_of(op: Op) -> Cost:
         return Cost(family="view")
     if not op.outputs and not op.mutated:
         return Cost(family="unknown", model="none")
-    return Cost(family="unknown", writes=accesses_to_all(op.outputs), model="operands")
+    return Cost(family="unknown", writes=accesses(*op.outputs), model="operands")
 
 
 def _formula_of(op: Op) -> Formula | None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 from nearpeak.errors import NearpeakError, UsageError, did_you_mean
-from nearpeak.ops.cost import Cost, Family, Formula, accesses, accesses_to_all, registered
+from nearpeak.ops.cost import Cost, Family, Formula, accesses, registered
 from nearpeak.ops.formulas.matrix import engines, vector_dtype
 from nearpeak.ops.op import Op, origin_of_name
 
@@ -199,9 +199,7 @@ def _short(
     extra = _count(op, vector_flops)
     if extra:
         vector[vector_dtype(dtype)] = vector.get(vector_dtype(dtype), 0.0) + extra
-    return Cost(
-        family=family, reads=accesses(*read), writes=accesses_to_all(written), flops=matrix, vector_flops=vector
-    )
+    return Cost(family=family, reads=accesses(*read), writes=accesses(*written), flops=matrix, vector_flops=vector)
 
 
 def _count(op: Op, count: Count) -> float:

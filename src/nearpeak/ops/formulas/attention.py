@@ -1,40 +1,33 @@
-"""Which pairs of a query and a key an attention computes, by position alone.
+"""Attention: the fused operators of torch, flex attention, and whole attention layers.
 
-Attention: the fused operators, forward and backward.
+Counted: products over the pairs of a query and a key that are not masked by position. The forward pass takes 2 products
+(scores, values), the backward pass 5 (scores again, and the gradients of probabilities, values, queries and keys), with
+2 FLOPs for each pair and element of the head, and one vector FLOP per pair for the exponential. Query, key and value
+are read once through their strides (fewer key heads: fewer bytes), the output and the log-sum-exp are written. The
+backward pass reads both again, as every implementation does, though they could be recomputed. Random state is a few
+bytes and not counted.
 
-Counted: products over the pairs of a query and a key that are not masked by position. Forward 2 products (scores,
-values), backward 5 (scores again, and the gradients of probabilities, values, queries and keys), 2 FLOPs for each pair
-and element of the head, and one vector FLOP per pair for the exponential. Query, key and value are read once through
-their strides (fewer key heads: fewer bytes), the output and the log-sum-exp are written; backward reads both again, as
-every implementation does, though they could be computed anew. Random state is a few bytes and not counted.
+Positions: `is_causal` of torch's SDPA aligns top left (query i sees keys 0 to i), that of the raw flash operators
+bottom right. Queries and keys in no pair are not read. A dense mask is read once through its strides and removes no
+pairs: its values are data, and these operators compute all pairs under it.
 
-Positions: the `is_causal` of torch's SDPA aligns top left (query i sees keys 0 to i), that of the raw flash operators
-bottom right. Queries and keys that take part in no pair are not read. A dense mask is read once through its strides and
-takes no pairs away: its values are data, and these operators compute all pairs under it.
+float32 follows the flag for tf32, except in the memory-efficient kernels, which split float32 into tf32 products
+whatever the flag: charged as one such product.
 
-float32 goes by the flag for tf32, except in the memory-efficient kernels, which take float32 apart into tf32 products
-whatever the flag says: charged as one such product.
+Flex attention is a higher-order operator, whose arguments have positions instead of names. Without a block mask every
+pair is computed. With one, the pairs depend on data. Where the mask had values when the op was recorded, its pairs were
+counted and are among the options of the kernel: all pairs of full blocks, and the unmasked pairs of partial blocks. A
+kernel computes whole blocks, but one with smaller blocks need not, so the pairs are the floor. Keys and queries are
+charged for the head of the mask that uses the fewest. Without values, every query sees a key (assumed: the result has
+no meaning otherwise), so the queries and one key and value per head are read, and results and gradients are written.
+That is far below the work under a usual mask, so such an op counts as known by its operands only. Operands of a
+function that changes scores are not charged: it may not read them. Neither is the log-sum-exp of the forward pass,
+which inference does not need.
 
-Flex attention: higher-order operators, whose arguments have places instead of names.
-
-Without a block mask every pair of a query and a key is computed, as in the other attentions. With one, which pairs
-there are is data. Where the mask had values when the op was recorded, they were counted and are among the options for
-the kernel: all pairs of blocks that are not masked, and in the other blocks those that the mask leaves. A kernel
-computes whole blocks, but one with smaller blocks need not, so the pairs are the floor. Keys and queries are charged
-for the head of the mask that uses the fewest.
-
-Without values, this is certain: every query sees a key (assumed: the result has no meaning otherwise), so the queries
-and one key and value for each head are read, and results and gradients are written. That is far below what a usual
-mask asks for, so such an op counts as known by its operands only, not by its formula.
-
-Operands of the user's own function that changes scores are not charged: it may not look at them. Neither is the
-log-sum-exp of the forward, which inference does without.
-
-Whole layers as one operator: multi-head attention and the encoder layer that torch's fast path runs in inference.
-
-Counted: the products of the projections, of attention over all pairs and of the feed-forward part, one vector FLOP per
-pair for the exponential; every operand read once, the results written. Norms and activations ride on these. Nested
-inputs (sequences of different lengths) have no sizes here: what is written is charged.
+Whole layers are multi-head attention and the encoder layer of torch's fast path for inference. Counted: the products of
+the projections, of attention over all pairs and of the feed-forward part, one vector FLOP per pair for the exponential;
+every operand read once, the results written. Norms and activations are part of the epilogues. Nested inputs (sequences
+of different lengths) have no sizes here, so only what is written is charged.
 """
 
 from __future__ import annotations
@@ -42,8 +35,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nearpeak.ops.cost import Cost, Part, accesses, accesses_to_all, formula
-from nearpeak.ops.formulas.matrix import engines, vector_dtype
+from nearpeak.ops.cost import Cost, Part, accesses, formula
+from nearpeak.ops.formulas.matrix import product_cost
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
@@ -129,7 +122,6 @@ def forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | Non
     """Reads the queries, keys and values of `pairs`, writes the output and the log-sum-exp: two products."""
     query, key, value = op.tensor("query"), op.tensor("key"), op.tensor("value")
     heads = _heads(query, key, value, axis)
-    flops, vector, products = _flops(op, 2 * (query.shape[-1] + value.shape[-1]), heads * pairs.count, tf32)
     reads: list[Part] = [
         _part(query, axis, pairs.queries),
         _part(key, axis, pairs.keys),
@@ -142,14 +134,7 @@ def forward(op: Op, axis: int, pairs: Pairs, *, mask: str = "", tf32: bool | Non
     for statistics in op.outputs[:1] if changed else op.outputs[1:2]:
         if op.arguments.get("compute_log_sumexp", True):  # some kernels pad it
             writes.append((statistics, min(statistics.bytes, heads * query.shape[axis] * statistics.item_bytes)))
-    return Cost(
-        family="attention",
-        reads=accesses(*reads),
-        writes=accesses(*writes),
-        flops=flops,
-        vector_flops=vector,
-        products=products,
-    )
+    return _pairs_cost(op, reads, writes, 2 * (query.shape[-1] + value.shape[-1]), heads * pairs.count, tf32)
 
 
 def backward(
@@ -173,7 +158,6 @@ def backward(
     if not any(wanted):
         return Cost(family="attention")
     heads = _heads(query, key, value, axis)
-    flops, vector, products = _flops(op, 2 * width, heads * pairs.count, tf32)
     statistics = op.tensor("logsumexp")
     rows = heads * pairs.queries[1]
     reads: list[Part] = [
@@ -185,17 +169,10 @@ def backward(
     ]
     if scores:
         reads += [_part(value, axis, pairs.keys), _part(op.tensor("out"), axis, pairs.queries)]
-    outputs = op.outputs  # kernels give gradients back that nobody asked for
+    outputs = op.outputs  # kernels return gradients that are not requested
     if len(outputs) >= 3:
-        outputs = tuple(output for output, asked in zip(outputs, wanted, strict=False) if asked)
-    return Cost(
-        family="attention",
-        reads=accesses(*reads),
-        writes=accesses_to_all(outputs),
-        flops=flops,
-        vector_flops=vector,
-        products=products,
-    )
+        outputs = tuple(output for output, is_wanted in zip(outputs, wanted, strict=False) if is_wanted)
+    return _pairs_cost(op, reads, outputs, 2 * width, heads * pairs.count, tf32)
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, axis: int) -> int:
@@ -224,17 +201,19 @@ def _mask(op: Op, argument: str, axis: int, pairs: Pairs) -> list[tuple[Tensor, 
     return [(mask, mask.bytes * pairs.count / total) for mask in op.tensors(argument) if total]
 
 
-def _flops(
-    op: Op, per_pair: int, pairs: int, tf32: bool | None
-) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """On the matrix engine, on the vector units, and those of the products alone."""
-    dtype = op.tensor("query").dtype
-    matrix, vector = engines(dtype, float(per_pair * pairs), tf32=op.tf32_products if tf32 is None else tf32)
-    products = dict(matrix or vector)
-    if pairs:
-        name = vector_dtype(dtype)
-        vector[name] = vector.get(name, 0.0) + pairs
-    return matrix, vector, products
+def _pairs_cost(
+    op: Op, reads: Sequence[Part], writes: Sequence[Part], flops_per_pair: int, pairs: int, tf32: bool | None
+) -> Cost:
+    """Products over pairs, and one exponential per pair."""
+    return product_cost(
+        "attention",
+        op.tensor("query").dtype,
+        reads,
+        writes,
+        flops=float(flops_per_pair * pairs),
+        other_flops=pairs,
+        tf32=op.tf32_products if tf32 is None else tf32,
+    )
 
 
 def _sdpa_pairs(op: Op) -> Pairs:
@@ -262,7 +241,7 @@ def _sdpa_efficient(op: Op) -> Cost:
 def _sdpa_whole(op: Op) -> Cost:
     """Not yet lowered to a kernel: no log-sum-exp; what it returns, probabilities perhaps, is written."""
     cost = forward(op, HEADS_FIRST, _sdpa_pairs(op), mask="attn_mask")
-    return replace(cost, writes=accesses_to_all(op.written))
+    return replace(cost, writes=accesses(*op.written))
 
 
 @formula(
@@ -384,14 +363,14 @@ def _flex_backward(op: Op) -> Cost:
     op = _by_name(op, _BACKWARD)
     pairs, known = _flex_pairs(op)
     if not isinstance(op.arguments["grad_out"], Tensor):
-        return Cost(family="attention", writes=accesses_to_all(op.outputs), model="operands")
+        return Cost(family="attention", writes=accesses(*op.outputs), model="operands")
     cost = backward(op, HEADS_FIRST, pairs)
-    return replace(cost, writes=accesses_to_all(op.outputs), model="formula" if known else "operands")
+    return replace(cost, writes=accesses(*op.outputs), model="formula" if known else "operands")
 
 
 def _by_name(op: Op, names: tuple[str, ...]) -> Op:
-    given = {name: op.arguments.get(str(place)) for place, name in enumerate(names)}
-    return replace(op, arguments={**given, **{key: value for key, value in op.arguments.items() if key in names}})
+    positional = {name: op.arguments.get(str(place)) for place, name in enumerate(names)}
+    return replace(op, arguments={**positional, **{key: value for key, value in op.arguments.items() if key in names}})
 
 
 def _flex_pairs(op: Op) -> tuple[Pairs, bool]:
@@ -416,7 +395,7 @@ def _multi_head_attention(op: Op) -> Cost:
     """Projections in (three parts of one matrix) and out. The probabilities are written where they are asked for."""
     query, key = op.tensor("query"), op.tensor("key")
     if len(query.shape) != 3:
-        return Cost(family="attention", writes=accesses_to_all(op.outputs), model="operands")
+        return Cost(family="attention", writes=accesses(*op.outputs), model="operands")
     width = query.shape[-1]
     projections = 2.0 * width * width * (2 * query.elements + 2 * key.elements) / width if width else 0.0
     pairs = query.shape[0] * query.shape[1] * key.shape[1]
@@ -429,7 +408,7 @@ def _encoder_layer(op: Op) -> Cost:
     """Four products of the width and two of the feed-forward part for each token."""
     source, wide = op.tensor("src"), op.tensor("ffn_weight_1")
     if len(source.shape) != 3:
-        return Cost(family="attention", writes=accesses_to_all(op.outputs), model="operands")
+        return Cost(family="attention", writes=accesses(*op.outputs), model="operands")
     batch, length, width = source.shape
     products = 2.0 * batch * length * (4 * width * width + 2 * wide.elements)
     return _layer_cost(op, products, batch * length * length, wanted_results=1)
@@ -437,18 +416,12 @@ def _encoder_layer(op: Op) -> Cost:
 
 def _layer_cost(op: Op, products: float, pairs: int, *, wanted_results: int) -> Cost:
     heads, width = op.arguments["num_head" if "num_head" in op.arguments else "num_heads"], op.arguments["embed_dim"]
-    dtype = op.inputs[0].dtype
-    flops, vector = engines(dtype, products + 4.0 * pairs * width, tf32=op.tf32_products)
-    alone = dict(flops or vector)
-    if pairs:
-        name = vector_dtype(dtype)
-        vector[name] = vector.get(name, 0.0) + pairs * heads
-    writes = accesses_to_all(op.outputs[:wanted_results])
-    return Cost(
-        family="attention",
-        reads=accesses_to_all(op.inputs),
-        writes=writes,
-        flops=flops,
-        vector_flops=vector,
-        products=alone,
+    return product_cost(
+        "attention",
+        op.inputs[0].dtype,
+        op.inputs,
+        op.outputs[:wanted_results],
+        flops=products + 4.0 * pairs * width,
+        other_flops=pairs * heads,
+        tf32=op.tf32_products,
     )

@@ -1,6 +1,6 @@
 """Collectives: what they move through the memory of one rank. The network is another resource, counted elsewhere.
 
-A collective reads what this rank gives and writes what it gets; the group has more than one rank. Additions are not
+A collective reads what this rank sends and writes what it receives; the group has more than one rank. Additions are not
 counted, since a switch can do them. Which rank this is does not show in the arguments, so a broadcast is charged its
 one write (for the source, its one read).
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, accesses, formula
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
@@ -30,14 +30,12 @@ def _under(op: Op, *arguments: str) -> tuple[Tensor, ...]:
     "_dtensor.shard_dim_alltoall",
 )
 def _functional(op: Op) -> Cost:
-    return Cost(
-        family="collective", reads=accesses_to_all(_under(op, "input", "inputs")), writes=accesses_to_all(op.written)
-    )
+    return Cost(family="collective", reads=accesses(*_under(op, "input", "inputs")), writes=accesses(*op.written))
 
 
 @formula("_c10d_functional.broadcast", "_c10d_functional.broadcast_")
 def _broadcast(op: Op) -> Cost:
-    return Cost(family="collective", writes=accesses_to_all(op.written))
+    return Cost(family="collective", writes=accesses(*op.written))
 
 
 @formula(
@@ -50,18 +48,18 @@ def _nothing(op: Op) -> Cost:
 @formula("c10d.send", "c10d.reduce_", "c10d.check_for_nan", "_c10d_functional.isend")
 def _send(op: Op) -> Cost:
     """`reduce_` changes the tensor of one rank, which may be another."""
-    return Cost(family="collective", reads=accesses_to_all(_under(op, "tensor", "tensors")))
+    return Cost(family="collective", reads=accesses(*_under(op, "tensor", "tensors")))
 
 
 @formula("c10d.recv_", "c10d.recv_any_source_", "c10d.broadcast_", "_c10d_functional.irecv")
 def _receive(op: Op) -> Cost:
-    return Cost(family="collective", writes=accesses_to_all(_under(op, "tensor", "tensors")))
+    return Cost(family="collective", writes=accesses(*_under(op, "tensor", "tensors")))
 
 
 @formula("c10d.allreduce_", "c10d.allreduce_coalesced_")
 def _in_place(op: Op) -> Cost:
     """These do not say in their schemas that they change their tensors."""
-    changed = accesses_to_all(_under(op, "tensors"))
+    changed = accesses(*_under(op, "tensors"))
     return Cost(family="collective", reads=changed, writes=changed)
 
 
@@ -75,8 +73,8 @@ def _given_outputs(op: Op) -> Cost:
     """Outputs are arguments, by one of several names. Where only one rank gives or gets, others pass an empty list."""
     return Cost(
         family="collective",
-        reads=accesses_to_all(_under(op, "input", "inputs", "input_tensor", "input_tensors", "input_list")),
-        writes=accesses_to_all(_under(op, "output", "outputs", "output_tensor", "output_tensors", "output_lists")),
+        reads=accesses(*_under(op, "input", "inputs", "input_tensor", "input_tensors", "input_list")),
+        writes=accesses(*_under(op, "output", "outputs", "output_tensor", "output_tensors", "output_lists")),
     )
 
 
@@ -86,8 +84,8 @@ def _batch(op: Op) -> Cost:
     kinds = tuple(zip(op.arguments["op_list"], op.tensors("tensors"), strict=False))
     return Cost(
         family="collective",
-        reads=accesses_to_all(tensor for kind, tensor in kinds if "send" in kind),
-        writes=accesses_to_all(tensor for kind, tensor in kinds if "recv" in kind),
+        reads=accesses(*(tensor for kind, tensor in kinds if "send" in kind)),
+        writes=accesses(*(tensor for kind, tensor in kinds if "recv" in kind)),
     )
 
 
@@ -99,6 +97,6 @@ def _symmetric(op: Op) -> Cost:
     """All-reduces through memory that all ranks see: this rank's part read by someone, its result written."""
     return Cost(
         family="collective",
-        reads=accesses_to_all(_under(op, "input", "local_input")),
-        writes=accesses_to_all(op.written),
+        reads=accesses(*_under(op, "input", "local_input")),
+        writes=accesses(*op.written),
     )

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from nearpeak.ops.cost import Cost, Part, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, Part, accesses, formula
 from nearpeak.ops.formulas.matrix import engines, result, vector_dtype
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -173,7 +173,7 @@ def _forward(op: Op, data: str, *, transposed: bool, added: tuple[str, ...] = ("
     return Cost(
         family="convolution",
         reads=accesses((source, source.bytes * geometry.input), (weight, weight.bytes * geometry.weight), *extra),
-        writes=accesses_to_all(op.written),
+        writes=accesses(*op.written),
         flops=matrix,
         vector_flops=vector,
         products=direct,
@@ -247,7 +247,7 @@ def _time_first(op: Op) -> Cost:
     return Cost(
         family="convolution",
         reads=accesses((source, source.bytes * met.line), (weight, weight.bytes * met.kernel), *op.tensors("bias")),
-        writes=accesses_to_all(op.written),
+        writes=accesses(*op.written),
         flops=matrix,
         vector_flops=vector,
         products=direct,
@@ -274,10 +274,10 @@ def _backward(op: Op) -> Cost:
     grad, source, weight = op.tensor("grad_output"), op.tensor("input"), op.tensor("weight")
     for_input, for_weight, for_bias = op.arguments["output_mask"]
     channels = weight.shape[1] * op.arguments["groups"] if op.arguments["transposed"] else weight.shape[0]
-    shapes = (source.shape, weight.shape, (channels,))  # kernels give gradients back that nobody asked for
-    asked = [shape for shape, wanted in zip(shapes, op.arguments["output_mask"], strict=True) if wanted]
-    writes = accesses_to_all(
-        replace(op, outputs=tuple(output for output in op.outputs if output.shape in asked)).written
+    shapes = (source.shape, weight.shape, (channels,))  # kernels return gradients that are not requested
+    wanted_shapes = [shape for shape, wanted in zip(shapes, op.arguments["output_mask"], strict=True) if wanted]
+    writes = accesses(
+        *replace(op, outputs=tuple(output for output in op.outputs if output.shape in wanted_shapes)).written
     )
     if not grad.elements:
         return Cost(family="convolution", writes=writes)

@@ -1,7 +1,7 @@
 """Creation and filling: writes only.
 
 Every element of the result is written once and nothing is read, neither the old contents of `fill_` and `zero_` nor
-the tensor after which `zeros_like` shapes its result. `empty` and its relatives only reserve memory.
+the tensor that gives `zeros_like` its shape. `empty` and its relatives only reserve memory.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from nearpeak.ops.cost import Cost, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, accesses, formula
 from nearpeak.ops.formulas.matrix import result, vector_dtype
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -38,6 +38,4 @@ def _transform(op: Op, signal: Tensor, *, real: bool) -> Cost:
     points = math.prod(signal.shape[dim] for dim in op.arguments["dim"])
     each = math.log2(points) - 1 if real else 2 * math.log2(points)
     flops = {vector_dtype(signal.dtype): signal.elements * each} if each > 0 else {}
-    return Cost(
-        family="fourier", reads=accesses(op.tensor("self")), writes=accesses_to_all(op.written), vector_flops=flops
-    )
+    return Cost(family="fourier", reads=accesses(op.tensor("self")), writes=accesses(*op.written), vector_flops=flops)

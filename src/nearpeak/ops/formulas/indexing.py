@@ -1,18 +1,17 @@
-"""Reading by index: the indices, the least that they can select, and the result.
+"""Reading and writing by index.
 
-Which elements are selected is not known from shapes. Indices may repeat, so of a table the least is one row for all of
-them together; a boolean mask selects every element at most once, so as many are read as come out.
+Reading: the indices, the least that they can select, and the result. Which elements are selected is not known from
+shapes. Indices may repeat, so one row of a table for all of them together is the least; a boolean mask selects every
+element at most once, so as many elements are read as are written.
 
-Writing by index: indices and values read, and the least of the destination that they can meet.
+Writing: the indices, the values, and the least of the destination that they can select. In place, only selected
+elements are touched. Indices may repeat, and repeated writes meet in a cache, so the least of the destination is one
+slice for all indices together: written, and also read where values are added. Which of two values for one element wins
+is undefined, but every index has to be read, and kernels then read its value too. Out of place, the whole result is
+written, and of the old tensor at least what the values cannot cover is read; all of it where values are added.
 
-In place only what is indicated is touched. Indices may repeat, and repeated writes meet in a cache, so the least of
-the destination is one slice for all of them together: written, and read too where values are added to it. Which of two
-values for one place wins is open, but to know that they meet every index is read, and no kernel then spares the value.
-
-Out of place the whole result is written, and of the old tensor at least what the values cannot cover is read; all of
-it where values are added to it. The gradient of `gather` is `scatter_add`, that of `index` is `index_put`: autograd
-adds into fresh zeros in place, but under a trace it calls the form out of place, which is therefore charged as if it
-were in place wherever it adds.
+The gradient of `gather` is `scatter_add`, that of `index` is `index_put`: autograd adds into new zeros in place, but
+under a trace it calls the out-of-place form, which is therefore charged as in place wherever it adds.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ MASK_DTYPES = ("bool", "uint8")
 
 
 def share_bytes(table: Tensor, count: float, of: int) -> float:
-    """The fewest bytes behind `count` different elements out of the `of` that `table` shows, expanded or broadcast."""
+    """The fewest bytes of `count` different elements out of the `of` elements of `table`, expanded or broadcast."""
     return table.bytes * min(1.0, count / of) if of else 0.0
 
 
 def indexed_dimensions(indices: tuple[Tensor | None, ...]) -> tuple[tuple[int, ...], bool]:
-    """Which dimensions a list of indices picks from (a mask has as many as its own), and whether all are masks."""
+    """The dimensions that a list of indices selects from (a mask has several), and whether all indices are masks."""
     dimensions: list[int] = []
     position = 0
     masks = [index is not None and index.dtype in MASK_DTYPES for index in indices]
@@ -42,8 +41,8 @@ def indexed_dimensions(indices: tuple[Tensor | None, ...]) -> tuple[tuple[int, .
         if index is not None:
             dimensions.extend(range(position, position + width))
         position += width
-    given = [mask for index, mask in zip(indices, masks, strict=True) if index is not None]
-    return tuple(dimensions), bool(given) and all(given)
+    flags = [mask for index, mask in zip(indices, masks, strict=True) if index is not None]
+    return tuple(dimensions), bool(flags) and all(flags)
 
 
 @formula("aten.embedding")
@@ -84,8 +83,8 @@ def embedding_renorm_copy(op: Op) -> Cost:
 def embedding_bag(op: Op) -> Cost:
     """Indices and offsets read, one row of the table, and the bags written.
 
-    With a padding index no row need be read, nor any weight of a sample. The other outputs are for the backward, and
-    some are left empty.
+    With a padding index, neither a row nor the weight of a sample has to be read. The other outputs are for the
+    backward pass, and some stay empty.
     """
     table, indices = op.tensor("weight"), op.tensor("indices")
     padding = op.arguments.get("padding_idx")
@@ -120,36 +119,36 @@ def index_select(op: Op) -> Cost:
 
 @formula("aten.gather")
 def gather(op: Op) -> Cost:
-    """Indices read, one element for each place across the other dimensions, the output written."""
+    """Indices read, one element for each position along the other dimensions, the output written."""
     source, index = op.tensor("self"), op.tensor("index")
     if not source.shape or not index.shape:
-        least = source.item_bytes if index.elements else 0.0
+        read_bytes = source.item_bytes if index.elements else 0.0
     else:
-        least = least_bytes(source, (op.arguments["dim"],), index.shape)
-    return Cost(family="indexing", reads=accesses(index, (source, least)), writes=accesses(*op.outputs))
+        read_bytes = least_bytes(source, (op.arguments["dim"],), index.shape)
+    return Cost(family="indexing", reads=accesses(index, (source, read_bytes)), writes=accesses(*op.outputs))
 
 
 @formula("aten.take")
 def take(op: Op) -> Cost:
     """Indices read, one element read, the output written."""
     source, index = op.tensor("self"), op.tensor("index")
-    least = source.item_bytes if index.elements else 0.0
-    return Cost(family="indexing", reads=accesses(index, (source, least)), writes=accesses(*op.outputs))
+    read_bytes = source.item_bytes if index.elements else 0.0
+    return Cost(family="indexing", reads=accesses(index, (source, read_bytes)), writes=accesses(*op.outputs))
 
 
 @formula("aten.index", "aten._unsafe_index")
 def index(op: Op) -> Cost:
-    """Indices and masks read, the output written; by mask as much is read as comes out, by number one slice."""
+    """Indices and masks read, the output written; as much read as written for a mask, one slice for indices."""
     source, result = op.tensor("self"), op.outputs[0]
     indices: tuple[Tensor | None, ...] = tuple(op.arguments["indices"])
     dimensions, masks = indexed_dimensions(indices)
     if not result.elements:
-        least = 0.0
+        read_bytes = 0.0
     elif masks and least_bytes(source, ()) == source.bytes:
-        least = share_bytes(source, result.elements, source.elements)
+        read_bytes = share_bytes(source, result.elements, source.elements)
     else:
-        least = least_bytes(source, dimensions)
-    return Cost(family="indexing", reads=accesses(*indices, (source, least)), writes=accesses(result))
+        read_bytes = least_bytes(source, dimensions)
+    return Cost(family="indexing", reads=accesses(*indices, (source, read_bytes)), writes=accesses(result))
 
 
 @formula("aten._unsafe_masked_index")
@@ -160,16 +159,16 @@ def masked_index(op: Op) -> Cost:
 
 @formula("aten.masked_select")
 def masked_select(op: Op) -> Cost:
-    """The mask read, of the tensor as much as comes out (less where it is broadcast to the mask), and that written."""
+    """The mask read, as much of the tensor as is selected (less where it is broadcast), and the selection written."""
     source, mask, result = op.tensor("self"), op.tensor("mask"), op.outputs[0]
     width = max(len(source.shape), len(mask.shape))
-    places = 1
-    for one, other in zip(_padded(source.shape, width), _padded(mask.shape, width), strict=True):
-        places *= other if one == 1 else one
-    least = share_bytes(source, result.elements, places)
+    positions = 1
+    for size, mask_size in zip(_padded(source.shape, width), _padded(mask.shape, width), strict=True):
+        positions *= mask_size if size == 1 else size
+    read_bytes = share_bytes(source, result.elements, positions)
     if least_bytes(source, ()) < source.bytes:
-        least = min(least, source.item_bytes)
-    return Cost(family="indexing", reads=accesses(mask, (source, least)), writes=accesses(result))
+        read_bytes = min(read_bytes, source.item_bytes)
+    return Cost(family="indexing", reads=accesses(mask, (source, read_bytes)), writes=accesses(result))
 
 
 def _padded(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
@@ -178,7 +177,7 @@ def _padded(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
 
 @formula("aten.nonzero", "aten.nonzero_static", "aten.argwhere")
 def nonzero(op: Op) -> Cost:
-    """Every element read, the places written."""
+    """Every element read, the positions written."""
     return Cost(family="indexing", reads=accesses(op.tensor("self")), writes=accesses(*op.outputs))
 
 
@@ -186,24 +185,24 @@ def scattered(
     op: Op,
     *,
     reads: tuple[Tensor | None, ...],
-    least: float,
-    most: float,
+    smallest: float,
+    largest: float,
     accumulate: bool,
     additions: float = 0.0,
 ) -> Cost:
-    """The cost of a write by index that meets at least `least` and at most `most` bytes of `self`."""
+    """The cost of a write by index that selects at least `smallest` and at most `largest` bytes of `self`."""
     target, result = op.tensor("self"), op.outputs[0]
     flops: dict[str, float] = {}
     if additions and result.is_floating:
         flops["float64" if result.dtype == "float64" else "float32"] = float(additions)
     if target == result or (accumulate and op.packet == "aten.index_put"):
-        least = min(least, target.bytes)
-        old, written = (least if accumulate else 0.0), least
+        smallest = min(smallest, target.bytes)
+        old_bytes, written = (smallest if accumulate else 0.0), smallest
     else:
-        old, written = (target.bytes if accumulate else max(0.0, target.bytes - most)), result.bytes
+        old_bytes, written = (target.bytes if accumulate else max(0.0, target.bytes - largest)), result.bytes
     return Cost(
         family="indexing",
-        reads=accesses(*reads, (target, old)),
+        reads=accesses(*reads, (target, old_bytes)),
         writes=accesses((result, written)),
         vector_flops=flops,
     )
@@ -228,7 +227,7 @@ def _slice_elements(op: Op) -> int:
     "aten.scatter_reduce_",
 )
 def scatter(op: Op) -> Cost:
-    """Indices and as many values as there are indices; of the destination one element for each place across them."""
+    """Indices and as many values read; one element of the destination for each position across `dim`."""
     target, index = op.tensor("self"), op.tensor("index")
     source = op.arguments.get("src")
     values = source if isinstance(source, Tensor) else None
@@ -240,8 +239,8 @@ def scatter(op: Op) -> Cost:
     return scattered(
         op,
         reads=(index, values),
-        least=least_bytes(target, _along(op), shape) if index.elements else 0.0,
-        most=index.elements * target.item_bytes,
+        smallest=least_bytes(target, _along(op), shape) if index.elements else 0.0,
+        largest=index.elements * target.item_bytes,
         accumulate=bool(accumulate),
         additions=index.elements if accumulate and reduce in ("sum", "add", "prod", "multiply") else 0.0,
     )
@@ -256,15 +255,15 @@ def scatter(op: Op) -> Cost:
     "aten.index_reduce_",
 )
 def index_write(op: Op) -> Cost:
-    """Indices and values; of the destination one slice."""
+    """Indices and values read; one slice of the destination."""
     target, index, values = op.tensor("self"), op.tensor("index"), op.tensor("source")
     adds = op.packet.startswith("aten.index_add")
     accumulate = adds or (op.packet.startswith("aten.index_reduce") and op.arguments["include_self"])
     return scattered(
         op,
         reads=(index, values),
-        least=least_bytes(target, _along(op)) if index.elements else 0.0,
-        most=values.elements * target.item_bytes,
+        smallest=least_bytes(target, _along(op)) if index.elements else 0.0,
+        largest=values.elements * target.item_bytes,
         accumulate=bool(accumulate),
         additions=values.elements if adds else 0.0,
     )
@@ -272,48 +271,48 @@ def index_write(op: Op) -> Cost:
 
 @formula("aten.index_fill", "aten.index_fill_")
 def index_fill(op: Op) -> Cost:
-    """Indices, the value where it is a tensor; of the destination one slice."""
+    """Indices read, and the value where it is a tensor; one slice of the destination."""
     target, index, value = op.tensor("self"), op.tensor("index"), op.arguments["value"]
     piece = least_bytes(target, _along(op)) if index.elements else 0.0
     return scattered(
         op,
         reads=(index, value if isinstance(value, Tensor) else None),
-        least=piece,
-        most=_slice_elements(op) * index.elements * target.item_bytes,
+        smallest=piece,
+        largest=_slice_elements(op) * index.elements * target.item_bytes,
         accumulate=False,
     )
 
 
 @formula("aten.index_put", "aten.index_put_", "aten._index_put_impl", "aten._index_put_impl_", "aten._unsafe_index_put")
 def index_put(op: Op) -> Cost:
-    """Indices and values; of the destination one slice, or by a mask the places that the values tell the number of.
+    """Indices and values read; one slice of the destination, or for a mask as many elements as there are values.
 
-    A value that is broadcast over a mask does not tell how many places are set. In place that may be none, and out of
-    place it may be all, so that no old element is needed: as in `where`, a mask decides what is read.
+    A value that is broadcast over a mask does not tell how many elements are set. In place that may be none; out of
+    place it may be all, so that no old element is read.
     """
     target, values = op.tensor("self"), op.tensor("values")
     indices: tuple[Tensor | None, ...] = tuple(op.arguments["indices"])
     dimensions, masks = indexed_dimensions(indices)
-    given = [index for index in indices if index is not None]
+    present = [index for index in indices if index is not None]
     accumulate = bool(op.arguments["accumulate"])
     rest = [size for number, size in enumerate(target.shape) if number not in dimensions]
     read: Tensor | None = values
-    if any(index.dtype in MASK_DTYPES for index in given):
-        counted = masks and len(indices) == 1 and len(values.shape) == 1 + len(rest) and values.shape[0] > 1
-        count = values.shape[0] * math.prod(rest) if counted else 0
-        least = count * target.item_bytes
-        most = least if counted else target.bytes
-        read = values if counted else None
+    if any(index.dtype in MASK_DTYPES for index in present):
+        count_known = masks and len(indices) == 1 and len(values.shape) == 1 + len(rest) and values.shape[0] > 1
+        count = values.shape[0] * math.prod(rest) if count_known else 0
+        smallest = count * target.item_bytes
+        largest = smallest if count_known else target.bytes
+        read = values if count_known else None
     else:
-        places = math.prod(_broadcast_shape([index.shape for index in given]))
-        count = places * math.prod(rest)
-        least = least_bytes(target, dimensions) if count else 0.0
-        most = count * target.item_bytes
+        positions = math.prod(_broadcast_shape([index.shape for index in present]))
+        count = positions * math.prod(rest)
+        smallest = least_bytes(target, dimensions) if count else 0.0
+        largest = count * target.item_bytes
     return scattered(
         op,
         reads=(*indices, read),
-        least=least,
-        most=most,
+        smallest=smallest,
+        largest=largest,
         accumulate=accumulate,
         additions=count if accumulate else 0.0,
     )
@@ -327,14 +326,14 @@ def _broadcast_shape(shapes: list[tuple[int, ...]]) -> list[int]:
 
 @formula("aten.put", "aten.put_")
 def put(op: Op) -> Cost:
-    """Indices and values; of the destination one element."""
+    """Indices and values read; one element of the destination."""
     target, index, values = op.tensor("self"), op.tensor("index"), op.tensor("source")
     accumulate = bool(op.arguments["accumulate"])
     return scattered(
         op,
         reads=(index, values),
-        least=target.item_bytes if index.elements else 0.0,
-        most=index.elements * target.item_bytes,
+        smallest=target.item_bytes if index.elements else 0.0,
+        largest=index.elements * target.item_bytes,
         accumulate=accumulate,
         additions=index.elements if accumulate else 0.0,
     )
@@ -343,12 +342,12 @@ def put(op: Op) -> Cost:
 @formula("aten._unsafe_masked_index_put_accumulate")
 def masked_index_put(op: Op) -> Cost:
     """The mask and the old tensor read, the result written; where the mask is off no value is needed."""
-    return scattered(op, reads=(op.tensor("mask"),), least=0.0, most=0.0, accumulate=True)
+    return scattered(op, reads=(op.tensor("mask"),), smallest=0.0, largest=0.0, accumulate=True)
 
 
 @formula("aten.segment_reduce")
 def segment_reduce(op: Op) -> Cost:
-    """Lengths or offsets read, the data where lengths are sure to cover them, the result written."""
+    """Lengths or offsets read, the data where the lengths cover all of it, the result written."""
     data, lengths = op.tensor("data"), op.tensors("lengths")
     covered = bool(lengths) and not op.arguments.get("unsafe")
     counts = op.tensors("lengths", "indices", "offsets")
@@ -366,23 +365,23 @@ def segment_reduce_backward(op: Op) -> Cost:
 def masked_scatter(op: Op) -> Cost:
     """The mask read and, out of place, for each element either the old or the next of the source; the result written.
 
-    How many come from the source is open. If the source's elements are different memory the sum does not depend on it
-    and is charged to the old tensor. In place nothing but the mask is sure to be touched.
+    How many come from the source is not known. If the source's elements are distinct in memory, the sum does not depend
+    on it and is charged to the old tensor. In place, only the mask is certain to be read.
     """
     source = op.tensor("source")
     expanded = source.bytes < source.elements * source.item_bytes
     return scattered(
         op,
         reads=(op.tensor("mask"),),
-        least=0.0,
-        most=source.elements * source.item_bytes if expanded else 0.0,
+        smallest=0.0,
+        largest=source.elements * source.item_bytes if expanded else 0.0,
         accumulate=False,
     )
 
 
 @formula("aten.masked_scatter_backward")
 def masked_scatter_backward(op: Op) -> Cost:
-    """The mask read and the result written, zeros included; how much of the gradient is selected is open."""
+    """The mask read and the result written, zeros included; how much of the gradient is selected is not known."""
     return Cost(family="indexing", reads=accesses(op.tensor("mask")), writes=accesses(*op.outputs))
 
 
@@ -391,5 +390,5 @@ def view_scatter(op: Op) -> Cost:
     """Values read, the rest of the old tensor read, the result written."""
     source, target = op.tensor("src"), op.tensor("self")
     return scattered(
-        op, reads=(source,), least=source.bytes, most=source.elements * target.item_bytes, accumulate=False
+        op, reads=(source,), smallest=source.bytes, largest=source.elements * target.item_bytes, accumulate=False
     )

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nearpeak.ops.cost import Cost, Part, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, Part, accesses, formula
 from nearpeak.ops.formulas.matrix import engines
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -107,7 +107,7 @@ def _solve(op: Op) -> Cost:
     matrix = op.tensor(problem.matrix)
     results = [tensor for tensor in op.written if tensor.elements]
     if not matrix.elements or not results:
-        return Cost(family="linalg", writes=accesses_to_all(op.written))
+        return Cost(family="linalg", writes=accesses(*op.written))
     rows, columns = matrix.shape[-2:]
     right = op.tensors(problem.right)[0] if problem.right else None
     problems = math.prod(matrix.shape[:-2])
@@ -122,9 +122,7 @@ def _solve(op: Op) -> Cost:
         (matrix, matrix.bytes * (columns + 1) / (2 * columns)) if problem.half else matrix,
         *(tensor for tensor in _others(op, problem)),
     ]
-    return Cost(
-        family="linalg", reads=accesses(*read), writes=accesses_to_all(results), flops=flops, vector_flops=vector
-    )
+    return Cost(family="linalg", reads=accesses(*read), writes=accesses(*results), flops=flops, vector_flops=vector)
 
 
 def _others(op: Op, problem: _Problem) -> tuple[Tensor, ...]:
@@ -136,17 +134,19 @@ def _others(op: Op, problem: _Problem) -> tuple[Tensor, ...]:
 @formula("aten.lu_unpack")
 def _unpack(op: Op) -> Cost:
     """Copies of what is asked for: the factors, and the pivots as a matrix."""
-    given = [name for name, flag in (("LU_data", "unpack_data"), ("LU_pivots", "unpack_pivots")) if op.arguments[flag]]
+    wanted = [name for name, flag in (("LU_data", "unpack_data"), ("LU_pivots", "unpack_pivots")) if op.arguments[flag]]
     results = [tensor for tensor in op.written if tensor.elements]
     return Cost(
-        family="movement", reads=accesses_to_all(op.tensors(*given)) if results else (), writes=accesses_to_all(results)
+        family="movement",
+        reads=accesses(*op.tensors(*wanted)) if results else (),
+        writes=accesses(*results),
     )
 
 
 @formula("aten._linalg_check_errors")
 def _check(op: Op) -> Cost:
     """The codes read."""
-    return Cost(family="linalg", reads=accesses_to_all(op.tensors("info")))
+    return Cost(family="linalg", reads=accesses(*op.tensors("info")))
 
 
 @formula("aten._cdist_forward", "aten._euclidean_dist")
@@ -184,7 +184,7 @@ def _distances_within_backward(op: Op) -> Cost:
 
 def _pairwise(op: Op, reads: tuple[Tensor, ...], flops: float) -> Cost:
     """Euclidean distances go to the engine for products."""
-    writes = accesses_to_all(op.written)
+    writes = accesses(*op.written)
     if not writes:
         return Cost(family="linalg")
     euclidean = op.arguments.get("p", 2.0) == 2
@@ -193,4 +193,4 @@ def _pairwise(op: Op, reads: tuple[Tensor, ...], flops: float) -> Cost:
         matrix, vector = engines(dtype, flops, tf32=op.tf32_products)
     else:
         matrix, vector = {}, ({"float64" if dtype == "float64" else "float32": flops} if flops else {})
-    return Cost(family="linalg", reads=accesses_to_all(reads), writes=writes, flops=matrix, vector_flops=vector)
+    return Cost(family="linalg", reads=accesses(*reads), writes=writes, flops=matrix, vector_flops=vector)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, Family, Part, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, Family, Part, accesses, formula
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
@@ -115,7 +115,7 @@ def matrix_product(
     return Cost(
         family="matrix",
         reads=accesses(*reads),
-        writes=accesses_to_all(op.written),
+        writes=accesses(*op.written),
         flops=flops,
         vector_flops=vector_flops,
         products=products,
@@ -235,7 +235,7 @@ def _grouped_mm(op: Op) -> Cost:
     return Cost(
         family="matrix",
         reads=accesses(*reads),
-        writes=accesses_to_all(op.written),
+        writes=accesses(*op.written),
         flops=flops,
         vector_flops=vector_flops,
     )
@@ -252,10 +252,8 @@ def _products(op: Op) -> Cost:
     count = sum(2.0 * out.elements * left.shape[-1] for left, _, out in pairs)
     dtype = pairs[0][0].dtype if pairs else "float32"
     flops, vector_flops = engines(dtype, count, tf32=op.tf32_products)
-    reads = accesses_to_all(tensor for left, right, out in pairs if out.elements for tensor in (left, right))
-    return Cost(
-        family="matrix", reads=reads, writes=accesses_to_all(op.written), flops=flops, vector_flops=vector_flops
-    )
+    reads = accesses(*(tensor for left, right, out in pairs if out.elements for tensor in (left, right)))
+    return Cost(family="matrix", reads=reads, writes=accesses(*op.written), flops=flops, vector_flops=vector_flops)
 
 
 @formula("aten.addr", "aten.addr_")
@@ -265,15 +263,15 @@ def _outer(op: Op) -> Cost:
     added = op.tensors("self") if op.arguments.get("beta", 1) != 0 else ()
     flops = (1.0 + len(added)) * out.elements
     vector_flops = {vector_dtype(out.dtype): flops} if flops and (out.is_floating or "complex" in out.dtype) else {}
-    reads = accesses_to_all((*added, *op.tensors("vec1", "vec2"))) if out.elements else ()
-    return Cost(family="pointwise", reads=reads, writes=accesses_to_all(op.written), vector_flops=vector_flops)
+    reads = accesses(*(*added, *op.tensors("vec1", "vec2"))) if out.elements else ()
+    return Cost(family="pointwise", reads=reads, writes=accesses(*op.written), vector_flops=vector_flops)
 
 
 @formula("aten._trilinear")
 def _trilinear(op: Op) -> Cost:
     """Three operands, of which any two may meet first: their bytes are certain, the FLOPs depend on the order."""
-    writes = accesses_to_all(op.written)
-    return Cost(family="matrix", reads=accesses_to_all(op.tensors("i1", "i2", "i3")) if writes else (), writes=writes)
+    writes = accesses(*op.written)
+    return Cost(family="matrix", reads=accesses(*op.tensors("i1", "i2", "i3")) if writes else (), writes=writes)
 
 
 @formula("aten._cslt_sparse_mm")
@@ -303,8 +301,8 @@ def _semi_structured_cost(op: Op, contracted: int, reads: tuple[Tensor, ...]) ->
     flops, vector = engines(reads[0].dtype, float(out.elements * contracted), tf32=True)
     return Cost(
         family="matrix",
-        reads=accesses_to_all(reads),
-        writes=accesses_to_all(op.written),
+        reads=accesses(*reads),
+        writes=accesses(*op.written),
         flops=flops,
         vector_flops=vector,
     )
@@ -313,6 +311,4 @@ def _semi_structured_cost(op: Op, contracted: int, reads: tuple[Tensor, ...]) ->
 @formula("aten._cslt_compress", "aten._to_sparse_semi_structured", "aten._sparse_semi_structured_tile")
 def _compress_semi_structured(op: Op) -> Cost:
     """The dense matrix read, what is kept of it and the places written."""
-    return Cost(
-        family="movement", reads=accesses_to_all(op.tensors("input", "dense")), writes=accesses_to_all(op.written)
-    )
+    return Cost(family="movement", reads=accesses(*op.tensors("input", "dense")), writes=accesses(*op.written))

@@ -1,7 +1,7 @@
-"""Data movement: what is shown is read once, the result is written once, and nothing is computed.
+"""Data movement: the source is read once, the result is written once, and nothing is computed.
 
 A destination is not read. A cast reads in one dtype and writes in the other. Only what reaches the result is read: a
-copy of a slice reads the slice, a crop the part that is left, `tril` the triangle that is kept. Copies that repeat
+copy of a slice reads the slice, a crop the part that is left, `tril` its triangle. Copies that repeat
 elements (`repeat`, `expand_copy`, padding by reflection) read each once.
 """
 
@@ -178,10 +178,10 @@ def triangle(op: Op) -> Cost:
     diagonal = int(op.arguments["diagonal"])
     lower = op.packet.startswith("aten.tril")
     below = _on_or_below(rows, columns, diagonal if lower else diagonal - 1)
-    kept = (below if lower else rows * columns - below) / (rows * columns)
+    share = (below if lower else rows * columns - below) / (rows * columns)
     if source == result:
-        return Cost(family="movement", writes=accesses((result, result.bytes * (1 - kept))))
-    return moved([(source, source.bytes * kept)], [result])
+        return Cost(family="movement", writes=accesses((result, result.bytes * (1 - share))))
+    return moved([(source, source.bytes * share)], [result])
 
 
 def _on_or_below(rows: int, columns: int, diagonal: int) -> int:
@@ -206,12 +206,12 @@ def im2col(op: Op) -> Cost:
 def col2im(op: Op) -> Cost:
     """The columns read that do not lie in the padding, the image written."""
     columns = op.tensor("self")
-    kept = 1.0
+    share = 1.0
     for axis in (0, 1):
         size = op.arguments["output_size"][axis]
         inside = len(_covered(op, axis, size))
-        kept *= inside / max(1, _windows(op, axis, size) * op.arguments["kernel_size"][axis])
-    return moved([(columns, columns.bytes * kept)], op.outputs)
+        share *= inside / max(1, _windows(op, axis, size) * op.arguments["kernel_size"][axis])
+    return moved([(columns, columns.bytes * share)], op.outputs)
 
 
 def _windows(op: Op, axis: int, size: int) -> int:

@@ -1,7 +1,7 @@
-"""Ops of which only a part is certain, by their origin.
+"""Ops whose cost is known only in part, by their origin.
 
-`inductor` is a kernel that a compiler made of several operators, `partial` an operator on lists that a trace file
-leaves out. Of a kernel whose code was read, all is known.
+`inductor` is a kernel that the compiler made of several operators, `partial` an operator on lists that a trace file
+omits. The cost of a kernel whose code was read is known in full.
 """
 
 from __future__ import annotations

@@ -3,20 +3,19 @@
 The other families of streaming operators (reductions, norms, losses, optimizers) build on the parts here: `read`,
 `written`, `distinct` and `arithmetic`.
 
-What a mask hides is not charged: a causal mask hides half, and a kernel need not load it. `where` reads for each
-element one of its branches, whatever the mask is: the branch with fewer bytes at the least. `masked_fill` reads the
-mask; in place it writes only where the mask is set, and that may be nowhere. What the arguments alone would save is
-not charged either: `pow` with exponent 0 reads nothing.
+Masked elements are not charged: a causal mask hides half, and a kernel need not load them. `where` reads one of its
+branches for each element, at least the branch with fewer bytes. `masked_fill` reads the mask; in place it writes only
+where the mask is set, which may be nowhere. What the arguments alone would save is not charged either: `pow` with
+exponent 0 reads nothing.
 
-Values decide too. Clamping and `nan_to_num` in place change few elements of usual data, and none at the least: they are
-charged no write. What only lucky values would save is charged: `relu_` writes elements that it does not change, and
-`any` reads all of its input although one element can settle it (torch's kernels do, as measured on a CPU: they take as
-long when the first element decides).
+Clamping and `nan_to_num` in place change few elements of usual data, and possibly none: no write is charged. Savings
+that need special values are not deducted: `relu_` writes elements that it does not change, and `any` reads all of its
+input although one element can decide (torch's kernels do, as measured on a CPU).
 
-One operation per element is cautious: an exponential takes several instructions. It is charged at the rate of float32,
-although vector units do twice as many in half precision. That does no harm as long as memory is the limit: an H200 does
-14 float32 operations in the time of one byte (66.9 TFLOP/s, 4.8 TB/s), and no operator here comes near 7. A test holds
-that for all that usual models run.
+One operation per element is a lower bound: an exponential takes several instructions. The rate is that of float32,
+although vector units do twice as many operations in half precision. This is safe as long as memory is the limit: an
+H200 does 14 float32 operations in the time of one byte (66.9 TFLOP/s, 4.8 TB/s), and no operator here comes near 7. A
+test checks this for the operators of usual models.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ def read(op: Op, *, unread: Iterable[str] = ()) -> tuple[Tensor, ...]:
     and the others are one element.
     """
     skipped = {*unread, *(name for name in op.mutated if name != "self")}
-    found = op.tensors(*(name for name in op.arguments if name not in skipped))
-    return tuple(tensor for tensor in found if tensor.shape)
+    tensors = op.tensors(*(name for name in op.arguments if name not in skipped))
+    return tuple(tensor for tensor in tensors if tensor.shape)
 
 
 def arithmetic(inputs: Iterable[Tensor], outputs: Iterable[Tensor], count: float) -> dict[str, float]:

@@ -166,11 +166,11 @@ def interpolate(op: Op) -> Cost:
 def _scales(op: Op, source: Tensor) -> tuple[float | None, ...]:
     """The scale of each dimension where it is given and matters: neighbors make up for it when values are mixed."""
     dimensions = len(source.shape) - 2
-    found: list[float | None] = []
+    scales: list[float | None] = []
     for name, value in op.arguments.items():
         if name.startswith("scale"):
-            found.extend(value if isinstance(value, tuple) else (value,))
-    return tuple(found) if op.packet in _NEAREST and len(found) == dimensions else (None,) * dimensions
+            scales.extend(value if isinstance(value, tuple) else (value,))
+    return tuple(scales) if op.packet in _NEAREST and len(scales) == dimensions else (None,) * dimensions
 
 
 def _sources(size: int, wanted: int, scale: float | None) -> int:

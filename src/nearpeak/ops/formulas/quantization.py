@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nearpeak.ops.cost import Cost, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, accesses, formula
 from nearpeak.ops.formulas.matrix import matrix_product, result, vector_dtype
 from nearpeak.ops.op import Op
 
@@ -55,8 +55,8 @@ def _elementwise(op: Op) -> Cost:
     count = float(FLOPS_PER_ELEMENT[op.packet] * elements)
     return Cost(
         family="quantization",
-        reads=accesses_to_all(given),
-        writes=accesses_to_all(op.written),
+        reads=accesses(*given),
+        writes=accesses(*op.written),
         vector_flops={vector_dtype("float64" if "float64" in dtypes else "float32"): count} if count else {},
     )
 
@@ -68,7 +68,7 @@ def _elementwise(op: Op) -> Cost:
 )
 def _observed(op: Op) -> Cost:
     """Whether it observes and quantizes is data; the input is read and the outputs are written either way."""
-    return Cost(family="quantization", reads=accesses_to_all((op.tensor("self"),)), writes=accesses_to_all(op.outputs))
+    return Cost(family="quantization", reads=accesses(*(op.tensor("self"),)), writes=accesses(*op.outputs))
 
 
 @formula(
@@ -80,9 +80,7 @@ def _learnable_backward(op: Op) -> Cost:
     read = (op.tensor("grad"), op.tensor("self"), op.tensor("scale"), op.tensor("zero_point"))
     grad = op.tensor("grad")
     flops = {vector_dtype(grad.dtype): 2.0 * grad.elements} if grad.elements else {}
-    return Cost(
-        family="quantization", reads=accesses_to_all(read), writes=accesses_to_all(op.written), vector_flops=flops
-    )
+    return Cost(family="quantization", reads=accesses(*read), writes=accesses(*op.written), vector_flops=flops)
 
 
 @formula("aten._weight_int4pack_mm", "aten._weight_int4pack_mm_for_cpu", "aten._weight_int8pack_mm")
@@ -101,8 +99,8 @@ def _dynamic_product(op: Op) -> Cost:
     """Activations and packed weights read, the result written; in which dtype it multiplies is the kernel's choice."""
     return Cost(
         family="quantization",
-        reads=accesses_to_all(op.tensors("inp", "packed_weights")),
-        writes=accesses_to_all(op.written),
+        reads=accesses(*op.tensors("inp", "packed_weights")),
+        writes=accesses(*op.written),
     )
 
 

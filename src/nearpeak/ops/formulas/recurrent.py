@@ -1,19 +1,19 @@
 """Recurrent networks as one operator, and their cells.
 
 A whole network (cuDNN, MIOpen, oneDNN) multiplies every weight matrix with every token: 2 FLOPs for each token and
-element of a matrix. Weights are read once, for they can stay on the chip from step to step, as can what one layer hands
-to the next; input, first states, output and last states cross the memory. The space that forward keeps for backward is
-not charged: a backward may compute it anew. Gates and activations ride on the products and are not counted.
+element of a matrix. Weights are read once, since they can stay on the chip from step to step, as can the activations
+between layers; input, first states, output and last states cross the memory. The reserve space for the backward pass is
+not charged: it could be recomputed. Gates and activations are epilogues of the products and are not counted.
 
-Backward multiplies again for the gradients of the weights, and for those of the data: at the first step of all, the
-gradient of a state goes nowhere unless it is asked for, so that step is left out of the latter.
+The backward pass multiplies again for the gradients of the weights, and for those of the data. The gradient of the
+first state is not needed unless it is requested, so the first step is left out of the latter.
 
 A cell alone comes after its products and is pointwise.
 """
 
 from __future__ import annotations
 
-from nearpeak.ops.cost import Cost, accesses, accesses_to_all, formula
+from nearpeak.ops.cost import Cost, accesses, formula
 from nearpeak.ops.formulas.matrix import engines
 from nearpeak.ops.formulas.pointwise import arithmetic
 from nearpeak.ops.op import Op
@@ -26,8 +26,8 @@ def _network(
     flops, vector = engines(op.tensor("input").dtype, 2.0 * multiply_adds, tf32=tf32)
     return Cost(
         family="recurrent",
-        reads=accesses_to_all(reads),
-        writes=accesses_to_all(writes),
+        reads=accesses(*reads),
+        writes=accesses(*writes),
         flops=flops,
         vector_flops=vector,
     )
@@ -95,7 +95,7 @@ def _flatten(op: Op) -> Cost:
     weights = op.tensors("weight_arr")
     room = op.outputs[0]
     size = min(room.bytes, sum(weight.elements for weight in weights) * room.item_bytes)
-    return Cost(family="movement", reads=accesses_to_all(weights), writes=accesses((room, size)))
+    return Cost(family="movement", reads=accesses(*weights), writes=accesses((room, size)))
 
 
 _CELLS = {"aten._thnn_fused_lstm_cell": 13, "aten._thnn_fused_gru_cell": 10}
@@ -117,6 +117,4 @@ def _cell_backward(op: Op) -> Cost:
 
 def _pointwise(op: Op, reads: tuple[Tensor, ...], operations: int) -> Cost:
     vector = arithmetic(reads, (), float(operations))
-    return Cost(
-        family="pointwise", reads=accesses_to_all(reads), writes=accesses_to_all(op.written), vector_flops=vector
-    )
+    return Cost(family="pointwise", reads=accesses(*reads), writes=accesses(*op.written), vector_flops=vector)

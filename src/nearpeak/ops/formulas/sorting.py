@@ -56,8 +56,8 @@ def scan(op: Op) -> Cost:
 def unique(op: Op) -> Cost:
     """Input read; the distinct values written, and the inverse and the counts where they are asked for."""
     values, *others = op.outputs
-    asked = [op.arguments.get("return_inverse"), op.arguments.get("return_counts")]
-    wanted = [tensor for tensor, flag in zip(others, asked, strict=False) if flag]
+    requested = [op.arguments.get("return_inverse"), op.arguments.get("return_counts")]
+    wanted = [tensor for tensor, flag in zip(others, requested, strict=False) if flag]
     return Cost(family="sorting", reads=accesses(op.tensor("self")), writes=accesses(values, *wanted))
 
 

@@ -1,9 +1,8 @@
-"""Views and metadata: operators that move no byte; and what the host does for itself while a device runs the ops.
+"""Views and metadata: operators that move no bytes; and ops of the host while a device runs the others.
 
-A view gives new sizes and strides to memory that is there already; a question about sizes, strides or devices is
-answered by the host. Both are free. What a view's schema tells: an output that aliases an argument, and no write. The
-operators whose schema tells that too but which copy where they cannot alias are in `MAY_COPY`: free or a copy, as the
-storages of the outputs say.
+A view gives new sizes and strides to existing memory; the host answers questions about sizes, strides and devices. Both
+are free. The schema of a view has an output that aliases an argument, and no write. Operators with such a schema that
+copy where they cannot alias are in `MAY_COPY`: free or a copy, by the storages of their outputs.
 """
 
 from __future__ import annotations
