@@ -1,7 +1,7 @@
 """The timeline of a profile as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
 
-Kernels are on the tracks of their streams, with what the profile knows of their ops; times in which nothing ran are on
-a track of their own, with their causes; findings are marks at the first kernel that they are about.
+Kernels are on the tracks of their streams, with the figures of their ops; idle times are on a track of their own, with
+their causes; findings are marks at their first kernel.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ def _events(profile: Profile, findings: Sequence[Finding]) -> Iterator[Event]:
         yield _complete_event(gap.cause, "idle", gap.start_s, gap.seconds, IDLE, args)
     first = _first_starts(spans)
     for finding in findings:
-        at = min((first[op] for op in finding.ops if op in first), default=spans[0].start_s)
-        yield _instant_event(finding, at)
+        start_s = min((first[op] for op in finding.ops if op in first), default=spans[0].start_s)
+        yield _instant_event(finding, start_s)
 
 
 def _tracks(spans: Sequence[DeviceKernel], name: str) -> Mapping[int, tuple[int, str]]:
     """The track of each span with its name, by the number of the span; `name` is that of all, streams where it is "".
 
-    A viewer cannot show two spans at once on a track: they get one more.
+    A viewer cannot show overlapping spans on a track: they get a further track.
     """
     ends: dict[int, list[int]] = {}
     lanes = []
     for span in spans:
         begin, end = _nanoseconds(span.start_s), _nanoseconds(span.start_s + span.seconds)
-        taken = ends.setdefault(span.stream, [])
-        lane = next((lane for lane, until in enumerate(taken) if until <= begin), len(taken))
-        taken[lane : lane + 1] = [end]
+        lane_ends = ends.setdefault(span.stream, [])
+        lane = next((lane for lane, until in enumerate(lane_ends) if until <= begin), len(lane_ends))
+        lane_ends[lane : lane + 1] = [end]
         lanes.append((span.stream, lane))
     order = {key: FIRST_STREAM + place for place, key in enumerate(sorted(set(lanes)))}
     return {
@@ -92,16 +92,16 @@ def _tracks(spans: Sequence[DeviceKernel], name: str) -> Mapping[int, tuple[int,
 
 
 def _rules_by_op(findings: Sequence[Finding]) -> dict[int, str]:
-    """The rules that speak of an op, by its index."""
-    found: dict[int, list[str]] = {}
+    """The rules of the findings of each op, by its index."""
+    by_op: dict[int, list[str]] = {}
     for finding in findings:
         for op in finding.ops:
-            found.setdefault(op, []).append(visible(finding.rule, 60))
-    return {op: ", ".join(dict.fromkeys(rules)) for op, rules in found.items()}
+            by_op.setdefault(op, []).append(visible(finding.rule, 60))
+    return {op: ", ".join(dict.fromkeys(rules)) for op, rules in by_op.items()}
 
 
 def _op_arguments(op: ProfiledOp, rules: str) -> Event:
-    """What is known of an op. Its times are those of all its kernels together."""
+    """The figures of an op. Times are sums over its kernels."""
     args: Event = {
         "op": visible(op.name),
         "module": visible(op.module),
@@ -127,7 +127,7 @@ def _first_starts(spans: Sequence[DeviceKernel]) -> dict[int, float]:
     return first
 
 
-def _instant_event(finding: Finding, at: float) -> Event:
+def _instant_event(finding: Finding, start_s: float) -> Event:
     args = {
         "title": visible(finding.title, 1000),
         "where": visible(finding.source or finding.module),
@@ -141,7 +141,7 @@ def _instant_event(finding: Finding, at: float) -> Event:
         "s": "t",
         "name": visible(finding.rule, 60),
         "cat": "finding",
-        "ts": _nanoseconds(at) / 1000,
+        "ts": _nanoseconds(start_s) / 1000,
         "pid": PROCESS,
         "tid": FINDINGS,
         "args": args,
@@ -149,7 +149,7 @@ def _instant_event(finding: Finding, at: float) -> Event:
 
 
 def _complete_event(name: str, category: str, start_s: float, seconds: float, track: int, args: Event) -> Event:
-    """From a start to an end that are both rounded, so that what follows never begins before the end."""
+    """An event with a duration. Start and end are rounded alike, so that the next event never begins before the end."""
     begin, end = _nanoseconds(start_s), _nanoseconds(start_s + seconds)
     return {
         "ph": "X",

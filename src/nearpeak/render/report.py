@@ -135,7 +135,7 @@ def content(profile: Profile, ending: str, options: ReportOptions | None = None,
     options = options or ReportOptions()
     if options.findings is None:
         options = replace(options, findings=select_findings(profile))
-    made = PROFILE_FORMATS[ending](profile, options)
-    if isinstance(made, str):
-        made = made.encode("utf-8", "backslashreplace")  # a file may hold half a character
-    return gzip.compress(made, compresslevel=COMPRESSION_LEVEL, mtime=0) if compressed else made
+    report = PROFILE_FORMATS[ending](profile, options)
+    if isinstance(report, str):
+        report = report.encode("utf-8", "backslashreplace")  # a file may hold half a character
+    return gzip.compress(report, compresslevel=COMPRESSION_LEVEL, mtime=0) if compressed else report

@@ -326,8 +326,8 @@ def _fit_names(headers: Sequence[str], rows: Sequence[Sequence[str | Name]]) -> 
         for i, header in enumerate(headers)
     ]
     with_names = {i for row in rows for i, cell in enumerate(row) if isinstance(cell, Name)}
-    taken = sum(2 + width for i, width in enumerate(widths) if i not in with_names)
-    room = max(NARROWEST_NAME, WIDTH - taken - 2 * (len(with_names) - 1))
+    used = sum(2 + width for i, width in enumerate(widths) if i not in with_names)
+    room = max(NARROWEST_NAME, WIDTH - used - 2 * (len(with_names) - 1))
     return [[_fit_name(cell, room) if isinstance(cell, Name) else cell for cell in row] for row in rows]
 
 

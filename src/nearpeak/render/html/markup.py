@@ -7,7 +7,7 @@ import html
 from nearpeak.render.text import elide
 
 LONGEST = 300
-"""Characters of a name. Longer ones are generated, and nobody reads them."""
+"""Characters of a name; longer names are generated."""
 LONGEST_TEXT = 4000
 """Characters of a text of several lines."""
 
@@ -28,13 +28,13 @@ def visible(text: str, longest: int = LONGEST) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """The same of a text of several lines, which keep their indentation; its end is left out."""
+    """A text of several lines in which every character can be seen; indentation is kept, and a long end left out."""
     cut = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
     return _seen(cut.replace("\r\n", "\n").replace("\t", "    "))
 
 
 def _seen(text: str) -> str:
-    """With escapes for control characters, marks of direction that turn text around, and what has no width."""
+    """Escapes control characters, direction marks and zero-width characters."""
     return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
 
 
@@ -48,9 +48,9 @@ def element(tag: str, *content: str | Markup, **attributes: str | float | bool |
     >>> element("td", "a < b", element("b", "c"), class_="number", hidden=True)
     '<td class="number" hidden>a &lt; b<b>c</b></td>'
     """
-    given = "".join(_attribute(name, value) for name, value in attributes.items())
+    pairs = "".join(_attribute(name, value) for name, value in attributes.items())
     inner = "".join(part if isinstance(part, Markup) else html.escape(part, quote=False) for part in content)
-    return Markup(f"<{tag}{given}>{inner}</{tag}>")
+    return Markup(f"<{tag}{pairs}>{inner}</{tag}>")
 
 
 def joined(*parts: str | Markup) -> Markup:

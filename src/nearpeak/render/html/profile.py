@@ -288,15 +288,15 @@ def _index_runs(indices: Iterable[int]) -> list[int]:
     >>> _index_runs([2, 3, 4, 9])
     [2, 3, 4, 1]
     """
-    found: list[int] = []
+    runs: list[int] = []
     reached = 0
     for index in sorted(set(indices)):
-        if found and index == reached:
-            found[-1] += 1
+        if runs and index == reached:
+            runs[-1] += 1
         else:
-            found += [index - reached, 1]
+            runs += [index - reached, 1]
         reached = index + 1
-    return found
+    return runs
 
 
 def _timeline_columns(profile: Profile) -> dict[str, Any] | None:
@@ -335,20 +335,20 @@ def _merge_spans(spans: Sequence[DeviceKernel]) -> list[tuple[DeviceKernel, int]
         return [(span, 1) for span in spans]
     end = max(span.start_s + span.seconds for span in spans)
     least = 2 * (end - spans[0].start_s) / MOST_SPANS  # any two that follow each other are longer together
-    found: list[tuple[DeviceKernel, int]] = []
-    open_at: dict[int, int] = {}
+    merged: list[tuple[DeviceKernel, int]] = []
+    open_spans: dict[int, int] = {}
     for span in spans:
-        at = open_at.get(span.stream)
-        if at is not None:
-            first, count = found[at]
+        index = open_spans.get(span.stream)
+        if index is not None:
+            first, count = merged[index]
             seconds = span.start_s + span.seconds - first.start_s
             gap = span.start_s - first.start_s - first.seconds
             if seconds <= least and gap <= least / 4:
-                found[at] = (_extend_span(first, seconds), count + 1)
+                merged[index] = (_extend_span(first, seconds), count + 1)
                 continue
-        open_at[span.stream] = len(found)
-        found.append((span, 1))
-    return found
+        open_spans[span.stream] = len(merged)
+        merged.append((span, 1))
+    return merged
 
 
 def _extend_span(span: DeviceKernel, seconds: float) -> DeviceKernel:

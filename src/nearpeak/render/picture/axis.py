@@ -37,9 +37,9 @@ class Axis:
         if self.log and value <= 0:
             return self.start, False
         inner = math.log10(value) if self.log else value
-        held = min(max(inner, self.low), self.high)
-        share = (held - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return self.start + share * (self.end - self.start), abs(held - inner) < 1e-9 * max(1.0, abs(inner))
+        clamped = min(max(inner, self.low), self.high)
+        share = (clamped - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.start + share * (self.end - self.start), abs(clamped - inner) < 1e-9 * max(1.0, abs(inner))
 
     def ticks(self, *, whole: bool = False) -> list[float]:
         """Round values inside the axis, about four to nine of them; of counts, which are `whole`, no fractions."""
@@ -47,8 +47,8 @@ class Axis:
             return _round_ticks(self.low, self.high, whole=whole)
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)
         for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
-            found = [digit * 10.0**decade for decade in decades for digit in digits]
-            inside = [value for value in found if self.low <= math.log10(value) <= self.high]
+            values = [digit * 10.0**decade for decade in decades for digit in digits]
+            inside = [value for value in values if self.low <= math.log10(value) <= self.high]
             if len(inside) >= 4:
                 return inside[:: math.ceil(len(inside) / 9)]
         return _round_ticks(10.0**self.low, 10.0**self.high)

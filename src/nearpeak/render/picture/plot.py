@@ -64,10 +64,10 @@ def line_plot(
 ) -> str:
     """The plot as a complete SVG file. `x_ticks` are (value, text) in place of round numbers."""
     _check(series)
-    finite = [(x, y) for one in series for x, y in one.points if math.isfinite(x) and math.isfinite(y)]
-    ends = [end for one in series for bar in one.bars for end in bar if math.isfinite(end)]
+    finite = [(x, y) for each in series for x, y in each.points if math.isfinite(x) and math.isfinite(y)]
+    ends = [end for each in series for bar in each.bars for end in bar if math.isfinite(end)]
     edges = [edge for band in bands for edge in (band.low, band.high) if math.isfinite(edge)]
-    legend = _legend_rows([*(band.name for band in bands), *(one.name for one in series)])
+    legend = _legend_rows([*(band.name for band in bands), *(each.name for each in series)])
     height = HEIGHT + LEGEND_ROW * len(legend)
     x = Axis.around([x for x, _ in finite], log=log_x, start=LEFT, end=WIDTH - RIGHT, limits=None)
     y = Axis.around(
@@ -90,17 +90,17 @@ def line_plot(
     ]
     if not finite:
         parts.append(_label((LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2, "nothing to show"))
-    styles = [one.color if one.color is not None else i for i, one in enumerate(series)]
-    parts += [_series(one, style, x, y) for one, style in zip(series, styles, strict=True)]
+    styles = [each.color if each.color is not None else i for i, each in enumerate(series)]
+    parts += [_series(each, style, x, y) for each, style in zip(series, styles, strict=True)]
     parts += _legend(legend, bands, series, styles)
     return "\n".join(part for part in [*parts, "</svg>"] if part) + "\n"
 
 
 def _check(series: Sequence[Series]) -> None:
-    for one in series:
-        for what, extra in (("bars", one.bars), ("labels", one.labels)):
-            if extra and len(extra) != len(one.points):
-                raise ValueError(f"{one.name}: {len(extra)} {what} for {len(one.points)} points")
+    for each in series:
+        for what, extra in (("bars", each.bars), ("labels", each.labels)):
+            if extra and len(extra) != len(each.points):
+                raise ValueError(f"{each.name}: {len(extra)} {what} for {len(each.points)} points")
 
 
 def _style() -> str:
@@ -177,14 +177,14 @@ def _mark(column: float, row: float, style: int, *, solid: bool, name: str = "")
     color = style % len(COLORS)
     shape = _MARKERS[(style + style // len(COLORS)) % len(_MARKERS)]
     fill = f"np-f{color}" if solid else "np-hollow"
-    at = f"M{column:.1f} {row:.1f}"
+    start = f"M{column:.1f} {row:.1f}"
     paths = {
-        "circle": f"{at}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
-        "square": f"{at}m-3.6 -3.6h7.2v7.2h-7.2z",
-        "triangle": f"{at}m0 -4.8l4.6 8h-9.2z",
-        "diamond": f"{at}m0 -5l5 5l-5 5l-5 -5z",
-        "plus": f"{at}m-5 0h10m-5 -5v10",
-        "cross": f"{at}m-4 -4l8 8m-8 0l8 -8",
+        "circle": f"{start}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+        "square": f"{start}m-3.6 -3.6h7.2v7.2h-7.2z",
+        "triangle": f"{start}m0 -4.8l4.6 8h-9.2z",
+        "diamond": f"{start}m0 -5l5 5l-5 5l-5 -5z",
+        "plus": f"{start}m-5 0h10m-5 -5v10",
+        "cross": f"{start}m-4 -4l8 8m-8 0l8 -8",
     }
     described = f"<title>{escape_xml(name)}</title>" if name else ""
     return f'<path class="np-mark np-s{color} {fill}" d="{paths[shape]}">{described}</path>'
@@ -217,13 +217,13 @@ def _legend(rows: list[list[int]], bands: Sequence[Band], series: Sequence[Serie
                 name = bands[entry].name
                 parts.append(f'<rect class="np-band" x="{left:.1f}" y="{level - 6}" width="24" height="12"/>')
             else:
-                one, style = series[entry - len(bands)], styles[entry - len(bands)]
-                name = one.name
-                if one.line:
-                    dashed = " np-dashed" if one.dashed else ""
+                entry_series, style = series[entry - len(bands)], styles[entry - len(bands)]
+                name = entry_series.name
+                if entry_series.line:
+                    dashed = " np-dashed" if entry_series.dashed else ""
                     color = style % len(COLORS)
                     parts.append(f'<path class="np-line np-s{color}{dashed}" d="M{left:.1f} {level}h24"/>')
-                if one.markers:
+                if entry_series.markers:
                     parts.append(_mark(left + 12, level, style, solid=True))
             parts.append(_label(left + 30, level + 4, name, anchor="start", shorten=60))
             left += _entry_width(name)
@@ -274,7 +274,7 @@ def text_plot(
             1  1.2 1.4    1.8  2
          o time
     """
-    finite = [(x, y) for one in series for x, y in one.points if math.isfinite(x) and math.isfinite(y)]
+    finite = [(x, y) for each in series for x, y in each.points if math.isfinite(x) and math.isfinite(y)]
     if not finite:
         return "nothing to show"
     up = Axis.around([y for _, y in finite], log=log_y, start=rows - 1, end=0, limits=None)
@@ -284,8 +284,8 @@ def text_plot(
     left = max(map(len, labels.values()), default=0) + 2
     right = Axis.around([x for x, _ in finite], log=log_x, start=0, end=columns - left - 4, limits=None)
     field = [[" "] * (columns - left - 3) for _ in range(rows)]
-    for number, one in enumerate(series):
-        for x, y in one.points:
+    for number, each in enumerate(series):
+        for x, y in each.points:
             if math.isfinite(x) and math.isfinite(y):
                 field[round(up.place(y)[0])][round(right.place(x)[0])] = TEXT_MARKS[number % len(TEXT_MARKS)]
     lines = [f"{labels.get(row, ''):>{left}} |{''.join(cells).rstrip()}" for row, cells in enumerate(field)]
@@ -293,11 +293,11 @@ def text_plot(
     end = -2
     for value in right.ticks():
         name = trim_zeros(x_format(value))
-        at = round(right.place(value)[0]) - len(name) // 2 + 1
-        if at > end + 1 and at >= 0 and at + len(name) <= len(below):
-            below[at : at + len(name)] = name
-            end = at + len(name) - 1
+        column = round(right.place(value)[0]) - len(name) // 2 + 1
+        if column > end + 1 and column >= 0 and column + len(name) <= len(below):
+            below[column : column + len(name)] = name
+            end = column + len(name) - 1
     space = " " * left
-    legend = [f"{space[:-1]} {TEXT_MARKS[number % len(TEXT_MARKS)]} {one.name}" for number, one in enumerate(series)]
+    legend = [f"{space[:-1]} {TEXT_MARKS[number % len(TEXT_MARKS)]} {each.name}" for number, each in enumerate(series)]
     frame = f"{space} +{'-' * (columns - left - 2)}"
     return "\n".join(line.rstrip() for line in [*lines, frame, f"{space} {''.join(below)}", *legend])

@@ -129,16 +129,16 @@ class _Canvas:
 
     def _color(self, name: str, opacity: float = 1.0) -> tuple[int, int, int, int]:
         text = PALETTE[name][self.dark]
-        red, green, blue = (int(text[at : at + 2], 16) for at in (1, 3, 5))
+        red, green, blue = (int(text[digit : digit + 2], 16) for digit in (1, 3, 5))
         return red, green, blue, round(255 * opacity)
 
 
 def _dashes(points: tuple[Point, ...]) -> Iterator[tuple[Point, Point]]:
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         length = math.hypot(x1 - x0, y1 - y0)
-        at = 0.0
-        while at < length:
-            ends = (at / length, min(1.0, (at + _DASH) / length))
-            one, two = ((x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in ends)
-            yield one, two
-            at += _DASH + _GAP
+        reached = 0.0
+        while reached < length:
+            ends = (reached / length, min(1.0, (reached + _DASH) / length))
+            start, end = ((x0 + (x1 - x0) * share, y0 + (y1 - y0) * share) for share in ends)
+            yield start, end
+            reached += _DASH + _GAP

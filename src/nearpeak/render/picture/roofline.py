@@ -72,7 +72,7 @@ class Roof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedOp:
-    """An op with the time and the bytes that are to count."""
+    """An op with the seconds and the bytes that count for its point."""
 
     op: EstimatedOp | ProfiledOp
     seconds: float
@@ -81,48 +81,48 @@ class WeightedOp:
 
 def estimate_points(estimate: Estimate, most: int = MOST_POINTS) -> tuple[OpPoint, ...]:
     """The ops as points, largest share of the as-written time first; beyond `most`, those of a family are one."""
-    counted = [
+    ops = [
         WeightedOp(op=op, seconds=op.seconds, bytes=op.bytes_read + op.bytes_written)
         for op in estimate.ops
         if op.seconds > 0
     ]
-    return merge_points(counted, estimate.as_written_s, most)
+    return merge_points(ops, estimate.as_written_s, most)
 
 
-def merge_points(counted: Iterable[WeightedOp], total: float, most: int = MOST_POINTS) -> tuple[OpPoint, ...]:
-    """The same of any ops; shares are of `total` seconds."""
+def merge_points(ops: Iterable[WeightedOp], total: float, most: int = MOST_POINTS) -> tuple[OpPoint, ...]:
+    """Ops merged into points; shares are of `total` seconds. Beyond `most` points, those of a family are one."""
     merged: dict[tuple[str, ...], list[WeightedOp]] = {}
-    for one in counted:
-        op = one.op
+    for weighted in ops:
+        op = weighted.op
         computes, where = ("computes", _module_or_line(op)) if op.flops else ("", "")
-        merged.setdefault((op.name, where, op.phase, op.family, op.limiter, computes), []).append(one)
-    ranked = sorted(merged.items(), key=lambda item: -sum(one.seconds for one in item[1]))
+        merged.setdefault((op.name, where, op.phase, op.family, op.limiter, computes), []).append(weighted)
+    ranked = sorted(merged.items(), key=lambda item: -sum(weighted.seconds for weighted in item[1]))
     rest: dict[tuple[str, ...], list[WeightedOp]] = {}
-    for (_, _, _, family, limiter, computes), ones in ranked[most:]:
-        rest.setdefault((f"other {family}", "", "", family, limiter, computes), []).extend(ones)
-    found = [_merge_ops(key, ones, total) for key, ones in (*ranked[:most], *rest.items())]
-    return tuple(sorted(found, key=lambda point: -point.seconds))
+    for (_, _, _, family, limiter, computes), group in ranked[most:]:
+        rest.setdefault((f"other {family}", "", "", family, limiter, computes), []).extend(group)
+    points = [_merge_ops(key, group, total) for key, group in (*ranked[:most], *rest.items())]
+    return tuple(sorted(points, key=lambda point: -point.seconds))
 
 
-def _merge_ops(key: tuple[str, ...], counted: list[WeightedOp], total: float) -> OpPoint:
+def _merge_ops(key: tuple[str, ...], ops: list[WeightedOp], total: float) -> OpPoint:
     name, place, phase, family, limiter, _ = key
-    seconds = sum(one.seconds for one in counted)
+    seconds = sum(weighted.seconds for weighted in ops)
     return OpPoint(
         name=packet_name(name),
         place=plain(place, 60),
         phase=plain(phase, 20),
         family=plain(family, 20),
         limiter=plain(limiter, 20),
-        count=len(counted),
-        flops=sum(one.op.flops for one in counted),
-        bytes=sum(one.bytes for one in counted),
+        count=len(ops),
+        flops=sum(weighted.op.flops for weighted in ops),
+        bytes=sum(weighted.bytes for weighted in ops),
         seconds=seconds,
         share=seconds / total if total else 0.0,
     )
 
 
 def is_above_bandwidth(point: OpPoint, bandwidth: float) -> bool:
-    """Whether a point lies above the roof of a bandwidth, so that a cache must have served a part of it."""
+    """Whether a point lies above the roof of a bandwidth: then a cache served a part of its bytes."""
     return point.intensity is not None and point.rate > 1.02 * point.intensity * bandwidth
 
 
@@ -133,7 +133,7 @@ def _module_or_line(op: EstimatedOp | ProfiledOp) -> str:
 
 
 def ceilings_of(machine: Machine, estimate: Estimate) -> Achievable | Theoretical:
-    """The ceilings that the estimate was made against."""
+    """The ceilings that the estimate was computed with."""
     if machine.id != estimate.machine:
         raise UsageError(f"The estimate is for {estimate.machine}, and the machine that was given is {machine.id}.")
     limits = machine.achievable if estimate.ceilings == "achievable" else machine.theoretical
@@ -143,21 +143,21 @@ def ceilings_of(machine: Machine, estimate: Estimate) -> Achievable | Theoretica
 
 
 def engine_rate(limits: Achievable | Theoretical, engine: str, dtype: str) -> float | None:
-    """FLOP/s of an engine; that of the other one where it has no figure for the dtype."""
+    """FLOP/s of an engine; that of the other engine if it has no figure for the dtype."""
     rates = limits.matrix if _engine_of(limits, engine, dtype) == "matrix" else limits.vector
     return rates.get(dtype)
 
 
 def _engine_of(limits: Achievable | Theoretical, engine: str, dtype: str) -> str:
-    other, rates = ("vector", limits.matrix) if engine == "matrix" else ("matrix", limits.vector)
-    return engine if dtype in rates else other
+    fallback, rates = ("vector", limits.matrix) if engine == "matrix" else ("matrix", limits.vector)
+    return engine if dtype in rates else fallback
 
 
 def estimate_roofs(estimate: Estimate, limits: Achievable | Theoretical) -> tuple[Roof, ...]:
     """The roofs of all dtypes, highest first; dtypes of one engine with the same rate share one."""
     used = {(_engine_of(limits, op.engine, op.dtype), op.dtype) for op in estimate.ops if op.flops}
-    found = [*_engine_roofs("matrix", limits.matrix, used), *_engine_roofs("vector", limits.vector, used)]
-    return tuple(sorted(found, key=lambda roof: -roof.rate))
+    roofs = [*_engine_roofs("matrix", limits.matrix, used), *_engine_roofs("vector", limits.vector, used)]
+    return tuple(sorted(roofs, key=lambda roof: -roof.rate))
 
 
 def _engine_roofs(engine: str, rates: Mapping[str, float], used: Iterable[tuple[str, str]]) -> list[Roof]:
@@ -186,7 +186,7 @@ _ANGLES = (0, 25, -25, 50, -50, 90, -90, 130, -130, 155, -155, 180)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """What to write beside a disc, the most important first."""
+    """The text beside a disc."""
 
     lines: tuple[str, ...]
     x: float
@@ -196,17 +196,17 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedLabel:
-    """Where a label goes; `leader` is the line to its disc where it is not beside it."""
+    """The position of a label; `leader` is the line to its disc, if the label is not beside it."""
 
     lines: tuple[tuple[float, float, str], ...]
-    """Each with its place: x where `anchor` says, y of the baseline."""
+    """Each line with its x, which `anchor` refers to, and the y of its baseline."""
     anchor: Literal["start", "end"]
     leader: tuple[Point, Point] | None
 
 
 @dataclass(slots=True)
 class Obstacles:
-    """What labels keep away from: `boxes` always, lines and `discs` where they can. They stay inside `frame`."""
+    """What labels avoid: `boxes` always, lines and `discs` if possible. Labels stay inside `frame`."""
 
     frame: Box
     boxes: list[Box] = field(default_factory=list)
@@ -216,20 +216,20 @@ class Obstacles:
 
 
 def place_labels(labels: Sequence[Label], obstacles: Obstacles, *, size: float) -> list[PlacedLabel]:
-    """The labels that have a place, each at its best one; the others are left out."""
-    taken = list(obstacles.boxes)
+    """Each label at its cheapest free position; labels without a free position are left out."""
+    occupied = list(obstacles.boxes)
     leaders: list[tuple[Point, Point]] = []
-    found = []
+    placed = []
     for label in labels:
         best: tuple[float, PlacedLabel, Box] | None = None
         for candidate, box in _label_candidates(label, size):
-            if any(_boxes_overlap(box, other) for other in taken) or not _box_inside(box, obstacles.frame):
+            if any(_boxes_overlap(box, obstacle) for obstacle in occupied) or not _box_inside(box, obstacles.frame):
                 continue
             leader = candidate.leader
             if any(_line_crosses_box(line, box) for line in leaders):
                 continue
             if leader is not None and any(
-                _line_crosses_box(leader, other) for other in taken if not _box_contains(other, label)
+                _line_crosses_box(leader, obstacle) for obstacle in occupied if not _box_contains(obstacle, label)
             ):
                 continue
             cost = _label_cost(label, candidate, box, obstacles)
@@ -238,15 +238,15 @@ def place_labels(labels: Sequence[Label], obstacles: Obstacles, *, size: float) 
         if best is None:
             continue
         _, chosen, box = best
-        found.append(chosen)
-        taken.append(box)
+        placed.append(chosen)
+        occupied.append(box)
         if chosen.leader is not None:
             leaders.append(chosen.leader)
-    return found
+    return placed
 
 
 def _label_candidates(label: Label, size: float) -> Iterator[tuple[PlacedLabel, Box]]:
-    """Places around the disc, nearest first."""
+    """Positions around the disc, the nearest first."""
     width, step = max(text_width(line, size) for line in label.lines), 1.25 * size
     height = step * len(label.lines)
     anchors: tuple[Literal["start", "end"], ...] = ("start", "end")
@@ -293,7 +293,7 @@ def _boxes_overlap(a: Box, b: Box) -> bool:
 
 
 def _line_crosses_box(line: tuple[Point, Point], box: Box) -> bool:
-    """Whether a straight line has a point in a box: what is left of it after cutting at the four edges."""
+    """Whether a line segment intersects a box: clips it at the four edges."""
     (x0, y0), (x1, y1) = line
     low, high = 0.0, 1.0
     for start, step, least, most in ((x0, x1 - x0, box[0], box[2]), (y0, y1 - y0, box[1], box[3])):
@@ -316,12 +316,12 @@ LARGEST = 36.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The axes, and how large a share is drawn."""
+    """The axes, and the scale of the circles."""
 
     x: Axis
     y: Axis
     radius: float
-    """Of a circle for all of the time."""
+    """Of a circle that stands for the whole time."""
 
     def spot(self, point: OpPoint) -> tuple[float, float]:
         return self.x.place(point.intensity or 0.0)[0], self.y.place(point.rate)[0]
@@ -338,11 +338,11 @@ def fit_frame(
     Roofs that no op uses are within the picture if they lie above the lowest point.
     """
     used = [roof.rate for roof in ceilings if roof.used] or [roof.rate for roof in ceilings[:1]] or [1e12]
-    intensities = [one.intensity for one in computing if one.intensity and math.isfinite(one.intensity)]
+    intensities = [point.intensity for point in computing if point.intensity and math.isfinite(point.intensity)]
     intensities += [rate / levels["memory"] for rate in used]
-    rates = [*(one.rate for one in computing), *used]
+    rates = [*(point.rate for point in computing), *used]
     lowest, highest = min(rates) / 4, max([*rates, *(roof.rate for roof in ceilings)]) * 1.5
-    largest = max((one.share for one in (*computing, *moving)), default=1.0)
+    largest = max((point.share for point in (*computing, *moving)), default=1.0)
     left = LEFT + (COLUMN if moving else 0)
     limits = (min(intensities) / 3, max(intensities) * 3)
     x = Axis.around([], log=True, start=left, end=WIDTH - RIGHT, limits=limits)
@@ -357,13 +357,13 @@ def fit_frame(
 def draw_grid(frame: Frame, *, has_column: bool, rate: str) -> Iterator[Shape]:
     left, right = frame.x.start, frame.x.end
     for value in _decades(frame.x):
-        at, _ = frame.x.place(value)
-        yield Line(points=((at, TOP), (at, BOTTOM)), stroke="faint")
-        yield Text(x=at, y=BOTTOM + 18, text=trim_zeros(significant(value)), anchor="middle")
+        pixel, _ = frame.x.place(value)
+        yield Line(points=((pixel, TOP), (pixel, BOTTOM)), stroke="faint")
+        yield Text(x=pixel, y=BOTTOM + 18, text=trim_zeros(significant(value)), anchor="middle")
     for value in _decades(frame.y):
-        at, _ = frame.y.place(value)
-        yield Line(points=((left, at), (right, at)), stroke="faint")
-        yield Text(x=LEFT - 8, y=at + 4, text=trim_zeros(quantity(value, "")), anchor="end")
+        pixel, _ = frame.y.place(value)
+        yield Line(points=((left, pixel), (right, pixel)), stroke="faint")
+        yield Text(x=LEFT - 8, y=pixel + 4, text=trim_zeros(quantity(value, "")), anchor="end")
     yield Line(points=((left, TOP), (left, BOTTOM), (right, BOTTOM)), stroke="ink")
     if has_column:
         corners = ((LEFT, TOP), (left - 8, TOP), (left - 8, BOTTOM), (LEFT, BOTTOM))
@@ -376,13 +376,13 @@ def draw_grid(frame: Frame, *, has_column: bool, rate: str) -> Iterator[Shape]:
 
 def _decades(axis: Axis) -> list[float]:
     """The powers of ten on an axis, or its round values where there are fewer than three."""
-    found = [10.0**power for power in range(math.ceil(axis.low), math.floor(axis.high) + 1)]
-    return found if len(found) >= 3 else axis.ticks()
+    powers = [10.0**power for power in range(math.ceil(axis.low), math.floor(axis.high) + 1)]
+    return powers if len(powers) >= 3 else axis.ticks()
 
 
 @dataclass(slots=True)
 class RoofShapes:
-    """The roofs as shapes, and what of them labels keep away from."""
+    """The roofs as shapes, and their parts that labels avoid."""
 
     shapes: list[Shape] = field(default_factory=list)
     lines: list[tuple[Point, Point]] = field(default_factory=list)
@@ -393,7 +393,7 @@ class RoofShapes:
 def draw_roofs(
     frame: Frame, levels: Mapping[str, float], ceilings: Sequence[Roof], computing: Sequence[OpPoint]
 ) -> RoofShapes:
-    """Slanted ones with their names along them, flat ones with their names at the right, unused ones muted."""
+    """Slanted roofs are labeled along the line, flat roofs at the right; unused roofs are muted."""
     roofing = RoofShapes()
     ceilings = [roof for roof in ceilings if roof.rate > 10.0**frame.y.low]
     highest = max((roof.rate for roof in ceilings), default=10.0**frame.y.high)
@@ -403,7 +403,9 @@ def draw_roofs(
         low = max(10.0**frame.x.low, 10.0**frame.y.low / bandwidth)
         top = min(10.0**frame.x.high, highest / bandwidth)
         if low < top:
-            start, end = ((frame.x.place(at)[0], frame.y.place(at * bandwidth)[0]) for at in (low, top))
+            start, end = (
+                (frame.x.place(intensity)[0], frame.y.place(intensity * bandwidth)[0]) for intensity in (low, top)
+            )
             described = f"{name}: {quantity(bandwidth, 'B/s')}"
             roofing.shapes.append(Line(points=(start, end), stroke="ink", width=1.6, title=described))
             roofing.lines.append((start, end))
@@ -418,7 +420,7 @@ def draw_roofs(
 def _label_slope(
     roofing: RoofShapes, text: str, start: Point, end: Point, spots: Sequence[tuple[float, float, float]]
 ) -> None:
-    """Writes along a line, where it is farthest from all points."""
+    """Writes a name along a line, where the line is farthest from all points."""
     (x0, y0), (x1, y1) = start, end
     angle = math.atan2(y0 - y1, x1 - x0)
     half = text_width(text, 12) / 2
@@ -427,7 +429,9 @@ def _label_slope(
         x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
         return min((math.hypot(a - x, b - y) - radius for a, b, radius in spots), default=0.0)
 
-    share = max((step / 20 for step in range(4, 16)), key=lambda at: (round(min(free(at), half + 10)), -at))
+    share = max(
+        (step / 20 for step in range(4, 16)), key=lambda position: (round(min(free(position), half + 10)), -position)
+    )
     x, y = x0 + share * (x1 - x0) - 6 * math.sin(angle), y0 + share * (y1 - y0) - 6 * math.cos(angle)
     roofing.shapes.append(Text(x=x, y=y, text=text, angle=math.degrees(angle), halo=True, anchor="middle"))
     for step in range(-3, 4):
@@ -438,14 +442,14 @@ def _label_slope(
 def _draw_flat_roof(
     roofing: RoofShapes, frame: Frame, roof: Roof, height: float, levels: Mapping[str, float], *, beyond: bool
 ) -> None:
-    """One flat roof; `beyond` shows how it goes on above the memory's."""
-    at, end = frame.y.place(roof.rate)[0], frame.x.end
+    """Draws a flat roof; with `beyond`, its continuation above the roof of the memory."""
+    level, end = frame.y.place(roof.rate)[0], frame.x.end
     start = frame.x.place(max(roof.rate / max(levels.values()), 10.0**frame.x.low))[0]
     color, width = ("ink", 1.6) if roof.used else ("muted", 0.8)
     described = f"{roof.name}: {quantity(roof.rate, 'FLOP/s')}"
     roofing.shapes += [
-        Line(points=((start, at), (end, at)), stroke=color, width=width, dashed=not roof.used, title=described),
-        Line(points=((end, at), (end + 8, height)), stroke=color, width=0.8),
+        Line(points=((start, level), (end, level)), stroke=color, width=width, dashed=not roof.used, title=described),
+        Line(points=((end, level), (end + 8, height)), stroke=color, width=0.8),
         Text(
             x=end + 12,
             y=height + 4,
@@ -456,18 +460,20 @@ def _draw_flat_roof(
         ),
     ]
     if not roof.used:
-        roofing.thin_lines.append(((start, at), (end, at)))
+        roofing.thin_lines.append(((start, level), (end, level)))
         return
-    roofing.lines.append(((start, at), (end, at)))
+    roofing.lines.append(((start, level), (end, level)))
     if beyond:
-        roofing.shapes.append(Line(points=((frame.x.start, at), (start, at)), stroke="muted", width=0.8, dashed=True))
-        roofing.thin_lines.append(((frame.x.start, at), (start, at)))
+        roofing.shapes.append(
+            Line(points=((frame.x.start, level), (start, level)), stroke="muted", width=0.8, dashed=True)
+        )
+        roofing.thin_lines.append(((frame.x.start, level), (start, level)))
     ridge = roof.rate / levels["memory"]
     foot, shown = frame.x.place(ridge)
     if shown:
         text = f"ridge {significant(ridge)}"
-        roofing.shapes.append(Line(points=((foot, at), (foot, BOTTOM)), stroke="muted", width=0.8, dashed=True))
-        roofing.thin_lines.append(((foot, at), (foot, BOTTOM)))
+        roofing.shapes.append(Line(points=((foot, level), (foot, BOTTOM)), stroke="muted", width=0.8, dashed=True))
+        roofing.thin_lines.append(((foot, level), (foot, BOTTOM)))
         roofing.shapes.append(Text(x=foot + 5, y=BOTTOM - 7, text=text, size=11, color="muted", halo=True))
         roofing.boxes.append((foot, BOTTOM - 20, foot + 6 + text_width(text, 11), BOTTOM - 3))
 
@@ -479,7 +485,7 @@ def _short_dtypes(name: str) -> str:
 
 
 def _spread_apart(heights: Sequence[float], least: float) -> list[float]:
-    """Heights in rising order moved down where they are too near to the one before."""
+    """Rising heights, at least `least` apart: each is moved down if it is too near to the one before."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + least) if moved else height)
@@ -503,22 +509,22 @@ FAMILIES = (*_FIRST, *(family for family in get_args(Family) if family not in (*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """What the words of a roofline are about."""
+    """The texts of a roofline."""
 
     title: str
     subtitle: str
     described: str
     rate: str = "FLOP/s that the machine allows"
-    """What is upwards."""
+    """The label of the vertical axis."""
     time: str = "as-written time"
-    """What circles are shares of."""
+    """The time that circles are shares of."""
 
 
 def draw_roofline(
-    found: Sequence[OpPoint], levels: Mapping[str, float], ceilings: Sequence[Roof], wording: Wording
+    points: Sequence[OpPoint], levels: Mapping[str, float], ceilings: Sequence[Roof], wording: Wording
 ) -> Scene:
-    """Points under roofs: `levels` are the bandwidths of the memory and its caches."""
-    computing, moving = [one for one in found if one.flops], [one for one in found if not one.flops]
+    """Draws points under roofs; `levels` are the bandwidths of the memory and its caches."""
+    computing, moving = [point for point in points if point.flops], [point for point in points if not point.flops]
     frame = fit_frame(computing, moving, levels, ceilings)
     column, in_column = _draw_column(moving, frame)
     roofing = draw_roofs(frame, levels, ceilings, computing)
@@ -531,9 +537,9 @@ def draw_roofline(
         *_draw_labels(computing, frame, roofing),
         *column,
     ]
-    if not found:
+    if not points:
         shapes.append(Text(x=(LEFT + WIDTH - RIGHT) / 2, y=TOP + 80, text="nothing to show", anchor="middle"))
-    legend, bottom = _legend(found, frame, BOTTOM + 70, wording.time)
+    legend, bottom = _legend(points, frame, BOTTOM + 70, wording.time)
     shapes += legend
     for line in _caption(computing, moving, in_column, levels):
         shapes.append(Text(x=LEFT, y=bottom, text=line, size=11.5, color="muted"))
@@ -542,7 +548,7 @@ def draw_roofline(
 
 
 def _draw_points(computing: Sequence[OpPoint], frame: Frame) -> Iterator[Shape]:
-    """Circles first, the largest at the bottom, then all marks, so that none is hidden."""
+    """Circles first, the largest at the bottom, then all marks: no mark is hidden."""
     for point in computing:
         x, y = frame.spot(point)
         yield _circle(point, x, y, frame)
@@ -566,7 +572,7 @@ def _circle(point: OpPoint, x: float, y: float, frame: Frame) -> Circle:
 
 
 def _family_index(family: str) -> int:
-    """Of its color and mark; a family from an estimate of another version looks like the last."""
+    """Of its color and mark; a family that this version does not know looks like the last."""
     return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES) - 1
 
 
@@ -608,17 +614,17 @@ def _draw_labels(computing: Sequence[OpPoint], frame: Frame, roofing: RoofShapes
 def _group_labels(
     computing: Sequence[OpPoint], spots: Sequence[tuple[float, float, float]]
 ) -> list[tuple[list[OpPoint], tuple[float, float, float]]]:
-    """Points to be named, those at nearly the same spot together."""
-    found: list[tuple[list[OpPoint], tuple[float, float, float]]] = []
+    """Points with labels; points at nearly the same position share one."""
+    groups: list[tuple[list[OpPoint], tuple[float, float, float]]] = []
     for point, spot in zip(computing[:MOST_LABELS], spots, strict=False):
         if point.share < LEAST_LABELED:
             continue
-        near = [one for one, (x, y, _) in found if math.hypot(x - spot[0], y - spot[1]) < 7 and len(one) < 4]
+        near = [group for group, (x, y, _) in groups if math.hypot(x - spot[0], y - spot[1]) < 7 and len(group) < 4]
         if near:
             near[0].append(point)
         else:
-            found.append(([point], spot))
-    return found
+            groups.append(([point], spot))
+    return groups
 
 
 def _point_name(point: OpPoint) -> str:
@@ -630,7 +636,7 @@ def _point_name(point: OpPoint) -> str:
 
 
 def _draw_column(moving: Sequence[OpPoint], frame: Frame) -> tuple[list[Shape], int]:
-    """Ops without FLOPs below each other, the largest at the top, as many as there is room for; and how many."""
+    """Ops without FLOPs below each other, the largest at the top, as many as fit; and their number."""
     shapes: list[Shape] = []
     x, y = LEFT + (COLUMN - 8) / 2, TOP + 10.0
     shown = 0
@@ -650,10 +656,10 @@ def _draw_column(moving: Sequence[OpPoint], frame: Frame) -> tuple[list[Shape], 
     return shapes, shown
 
 
-def _legend(found: Sequence[OpPoint], frame: Frame, top: float, time: str) -> tuple[list[Shape], float]:
-    """Families with their shares, in rows; then what an area means. And where it ends."""
+def _legend(points: Sequence[OpPoint], frame: Frame, top: float, time: str) -> tuple[list[Shape], float]:
+    """Families with their shares, in rows, and circles that show the scale; and the y where the legend ends."""
     shares: dict[str, float] = {}
-    for point in found:
+    for point in points:
         shares[point.family] = shares.get(point.family, 0.0) + point.share
     shapes: list[Shape] = []
     x = float(LEFT)
@@ -664,7 +670,7 @@ def _legend(found: Sequence[OpPoint], frame: Frame, top: float, time: str) -> tu
             x, top = float(LEFT), top + 22
         shapes += [marker(x + 6, top - 4, _family_index(family)), Text(x=x + 18, y=top, text=text)]
         x += wide
-    if found:
+    if points:
         top += 16 + frame.radius * math.sqrt(0.1)
         x = float(LEFT)
         for share in (0.1, 0.01):

@@ -119,7 +119,7 @@ class Scene:
 
 
 def text_width(text: str, size: float) -> float:
-    """About how wide a text is: fonts differ, so this is on the wide side."""
+    """The approximate width of a text. Fonts differ: this is an upper estimate."""
     return 0.56 * size * len(text)
 
 

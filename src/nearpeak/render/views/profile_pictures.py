@@ -70,9 +70,9 @@ def profile_waterfall(profile: Profile, findings: Sequence[Finding] = ()) -> Sce
 
 def _grid(axis: Axis, bottom: float) -> Iterator[Shape]:
     for value in axis.ticks():
-        at, _ = axis.place(value)
-        yield Line(points=((at, TOP - 8), (at, bottom)), stroke="faint")
-        yield Text(x=at, y=bottom + 18, text=trim_zeros(seconds(value)), anchor="middle", size=11.5, color="muted")
+        pixel, _ = axis.place(value)
+        yield Line(points=((pixel, TOP - 8), (pixel, bottom)), stroke="faint")
+        yield Text(x=pixel, y=bottom + 18, text=trim_zeros(seconds(value)), anchor="middle", size=11.5, color="muted")
 
 
 def _rows(profile: Profile, axis: Axis) -> Iterator[Shape]:
@@ -91,9 +91,9 @@ def _rows(profile: Profile, axis: Axis) -> Iterator[Shape]:
             width = max(end - begin, 1.0)  # what is more than nothing is seen
             title = f"{part.name}: {seconds(part.seconds)}, {share} ({PART_MEANINGS[part.name]})"
             yield _box(begin, top, width, color, opacity, title)
-        at = axis.place(ended)[0]
+        pixel = axis.place(ended)[0]
         joint = top if part.seconds == 0.0 else top + BAR  # a part of nothing is only passed
-        yield Line(points=((at, joint), (at, top + ROW)), stroke="muted", width=0.8)
+        yield Line(points=((pixel, joint), (pixel, top + ROW)), stroke="muted", width=0.8)
         reached, top = ended, top + ROW
     yield from _label(top, "wall", profile.wall_s, percent(1.0), bold=True)
     yield _box(axis.start, top, axis.end - axis.start, "muted", 0.35, f"wall: {seconds(profile.wall_s)}")
@@ -117,8 +117,8 @@ LEAST_SHARE = 1e-3
 
 def profile_roofline(profile: Profile, machine: Machine | None) -> Scene:
     """Each point is at the FLOP/s that were measured; how far below the roof it is, is what it loses."""
-    found = profile_roofs(profile, machine)
-    levels = {roof.name: roof.value for roof in found.roofs if roof.kind in ("memory", "cache")}
+    roofs = profile_roofs(profile, machine)
+    levels = {roof.name: roof.value for roof in roofs.roofs if roof.kind in ("memory", "cache")}
     if "memory" not in levels:
         raise UsageError(
             f"There is no roofline for {visible(profile.machine, 60)}: its ceilings are not in the profile, not in "
@@ -129,14 +129,14 @@ def profile_roofline(profile: Profile, machine: Machine | None) -> Scene:
         for op in profile.ops
         if op.modeled and op.measured_s > 0
     ]
-    told = {op.flops / op.bound_s for op in profile.ops if op.limiter == "compute" and op.bound_s}
+    rates = {op.flops / op.bound_s for op in profile.ops if op.limiter == "compute" and op.bound_s}
     ceilings = [
         Roof(
             name=roof.name,
             rate=roof.value,
-            used=any(abs(rate / roof.value - 1.0) < RATE_TOLERANCE / 2 for rate in told),
+            used=any(abs(rate / roof.value - 1.0) < RATE_TOLERANCE / 2 for rate in rates),
         )
-        for roof in found.roofs
+        for roof in roofs.roofs
         if roof.kind in ("matrix", "vector")
     ]
     points = [point for point in merge_points(counted, profile.kernel_s) if point.share >= LEAST_SHARE]

@@ -16,11 +16,11 @@ from nearpeak.units import percent, seconds, significant
 SMALL_LOSS = 0.05
 """A loss below this share of the step is not worth a change."""
 TYPICAL_RATIO = 1.25
-"""Kernels that take at most this much of what is expected of good ones are no slower than others."""
+"""Kernels that take at most this multiple of the expected time are not called slow."""
 
 
 def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, str]:
-    """Verdict, why and next, which is the finding that saves most where there is one."""
+    """Verdict, why, and what to do next: the finding that saves most, if there is one."""
     loss = profile.waterfall.largest_loss
     why, next_ = _ADVICE[loss.name](profile)
     share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
@@ -40,7 +40,7 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
 
 
 def verdict_sentence(profile: Profile) -> str:
-    """How long a step takes against how long it could."""
+    """The step time against the ideal time."""
     machine = plain(profile.machine, 30)
     if profile.ideal_s <= 0.0:
         return f"{seconds(profile.wall_s)} a step on {machine}, of which nothing has a bound."
@@ -59,8 +59,8 @@ def _slow_kernels(profile: Profile) -> tuple[str, str]:
     where = where or _costliest(ops, lambda op: op.module, lambda op: op.lost_s)
     times = f", {significant(worst.measured_s / worst.bound_s, 2)} x the bound" if worst.bound_s > 0.0 else ""
     why = f"{name} ({plain(ops[0].phase, 12)}) loses most: {seconds(worst.lost_s)} in {count(worst.ops, 'op')}{times}."
-    at = f" at {elide_start(where)}" if where else ""
-    return why, f"Begin with {name}{at}: {_slow_kernel_remedy(worst)}"
+    place = f" at {elide_start(where)}" if where else ""
+    return why, f"Begin with {name}{place}: {_slow_kernel_remedy(worst)}"
 
 
 def _slow_kernel_remedy(worst: RankedOps) -> str:
@@ -78,7 +78,7 @@ def _slow_kernel_remedy(worst: RankedOps) -> str:
 
 
 def _fusion(profile: Profile) -> tuple[str, str]:
-    """Where regrouping saves most: by line, or by module where lines are not known."""
+    """The line with the largest saving from fusion, or the module where lines are not known."""
     advice = "torch.compile fuses them, or fused kernels for norms, activations and the loss do."
     known = [op for op in profile.ops if op.fused_s is not None]
     line = _costliest(known, lambda op: op.source, _fusion_saving)
@@ -109,7 +109,7 @@ _IDLE_ADVICE: Mapping[CauseName, str] = {
 
 
 def _idle(profile: Profile) -> tuple[str, str]:
-    """The cause with most of the time, all its places together, and the place with most of it."""
+    """The largest cause of idle time over all its places, and its largest place."""
     totals: dict[CauseName, float] = {}
     for entry in profile.idle:
         totals[entry.cause] = totals.get(entry.cause, 0.0) + entry.seconds
@@ -154,11 +154,11 @@ _ADVICE: Mapping[PartName, Callable[[Profile], tuple[str, str]]] = {
     "communication": _communication,
     "idle": _idle,
 }
-"""For each part of the wall time, why it is so large and what to do."""
+"""The reason and the advice for each part of the wall time."""
 
 
 def _costliest(ops: Iterable[ProfiledOp], key: Callable[[ProfiledOp], str], cost: Callable[[ProfiledOp], float]) -> str:
-    """The key whose ops cost most together; "" where no key is known or nothing costs anything."""
+    """The key with the largest total cost; "" if no key is known or all costs are zero."""
     totals: dict[str, float] = {}
     for op in ops:
         totals[key(op)] = totals.get(key(op), 0.0) + cost(op)

@@ -13,26 +13,27 @@ from nearpeak.render.views.plan.training import weakest_sentence
 from nearpeak.units import quantity, seconds
 
 
-def document(found: Sequence[Collective], cluster: Cluster, ranks: int) -> Document:
+def document(collectives: Sequence[Collective], cluster: Cluster, ranks: int) -> Document:
     """The report."""
-    ops = list(dict.fromkeys(item.op for item in found))
+    ops = list(dict.fromkeys(item.op for item in collectives))
     several = len(ops) > 2
-    tables = (_side_by_side(found, ops),) if several else tuple(_one(found, op) for op in ops)
+    tables = (_side_by_side(collectives, ops),) if several else tuple(_by_size(collectives, op) for op in ops)
     return Document(
         title=f"Collectives over {ranks} GPUs",
         facts=(str(cluster),),
         parts=(
             *tables,
-            *((_algorithms(found, ops),) if several else ()),
-            Paragraph(text=weakest_sentence(weakest(*(item.provenance for item in found))), kind="small"),
+            *((_algorithms(collectives, ops),) if several else ()),
+            Paragraph(text=weakest_sentence(weakest(*(item.provenance for item in collectives))), kind="small"),
             Picture(
-                title="Time by size", svg=picture(found, ops, f"Collectives over {ranks} x {cluster.machine.name}")
+                title="Time by size",
+                svg=picture(collectives, ops, f"Collectives over {ranks} x {cluster.machine.name}"),
             ),
         ),
     )
 
 
-def _one(found: Sequence[Collective], op: str) -> Table:
+def _by_size(collectives: Sequence[Collective], op: str) -> Table:
     return Table(
         title=op,
         headers=("bytes", "time", "latency", "wire", "busbw", "algorithm", "limit"),
@@ -46,7 +47,7 @@ def _one(found: Sequence[Collective], op: str) -> Table:
                 f"{item.algorithm}, {item.protocol}",
                 item.limiter,
             )
-            for item in found
+            for item in collectives
             if item.op == op
         ),
         align="rrrrrll",
@@ -54,9 +55,9 @@ def _one(found: Sequence[Collective], op: str) -> Table:
     )
 
 
-def _side_by_side(found: Sequence[Collective], ops: Sequence[str]) -> Table:
-    times = {(item.op, item.bytes): seconds(item.seconds) for item in found}
-    sizes = list(dict.fromkeys(item.bytes for item in found))
+def _side_by_side(collectives: Sequence[Collective], ops: Sequence[str]) -> Table:
+    times = {(item.op, item.bytes): seconds(item.seconds) for item in collectives}
+    sizes = list(dict.fromkeys(item.bytes for item in collectives))
     return Table(
         title="Time by size",
         headers=("bytes", *(_short(op) for op in ops)),
@@ -65,10 +66,10 @@ def _side_by_side(found: Sequence[Collective], ops: Sequence[str]) -> Table:
     )
 
 
-def _algorithms(found: Sequence[Collective], ops: Sequence[str]) -> Table:
+def _algorithms(collectives: Sequence[Collective], ops: Sequence[str]) -> Table:
     rows = []
     for op in ops:
-        mine = [item for item in found if item.op == op]
+        mine = [item for item in collectives if item.op == op]
         changes: list[str] = []
         before = ""
         for item in mine:
@@ -99,22 +100,22 @@ def _short(op: str) -> str:
     return {"reduce_scatter": "red_scat", "broadcast": "bcast", "send_recv": "send"}.get(op, op)
 
 
-def picture(found: Sequence[Collective], ops: Sequence[str], title: str) -> str:
+def picture(collectives: Sequence[Collective], ops: Sequence[str], title: str) -> str:
     """Times against sizes, both logarithmic."""
     series = [
         Series(
             name=op,
-            points=tuple((item.bytes, item.seconds) for item in found if item.op == op and item.seconds),
+            points=tuple((item.bytes, item.seconds) for item in collectives if item.op == op and item.seconds),
             labels=tuple(
                 f"{op} of {size(item.bytes)}: {seconds(item.seconds)}, {item.algorithm} {item.protocol}"
-                for item in found
+                for item in collectives
                 if item.op == op and item.seconds
             ),
             color=number,
         )
         for number, op in enumerate(ops)
     ]
-    amounts = list(dict.fromkeys(item.bytes for item in found))
+    amounts = list(dict.fromkeys(item.bytes for item in collectives))
     return line_plot(
         series,
         title=title,

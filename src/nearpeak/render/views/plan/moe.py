@@ -26,10 +26,10 @@ WIDTH, HEIGHT, TOP, BOTTOM = 960, 420, 110, 70
 PANEL, GAP, LEFT = 400, 60, 74
 
 
-def document(found: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Document:
+def document(degrees: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Document:
     """The report."""
-    first = crossover(found)
-    said = (
+    first = crossover(degrees)
+    comparison = (
         f"Expert parallel is the faster of the two from a degree of {first} on."
         if first is not None
         else "Tensor parallel is the faster of the two at the largest degree."
@@ -38,19 +38,19 @@ def document(found: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Docu
         title=f"The experts of a layer of {model.name}, split two ways",
         facts=(
             f"{model.active_experts} of {model.experts} experts a token, {model.latent or model.hidden} x "
-            f"{model.expert_intermediate} each; {found[0].tokens} tokens; {cluster}",
+            f"{model.expert_intermediate} each; {degrees[0].tokens} tokens; {cluster}",
         ),
         parts=(
-            _times(found),
-            Paragraph(text=said),
-            _shapes(found),
-            Paragraph(text=weakest_sentence(weakest(*(item.provenance for item in found))), kind="small"),
-            Picture(title="Memory time against compute time by degree", svg=svg(picture(found, model, cluster))),
+            _times(degrees),
+            Paragraph(text=comparison),
+            _shapes(degrees),
+            Paragraph(text=weakest_sentence(weakest(*(item.provenance for item in degrees))), kind="small"),
+            Picture(title="Memory time against compute time by degree", svg=svg(picture(degrees, model, cluster))),
         ),
     )
 
 
-def _times(found: Sequence[MoeDegree]) -> Table:
+def _times(degrees: Sequence[MoeDegree]) -> Table:
     return Table(
         title="Time of the busiest GPU, forward",
         headers=("split", "degree", "memory", "compute", "communication", "all", "limit"),
@@ -64,14 +64,14 @@ def _times(found: Sequence[MoeDegree]) -> Table:
                 seconds(item.seconds),
                 item.limiter,
             )
-            for item in found
+            for item in degrees
         ),
         align="lrrrrrl",
         note="all: the larger of memory and compute, and then communication.",
     )
 
 
-def _shapes(found: Sequence[MoeDegree]) -> Table:
+def _shapes(degrees: Sequence[MoeDegree]) -> Table:
     return Table(
         title="Why they differ",
         headers=("split", "degree", "experts", "tokens each", "imbalance", "weights", "activations", "padding"),
@@ -86,7 +86,7 @@ def _shapes(found: Sequence[MoeDegree]) -> Table:
                 quantity(item.activation_bytes, "B"),
                 f"{item.padded_flops / item.flops:.2f}",
             )
-            for item in found
+            for item in degrees
         ),
         align="lrrrrrrr",
         note="experts: those with tokens, on one GPU. imbalance: tokens of the busiest GPU against the mean. padding: "
@@ -94,9 +94,9 @@ def _shapes(found: Sequence[MoeDegree]) -> Table:
     )
 
 
-def picture(found: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Scene:
+def picture(degrees: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Scene:
     """Two panels, one for each way to split, on one scale: bars of memory, compute and communication by degree."""
-    longest = max(getattr(item, name) for item in found for name, _, _ in PARTS)
+    longest = max(getattr(item, name) for item in degrees for name, _, _ in PARTS)
     axis = Axis(log=False, low=0.0, high=1.08 * longest, start=HEIGHT - BOTTOM, end=TOP)
     shapes: list[Shape] = [
         Text(
@@ -109,7 +109,7 @@ def picture(found: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Scene
         Text(
             x=28,
             y=54,
-            text=f"{found[0].tokens} tokens on {visible(cluster.machine.name, 40)}; time of the busiest GPU",
+            text=f"{degrees[0].tokens} tokens on {visible(cluster.machine.name, 40)}; time of the busiest GPU",
             color="muted",
         ),
     ]
@@ -119,10 +119,10 @@ def picture(found: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Scene
         shapes.append(Text(x=left + 17, y=76, text=name, color="muted"))
         left += 50 + 7 * len(name)
     for number, split in enumerate(("tensor", "expert")):
-        items = [item for item in found if item.split == split]
+        items = [item for item in degrees if item.split == split]
         shapes += _panel(items, LEFT + number * (PANEL + GAP), axis, NAMES[split])
-    said = "; ".join(f"{item.split} {item.degree}: {seconds(item.seconds)}" for item in found)
-    return Scene(width=WIDTH, height=HEIGHT, described=f"Time by degree. {said}.", shapes=tuple(shapes))
+    times = "; ".join(f"{item.split} {item.degree}: {seconds(item.seconds)}" for item in degrees)
+    return Scene(width=WIDTH, height=HEIGHT, described=f"Time by degree. {times}.", shapes=tuple(shapes))
 
 
 def _panel(items: Sequence[MoeDegree], left: float, axis: Axis, title: str) -> Iterator[Shape]:
@@ -137,13 +137,13 @@ def _panel(items: Sequence[MoeDegree], left: float, axis: Axis, title: str) -> I
     for number, item in enumerate(items):
         start = left + room * (number + 0.5) - bar * len(PARTS) / 2
         for part, (field, name, color) in enumerate(PARTS):
-            taken: float = getattr(item, field)
-            row, _ = axis.place(taken)
+            duration: float = getattr(item, field)
+            row, _ = axis.place(duration)
             yield Polygon(
                 points=_box(start + bar * part, row, bar - 2, floor - row),
                 fill=color,
                 opacity=0.8,
-                title=f"{title}, degree {item.degree}, {name}: {seconds(taken)}",
+                title=f"{title}, degree {item.degree}, {name}: {seconds(duration)}",
             )
         middle = left + room * (number + 0.5)
         yield Text(x=middle, y=floor + 18, text=str(item.degree), anchor="middle")

@@ -27,11 +27,12 @@ MEANINGS = {
 
 def document(plan: ServingPlan) -> Document:
     """The report."""
-    at, load = plan.replica, plan.load
+    replica, load = plan.replica, plan.load
     replicas = f"{plan.replicas} replica{'s' if plan.replicas > 1 else ''} of {plan.layout.gpus}"
     return Document(
         title=f"Serving {plan.model.name} on {plan.cluster.gpus} x {plan.cluster.machine.name}: "
-        f"TTFT {seconds(at.ttft)}, TPOT {seconds(at.tpot)}, {at.tokens_per_second * plan.replicas:,.0f} tokens/s",
+        f"TTFT {seconds(replica.ttft)}, TPOT {seconds(replica.tpot)}, "
+        f"{replica.tokens_per_second * plan.replicas:,.0f} tokens/s",
         facts=(
             f"{replicas} GPU{'s' if plan.layout.gpus > 1 else ''} ({plan.layout}), {plan.precision.name}, "
             f"{plan.engine}; {load.prompt} tokens in, {load.output} out, {load.concurrency:g} requests in flight.",

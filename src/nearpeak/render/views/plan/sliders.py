@@ -1,7 +1,7 @@
-"""`Sliders`: what a page of the planner computes again when its sliders move, as data for `assets/plan*.js`.
+"""`Sliders`: the data that `assets/plan*.js` needs to recompute a plan when a slider moves.
 
-The page repeats the planner's own arithmetic for a few choices. What depends on more than those comes along as numbers:
-bytes that activations take per token, for each degree and kind of recomputation.
+The page repeats the planner's arithmetic for a few choices. What depends on more than those is sent as numbers:
+activation bytes per token, for each degree and kind of recomputation.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
         layout = job.layout
     numbers = count_parameters(model)
     degrees = [tp for tp in _powers(64) if _legal_tp(job, tp)]
-    kept = {
+    activations = {
         name: {str(tp): values for tp in degrees if (values := _activation_bytes(job, tp, modules)) is not None}
         for name, modules in RECOMPUTES.items()
     }
     started = next((name for name, modules in RECOMPUTES.items() if set(modules) == set(layout.recompute)), None)
     if started is None:
         started = "as planned"
-        kept[started] = {
+        activations[started] = {
             str(tp): values for tp in degrees if (values := _activation_bytes(job, tp, layout.recompute)) is not None
         }
     precision, eager = job.precision, job.software == "eager"
@@ -92,7 +92,7 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
         "running": EAGER_RUNNING * model.hidden if trained and eager else 0.0,
         "slack": arithmetic.SLACK,
         "context": [arithmetic.CONTEXT, arithmetic.CONTEXT + arithmetic.COMMUNICATORS],
-        "kept": kept,
+        "kept": activations,
         "capacity": plan.capacity,
         "choices": {
             "gpus": _including([1 << n for n in range(15)], layout.gpus),
@@ -145,7 +145,7 @@ def decode_sliders(plan: ServingPlan) -> Sliders | None:
     peak = theoretical.matrix.get(precision.rest_compute)
     if peak is None:
         return None
-    at = max(1, round(plan.replica.running / layout.dp))
+    batch = max(1, round(plan.replica.running / layout.dp))
     context = plan.load.prompt + plan.load.output // 2
     data = {
         "weights": plan.memory.weights,
@@ -159,11 +159,11 @@ def decode_sliders(plan: ServingPlan) -> Sliders | None:
         "peak": peak,
         "cache_room": plan.memory.cache,
         "choices": {
-            "batch": _including([1 << n for n in range(12)], at),
+            "batch": _including([1 << n for n in range(12)], batch),
             "context": _including([1 << n for n in range(7, 18)], context),
             "share": list(range(40, 101, 5)),
         },
-        "start": {"batch": at, "context": context, "share": 80},
+        "start": {"batch": batch, "context": context, "share": 80},
     }
     return Sliders(
         kind="decode",
@@ -215,14 +215,14 @@ def _job(job: Job, tp: int, recompute: tuple[str, ...]) -> Job | None:
 
 
 def _activation_bytes(job: Job, tp: int, recompute: tuple[str, ...]) -> dict[str, Any] | None:
-    """Bytes of a token in one mixer and one feed of each kind, and those that are computed again at once."""
+    """Activation bytes of a token, in one mixer and one feed of each kind: those kept, and those recomputed at once."""
     alone = _job(job, tp, recompute)
     if alone is None:
         return None
     mixers, feeds = ("".join(sorted(set(letters) - {"-"})) for letters in (job.model.mixers, job.model.feeds))
 
-    def of(whole: bool) -> dict[str, float]:
-        found = {letter: layer_bytes(alone, letter, "-", whole=whole)[1] for letter in mixers}
-        return found | {letter: layer_bytes(alone, "", letter, whole=whole)[1] for letter in feeds}
+    def bytes_by_kind(whole: bool) -> dict[str, float]:
+        sizes = {letter: layer_bytes(alone, letter, "-", whole=whole)[1] for letter in mixers}
+        return sizes | {letter: layer_bytes(alone, "", letter, whole=whole)[1] for letter in feeds}
 
-    return {"held": of(False), "again": of(True) if "layer" in recompute else None}
+    return {"held": bytes_by_kind(False), "again": bytes_by_kind(True) if "layer" in recompute else None}

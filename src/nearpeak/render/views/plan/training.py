@@ -372,9 +372,9 @@ def error_bar(plan: TrainingPlan) -> Paragraph:
 
 def weakest_sentence(provenance: Provenance) -> str:
     """Where the weakest figure of an answer comes from."""
-    said = provenance.text
-    kind = "" if said.startswith(provenance.kind) else f"{provenance.kind}: "
-    return f"Weakest figure used: {kind}{said}."
+    text = provenance.text
+    kind = "" if text.startswith(provenance.kind) else f"{provenance.kind}: "
+    return f"Weakest figure used: {kind}{text}."
 
 
 def memory_summary(plan: TrainingPlan) -> Iterator[Paragraph | Table]:
@@ -424,15 +424,15 @@ def steps_picture(times: list[tuple[str, TrainingTime]], model: str, subtitle: s
 
 def search_document(answer: SearchPlan, top: int) -> Document:
     """The report."""
-    found, cluster = answer.search, answer.cluster
+    search, cluster = answer.search, answer.cluster
     fact = (
-        f"{found.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}, {found.fitting:,} fit; "
+        f"{search.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}, {search.fitting:,} fit; "
         f"{answer.global_batch} sequences of {answer.sequence} tokens a step."
     )
-    if answer.plan is None or found.best is None:
-        short = found.smallest - (cluster.machine.memory_bytes or 0.0)
+    if answer.plan is None or search.best is None:
+        short = search.smallest - (cluster.machine.memory_bytes or 0.0)
         text = (
-            f"No layout fits: the smallest needs {gigabytes(found.smallest)} GB on a GPU, {gigabytes(short)} GB more "
+            f"No layout fits: the smallest needs {gigabytes(search.smallest)} GB on a GPU, {gigabytes(short)} GB more "
             "than it has. More GPUs, a shorter sequence, or --offload optimizer with a layout of your own would help."
         )
         return Document(
@@ -445,7 +445,7 @@ def search_document(answer: SearchPlan, top: int) -> Document:
         parts=(
             _front(answer, top),
             *_headroom(answer),
-            _reasons(found.reasons),
+            _reasons(search.reasons),
             *((_conditions(answer),) if answer.conditions else ()),
             *inner.parts,
             Picture(title="Memory against time", svg=front_picture(answer)),
@@ -454,10 +454,10 @@ def search_document(answer: SearchPlan, top: int) -> Document:
 
 
 def _front(answer: SearchPlan, top: int) -> Table:
-    found = answer.search
-    shown = found.front[:top]
-    assert found.best is not None
-    rest = len(found.front) - len(shown)
+    search = answer.search
+    shown = search.front[:top]
+    assert search.best is not None
+    rest = len(search.front) - len(shown)
     return Table(
         title="The fastest layout, and those that need less memory",
         headers=("layout", "states", "recompute", "batch", "step", "slower", "GB"),
@@ -468,14 +468,14 @@ def _front(answer: SearchPlan, top: int) -> Table:
                 recompute_text(item.layout).replace("norm+feed_activation", "parts"),
                 str(item.layout.microbatch),
                 seconds(item.seconds),
-                percent(item.seconds / found.best.seconds - 1),
+                percent(item.seconds / search.best.seconds - 1),
                 gigabytes(item.memory),
             )
             for item in shown
         ),
         align="lllrrrr",
         note="batch: sequences of a microbatch. recompute parts: norms and activations of feeds."
-        + (f" {rest} more need less memory still: --top {len(found.front)}." if rest else ""),
+        + (f" {rest} more need less memory still: --top {len(search.front)}." if rest else ""),
     )
 
 
@@ -503,9 +503,9 @@ def _headroom(answer: SearchPlan) -> tuple[Paragraph, ...]:
 def _reasons(reasons: tuple[Reason, ...]) -> Table:
     rows = []
     for reason in reasons:
-        other = "-" if reason.other is None else _field_text(getattr(reason.other.layout, reason.field))
+        next_value = "-" if reason.other is None else _field_text(getattr(reason.other.layout, reason.field))
         slower = "-" if reason.slower is None else percent(reason.slower)
-        rows.append((reason.field, _field_text(reason.value), other, slower, reason.because))
+        rows.append((reason.field, _field_text(reason.value), next_value, slower, reason.because))
     return Table(
         title="Why it wins: the best layout with another value of each",
         headers=("field", "here", "next", "slower", "because"),

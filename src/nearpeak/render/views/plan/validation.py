@@ -14,38 +14,39 @@ MOST_SKIPPED = 6
 UNITS = {"s": "seconds", "B": "bytes", "tokens/s": "tokens per second", "": "ratio of speeds"}
 
 
-def document(found: Validation) -> Document:
+def document(validation: Validation) -> Document:
     """The report."""
-    rows = sum(group.rows for group in found.whole)
+    rows = sum(group.rows for group in validation.whole)
     how = (
         "Each source was predicted by constants that were fitted without it."
-        if found.left_out
+        if validation.left_out
         else "Constants were fitted on these sources among others: errors on new ones are larger."
     )
-    parts: list[Paragraph | Table | Picture] = [_table("All rows", found.whole)]
-    if found.right is not None:
-        parts.append(Paragraph(text=_winners(found)))
-    for name, groups in found.by.items():
+    parts: list[Paragraph | Table | Picture] = [_table("All rows", validation.whole)]
+    if validation.right is not None:
+        parts.append(Paragraph(text=_winners(validation)))
+    for name, groups in validation.by.items():
         if len(groups) > 1 or name == "source":
             parts.append(_table(f"By {name}", groups))
-    if found.worst:
-        parts.append(_worst(found))
-    if found.skipped:
-        parts.append(_skipped(found))
-    parts += [Picture(title=f"Predicted against measured, {name}", svg=image) for name, image in pictures(found)]
+    if validation.worst:
+        parts.append(_worst(validation))
+    if validation.skipped:
+        parts.append(_skipped(validation))
+    parts += [Picture(title=f"Predicted against measured, {name}", svg=image) for name, image in pictures(validation)]
     return Document(
-        title=f"{found.kind}: {rows} measurements against the planner",
+        title=f"{validation.kind}: {rows} measurements against the planner",
         facts=(how,),
         parts=tuple(parts),
     )
 
 
-def _winners(found: Validation) -> str:
-    said = []
-    for kind in dict.fromkeys(row.source for row in found.rows):
-        rows = [row for row in found.rows if row.source == kind]
-        said.append(f"{sum((row.measured > 1) == (row.predicted > 1) for row in rows)} of {len(rows)} for {kind}")
-    return f"Winner predicted in {percent(found.right)} of the pairs that differ by more than 5 %: {', '.join(said)}."
+def _winners(validation: Validation) -> str:
+    counts = []
+    for kind in dict.fromkeys(row.source for row in validation.rows):
+        rows = [row for row in validation.rows if row.source == kind]
+        counts.append(f"{sum((row.measured > 1) == (row.predicted > 1) for row in rows)} of {len(rows)} for {kind}")
+    share = percent(validation.right)
+    return f"Winner predicted in {share} of the pairs that differ by more than 5 %: {', '.join(counts)}."
 
 
 def _table(title: str, groups: tuple[ErrorGroup, ...]) -> Table:
@@ -75,7 +76,7 @@ def _table(title: str, groups: tuple[ErrorGroup, ...]) -> Table:
     )
 
 
-def _worst(found: Validation) -> Table:
+def _worst(validation: Validation) -> Table:
     return Table(
         title="The rows that are furthest off, and what the prediction is made of",
         headers=("row", "what", "measured", "predicted", "error", "about"),
@@ -88,22 +89,22 @@ def _worst(found: Validation) -> Table:
                 _signed(row.error),
                 ": ".join(part for part in (row.about, row.why) if part),
             )
-            for row in found.worst
+            for row in validation.worst
         ),
         align="llrrrl",
         below=5,
     )
 
 
-def _skipped(found: Validation) -> Table:
+def _skipped(validation: Validation) -> Table:
     reasons: dict[str, list[str]] = {}
-    for name, reason in found.skipped:
+    for name, reason in validation.skipped:
         reasons.setdefault(reason, []).append(name)
     ranked = sorted(reasons.items(), key=lambda item: -len(item[1]))
     rows = [(str(len(names)), names[0], reason) for reason, names in ranked[:MOST_SKIPPED]]
     rest = sum(len(names) for _, names in ranked[MOST_SKIPPED:])
     return Table(
-        title=f"{len(found.skipped)} rows were not planned",
+        title=f"{len(validation.skipped)} rows were not planned",
         headers=("rows", "first", "reason"),
         rows=tuple(rows),
         align="rll",
@@ -123,11 +124,11 @@ def _signed(value: float) -> str:
     return f"{100 * value:+.1f} %"
 
 
-def pictures(found: Validation) -> list[tuple[str, str]]:
+def pictures(validation: Validation) -> list[tuple[str, str]]:
     """Predicted against measured, by source, one picture for each unit."""
-    made = []
-    for unit in dict.fromkeys(row.unit for row in found.rows):
-        rows = [row for row in found.rows if row.unit == unit]
+    plots = []
+    for unit in dict.fromkeys(row.unit for row in validation.rows):
+        rows = [row for row in validation.rows if row.unit == unit]
         sources = sorted({row.source for row in rows}, key=lambda name: -sum(row.source == name for row in rows))
         series = [
             Series(
@@ -143,7 +144,7 @@ def pictures(found: Validation) -> list[tuple[str, str]]:
         series.append(
             Series(name="equal", points=tuple((end, end) for end in ends), markers=False, dashed=True, color=5)
         )
-        made.append(
+        plots.append(
             (
                 UNITS.get(unit, unit),
                 line_plot(
@@ -158,4 +159,4 @@ def pictures(found: Validation) -> list[tuple[str, str]]:
                 ),
             )
         )
-    return made
+    return plots
