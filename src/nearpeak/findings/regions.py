@@ -183,8 +183,8 @@ def connected_pieces(step: Step, candidates: Collection[int], *, siblings: bool 
             if producer in inside and readers_now <= inside:
                 parent[root(index)] = root(producer)
             elif siblings:
-                other = readers.setdefault((storage, producer), index)
-                parent[root(index)] = root(other)
+                sibling = readers.setdefault((storage, producer), index)
+                parent[root(index)] = root(sibling)
     pieces: dict[int, set[int]] = {}
     for index in sorted(inside):
         pieces.setdefault(root(index), set()).add(index)
@@ -206,7 +206,7 @@ def traffic(step: Step, region: Region) -> tuple[list[tuple[Access, ...]], list[
         or not step.flow.consumers[index]
         or any(reader not in members for reader in step.flow.consumers[index])
     }
-    made = {storage for index in region.forward for storage in step.flow.written_by[index]}
+    forward_writes = {storage for index in region.forward for storage in step.flow.written_by[index]}
     reads: list[tuple[Access, ...]] = []
     writes: list[tuple[Access, ...]] = []
     for part in (region.forward, region.backward):
@@ -214,7 +214,7 @@ def traffic(step: Step, region: Region) -> tuple[list[tuple[Access, ...]], list[
             continue
         read, written = step.border(part, keep=wanted)
         if part is region.backward:
-            lost = [access for access in read if access.storage in made - wanted]
+            lost = [access for access in read if access.storage in forward_writes - wanted]
             read = tuple(access for access in read if access not in lost)
             if lost:
                 both = {access.storage: access.bytes for access in read}

@@ -92,28 +92,30 @@ def fused_attention_seconds(step: Step, shape: AttentionShape, *, backward: bool
     heads = math.prod(shape.lead)
     last = max(step.trace.storages, default=0)
 
-    def tensor(at: int, *size: int, dtype: str = shape.dtype) -> Tensor:
+    def tensor(number: int, *size: int, dtype: str = shape.dtype) -> Tensor:
         strides = tuple(math.prod(size[place + 1 :]) for place in range(len(size)))
-        return Tensor(shape=size, strides=strides, dtype=dtype, storage=last + at)
+        return Tensor(shape=size, strides=strides, dtype=dtype, storage=last + number)
 
     query = tensor(1, 1, heads, shape.queries, shape.width)
     key = tensor(2, 1, heads, shape.keys, shape.width)
     value = tensor(3, 1, heads, shape.keys, shape.depth)
     out = tensor(4, 1, heads, shape.queries, shape.depth)
     statistics = tensor(5, 1, heads, shape.queries, dtype="float32")
-    given: dict[str, Any] = {"query": query, "key": key, "value": value, "is_causal": shape.causal}
+    arguments: dict[str, Any] = {"query": query, "key": key, "value": value, "is_causal": shape.causal}
     if shape.mask is not None and not shape.causal:
-        given["attn_mask" if "for_cpu" in name else "attn_bias"] = shape.mask
-    forward = Op(name=f"aten.{name}.default", arguments=given, outputs=(out, statistics), tf32_products=shape.tf32)
+        arguments["attn_mask" if "for_cpu" in name else "attn_bias"] = shape.mask
+    forward = Op(name=f"aten.{name}.default", arguments=arguments, outputs=(out, statistics), tf32_products=shape.tf32)
     total = step.expected(forward)
     if total is None or not backward:
         return total
     gradients = (tensor(7, *query.shape), tensor(8, *key.shape), tensor(9, *value.shape))
-    given |= {"grad_out": tensor(6, *out.shape), "out": out, "logsumexp": statistics}
-    given |= {"grad_input_mask": (True, True, True, False)}
-    again = Op(name=f"aten.{name}_backward.default", arguments=given, outputs=gradients, tf32_products=shape.tf32)
-    behind = step.expected(again)
-    return None if behind is None else total + behind
+    arguments |= {"grad_out": tensor(6, *out.shape), "out": out, "logsumexp": statistics}
+    arguments |= {"grad_input_mask": (True, True, True, False)}
+    backward_op = Op(
+        name=f"aten.{name}_backward.default", arguments=arguments, outputs=gradients, tf32_products=shape.tf32
+    )
+    backward_s = step.expected(backward_op)
+    return None if backward_s is None else total + backward_s
 
 
 def _attention_operator(step: Step, shape: AttentionShape) -> str | None:

@@ -53,8 +53,8 @@ def peak_memory(lives: Lifetimes, ops: Sequence[Op]) -> PeakMemory | None:
             sums[life.category] += life.bytes
     known = sum(sums.values())
     level = lives.levels.get(peak)
-    other = None if level is None else max(0.0, level - known)
-    highest = known + (other or 0.0)
+    other_bytes = None if level is None else max(0.0, level - known)
+    highest = known + (other_bytes or 0.0)
     workspace = None if lives.peak_bytes is None else max(0.0, lives.peak_bytes - highest)
     total = highest + (workspace or 0.0)
     op = ops[peak]
@@ -66,7 +66,7 @@ def peak_memory(lives: Lifetimes, ops: Sequence[Op]) -> PeakMemory | None:
         gradients_bytes=sums["gradients"],
         optimizer_bytes=sums["optimizer"],
         activations_bytes=sums["activations"],
-        other_bytes=other,
+        other_bytes=other_bytes,
         workspace_bytes=workspace,
         unused_bytes=None if lives.reserved_bytes is None else max(0.0, lives.reserved_bytes - total),
         op=op.name,

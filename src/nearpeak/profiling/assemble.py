@@ -131,7 +131,10 @@ class StepRecords:
         traced = [index for index, view in enumerate(is_view) if not on_device or not view]
         keys = [_op_key(op) for op in self.traced.ops]
         view_keys = {key for key, view in zip(keys, is_view, strict=True) if view}
-        profiled_keys, traced_keys = [_op_key(profiled_ops[index]) for index in profiled], [keys[at] for at in traced]
+        profiled_keys, traced_keys = (
+            [_op_key(profiled_ops[index]) for index in profiled],
+            [keys[index] for index in traced],
+        )
         positions = align_by(profiled_keys, traced_keys, view_keys)
         if None in positions:  # a text may have grown between the steps, or a batch been padded to another length
             loose = align_between(positions, list(map(_loose_key, profiled_keys)), list(map(_loose_key, traced_keys)))

@@ -30,18 +30,18 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
     for seed, op in enumerate(step.ops):
         if op.phase != "forward" or op.packet not in ("aten._softmax", "aten.exp", "aten.exp_"):
             continue
-        found = _find_attention(step, seed)
-        if found is None:
+        attention = _find_attention(step, seed)
+        if attention is None:
             continue
-        predicted = fused_attention_seconds(step, found.shape, backward=bool(found.backward))
+        predicted = fused_attention_seconds(step, attention.shape, backward=bool(attention.backward))
         if predicted is None:
             continue
-        members = found.forward | found.backward
+        members = attention.forward | attention.backward
         predicted *= min(1.0, measured_over_expected(step, members))
         took = step.seconds(members)
         pairs = op.outputs[0]
         moved = step.bytes(ops_that_launch(step, members))
-        passes = "forward and backward" if found.backward else "forward"
+        passes = "forward and backward" if attention.backward else "forward"
         yield Waste(
             title="Attention is written as product, softmax and product.",
             at=seed,
@@ -50,7 +50,7 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
             evidence=f"{len(ops_that_launch(step, members))} ops in {passes} move {quantity(moved, 'B')} in "
             f"{seconds(took)}, for a matrix of {shape_text(pairs.shape)} that nothing else reads.",
             reasoning=f"One kernel that never writes this matrix takes {seconds(predicted)} for {passes} here.",
-            remedy=_remedy(found.shape),
+            remedy=_remedy(attention.shape),
         )
 
 
@@ -86,41 +86,41 @@ def _find_attention(step: Step, seed: int) -> _WrittenOutAttention | None:
     return _WrittenOutAttention(forward=forward, backward=backward, shape=shape)
 
 
-def _walk(step: Step, at: int, pairs: Tensor, *, forward: bool) -> list[int] | None:
+def _walk(step: Step, index_now: int, pairs: Tensor, *, forward: bool) -> list[int] | None:
     """The path of ops from the softmax to a GEMM, through ops that can be fused."""
     path: list[int] = []
     for _ in range(MAX_HOPS):
         if forward:
-            ways = [index for index in step.flow.consumers[at] if step.ops[index].phase == "forward"]
-            ways = [index for index in ways if step.costs[index].family not in ("reduction", "view")]
+            candidates = [index for index in step.flow.consumers[index_now] if step.ops[index].phase == "forward"]
+            candidates = [index for index in candidates if step.costs[index].family not in ("reduction", "view")]
         else:
-            whole = {tensor.storage for tensor in step.ops[at].inputs if tensor.elements == pairs.elements}
-            ways = [index for storage, index in step.flow.producers[at].items() if storage in whole]
-            ways = [index for index in ways if step.costs[index].family not in ("random", "creation")]
-        ways = list(dict.fromkeys(ways))
-        if len(ways) != 1 or step.ops[ways[0]].phase != "forward":
+            whole = {tensor.storage for tensor in step.ops[index_now].inputs if tensor.elements == pairs.elements}
+            candidates = [index for storage, index in step.flow.producers[index_now].items() if storage in whole]
+            candidates = [index for index in candidates if step.costs[index].family not in ("random", "creation")]
+        candidates = list(dict.fromkeys(candidates))
+        if len(candidates) != 1 or step.ops[candidates[0]].phase != "forward":
             return None
-        at = ways[0]
-        path.append(at)
-        if step.costs[at].family == "matrix":
+        index_now = candidates[0]
+        path.append(index_now)
+        if step.costs[index_now].family == "matrix":
             return path
-        if step.costs[at].family not in CHAINED:
+        if step.costs[index_now].family not in CHAINED:
             return None
     return None
 
 
 def _side_members(step: Step, path: set[int], pairs: Tensor) -> set[int]:
     """Ops that only the path reads or feeds: dropout masks, the maximum and the sum of each row."""
-    found: set[int] = set()
+    side: set[int] = set()
     for index in sorted(path):
         for producer in step.flow.producers[index].values():
             whole = any(tensor.elements == pairs.elements for tensor in step.ops[producer].outputs)
             if producer not in path and whole and step.costs[producer].family in CHAINED:
-                found |= {producer, *_writers_before(step, producer)}
+                side |= {producer, *_writers_before(step, producer)}
         for reader in step.flow.consumers[index]:
             if step.ops[reader].phase == "forward" and step.costs[reader].family == "reduction":
-                found.add(reader)
-    return found - path
+                side.add(reader)
+    return side - path
 
 
 def _writers_before(step: Step, index: int) -> set[int]:
@@ -156,19 +156,19 @@ def _backward_members(step: Step, inner: set[int], last: int) -> set[int] | None
     members: set[int] = set()
     waiting = sorted({reader for index in inner for reader in step.flow.consumers[index]} - inner - {last})
     while waiting:
-        at = waiting.pop()
-        if at in members:
+        index = waiting.pop()
+        if index in members:
             continue
-        family = step.costs[at].family
-        if step.ops[at].phase != "backward" or family not in FUSIBLE | {"matrix", "normalization"}:
+        family = step.costs[index].family
+        if step.ops[index].phase != "backward" or family not in FUSIBLE | {"matrix", "normalization"}:
             return None
-        members.add(at)
+        members.add(index)
         if family == "matrix":
             continue
-        if set(step.flow.written_by[at]) & step.flow.results:
+        if set(step.flow.written_by[index]) & step.flow.results:
             return None
-        waiting += [reader for reader in step.flow.consumers[at] if reader not in members]
-        for storage, producer in step.flow.producers[at].items():  # the gradient of the probabilities
+        waiting += [reader for reader in step.flow.consumers[index] if reader not in members]
+        for storage, producer in step.flow.producers[index].items():  # the gradient of the probabilities
             product = step.ops[producer].phase == "backward" and step.costs[producer].family == "matrix"
             if product and step.flow.written_by[producer] == (storage,):
                 members.add(producer)

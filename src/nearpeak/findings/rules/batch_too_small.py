@@ -91,15 +91,15 @@ def _few(step: Step, index: int) -> _Few | None:
 
 def _is_weight(step: Step, index: int, tensor: Tensor) -> bool:
     """Whether it is a parameter, or a cast or copy of one."""
-    storage, at = tensor.storage, index
+    storage, reader = tensor.storage, index
     for _ in range(3):
         known = step.trace.storages.get(storage)
         if known is not None and known.kind in ("parameter", "buffer"):
             return True
-        producer = step.flow.producers[at].get(storage)
+        producer = step.flow.producers[reader].get(storage)
         if producer is None or step.costs[producer].family != "movement" or not step.ops[producer].inputs:
             return False
-        at, storage = producer, step.ops[producer].inputs[0].storage
+        reader, storage = producer, step.ops[producer].inputs[0].storage
     return False
 
 

@@ -24,7 +24,7 @@ def computed_twice(step: Step) -> Iterator[Waste]:
         if not launched:
             continue
         longest = max(launched, key=lambda index: step.measured[index].measured_s)
-        backward = {other for index in launched for other in _backward(step, index, numbers.first[index])}
+        backward = {backward_op for index in launched for backward_op in _backward(step, index, numbers.first[index])}
         gains = {index: step.measured[index].measured_s for index in (*launched, *sorted(backward))}
         op, first = step.ops[longest], step.ops[numbers.first[longest]]
         shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in op.inputs[:3])

@@ -59,8 +59,8 @@ def _unchanged(step: Step, index: int, source: Tensor, copy: Tensor) -> bool:
     last = max(step.flow.consumers[index])
     return not any(
         storage in (source.storage, copy.storage)
-        for at in range(index + 1, last + 1)
-        for storage in step.flow.written_by[at]
+        for index_now in range(index + 1, last + 1)
+        for storage in step.flow.written_by[index_now]
     )
 
 
@@ -68,9 +68,13 @@ def _reads_strides(op: Op, source: Tensor, copy: Tensor) -> bool:
     """Whether an op accepts the source in place of the copy, and is as fast with it."""
     operands = [tensor for tensor in op.inputs if tensor.storage == copy.storage]
     if op.packet.startswith(_ATTENTION):
-        given = [op.arguments.get(name) for name in ("query", "key", "value")]
+        operands_of_attention = [op.arguments.get(name) for name in ("query", "key", "value")]
         aligned = all(stride % _ALIGNED == 0 for stride in (*source.strides[:-1], source.offset))
-        return source.strides[-1] == 1 and aligned and all(tensor in given and tensor == copy for tensor in operands)
+        return (
+            source.strides[-1] == 1
+            and aligned
+            and all(tensor in operands_of_attention and tensor == copy for tensor in operands)
+        )
     if op.packet not in _PRODUCTS or len(source.shape) not in (2, 3):
         return False
     turned = (*source.shape[:-2], source.shape[-1], source.shape[-2])

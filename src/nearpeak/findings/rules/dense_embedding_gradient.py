@@ -37,7 +37,7 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
             continue
         took = step.measured[index].measured_s
         fill = step.expected_for_work((), (Access(storage=gradient.storage, bytes=gradient.bytes),), kind="creation")
-        gains = {at: share * step.measured[at].measured_s for at, share in shares.items()}
+        gains = {member: share * step.measured[member].measured_s for member, share in shares.items()}
         gains[index] = min(took, fill)
         before = sum(gains.values())
         rows = Access(storage=-1, bytes=used * gradient.shape[-1] * gradient.item_bytes)
@@ -51,7 +51,7 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
         yield Waste(
             title="A large table gets a dense gradient, though few of its rows are used.",
             at=lookup,
-            gains={at: gain * (1 - rest / before) for at, gain in gains.items()},
+            gains={member: gain * (1 - rest / before) for member, gain in gains.items()},
             evidence=f"{used} of {gradient.shape[0]} rows are looked up, and {op.packet} writes all of "
             f"{quantity(gradient.bytes, 'B')} in {seconds(took)}. The optimizer's share for this table takes "
             f"{seconds(before - gains[index])}.",
@@ -65,10 +65,10 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
 def _lookup(step: Step, backward: int) -> int | None:
     """The lookup that a gradient belongs to."""
     op = step.ops[backward]
-    for index, other in enumerate(step.ops[:backward]):
-        if other.packet != "aten.embedding" or other.tensor("weight").shape != op.outputs[0].shape:
+    for index, candidate in enumerate(step.ops[:backward]):
+        if candidate.packet != "aten.embedding" or candidate.tensor("weight").shape != op.outputs[0].shape:
             continue
-        if other.tensor("indices").storage == op.tensor("indices").storage:
+        if candidate.tensor("indices").storage == op.tensor("indices").storage:
             return index
     return None
 

@@ -31,12 +31,12 @@ def logits_kept(step: Step) -> Iterator[Waste]:
             continue
         rows, columns, depth = sizes[1:]
         fewer = max(1, round(rows * read))
-        gains = {at: step.measured[at].measured_s * (1 - read) for at in chain[1:]}
+        gains = {member: step.measured[member].measured_s * (1 - read) for member in chain[1:]}
         backward = _backward(step, op)
-        for at in (index, *backward):
-            gains[at] = _gain(step, at, rows, fewer)
-        for at in _selecting(step, chain[-1], backward, op.outputs[0].elements):  # they run before the GEMM instead
-            gains[at] = step.measured[at].measured_s * max(0.0, 1 - depth / columns)
+        for member in (index, *backward):
+            gains[member] = _gain(step, member, rows, fewer)
+        for member in _selecting(step, chain[-1], backward, op.outputs[0].elements):  # they run before the GEMM instead
+            gains[member] = step.measured[member].measured_s * max(0.0, 1 - depth / columns)
         if gains[index] <= 0:
             continue
         out = op.outputs[0]
@@ -58,8 +58,8 @@ def _chain(step: Step, index: int) -> list[int]:
     chain = [index]
     elements = step.ops[index].outputs[0].elements
     while True:
-        at = chain[-1]
-        readers = step.forward_readers(at)
+        last = chain[-1]
+        readers = step.forward_readers(last)
         if len(readers) != 1:
             return chain
         op = step.ops[readers[0]]
@@ -82,15 +82,15 @@ def _read(step: Step, index: int) -> float | None:
             if tensor.storage == out.storage:
                 if not tensor.shape or tensor.shape[-1] != out.shape[-1]:
                     return None  # a part of the columns
-                taken = tensor.elements
+                elements_read = tensor.elements
                 if (
                     step.costs[reader].family == "indexing"
                     and op.outputs
                     and op.outputs[0].shape[-1:] == out.shape[-1:]
                 ):
-                    taken = min(taken, op.outputs[0].elements)
-                parts.add((tensor.offset, tensor.shape, tensor.strides, taken))
-    return min(1.0, sum(taken for *_, taken in parts) / out.elements)
+                    elements_read = min(elements_read, op.outputs[0].elements)
+                parts.add((tensor.offset, tensor.shape, tensor.strides, elements_read))
+    return min(1.0, sum(elements_read for *_, elements_read in parts) / out.elements)
 
 
 def _backward(step: Step, product: Op) -> list[int]:

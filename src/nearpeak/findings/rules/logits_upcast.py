@@ -144,7 +144,7 @@ def _backward(step: Step, softmax: int) -> tuple[list[int], list[int]]:
 
 def _spreads(step: Step, index: int, elements: int) -> bool:
     """Whether it is the backward of a loss, which writes a gradient for every logit."""
-    return step.costs[index].family == "loss" and any(one.elements >= elements for one in step.ops[index].outputs)
+    return step.costs[index].family == "loss" and any(tensor.elements >= elements for tensor in step.ops[index].outputs)
 
 
 def _casts(op: Op, old: tuple[str, ...], new: tuple[str, ...]) -> bool:

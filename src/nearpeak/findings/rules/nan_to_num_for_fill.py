@@ -19,26 +19,26 @@ def nan_to_num_for_fill(step: Step) -> Iterator[Waste]:
     for index, op in enumerate(step.ops):
         if op.packet not in ("aten.nan_to_num", "aten.nan_to_num_") or op.phase != "forward":
             continue
-        given, took = op.inputs[0], step.measured[index].measured_s
-        writes = step.flow.producers[index].get(given.storage)
-        if writes is None and step.trace.storages[given.storage].kind == "intermediate":
+        source, took = op.inputs[0], step.measured[index].measured_s
+        writes = step.flow.producers[index].get(source.storage)
+        if writes is None and step.trace.storages[source.storage].kind == "intermediate":
             fill = FILL_SHARE * took
             yield Waste(
                 title="`nan_to_num` runs on uninitialized memory: a fill would do.",
                 at=index,
                 gains={index: took - fill},
-                evidence=f"{op.packet} reads and writes {_size(given)} in {seconds(took)}, right after it was "
+                evidence=f"{op.packet} reads and writes {_size(source)} in {seconds(took)}, right after it was "
                 "allocated.",
                 reasoning=f"A fill only writes, half the bytes at four fifths of the speed: {seconds(fill)}.",
-                remedy=f"torch.zeros({given.shape}, dtype=torch.{given.dtype}, device=...)  # or buffer.zero_()",
+                remedy=f"torch.zeros({source.shape}, dtype=torch.{source.dtype}, device=...)  # or buffer.zero_()",
             )
         elif writes is not None and _masked_softmax(step, writes):
-            rows = Tensor(shape=given.shape[:-1], strides=(0,) * (len(given.shape) - 1), dtype="bool", storage=0)
+            rows = Tensor(shape=source.shape[:-1], strides=(0,) * (len(source.shape) - 1), dtype="bool", storage=0)
             yield Waste(
                 title="`nan_to_num` goes through a whole softmax for the rows that are masked completely.",
                 at=index,
                 gains={index: took},
-                evidence=f"{op.packet} reads and writes {_size(given)} in {seconds(took)}; only a softmax over masked "
+                evidence=f"{op.packet} reads and writes {_size(source)} in {seconds(took)}; only a softmax over masked "
                 f"scores wrote it, so that only rows without any key can be NaN, out of {rows.elements}.",
                 reasoning="The pass goes away; a mask that leaves one key in each such row costs nothing more, as its "
                 "result is not used.",
@@ -51,7 +51,9 @@ def _masked_softmax(step: Step, index: int) -> bool:
     if step.ops[index].packet != "aten._softmax":
         return False
     before = set(step.flow.producers[index].values())
-    return any(step.ops[at].packet in ("aten.masked_fill", "aten.masked_fill_", "aten.where") for at in before)
+    return any(
+        step.ops[producer].packet in ("aten.masked_fill", "aten.masked_fill_", "aten.where") for producer in before
+    )
 
 
 def _size(tensor: Tensor) -> str:

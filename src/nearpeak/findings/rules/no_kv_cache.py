@@ -89,7 +89,7 @@ def _shrunk(op: Op, names: tuple[str, ...], per_token: Mapping[int, int]) -> Op:
 
 def _smaller(tensor: Tensor, per_token: Mapping[int, int]) -> Tensor:
     shape = tuple(per_token.get(size, size) for size in tensor.shape)
-    strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
     return dataclasses.replace(tensor, shape=shape, strides=strides, offset=0)
 
 

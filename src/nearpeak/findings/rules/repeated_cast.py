@@ -71,20 +71,20 @@ def _backward(step: Step, casts: Sequence[int]) -> list[int]:
     A line may run in many modules: a gradient belongs to the cast of its line in its module.
     """
     op = step.ops[casts[0]]
-    given, made = op.inputs[0], op.outputs[0]
+    source, result = op.inputs[0], op.outputs[0]
     places = {(step.ops[index].source, step.ops[index].module) for index in casts if step.ops[index].source}
-    found = [
+    backward_casts = [
         index
-        for index, other in enumerate(step.ops)
-        if other.phase == "backward"
-        and other.packet == "aten._to_copy"
-        and not other.recomputed
-        and (other.source, other.module) in places
-        and other.inputs[0].shape == given.shape
-        and (other.inputs[0].dtype, other.outputs[0].dtype) == (made.dtype, given.dtype)
+        for index, candidate in enumerate(step.ops)
+        if candidate.phase == "backward"
+        and candidate.packet == "aten._to_copy"
+        and not candidate.recomputed
+        and (candidate.source, candidate.module) in places
+        and candidate.inputs[0].shape == source.shape
+        and (candidate.inputs[0].dtype, candidate.outputs[0].dtype) == (result.dtype, source.dtype)
     ]
     forward = [index for index in casts if step.ops[index].phase == "forward"]
-    return found if len(found) == len(forward) else []
+    return backward_casts if len(backward_casts) == len(forward) else []
 
 
 def _sums(step: Step, backward_casts: Sequence[int]) -> dict[int, float]:

@@ -68,7 +68,9 @@ def _calls(step: Step) -> Iterator[list[int]]:
     for index, op in enumerate(step.ops):
         if _backend(op) is None:
             continue
-        known = [at for at in joined if at in step.flow.producers[index].values()] if "storages" in step.knows else []
+        known = (
+            [call for call in joined if call in step.flow.producers[index].values()] if "storages" in step.knows else []
+        )
         if op.packet.endswith("_backward") and known:
             joined[known[-1]].append(index)
         else:
@@ -128,22 +130,22 @@ def _causal_mask(step: Step, index: int) -> bool:
         return False
     triangles, seen, waiting = 0, set(), [(index, mask.storage)]
     while waiting:
-        at, storage = waiting.pop()
-        producer = step.flow.producers[at].get(storage)
+        reader, storage = waiting.pop()
+        producer = step.flow.producers[reader].get(storage)
         if producer is None:
             return False  # from before the step: its values are not known
-        if producer == at or producer in seen:
+        if producer == reader or producer in seen:
             continue
         seen.add(producer)
-        made = step.ops[producer]
+        maker_op = step.ops[producer]
         if _compiled_triangle(step, producer):
             triangles += 1
             continue
         if step.costs[producer].family not in ("pointwise", "movement", "creation"):
             return False
-        if made.packet in _TRIANGLES:
+        if maker_op.packet in _TRIANGLES:
             triangles += 1
-            if made.arguments.get("diagonal", 0) != (1 if "triu" in made.packet else 0):
+            if maker_op.arguments.get("diagonal", 0) != (1 if "triu" in maker_op.packet else 0):
                 return False
         waiting.extend((producer, read) for read in step.flow.read_by[producer])
     return triangles == 1  # two make a window

@@ -50,12 +50,12 @@ def _product(step: Step, index: int) -> int | None:
     readers = step.forward_readers(index)
     if len(readers) != 1 or step.ops[readers[0]].packet not in ("aten.mul", "aten.mul_"):
         return None
-    given, made = op.inputs[0], op.outputs[0]
-    if made.storage in step.flow.results:
+    gate, result = op.inputs[0], op.outputs[0]
+    if result.storage in step.flow.results:
         return None
-    for other in step.ops[readers[0]].inputs:
-        own = other.storage == made.storage or _place(other) == _place(given)
-        if other.elements == made.elements and not own:
+    for factor in step.ops[readers[0]].inputs:
+        own = factor.storage == result.storage or _place(factor) == _place(gate)
+        if factor.elements == result.elements and not own:
             return readers[0]
     return None
 

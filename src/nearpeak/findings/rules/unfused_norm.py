@@ -78,15 +78,15 @@ def _find_norm(step: Step, root: int) -> _Norm | None:
     if reduced is None:
         return None
     first, above = reduced
-    given = step.ops[first].inputs[0]
-    size = given.elements // rows
-    below = _applied(step, root, rows, given.elements)
+    rows_tensor = step.ops[first].inputs[0]
+    size = rows_tensor.elements // rows
+    below = _applied(step, root, rows, rows_tensor.elements)
     if below is None or size < 2 or not reduces_last_dim(step.ops[first]):
         return None
     members = {root, *above, *below}
-    members |= _leading(step, members, given.elements)
-    members |= _trailing(step, below[-1], given.elements, size)
-    source = _source(step, members, given.elements)
+    members |= _leading(step, members, rows_tensor.elements)
+    members |= _trailing(step, below[-1], rows_tensor.elements, size)
+    source = _source(step, members, rows_tensor.elements)
     squares = [index for index in members if step.ops[index].packet in ("aten.pow", "aten.square", "aten.mul")]
     if source is None or not (squares or "var" in step.ops[first].packet or "norm" in step.ops[first].packet):
         return None

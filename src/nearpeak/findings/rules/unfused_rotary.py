@@ -54,9 +54,9 @@ def unfused_rotary(step: Step) -> Iterator[Waste]:
 
 def _swapped(step: Step, members: Collection[int]) -> bool:
     """Whether a rotated tensor is not contiguous."""
-    given = [tensor for index in members for tensor in step.ops[index].inputs]
-    largest = max(tensor.elements for tensor in given)
-    return any(tensor.elements == largest and list(tensor.strides) != _in_order(tensor) for tensor in given)
+    tensors = [tensor for index in members for tensor in step.ops[index].inputs]
+    largest = max(tensor.elements for tensor in tensors)
+    return any(tensor.elements == largest and list(tensor.strides) != _in_order(tensor) for tensor in tensors)
 
 
 def _in_order(tensor: Tensor) -> list[int]:
@@ -69,13 +69,16 @@ def _whole(step: Step, index: int) -> set[int] | None:
     products = _products(step, index)
     if products is None:
         return None
-    made = step.ops[index].outputs[0]
-    sources = [_sources(step, product, made) for product in products]
+    result = step.ops[index].outputs[0]
+    sources = [_sources(step, product, result) for product in products]
     for straight, turned in (sources, sources[::-1]):
-        way = turned[1]
-        joined = any(step.ops[at].packet in _TURNS[:2] or step.ops[at].packet in _TURNS[3:] for at in way)
+        turning = turned[1]
+        joined = any(
+            step.ops[index_now].packet in _TURNS[:2] or step.ops[index_now].packet in _TURNS[3:]
+            for index_now in turning
+        )
         if straight[0] and straight[0] == turned[0] and joined and not straight[1]:
-            return {index, *products, *way}
+            return {index, *products, *turning}
     return None
 
 
@@ -85,12 +88,12 @@ def _halves(step: Step, index: int) -> set[int] | None:
     if op.phase != "forward" or op.packet not in _JOINS or len(op.inputs) != 2:
         return None
     sums = list(dict.fromkeys(step.flow.producers[index].values()))
-    products = [_products(step, at) for at in sums]
+    products = [_products(step, member) for member in sums]
     if len(sums) != 2 or products[0] is None or products[1] is None:
         return None
     members = {index, *sums, *products[0], *products[1]}
     half = step.ops[sums[0]].outputs[0]
-    sources = {source for at in (*products[0], *products[1]) for source in _sources(step, at, half)[0]}
+    sources = {source for member in (*products[0], *products[1]) for source in _sources(step, member, half)[0]}
     return members if len(sources) == 1 else None
 
 
@@ -99,11 +102,13 @@ def _products(step: Step, index: int) -> list[int] | None:
     op = step.ops[index]
     if op.phase != "forward" or op.recomputed or op.packet not in _SUMS:
         return None
-    found = list(dict.fromkeys(step.flow.producers[index].values()))
-    if len(found) != 2 or any(step.ops[at].packet not in _PRODUCTS or _table(step, at) is None for at in found):
+    products = list(dict.fromkeys(step.flow.producers[index].values()))
+    if len(products) != 2 or any(
+        step.ops[product].packet not in _PRODUCTS or _table(step, product) is None for product in products
+    ):
         return None
-    alone = all(set(step.forward_readers(at)) == {index} for at in found)
-    return found if alone else None
+    alone = all(set(step.forward_readers(product)) == {index} for product in products)
+    return products if alone else None
 
 
 def _table(step: Step, product: int) -> Tensor | None:
@@ -120,7 +125,7 @@ def _table(step: Step, product: int) -> Tensor | None:
     return None
 
 
-def _sources(step: Step, product: int, made: Tensor) -> tuple[frozenset[int], list[int]]:
+def _sources(step: Step, product: int, result: Tensor) -> tuple[frozenset[int], list[int]]:
     """The storages that the other factor comes from, and the ops that rotated it."""
     table = _table(step, product)
     waiting = [(product, tensor) for tensor in step.ops[product].inputs if tensor is not table]
@@ -128,11 +133,15 @@ def _sources(step: Step, product: int, made: Tensor) -> tuple[frozenset[int], li
     while waiting:
         index, tensor = waiting.pop()
         producer = step.flow.producers[index].get(tensor.storage)
-        turns = producer is not None and step.ops[producer].packet in _TURNS and tensor.elements <= made.elements
+        turns = producer is not None and step.ops[producer].packet in _TURNS and tensor.elements <= result.elements
         if turns and producer is not None and step.ops[producer].phase == "forward" and len(turning) < 8:
             if producer not in turning:
                 turning.append(producer)
-                waiting += [(producer, given) for given in step.ops[producer].inputs if given.is_floating]
+                waiting += [
+                    (producer, tensor_before)
+                    for tensor_before in step.ops[producer].inputs
+                    if tensor_before.is_floating
+                ]
         else:
             sources.add(tensor.storage)
     return frozenset(sources), turning
