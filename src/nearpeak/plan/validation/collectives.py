@@ -27,8 +27,8 @@ from nearpeak.plan.cluster.collectives import (
 
 COLLECTIVE_COLUMNS = ("source", "system", "device", "nccl_version", "op", "num_gpus", "bytes", "time_us")
 SYSTEM_CONDITIONS = {"l40s": "l40s-server-no-peer"}
-"""Systems that were measured under a condition of their own. "l40s": 2 GB/s with 8 GPUs, a fifteenth of what PCIe
-gives: peer-to-peer was off."""
+"""Systems that were measured under special conditions. "l40s": 2 GB/s with 8 GPUs, a fifteenth of PCIe's bandwidth:
+peer-to-peer was off."""
 _OPS = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
 
 
@@ -63,9 +63,9 @@ def read_collectives(path: Path) -> tuple[MeasuredCollective, ...]:
 
 
 def cluster_of(row: MeasuredCollective) -> Cluster:
-    """The cluster that a row was measured on: `system` where the catalogue has one of that name, else the GPU's usual.
+    """The cluster of a row: the system of this name in the catalogue, else the default system of the GPU.
 
-    UsageError names the line of a GPU that the catalogue does not have.
+    UsageError names the line of a GPU that is not in the catalogue.
     """
     machine = catalogue.by_driver_name(row.device)
     if machine is None:
@@ -107,12 +107,12 @@ _SIZES = ((2**16, "up to 64 KiB"), (2**20, "up to 1 MiB"), (2**24, "up to 16 MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedCollective:
-    """One measured row and what was predicted for it."""
+    """One measured row and its prediction."""
 
     measured: MeasuredCollective
     predicted: Collective
     held_out: bool
-    """Whether no row of this system was used for the constants."""
+    """Whether the constants were fitted without rows of this system."""
 
     @property
     def error(self) -> float:
@@ -132,7 +132,7 @@ def predict_collectives(
     whole = constants or load_collective_constants()
     clusters: dict[tuple[str, str, int], Cluster] = {}
     without: dict[str, CollectiveConstants | None] = {}
-    found = []
+    predictions = []
     for row in rows:
         key = (row.system, row.device, row.ranks)
         if key not in clusters:
@@ -142,8 +142,8 @@ def predict_collectives(
             without[row.system] = whole.leaving_out(row.system) if known else whole
         used = without.get(row.system)
         predicted = collective_seconds(row.op, row.bytes, row.ranks, clusters[key], constants=used or whole)
-        found.append(PredictedCollective(measured=row, predicted=predicted, held_out=used is not None))
-    return tuple(found)
+        predictions.append(PredictedCollective(measured=row, predicted=predicted, held_out=used is not None))
+    return tuple(predictions)
 
 
 def worst_collectives(

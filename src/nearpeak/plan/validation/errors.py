@@ -15,7 +15,7 @@ ValidationKind = Literal["training", "inference", "collectives", "pairs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorGroup:
-    """Relative errors of some rows."""
+    """Relative errors of a group of rows."""
 
     name: str
     rows: int
@@ -24,7 +24,7 @@ class ErrorGroup:
     mean: float
     """Signed: above 0 where predictions are too large."""
     worst: float
-    """The error with the largest size, signed."""
+    """The largest error, signed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class ComparedRow:
     unit: str
     source: str
     about: str
-    """Model, GPU and layout in a few words."""
+    """Model, GPU and layout."""
     measured: float
     predicted: float
     why: str
-    """What the prediction is mostly made of, or what is odd about the measurement."""
+    """The largest parts of the prediction, or what is odd about the measurement."""
 
     @property
     def error(self) -> float:
@@ -59,22 +59,22 @@ class SkippedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Errors over one file."""
+    """Errors of one file of measurements."""
 
     kind: ValidationKind
     path: str
     left_out: bool
-    """Whether each source was predicted by constants that were fitted without it."""
+    """Whether each source was predicted by constants fitted without it."""
     whole: tuple[ErrorGroup, ...]
     """One for each quantity."""
     by: Mapping[str, tuple[ErrorGroup, ...]]
-    """By source, architecture, GPU, scale and what else the file has."""
+    """By source, architecture, GPU, scale and other columns of the file."""
     worst: tuple[ComparedRow, ...]
     rows: tuple[ComparedRow, ...]
     skipped: tuple[tuple[str, str], ...]
     """Rows that cannot be planned: id and reason."""
     right: float | None = None
-    """Pairs: the share whose winner is predicted."""
+    """Pairs: share with the right winner."""
 
 
 def summarize_errors(name: str, errors: Sequence[float]) -> ErrorGroup:
@@ -101,7 +101,7 @@ def errors_by_key(rows: Sequence[ComparedRow], keys: Sequence[str]) -> tuple[Err
 
 
 def gpu_range(gpus: int) -> str:
-    """A number of GPUs as a range."""
+    """The range of GPU counts that a number falls into."""
     for low, high in ((1, 1), (2, 8), (9, 64), (65, 256), (257, 1024)):
         if gpus <= high:
             return f"{low} GPU" if low == high else f"{low} to {high} GPUs"
@@ -119,7 +119,7 @@ def make_validation(
     right: float | None = None,
     overall: Sequence[str] | None = None,
 ) -> Validation:
-    """The record; UsageError where no row could be planned."""
+    """Make the record; UsageError where no row could be planned."""
     if not rows:
         reasons = sorted({reason for _, reason in skipped})[:3]
         raise UsageError(f"{path} has no row that can be planned. {' '.join(reasons)}".strip())
@@ -137,6 +137,6 @@ def make_validation(
 
 
 def worst_rows(rows: Sequence[ComparedRow], count: int) -> list[ComparedRow]:
-    """By ratio, so that half counts as much as double."""
+    """The rows with the largest ratios, so that half counts as much as double."""
     ranked = sorted(rows, key=lambda row: -max(row.predicted / row.measured, row.measured / max(row.predicted, 1e-30)))
     return ranked[:count]

@@ -49,22 +49,22 @@ _ENGINES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredInference:
-    """One run that can be predicted: what was served, under what load, and what was seen."""
+    """One run that can be predicted: the deployment, the load, and the measurements."""
 
     id: str
     source: str
-    """The group of rows that came from one place."""
+    """The publication."""
     campaign: str
-    """Finer: source, model and engine."""
+    """Source, model and engine."""
     deployment: Deployment
     alternative: Deployment | None
-    """The other layout that the row may mean, where it does not say how experts and attention were cut."""
+    """A second layout that the row may mean, where it does not say how experts and attention are split."""
     prompt: int
     output: int
     concurrency: float | None
-    """Requests in flight over the whole replica; None: as many as fit."""
+    """Requests in flight in the replica; None: as many as fit."""
     single_stream: bool
-    """A loop that decodes one batch, without a server around it."""
+    """Whether a loop decodes one batch, without a server."""
     ttft: float | None
     tpot: float | None
     decode: float | None
@@ -73,7 +73,7 @@ class MeasuredInference:
     line: int
 
     def quantities(self) -> tuple[tuple[Quantity, float], ...]:
-        """What was measured of this run, each named; throughput only where nothing says more."""
+        """Measured quantities by name; throughput only where there are no latencies."""
         if self.decode is not None and self.single_stream:
             found: list[tuple[Quantity, float]] = [("decode", self.decode)]
             return tuple([*found, ("ttft", self.ttft)] if self.ttft is not None else found)
@@ -84,7 +84,7 @@ class MeasuredInference:
 
 
 def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[SkippedRow, ...]]:
-    """The rows of `path` that can be predicted, and the others with the reason."""
+    """The rows of `path` that can be predicted, and the others with reasons."""
     found, skipped = [], []
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -156,7 +156,7 @@ def _read_run(row: Mapping[str, str], line: int) -> MeasuredInference:
 
 
 def _read_layout(row: Mapping[str, str]) -> tuple[ServingLayout, float | None]:
-    """The layout, and the requests in flight over the whole replica."""
+    """The layout, and the requests in flight in the replica."""
     tp, pp = _read_degree(row, "tp"), _read_degree(row, "pp") or 1
     if tp is None:
         raise UsageError("the layout is not stated")
@@ -218,14 +218,14 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedInference:
-    """One measured quantity of one run, and what was predicted for it; tokens/s for throughput, else seconds."""
+    """One measured quantity of one run and its prediction; tokens/s for throughput, else seconds."""
 
     measured: MeasuredInference
     quantity: Quantity
     actual: float
     predicted: float
     reason: str
-    """What the prediction is mostly made of, for the worst rows."""
+    """The largest part of the prediction."""
     provenance: Provenance
 
     @property
@@ -237,17 +237,17 @@ class PredictedInference:
 def predict_quantities(
     row: MeasuredInference, constants: ServingConstants
 ) -> dict[Quantity, tuple[float, str, Provenance]]:
-    """Each measured quantity of `row`: its prediction, what it is made of, and where that comes from."""
-    here = row.deployment
+    """For each measured quantity of `row`: its prediction, the reason and the provenance."""
+    deployment = row.deployment
     if row.single_stream:
         batch = row.concurrency or 1.0
-        decode = step_time(here, sequences=batch, context=row.prompt + row.output / 2, constants=constants)
+        decode = step_time(deployment, sequences=batch, context=row.prompt + row.output / 2, constants=constants)
         found: dict[Quantity, tuple[float, str, Provenance]] = {
             "decode": (decode.seconds, f"a step limited by {decode.limiter}", decode.provenance)
         }
         if row.ttft is not None:
             first = step_time(
-                here,
+                deployment,
                 sequences=0,
                 prompt_tokens=batch * row.prompt,
                 prompt_length=row.prompt,
@@ -256,12 +256,14 @@ def predict_quantities(
             found["ttft"] = (first.seconds, f"a prompt limited by {first.limiter}", first.provenance)
         return found
     if row.concurrency is None:
-        layouts = [here] if row.alternative is None else [here, row.alternative]
-        answers = [most_throughput(one, prompt=row.prompt, output=row.output, constants=constants) for one in layouts]
-        answer = max(answers, key=lambda one: one.tokens_per_second)
+        deployments = [deployment] if row.alternative is None else [deployment, row.alternative]
+        answers = [
+            most_throughput(each, prompt=row.prompt, output=row.output, constants=constants) for each in deployments
+        ]
+        answer = max(answers, key=lambda answer: answer.tokens_per_second)
     else:
         answer = serve(
-            here,
+            deployment,
             prompt=row.prompt,
             output=row.output,
             concurrency=row.concurrency,
@@ -280,7 +282,7 @@ def predict_quantities(
 def predict_inference(
     rows: Iterable[MeasuredInference], *, leave_out: bool = True, constants: ServingConstants | None = None
 ) -> tuple[tuple[PredictedInference, ...], tuple[SkippedRow, ...]]:
-    """Every measured quantity with its prediction, and the rows that the planner says cannot run."""
+    """Every measured quantity with its prediction, and the rows that cannot run according to the planner."""
     whole = constants or load_serving_constants()
     found, skipped = [], []
     for row in rows:

@@ -47,7 +47,7 @@ NANOTRON = {
 """Layers, hidden, intermediate and heads of nanotron's models: those of Llama 3 with as many key heads as heads and a
 vocabulary of 131072, which give the printed number of weights to the last digit."""
 UNFUSED_UNTIL_YEAR = 2022.9
-"""Until when training software wrote out the scores of attention, and hid no communication."""
+"""Until when training software materialized the scores of attention, and overlapped no communication."""
 RECOMPUTE_NAMES = {
     "full": ("layer",), "selective": ("attention",), "core_attn": ("attention",), "mla_up_proj": ("mla_up",),
     "mlp": ("feed",), "moe_act": ("feed_activation",), "layernorm": ("norm",), "moe": ("experts",),
@@ -55,7 +55,7 @@ RECOMPUTE_NAMES = {
 
 
 def read_job(row: Mapping[str, str], capacity: float) -> Job:
-    """The job that a row describes, on GPUs of `capacity` bytes."""
+    """The job of a row, on GPUs of `capacity` bytes."""
     gpus, sequence, batch = read_integer(row, "gpus"), read_integer(row, "seq_len"), read_integer(row, "gbs_seqs")
     model = _read_model(row, sequence)
     job = Job(
@@ -79,16 +79,16 @@ def read_job(row: Mapping[str, str], capacity: float) -> Job:
 
 
 def _fitting_job(job: Job, capacity: float) -> Job:
-    """The job with as little recomputation as makes it fit, where the source does not say what was recomputed."""
+    """The job with the least recomputation that fits, where the source does not state it."""
     steps: tuple[tuple[str, ...], ...] = (
         (),
         ("norm", "feed_activation", "mla_up"),
         ("norm", "mla_up", "experts", "feed"),
     )
     for modules in steps:
-        tried = job.with_layout(replace(job.layout, recompute=modules))
-        if memory(tried).allocated < 1.05 * capacity:
-            return tried
+        candidate = job.with_layout(replace(job.layout, recompute=modules))
+        if memory(candidate).allocated < 1.05 * capacity:
+            return candidate
     return job.with_layout(replace(job.layout, recompute=("layer",)))
 
 
@@ -124,7 +124,7 @@ def _read_model(row: Mapping[str, str], sequence: int) -> Model:
 
 
 def _from_columns(row: Mapping[str, str], sequence: int) -> Model:
-    """A model by the dimensions of its row: gated and tied or not, whichever gives the printed number of weights."""
+    """A model from the dimensions of its row: gated and tied such that it has the printed number of weights."""
     hidden, layers, heads = read_integer(row, "hidden"), read_integer(row, "layers"), read_integer(row, "heads")
     inner = read_integer(row, "ffn", 4 * hidden)
     plain = inner == 4 * hidden
@@ -241,7 +241,7 @@ def _read_layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) ->
 
 
 def nanotron_split(model: Model, pp: int) -> tuple[int, ...]:
-    """Layers of each stage as nanotron spreads them: by weights of products, where the output layer counts.
+    """Layers of each stage as nanotron splits them: by weights of GEMMs, the output layer included.
 
     A stage takes layers until it has passed its share, so that the first ones have more, and the last one few.
     """
@@ -285,7 +285,7 @@ def _read_software(row: Mapping[str, str]) -> Software:
 
 
 def _release_year(row: Mapping[str, str]) -> float:
-    """When software came out: by the release that a row names, else by the paper that it comes from.
+    """Release date of the software: of the release that a row names, else of its paper.
 
     "Megatron-Bridge 26.04.01" is 2026.33, "arXiv 2104.04473" 2021.33.
     """
@@ -362,7 +362,7 @@ def _read_run(row: Mapping[str, str]) -> MeasuredTraining:
 
 
 def _read_cluster(row: Mapping[str, str]) -> Cluster:
-    """The usual cluster of a GPU, with the network, the power limit and the memory bandwidth where a row names them."""
+    """The default cluster of a GPU, with the network, power limit and memory bandwidth that a row names."""
     label, gpus, interconnect = row["gpu"].rstrip("?"), read_integer(row, "gpus"), row.get("interconnect", "")
     name = gpu_id(label)
     if name is None:
@@ -383,7 +383,7 @@ def _read_cluster(row: Mapping[str, str]) -> Cluster:
 
 
 def _read_seconds(row: Mapping[str, str], job: Job, machine: Machine) -> float | None:
-    """Seconds of a step: as printed, else from tokens per second, else from FLOP/s by the source's own formula."""
+    """Seconds of a step: as printed, else from tokens per second, else from FLOP/s by the formula of the source."""
     printed = read_number(row, "step_time_s")
     if printed is not None:
         return printed
@@ -421,7 +421,7 @@ def _read_seconds(row: Mapping[str, str], job: Job, machine: Machine) -> float |
 
 
 TIE = 0.05
-"""Pairs of layouts whose speeds differ by less are not asked which is faster."""
+"""Pairs of layouts whose speeds differ by less are not ranked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,14 +440,14 @@ class TrainingRow:
 
     @property
     def why(self) -> str:
-        """The largest parts of the prediction: where to look for what is wrong."""
+        """The largest parts of the prediction."""
         largest = sorted(self.parts.items(), key=lambda item: -item[1])[:3]
         return ", ".join(f"{name} {value / self.seconds:.0%}" for name, value in largest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """One run's peak memory: measured and predicted, as the source says it: what torch reserves on the first rank."""
+    """Peak memory of one run, measured and predicted: what torch reserves on the first rank."""
 
     run: MeasuredTraining
     bytes: float
@@ -491,7 +491,7 @@ def dense_or_moe(run: MeasuredTraining) -> str:
 
 
 def validate_training(path: Path, *, left_out: bool = True) -> TrainingValidation:
-    """Every run of `path` that can be planned; with `left_out` each by constants fitted without its source."""
+    """Predictions for the runs of `path`; with `left_out`, by constants that were fitted without the source."""
     runs, skipped = read_training(path)
     planners: dict[tuple[object, ...], Planner] = {}
     rows = []

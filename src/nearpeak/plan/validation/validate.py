@@ -37,6 +37,48 @@ from nearpeak.plan.validation.training import (
     validate_training,
 )
 
+KIND_COLUMNS: Mapping[ValidationKind, frozenset[str]] = {
+    "collectives": frozenset({"op", "num_gpus", "bytes", "time_us"}),
+    "pairs": frozenset({"row_a", "row_b", "a_over_b_speed"}),
+    "inference": frozenset({"isl", "osl", "engine", "gpu"}),
+    "training": frozenset({"seq_len", "gbs_seqs", "gpu", "gpus"}),
+}
+"""Columns that tell one kind from the others."""
+
+
+def validate(path: Path, *, leave_out: bool = True, worst: int = 10, runs: Path | None = None) -> Validation:
+    """Predictions for all rows of `path`, and how far they are from what was measured.
+
+    `runs` is the folder with the files that pairs take their rows from; the folder of `path` where it is None.
+    """
+    kind = kind_of_file(path)
+    if kind == "training":
+        return _training(path, leave_out, worst)
+    if kind == "inference":
+        return _inference(path, leave_out, worst)
+    if kind == "collectives":
+        return _collectives(path, leave_out, worst)
+    return validate_pairs_file(path, runs or path.parent, leave_out, worst)
+
+
+def kind_of_file(path: Path) -> ValidationKind:
+    """What a CSV file holds, by its columns; UsageError says which columns are needed."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            columns = set(next(csv.reader(file), ()))
+    except OSError as problem:
+        raise UsageError(f"{path} cannot be read: {problem.strerror or problem}.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text in UTF-8.") from None
+    for kind, needed in KIND_COLUMNS.items():
+        if needed <= columns:
+            return kind
+    nearest = max(KIND_COLUMNS, key=lambda kind: len(KIND_COLUMNS[kind] & columns))
+    missing = ", ".join(sorted(KIND_COLUMNS[nearest] - columns))
+    raise UsageError(
+        f"{path} is not a file of measurements. Nearest: {nearest}, which needs the columns {missing} too."
+    )
+
 
 def validate_pairs_file(path: Path, folder: Path, leave_out: bool, worst: int) -> Validation:
     """Speed ratios of all pairs that differ by more than `CLOSE`; `folder` has the files whose rows they name."""
@@ -105,49 +147,6 @@ def _compared_pair(first: str, second: str, kind: str, measured: float, predicte
         predicted=predicted,
         why="",
     )
-
-
-KIND_COLUMNS: Mapping[ValidationKind, frozenset[str]] = {
-    "collectives": frozenset({"op", "num_gpus", "bytes", "time_us"}),
-    "pairs": frozenset({"row_a", "row_b", "a_over_b_speed"}),
-    "inference": frozenset({"isl", "osl", "engine", "gpu"}),
-    "training": frozenset({"seq_len", "gbs_seqs", "gpu", "gpus"}),
-}
-"""Columns that tell one kind from the others."""
-
-
-def kind_of_file(path: Path) -> ValidationKind:
-    """What a CSV file holds, by its columns; UsageError says which columns are needed."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            columns = set(next(csv.reader(file), ()))
-    except OSError as problem:
-        raise UsageError(f"{path} cannot be read: {problem.strerror or problem}.") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text in UTF-8.") from None
-    for kind, needed in KIND_COLUMNS.items():
-        if needed <= columns:
-            return kind
-    nearest = max(KIND_COLUMNS, key=lambda kind: len(KIND_COLUMNS[kind] & columns))
-    missing = ", ".join(sorted(KIND_COLUMNS[nearest] - columns))
-    raise UsageError(
-        f"{path} holds no measurements that are known here. Nearest: {nearest}, which needs the columns {missing} too."
-    )
-
-
-def validate(path: Path, *, leave_out: bool = True, worst: int = 10, runs: Path | None = None) -> Validation:
-    """Predictions for all rows of `path`, and how far they are from what was measured.
-
-    `runs` is the folder with the files that pairs take their rows from; the folder of `path` where it is None.
-    """
-    kind = kind_of_file(path)
-    if kind == "training":
-        return _training(path, leave_out, worst)
-    if kind == "inference":
-        return _inference(path, leave_out, worst)
-    if kind == "collectives":
-        return _collectives(path, leave_out, worst)
-    return validate_pairs_file(path, runs or path.parent, leave_out, worst)
 
 
 def _training(path: Path, leave_out: bool, worst: int) -> Validation:
@@ -229,13 +228,14 @@ def _inference(path: Path, leave_out: bool, worst: int) -> Validation:
 
 
 def _compared_serving(item: PredictedInference) -> ComparedRow:
-    here = item.measured.deployment
+    deployment = item.measured.deployment
     return ComparedRow(
         id=item.measured.id,
         what=item.quantity,
         unit="tokens/s" if item.quantity == "throughput" else "s",
         source=item.measured.source,
-        about=f"{here.model.name}, {here.layout.gpus} {here.cluster.machine.id}, {here.layout}, {here.engine}",
+        about=f"{deployment.model.name}, {deployment.layout.gpus} {deployment.cluster.machine.id}, "
+        f"{deployment.layout}, {deployment.engine}",
         measured=item.actual,
         predicted=item.predicted,
         why=item.reason,
@@ -253,7 +253,7 @@ def _collectives(path: Path, leave_out: bool, worst: int) -> Validation:
             predictions += predict_collectives(rows, leave_out=leave_out)
         except UsageError as problem:  # a GPU that is not in the catalogue takes its rows along, and no others
             skipped += [(f"line {row.line}", str(problem)) for row in rows]
-    furthest = (
+    largest = (
         [_compared_collective(item, why) for item, why in worst_collectives(predictions, worst)] if predictions else []
     )
     keys: dict[str, Callable[[PredictedCollective], str]] = {
@@ -271,7 +271,7 @@ def _collectives(path: Path, leave_out: bool, worst: int) -> Validation:
         [_compared_collective(item, "") for item in predictions],
         {name: [key(item) for item in predictions] for name, key in keys.items()},
         skipped,
-        furthest,
+        largest,
     )
 
 
