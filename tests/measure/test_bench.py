@@ -3,6 +3,7 @@ import gc
 import itertools
 import math
 import random
+import statistics
 import types
 
 import pytest
@@ -374,20 +375,18 @@ def test_a_real_measurement_on_this_cpu():
     assert timing.kind == "cpu"
     assert timing.method.startswith("host clock around a loop of ")
     assert timing.cache == "hot"
-    assert 0 < timing.low <= timing.seconds <= timing.high < 0.1
-    assert timing.seconds == pytest.approx(
-        sorted(block.seconds for block in timing.blocks)[len(timing.blocks) // 2], rel=0.2
-    )
+    assert 0 < timing.low <= timing.seconds <= timing.high
+    assert timing.seconds == statistics.median(block.seconds for block in timing.blocks)
     assert timing.environment.torch == torch.__version__
     assert timing.environment.threads == torch.get_num_threads()
-    assert [statistics.shape for statistics in timing.inputs] == [(64, 64)]
+    assert [tensor.shape for tensor in timing.inputs] == [(64, 64)]
     assert timing.cpu_bound is None
     assert lines[0] == "mine: probing"
 
 
 def test_the_call_returns_nothing_and_takes_no_tensor():
     timing = bench(lambda: None, **QUICK)
-    assert 0 < timing.seconds < 1e-4
+    assert timing.seconds > 0
     assert "CLOSURE_INPUTS" in names(timing)
 
 

@@ -26,7 +26,7 @@ def test_a_sound_case_shows_nothing():
 
     found = probe_host(Case(call, torch.randn(100)))
     assert 1 + PROBE_CALLS < len(calls) < 100
-    assert 0 < found.enqueue_seconds <= found.call_seconds < 1
+    assert 0 < found.enqueue_seconds <= found.call_seconds
     assert (found.mutated, found.nonfinite, found.synchronizes, found.kernels) == ((), False, False, None)
 
 

@@ -105,7 +105,6 @@ def test_the_spin_experiment_on_this_cpu():
     assert found.device == "cpu"
     assert spin.name == "spin"
     assert isinstance(spin.passed, bool)  # which depends on this machine's noise
-    assert spin.data["slope"] > 0.9  # a spin may be read longer, where others share the cores, but not shorter
     assert [row["true"] for row in spin.data["rows"]] == list(selftest.LENGTHS[::3])
     assert all(row["low"] <= row["reported"] <= row["high"] for row in spin.data["rows"])
     assert max(len(line) for line in render.text(found).splitlines()) <= 80

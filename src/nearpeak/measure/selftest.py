@@ -49,7 +49,7 @@ class Place:
 
     gpu: GpuInstrument | None
     spin: Callable[[int], None] | None
-    """Occupies the device for so many nanoseconds; None where there is no way to do that exactly."""
+    """Occupies the device for a number of nanoseconds; None where that is not possible exactly."""
 
     @property
     def name(self) -> str:
@@ -58,14 +58,14 @@ class Place:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors go."""
+        """The torch device of the tensors."""
         return self.gpu.device if self.gpu is not None else torch.device("cpu")
 
     def spin_case(self, nanoseconds: Callable[[], int] | int, name: str = "spin") -> Case:
-        """A case that spins; a callable decides anew at every call, which is how drifts are injected."""
+        """A case that spins; a callable gives the duration of each call, which is how drifts are injected."""
         assert self.spin is not None
         spin = self.spin
-        anchor = torch.zeros(1, device=self.device)  # tells the harness where the work is
+        anchor = torch.zeros(1, device=self.device)  # tells the harness which device the case runs on
 
         def call(anchor: torch.Tensor) -> None:
             spin(nanoseconds() if callable(nanoseconds) else nanoseconds)
@@ -74,7 +74,7 @@ class Place:
 
 
 def find_place() -> Place:
-    """The GPU of this process, or its CPU."""
+    """The GPU of this process, else its CPU."""
     gpu = current_gpu()
     if gpu is None:
         return Place(gpu=None, spin=spin_host)
@@ -96,7 +96,7 @@ LENGTHS = (2e-6, 5e-6, 10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 
 
 
 def delay_linearity(place: Place, quick: bool) -> Experiment:
-    """Reported time against the spun time, from 2 us to 20 ms."""
+    """The reported time of spins of known duration, from 2 us to 20 ms."""
     question = "does the reported time grow as the true time does?"
     expected = "slope 1 within 1 % from 2 us to 20 ms"
     if place.spin is None:
@@ -137,7 +137,7 @@ def relative_fit(xs: list[float], ys: list[float]) -> tuple[float, float]:
 
 
 def sleep_accuracy(place: Place, quick: bool) -> Experiment:
-    """A sleep on the host, beside an independent clock."""
+    """A sleep on the host, compared to another clock."""
     length = 2e-3
     anchor = torch.zeros(1)
 
@@ -149,15 +149,15 @@ def sleep_accuracy(place: Place, quick: bool) -> Experiment:
     start = time.monotonic_ns()
     for _ in range(count):
         time.sleep(length)
-    independent = (time.monotonic_ns() - start) / count * 1e-9
-    off = timing.seconds / independent - 1
+    reference_seconds = (time.monotonic_ns() - start) / count * 1e-9
+    deviation = timing.seconds / reference_seconds - 1
     return Experiment(
         name="sleep",
         question="does CPU time agree with another clock?",
         expected="at least 2 ms, and within 5 % of the monotonic clock",
-        found=f"{seconds(timing.seconds)}, the other clock says {seconds(independent)} ({percent(off, 2)})",
-        passed=timing.seconds >= length and abs(off) <= 0.05,
-        data={"reported": timing.seconds, "independent": independent},
+        found=f"{seconds(timing.seconds)}, the other clock says {seconds(reference_seconds)} ({percent(deviation, 2)})",
+        passed=timing.seconds >= length and abs(deviation) <= 0.05,
+        data={"reported": timing.seconds, "independent": reference_seconds},
     )
 
 
@@ -166,7 +166,7 @@ DEVICE_DELAYS = (30e-6, 150e-6, 700e-6, 3e-3)
 
 
 def host_waiting(place: Place, quick: bool) -> Experiment:
-    """A host delay and a device spin in every combination: device time and CPU-bound verdict must both be right."""
+    """Host delays and device spins in every combination: device time and CPU-bound verdict must both be correct."""
     question = "is CPU-bound code told apart, and its device time right all the same?"
     expected = "all verdicts right, device time within 2 % or 0.5 us"
     if place.gpu is None or place.spin is None:
@@ -192,18 +192,18 @@ def host_waiting(place: Place, quick: bool) -> Experiment:
                     "expected": host > CPU_BOUND_MARGIN * device,
                 }
             )
-    right = sum(row["cpu_bound"] == row["expected"] for row in rows)
-    # An empty spin itself takes the 0.6 us that any kernel takes.
-    off = [max(0.0, abs(row["reported"] - row["device"]) - 1.1e-6) / row["device"] for row in rows]
-    found = f"{right} of {len(rows)} verdicts right, device time off by at most {percent(max(off), 2)}"
-    passed = right == len(rows) and max(off) <= 0.02
+    correct = sum(row["cpu_bound"] == row["expected"] for row in rows)
+    # An empty spin itself takes 0.6 us, as any kernel.
+    deviations = [max(0.0, abs(row["reported"] - row["device"]) - 1.1e-6) / row["device"] for row in rows]
+    found = f"{correct} of {len(rows)} verdicts right, device time off by at most {percent(max(deviations), 2)}"
+    passed = correct == len(rows) and max(deviations) <= 0.02
     return Experiment(
         name="waiting", question=question, expected=expected, found=found, passed=passed, data={"rows": rows}
     )
 
 
 def copy_bandwidth(place: Place, quick: bool) -> Experiment:
-    """A large copy by the harness and by a plain loop on the host's clock."""
+    """The bandwidth of a large copy by the harness, and by a plain loop on the host's clock."""
     cache = place.gpu.cache_bytes if place.gpu is not None else HostEviction().cache_bytes or UNKNOWN_CACHE_BYTES
     size = int(max(4 * cache, 2**30 if place.gpu is not None else 2**27))
     source = torch.randn(size // 4, device=place.device)
@@ -211,7 +211,7 @@ def copy_bandwidth(place: Place, quick: bool) -> Experiment:
     timing = bench(Case(torch.Tensor.copy_, target, source, name="copy"), max_seconds=1.0)
     rate = 2 * size / timing.seconds
     loops = 20 if place.gpu is None else 100
-    best = 0.0
+    loop_rate = 0.0
     for _ in range(3):
         if place.gpu is not None:
             place.gpu.synchronize()
@@ -220,15 +220,15 @@ def copy_bandwidth(place: Place, quick: bool) -> Experiment:
             target.copy_(source)
         if place.gpu is not None:
             place.gpu.synchronize()
-        best = max(best, 2 * size * loops / (time.perf_counter() - start))
-    off = rate / best - 1
+        loop_rate = max(loop_rate, 2 * size * loops / (time.perf_counter() - start))
+    deviation = rate / loop_rate - 1
     return Experiment(
         name="copy",
         question="does a large copy reach the bandwidth that a plain loop reaches?",
         expected="within 5 % (within 15 % on a CPU, whose memory is shared)",
-        found=f"{quantity(rate, 'B/s')}, the loop {quantity(best, 'B/s')} ({percent(off, 1)})",
-        passed=abs(off) <= (0.05 if place.gpu is not None else 0.15),
-        data={"bytes": size, "harness": rate, "loop": best},
+        found=f"{quantity(rate, 'B/s')}, the loop {quantity(loop_rate, 'B/s')} ({percent(deviation, 1)})",
+        passed=abs(deviation) <= (0.05 if place.gpu is not None else 0.15),
+        data={"bytes": size, "harness": rate, "loop": loop_rate},
     )
 
 
@@ -353,7 +353,7 @@ def same_code(place: Place, quick: bool) -> Experiment:
 
 
 def same_code_under_drift(place: Place, quick: bool) -> Experiment:
-    """The same while the device gets slower and faster; beside it, what measuring one after the other would say."""
+    """The same while the device slows down and speeds up; and the false verdicts of a sequential design."""
     question = "is the same code called different while the machine drifts?"
     if place.spin is None:
         expected = f"at most {percent(FALSE_VERDICTS, 0)} false verdicts"
@@ -376,7 +376,7 @@ def same_code_under_drift(place: Place, quick: bool) -> Experiment:
 
 
 def known_ratio(place: Place, quick: bool) -> Experiment:
-    """A known ratio: no bias, and the interval holds it as often as it says."""
+    """A known ratio: no bias, and the stated coverage of the interval."""
     question = "is a known ratio found, and its interval honest?"
     expected = "bias below 0.1 %, interval right in at least 90 %, 5 % always seen"
     if place.spin is None:
@@ -414,7 +414,7 @@ def known_ratio(place: Place, quick: bool) -> Experiment:
 
 
 def interval_coverage(place: Place, quick: bool) -> Experiment:
-    """How often the printed interval holds the long-run median, in order of time and in random order."""
+    """The coverage of the reported interval for the long-run median, in order of time and in random order."""
     options = Options(cache="hot", precision=0.002)
     case = _ordinary_cases(place)[0]
     total = 300 if quick else 1500
@@ -443,7 +443,7 @@ def interval_coverage(place: Place, quick: bool) -> Experiment:
 
 
 def _covered(blocks: Sequence[Block], truth: float, options: Options) -> float:
-    """The share of runs, each stopped by bench's own rule, whose interval holds the truth."""
+    """The share of runs, each stopped by the rule of `bench`, whose interval contains the truth."""
     hits = runs = start = 0
     while start + options.min_blocks <= len(blocks):
         size = options.min_blocks
@@ -491,7 +491,7 @@ def _options(place: Place) -> Options:
 
 
 def _compare_many(place: Place, a: Case, b: Case, count: int) -> list[Comparison]:
-    """Comparisons with the default rules, on subjects that are prepared once."""
+    """Comparisons with the default rules, on cases that are prepared once."""
     options = _options(place)
     pair = prepare_pair(a, b, options)
     results = []
@@ -534,7 +534,7 @@ def _false_verdicts(name: str, question: str, results: dict[str, dict[str, int]]
 
 
 def _sequential(place: Place, case: Case, rounds: int) -> int:
-    """What the naive design says: all of one, then all of the other, different if the intervals do not touch."""
+    """The false verdicts of a sequential design: all of one, then all of the other, different if intervals are disjoint."""
     options = _options(place)
     prepared = prepare(case, options)
     false = 0
@@ -668,7 +668,7 @@ def _allocates(place: Place) -> Timing:
         backend.release_cached_memory()
         return torch.exp(x)
 
-    # A result so large that no cached segment can hold it beside what is still in use there.
+    # A result so large that no cached segment can hold it.
     return bench(call, _data(place, 2**28), **{**_QUICK, "kind": "latency"})
 
 
@@ -761,7 +761,7 @@ def _other_processes(program: str, count: int, wait_for_line: bool = False) -> I
 
 @contextmanager
 def _quiet_compiler() -> Iterator[None]:
-    """The compiler logs that it recompiles, which is what this fault is for."""
+    """Silences the compiler's log of recompilations, which this fault causes."""
     logger = logging.getLogger("torch._dynamo")
     level = logger.level
     logger.setLevel(logging.ERROR)

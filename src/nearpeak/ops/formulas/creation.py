@@ -24,35 +24,13 @@ UNWRITTEN = (
     "aten.new_empty_strided",
 )
 
-WRITTEN = (
-    "aten._new_zeros_with_same_feature_meta",
-    "aten.arange",
-    "aten.bartlett_window",
-    "aten.blackman_window",
-    "aten.eye",
-    "aten.fft_fftfreq",
-    "aten.fft_rfftfreq",
-    "aten.full",
-    "aten.full_like",
-    "aten.hamming_window",
-    "aten.hann_window",
-    "aten.kaiser_window",
-    "aten.linspace",
-    "aten.logspace",
-    "aten.new_full",
-    "aten.new_ones",
-    "aten.new_zeros",
-    "aten.ones",
-    "aten.ones_like",
-    "aten.range",
-    "aten.scalar_tensor",
-    "aten.tril_indices",
-    "aten.triu_indices",
-    "aten.zero",
-    "aten.zero_",
-    "aten.zeros",
-    "aten.zeros_like",
-)
+WRITTEN = """
+    aten._new_zeros_with_same_feature_meta aten.arange aten.bartlett_window aten.blackman_window aten.eye
+    aten.fft_fftfreq aten.fft_rfftfreq aten.full aten.full_like aten.hamming_window aten.hann_window
+    aten.kaiser_window aten.linspace aten.logspace aten.new_full aten.new_ones aten.new_zeros aten.ones
+    aten.ones_like aten.range aten.scalar_tensor aten.tril_indices aten.triu_indices aten.zero aten.zero_
+    aten.zeros aten.zeros_like
+""".split()
 
 
 @formula(*UNWRITTEN)

@@ -14,33 +14,13 @@ from nearpeak.ops.cost import Cost, Part, accesses, formula
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
-COPIES_OF_VIEWS = (
-    "aten._conj_copy",
-    "aten._fw_primal_copy",
-    "aten._neg_view_copy",
-    "aten._reshape_alias_copy",
-    "aten._reshape_copy",
-    "aten.alias_copy",
-    "aten.detach_copy",
-    "aten.diagonal_copy",
-    "aten.expand_copy",
-    "aten._make_dual_copy",
-    "aten.lift_fresh_copy",
-    "aten.narrow_copy",
-    "aten.permute_copy",
-    "aten.select_copy",
-    "aten.slice_copy",
-    "aten.split_copy",
-    "aten.split_with_sizes_copy",
-    "aten.squeeze_copy",
-    "aten.t_copy",
-    "aten.transpose_copy",
-    "aten.unbind_copy",
-    "aten.unsqueeze_copy",
-    "aten.view_as_complex_copy",
-    "aten.view_as_real_copy",
-    "aten.view_copy",
-)
+COPIES_OF_VIEWS = """
+    aten._conj_copy aten._fw_primal_copy aten._neg_view_copy aten._reshape_alias_copy aten._reshape_copy
+    aten.alias_copy aten.detach_copy aten.diagonal_copy aten.expand_copy aten._make_dual_copy
+    aten.lift_fresh_copy aten.narrow_copy aten.permute_copy aten.select_copy aten.slice_copy aten.split_copy
+    aten.split_with_sizes_copy aten.squeeze_copy aten.t_copy aten.transpose_copy aten.unbind_copy
+    aten.unsqueeze_copy aten.view_as_complex_copy aten.view_as_real_copy aten.view_copy
+""".split()
 
 
 def moved(reads: Iterable[Part], writes: Iterable[Tensor]) -> Cost:
