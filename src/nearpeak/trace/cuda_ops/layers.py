@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from nearpeak.trace.cuda_ops.registry import (
-    META_KERNELS,
-    OPAQUE_OPERATORS,
-    DispatcherKernel,
-    Lowering,
-    lowers,
-    run_native,
-)
+from nearpeak.trace.cuda_ops.registry import OPAQUE_OPERATORS, Lowering, lowers, meta_kernel, run_native
 from nearpeak.trace.cuda_ops.target import Target
 
 _aten = torch.ops.aten
@@ -167,22 +160,17 @@ def grid_sampler(
     return run_native("grid_sampler", input, grid, interpolation_mode, padding_mode, align_corners)
 
 
+@meta_kernel("cudnn_grid_sampler")
 def _grid_sampler_shape(self: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     return self.new_empty((*self.shape[:2], *grid.shape[1:3]))
 
 
+@meta_kernel("cudnn_grid_sampler_backward")
 def _grid_sampler_backward_shapes(
     self: torch.Tensor, grid: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     return self.new_empty(self.shape), grid.new_empty(grid.shape)
 
-
-META_KERNELS.extend(
-    [  # torch has no shapes for these
-        DispatcherKernel("cudnn_grid_sampler", "Meta", _grid_sampler_shape),
-        DispatcherKernel("cudnn_grid_sampler_backward", "Meta", _grid_sampler_backward_shapes),
-    ]
-)
 
 _RELU, _TANH, _LSTM, _GRU = range(4)
 """cuDNN's numbers of the kinds of cells."""
@@ -197,19 +185,12 @@ def lstm(
     input: torch.Tensor,
     hx: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    *options: Any,
 ) -> Any:
     """All layers and time steps as one operator."""
-    options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
     if not _cudnn_supports_rnn(target, input):
         return run_native("lstm.input", input, hx, params, *options)
-    output, hidden, cell = _cudnn_rnn(_LSTM, input, hx[0], hx[1], params, *options)
-    return output, hidden, cell
+    return _cudnn_rnn(_LSTM, input, hx[0], hx[1], params, *options)
 
 
 def _single_state_rnn(name: str, mode: int) -> Lowering:
@@ -289,10 +270,12 @@ def gru_cell(
     return hidden
 
 
+@meta_kernel("_thnn_fused_gru_cell")
 def _gru_cell_shapes(input_gates: torch.Tensor, hidden_gates: torch.Tensor, hx: torch.Tensor, *biases: Any) -> Any:
     return hx.new_empty(hx.shape), hx.new_empty((hx.shape[0], _GRU_WORKSPACE * hx.shape[1]))
 
 
+@meta_kernel("_thnn_fused_gru_cell_backward")
 def _gru_cell_backward_shapes(grad_hy: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> Any:
     gates = 3 * grad_hy.shape[1]
     of_gates = (workspace.new_empty((grad_hy.shape[0], gates)) for _ in range(2))
@@ -300,17 +283,9 @@ def _gru_cell_backward_shapes(grad_hy: torch.Tensor, workspace: torch.Tensor, ha
     return (*of_gates, grad_hy.new_empty(grad_hy.shape), *of_biases)
 
 
+@meta_kernel("_cudnn_rnn_backward")
 def _rnn_backward_shapes(input: torch.Tensor, weight: Sequence[torch.Tensor], *arguments: Any) -> Any:
     hidden, cell, output_mask = arguments[2], arguments[3], arguments[-1]
     like = torch.empty_like
     weights = [like(tensor) for tensor in weight] if output_mask[3] else [None] * len(weight)
     return like(input), like(hidden), None if cell is None else like(cell), weights
-
-
-META_KERNELS.extend(
-    [  # torch has no shapes for these
-        DispatcherKernel("_thnn_fused_gru_cell", "Meta", _gru_cell_shapes),
-        DispatcherKernel("_thnn_fused_gru_cell_backward", "Meta", _gru_cell_backward_shapes),
-        DispatcherKernel("_cudnn_rnn_backward", "Meta", _rnn_backward_shapes),
-    ]
-)

@@ -71,6 +71,16 @@ def lowers(*operators: str) -> Callable[[Lowering], Lowering]:
     return register
 
 
+def meta_kernel(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that makes results without data, for an operator whose shapes torch does not know."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        META_KERNELS.append(DispatcherKernel(operator, "Meta", function))
+        return function
+
+    return register
+
+
 def current_target() -> Target | None:
     """The target of the trace that runs on this thread."""
     return _active_traces.traces[-1].target if _active_traces.traces else None

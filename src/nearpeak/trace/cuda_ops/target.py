@@ -69,7 +69,7 @@ def target_of(machine: Machine) -> Target:
     raise UnknownMachine(
         f"{machine.name}: which operators torch runs on {machine.vendor}'s architecture {machine.architecture!r} is "
         "not known. Known are NVIDIA GPUs since Volta and AMD's CDNA GPUs. Name a machine of the catalogue with on=, "
-        "or give a machine of your own the vendor and the architecture whose operators it runs, such as nvidia and hopper."
+        "or give your own machine the vendor and the architecture whose operators it runs, such as nvidia and hopper."
     )
 
 

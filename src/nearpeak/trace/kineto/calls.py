@@ -9,7 +9,7 @@ function, a kernel of Inductor's, a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -54,24 +54,24 @@ class OpCall:
     """The number of its CPU thread."""
 
 
-@dataclass(frozen=True, slots=True)
 class OpCalls:
     """All ops in the order of time, and how device events refer to them."""
 
-    calls: Sequence[OpCall]
-    by_external: Mapping[int, OpCall]
-    by_correlation: Mapping[int, OpCall]
-    launches: Mapping[int, Span]
-    """The launch of each device event, by correlation id."""
-    steps: Sequence[ProfilerStep]
-    gradients: Sequence[tuple[float, RecordedTensor]]
-    """Gradients that the backward pass accumulated into leaves, with the time in microseconds; in the order of time."""
-    missing_kernels: Sequence[OpCall]
-    """Ops that launched a kernel which is not in the file, once per kernel."""
-    host: Sequence[HostCall] = ()
-    """Host activity that can leave the device idle."""
-    regions: Sequence[Span] = ()
-    """Runs of compiled code."""
+    def __init__(self) -> None:
+        self.calls: list[OpCall] = []
+        self.by_external: dict[int, OpCall] = {}
+        self.by_correlation: dict[int, OpCall] = {}
+        self.launches: dict[int, Span] = {}
+        """The launch of each device event, by correlation id."""
+        self.steps: list[ProfilerStep] = []
+        self.gradients: list[tuple[float, RecordedTensor]] = []
+        """Gradients that the backward pass accumulated into leaves, with the time in microseconds; in that order."""
+        self.missing_kernels: list[OpCall] = []
+        """Ops that launched a kernel which is not in the file, once per kernel."""
+        self.host: list[HostCall] = []
+        """Host activity that can leave the device idle."""
+        self.regions: list[Span] = []
+        """Runs of compiled code."""
 
 
 class _OpenSpan(NamedTuple):
@@ -90,43 +90,30 @@ class _OpenSpan(NamedTuple):
 
 def find_op_calls(recording: Recording) -> OpCalls:
     """The ops of all threads."""
-    walk = _ThreadWalk(recording)
+    calls = _ThreadWalk(recording)
     for spans in recording.threads.values():
-        walk.thread(spans)
-    walk.locate()
-    walk.calls.sort(key=lambda call: call.span.start)
-    steps = sorted(walk.steps.values(), key=lambda step: step.start)
-    return OpCalls(
-        walk.calls,
-        walk.by_external,
-        walk.by_correlation,
-        walk.launches,
-        steps,
-        sorted(walk.gradients),
-        walk.missing_kernels,
-        walk.host,
-        walk.regions,
-    )
+        calls.walk(spans)
+    calls.locate()
+    calls.calls.sort(key=lambda call: call.span.start)
+    numbered = {step.number: step for step in calls.steps}  # the last range of a number counts
+    calls.steps = sorted(numbered.values(), key=lambda step: step.start)
+    calls.gradients.sort()
+    return calls
 
 
-class _ThreadWalk:
+class _ThreadWalk(OpCalls):
+    """Adds the ops of one thread after the other."""
+
     def __init__(self, recording: Recording) -> None:
-        self.calls: list[OpCall] = []
-        self.by_external: dict[int, OpCall] = {}
-        self.by_correlation: dict[int, OpCall] = {}
-        self.launches: dict[int, Span] = {}
-        self.steps: dict[int, ProfilerStep] = {}
-        self.gradients: list[tuple[float, RecordedTensor]] = []
-        self.missing_kernels: list[OpCall] = []
-        self.host: list[HostCall] = []
-        self.regions: list[Span] = []
+        super().__init__()
         self._launched = {item.correlation for item in recording.device_spans}
         self._launchers = {item.external for item in recording.device_spans if not item.in_graph} - {None}
         self._thread = -1
         self._forward: dict[int, tuple[str, str]] = {}
         self._parsed: dict[int, tuple[Argument, ...]] = {}
 
-    def thread(self, spans: Sequence[Span]) -> None:
+    def walk(self, spans: Sequence[Span]) -> None:
+        """Adds the ops of a thread."""
         self._thread += 1
         stack: list[_OpenSpan] = []
         parents: set[int] = set()
@@ -266,7 +253,7 @@ class _ThreadWalk:
         if span.name.startswith(_STEP_PREFIX):
             number = span.name.removeprefix(_STEP_PREFIX)
             if number.isdigit():
-                self.steps[int(number)] = ProfilerStep(int(number), span.start, span.end)
+                self.steps.append(ProfilerStep(int(number), span.start, span.end))
         if span.name.startswith(_OPTIMIZER_PREFIX) and frame.phase == "forward":
             return frame._replace(phase="optimizer")
         return frame
