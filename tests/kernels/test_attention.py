@@ -40,7 +40,7 @@ def randn(*shape, dtype=FP32):
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def made(batch=1, heads=2, key_heads=None, queries=19, keys=None, dim=16, value_dim=None, dtype=FP32):
+def random_inputs(batch=1, heads=2, key_heads=None, queries=19, keys=None, dim=16, value_dim=None, dtype=FP32):
     keys, key_heads = queries if keys is None else keys, key_heads or heads
     return (
         randn(batch, heads, queries, dim, dtype=dtype),
@@ -64,8 +64,8 @@ def passes(function, tensors, options, upstream=None):
         generator = torch.Generator(device=result.device).manual_seed(1)
         upstream = [torch.randn(one.shape, generator=generator, device=one.device) for one in (result, lse)]
     upstream = [above.to(one.dtype) for above, one in zip(upstream, (result, lse), strict=True)]
-    found = torch.autograd.grad((result, lse), leaves, upstream)
-    return [result.detach(), lse.detach(), *found], upstream
+    actual = torch.autograd.grad((result, lse), leaves, upstream)
+    return [result.detach(), lse.detach(), *actual], upstream
 
 
 def assert_exact(tensors, options, function=kernels.attention):
@@ -110,53 +110,57 @@ def assert_exact(tensors, options, function=kernels.attention):
 )
 def test_dims_and_dtypes(dims, dtype):
     dim, value_dim = dims
-    assert_exact(made(heads=1, queries=20, keys=37, dim=dim, value_dim=value_dim, dtype=dtype), {"causal": True})
+    assert_exact(
+        random_inputs(heads=1, queries=20, keys=37, dim=dim, value_dim=value_dim, dtype=dtype), {"causal": True}
+    )
 
 
 @pytest.mark.parametrize("queries, keys", [(1, 1), (1, 70), (70, 1), (65, 64), (33, 150), (0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("alignment", ["bottom right", "top left"])
 def test_lengths_in_both_alignments(queries, keys, alignment):
-    assert_exact(made(heads=1, queries=queries, keys=keys, dtype=FP16), {"causal": True, "alignment": alignment})
+    assert_exact(
+        random_inputs(heads=1, queries=queries, keys=keys, dtype=FP16), {"causal": True, "alignment": alignment}
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [(0, 0), (5, 3), (None, 4), (40, None), (1000, 1000), (None, None)], ids=str)
 @pytest.mark.parametrize("alignment", ["bottom right", "top left"])
 def test_windows(window, alignment):
-    assert_exact(made(heads=1, queries=140, keys=90, dtype=FP16), {"window": window, "alignment": alignment})
+    assert_exact(random_inputs(heads=1, queries=140, keys=90, dtype=FP16), {"window": window, "alignment": alignment})
 
 
 @pytest.mark.parametrize("queries", [30, 100])
 def test_a_window_with_causality(queries):
-    assert_exact(made(heads=1, queries=queries, keys=100, dtype=BF16), {"window": (20, 20), "causal": True})
+    assert_exact(random_inputs(heads=1, queries=queries, keys=100, dtype=BF16), {"window": (20, 20), "causal": True})
 
 
 @pytest.mark.parametrize("heads, key_heads", [(2, 1), (4, 2), (8, 1)])
 def test_heads_that_share_keys(heads, key_heads):
-    assert_exact(made(heads=heads, key_heads=key_heads, queries=18, keys=15, dtype=BF16), {"causal": True})
+    assert_exact(random_inputs(heads=heads, key_heads=key_heads, queries=18, keys=15, dtype=BF16), {"causal": True})
 
 
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.5])
 @pytest.mark.parametrize("softcap", [None, 0.7, 30.0])
 def test_scale_and_softcap(scale, softcap):
-    assert_exact(made(heads=1, queries=20, keys=21), {"scale": scale, "softcap": softcap})
+    assert_exact(random_inputs(heads=1, queries=20, keys=21), {"scale": scale, "softcap": softcap})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (17,), (9, 17), (2, 1, 1, 17), (4, 9, 1), (2, 1, 9, 17), (2, 4, 9, 17)], ids=str)
 def test_a_bias_and_its_gradient(shape):
-    tensors = made(batch=2, heads=4, key_heads=2, queries=9, keys=17, dtype=FP16)
+    tensors = random_inputs(batch=2, heads=4, key_heads=2, queries=9, keys=17, dtype=FP16)
     assert_exact(tensors, {"bias": randn(*shape), "softcap": 3.0})
 
 
 def test_a_bias_in_several_blocks():
-    tensors = made(heads=1, queries=70, keys=40, dtype=FP16)
+    tensors = random_inputs(heads=1, queries=70, keys=40, dtype=FP16)
     assert_exact(tensors, {"bias": randn(70, 1), "causal": True, "dropout": 0.2, "seed": 1})
     assert_exact(tensors, {"bias": randn(70, 40), "window": (9, 9), "slopes": torch.rand(1, device=DEVICE)})
 
 
 def test_a_bias_of_minus_infinity_hides():
-    tensors = made(heads=1, queries=6, keys=8)
+    tensors = random_inputs(heads=1, queries=6, keys=8)
     hidden = torch.rand(6, 8, device=DEVICE) < 0.5
     hidden[2] = True
     by_bias = kernels.attention(*tensors, bias=torch.zeros(6, 8, device=DEVICE).masked_fill(hidden, float("-inf")))
@@ -168,24 +172,24 @@ def test_a_bias_of_minus_infinity_hides():
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 def test_slopes(shape):
     slopes = torch.rand(shape, device=DEVICE)
-    assert_exact(made(batch=2, heads=4, key_heads=2, queries=9, keys=17), {"slopes": slopes, "causal": True})
+    assert_exact(random_inputs(batch=2, heads=4, key_heads=2, queries=9, keys=17), {"slopes": slopes, "causal": True})
 
 
 def test_slopes_with_a_gradient_run_in_plain_torch():
     slopes = torch.rand(2, device=DEVICE, requires_grad=True)
-    assert "slopes" in kernels.supports(kernels.attention, *made(), slopes=slopes).reason
+    assert "slopes" in kernels.supports(kernels.attention, *random_inputs(), slopes=slopes).reason
     with kernels.using("auto"):
-        assert torch.autograd.grad(kernels.attention(*made(), slopes=slopes).sum(), slopes)[0].any()
+        assert torch.autograd.grad(kernels.attention(*random_inputs(), slopes=slopes).sum(), slopes)[0].any()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_sinks(dtype):
     sinks = torch.tensor([0.5, float("-inf"), -30.0, 30.0], device=DEVICE)
-    assert_exact(made(heads=4, queries=20, keys=9, dtype=dtype), {"sinks": sinks, "causal": True})
+    assert_exact(random_inputs(heads=4, queries=20, keys=9, dtype=dtype), {"sinks": sinks, "causal": True})
 
 
 def test_queries_that_see_nothing():
-    query, key, value = (one.requires_grad_() for one in made(heads=1, queries=5, keys=3))
+    query, key, value = (one.requires_grad_() for one in random_inputs(heads=1, queries=5, keys=3))
     result, lse = kernels.attention(query, key, value, causal=True, return_lse=True)
     assert not result[:, :, :2].any()
     assert (lse[:, :, :2] == float("-inf")).all()
@@ -197,15 +201,15 @@ def test_queries_that_see_nothing():
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_dropout(dtype):
     options = {"dropout": 0.3, "seed": 1234567890123456789, "causal": True}
-    assert_exact(made(batch=2, heads=2, key_heads=1, queries=10, keys=35, dtype=dtype), options)
+    assert_exact(random_inputs(batch=2, heads=2, key_heads=1, queries=10, keys=35, dtype=dtype), options)
 
 
 def test_all_is_dropped():
-    assert_exact(made(heads=1), {"dropout": 1.0, "seed": -1})
+    assert_exact(random_inputs(heads=1), {"dropout": 1.0, "seed": -1})
 
 
 def test_a_seed_decides_on_what_is_dropped():
-    tensors = made(heads=1, queries=20, keys=40)
+    tensors = random_inputs(heads=1, queries=20, keys=40)
     first = kernels.attention(*tensors, dropout=0.5, seed=3)
     assert torch.equal(first, kernels.attention(*tensors, dropout=0.5, seed=torch.tensor(3, device=DEVICE)))
     assert not torch.equal(first, kernels.attention(*tensors, dropout=0.5, seed=4))
@@ -309,7 +313,7 @@ def test_no_sequences():
 
 @pytest.mark.slow
 def test_any_layout_of_inputs_and_gradient():
-    tensors = made(batch=2, heads=1, queries=6, keys=7)
+    tensors = random_inputs(batch=2, heads=1, queries=6, keys=7)
     upstream = randn(2, 1, 6, 16)
 
     def run(query, key, value, upstream):
@@ -319,8 +323,8 @@ def test_any_layout_of_inputs_and_gradient():
     for one in range(4):
         for name, x in layouts((*tensors, upstream)[one]):
             changed = [x if place == one else tensor for place, tensor in enumerate((*tensors, upstream))]
-            for found, wanted in zip(run(*changed), expected, strict=True):
-                assert torch.equal(found, wanted), (one, name)
+            for actual, wanted in zip(run(*changed), expected, strict=True):
+                assert torch.equal(actual, wanted), (one, name)
     token_major = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     assert all(torch.equal(*pair) for pair in zip(run(*token_major, upstream), expected, strict=True))
     expanded = torch.ones((), device=DEVICE).expand(2, 1, 6, 16)
@@ -355,7 +359,7 @@ def calls(draw):
     heads, group = draw(st.sampled_from([(1, 1), (2, 2), (2, 1)]))
     queries, keys = draw(st.integers(0, 36)), draw(st.integers(0, 36))
     torch.manual_seed(draw(st.integers(0, 100)))
-    tensors = made(
+    tensors = random_inputs(
         1, heads, heads // group, queries, keys, draw(st.integers(1, 33)), draw(st.integers(1, 33)),
         draw(st.sampled_from([FP32, BF16, FP16])),
     )  # fmt: skip
@@ -384,7 +388,7 @@ def test_any_combination(call):
 
 
 def test_any_configuration_gives_the_same():
-    query, key, value = made(heads=1, queries=70, keys=70, dim=16, dtype=FP16)
+    query, key, value = random_inputs(heads=1, queries=70, keys=70, dim=16, dtype=FP16)
     problem = AttentionProblem(query, key, value, *[None] * 6, 0, 0, -1, 0, True, 0.25, 0.0, 0.0)
     result, lse = attention_triton.forward(problem)
     given = (problem, result, None, result, lse, True, True, False, False)
@@ -392,21 +396,21 @@ def test_any_configuration_gives_the_same():
     for config in attention_tuning.candidates("attention_keys", 64)[::4]:
         again, sums = attention_triton.forward(problem, config=config)
         torch.testing.assert_close((again, sums), (result, lse), atol=2e-3, rtol=2e-3)
-        found = attention_triton.backward(*given, config=config)
-        torch.testing.assert_close(found, gradients, atol=1e-2, rtol=1e-2)
+        actual = attention_triton.backward(*given, config=config)
+        torch.testing.assert_close(actual, gradients, atol=1e-2, rtol=1e-2)
 
 
 def test_candidates_fit_in_number():
     for kernel in ("attention_forward", "attention_keys", "attention_queries"):
         for dim in (16, 64, 128, 256):
-            found = attention_tuning.candidates(kernel, dim)
-            assert 2 <= len(found) <= 16
-            assert len(set(found)) == len(found)
+            actual = attention_tuning.candidates(kernel, dim)
+            assert 2 <= len(actual) <= 16
+            assert len(set(actual)) == len(actual)
 
 
 @pytest.mark.slow
 def test_operators_are_of_torch():
-    query, key, value = (one.requires_grad_() for one in made(heads=2, key_heads=1, queries=5, keys=6))
+    query, key, value = (one.requires_grad_() for one in random_inputs(heads=2, key_heads=1, queries=5, keys=6))
     bias, sinks = randn(5, 6).requires_grad_(), randn(2).requires_grad_()
     options = (0, 0, -1, 0, True, 0.25, 0.0, 0.0)
     args = (query, key, value, bias, None, sinks, None, None, None, *options)
@@ -422,7 +426,7 @@ def test_operators_are_of_torch():
 
 
 def test_operators_of_what_the_kernel_does_not_take():
-    tensors = [one.double() for one in made(heads=2, key_heads=1, queries=5, keys=6)]
+    tensors = [one.double() for one in random_inputs(heads=2, key_heads=1, queries=5, keys=6)]
     bias, sinks = (
         torch.rand(5, 6, dtype=torch.float64, device=DEVICE),
         torch.rand(2, dtype=torch.float64, device=DEVICE),
@@ -430,16 +434,16 @@ def test_operators_of_what_the_kernel_does_not_take():
     seed = torch.tensor(3, device=DEVICE)
     leaves = [one.requires_grad_() for one in (*tensors, bias, sinks)]
     args = (*tensors, bias, None, sinks, seed, None, None, 0, 0, 3, 0, True, 0.25, 2.0, 0.2)
-    found, wanted = (
+    actual, wanted = (
         torch.autograd.grad(sum(one.sin().sum() for one in function(*args)), leaves)
         for function in (torch.ops.nearpeak.attention, attention_forward)
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
-    tensors = [one.requires_grad_() for one in made(heads=2, key_heads=1, queries=9, keys=9)]
+    tensors = [one.requires_grad_() for one in random_inputs(heads=2, key_heads=1, queries=9, keys=9)]
 
     def function(query, key, value):
         result, lse = kernels.attention(query * 1.0, key, value, causal=True, return_lse=True)
@@ -473,7 +477,7 @@ def test_the_reference_has_derivatives_of_any_order():
 
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "floats", "gqa", "flat"])
 def test_it_is_torchs_function(kind):
-    query, key, value = made(batch=2, heads=4, key_heads=2 if kind == "gqa" else 4, queries=7, keys=9)
+    query, key, value = random_inputs(batch=2, heads=4, key_heads=2 if kind == "gqa" else 4, queries=7, keys=9)
     options = {
         "causal": {"is_causal": True, "scale": 0.3},
         "boolean": {"attn_mask": torch.rand(2, 1, 7, 9, device=DEVICE) < 0.7},
@@ -499,20 +503,20 @@ def test_torchs_function_takes_over_what_the_kernel_does_not_take():
 
 
 def test_the_module():
-    tensors, module = made(queries=8), kernels.Attention(causal=True, dropout=0.5)
+    tensors, module = random_inputs(queries=8), kernels.Attention(causal=True, dropout=0.5)
     assert not torch.equal(module(*tensors), kernels.attention(*tensors, causal=True))
     assert torch.equal(module.eval()(*tensors), kernels.attention(*tensors, causal=True))
     assert "causal=True" in repr(module)
 
 
 def test_mistakes_are_named():
-    query, key, value = made()
+    query, key, value = random_inputs()
     cases = [
         ((query[0], key, value), {}, r"takes query, key and value"),
         ((query, key[:, :, :5], value), {}, r"the heads and tokens"),
         ((query, key[..., :5], value), {}, r"query the dim of key"),
         ((query.long(), key, value), {}, r"takes floats"),
-        (made(heads=3, key_heads=2), {}, r"3 heads of queries must be a multiple of the 2"),
+        (random_inputs(heads=3, key_heads=2), {}, r"3 heads of queries must be a multiple of the 2"),
         ((query, key, value), {"alignment": "top"}, r"no alignment 'top'"),
         ((query, key, value), {"window": (-1, 0)}, r"A window is \(left, right\)"),
         ((query, key, value), {"softcap": 0.0}, r"softcap must be above 0"),
@@ -528,7 +532,7 @@ def test_mistakes_are_named():
     with pytest.raises(UsageError, match="Starts are int32"):
         kernels.attention_packed(query[0], key[0], value[0], randn(3), randn(3), 1, 1)
     with pytest.raises(KernelUnavailable, match="1 to 256 dimensions, and these have 257"):
-        kernels.attention(*made(dim=257))
+        kernels.attention(*random_inputs(dim=257))
     with pytest.raises(KernelUnavailable, match="one dtype"):
         kernels.attention(query, key, value.half())
 
@@ -537,7 +541,7 @@ def test_mistakes_are_named():
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_full_size_is_exact_and_the_same_in_every_run(dim, causal):
-    tensors = [one.requires_grad_() for one in made(2, 16, 4, 4096, 4096, dim, dtype=BF16)]
+    tensors = [one.requires_grad_() for one in random_inputs(2, 16, 4, 4096, 4096, dim, dtype=BF16)]
     assert_exact([one[:, : 2 if place == 0 else 1] for place, one in enumerate(tensors)], {"causal": causal})
     first = kernels.attention(*tensors, causal=causal)
     upstream = torch.randn_like(first)
@@ -559,7 +563,7 @@ def test_more_elements_than_32_bits_can_count():
 
 @pytest.mark.gpu
 def test_no_scores_are_in_memory():
-    tensors = [one.requires_grad_() for one in made(1, 1, 1, 65536, 65536, 64, dtype=BF16)]
+    tensors = [one.requires_grad_() for one in random_inputs(1, 1, 1, 65536, 65536, 64, dtype=BF16)]
     kernels.attention(*(one[:, :, :128] for one in tensors), causal=True).sum().backward()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -584,7 +588,7 @@ def test_in_a_cuda_graph_sequences_may_change():
 
 @pytest.mark.gpu
 def test_compiled_by_inductor():
-    tensors = [one.requires_grad_() for one in made(2, 4, 2, 128, 128, 64, dtype=BF16)]
+    tensors = [one.requires_grad_() for one in random_inputs(2, 4, 2, 128, 128, 64, dtype=BF16)]
     compiled = torch.compile(lambda *args: kernels.attention(*args, causal=True), fullgraph=True)
     actual, expected = compiled(*tensors), kernels.attention(*tensors, causal=True)
     assert torch.equal(actual, expected)

@@ -134,14 +134,14 @@ def test_sums_are_added_up_where_there_are_any(causal, hidden):
             unseen = 128 * sum(128 * (pair + 1) - hidden <= 128 * number for pair in range(pairs))
             sums[number, :, :unseen] = float("nan")
             expected[number, :, :unseen] = 0.0
-    found = torch.empty(batches, heads, queries, dim, dtype=BF16, device=DEVICE)
+    actual = torch.empty(batches, heads, queries, dim, dtype=BF16, device=DEVICE)
     kernel = sm90.attention_sums_kernel
     launch.launch(
-        kernel, (pairs * 4 * batches * heads, 1, 1), sums, found, *found.stride()[:3], 0.5, heads, queries, pairs * 128,
-        blocks, keys - queries, sums[0].numel(), dim, causal, 2, 128, 32,
+        kernel, (pairs * 4 * batches * heads, 1, 1), sums, actual, *actual.stride()[:3], 0.5, heads, queries,
+        pairs * 128, blocks, keys - queries, sums[0].numel(), dim, causal, 2, 128, 32,
     )  # fmt: skip
     total = (expected.sum(0) * 0.5).view(batches, heads, pairs * 128, dim)[:, :, :queries]
-    torch.testing.assert_close(found, total.to(BF16), rtol=0.01, atol=0.0)
+    torch.testing.assert_close(actual, total.to(BF16), rtol=0.01, atol=0.0)
 
 
 CASES = [
@@ -155,7 +155,7 @@ CASES = [
 ]
 
 
-def made(batches, heads, key_heads, queries, keys, dim, dtype=BF16):
+def random_inputs(batches, heads, key_heads, queries, keys, dim, dtype=BF16):
     torch.manual_seed(0)
     shapes = ((batches, queries, heads, dim), (batches, keys, key_heads, dim), (batches, keys, key_heads, dim))
     query, key, value = (torch.randn(shape, device=DEVICE, dtype=dtype).transpose(1, 2) for shape in shapes)
@@ -176,11 +176,11 @@ hopper = pytest.mark.skipif(not on_this_gpu(), reason="these kernels are for Hop
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_gradients(case, causal, alignment):
-    inputs, gradient = made(*case)
+    inputs, gradient = random_inputs(*case)
     queries, keys = case[3:5]
     with kernels.using("require"):
-        found = kernels.attention(*inputs, causal=causal, alignment=alignment)
-    gradients = torch.autograd.grad(found, inputs, gradient)
+        actual = kernels.attention(*inputs, causal=causal, alignment=alignment)
+    gradients = torch.autograd.grad(actual, inputs, gradient)
     group = case[1] // case[2]
     wide = [one.detach().double().requires_grad_() for one in inputs]
     scores = wide[0] @ wide[1].repeat_interleave(group, 1).mT * case[5] ** -0.5
@@ -190,7 +190,7 @@ def test_results_and_gradients(case, causal, alignment):
         scores = scores.masked_fill(hidden, float("-inf"))
     weights = scores.softmax(-1).nan_to_num()
     expected = weights @ wide[2].repeat_interleave(group, 1)
-    torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(actual.double(), expected, atol=0.02, rtol=0.02)
     for one, right in zip(gradients, torch.autograd.grad(expected, wide, gradient.double()), strict=True):
         assert (one.double() - right).abs().max() < 0.01 * right.abs().max() + 1e-5  # one key: no gradient
 
@@ -200,7 +200,7 @@ def test_results_and_gradients(case, causal, alignment):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_times_the_same(dim, causal):
-    inputs, gradient = made(2, 8, 4, 4096, 4096, dim)
+    inputs, gradient = random_inputs(2, 8, 4, 4096, 4096, dim)
 
     def both():
         result = kernels.attention(*inputs, causal=causal)
@@ -214,12 +214,12 @@ def test_a_hundred_times_the_same(dim, causal):
 @pytest.mark.gpu
 @hopper
 def test_in_a_cuda_graph():
-    inputs, _ = made(1, 4, 4, 1024, 1024, 128)
+    inputs, _ = random_inputs(1, 4, 4, 1024, 1024, 128)
     query, key, value = (one.detach() for one in inputs)
     expected = kernels.attention(query, key, value, causal=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = kernels.attention(query, key, value, causal=True)
-    found.zero_()
+        actual = kernels.attention(query, key, value, causal=True)
+    actual.zero_()
     graph.replay()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)

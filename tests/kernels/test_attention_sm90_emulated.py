@@ -26,11 +26,11 @@ class Case:
     def __init__(self, heads, key_heads, queries, keys, dim, sees, batches=1, dtype=torch.bfloat16):
         generator = torch.Generator().manual_seed(0)
 
-        def made(tokens, heads):
+        def random_tensor(tokens, heads):
             return torch.randn((batches, tokens, heads, dim), generator=generator).to(dtype).transpose(1, 2)
 
         query, key, value, self.gradient = (
-            made(*size) for size in ((queries, heads), (keys, key_heads), (keys, key_heads), (queries, heads))
+            random_tensor(*size) for size in ((queries, heads), (keys, key_heads), (keys, key_heads), (queries, heads))
         )
         right, bottom_right = SEES[sees]
         nothing = (None,) * 6
@@ -89,10 +89,10 @@ def check_backward(emulate, case, processors, seed=0, slowest=None):
     def call():
         return sm90.backward(case.problem, case.gradient, None, result, lse, True, True)
 
-    found = emulate(call, processors, seed, slowest)[:3]
-    for one, right in zip(found, case.gradients, strict=True):
+    actual = emulate(call, processors, seed, slowest)[:3]
+    for one, right in zip(actual, case.gradients, strict=True):
         assert (one.double() - right).abs().max() < 0.01 * right.abs().max() + 1e-5
-    return found
+    return actual
 
 
 CONFIGS = [

@@ -39,7 +39,7 @@ def randn(*shape, dtype=FP32):
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def made(batch=1, heads=1, key_heads=None, queries=19, keys=None, dim=16, value_dim=None, dtype=FP32):
+def random_inputs(batch=1, heads=1, key_heads=None, queries=19, keys=None, dim=16, value_dim=None, dtype=FP32):
     keys, key_heads = queries if keys is None else keys, key_heads or heads
     return (
         randn(batch, heads, queries, dim, dtype=dtype),
@@ -88,7 +88,7 @@ def assert_exact(tensors, **options):
     ids=str,
 )
 def test_dims_and_dtypes(dims, dtype):
-    assert_exact(made(queries=20, dim=dims[0], value_dim=dims[1], dtype=dtype))
+    assert_exact(random_inputs(queries=20, dim=dims[0], value_dim=dims[1], dtype=dtype))
 
 
 @pytest.mark.slow
@@ -97,12 +97,12 @@ def test_dims_and_dtypes(dims, dtype):
     [*[(tokens, True) for tokens in (1, 63, 64, 65, 129, 300)], (1, False), (129, False), (300, False)],
 )
 def test_lengths_in_chunks_and_segments(tokens, causal, segments):
-    assert_exact(made(queries=tokens, dim=32, dtype=BF16), causal=causal)
+    assert_exact(random_inputs(queries=tokens, dim=32, dtype=BF16), causal=causal)
 
 
 @pytest.mark.parametrize("tokens", [40, 200])
 def test_one_segment_is_as_several(tokens, monkeypatch):
-    tensors = made(queries=tokens, dim=16)
+    tensors = random_inputs(queries=tokens, dim=16)
     one = kernels.linear_attention(*tensors)
     monkeypatch.setattr(linear_attention_triton, "segment_length", lambda *args: 128)
     torch.testing.assert_close(kernels.linear_attention(*tensors), one)
@@ -113,23 +113,24 @@ def test_one_segment_is_as_several(tokens, monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_heads_that_share_keys(heads, key_heads, causal, segments):
     assert_exact(
-        made(batch=3 - key_heads, heads=heads, key_heads=key_heads, queries=140, dim=16, dtype=BF16), causal=causal
+        random_inputs(batch=3 - key_heads, heads=heads, key_heads=key_heads, queries=140, dim=16, dtype=BF16),
+        causal=causal,
     )
 
 
 @pytest.mark.parametrize("queries, keys", [(1, 1), (5, 150), (150, 5), (0, 5), (5, 0), (0, 0)])
 def test_queries_that_see_all_keys(queries, keys, segments):
-    assert_exact(made(queries=queries, keys=keys, dtype=BF16), causal=False)
+    assert_exact(random_inputs(queries=queries, keys=keys, dtype=BF16), causal=False)
 
 
 def test_nothing():
     for sizes in ({"batch": 0}, {"queries": 0}, {"heads": 2, "batch": 0}):
-        assert_exact(made(**sizes))
+        assert_exact(random_inputs(**sizes))
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 3.0])
 def test_eps(eps):
-    assert_exact(made(queries=10), eps=eps)
+    assert_exact(random_inputs(queries=10), eps=eps)
 
 
 @pytest.mark.slow
@@ -139,12 +140,12 @@ def test_eps(eps):
     st.integers(1, 33), st.booleans(),
 )  # fmt: skip
 def test_any_shape(batch, heads, tokens, dim, value_dim, causal):
-    tensors = made(batch, *heads, tokens, None, dim, value_dim, dtype=BF16)
+    tensors = random_inputs(batch, *heads, tokens, None, dim, value_dim, dtype=BF16)
     assert_exact(tensors, causal=causal)
 
 
 def test_results_are_means_of_values(segments):
-    query, key, _ = made(queries=200, dtype=BF16)
+    query, key, _ = random_inputs(queries=200, dtype=BF16)
     ones = torch.ones(1, 1, 200, 8, device=DEVICE, dtype=BF16)
     for causal in (True, False):
         result = kernels.linear_attention(query, key, ones, causal=causal, eps=0.0)
@@ -156,7 +157,7 @@ def test_results_are_means_of_values(segments):
 
 
 def test_a_result_does_not_depend_on_later_tokens(segments):
-    query, key, value = made(queries=150)
+    query, key, value = random_inputs(queries=150)
     changed = [one.clone() for one in (key, value)]
     for one in changed:
         one[:, :, 70:] = 5.0
@@ -167,7 +168,7 @@ def test_a_result_does_not_depend_on_later_tokens(segments):
 
 def test_sums_beyond_float16():
     """Weights of 20,000 and gradients of 1e-6 of them, where float16 ends at 65,504 and at 6e-8."""
-    tensors = [20 * one.abs() for one in made(queries=300, dim=16, dtype=FP16)]
+    tensors = [20 * one.abs() for one in random_inputs(queries=300, dim=16, dtype=FP16)]
     upstream = randn(1, 1, 300, 16, dtype=FP16)
     actual = passes(kernels.linear_attention, tensors, upstream)
     exact = passes(kernels.linear_attention.reference, [one.double() for one in tensors], upstream)
@@ -176,7 +177,7 @@ def test_sums_beyond_float16():
 
 
 def test_large_and_infinite_numbers():
-    query, key, value = made(queries=20)
+    query, key, value = random_inputs(queries=20)
     query[0, 0, 3], key[0, 0, 5] = -200.0, -float("inf")
     result = kernels.linear_attention(query, key, value, eps=1e-3)
     assert result.isfinite().all()
@@ -188,17 +189,17 @@ def test_large_and_infinite_numbers():
 
 @pytest.mark.slow
 def test_any_layout_of_inputs_and_gradient():
-    tensors = made(queries=6, dim=8, dtype=BF16)
+    tensors = random_inputs(queries=6, dim=8, dtype=BF16)
     upstream = randn(1, 1, 6, 8, dtype=BF16)
     expected = passes(kernels.linear_attention, tensors, upstream)
     for place in range(4):
         for name, x in layouts((*tensors, upstream)[place]):
             changed = [x if at == place else one for at, one in enumerate((*tensors, upstream))]
-            found = passes(kernels.linear_attention, changed[:3], changed[3])
-            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (place, name)
+            actual = passes(kernels.linear_attention, changed[:3], changed[3])
+            assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True)), (place, name)
     expanded = torch.ones((), device=DEVICE, dtype=BF16).expand(1, 1, 6, 8)
-    found, wanted = (passes(kernels.linear_attention, tensors, one) for one in (expanded, expanded.clone()))
-    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    actual, wanted = (passes(kernels.linear_attention, tensors, one) for one in (expanded, expanded.clone()))
+    assert all(torch.equal(*pair) for pair in zip(actual, wanted, strict=True))
 
 
 def test_one_tensor_with_query_key_and_value():
@@ -216,23 +217,23 @@ def test_strides_beyond_32_bits():
     memory = torch.empty(apart + 4096, dtype=FP16)
     x = memory.as_strided((1, 2, 5, 16), (1, apart, 16, 1)).copy_(randn(1, 2, 5, 16, dtype=FP16))
     dense = x.contiguous()
-    found, wanted = (passes(kernels.linear_attention, (one,) * 3, dense) for one in (x, dense))
-    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    actual, wanted = (passes(kernels.linear_attention, (one,) * 3, dense) for one in (x, dense))
+    assert all(torch.equal(*pair) for pair in zip(actual, wanted, strict=True))
 
 
 def test_only_wanted_gradients():
     for place in range(3):
-        leaves = [one.requires_grad_(at == place) for at, one in enumerate(made(queries=9))]
-        (found,) = torch.autograd.grad(kernels.linear_attention(*leaves).sum(), [leaves[place]])
+        leaves = [one.requires_grad_(at == place) for at, one in enumerate(random_inputs(queries=9))]
+        (actual,) = torch.autograd.grad(kernels.linear_attention(*leaves).sum(), [leaves[place]])
         with kernels.using("off"):
             (wanted,) = torch.autograd.grad(kernels.linear_attention(*leaves).sum(), [leaves[place]])
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_operators_are_of_torch(causal):
-    tensors = [one.requires_grad_() for one in made(heads=2, key_heads=1, queries=3)]
+    tensors = [one.requires_grad_() for one in random_inputs(heads=2, key_heads=1, queries=3)]
     checks = (
         "test_schema",
         "test_faketensor",
@@ -249,54 +250,54 @@ def test_the_operators_are_of_torch(causal):
 @pytest.mark.parametrize("causal", [True, False])
 def test_operators_have_their_references(causal):
     """The operators called by name with what the kernel does not take, float64: reference and autograd agree."""
-    tensors = [one.double().requires_grad_() for one in made(heads=2, key_heads=1, queries=7)]
+    tensors = [one.double().requires_grad_() for one in random_inputs(heads=2, key_heads=1, queries=7)]
     result, norms = torch.ops.nearpeak.linear_attention(*tensors, causal, 1e-6)
     assert norms.dtype == torch.float64
     upstream = randn(*result.shape).double()
-    found = torch.autograd.grad(result, tensors, upstream)
+    actual = torch.autograd.grad(result, tensors, upstream)
     with kernels.using("off"):
         wanted = torch.autograd.grad(kernels.linear_attention(*tensors, causal=causal), tensors, upstream)
-    for pair in zip(found, wanted, strict=True):
+    for pair in zip(actual, wanted, strict=True):
         torch.testing.assert_close(*pair)
 
 
 def test_the_reference_has_right_gradients():
-    tensors = [one.double().requires_grad_() for one in made(heads=2, key_heads=1, queries=4, dim=3)]
+    tensors = [one.double().requires_grad_() for one in random_inputs(heads=2, key_heads=1, queries=4, dim=3)]
     with kernels.using("off"):
         assert torch.autograd.gradcheck(kernels.linear_attention, tensors)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_naive_form_is_the_same(causal):
-    tensors = [one.double() for one in made(heads=4, key_heads=2, queries=11, value_dim=5)]
+    tensors = [one.double() for one in random_inputs(heads=4, key_heads=2, queries=11, value_dim=5)]
     with kernels.using("off"):
         wanted = kernels.linear_attention(*tensors, causal=causal)
     torch.testing.assert_close(naive_linear_attention(*tensors, causal=causal), wanted)
 
 
 def test_it_compiles_without_a_graph_break():
-    tensors = [one.requires_grad_() for one in made(queries=12)]
+    tensors = [one.requires_grad_() for one in random_inputs(queries=12)]
     compiled = torch.compile(
         lambda *given: kernels.linear_attention(*given).square().sum(), fullgraph=True, backend="aot_eager"
     )
-    found = torch.autograd.grad(compiled(*tensors), tensors)
+    actual = torch.autograd.grad(compiled(*tensors), tensors)
     wanted = torch.autograd.grad(kernels.linear_attention(*tensors).square().sum(), tensors)
-    for pair in zip(found, wanted, strict=True):
+    for pair in zip(actual, wanted, strict=True):
         torch.testing.assert_close(*pair)
 
 
 def test_what_it_does_not_take():
-    query, key, value = made()
+    query, key, value = random_inputs()
     assert "one dtype" in kernels.supports(kernels.linear_attention, query, key, value.half()).reason
     assert "no heads" in kernels.supports(kernels.linear_attention, query[:, :0], key, value).reason
-    assert "1 to 128" in kernels.supports(kernels.linear_attention, *made(dim=129)).reason
+    assert "1 to 128" in kernels.supports(kernels.linear_attention, *random_inputs(dim=129)).reason
     with pytest.raises(KernelUnavailable, match="float64"):
         kernels.linear_attention(*(one.double() for one in (query, key, value)))
 
 
 def test_mistakes_are_named():
-    query, key, value = made()
-    for tensors, options, said in [
+    query, key, value = random_inputs()
+    for tensors, options, message in [
         ((query[0], key, value), {}, r"takes \[batch, heads, tokens, dim\]"),
         ((query, key[..., :8], value), {}, "query the dim of key"),
         ((query[:, :, :5], key, value), {}, "5 queries and 19 keys"),
@@ -304,13 +305,13 @@ def test_mistakes_are_named():
         ((query.long(), key, value), {}, "takes floats"),
         ((query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1)), {}, "must be a multiple"),
     ]:
-        with pytest.raises(UsageError, match=said), kernels.using("auto"):
+        with pytest.raises(UsageError, match=message), kernels.using("auto"):
             kernels.linear_attention(*tensors, **options)
 
 
 def test_the_module():
     module = kernels.LinearAttention(causal=False, eps=0.5)
-    tensors = made()
+    tensors = random_inputs()
     assert torch.equal(module(*tensors), kernels.linear_attention(*tensors, causal=False, eps=0.5))
     assert repr(module) == "LinearAttention(causal=False, eps=0.5)"
 
@@ -323,24 +324,24 @@ def test_segments_fill_a_gpu_and_are_not_too_short():
     assert tuning.segment_length(16384, 1000, 2, 2, device) >= 16384
     assert tuning.segment_length(5, 1, 1, 2, device) == 256
     for kernel in ("linear_attention", "linear_attention_states"):
-        found = [tuning.candidates(widest, kernel) for widest in (64, 128)]
-        assert tuning.heuristic(kernel, BF16) in found[0]
-        assert all(config in found[1] for config in found[0])
-        assert all(128 % config.rows == 0 and config.warps == 4 for config in found[1])
+        actual = [tuning.candidates(widest, kernel) for widest in (64, 128)]
+        assert tuning.heuristic(kernel, BF16) in actual[0]
+        assert all(config in actual[1] for config in actual[0])
+        assert all(128 % config.rows == 0 and config.warps == 4 for config in actual[1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_at_full_size(causal, dim):
-    tensors = made(heads=4, queries=8192, dim=dim, dtype=BF16)
+    tensors = random_inputs(heads=4, queries=8192, dim=dim, dtype=BF16)
     assert_exact(tensors, causal=causal)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_a_hundred_launches_are_equal(dtype):
-    tensors = made(heads=16, queries=4096, dim=128, dtype=dtype)
+    tensors = random_inputs(heads=16, queries=4096, dim=128, dtype=dtype)
     upstream = randn(1, 16, 4096, 128, dtype=dtype)
     first = passes(kernels.linear_attention, tensors, upstream)
     for _ in range(100):
@@ -350,7 +351,7 @@ def test_a_hundred_launches_are_equal(dtype):
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph():
-    tensors = made(heads=16, queries=2048, dim=128, dtype=BF16)
+    tensors = random_inputs(heads=16, queries=2048, dim=128, dtype=BF16)
     expected = kernels.linear_attention(*tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -362,9 +363,9 @@ def test_in_a_cuda_graph():
 
 @pytest.mark.gpu
 def test_compiled_by_inductor():
-    tensors = [one.requires_grad_() for one in made(heads=4, queries=1000, dim=64, dtype=BF16)]
+    tensors = [one.requires_grad_() for one in random_inputs(heads=4, queries=1000, dim=64, dtype=BF16)]
     compiled = torch.compile(lambda *given: kernels.linear_attention(*given).float().square().sum(), fullgraph=True)
-    found = torch.autograd.grad(compiled(*tensors), tensors)
+    actual = torch.autograd.grad(compiled(*tensors), tensors)
     wanted = torch.autograd.grad(kernels.linear_attention(*tensors).float().square().sum(), tensors)
-    for pair in zip(found, wanted, strict=True):
+    for pair in zip(actual, wanted, strict=True):
         torch.testing.assert_close(*pair, atol=1e-2, rtol=1e-2)

@@ -51,7 +51,7 @@ def registered() -> Any:
     torch.compiler.reset()
 
 
-def built(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def build_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name], **more})
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE, dtype).eval()
     for parameter_name, parameter in model.named_parameters():
@@ -62,8 +62,8 @@ def built(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
 
 def logits(model: Any, implementation: str, **inputs: Any) -> torch.Tensor:
     model.set_attn_implementation(implementation)
-    found: torch.Tensor = model(**inputs, use_cache=False).logits
-    return found
+    actual: torch.Tensor = model(**inputs, use_cache=False).logits
+    return actual
 
 
 def tokens(batch: int = 2, count: int = TOKENS) -> torch.Tensor:
@@ -81,40 +81,40 @@ def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_eager(name):
-    model, ids = built(name), tokens()
+    model, ids = build_model(name), tokens()
     with torch.no_grad():
-        expected, found = (logits(model, one, input_ids=ids) for one in ("eager", "nearpeak"))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        expected, actual = (logits(model, one, input_ids=ids) for one in ("eager", "nearpeak"))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert expected.std() > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, side", [*((name, "left") for name in MODELS), ("Llama", "right"), ("GptOss", "right")])
 def test_a_padded_batch(name, side, monkeypatch):
-    model = built(name)
+    model = build_model(name)
     ids, mask = padded(side)
     with torch.no_grad():
         expected = logits(model, "eager", input_ids=ids, attention_mask=mask)
-        monkeypatch.setattr(masking, "sdpa_mask", lambda **rest: pytest.fail("a mask was written out"))
-        found = logits(model, "nearpeak", input_ids=ids, attention_mask=mask)
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
-    assert found.isfinite().all()
+        monkeypatch.setattr(masking, "sdpa_mask", lambda **rest: pytest.fail("a mask was materialized"))
+        actual = logits(model, "nearpeak", input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+    assert actual.isfinite().all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_gradients_are_those_of_eager(name):
-    model = built(name)
+    model = build_model(name)
     ids, mask = padded("right")
-    found = []
+    actual = []
     for implementation in ("eager", "nearpeak"):
         model.zero_grad()
         result = logits(model, implementation, input_ids=ids, attention_mask=mask)
         torch.nn.functional.cross_entropy(result[mask.bool()], ids[mask.bool()]).backward()
-        found.append({key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    for key, expected in found[0].items():
-        torch.testing.assert_close(found[1][key], expected, atol=1e-5, rtol=1e-3, msg=key)
+        actual.append({key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
+    assert actual[0].keys() == actual[1].keys()
+    for key, expected in actual[0].items():
+        torch.testing.assert_close(actual[1][key], expected, atol=1e-5, rtol=1e-3, msg=key)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_eager(name):
     [*((name, "plain") for name in MODELS), *((name, kind) for name in ("Llama", "GptOss") for kind in OTHER_KINDS)],
 )
 def test_generated_tokens_are_those_of_eager(name, kind, monkeypatch):
-    model = built(name)
+    model = build_model(name)
     ids, mask = padded("left") if kind == "padded" else (tokens(), torch.ones(2, TOKENS, device=DEVICE).long())
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True, "eos_token_id": None}
     if kind == "static":
@@ -133,13 +133,13 @@ def test_generated_tokens_are_those_of_eager(name, kind, monkeypatch):
     monkeypatch.setattr(
         kernels_transformers, "decode_attention", lambda *a, **k: decoded.append(1) or original(*a, **k)
     )
-    found = []
+    actual = []
     for implementation in ("eager", "nearpeak"):
         model.set_attn_implementation(implementation)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of transformers about its own caches
-            found.append(model.generate(ids, attention_mask=mask, **options))
-    assert torch.equal(*found)
+            actual.append(model.generate(ids, attention_mask=mask, **options))
+    assert torch.equal(*actual)
     if kind == "plain":
         assert len(decoded) == 2 * (options["max_new_tokens"] - 1)
     elif name == "Llama":
@@ -149,39 +149,39 @@ def test_generated_tokens_are_those_of_eager(name, kind, monkeypatch):
 def test_a_prompt_in_two_parts():
     """The second part comes behind keys that are there: its diagonal is at the bottom right."""
     for name in ("Llama", "Gemma2"):
-        model, ids = built(name), tokens()
-        found = []
+        model, ids = build_model(name), tokens()
+        actual = []
         for implementation in ("eager", "nearpeak"):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
                 cache = model(ids[:, :6], use_cache=True).past_key_values
-                found.append(model(ids[:, 6:], past_key_values=cache, use_cache=True).logits)
-        torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+                actual.append(model(ids[:, 6:], past_key_values=cache, use_cache=True).logits)
+        torch.testing.assert_close(actual[1], actual[0], atol=1e-4, rtol=1e-4)
 
 
 def test_packed_sequences():
     """By positions that start anew, and by where sequences start."""
-    model, ids = built("Llama"), tokens(1)
+    model, ids = build_model("Llama"), tokens(1)
     positions = torch.tensor([[*range(4), *range(5)]], device=DEVICE)
     starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
     given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
     with torch.no_grad():
-        expected, found = (logits(model, one, input_ids=ids, position_ids=positions) for one in ("eager", "nearpeak"))
+        expected, actual = (logits(model, one, input_ids=ids, position_ids=positions) for one in ("eager", "nearpeak"))
         by_starts = logits(model, "nearpeak", input_ids=ids, position_ids=positions, **given)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_starts, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_masks_of_the_users_own():
-    model, ids = built("Llama"), tokens()
+    model, ids = build_model("Llama"), tokens()
     seen = torch.rand(2, 1, TOKENS, TOKENS, device=DEVICE) < 0.7
     seen |= torch.eye(TOKENS, dtype=torch.bool, device=DEVICE)
     added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
         expected = logits(model, "eager", input_ids=ids, attention_mask=added)
         for mask in (seen, added):
-            found = logits(model, "nearpeak", input_ids=ids, attention_mask=mask)
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            actual = logits(model, "nearpeak", input_ids=ids, attention_mask=mask)
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_encoder():
@@ -190,16 +190,18 @@ def test_an_encoder():
     )
     model = transformers.BertModel(config, add_pooling_layer=False).to(DEVICE).eval()
     ids, mask = padded("right")
-    found = []
+    actual = []
     with torch.no_grad():
         for implementation in ("eager", "nearpeak"):
             model.set_attn_implementation(implementation)
-            found.append([model(ids).last_hidden_state, model(ids, attention_mask=mask).last_hidden_state[mask.bool()]])
-    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+            actual.append(
+                [model(ids).last_hidden_state, model(ids, attention_mask=mask).last_hidden_state[mask.bool()]]
+            )
+    torch.testing.assert_close(actual[1], actual[0], atol=1e-4, rtol=1e-4)
 
 
 def test_dropout_in_training_alone():
-    model, ids = built("Llama", attention_dropout=0.5), tokens()
+    model, ids = build_model("Llama", attention_dropout=0.5), tokens()
     with torch.no_grad():
         calm = logits(model, "nearpeak", input_ids=ids)
         assert torch.equal(logits(model, "nearpeak", input_ids=ids), calm)
@@ -208,7 +210,7 @@ def test_dropout_in_training_alone():
 
 @pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
-    model, ids = built("Gemma2"), tokens()
+    model, ids = build_model("Gemma2"), tokens()
     model.set_attn_implementation("nearpeak")
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
@@ -224,7 +226,7 @@ def causal(queries: int, keys: int, **more: Any) -> Any:
     return make_mask(masking, **{**given, "mask_function": masking.causal_mask_function, **more})
 
 
-def test_patterns_are_told_from_functions():
+def test_patterns_of_mask_functions():
     window = masking.sliding_window_causal_mask_function(3)
     chunks = masking.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64, device=DEVICE))
     assert causal(8, 8) is None
@@ -249,7 +251,7 @@ def test_patterns_are_told_from_functions():
     assert torch.equal(one[:, 0, 0], padding)
 
 
-def test_a_mask_is_written_out_where_somebody_looks():
+def test_a_mask_is_materialized_when_an_op_reads_it():
     padding = torch.ones(2, 8, dtype=torch.bool, device=DEVICE)
     assert causal(8, 8, attention_mask=padding) is None
     padding[0, :2] = False
@@ -266,7 +268,7 @@ def test_a_mask_is_written_out_where_somebody_looks():
     assert "padding=True" in repr(mask)
 
 
-def test_what_it_cannot_do_is_said(monkeypatch):
+def test_unsupported_options_raise(monkeypatch):
     query = torch.randn(1, 1, 4, 16, device=DEVICE)
     layer = torch.nn.Module()
     with pytest.raises(UsageError, match="no weights to return"):
@@ -289,19 +291,21 @@ def test_a_bias_by_position(mask):
     given = {None: None, "booleans": seen[None, None], "numbers": torch.where(seen, 0.0, -1e30)[None, None]}[mask]
     layer = torch.nn.Module()
     layer.is_causal = True  # type: ignore[assignment]
-    found, _ = kernels_transformers.attention_forward(layer, query, key, value, given, position_bias=bias)
+    actual, _ = kernels_transformers.attention_forward(layer, query, key, value, given, position_bias=bias)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, bias.masked_fill(~seen, -torch.inf))
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_at_the_size_of_a_model(name):
     more = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "max_position_embeddings": 2048}
-    model = built(name, torch.bfloat16, **more, **({"sliding_window": 412} if "sliding_window" in MODELS[name] else {}))
+    model = build_model(
+        name, torch.bfloat16, **more, **({"sliding_window": 412} if "sliding_window" in MODELS[name] else {})
+    )
     ids = tokens(2, 2048)
     with torch.no_grad():
-        expected, found = (logits(model, one, input_ids=ids) for one in ("eager", "nearpeak"))
+        expected, actual = (logits(model, one, input_ids=ids) for one in ("eager", "nearpeak"))
         exact = logits(model.float(), "eager", input_ids=ids)
-    error, allowed = ((one.float() - exact).abs().max() for one in (found, expected))
+    error, allowed = ((one.float() - exact).abs().max() for one in (actual, expected))
     assert error <= 2 * allowed
