@@ -281,7 +281,7 @@ def test_mistakes():
         r"\[rows, columns\]": lambda: turn(x, cos[None], sin[None], positions=torch.arange(3)),
         r"\[seq\] or \[batch, seq\], and not \[4\]": lambda: turn(x, cos, sin, positions=torch.arange(4)),
         "int32 or int64, and not torch.float32": lambda: turn(x, cos, sin, positions=torch.ones(3)),
-        "number of heads alone": lambda: kernels.rotary_pair(x, x[:, :2], cos, sin),
+        "only in their number of heads": lambda: kernels.rotary_pair(x, x[:, :2], cos, sin),
     }.items():
         with pytest.raises(UsageError, match=match):
             call()

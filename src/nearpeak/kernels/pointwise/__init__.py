@@ -110,10 +110,6 @@ def _activation_why_not(x: Tensor, bias: Tensor | None, activation: str) -> str 
     return _why_not_floats(x, bias)
 
 
-def _activation_backward_why_not(gradient: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> str | None:
-    return cannot_run(gradient) or _activation_why_not(x, bias, activation)
-
-
 def _activation_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, str], output: Tensor) -> None:
     x, bias, ctx.activation = inputs
     ctx.save_for_backward(x, bias)
@@ -131,7 +127,7 @@ _activation_backward = Operator(
     backends={"nvidia": "pointwise.triton:activation_backward"},
     reference=lambda gradient, x, *rest: _autograd_gradients(_activation_reference, [x], gradient, *rest)[0],
     fake=lambda gradient, x, bias, activation: _empty(x),
-    why_not=_activation_backward_why_not,
+    why_not=lambda gradient, *rest: cannot_run(gradient) or _activation_why_not(*rest),
 )
 _activation_backward_with_bias = Operator(
     "activation_backward_with_bias(Tensor gradient, Tensor x, Tensor bias, str activation) -> (Tensor, Tensor)",
@@ -140,7 +136,7 @@ _activation_backward_with_bias = Operator(
         _autograd_gradients(_activation_reference, [x, bias], gradient, activation)
     ),
     fake=lambda gradient, x, bias, activation: (_empty(x), _empty(bias)),
-    why_not=_activation_backward_why_not,
+    why_not=lambda gradient, *rest: cannot_run(gradient) or _activation_why_not(*rest),
 )
 _activation = Operator(
     "activation(Tensor x, Tensor? bias, str activation) -> Tensor",

@@ -45,10 +45,6 @@ def _angles(table: Tensor, positions: Tensor | None, length: int, interleaved: b
     return table[..., ::2] if interleaved else table[..., : rotary_dim // 2]
 
 
-def _rotate_pair_reference(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return rotate_reference(q, *rest), rotate_reference(k, *rest)
-
-
 def _rotate_in_place_reference(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, positions: Tensor | None,
     interleaved: bool, heads_first: bool, rotary_dim: int,
@@ -67,14 +63,6 @@ def _why_not_tensors(tensors: list[Tensor], cos: Tensor, sin: Tensor, positions:
     return cannot_run(*tensors, cos, sin, positions)
 
 
-def _why_not(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *rest: Any) -> str | None:
-    return _why_not_tensors([x], cos, sin, positions)
-
-
-def _why_not_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *rest: Any) -> str | None:
-    return _why_not_tensors([q, k], cos, sin, positions)
-
-
 def _why_not_in_place(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, positions: Tensor | None, *rest: Any
 ) -> str | None:
@@ -87,6 +75,7 @@ def _why_not_in_place(
 
 
 def empty_result(x: Tensor, *rest: Any) -> Tensor:
+    """Memory for the rotated x: dimensions in the order that x has in memory, and a last stride of 1."""
     result = torch.empty_like(x) if x.stride(-1) == 1 else x
     return result if result.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -96,29 +85,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(cos, sin, positions)
 
 
-def _options(ctx: Any) -> tuple[Any, ...]:
+def _reverse_settings(ctx: Any) -> tuple[Any, ...]:
     return *ctx.saved_tensors, ctx.interleaved, not ctx.reverse, ctx.heads_first, ctx.rotary_dim
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return _rotary(gradient, *_options(ctx)), *[None] * 7
-
-
-def _pair_gradients(ctx: Any, q_gradient: Tensor, k_gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *_rotary_pair(q_gradient, k_gradient, *_options(ctx)), *[None] * 7
-
-
 _TABLES = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved"
-_rotary = Operator(
+_rotary: Operator = Operator(
     f"rotary(Tensor x, {_TABLES}, bool reverse, bool heads_first, int rotary_dim) -> Tensor",
     backends={"nvidia": "rotary.triton:forward"},
     reference=lambda x, *rest: empty_result(x).copy_(rotate_reference(x, *rest)),
     fake=empty_result,
-    why_not=_why_not,
+    why_not=lambda x, cos, sin, positions, *rest: _why_not_tensors([x], cos, sin, positions),
     setup_context=_setup_context,
-    backward=_gradients,
+    backward=lambda ctx, gradient: (_rotary(gradient, *_reverse_settings(ctx)), *[None] * 7),
 )
-_rotary_pair = Operator(
+_rotary_pair: Operator = Operator(
     f"rotary_pair(Tensor q, Tensor k, {_TABLES}, bool reverse, bool heads_first, int rotary_dim) -> (Tensor, Tensor)",
     backends={"nvidia": "rotary.triton:forward_pair"},
     reference=lambda q, k, *rest: (
@@ -126,9 +107,9 @@ _rotary_pair = Operator(
         empty_result(k).copy_(rotate_reference(k, *rest)),
     ),
     fake=lambda q, k, *rest: (empty_result(q), empty_result(k)),
-    why_not=_why_not_pair,
+    why_not=lambda q, k, cos, sin, positions, *rest: _why_not_tensors([q, k], cos, sin, positions),
     setup_context=_setup_context,
-    backward=_pair_gradients,
+    backward=lambda ctx, *gradients: (*_rotary_pair(*gradients, *_reverse_settings(ctx)), *[None] * 7),
 )
 _rotary_in_place = Operator(
     f"rotary_(Tensor(a!)[] tensors, {_TABLES}, bool heads_first, int rotary_dim) -> ()",
@@ -241,7 +222,8 @@ def _rotary_pair_reference(
     inplace: bool = False, seq_dim: int = -3, rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads_first, size = check_arguments([q, k], cos, sin, positions, inplace, seq_dim, rotary_dim)
-    results = _rotate_pair_reference(q, k, cos, sin, positions, interleaved, False, heads_first, size)
+    settings = (cos, sin, positions, interleaved, False, heads_first, size)
+    results = rotate_reference(q, *settings), rotate_reference(k, *settings)
     return (q.copy_(results[0]), k.copy_(results[1])) if inplace else results
 
 
