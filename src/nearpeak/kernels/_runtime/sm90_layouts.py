@@ -8,5 +8,5 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def wgmma_layout(columns, bits=16):
-    """Where a warpgroup has the elements of a product of 64 rows and so many columns, of factors of so many bits."""
+    """The layout of the accumulator of a warpgroup: 64 rows and so many columns, of operands of so many bits."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])

@@ -19,6 +19,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from nearpeak.kernels._runtime.policy import cuda_capability
+
+_H200_CAPABILITY = (9, 0)
+
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _C = TypeVar("_C")
@@ -55,11 +59,8 @@ def to_row(config: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _tuned(kernel: str, size: int, index: int | None) -> dict[str, Any] | None:
-    if index is None or not torch.cuda.is_available():
-        generation = 90
-    else:
-        major, minor = torch.cuda.get_device_capability(index)
-        generation = 10 * major + minor
+    major, minor = (None if index is None else cuda_capability(index)) or _H200_CAPABILITY
+    generation = 10 * major + minor
     for entry in _table(generation).get(kernel, ()):
         if entry.get("above", 0) < size <= entry["up_to"]:
             return {name: value for name, value in entry.items() if name not in ("above", "up_to")}
@@ -75,12 +76,12 @@ def _table(generation: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; those of an H200 for what is no GPU."""
+    """The number of multiprocessors of a GPU; that of an H200 for other devices."""
     return _processors(device.index if device.type == "cuda" else None)
 
 
 def shared_bytes(device: torch.device) -> int:
-    """How much shared memory a program may have; that of an H200 for what is no GPU."""
+    """The most shared memory of a program in bytes; that of an H200 for other devices."""
     return _shared_bytes(device.index if device.type == "cuda" else None)
 
 
@@ -89,7 +90,7 @@ def _shared_bytes(index: int | None) -> int:
     if index is None or not torch.cuda.is_available():
         return 232_448
     properties: Any = torch.cuda.get_device_properties(index)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # torch 2.6 does not say
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # not in torch 2.6
 
 
 @functools.cache

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
-from nearpeak.kernels._runtime.rows import LOWEST, exponential
+from nearpeak.kernels._runtime.rows import LOWEST, exponential, merge_dimensions
 from nearpeak.kernels._runtime.tuning import from_row, tuned
 from nearpeak.kernels.losses import PARTS
 
@@ -66,7 +66,6 @@ class GradientConfig:
 
 
 RowConfig = WholeRowConfig | LongRowConfig
-_ROW_CONFIGS: tuple[type[RowConfig], ...] = (WholeRowConfig, LongRowConfig)
 
 
 def cross_entropy_heuristic(columns: int, rows: int, wide: bool, gradient: bool) -> RowConfig:
@@ -186,7 +185,7 @@ def write_rows(
     rows, columns = source.rows, source.columns
     wide = _is_wide(columns, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride)
     if config is None and wide:
-        config = from_row(tuned("cross_entropy", columns, logits.device), *_ROW_CONFIGS)
+        config = from_row(tuned("cross_entropy", columns, logits.device), WholeRowConfig, LongRowConfig)
     config = config or cross_entropy_heuristic(columns, rows, wide, gradient is not None)
     shared = (
         source.tensor, sink.tensor, target, losses if weight is None else weight, losses if total is None else total,
@@ -295,14 +294,7 @@ def logit_rows(logits: Tensor) -> LogitRows:
     count = prod(logits.shape[:-1])
     if columns > 1 and logits.stride(-1) != 1:
         logits = logits.contiguous()
-    levels: list[tuple[int, int]] = []  # sizes and strides, merged where one stride leads through both dimensions
-    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if levels and levels[-1][1] == size * stride:
-            levels[-1] = (levels[-1][0] * size, stride)
-        else:
-            levels.append((size, stride))
+    levels = merge_dimensions(logits.shape[:-1], logits.stride()[:-1])
     if len(levels) > 2:
         logits = logits.contiguous()
         levels = [(count, columns)]
