@@ -42,204 +42,6 @@ from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost
 
-
-class FakeCopies:
-    """The fake copies of real tensors within one trace: one for each."""
-
-    def __init__(self, mode: FakeTensorMode, snapshot: StateSnapshot) -> None:
-        self._mode = mode
-        self._snapshot = snapshot
-        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake copy of a real tensor, with its strides; copies of views share a storage."""
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        copied = self._fakes.get(id(tensor))
-        if copied is not None:
-            return copied[1]
-        self._snapshot.leaf(tensor)
-        if _is_step_count(tensor):  # an optimizer's step count, whose value may be read
-            with no_dispatch():
-                value = tensor.clone()
-            copy = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
-        else:
-            copy = self._mode.from_tensor(tensor)
-        self._fakes[id(tensor)] = (tensor, copy)
-        return copy
-
-    def faked(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
-        """A value with copies for all real tensors, which are added to `originals` by the ids of their copies."""
-        if isinstance(value, FakeTensor):
-            return value
-        if isinstance(value, torch.Tensor):
-            copy = self.of(value)
-            if copy is not value:
-                originals[id(copy)] = value
-            return copy
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)([self.faked(item, originals) for item in value])
-        if isinstance(value, dict):
-            return {key: self.faked(item, originals) for key, item in value.items()}
-        return value
-
-
-def restore_originals(result: Any, originals: dict[int, torch.Tensor]) -> Any:
-    """A result with real tensors in place of their copies: in-place operators return their argument."""
-    if isinstance(result, torch.Tensor):
-        return originals.get(id(result), result)
-    if type(result) in (list, tuple):
-        return type(result)([restore_originals(item, originals) for item in result])
-    return result
-
-
-def _is_step_count(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.dim() == 0
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and tensor.untyped_storage().nbytes() == tensor.element_size()
-    )
-
-
-def keeps_its_value(tensor: torch.Tensor) -> bool:
-    """Whether torch keeps the value of a real tensor in its fake copy: it has at most one element."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.numel() <= 1
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    )
-
-
-Location = tuple[str, str]
-"""Where an op comes from: the path of its module and the user's line."""
-
-
-class Locations:
-    """The location of each op of one trace; call `current` once for each op, in order."""
-
-    def __init__(self, modules: ModulePaths, snapshot: StateSnapshot) -> None:
-        self.parameters: dict[int, str] = {}
-        """Paths of parameters, by the ids of the tensors."""
-        self.lines = UserLines()
-        self._modules = modules
-        self._snapshot = snapshot
-        self._sequence: int = torch._C._autograd._get_sequence_nr()
-        self._by_sequence: dict[int, Location] = {}
-        self._last_backward: Location = ("", "")
-
-    def current(self, graph_task: int) -> Location:
-        """The running module and the user's line; for an op of autograd itself those of the forward op behind it.
-
-        A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
-        here: all numbers that are new since the op before belong to this op.
-        """
-        if graph_task == -1:
-            self.lines.forget()  # the frame of a finished pass would keep tensors alive
-        stack = self._modules.stack
-        module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
-        line, crossed = self.lines.nearest(_frame_at(2))  # the caller of the one that records the op
-        if graph_task != -1 and (crossed or module is None):
-            behind = self._behind_current_node()
-            module = behind[0] if module is None else module
-            line = behind[1] or line if crossed else line
-            location = self._last_backward = (module, line)
-        else:
-            location = (module or "", line)
-        sequence = _next_sequence_number()
-        if sequence > self._sequence:
-            for number in range(self._sequence, sequence):
-                self._by_sequence[number] = location
-            self._sequence = sequence
-        return location
-
-    def _behind_current_node(self) -> Location:
-        node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return self._last_backward
-        variable = getattr(node, "variable", None)
-        if variable is not None:  # gradients are accumulated into a leaf
-            self._snapshot.leaf(variable)
-            name = self.parameters.get(id(variable))
-            module = self._last_backward[0] if name is None else name.rpartition(".")[0]
-            return (module, self._last_backward[1])
-        return self._by_sequence.get(node._sequence_nr(), self._last_backward)
-
-
-_frame_at = sys._getframe
-_next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-_CREATE_GRAPH = 2
-"""Among the arguments of torch's function that starts its engine, after the outputs: gradients, retain_graph, this."""
-
-
-class RecomputeDetector:
-    """Tells which ops of a backward pass run a forward again, as activation checkpointing does.
-
-    Autograd disables gradients in a backward pass, unless the pass itself is differentiated. So an op with gradients
-    enabled is of a forward, and so is every op of a module that was called in this pass.
-    """
-
-    def __init__(self, modules: ModulePaths) -> None:
-        self._modules = modules
-        self._differentiated: dict[int, bool] = {}
-        """Whether a pass is itself differentiated, by its number."""
-
-    def is_recomputing(self, graph_task: int) -> bool:
-        """Whether the op that runs now in this pass is of a forward."""
-        stack = self._modules.stack
-        if stack and stack[-1][2] == graph_task:
-            return True
-        if not torch.is_grad_enabled():
-            return False
-        differentiated = self._differentiated.get(graph_task)
-        if differentiated is None:
-            differentiated = self._differentiated[graph_task] = _creates_graph(sys._getframe(1))
-        return not differentiated
-
-
-def _creates_graph(frame: FrameType | None) -> bool:
-    """Whether the pass around a frame has create_graph=True. Threads of the engine have no frame of the caller."""
-    engine = _nearest_engine_frame(frame)
-    engines = [engine] if engine is not None else map(_nearest_engine_frame, sys._current_frames().values())
-    return any(_requested_graph(frame) for frame in engines if frame is not None)
-
-
-def _nearest_engine_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not AUTOGRAD_ENGINE_CODE:
-        frame = frame.f_back
-    return frame
-
-
-def _requested_graph(frame: FrameType) -> bool:
-    arguments = frame.f_locals.get("args", ())
-    return len(arguments) > _CREATE_GRAPH and bool(arguments[_CREATE_GRAPH])
-
-
-def _tf32_flag_reader() -> Callable[[], tuple[bool, bool]]:
-    read: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if read is None:
-        return lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-    return lambda: (read("cuda", "matmul") == "tf32", read("cuda", "conv") == "tf32")
-
-
-tf32_flags = _tf32_flag_reader()
-"""Whether float32 matrix products and convolutions run in tf32, by torch's flags now."""
-
-
-def without_tf32(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """The same ops without tf32, for a CPU."""
-    return tuple(
-        dataclasses.replace(op, tf32_products=False, tf32_convolutions=False)
-        if op.tf32_products or op.tf32_convolutions
-        else op
-        for op in ops
-    )
-
-
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -579,3 +381,200 @@ def active_recorder() -> Recorder | None:
     """
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Recorder)), None)
+
+
+class FakeCopies:
+    """The fake copies of real tensors within one trace: one for each."""
+
+    def __init__(self, mode: FakeTensorMode, snapshot: StateSnapshot) -> None:
+        self._mode = mode
+        self._snapshot = snapshot
+        self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake copy of a real tensor, with its strides; copies of views share a storage."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        copied = self._fakes.get(id(tensor))
+        if copied is not None:
+            return copied[1]
+        self._snapshot.leaf(tensor)
+        if _is_step_count(tensor):  # an optimizer's step count, whose value may be read
+            with no_dispatch():
+                value = tensor.clone()
+            copy = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
+        else:
+            copy = self._mode.from_tensor(tensor)
+        self._fakes[id(tensor)] = (tensor, copy)
+        return copy
+
+    def faked(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
+        """A value with copies for all real tensors, which are added to `originals` by the ids of their copies."""
+        if isinstance(value, FakeTensor):
+            return value
+        if isinstance(value, torch.Tensor):
+            copy = self.of(value)
+            if copy is not value:
+                originals[id(copy)] = value
+            return copy
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)([self.faked(item, originals) for item in value])
+        if isinstance(value, dict):
+            return {key: self.faked(item, originals) for key, item in value.items()}
+        return value
+
+
+def restore_originals(result: Any, originals: dict[int, torch.Tensor]) -> Any:
+    """A result with real tensors in place of their copies: in-place operators return their argument."""
+    if isinstance(result, torch.Tensor):
+        return originals.get(id(result), result)
+    if type(result) in (list, tuple):
+        return type(result)([restore_originals(item, originals) for item in result])
+    return result
+
+
+def _is_step_count(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dim() == 0
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.untyped_storage().nbytes() == tensor.element_size()
+    )
+
+
+def keeps_its_value(tensor: torch.Tensor) -> bool:
+    """Whether torch keeps the value of a real tensor in its fake copy: it has at most one element."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.numel() <= 1
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
+
+
+Location = tuple[str, str]
+"""Where an op comes from: the path of its module and the user's line."""
+
+
+class Locations:
+    """The location of each op of one trace; call `current` once for each op, in order."""
+
+    def __init__(self, modules: ModulePaths, snapshot: StateSnapshot) -> None:
+        self.parameters: dict[int, str] = {}
+        """Paths of parameters, by the ids of the tensors."""
+        self.lines = UserLines()
+        self._modules = modules
+        self._snapshot = snapshot
+        self._sequence: int = torch._C._autograd._get_sequence_nr()
+        self._by_sequence: dict[int, Location] = {}
+        self._last_backward: Location = ("", "")
+
+    def current(self, graph_task: int) -> Location:
+        """The running module and the user's line; for an op of autograd itself those of the forward op behind it.
+
+        A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
+        here: all numbers that are new since the op before belong to this op.
+        """
+        if graph_task == -1:
+            self.lines.forget()  # the frame of a finished pass would keep tensors alive
+        stack = self._modules.stack
+        module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
+        line, crossed = self.lines.nearest(_frame_at(2))  # the caller of the one that records the op
+        if graph_task != -1 and (crossed or module is None):
+            behind = self._behind_current_node()
+            module = behind[0] if module is None else module
+            line = behind[1] or line if crossed else line
+            location = self._last_backward = (module, line)
+        else:
+            location = (module or "", line)
+        sequence = _next_sequence_number()
+        if sequence > self._sequence:
+            for number in range(self._sequence, sequence):
+                self._by_sequence[number] = location
+            self._sequence = sequence
+        return location
+
+    def _behind_current_node(self) -> Location:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._last_backward
+        variable = getattr(node, "variable", None)
+        if variable is not None:  # gradients are accumulated into a leaf
+            self._snapshot.leaf(variable)
+            name = self.parameters.get(id(variable))
+            module = self._last_backward[0] if name is None else name.rpartition(".")[0]
+            return (module, self._last_backward[1])
+        return self._by_sequence.get(node._sequence_nr(), self._last_backward)
+
+
+_frame_at = sys._getframe
+_next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+_CREATE_GRAPH = 2
+"""Among the arguments of torch's function that starts its engine, after the outputs: gradients, retain_graph, this."""
+
+
+class RecomputeDetector:
+    """Tells which ops of a backward pass run a forward again, as activation checkpointing does.
+
+    Autograd disables gradients in a backward pass, unless the pass itself is differentiated. So an op with gradients
+    enabled is of a forward, and so is every op of a module that was called in this pass.
+    """
+
+    def __init__(self, modules: ModulePaths) -> None:
+        self._modules = modules
+        self._differentiated: dict[int, bool] = {}
+        """Whether a pass is itself differentiated, by its number."""
+
+    def is_recomputing(self, graph_task: int) -> bool:
+        """Whether the op that runs now in this pass is of a forward."""
+        stack = self._modules.stack
+        if stack and stack[-1][2] == graph_task:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        differentiated = self._differentiated.get(graph_task)
+        if differentiated is None:
+            differentiated = self._differentiated[graph_task] = _creates_graph(sys._getframe(1))
+        return not differentiated
+
+
+def _creates_graph(frame: FrameType | None) -> bool:
+    """Whether the pass around a frame has create_graph=True. Threads of the engine have no frame of the caller."""
+    engine = _nearest_engine_frame(frame)
+    engines = [engine] if engine is not None else map(_nearest_engine_frame, sys._current_frames().values())
+    return any(_requested_graph(frame) for frame in engines if frame is not None)
+
+
+def _nearest_engine_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not AUTOGRAD_ENGINE_CODE:
+        frame = frame.f_back
+    return frame
+
+
+def _requested_graph(frame: FrameType) -> bool:
+    arguments = frame.f_locals.get("args", ())
+    return len(arguments) > _CREATE_GRAPH and bool(arguments[_CREATE_GRAPH])
+
+
+def _tf32_flag_reader() -> Callable[[], tuple[bool, bool]]:
+    read: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if read is None:
+        return lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    return lambda: (read("cuda", "matmul") == "tf32", read("cuda", "conv") == "tf32")
+
+
+tf32_flags = _tf32_flag_reader()
+"""Whether float32 matrix products and convolutions run in tf32, by torch's flags now."""
+
+
+def without_tf32(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """The same ops without tf32, for a CPU."""
+    return tuple(
+        dataclasses.replace(op, tf32_products=False, tf32_convolutions=False)
+        if op.tf32_products or op.tf32_convolutions
+        else op
+        for op in ops
+    )

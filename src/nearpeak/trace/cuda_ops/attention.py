@@ -21,14 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nearpeak.trace.cuda_ops.registry import lowers
 from nearpeak.trace.cuda_ops.target import Target
 
-Backend = Literal["math", "flash", "efficient", "cudnn"]
-
-_BACKEND_NUMBERS: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-"""The numbers of torch's SDPBackend."""
-_DEFAULT_ORDER: tuple[Backend, ...] = ("flash", "efficient", "math", "cudnn")
-_CUDNN_ORDER: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "math")
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_CUDNN_MAX_BATCH_OR_HEADS = 65535
+_aten = torch.ops.aten
+_FLASH_WIDTH = 8
+_BIAS_ALIGNMENT = 8
+_CUDNN_LOWEST = -65504.0
+"""The value in cuDNN's masks in place of minus infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +50,115 @@ class AttentionCall:
     def needs_gradient(self) -> bool:
         """Whether a backward pass can follow."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
+
+
+@lowers("scaled_dot_product_attention")
+def attention(
+    target: Target,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The call as torch's CUDA build makes it, with padding and conversions around the fused operator."""
+    call = AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        mask=attn_mask,
+        dropout=dropout_p,
+        causal=is_causal,
+        grouped=enable_gqa,
+    )
+    if any(tensor.is_nested for tensor in call.inputs):
+        return _math_attention(call, attn_mask, scale)
+    backend = choose_backend(call, target)
+    if backend == "flash":
+        return _flash_attention(call, scale)
+    mask = _additive_mask(attn_mask, query.dtype, _CUDNN_LOWEST if backend == "cudnn" else -math.inf)
+    if backend == "math":
+        return _math_attention(call, mask, scale)
+    gradient = call.needs_gradient
+    if backend == "cudnn":
+        results = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, gradient, dropout_p, is_causal, False, scale=scale
+        )
+    else:
+        bias = None if mask is None else _align_bias(mask).expand(*query.shape[:3], key.shape[2])
+        results = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, gradient, dropout_p, is_causal, scale=scale
+        )
+    output: torch.Tensor = results[0]
+    return output
+
+
+def _flash_attention(call: AttentionCall, scale: float | None) -> torch.Tensor:
+    width = call.query.shape[-1]
+    missing = -width % _FLASH_WIDTH
+    inputs = [pad(tensor, (0, missing)) if missing else tensor for tensor in call.inputs]
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    results = _aten._scaled_dot_product_flash_attention(*inputs, call.dropout, call.causal, False, scale=scale)
+    output: torch.Tensor = results[0]
+    return output[..., :width] if missing else output
+
+
+def _math_attention(call: AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    results = _aten._scaled_dot_product_attention_math(
+        *call.inputs, mask, call.dropout, call.causal, None, scale=scale, enable_gqa=call.grouped
+    )
+    output: torch.Tensor = results[0]
+    return output
+
+
+def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype, lowest: float) -> torch.Tensor | None:
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
+    if _inverts_masks():
+        return torch.where(mask.logical_not(), lowest, zero)
+    return torch.where(mask, zero, lowest)
+
+
+def _align_bias(bias: torch.Tensor) -> torch.Tensor:
+    """A bias whose rows start at multiples of eight elements, as the memory-efficient kernel needs them."""
+    if bias.stride(-1) == 1 and all(stride % _BIAS_ALIGNMENT == 0 for stride in bias.stride()[:-1]):
+        return bias
+    width = bias.shape[-1]
+    return pad(bias, (0, _BIAS_ALIGNMENT - width % _BIAS_ALIGNMENT))[..., :width]
+
+
+class _OpNames(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _inverts_masks() -> bool:
+    """Whether this torch negates a boolean mask before it fills in values; releases differ."""
+    with no_dispatch(), torch.inference_mode(False), _OpNames() as recorded, sdpa_kernel([SDPBackend.MATH]):
+        tensor = torch.empty(1, 1, 1, 1, device="meta")
+        torch.nn.functional.scaled_dot_product_attention(tensor, tensor, tensor, tensor.to(torch.bool))
+    return "aten.logical_not.default" in recorded.names
+
+
+Backend = Literal["math", "flash", "efficient", "cudnn"]
+
+_BACKEND_NUMBERS: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+"""The numbers of torch's SDPBackend."""
+_DEFAULT_ORDER: tuple[Backend, ...] = ("flash", "efficient", "math", "cudnn")
+_CUDNN_ORDER: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "math")
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_CUDNN_MAX_BATCH_OR_HEADS = 65535
 
 
 def choose_backend(call: AttentionCall, target: Target) -> Backend:
@@ -209,109 +315,3 @@ def _mask_fits(call: AttentionCall) -> bool:
     full = (call.query.shape[0], call.query.shape[1], call.query.shape[2], call.key.shape[2])
     expected = full[-mask.dim() :]
     return all(size in (1, target) for size, target in zip(mask.shape, expected, strict=True))
-
-
-_aten = torch.ops.aten
-_FLASH_WIDTH = 8
-_BIAS_ALIGNMENT = 8
-_CUDNN_LOWEST = -65504.0
-"""The value in cuDNN's masks in place of minus infinity."""
-
-
-@lowers("scaled_dot_product_attention")
-def attention(
-    target: Target,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """The call as torch's CUDA build makes it, with padding and conversions around the fused operator."""
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=value,
-        mask=attn_mask,
-        dropout=dropout_p,
-        causal=is_causal,
-        grouped=enable_gqa,
-    )
-    if any(tensor.is_nested for tensor in call.inputs):
-        return _math_attention(call, attn_mask, scale)
-    backend = choose_backend(call, target)
-    if backend == "flash":
-        return _flash_attention(call, scale)
-    mask = _additive_mask(attn_mask, query.dtype, _CUDNN_LOWEST if backend == "cudnn" else -math.inf)
-    if backend == "math":
-        return _math_attention(call, mask, scale)
-    gradient = call.needs_gradient
-    if backend == "cudnn":
-        results = _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, gradient, dropout_p, is_causal, False, scale=scale
-        )
-    else:
-        bias = None if mask is None else _align_bias(mask).expand(*query.shape[:3], key.shape[2])
-        results = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, gradient, dropout_p, is_causal, scale=scale
-        )
-    output: torch.Tensor = results[0]
-    return output
-
-
-def _flash_attention(call: AttentionCall, scale: float | None) -> torch.Tensor:
-    width = call.query.shape[-1]
-    missing = -width % _FLASH_WIDTH
-    inputs = [pad(tensor, (0, missing)) if missing else tensor for tensor in call.inputs]
-    scale = 1 / math.sqrt(width) if scale is None else scale
-    results = _aten._scaled_dot_product_flash_attention(*inputs, call.dropout, call.causal, False, scale=scale)
-    output: torch.Tensor = results[0]
-    return output[..., :width] if missing else output
-
-
-def _math_attention(call: AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
-    results = _aten._scaled_dot_product_attention_math(
-        *call.inputs, mask, call.dropout, call.causal, None, scale=scale, enable_gqa=call.grouped
-    )
-    output: torch.Tensor = results[0]
-    return output
-
-
-def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype, lowest: float) -> torch.Tensor | None:
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
-    if _inverts_masks():
-        return torch.where(mask.logical_not(), lowest, zero)
-    return torch.where(mask, zero, lowest)
-
-
-def _align_bias(bias: torch.Tensor) -> torch.Tensor:
-    """A bias whose rows start at multiples of eight elements, as the memory-efficient kernel needs them."""
-    if bias.stride(-1) == 1 and all(stride % _BIAS_ALIGNMENT == 0 for stride in bias.stride()[:-1]):
-        return bias
-    width = bias.shape[-1]
-    return pad(bias, (0, _BIAS_ALIGNMENT - width % _BIAS_ALIGNMENT))[..., :width]
-
-
-class _OpNames(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _inverts_masks() -> bool:
-    """Whether this torch negates a boolean mask before it fills in values; releases differ."""
-    with no_dispatch(), torch.inference_mode(False), _OpNames() as recorded, sdpa_kernel([SDPBackend.MATH]):
-        tensor = torch.empty(1, 1, 1, 1, device="meta")
-        torch.nn.functional.scaled_dot_product_attention(tensor, tensor, tensor, tensor.to(torch.bool))
-    return "aten.logical_not.default" in recorded.names
