@@ -52,7 +52,7 @@ def examined(took=1.0, idle=(), knows=("storages", "lines", "host", "memory")):
 def waste(at, gains=None, **others):
     return nearpeak.Waste(
         **{"title": "Too much.", "evidence": "seen", "reasoning": "so", "remedy": "less", **others},
-        at=at,
+        op=at,
         gains=gains or {},
     )
 

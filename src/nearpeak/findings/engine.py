@@ -38,7 +38,7 @@ class Waste:
     """
 
     title: str
-    at: int | None
+    op: int | None
     """The op whose line is to be changed; None if there is no such op."""
     gains: Mapping[int, float] = field(default_factory=dict)
     gone: Collection[int] = ()
@@ -50,7 +50,7 @@ class Waste:
     fix: Fix | None = None
     """What nearpeak offers; the engine fills in its ops and modules."""
     source: str = ""
-    """The line to change, if it is not that of `at`."""
+    """The line to change, if it is not that of `op`."""
 
     @property
     def saving_s(self) -> float:
@@ -86,7 +86,7 @@ def rule(
         needs: The facts that must be known about a step; without them the rule is listed as not decidable. "storages":
             which tensors share memory. "lines": the source lines of ops. "host": what the host did. "memory": the peak
             memory.
-        general: For a rule about waste of many kinds: it runs after all others, and `step.named` has the ops that
+        general: For a rule about waste of many kinds: it runs after all others, and `step.claimed` has the ops that
             these claim.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
@@ -241,7 +241,7 @@ def _merge_claims(step: Step, claims: Sequence[_Claim]) -> Iterator[Finding]:
         largest = max(group, key=lambda claim: claim.waste.saving_s).waste
         saving = sum(claim.saving_s for claim in group)
         ops = tuple(sorted({index for claim in group for index in claim.waste.gains}))
-        places = [claim.waste.at for claim in group if claim.waste.at is not None]
+        places = [claim.waste.op for claim in group if claim.waste.op is not None]
         modules = tuple(dict.fromkeys(step.ops[index].module for index in sorted(places)))
         yield Finding(
             rule=name,
@@ -277,6 +277,6 @@ def _idle_note(step: Step, claims: Sequence[_Claim]) -> str:
 
 
 def _source_line(step: Step, waste: Waste) -> str:
-    if waste.source or waste.at is None:
+    if waste.source or waste.op is None:
         return waste.source
-    return step.ops[waste.at].source
+    return step.ops[waste.op].source

@@ -37,13 +37,13 @@ class Step:
     profile: Profile
     machine: Machine
     knows: frozenset[StepFact]
-    named: frozenset[int] = frozenset()
+    claimed: frozenset[int] = frozenset()
     """For a general rule, which runs last: the ops that other rules claim."""
 
-    def after(self, named: Iterable[int]) -> Step:
+    def after(self, claimed: Iterable[int]) -> Step:
         """The same step after other rules have run. Cached properties are shared."""
         later = copy.copy(self)
-        object.__setattr__(later, "named", frozenset(named))
+        object.__setattr__(later, "claimed", frozenset(claimed))
         return later
 
     @property

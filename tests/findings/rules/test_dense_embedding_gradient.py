@@ -48,7 +48,7 @@ def test_of_an_optimizer_that_takes_all_at_once_the_share_of_the_table_counts(ma
     # The table has four fifths of all parameters, of which a few passes over the used rows are left.
     assert 0.6 * step.seconds(optimizer) < claimed < 0.8 * step.seconds(optimizer)
     assert "SparseAdam" in waste.remedy and str(ROWS) in waste.remedy
-    assert step.ops[waste.at].packet == "aten.embedding"
+    assert step.ops[waste.op].packet == "aten.embedding"
 
 
 def test_plain_sgd_takes_sparse_gradients_itself():

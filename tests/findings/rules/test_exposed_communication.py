@@ -49,7 +49,7 @@ def test_no_more_than_the_kernels_of_its_phase_can_hide():
     assert found.saving_s == pytest.approx(1e-3)
     assert "4 kB" in found.evidence or "4.00 kB" in found.evidence
     assert "bucket_cap_mb" in found.remedy
-    assert found.at == 2
+    assert found.op == 2
 
 
 def test_gathered_parameters_have_another_remedy():

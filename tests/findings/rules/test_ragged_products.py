@@ -59,7 +59,7 @@ def test_other_products_set_the_measure():
 
     step = examined(head(50257, layers=3), times=times)
     (waste,) = ragged_products(step)
-    assert waste.saving_s == pytest.approx(0.5 * step.measured[waste.at].measured_s, rel=0.02)
+    assert waste.saving_s == pytest.approx(0.5 * step.measured[waste.op].measured_s, rel=0.02)
 
 
 @pytest.mark.parametrize(

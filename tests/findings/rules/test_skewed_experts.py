@@ -34,7 +34,7 @@ def test_the_corpus():
 def test_gradients_of_weights_are_a_loop_of_their_own():
     found = list(skewed_experts(examined(experts([1024, *[16] * 31], trained=True))))
     step = examined(experts([1024, *[16] * 31], trained=True))
-    assert {step.ops[waste.at].phase for waste in found} == {"forward", "backward"}
+    assert {step.ops[waste.op].phase for waste in found} == {"forward", "backward"}
 
 
 @pytest.mark.parametrize(

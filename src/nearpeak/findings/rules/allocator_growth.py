@@ -23,7 +23,7 @@ def allocator_growth(step: Step) -> Iterator[Waste]:
     title, remedy = _form(causes)
     yield Waste(
         title=title,
-        at=None,
+        op=None,
         source=max(named, key=lambda cause: cause.seconds).where if named else "",
         idle={"allocator": idle_s},
         evidence=f"Calls of the driver in a step after warm-up: {calls}. The device was idle for {seconds(idle_s)}, "

@@ -44,7 +44,7 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
         passes = "forward and backward" if attention.backward else "forward"
         yield Waste(
             title="Attention is written as product, softmax and product.",
-            at=seed,
+            op=seed,
             gains=proportional_gains(step, members, predicted),
             gone=launches_removed(step, members, predicted),
             evidence=f"{len(ops_that_launch(step, members))} ops in {passes} move {quantity(moved, 'B')} in "

@@ -48,7 +48,7 @@ def batch_too_small(step: Step) -> Iterator[Waste]:
     wall, saved = step.profile.wall_s, sum(max(0.0, gain) for gain in gains.values())
     yield Waste(
         title=f"{len(gemms)} products have {few.rows} rows each, too few to be worth reading their weights.",
-        at=largest,
+        op=largest,
         gains=gains,
         evidence=f"They take {seconds(took)}, {percent(took / wall, 0)} of the step, and read or write "
         f"{quantity(sum(item.weight.bytes for item in gemms.values()), 'B')} of weights. {step.machine.name} computes "

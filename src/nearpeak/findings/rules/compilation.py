@@ -27,7 +27,7 @@ def compilation(step: Step) -> Iterator[Waste]:
     only_loads = loads_s > 0.5 * idle_s
     yield Waste(
         title="Kernels are loaded during the step." if only_loads else "Code is compiled again in every step.",
-        at=None,
+        op=None,
         source=largest.where if is_source_line(largest.where) else "",
         idle={"compilation": idle_s},
         evidence=f"{count} {'time' if count == 1 else 'times'} in the step, most of it in "

@@ -31,7 +31,7 @@ def computed_twice(step: Step) -> Iterator[Waste]:
         more = f" and {len(launched) - 1} more with it" if len(launched) > 1 else ""
         yield Waste(
             title="The same is computed again from the same inputs.",
-            at=longest,
+            op=longest,
             gains=gains,
             evidence=f"{op.packet} of {shapes} ran at {first.source or 'an earlier op'} and again"
             f"{f' at {op.source}' if op.source != first.source else ''}, with nothing written in between; the later "

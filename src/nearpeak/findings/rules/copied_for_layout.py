@@ -32,7 +32,7 @@ def copied_for_layout(step: Step) -> Iterator[Waste]:
         first = step.ops[readers[0]]
         yield Waste(
             title="A tensor is made contiguous for an op that would read it as it is.",
-            at=index,
+            op=index,
             gains={index: took},
             evidence=f"{op.packet} copies {'x'.join(map(str, source.shape))} with strides "
             f"{tuple(source.strides)}: {quantity(step.bytes([index]), 'B')} in {seconds(took)}. Only "

@@ -50,7 +50,7 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
             continue
         yield Waste(
             title="A large table gets a dense gradient, though few of its rows are used.",
-            at=lookup,
+            op=lookup,
             gains={member: gain * (1 - rest / before) for member, gain in gains.items()},
             evidence=f"{used} of {gradient.shape[0]} rows are looked up, and {op.packet} writes all of "
             f"{quantity(gradient.bytes, 'B')} in {seconds(took)}. The optimizer's share for this table takes "

@@ -27,7 +27,7 @@ def dropout_in_inference(step: Step) -> Iterator[Waste]:
     members = [index for each in dropouts for index in each]
     yield Waste(
         title="Activations are dropped, though nothing is trained in this step.",
-        at=largest[0],  # one setting changes all of them
+        op=largest[0],  # one setting changes all of them
         gains={member: step.measured[member].measured_s for member in members},
         evidence=f"{len(dropouts)} dropout{'s' * (len(dropouts) > 1)}: {seconds(step.seconds(members))}, the longest "
         f"{seconds(step.seconds(largest))} for {shape} activations; the step has no backward pass and no optimizer.",

@@ -29,7 +29,7 @@ def exposed_communication(step: Step) -> Iterator[Waste]:
     where = f"in {' and '.join(sorted(phases))} " if phases else ""
     yield Waste(
         title="Devices exchange data while nothing else runs on them.",
-        at=collectives[0] if collectives else None,
+        op=collectives[0] if collectives else None,
         idle={"communication": saving},
         evidence=f"For {seconds(exposed)} of {seconds(step.profile.wall_s)} only communication ran.{sends}",
         reasoning=f"Kernels {where}run for {seconds(compute)}: communication on a stream of its own can overlap with "

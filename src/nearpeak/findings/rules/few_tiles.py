@@ -64,7 +64,7 @@ def _as_one(step: Step, members: Sequence[int]) -> Waste | None:
         return None
     return Waste(
         title=f"{len(members)} products of the same input have too few tiles each to fill the GPU.",
-        at=members[0],
+        op=members[0],
         gains=proportional_gains(step, members, after),
         gone=joined,
         evidence=f"{len(members)} products of {m} rows, like {m} x {k} by {k} x {sizes[0][2]}, take {seconds(took)}. "

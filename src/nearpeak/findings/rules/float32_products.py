@@ -36,7 +36,7 @@ def float32_products(step: Step) -> Iterator[Waste]:
     took = step.seconds(gains)
     yield Waste(
         title="Products run in float32 on the vector units, and the matrix engine is idle.",
-        at=largest,
+        op=largest,
         gains=gains,
         evidence=f"{len(gains)} float32 products, the largest {step.ops[largest].packet} of "
         f"{_sizes(step.ops[largest])}: {quantity(flops, 'FLOP')} in {seconds(took)} = "

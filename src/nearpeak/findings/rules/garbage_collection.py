@@ -23,7 +23,7 @@ def garbage_collection(step: Step) -> Iterator[Waste]:
     count = sum(cause.count for cause in causes)
     yield Waste(
         title="Python collects garbage during the step.",
-        at=None,
+        op=None,
         source=places[0].where if places else "",
         idle={"garbage collection": idle_s * (1.0 - 1.0 / EVERY)},
         evidence=f"{count} {'collection' if count == 1 else 'collections'} in the step, in which the device was idle "

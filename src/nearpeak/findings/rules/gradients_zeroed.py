@@ -40,7 +40,7 @@ def gradients_zeroed(step: Step) -> Iterator[Waste]:
         share = zeroed / sum(access.bytes for access in cost.writes)
         yield Waste(
             title="Gradients are filled with zeros, to which the backward pass adds the new ones.",
-            at=fill,
+            op=fill,
             gains={fill: share * took, **adds},
             evidence=f"{op.packet} fills {quantity(zeroed, 'B')} of gradients in {seconds(share * took)}; "
             f"{len(adds)} addition{'s' * (len(adds) > 1)} of the backward pass to these zeros took "

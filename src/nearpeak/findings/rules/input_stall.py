@@ -28,7 +28,7 @@ def input_stall(step: Step) -> Iterator[Waste]:
     places = sorted((cause for cause in stalls if is_source_line(cause.where)), key=lambda cause: -cause.seconds)
     yield Waste(
         title="The device waits for a data loader.",
-        at=None,
+        op=None,
         source=places[0].where if places else "",
         idle={"input": saving},
         evidence=f"The loader was asked for {batches} {'batch' if batches == 1 else 'batches'}, and the device was "

@@ -40,7 +40,7 @@ def launch_bound(step: Step) -> Iterator[Waste]:
     waits = sum(cause.count for cause in profile.idle if cause.cause == "synchronization")
     yield Waste(
         title="The device waits for the host: ops are launched more slowly than they run.",
-        at=None,
+        op=None,
         idle=split_saving(late, clean_s - remains_s),
         evidence=f"{kernels:,} kernels ran for {seconds(profile.kernel_s)}, "
         f"{seconds(profile.kernel_s / max(1, kernels))} each; the device was idle for {seconds(idle_s)} of "
@@ -124,7 +124,7 @@ def graph_breaks(step: Step) -> Iterator[Waste]:
     named = "; ".join(f"{item.source or 'an unknown line'} ({item.reason})" for item in breaks[:3])
     yield Waste(
         title="Compiled code has graph breaks, and the device waits for the host in between.",
-        at=None,
+        op=None,
         source=first.source,
         idle=split_saving(late, saving),
         evidence=f"torch.compile breaks its graphs at {len(breaks)} lines: {named}. The device was idle for "

@@ -42,7 +42,7 @@ def logits_kept(step: Step) -> Iterator[Waste]:
         out = op.outputs[0]
         yield Waste(
             title=f"A product gives {rows} rows of {columns}, of which {fewer} are read.",
-            at=index,
+            op=index,
             gains=gains,
             evidence=f"{op.packet} of {rows} x {depth} by {depth} x {columns} writes {quantity(out.bytes, 'B')}; "
             f"what reads it takes {quantity(out.bytes * read, 'B')} of that. {len(gains)} ops of this size take "

@@ -39,7 +39,7 @@ def logits_upcast(step: Step) -> Iterator[Waste]:
         logits = op.tensor("self")
         yield Waste(
             title="The logits are cast to float32 before the loss.",
-            at=cast,
+            op=cast,
             gains=gains,
             evidence=f"{quantity(step.ops[cast].tensor('self').bytes, 'B')} of {short} logits, "
             f"{shape_text(logits.shape)}, become {quantity(logits.bytes, 'B')} of float32. "
@@ -71,7 +71,7 @@ def _cast_after(step: Step, softmax: int) -> Iterator[Waste]:
             gains[index] = step.measured[index].measured_s * _saved(step, step.ops[index], logits.dtype)
         yield Waste(
             title="Log-probabilities are cast to float32 for the loss.",
-            at=cast,
+            op=cast,
             gains=gains,
             evidence=f"{quantity(logits.bytes, 'B')} of {logits.dtype}, {shape_text(logits.shape)}, become "
             f"twice as many of float32. {1 + len(back)} casts take {seconds(step.seconds((cast, *back)))}.",

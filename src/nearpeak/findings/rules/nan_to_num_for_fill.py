@@ -25,7 +25,7 @@ def nan_to_num_for_fill(step: Step) -> Iterator[Waste]:
             fill = FILL_SHARE * took
             yield Waste(
                 title="`nan_to_num` runs on uninitialized memory: a fill would do.",
-                at=index,
+                op=index,
                 gains={index: took - fill},
                 evidence=f"{op.packet} reads and writes {_size(source)} in {seconds(took)}, right after it was "
                 "allocated.",
@@ -36,7 +36,7 @@ def nan_to_num_for_fill(step: Step) -> Iterator[Waste]:
             rows = Tensor(shape=source.shape[:-1], strides=(0,) * (len(source.shape) - 1), dtype="bool", storage=0)
             yield Waste(
                 title="`nan_to_num` goes through a whole softmax for the rows that are masked completely.",
-                at=index,
+                op=index,
                 gains={index: took},
                 evidence=f"{op.packet} reads and writes {_size(source)} in {seconds(took)}; only a softmax over masked "
                 f"scores wrote it, so that only rows without any key can be NaN, out of {rows.elements}.",

@@ -26,7 +26,7 @@ def needless_recompute(step: Step) -> Iterator[Waste]:
     took = step.seconds(recomputed)
     yield Waste(
         title="A forward is recomputed in the backward pass, although there is enough memory to keep its results.",
-        at=_main(step, recomputed),
+        op=_main(step, recomputed),
         gains={index: step.measured[index].measured_s for index in recomputed},
         evidence=f"{len(recomputed)} ops are recomputed and take {seconds(took)}. The step needs "
         f"{memory.peak_bytes / GIB:.3g} GiB of {memory.capacity_bytes / GIB:.3g} GiB at its peak.",

@@ -36,7 +36,7 @@ def no_kv_cache(step: Step) -> Iterator[Waste]:
     scale = (took - remaining) / (took - sum(left.values()))
     yield Waste(
         title="Each step runs the whole text through the model, where one new token would do: there is no KV cache.",
-        at=grown[0],
+        op=grown[0],
         gains={index: scale * (step.measured[index].measured_s - seconds_left) for index, seconds_left in left.items()},
         evidence=f"{len(grown)} causal attention{'s' * (len(grown) > 1)} of {length} queries with {length} keys, one "
         f"more of each than in the step before; {len(left)} ops that grow with the text took {seconds(took)}.",

@@ -51,7 +51,7 @@ def per_tensor_loop(step: Step) -> Iterator[Waste]:
             continue
         yield Waste(
             title="One small op runs for one tensor after another, where one op takes them all as a list.",
-            at=members[0],
+            op=members[0],
             gains=proportional_gains(step, members, listed),
             gone=joined,
             evidence=f"{op.packet} runs {len(members)} times in a row, on another tensor each time: {seconds(took)}, "

@@ -29,7 +29,7 @@ def python_stretch(step: Step) -> Iterator[Waste]:
         lines = is_source_line(cause.where)
         yield Waste(
             title="Python runs for long outside of any op, and the device is idle.",
-            at=next((index for index, op in enumerate(step.ops) if op.source == cause.where), None) if lines else None,
+            op=next((index for index, op in enumerate(step.ops) if op.source == cause.where), None) if lines else None,
             idle={"python": cause.seconds},
             evidence=f"{cause.count} {'stretch' if cause.count == 1 else 'stretches'} of {seconds(each)} in the step, "
             f"before {cause.where}: no op ran on the host, and nothing on the device.",

@@ -44,7 +44,7 @@ def ragged_products(step: Step) -> Iterator[Waste]:
         changed = ", ".join(f"{old} to {new}" for old, new in zip(edges, padded, strict=True) if old != new)
         yield Waste(
             title=f"A product has a size that is no multiple of {ALIGNMENT // _width(op)}.",
-            at=index,
+            op=index,
             gains={index: took - good * usual},
             evidence=f"{op.packet} of {m} x {k} by {k} x {n} in {op.inputs[-1].dtype} takes {seconds(took)}; its rows "
             f"do not begin at multiples of {ALIGNMENT} bytes.",

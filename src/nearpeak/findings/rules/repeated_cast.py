@@ -34,7 +34,7 @@ def repeated_cast(step: Step) -> Iterator[Waste]:
         lines = list(dict.fromkeys(step.ops[index].source for index in casts if step.ops[index].source))
         yield Waste(
             title=f"The same {what} is cast to {result.dtype} {len(casts)} times in a step.",
-            at=max(later, key=lambda index: step.measured[index].measured_s),
+            op=max(later, key=lambda index: step.measured[index].measured_s),
             gains={index: step.measured[index].measured_s for index in (*later, *backward_casts[:-1])} | sums,
             evidence=f"{article} {what} of {size}, {quantity(source.bytes, 'B')} of {source.dtype}, "
             f"is cast to {result.dtype} at {', '.join(lines[:4]) or 'unknown lines'}; the casts after the first "

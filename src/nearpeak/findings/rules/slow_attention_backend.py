@@ -51,7 +51,7 @@ def slow_attention_backend(step: Step) -> Iterator[Waste]:
             title="A causal mask is given to attention as a tensor, so that all scores are computed."
             if causal
             else f"Attention runs in the {_KERNELS[backend]} kernels; cuDNN's are faster on this GPU.",
-            at=members[0],
+            op=members[0],
             gains=gains,
             evidence=f"{op.packet} of {shape_text(query.shape)} queries and {key.shape[-2]} keys in "
             f"{query.dtype}{', with its backward,' if len(gains) > 1 else ''} takes {seconds(took)}"

@@ -28,7 +28,7 @@ def softmax_for_argmax(step: Step) -> Iterator[Waste]:
         first = step.ops[readers[0]]
         yield Waste(
             title="Probabilities are computed only to find the largest ones.",
-            at=index,
+            op=index,
             gains={index: took},
             evidence=f"{op.packet} over {shape_text(op.outputs[0].shape)} takes {seconds(took)} "
             f"for {quantity(moved, 'B')}; only {first.packet} at {first.source or 'a later op'} reads the result.",

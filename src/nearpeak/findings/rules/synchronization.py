@@ -44,7 +44,7 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
         took, total = step.seconds(indices), sum(moved.values())
         yield Waste(
             title=_copy_title(small, bool(pageable)),
-            at=indices[0],
+            op=indices[0],
             source=where if is_source_line(where) else "",
             gains=gains,
             idle={"synchronization": waited} if waited else {},
@@ -182,7 +182,7 @@ def synchronization(step: Step) -> Iterator[Waste]:
         place = "" if is_source_line(cause.where) or not cause.where else f" (in {cause.where})"
         yield Waste(
             title=form.title + place,
-            at=next((index for index, op in enumerate(step.ops) if op.source == cause.where and op.source), None),
+            op=next((index for index, op in enumerate(step.ops) if op.source == cause.where and op.source), None),
             source=cause.where if is_source_line(cause.where) else "",
             gains=goes,
             gone=goes,

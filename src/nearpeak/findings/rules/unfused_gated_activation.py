@@ -31,7 +31,7 @@ def unfused_gated_activation(step: Step) -> Iterator[Waste]:
         saving = fusion_saving(step, region, times=times)
         yield Waste(
             title="A gated activation is two ops: the activation is written, and read again for the product.",
-            at=max(region.forward),
+            op=max(region.forward),
             gains=saving.gains,
             gone=saving.gone,
             evidence=saving.evidence(step, f" on {shape_text(step.ops[activation].outputs[0].shape)}"),

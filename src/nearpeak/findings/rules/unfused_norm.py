@@ -52,7 +52,7 @@ def unfused_norm(step: Step) -> Iterator[Waste]:
         passes = "forward and backward" if region.backward else "forward"
         yield Waste(
             title=f"{name} is written as {len(ops_that_launch(step, norm.members))} ops, a kernel each.",
-            at=norm.root,
+            op=norm.root,
             gains=saving.gains,
             gone=saving.gone,
             evidence=f"{describe_ops(step, saving.members)} on rows of {norm.size} move "

@@ -39,7 +39,7 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
         share = 1 - one_pass / expected
         yield Waste(
             title="The optimizer goes over its state in many ops; a fused one does it in one pass.",
-            at=max(passing, key=lambda index: step.measured[index].measured_s),
+            op=max(passing, key=lambda index: step.measured[index].measured_s),
             gains={index: share * step.measured[index].measured_s for index in passing},
             gone=launches_removed(step, members, one_pass),
             evidence=f"{len(passing)} ops of the optimizer move {quantity(moved_bytes, 'B')} in {seconds(took)}; the "

@@ -62,7 +62,7 @@ def unfused_pointwise(step: Step) -> Iterator[Waste]:
 
 def _joins(step: Step, index: int) -> bool:
     op, cost = step.ops[index], step.costs[index]
-    if index in step.named or op.phase == "optimizer" or op.recomputed or cost.family not in FUSIBLE:
+    if index in step.claimed or op.phase == "optimizer" or op.recomputed or cost.family not in FUSIBLE:
         return False
     if op.origin == "inductor":  # it is compiled already
         return False
@@ -101,7 +101,7 @@ def _waste(step: Step, region: Region) -> Waste | None:
     lines = sorted({step.ops[index].source for index in members} - {""})
     return Waste(
         title=f"{len(members)} small ops, each a kernel of its own, could be one.",
-        at=slowest_op(step, region.forward),
+        op=slowest_op(step, region.forward),
         gains=saving.gains,
         gone=saving.gone,
         evidence=saving.evidence(step, f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""),

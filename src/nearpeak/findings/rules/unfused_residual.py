@@ -40,7 +40,7 @@ def unfused_residual(step: Step) -> Iterator[Waste]:
         spared = total.bytes * (1 if sum_needed else 2)
         yield Waste(
             title="A residual is added in a kernel of its own, right before a norm.",
-            at=add,
+            op=add,
             gains=gains,
             gone=[add],
             evidence=f"add of {shape_text(total.shape)} took {seconds(took)}, and {op.packet} at "

@@ -39,7 +39,7 @@ def unfused_rotary(step: Step) -> Iterator[Waste]:
         saving = fusion_saving(step, region, times=strided * min(1.0, measured_over_expected(step, members)))
         yield Waste(
             title=f"A rotary embedding is written as {len(ops_that_launch(step, region.forward))} ops, a kernel each.",
-            at=last,
+            op=last,
             gains=saving.gains,
             gone=saving.gone,
             evidence=saving.evidence(step, f" on {shape_text(step.ops[last].outputs[0].shape)}"),

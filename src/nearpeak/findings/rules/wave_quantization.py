@@ -39,7 +39,7 @@ def wave_quantization(step: Step) -> Iterator[Waste]:
             title="A matrix product has fewer tiles than the GPU has multiprocessors."
             if few
             else "The last wave of a matrix product's tiles leaves most multiprocessors without work.",
-            at=index,
+            op=index,
             gains={index: gain - power_s},
             evidence=f"{op.packet} of {shape}{tiles.m} x {tiles.k} by {tiles.k} x {tiles.n} is {tiles.tiles} tiles of "
             f"{tiles.tile[0]} x {tiles.tile[1]} for {tiles.processors} multiprocessors: {tiles.waves} "

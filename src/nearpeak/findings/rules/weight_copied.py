@@ -37,7 +37,7 @@ def weight_copied(step: Step) -> Iterator[Waste]:
         changes = f"from {source.dtype} to {copy.dtype}" if cast else "into another order"
         yield Waste(
             title=f"A weight is copied {changes} in every step, before a product with it.",
-            at=index,
+            op=index,
             gains={index: took},
             evidence=f"{op.packet} copies a parameter of {shape_text(source.shape)} {changes}: "
             f"{quantity(step.bytes([index]), 'B')} in {seconds(took)}; {first.packet} at "

@@ -22,7 +22,7 @@ def zeroed_then_overwritten(step: Step) -> Iterator[Waste]:
             took, moved = step.measured[fill].measured_s, step.costs[fill].writes[0].bytes
             yield Waste(
                 title="A buffer is filled, and then completely overwritten before it is read.",
-                at=fill,
+                op=fill,
                 gains={fill: took},
                 evidence=f"{op.packet} fills {quantity(moved, 'B')} in {seconds(took)}; {step.ops[after].packet} at "
                 f"{step.ops[after].source or 'a later op'} writes all of it.",
