@@ -1,4 +1,4 @@
-"""`replace_file`: writes a file whole, or leaves what was there."""
+"""`cache_folder`: where nearpeak stores files; `replace_file`: writes a file whole, or leaves the old one."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def cache_folder() -> Path:
+    """NEARPEAK_CACHE_DIR where it is set, else the user's cache folder of this system."""
+    chosen = os.environ.get("NEARPEAK_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("nearpeak", appauthor=False))

@@ -1,9 +1,11 @@
 import dataclasses
 import json
 import math
+import os
 
 import pytest
 
+from nearpeak._files import cache_folder
 from nearpeak.machines import calibrations, catalogue
 from nearpeak.machines.machine import Achievable, Ceiling, LaunchCost
 
@@ -189,7 +191,7 @@ def test_a_read_only_folder_is_a_reason_and_no_crash(path, monkeypatch):
     def refuse(*arguments, **keywords):  # a superuser may write anywhere, so permissions alone would not do
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(calibrations.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     saved = calibrations.save(MACHINE, KEY)
     assert saved == calibrations.UnusableFile(path=path, reason="cannot be written: Permission denied")
 
@@ -200,7 +202,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(path, folder, monkeypa
     def fail(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(calibrations.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     assert "No space left" in calibrations.save(MACHINE, KEY).reason
     assert path.read_bytes() == before
     assert [file for file in folder.rglob("*") if file.is_file()] == [path]
@@ -208,7 +210,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(path, folder, monkeypa
 
 def test_without_the_variable_the_cache_is_the_users(monkeypatch):
     monkeypatch.delenv("NEARPEAK_CACHE_DIR")
-    assert calibrations.cache_folder().name == "nearpeak"
+    assert cache_folder().name == "nearpeak"
 
 
 def test_all_calibrations_are_found_the_newest_first(path, folder):

@@ -14,6 +14,10 @@ from nearpeak.ops.op import Trace
 from nearpeak.ops.work import Work
 
 Limiter = Literal["memory", "compute", "launch"]
+Ceilings = Literal["achievable", "theoretical"]
+FloorLimiter = Literal["memory", "cache", "compute", "launch", "none"]
+ResourceSeconds = tuple[float, float, float, float]
+"""The fields of `KernelBound` as a tuple, for when many are made: memory, cache, compute, launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +63,6 @@ def bound(work: Work, machine: Machine, *, ceilings: Literal["achievable", "theo
     )
 
 
-Ceilings = Literal["achievable", "theoretical"]
-FloorLimiter = Literal["memory", "cache", "compute", "launch", "none"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBound:
     """Seconds for each resource; they overlap, so the longest is the bound."""
@@ -89,10 +89,6 @@ class KernelBound:
         return limiting_resource((self.memory_seconds, self.cache_seconds, self.compute_seconds, self.launch_seconds))[
             1
         ]
-
-
-ResourceSeconds = tuple[float, float, float, float]
-"""The fields of `KernelBound` as a tuple, for when many are made: memory, cache, compute, launch."""
 
 
 def limiting_resource(times: ResourceSeconds) -> tuple[float, FloorLimiter]:

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nearpeak._files import replace_file
+from nearpeak._files import cache_folder, replace_file
 from nearpeak._records import from_json, to_json
 from nearpeak.machines.machine import Machine
 
@@ -55,16 +54,6 @@ class UnusableFile:
 
     path: Path
     reason: str
-
-
-def cache_folder() -> Path:
-    """NEARPEAK_CACHE_DIR where it is set, else the user's cache folder of this system."""
-    chosen = os.environ.get("NEARPEAK_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("nearpeak", appauthor=False))
 
 
 def path_of(key: CalibrationKey) -> Path:

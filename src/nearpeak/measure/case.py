@@ -20,31 +20,6 @@ from nearpeak.ops.work import Work
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Resampled(Generic[T]):
-    """Inputs that are drawn again for each block of a measurement, so that no single draw decides the result.
-
-    `make` gets the number of the block as its seed, so that a run can be repeated value by value. Every draw has the
-    same shapes: the values change in place, outside the timed region.
-
-    >>> inputs = Resampled(lambda seed: [seed, seed + 1])
-    >>> inputs.draw(0), inputs.draw(3)
-    ([0, 1], [3, 4])
-    """
-
-    make: Callable[[int], T]
-
-    def __post_init__(self) -> None:
-        if not callable(self.make):
-            raise UsageError(f"Resampled takes a function of a seed, found {type(self.make).__name__}.")
-
-    def draw(self, block: int) -> T:
-        """The inputs of that block."""
-        if block < 0:
-            raise UsageError(f"block is {block}; it must be at least 0.")
-        return self.make(block)
-
-
 @dataclass(frozen=True, slots=True, init=False)
 class Case:
     """A callable with its arguments, ready to be timed.
@@ -150,25 +125,29 @@ class Case:
         return changed
 
 
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a cell that is not filled yet
-        return False
+@dataclass(frozen=True, slots=True)
+class Resampled(Generic[T]):
+    """Inputs that are drawn again for each block of a measurement, so that no single draw decides the result.
 
+    `make` gets the number of the block as its seed, so that a run can be repeated value by value. Every draw has the
+    same shapes: the values change in place, outside the timed region.
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
-    if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
-        yield value
-    elif depth < 8 and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item, depth + 1)
-    elif depth < 8 and isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item, depth + 1)
-    elif depth < 8 and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from _tensors(getattr(value, item.name), depth + 1)
+    >>> inputs = Resampled(lambda seed: [seed, seed + 1])
+    >>> inputs.draw(0), inputs.draw(3)
+    ([0, 1], [3, 4])
+    """
+
+    make: Callable[[int], T]
+
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise UsageError(f"Resampled takes a function of a seed, found {type(self.make).__name__}.")
+
+    def draw(self, block: int) -> T:
+        """The inputs of that block."""
+        if block < 0:
+            raise UsageError(f"block is {block}; it must be at least 0.")
+        return self.make(block)
 
 
 def as_case(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], **fields: Any) -> Case:
@@ -245,6 +224,27 @@ def _import_file(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.resolve().parent))
     return module
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a cell that is not filled yet
+        return False
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Any]:
+    if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
+        yield value
+    elif depth < 8 and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth + 1)
+    elif depth < 8 and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
+    elif depth < 8 and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from _tensors(getattr(value, item.name), depth + 1)
 
 
 _OTHERS_CODE = (

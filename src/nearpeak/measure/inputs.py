@@ -29,152 +29,31 @@ from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.measure.case import Resampled
 from nearpeak.measure.timing import InputStatistics
 
-
-def seeded_generator(purpose: str, seed: int | None) -> torch.Generator:
-    """A CPU generator for that purpose and seed; `None` gives one that was never used before.
-
-    The purpose is part of the seed: activations and weights with the same seed must not be the same numbers, since a
-    product of correlated matrices is no product of independent ones.
-    """
-    return torch.Generator(device="cpu").manual_seed(derived_seed(purpose, seed))
-
-
-def derived_seed(purpose: str, seed: int | None) -> int:
-    """63 bits that depend on the purpose and the seed, or on nothing when the seed is None."""
-    if seed is None:
-        return secrets.randbits(63)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise UsageError(f"seed={seed!r}: expected an integer (the same values each time) or None (fresh values).")
-    digest = hashlib.blake2b(f"{purpose}:{seed}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def device_for(device: str | torch.device | None) -> torch.device:
-    """The requested device; for None the GPU where there is one, else the CPU."""
-    backend = gpu_backend()
-    if device is None:
-        return torch.device("cpu") if backend is None else torch.device(backend.torch_type)
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise UsageError(f"device={device!r} is not a device. Valid: 'cpu', 'cuda', 'cuda:0', None.") from None
-    count = 0 if backend is None else backend.count()
-    if is_gpu(place) and (place.index or 0) >= count:
-        raise EnvironmentProblem(f"device={str(place)!r}: torch can use {count} GPUs here. Use 'cpu' or None.")
-    return place
-
-
-def check_one_of(name: str, value: str, valid: Iterable[str]) -> None:
-    """Raise unless the argument called `name` is one of the valid names."""
-    names = tuple(valid)
-    if value not in names:
-        raise UsageError(f"{name}={value!r} is not known. Valid: {', '.join(map(repr, names))}.")
-
-
-def check_at_least(name: str, value: int, minimum: int) -> None:
-    """Raise unless the argument called `name` is an integer, `minimum` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise UsageError(f"{name}: expected an integer of at least {minimum}, found {value!r}.")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raise unless the argument called `name` is a finite number above 0."""
-    if not (_is_finite(value) and value > 0):
-        raise UsageError(f"{name}={value!r}: expected a finite number above 0.")
-
-
-def check_not_negative(name: str, value: float) -> None:
-    """Raise unless the argument called `name` is a finite number, 0 or more."""
-    if not (_is_finite(value) and value >= 0):
-        raise UsageError(f"{name}={value!r}: expected a finite number, 0 or more.")
-
-
-def _is_finite(value: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-__all__ = ["InputStatistics", "describe"]
-
-STATISTICS_SAMPLE = 65536
-"""Elements that are looked at; of a larger tensor, positions spread over all of it."""
-
-DISTINCT_SAMPLE = 4096
-"""Elements among which distinct values are counted."""
-
-_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def describe(tensor: torch.Tensor) -> InputStatistics:
-    """The statistics of a tensor, from at most 65536 of its elements and, on a GPU, with one small copy to the host.
-
-    >>> describe(torch.zeros(2, 3)).degenerate
-    'all values are zero'
-    >>> describe(torch.tensor([1.0, 2.0, 6.0])).mean
-    3.0
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"describe takes a tensor, found {type(tensor).__name__}.")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise UsageError(f"describe takes a dense tensor, found {tensor.layout}. Describe its values, or to_dense().")
-    if tensor.device.type == "meta":
-        raise UsageError("describe takes a tensor with values, found one on the device 'meta'.")
-    if "float4" in str(tensor.dtype):
-        raise UsageError(f"describe cannot read {tensor.dtype}, which packs two numbers. Describe it before packing.")
-    values = _sample(tensor.detach())
-    finite = values[values.isfinite()]
-    count = values.numel()
-    known = finite.numel() > 0
-    return InputStatistics(
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        device=str(tensor.device),
-        mean=finite.mean().item() if known else None,
-        std=finite.std(correction=0).item() if known else None,
-        minimum=finite.min().item() if known else None,
-        maximum=finite.max().item() if known else None,
-        zero_fraction=(values == 0).sum().item() / count if count else None,
-        nonfinite_fraction=1 - finite.numel() / count if count else None,
-        distinct=len(set(finite[_spread(finite.numel(), DISTINCT_SAMPLE)].tolist())),
-        sampled=tensor.numel() > STATISTICS_SAMPLE,
-    )
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """At most SAMPLE elements as float64 on the CPU, without a copy of the whole tensor."""
-    bits = tensor.view(_AS_BITS[tensor.dtype.itemsize]) if _lacks_indexing(tensor.dtype) else tensor
-    if tensor.numel() <= STATISTICS_SAMPLE:
-        taken = bits.reshape(-1)
-    else:
-        positions = _spread(tensor.numel(), STATISTICS_SAMPLE).to(tensor.device)
-        taken = bits[torch.unravel_index(positions, tensor.shape)]
-    values = taken.cpu().view(tensor.dtype)
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj()).reshape(-1)
-    return values.to(torch.float64)
-
-
-def _spread(size: int, count: int) -> torch.Tensor:
-    """At most `count` distinct positions below `size`, spread evenly.
-
-    The stride shares no factor with `size`. A stride of 4096 in a tensor with 4096 channels would see one channel.
-    """
-    if size <= count:
-        return torch.arange(size)
-    stride = max(1, int(size * 0.6180339887498949))  # the golden ratio leaves no large gap for any count
-    while math.gcd(stride, size) != 1:
-        stride += 1
-    return torch.arange(count) * stride % size
-
-
-def _lacks_indexing(dtype: torch.dtype) -> bool:
-    """Whether a tensor of that dtype is indexed by its bits, since torch cannot index it on every device."""
-    return dtype in (torch.uint16, torch.uint32, torch.uint64) or (dtype.is_floating_point and dtype.itemsize == 1)
-
-
+__all__ = [
+    "FLOATING",
+    "InputStatistics",
+    "Resampled",
+    "Routing",
+    "RoutingStatistics",
+    "activations",
+    "describe",
+    "routing",
+    "sequence_lengths",
+    "token_ids",
+    "weights",
+]
 _FLOAT_NAMES = ("float64", "float32", "float16", "bfloat16")
 _FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATING: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _FLOAT_NAMES + _FLOAT8_NAMES}
 """The dtypes that `activations` and `weights` can make, by name."""
+STATISTICS_SAMPLE = 65536
+"""Elements that are looked at; of a larger tensor, positions spread over all of it."""
+DISTINCT_SAMPLE = 4096
+"""Elements among which distinct values are counted."""
+_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SCORES_AT_ONCE = 2**22
+_LARGEST_SKEW = 64.0
+"""At this exponent the second expert is 2**64 times less popular than the first."""
 
 
 def activations(
@@ -348,11 +227,6 @@ def _normal_cdf(value: float) -> float:
     return math.erfc(-value / math.sqrt(2)) / 2
 
 
-_SCORES_AT_ONCE = 2**22
-_LARGEST_SKEW = 64.0
-"""At this exponent the second expert is 2**64 times less popular than the first."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStatistics:
     """How uneven the load of the experts is."""
@@ -508,16 +382,131 @@ def busiest_share(skew: float, experts: int, top_k: int) -> float:
     return float(before.sum(0) @ density)
 
 
-__all__ = [
-    "FLOATING",
-    "InputStatistics",
-    "Resampled",
-    "Routing",
-    "RoutingStatistics",
-    "activations",
-    "describe",
-    "routing",
-    "sequence_lengths",
-    "token_ids",
-    "weights",
-]
+def describe(tensor: torch.Tensor) -> InputStatistics:
+    """The statistics of a tensor, from at most 65536 of its elements and, on a GPU, with one small copy to the host.
+
+    >>> describe(torch.zeros(2, 3)).degenerate
+    'all values are zero'
+    >>> describe(torch.tensor([1.0, 2.0, 6.0])).mean
+    3.0
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"describe takes a tensor, found {type(tensor).__name__}.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UsageError(f"describe takes a dense tensor, found {tensor.layout}. Describe its values, or to_dense().")
+    if tensor.device.type == "meta":
+        raise UsageError("describe takes a tensor with values, found one on the device 'meta'.")
+    if "float4" in str(tensor.dtype):
+        raise UsageError(f"describe cannot read {tensor.dtype}, which packs two numbers. Describe it before packing.")
+    values = _sample(tensor.detach())
+    finite = values[values.isfinite()]
+    count = values.numel()
+    known = finite.numel() > 0
+    return InputStatistics(
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(tensor.device),
+        mean=finite.mean().item() if known else None,
+        std=finite.std(correction=0).item() if known else None,
+        minimum=finite.min().item() if known else None,
+        maximum=finite.max().item() if known else None,
+        zero_fraction=(values == 0).sum().item() / count if count else None,
+        nonfinite_fraction=1 - finite.numel() / count if count else None,
+        distinct=len(set(finite[_spread(finite.numel(), DISTINCT_SAMPLE)].tolist())),
+        sampled=tensor.numel() > STATISTICS_SAMPLE,
+    )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """At most SAMPLE elements as float64 on the CPU, without a copy of the whole tensor."""
+    bits = tensor.view(_AS_BITS[tensor.dtype.itemsize]) if _lacks_indexing(tensor.dtype) else tensor
+    if tensor.numel() <= STATISTICS_SAMPLE:
+        taken = bits.reshape(-1)
+    else:
+        positions = _spread(tensor.numel(), STATISTICS_SAMPLE).to(tensor.device)
+        taken = bits[torch.unravel_index(positions, tensor.shape)]
+    values = taken.cpu().view(tensor.dtype)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj()).reshape(-1)
+    return values.to(torch.float64)
+
+
+def _spread(size: int, count: int) -> torch.Tensor:
+    """At most `count` distinct positions below `size`, spread evenly.
+
+    The stride shares no factor with `size`. A stride of 4096 in a tensor with 4096 channels would see one channel.
+    """
+    if size <= count:
+        return torch.arange(size)
+    stride = max(1, int(size * 0.6180339887498949))  # the golden ratio leaves no large gap for any count
+    while math.gcd(stride, size) != 1:
+        stride += 1
+    return torch.arange(count) * stride % size
+
+
+def _lacks_indexing(dtype: torch.dtype) -> bool:
+    """Whether a tensor of that dtype is indexed by its bits, since torch cannot index it on every device."""
+    return dtype in (torch.uint16, torch.uint32, torch.uint64) or (dtype.is_floating_point and dtype.itemsize == 1)
+
+
+def seeded_generator(purpose: str, seed: int | None) -> torch.Generator:
+    """A CPU generator for that purpose and seed; `None` gives one that was never used before.
+
+    The purpose is part of the seed: activations and weights with the same seed must not be the same numbers, since a
+    product of correlated matrices is no product of independent ones.
+    """
+    return torch.Generator(device="cpu").manual_seed(derived_seed(purpose, seed))
+
+
+def derived_seed(purpose: str, seed: int | None) -> int:
+    """63 bits that depend on the purpose and the seed, or on nothing when the seed is None."""
+    if seed is None:
+        return secrets.randbits(63)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UsageError(f"seed={seed!r}: expected an integer (the same values each time) or None (fresh values).")
+    digest = hashlib.blake2b(f"{purpose}:{seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def device_for(device: str | torch.device | None) -> torch.device:
+    """The requested device; for None the GPU where there is one, else the CPU."""
+    backend = gpu_backend()
+    if device is None:
+        return torch.device("cpu") if backend is None else torch.device(backend.torch_type)
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device={device!r} is not a device. Valid: 'cpu', 'cuda', 'cuda:0', None.") from None
+    count = 0 if backend is None else backend.count()
+    if is_gpu(place) and (place.index or 0) >= count:
+        raise EnvironmentProblem(f"device={str(place)!r}: torch can use {count} GPUs here. Use 'cpu' or None.")
+    return place
+
+
+def check_one_of(name: str, value: str, valid: Iterable[str]) -> None:
+    """Raise unless the argument called `name` is one of the valid names."""
+    names = tuple(valid)
+    if value not in names:
+        raise UsageError(f"{name}={value!r} is not known. Valid: {', '.join(map(repr, names))}.")
+
+
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    """Raise unless the argument called `name` is an integer, `minimum` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise UsageError(f"{name}: expected an integer of at least {minimum}, found {value!r}.")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise unless the argument called `name` is a finite number above 0."""
+    if not (_is_finite(value) and value > 0):
+        raise UsageError(f"{name}={value!r}: expected a finite number above 0.")
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Raise unless the argument called `name` is a finite number, 0 or more."""
+    if not (_is_finite(value) and value >= 0):
+        raise UsageError(f"{name}={value!r}: expected a finite number, 0 or more.")
+
+
+def _is_finite(value: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -42,7 +42,269 @@ from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Flag, make_flag
 from nearpeak.units import seconds as seconds_text
 
+SMALL_SECONDS = 100e-6
+"""A single kernel shorter than this is timed in a CUDA graph, where the zero of events is known better."""
+RESOLUTION = 0.1
+"""A time whose zero has an uncertainty above this share of it is flagged."""
+IDLE_SHARE = 3.0
+"""In a burst the device idles this many times as long as it works, so that power does not limit its clocks."""
+LONGEST_PACE_SECONDS = 0.05
+PROVEN_EVICTION = 1.15
+"""A read after eviction must take this many times as long as a repeated read, or the eviction did nothing."""
 PROBE_CALLS = 4
+MOST_COPIES = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class PreparedCase:
+    """A case that was probed, with its sampler, its device and its flags."""
+
+    case: Case
+    probe: Probe
+    sampler: Sampler
+    device: GpuInstrument | None
+    conditions: ConditionsReader
+    flags: list[Flag] = field(default_factory=list)
+    other_seconds: dict[str, float] = field(default_factory=dict)
+    blocks: int = 0
+    """The number of blocks so far: the seed of resampled inputs."""
+
+    @property
+    def device_name(self) -> str:
+        """For messages and records."""
+        return self.device.name if self.device is not None else "cpu"
+
+
+def prepare(case: Case, options: Options, calls: int | None = None) -> PreparedCase:
+    """Probes the case and chooses its sampler; `calls` is the number of calls per block, chosen to fit by default."""
+    place = device_of(case)
+    if place.type == "cpu":
+        return _prepare_host(case, options, calls)
+    backend = backend_of(place)
+    assert isinstance(backend, GpuBackend)
+    index = backend.current() if place.index is None else place.index
+    with backend.selected(index):
+        return _prepare_gpu(case, options, gpu_instrument(index), calls)
+
+
+def prepare_pair(a: Case, b: Case, options: Options) -> tuple[PreparedCase, PreparedCase]:
+    """Two prepared cases for a comparison, exchangeable if their code is the same.
+
+    Two captures of one call have their own memory and differ by some ten nanoseconds, so a CUDA graph is used only on
+    request. Loops of different length differ by more than 1 % on a CPU, so cases of similar duration get blocks with
+    the same number of calls.
+    """
+    if options.method == "auto" and options.kind != "graph":
+        options = replace(options, method="events")
+    first, second = prepare(a, options), prepare(b, options)
+    calls = (first.sampler.calls, second.sampler.calls)
+    if calls[0] != calls[1] and max(calls) < 2 * min(calls):
+        second = prepare(b, options, calls[0])
+    return first, second
+
+
+def _prepare_host(case: Case, options: Options, calls: int | None) -> PreparedCase:
+    if options.kind not in ("auto", "cpu"):
+        raise UsageError(f"{case.name} runs on the CPU, which has no {options.kind} time: use kind='cpu' or 'auto'.")
+    probe = probe_host(case)
+    flags: list[Flag] = []
+    call, evict = case.call, None
+    if options.cache == "cold":
+        if options.evict == "rotate":
+            call = rotating(case, detect_cpu().cache_bytes or UNKNOWN_CACHE_BYTES)
+        else:
+            evict = HostEviction()
+            flags += _eviction_flags(host_eviction_ratio(), evict.cache_bytes)
+    sampler = HostSampler(
+        call, options.cache, call_seconds=probe.call_seconds, reset=case.reset, evict=evict, calls=calls
+    )
+    return PreparedCase(case=case, probe=probe, sampler=sampler, device=None, conditions=CPU.conditions(0), flags=flags)
+
+
+def _prepare_gpu(case: Case, options: Options, device: GpuInstrument, calls: int | None) -> PreparedCase:
+    if options.kind == "cpu":
+        raise UsageError(f"{case.name} runs on {device.name}: kind='cpu' is for code on the CPU.")
+    probe = probe_gpu(case, device)
+    flags: list[Flag] = []
+    prepared = PreparedCase(
+        case=case,
+        probe=probe,
+        sampler=WallSampler(device, case.call, "latency", call_seconds=probe.call_seconds, reset=case.reset),
+        device=device,
+        conditions=device.conditions,
+        flags=flags,
+    )
+    if options.kind in ("pipelined", "latency", "enqueue"):
+        prepared.sampler = WallSampler(
+            device,
+            case.call,
+            options.kind,
+            call_seconds=probe.call_seconds,
+            reset=case.reset,
+            calls=calls,
+        )
+    elif probe.synchronizes and "graph" in (options.kind, options.method):
+        raise CaseError(f"{case.name} cannot be captured in a CUDA graph: it waits for the device.")
+    elif probe.synchronizes:
+        flags.append(make_flag("SYNC_IN_REGION", "behind a busy device the call returned only when it was done"))
+    elif probe.off_stream:
+        flags.append(make_flag("OFF_STREAM", "work was still running after the current stream had finished the call"))
+    else:
+        _choose_device_sampler(prepared, options, device, calls)
+        if options.cache == "cold" and options.evict == "flush":
+            flags += _eviction_flags(eviction_ratio(device.index, device.sweep_bytes), device.cache_bytes)
+    return prepared
+
+
+def _choose_device_sampler(prepared: PreparedCase, options: Options, device: GpuInstrument, calls: int | None) -> None:
+    """Events behind a spin; a CUDA graph for small single kernels, and where a spin cannot hide the launches."""
+    case, probe = prepared.case, prepared.probe
+    call: Callable[[], Any] = case.call
+    rotates = options.cache == "cold" and options.evict == "rotate"
+    if rotates:
+        call = rotating(case, device.cache_bytes)
+    zero = zero_of(device.index, options.cache)
+    estimate, hidden = _first_estimate(prepared, call, options, zero)
+    if probe.kernel_seconds is not None and estimate < 0.5 * probe.kernel_seconds - 2e-6:
+        evidence = f"the current stream is done in {seconds_text(estimate)}, the kernels run for "
+        prepared.flags.append(make_flag("OFF_STREAM", evidence + seconds_text(probe.kernel_seconds)))
+        return
+    stage = _stage(prepared, options, estimate)
+    single = probe.kernels is not None and len(probe.kernels) == 1
+    # A graph replays the copies that it captured, and these are too few to leave the cache.
+    small = options.method == "auto" and single and estimate < SMALL_SECONDS and not rotates
+    wants_graph = options.kind == "graph" or options.method == "graph"
+    if wants_graph and rotates:
+        raise UsageError("A CUDA graph replays the same inputs: use evict='flush' for a cold graph time.")
+    uncertainty = zero.uncertainty
+    try:
+        if wants_graph or (options.method == "auto" and options.kind == "auto" and not hidden):
+            prepared.sampler = _graph_sampler(device, call, stage, estimate, zero, "graph", calls)
+            return
+        candidate: Sampler | None = None
+        if small and options.cache == "hot":
+            candidate = RegressionSampler(
+                device,
+                call,
+                call_seconds=estimate,
+                gap_seconds=zero.gap,
+                reset=case.reset,
+                calls=calls,
+                seed=options.seed,
+            )
+        elif small and zero.graph_events is not None:
+            candidate = _graph_sampler(device, call, stage, estimate, zero, "device", calls)
+            uncertainty = zero.graph_uncertainty
+        if candidate is not None and _agrees(candidate, estimate, zero.events):
+            prepared.sampler = candidate
+            _flag_resolution(prepared, uncertainty if zero.proven else zero.events, estimate)
+            return
+    except RuntimeError as error:
+        device.recover_from_capture()
+        if wants_graph:
+            raise CaseError(f"{case.name} cannot be captured in a CUDA graph: {_first_line(error)}") from error
+        prepared.flags.append(make_flag("NO_GRAPH", _first_line(error)))
+    prepared.sampler = EventSampler(
+        device,
+        call,
+        stage,
+        call_seconds=estimate,
+        enqueue_seconds=max(probe.enqueue_seconds, 5e-6),
+        zero_seconds=zero.events,
+        calls=calls,
+    )
+    _flag_resolution(prepared, zero.uncertainty if zero.proven else zero.events, estimate)
+
+
+def _stage(prepared: PreparedCase, options: Options, estimate: float) -> Stage:
+    """The stage before a call; in a burst it idles in proportion to the call's time."""
+    assert prepared.device is not None
+    pace = 0.0
+    if options.regime == "burst":
+        pace = min(LONGEST_PACE_SECONDS, max(0.0, IDLE_SHARE * estimate - STAGE_SECONDS))
+    evict = options.evict == "flush"
+    return Stage(prepared.device, options.cache, reset=prepared.case.reset, pace_seconds=pace, evict=evict)
+
+
+def _first_estimate(
+    prepared: PreparedCase, call: Callable[[], Any], options: Options, zero: InstrumentZero
+) -> tuple[float, bool]:
+    """An estimate of the time per call, and whether a spin can hide its launches."""
+    assert prepared.device is not None
+    rough = EventSampler(
+        prepared.device,
+        call,
+        Stage(prepared.device, options.cache, reset=prepared.case.reset, evict=options.evict == "flush"),
+        call_seconds=prepared.probe.call_seconds,
+        enqueue_seconds=prepared.probe.enqueue_seconds,
+        zero_seconds=zero.events,
+    )
+    with case_errors(prepared.case, "while it was first timed"):
+        blocks = [rough.block() for _ in range(3)]
+    return max(1e-7, median([block.seconds for block in blocks])), all(block.launch_hidden for block in blocks)
+
+
+def _agrees(candidate: Sampler, by_events: float, zero: float) -> bool:
+    """Whether a captured call takes as long as the same call in a stream: capture can change the program.
+
+    A clone, for example, becomes a copy node that runs at two thirds of the speed of the kernel.
+    """
+    by_graph = median([candidate.block().seconds for _ in range(3)])
+    return abs(by_graph - by_events) <= 0.15 * by_events + 0.5 * zero
+
+
+def _flag_resolution(prepared: PreparedCase, uncertainty: float, estimate: float) -> None:
+    if uncertainty > RESOLUTION * estimate:
+        evidence = f"the instrument's zero is known to {seconds_text(uncertainty, 2)}"
+        prepared.flags.append(make_flag("BELOW_RESOLUTION", f"{evidence}, the call takes {seconds_text(estimate)}"))
+
+
+def _graph_sampler(
+    device: GpuInstrument,
+    call: Callable[[], Any],
+    stage: Stage,
+    estimate: float,
+    zero: InstrumentZero,
+    kind: Literal["device", "graph"],
+    calls: int | None = None,
+) -> GraphSampler:
+    if zero.graph_events is None:
+        raise EnvironmentProblem(
+            f"torch {torch.__version__} cannot record timing events inside a CUDA graph; torch 2.8 or later can."
+        )
+    return GraphSampler(
+        device, call, stage, call_seconds=estimate, zero_seconds=zero.graph_events, kind=kind, calls=calls
+    )
+
+
+def graph_seconds(prepared: PreparedCase, options: Options) -> float | None:
+    """The time per call in a CUDA graph; None where it was measured already or the call cannot be captured."""
+    device, probe = prepared.device, prepared.probe
+    rotates = options.cache == "cold" and options.evict == "rotate"
+    if device is None or prepared.sampler.kind != "device" or probe.synchronizes or rotates:
+        return None
+    estimate = max(1e-6, prepared.sampler.block().seconds)
+    stage = _stage(prepared, options, estimate)
+    zero = zero_of(device.index, options.cache)
+    try:
+        sampler = _graph_sampler(device, prepared.case.call, stage, estimate, zero, "graph")
+    except (RuntimeError, EnvironmentProblem):
+        device.recover_from_capture()
+        return None
+    return median([sampler.block().seconds for _ in range(5)])
+
+
+def _eviction_flags(ratio: float, cache_bytes: float | None) -> list[Flag]:
+    if not cache_bytes:
+        return [make_flag("CACHE_STATE_UNPROVEN", "the system does not tell the size of the last-level cache")]
+    if ratio < PROVEN_EVICTION:
+        evidence = f"a read after the eviction took {ratio:.2f} times as long as a repeated read"
+        return [make_flag("CACHE_NOT_COLD", evidence)]
+    return []
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,9 +511,6 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(_sample(tensor).to(torch.float32)).all())
 
 
-MOST_COPIES = 256
-
-
 def rotating(case: Case, cache_bytes: float) -> Callable[[], Any]:
     """A call of the case that uses another copy of its tensors each time, over at least three times the cache."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in case.tensors())
@@ -284,269 +543,3 @@ def _copy_of(case: Case) -> Case:
         return value
 
     return case.with_arguments(copy(case.args), copy(dict(case.kwargs)))
-
-
-SMALL_SECONDS = 100e-6
-"""A single kernel shorter than this is timed in a CUDA graph, where the zero of events is known better."""
-
-RESOLUTION = 0.1
-"""A time whose zero has an uncertainty above this share of it is flagged."""
-
-IDLE_SHARE = 3.0
-"""In a burst the device idles this many times as long as it works, so that power does not limit its clocks."""
-
-LONGEST_PACE_SECONDS = 0.05
-PROVEN_EVICTION = 1.15
-"""A read after eviction must take this many times as long as a repeated read, or the eviction did nothing."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PreparedCase:
-    """A case that was probed, with its sampler, its device and its flags."""
-
-    case: Case
-    probe: Probe
-    sampler: Sampler
-    device: GpuInstrument | None
-    conditions: ConditionsReader
-    flags: list[Flag] = field(default_factory=list)
-    other_seconds: dict[str, float] = field(default_factory=dict)
-    blocks: int = 0
-    """The number of blocks so far: the seed of resampled inputs."""
-
-    @property
-    def device_name(self) -> str:
-        """For messages and records."""
-        return self.device.name if self.device is not None else "cpu"
-
-
-def prepare(case: Case, options: Options, calls: int | None = None) -> PreparedCase:
-    """Probes the case and chooses its sampler; `calls` is the number of calls per block, chosen to fit by default."""
-    place = device_of(case)
-    if place.type == "cpu":
-        return _prepare_host(case, options, calls)
-    backend = backend_of(place)
-    assert isinstance(backend, GpuBackend)
-    index = backend.current() if place.index is None else place.index
-    with backend.selected(index):
-        return _prepare_gpu(case, options, gpu_instrument(index), calls)
-
-
-def prepare_pair(a: Case, b: Case, options: Options) -> tuple[PreparedCase, PreparedCase]:
-    """Two prepared cases for a comparison, exchangeable if their code is the same.
-
-    Two captures of one call have their own memory and differ by some ten nanoseconds, so a CUDA graph is used only on
-    request. Loops of different length differ by more than 1 % on a CPU, so cases of similar duration get blocks with
-    the same number of calls.
-    """
-    if options.method == "auto" and options.kind != "graph":
-        options = replace(options, method="events")
-    first, second = prepare(a, options), prepare(b, options)
-    calls = (first.sampler.calls, second.sampler.calls)
-    if calls[0] != calls[1] and max(calls) < 2 * min(calls):
-        second = prepare(b, options, calls[0])
-    return first, second
-
-
-def _prepare_host(case: Case, options: Options, calls: int | None) -> PreparedCase:
-    if options.kind not in ("auto", "cpu"):
-        raise UsageError(f"{case.name} runs on the CPU, which has no {options.kind} time: use kind='cpu' or 'auto'.")
-    probe = probe_host(case)
-    flags: list[Flag] = []
-    call, evict = case.call, None
-    if options.cache == "cold":
-        if options.evict == "rotate":
-            call = rotating(case, detect_cpu().cache_bytes or UNKNOWN_CACHE_BYTES)
-        else:
-            evict = HostEviction()
-            flags += _eviction_flags(host_eviction_ratio(), evict.cache_bytes)
-    sampler = HostSampler(
-        call, options.cache, call_seconds=probe.call_seconds, reset=case.reset, evict=evict, calls=calls
-    )
-    return PreparedCase(case=case, probe=probe, sampler=sampler, device=None, conditions=CPU.conditions(0), flags=flags)
-
-
-def _prepare_gpu(case: Case, options: Options, device: GpuInstrument, calls: int | None) -> PreparedCase:
-    if options.kind == "cpu":
-        raise UsageError(f"{case.name} runs on {device.name}: kind='cpu' is for code on the CPU.")
-    probe = probe_gpu(case, device)
-    flags: list[Flag] = []
-    prepared = PreparedCase(
-        case=case,
-        probe=probe,
-        sampler=WallSampler(device, case.call, "latency", call_seconds=probe.call_seconds, reset=case.reset),
-        device=device,
-        conditions=device.conditions,
-        flags=flags,
-    )
-    if options.kind in ("pipelined", "latency", "enqueue"):
-        prepared.sampler = WallSampler(
-            device,
-            case.call,
-            options.kind,
-            call_seconds=probe.call_seconds,
-            reset=case.reset,
-            calls=calls,
-        )
-    elif probe.synchronizes and "graph" in (options.kind, options.method):
-        raise CaseError(f"{case.name} cannot be captured in a CUDA graph: it waits for the device.")
-    elif probe.synchronizes:
-        flags.append(make_flag("SYNC_IN_REGION", "behind a busy device the call returned only when it was done"))
-    elif probe.off_stream:
-        flags.append(make_flag("OFF_STREAM", "work was still running after the current stream had finished the call"))
-    else:
-        _choose_device_sampler(prepared, options, device, calls)
-        if options.cache == "cold" and options.evict == "flush":
-            flags += _eviction_flags(eviction_ratio(device.index, device.sweep_bytes), device.cache_bytes)
-    return prepared
-
-
-def _choose_device_sampler(prepared: PreparedCase, options: Options, device: GpuInstrument, calls: int | None) -> None:
-    """Events behind a spin; a CUDA graph for small single kernels, and where a spin cannot hide the launches."""
-    case, probe = prepared.case, prepared.probe
-    call: Callable[[], Any] = case.call
-    rotates = options.cache == "cold" and options.evict == "rotate"
-    if rotates:
-        call = rotating(case, device.cache_bytes)
-    zero = zero_of(device.index, options.cache)
-    estimate, hidden = _first_estimate(prepared, call, options, zero)
-    if probe.kernel_seconds is not None and estimate < 0.5 * probe.kernel_seconds - 2e-6:
-        evidence = f"the current stream is done in {seconds_text(estimate)}, the kernels run for "
-        prepared.flags.append(make_flag("OFF_STREAM", evidence + seconds_text(probe.kernel_seconds)))
-        return
-    stage = _stage(prepared, options, estimate)
-    single = probe.kernels is not None and len(probe.kernels) == 1
-    # A graph replays the copies that it captured, and these are too few to leave the cache.
-    small = options.method == "auto" and single and estimate < SMALL_SECONDS and not rotates
-    wants_graph = options.kind == "graph" or options.method == "graph"
-    if wants_graph and rotates:
-        raise UsageError("A CUDA graph replays the same inputs: use evict='flush' for a cold graph time.")
-    uncertainty = zero.uncertainty
-    try:
-        if wants_graph or (options.method == "auto" and options.kind == "auto" and not hidden):
-            prepared.sampler = _graph_sampler(device, call, stage, estimate, zero, "graph", calls)
-            return
-        candidate: Sampler | None = None
-        if small and options.cache == "hot":
-            candidate = RegressionSampler(
-                device,
-                call,
-                call_seconds=estimate,
-                gap_seconds=zero.gap,
-                reset=case.reset,
-                calls=calls,
-                seed=options.seed,
-            )
-        elif small and zero.graph_events is not None:
-            candidate = _graph_sampler(device, call, stage, estimate, zero, "device", calls)
-            uncertainty = zero.graph_uncertainty
-        if candidate is not None and _agrees(candidate, estimate, zero.events):
-            prepared.sampler = candidate
-            _flag_resolution(prepared, uncertainty if zero.proven else zero.events, estimate)
-            return
-    except RuntimeError as error:
-        device.recover_from_capture()
-        if wants_graph:
-            raise CaseError(f"{case.name} cannot be captured in a CUDA graph: {_first_line(error)}") from error
-        prepared.flags.append(make_flag("NO_GRAPH", _first_line(error)))
-    prepared.sampler = EventSampler(
-        device,
-        call,
-        stage,
-        call_seconds=estimate,
-        enqueue_seconds=max(probe.enqueue_seconds, 5e-6),
-        zero_seconds=zero.events,
-        calls=calls,
-    )
-    _flag_resolution(prepared, zero.uncertainty if zero.proven else zero.events, estimate)
-
-
-def _stage(prepared: PreparedCase, options: Options, estimate: float) -> Stage:
-    """The stage before a call; in a burst it idles in proportion to the call's time."""
-    assert prepared.device is not None
-    pace = 0.0
-    if options.regime == "burst":
-        pace = min(LONGEST_PACE_SECONDS, max(0.0, IDLE_SHARE * estimate - STAGE_SECONDS))
-    evict = options.evict == "flush"
-    return Stage(prepared.device, options.cache, reset=prepared.case.reset, pace_seconds=pace, evict=evict)
-
-
-def _flag_resolution(prepared: PreparedCase, uncertainty: float, estimate: float) -> None:
-    if uncertainty > RESOLUTION * estimate:
-        evidence = f"the instrument's zero is known to {seconds_text(uncertainty, 2)}"
-        prepared.flags.append(make_flag("BELOW_RESOLUTION", f"{evidence}, the call takes {seconds_text(estimate)}"))
-
-
-def _agrees(candidate: Sampler, by_events: float, zero: float) -> bool:
-    """Whether a captured call takes as long as the same call in a stream: capture can change the program.
-
-    A clone, for example, becomes a copy node that runs at two thirds of the speed of the kernel.
-    """
-    by_graph = median([candidate.block().seconds for _ in range(3)])
-    return abs(by_graph - by_events) <= 0.15 * by_events + 0.5 * zero
-
-
-def _first_estimate(
-    prepared: PreparedCase, call: Callable[[], Any], options: Options, zero: InstrumentZero
-) -> tuple[float, bool]:
-    """An estimate of the time per call, and whether a spin can hide its launches."""
-    assert prepared.device is not None
-    rough = EventSampler(
-        prepared.device,
-        call,
-        Stage(prepared.device, options.cache, reset=prepared.case.reset, evict=options.evict == "flush"),
-        call_seconds=prepared.probe.call_seconds,
-        enqueue_seconds=prepared.probe.enqueue_seconds,
-        zero_seconds=zero.events,
-    )
-    with case_errors(prepared.case, "while it was first timed"):
-        blocks = [rough.block() for _ in range(3)]
-    return max(1e-7, median([block.seconds for block in blocks])), all(block.launch_hidden for block in blocks)
-
-
-def _graph_sampler(
-    device: GpuInstrument,
-    call: Callable[[], Any],
-    stage: Stage,
-    estimate: float,
-    zero: InstrumentZero,
-    kind: Literal["device", "graph"],
-    calls: int | None = None,
-) -> GraphSampler:
-    if zero.graph_events is None:
-        raise EnvironmentProblem(
-            f"torch {torch.__version__} cannot record timing events inside a CUDA graph; torch 2.8 or later can."
-        )
-    return GraphSampler(
-        device, call, stage, call_seconds=estimate, zero_seconds=zero.graph_events, kind=kind, calls=calls
-    )
-
-
-def graph_seconds(prepared: PreparedCase, options: Options) -> float | None:
-    """The time per call in a CUDA graph; None where it was measured already or the call cannot be captured."""
-    device, probe = prepared.device, prepared.probe
-    rotates = options.cache == "cold" and options.evict == "rotate"
-    if device is None or prepared.sampler.kind != "device" or probe.synchronizes or rotates:
-        return None
-    estimate = max(1e-6, prepared.sampler.block().seconds)
-    stage = _stage(prepared, options, estimate)
-    zero = zero_of(device.index, options.cache)
-    try:
-        sampler = _graph_sampler(device, prepared.case.call, stage, estimate, zero, "graph")
-    except (RuntimeError, EnvironmentProblem):
-        device.recover_from_capture()
-        return None
-    return median([sampler.block().seconds for _ in range(5)])
-
-
-def _eviction_flags(ratio: float, cache_bytes: float | None) -> list[Flag]:
-    if not cache_bytes:
-        return [make_flag("CACHE_STATE_UNPROVEN", "the system does not tell the size of the last-level cache")]
-    if ratio < PROVEN_EVICTION:
-        evidence = f"a read after the eviction took {ratio:.2f} times as long as a repeated read"
-        return [make_flag("CACHE_NOT_COLD", evidence)]
-    return []
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

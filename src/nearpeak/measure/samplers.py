@@ -20,88 +20,16 @@ from nearpeak.measure.gpu import LONGEST_SPIN_SECONDS, GpuInstrument, Stage, hos
 from nearpeak.measure.statistics import median
 from nearpeak.measure.timing import Block, Cache, Kind
 
+BLOCK_SECONDS = 4e-3
+"""Device time that a block aims at: long against clock reads and launches, short against drifts."""
+STAGE_SECONDS = 50e-6
+"""About what a stage takes; only for sizing blocks."""
 HOT_BLOCK_SECONDS = 4e-3
 COLD_CALLS = 3
 HOST_EVICT_FACTOR = 2.0
 """How many times the last-level cache is swept before a cold call. The self-test changes it to break the eviction."""
 UNKNOWN_CACHE_BYTES = 64 * 2**20
 """The sweep where the system does not report the size of its last-level cache; the timing is flagged."""
-
-
-class HostEviction:
-    """Evicts the CPU's caches: reads a buffer of twice the last-level cache."""
-
-    def __init__(self) -> None:
-        self.cache_bytes = detect_cpu().cache_bytes
-        self._sweep = torch.randn(int(HOST_EVICT_FACTOR * (self.cache_bytes or UNKNOWN_CACHE_BYTES)) // 4)
-
-    def __call__(self) -> None:
-        """Reads the buffer."""
-        torch.sum(self._sweep)
-
-
-class HostSampler:
-    """Wall time of a call on the CPU: one reading per call when cold, a loop of calls when hot."""
-
-    kind: Kind = "cpu"
-
-    def __init__(
-        self,
-        call: Callable[[], Any],
-        cache: Cache,
-        *,
-        call_seconds: float,
-        reset: Callable[[], Any] | None = None,
-        evict: Callable[[], Any] | None = None,
-        calls: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.call, self.reset, self.clock = call, reset, clock
-        self.evict = evict if cache == "cold" else None
-        single = self.evict is not None or reset is not None
-        fitting = max(1, min(10_000, int(HOT_BLOCK_SECONDS / max(call_seconds, 1e-7))))
-        self.calls = calls or (COLD_CALLS if single else fitting)
-        self.single = single
-        self.zero_seconds = self._clock_seconds() if single else 0.0
-        self.method = (
-            f"host clock around each of {self.calls} calls"
-            if single
-            else f"host clock around a loop of {self.calls} calls"
-        )
-
-    def block(self) -> Block:
-        """One block of calls."""
-        if not self.single:
-            start = self.clock()
-            for _ in range(self.calls):
-                self.call()
-            seconds = (self.clock() - start) / self.calls
-            return Block(seconds=seconds, readings=(seconds,))
-        readings = tuple(self._one_call() for _ in range(self.calls))
-        return Block(seconds=median(readings), readings=readings)
-
-    def _one_call(self) -> float:
-        if self.reset is not None:
-            self.reset()
-        if self.evict is not None:
-            self.evict()
-        start = self.clock()
-        self.call()
-        return max(0.0, self.clock() - start - self.zero_seconds)
-
-    def _clock_seconds(self) -> float:
-        readings = []
-        for _ in range(50):
-            start = self.clock()
-            readings.append(self.clock() - start)
-        return median(readings)
-
-
-BLOCK_SECONDS = 4e-3
-"""Device time that a block aims at: long against clock reads and launches, short against drifts."""
-
-STAGE_SECONDS = 50e-6
-"""About what a stage takes; only for sizing blocks."""
 
 
 class Sampler(Protocol):
@@ -338,3 +266,72 @@ class WallSampler:
             self.device.synchronize()
 
         return host_seconds(call_and_wait)
+
+
+class HostEviction:
+    """Evicts the CPU's caches: reads a buffer of twice the last-level cache."""
+
+    def __init__(self) -> None:
+        self.cache_bytes = detect_cpu().cache_bytes
+        self._sweep = torch.randn(int(HOST_EVICT_FACTOR * (self.cache_bytes or UNKNOWN_CACHE_BYTES)) // 4)
+
+    def __call__(self) -> None:
+        """Reads the buffer."""
+        torch.sum(self._sweep)
+
+
+class HostSampler:
+    """Wall time of a call on the CPU: one reading per call when cold, a loop of calls when hot."""
+
+    kind: Kind = "cpu"
+
+    def __init__(
+        self,
+        call: Callable[[], Any],
+        cache: Cache,
+        *,
+        call_seconds: float,
+        reset: Callable[[], Any] | None = None,
+        evict: Callable[[], Any] | None = None,
+        calls: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.call, self.reset, self.clock = call, reset, clock
+        self.evict = evict if cache == "cold" else None
+        single = self.evict is not None or reset is not None
+        fitting = max(1, min(10_000, int(HOT_BLOCK_SECONDS / max(call_seconds, 1e-7))))
+        self.calls = calls or (COLD_CALLS if single else fitting)
+        self.single = single
+        self.zero_seconds = self._clock_seconds() if single else 0.0
+        self.method = (
+            f"host clock around each of {self.calls} calls"
+            if single
+            else f"host clock around a loop of {self.calls} calls"
+        )
+
+    def block(self) -> Block:
+        """One block of calls."""
+        if not self.single:
+            start = self.clock()
+            for _ in range(self.calls):
+                self.call()
+            seconds = (self.clock() - start) / self.calls
+            return Block(seconds=seconds, readings=(seconds,))
+        readings = tuple(self._one_call() for _ in range(self.calls))
+        return Block(seconds=median(readings), readings=readings)
+
+    def _one_call(self) -> float:
+        if self.reset is not None:
+            self.reset()
+        if self.evict is not None:
+            self.evict()
+        start = self.clock()
+        self.call()
+        return max(0.0, self.clock() - start - self.zero_seconds)
+
+    def _clock_seconds(self) -> float:
+        readings = []
+        for _ in range(50):
+            start = self.clock()
+            readings.append(self.clock() - start)
+        return median(readings)

@@ -42,6 +42,46 @@ from nearpeak.measure.timing import Block, Comparison, Timing
 from nearpeak.ops.work import Work
 from nearpeak.units import percent, quantity, seconds
 
+LENGTHS = (2e-6, 5e-6, 10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3)
+HOST_DELAYS = (50e-6, 200e-6, 1e-3, 4e-3)
+DEVICE_DELAYS = (30e-6, 150e-6, 700e-6, 3e-3)
+MARGIN = 0.01
+FALSE_VERDICTS = 0.05
+TICK_NANOSECONDS = 32
+"""The step of a GPU's global timer (seen on an H200): a spin ends on one, so a true ratio is known to one."""
+DRIFT_SHARE = 0.04
+DRIFT_SECONDS = 1.7
+"""The injected drift: 4 % up and down in so many seconds, about the length of a sequential comparison."""
+
+
+def run(
+    names: Sequence[str] = (), quick: bool = False, progress: Callable[[str], None] | None = None
+) -> SelfTestReport:
+    """Runs the named experiments, or all of them, and reports what was expected and what was found.
+
+    `quick` takes fewer repetitions: enough to see that something is broken, too few to prove a rate of 5 %. An
+    experiment that cannot run on this machine says why.
+    """
+    say = progress or (lambda line: None)
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise UsageError(f"There is no experiment {name!r}. {did_you_mean(name, EXPERIMENTS)}")
+    place = find_place()
+    experiments = []
+    for name in names or EXPERIMENTS:
+        say(f"self-test: {name}")
+        start = time.perf_counter()
+        experiment = EXPERIMENTS[name](place, quick)
+        experiments.append(replace(experiment, seconds=time.perf_counter() - start))
+        say(f"self-test: {name}: {experiment.found}")
+    return SelfTestReport(
+        device=place.name,
+        torch=torch.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        quick=quick,
+        experiments=tuple(experiments),
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -90,9 +130,6 @@ def spin_host(nanoseconds: int) -> None:
     end = time.perf_counter_ns() + nanoseconds
     while time.perf_counter_ns() < end:
         pass
-
-
-LENGTHS = (2e-6, 5e-6, 10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3)
 
 
 def delay_linearity(place: Place, quick: bool) -> Experiment:
@@ -159,10 +196,6 @@ def sleep_accuracy(place: Place, quick: bool) -> Experiment:
         passed=timing.seconds >= length and abs(deviation) <= 0.05,
         data={"reported": timing.seconds, "independent": reference_seconds},
     )
-
-
-HOST_DELAYS = (50e-6, 200e-6, 1e-3, 4e-3)
-DEVICE_DELAYS = (30e-6, 150e-6, 700e-6, 3e-3)
 
 
 def host_waiting(place: Place, quick: bool) -> Experiment:
@@ -332,15 +365,6 @@ def _referee_cases(place: Place) -> list[Case]:
         Case(torch.add, vector, vector, name="add"),
         Case(torch.mm, x, x, name="product"),
     ]
-
-
-MARGIN = 0.01
-FALSE_VERDICTS = 0.05
-TICK_NANOSECONDS = 32
-"""The step of a GPU's global timer (seen on an H200): a spin ends on one, so a true ratio is known to one."""
-DRIFT_SHARE = 0.04
-DRIFT_SECONDS = 1.7
-"""The injected drift: 4 % up and down in so many seconds, about the length of a sequential comparison."""
 
 
 def same_code(place: Place, quick: bool) -> Experiment:
@@ -534,7 +558,7 @@ def _false_verdicts(name: str, question: str, results: dict[str, dict[str, int]]
 
 
 def _sequential(place: Place, case: Case, rounds: int) -> int:
-    """The false verdicts of a sequential design: all of one, then all of the other, different if intervals are disjoint."""
+    """False verdicts of a sequential design: all of one, then all of the other, judged by disjoint intervals."""
     options = _options(place)
     prepared = prepare(case, options)
     false = 0
@@ -557,7 +581,6 @@ def _drifting(nanoseconds: int) -> Callable[[], int]:
 
 
 Fault = Callable[[Place], Timing]
-
 _QUICK: dict[str, Any] = {"max_seconds": 0.3, "warmup_seconds": 0.02, "cache": "hot"}
 
 
@@ -805,7 +828,6 @@ _FAULTS: dict[str, Fault] = {
 }
 _GPU_ONLY = {"SYNC_IN_REGION", "OFF_STREAM", "CPU_BOUND", "MEMORY_ALLOCATED", "GPU_SHARED"}
 _SLOW = {"GPU_SHARED", "CPU_CONTENDED"}
-
 EXPERIMENTS: dict[str, Callable[[Place, bool], Experiment]] = {
     "spin": delay_linearity,
     "sleep": sleep_accuracy,
@@ -819,32 +841,3 @@ EXPERIMENTS: dict[str, Callable[[Place, bool], Experiment]] = {
     "drift": same_code_under_drift,
     "faults": injected_faults,
 }
-
-
-def run(
-    names: Sequence[str] = (), quick: bool = False, progress: Callable[[str], None] | None = None
-) -> SelfTestReport:
-    """Runs the named experiments, or all of them, and reports what was expected and what was found.
-
-    `quick` takes fewer repetitions: enough to see that something is broken, too few to prove a rate of 5 %. An
-    experiment that cannot run on this machine says why.
-    """
-    say = progress or (lambda line: None)
-    for name in names:
-        if name not in EXPERIMENTS:
-            raise UsageError(f"There is no experiment {name!r}. {did_you_mean(name, EXPERIMENTS)}")
-    place = find_place()
-    experiments = []
-    for name in names or EXPERIMENTS:
-        say(f"self-test: {name}")
-        start = time.perf_counter()
-        experiment = EXPERIMENTS[name](place, quick)
-        experiments.append(replace(experiment, seconds=time.perf_counter() - start))
-        say(f"self-test: {name}: {experiment.found}")
-    return SelfTestReport(
-        device=place.name,
-        torch=torch.__version__,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        quick=quick,
-        experiments=tuple(experiments),
-    )

@@ -26,8 +26,180 @@ from nearpeak.devices.device import Conditions
 from nearpeak.ops.work import Work
 from nearpeak.units import percent, seconds_between
 
+SCHEMA = 1
+Kind = Literal["device", "graph", "pipelined", "latency", "enqueue", "cpu"]
+Cache = Literal["cold", "hot"]
+Regime = Literal["burst", "sustained"]
+Verdict = Literal["FASTER", "SLOWER", "EQUIVALENT", "INCONCLUSIVE"]
 Severity = Literal["note", "doubt", "wrong"]
 Grade = Literal["A", "B", "C", "F"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One measurement. `seconds` is the median over blocks, `low` to `high` its confidence interval within this run."""
+
+    name: str
+    seconds: float
+    low: float
+    high: float
+    confidence: float
+    kind: Kind
+    method: str
+    cache: Cache
+    regime: Regime
+    blocks: tuple[Block, ...]
+    flags: tuple[Flag, ...]
+    environment: Environment
+    other_seconds: Mapping[str, float] = field(default_factory=dict)
+    """The other kinds of time that were taken, by kind."""
+    cpu_bound: bool | None = None
+    """Whether the host cannot feed the device; None where that has no meaning or was not measured."""
+    kernels: tuple[str, ...] = ()
+    """Names of the kernels of one call, if the profiler could see them."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    inputs: tuple[InputStatistics, ...] = ()
+    """Statistics of the tensors that were passed."""
+    work: Work | None = None
+    bound_seconds: float | None = None
+    bound_limiter: str | None = None
+    bound_ceilings: Literal["measured", "derated"] | None = None
+    """Whether the bound rests on this machine's calibration or on a datasheet's figures times a factor."""
+    partial: bool = False
+    """Whether the run was interrupted; the figures cover what was measured until then."""
+    schema: int = SCHEMA
+
+    @property
+    def grade(self) -> Grade:
+        """A to F, from the flags."""
+        return grade_of(self.flags)
+
+    @property
+    def relative_half_width(self) -> float:
+        """Half the interval as a share of the median."""
+        return (self.high - self.low) / 2 / self.seconds if self.seconds else float("inf")
+
+    @property
+    def share_of_bound(self) -> float | None:
+        """The bound over the time: 1 is at the roofline."""
+        return self.bound_seconds / self.seconds if self.bound_seconds and self.seconds else None
+
+    def __str__(self) -> str:
+        text = f"{seconds_between(self.seconds, self.low, self.high)} {self.kind} time, {self.cache} cache"
+        if self.cpu_bound:
+            text += ", CPU-bound"
+        if self.share_of_bound is not None:
+            text += f", {percent(self.share_of_bound)} of the {self.bound_limiter} bound"
+        return f"{text}, grade {self.grade}"
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        return _display.card(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Calls that are timed together. `seconds` per call is the median of `readings`, or derived from them."""
+
+    seconds: float
+    readings: tuple[float, ...]
+    launch_hidden: bool | None = None
+    """Whether the device was still busy with the spin when the last call had been enqueued."""
+    conditions: Conditions = field(default_factory=Conditions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where and when a measurement was taken."""
+
+    device: str
+    driver: str | None
+    torch: str
+    python: str
+    nearpeak: str
+    date: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two cases timed in interleaved pairs of blocks. `ratio` is the time of `b` over the time of `a`."""
+
+    a: Timing
+    b: Timing
+    ratio: float
+    low: float
+    high: float
+    confidence: float
+    verdict: Verdict
+    """Of b against a: FASTER, SLOWER, EQUIVALENT within `margin`, or INCONCLUSIVE."""
+    margin: float
+    detectable: float
+    """The smallest relative difference that this run would have detected four times out of five."""
+    pairs: int
+    partial: bool = False
+    schema: int = SCHEMA
+
+    def __str__(self) -> str:
+        return (
+            f"{self.b.name} is {self.verdict} against {self.a.name}: {self.ratio:.4f} x the time "
+            f"[{self.low:.4f}, {self.high:.4f}], {self.pairs} pairs, could see {percent(self.detectable, 2)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The timings of a grid of parameters, in the grid's order."""
+
+    name: str
+    parameters: Mapping[str, tuple[str, ...]]
+    timings: tuple[Timing, ...]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Grid points that could not be measured, with the reason."""
+    partial: bool = False
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStatistics:
+    """The statistics of one tensor, by a sample where it is large. `None`: there was nothing to compute it from.
+
+    Mean, standard deviation and range are those of the finite values; of a complex tensor, of its real and imaginary
+    parts.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    mean: float | None
+    std: float | None
+    minimum: float | None
+    maximum: float | None
+    zero_fraction: float | None
+    nonfinite_fraction: float | None
+    distinct: int
+    """Distinct finite values among at most 4096 sampled ones."""
+    sampled: bool
+    """Whether only a sample of the tensor was looked at."""
+
+    @property
+    def degenerate(self) -> str | None:
+        """Why this data would make a benchmark too fast or meaningless, or None. Masks (bool) and scalars never do."""
+        elements = math.prod(self.shape)
+        if elements <= 1 or self.dtype == "bool":
+            return None
+        values = "sampled values" if self.sampled else "values"
+        if self.nonfinite_fraction:
+            return f"{100 * self.nonfinite_fraction:.3g} % of the {values} are infinite or NaN"
+        if self.zero_fraction == 1:
+            return f"all {values} are zero"
+        if self.minimum == self.maximum:
+            return f"all {values} are {self.minimum:g}"
+        if self.zero_fraction is not None and self.zero_fraction > 0.9:
+            return f"{100 * self.zero_fraction:.3g} % of the {values} are zero"
+        if self.dtype.startswith(("float", "bfloat", "complex")) and elements > 1024 and self.distinct < 8:
+            return f"only {self.distinct} distinct values"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,178 +273,3 @@ def grade_of(flags: Iterable[Flag]) -> Grade:
         return "F"
     doubts = severities.count("doubt")
     return "A" if doubts == 0 else "B" if doubts == 1 else "C"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputStatistics:
-    """The statistics of one tensor, by a sample where it is large. `None`: there was nothing to compute it from.
-
-    Mean, standard deviation and range are those of the finite values; of a complex tensor, of its real and imaginary
-    parts.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    mean: float | None
-    std: float | None
-    minimum: float | None
-    maximum: float | None
-    zero_fraction: float | None
-    nonfinite_fraction: float | None
-    distinct: int
-    """Distinct finite values among at most 4096 sampled ones."""
-    sampled: bool
-    """Whether only a sample of the tensor was looked at."""
-
-    @property
-    def degenerate(self) -> str | None:
-        """Why this data would make a benchmark too fast or meaningless, or None. Masks (bool) and scalars never do."""
-        elements = math.prod(self.shape)
-        if elements <= 1 or self.dtype == "bool":
-            return None
-        values = "sampled values" if self.sampled else "values"
-        if self.nonfinite_fraction:
-            return f"{100 * self.nonfinite_fraction:.3g} % of the {values} are infinite or NaN"
-        if self.zero_fraction == 1:
-            return f"all {values} are zero"
-        if self.minimum == self.maximum:
-            return f"all {values} are {self.minimum:g}"
-        if self.zero_fraction is not None and self.zero_fraction > 0.9:
-            return f"{100 * self.zero_fraction:.3g} % of the {values} are zero"
-        if self.dtype.startswith(("float", "bfloat", "complex")) and elements > 1024 and self.distinct < 8:
-            return f"only {self.distinct} distinct values"
-        return None
-
-
-SCHEMA = 1
-
-Kind = Literal["device", "graph", "pipelined", "latency", "enqueue", "cpu"]
-Cache = Literal["cold", "hot"]
-Regime = Literal["burst", "sustained"]
-Verdict = Literal["FASTER", "SLOWER", "EQUIVALENT", "INCONCLUSIVE"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Calls that are timed together. `seconds` per call is the median of `readings`, or derived from them."""
-
-    seconds: float
-    readings: tuple[float, ...]
-    launch_hidden: bool | None = None
-    """Whether the device was still busy with the spin when the last call had been enqueued."""
-    conditions: Conditions = field(default_factory=Conditions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Where and when a measurement was taken."""
-
-    device: str
-    driver: str | None
-    torch: str
-    python: str
-    nearpeak: str
-    date: str
-    threads: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """One measurement. `seconds` is the median over blocks, `low` to `high` its confidence interval within this run."""
-
-    name: str
-    seconds: float
-    low: float
-    high: float
-    confidence: float
-    kind: Kind
-    method: str
-    cache: Cache
-    regime: Regime
-    blocks: tuple[Block, ...]
-    flags: tuple[Flag, ...]
-    environment: Environment
-    other_seconds: Mapping[str, float] = field(default_factory=dict)
-    """The other kinds of time that were taken, by kind."""
-    cpu_bound: bool | None = None
-    """Whether the host cannot feed the device; None where that has no meaning or was not measured."""
-    kernels: tuple[str, ...] = ()
-    """Names of the kernels of one call, if the profiler could see them."""
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    inputs: tuple[InputStatistics, ...] = ()
-    """Statistics of the tensors that were passed."""
-    work: Work | None = None
-    bound_seconds: float | None = None
-    bound_limiter: str | None = None
-    bound_ceilings: Literal["measured", "derated"] | None = None
-    """Whether the bound rests on this machine's calibration or on a datasheet's figures times a factor."""
-    partial: bool = False
-    """Whether the run was interrupted; the figures cover what was measured until then."""
-    schema: int = SCHEMA
-
-    @property
-    def grade(self) -> Grade:
-        """A to F, from the flags."""
-        return grade_of(self.flags)
-
-    @property
-    def relative_half_width(self) -> float:
-        """Half the interval as a share of the median."""
-        return (self.high - self.low) / 2 / self.seconds if self.seconds else float("inf")
-
-    @property
-    def share_of_bound(self) -> float | None:
-        """The bound over the time: 1 is at the roofline."""
-        return self.bound_seconds / self.seconds if self.bound_seconds and self.seconds else None
-
-    def __str__(self) -> str:
-        text = f"{seconds_between(self.seconds, self.low, self.high)} {self.kind} time, {self.cache} cache"
-        if self.cpu_bound:
-            text += ", CPU-bound"
-        if self.share_of_bound is not None:
-            text += f", {percent(self.share_of_bound)} of the {self.bound_limiter} bound"
-        return f"{text}, grade {self.grade}"
-
-    def _repr_html_(self) -> str:
-        """As a notebook shows it."""
-        return _display.card(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Two cases timed in interleaved pairs of blocks. `ratio` is the time of `b` over the time of `a`."""
-
-    a: Timing
-    b: Timing
-    ratio: float
-    low: float
-    high: float
-    confidence: float
-    verdict: Verdict
-    """Of b against a: FASTER, SLOWER, EQUIVALENT within `margin`, or INCONCLUSIVE."""
-    margin: float
-    detectable: float
-    """The smallest relative difference that this run would have detected four times out of five."""
-    pairs: int
-    partial: bool = False
-    schema: int = SCHEMA
-
-    def __str__(self) -> str:
-        return (
-            f"{self.b.name} is {self.verdict} against {self.a.name}: {self.ratio:.4f} x the time "
-            f"[{self.low:.4f}, {self.high:.4f}], {self.pairs} pairs, could see {percent(self.detectable, 2)}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """The timings of a grid of parameters, in the grid's order."""
-
-    name: str
-    parameters: Mapping[str, tuple[str, ...]]
-    timings: tuple[Timing, ...]
-    failures: Mapping[str, str] = field(default_factory=dict)
-    """Grid points that could not be measured, with the reason."""
-    partial: bool = False
-    schema: int = SCHEMA

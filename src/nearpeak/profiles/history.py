@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearpeak._files import replace_file
+from nearpeak._files import cache_folder, replace_file
 from nearpeak.errors import UsageError
-from nearpeak.machines import calibrations
 from nearpeak.profiles import file
 from nearpeak.profiles.profile import Profile
 
@@ -36,7 +35,7 @@ class PastRun:
 
 def folder() -> Path:
     """The folder of the runs."""
-    return calibrations.cache_folder() / "runs"
+    return cache_folder() / "runs"
 
 
 def is_enabled() -> bool:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from nearpeak._files import cache_folder
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.devices.backends import gpu_visible
 from nearpeak.errors import NearpeakError, UsageError
-from nearpeak.machines import calibrations
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.options import Progress
 from nearpeak.profiles.profile import Profile
@@ -149,7 +149,7 @@ def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> 
     if on is not None or not gpu_visible():
         with torch.random.fork_rng(devices=[]):
             return find_machine(on, progress=progress)
-    if not any((calibrations.cache_folder() / "machines").glob("*.json")):
+    if not any((cache_folder() / "machines").glob("*.json")):
         (progress or (lambda line: None))("measuring this machine, once")
         subprocess.run([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL, check=False)
     return None

@@ -162,10 +162,10 @@ def _gpu_advice(torch: Any) -> str:
 def _cache() -> Check:
     import os
 
-    from nearpeak.machines import calibrations
+    from nearpeak._files import cache_folder
 
     try:
-        folder = calibrations.cache_folder()
+        folder = cache_folder()
     except ImportError:
         return Check(name="cache", state="absent", found="unknown without platformdirs")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

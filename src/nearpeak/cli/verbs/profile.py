@@ -306,12 +306,11 @@ def _keep_run(profile: Profile) -> None:
 
 def cached_page(profile: Profile, options: ReportOptions) -> Path:
     """Writes the HTML report into the cache folder, under a name that depends on its content."""
-    from nearpeak._files import replace_file
-    from nearpeak.machines import calibrations
+    from nearpeak._files import cache_folder, replace_file
     from nearpeak.render.report import content
 
     page = content(profile, ".html", options)
-    folder = calibrations.cache_folder() / "reports"
+    folder = cache_folder() / "reports"
     name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(profile.source).stem)[:40].strip("-.") or "step"
     path = folder / f"{name}-{hashlib.sha256(page).hexdigest()[:10]}.html"
     try:
