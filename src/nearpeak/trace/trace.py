@@ -76,12 +76,12 @@ def trace(
             run the operators that torch's CUDA build runs on it. None is this machine. Not with `live`.
     """
     named = dict(kwargs or {})
-    holdings = ReachableModules(fn, args, named)
+    reachable = ReachableModules(fn, args, named)
     snapshot = StateSnapshot(live=live)
-    mode = None if live else _find_fake_mode(args, named, holdings)
+    mode = None if live else _find_fake_mode(args, named, reachable)
     recorder = Recorder(mode=mode, limit=limit, snapshot=snapshot)
     truncated = False
-    redirection: Since | None = None
+    cuda_requests: Since | None = None
     compiled: Since | None = None
     with ExitStack() as stack:
         if mode is not None:
@@ -91,7 +91,7 @@ def trace(
             stack.enter_context(mode)
             stack.enter_context(allow_building())
             stack.enter_context(_no_duplicate_error_logs())
-            redirection = stack.enter_context(cuda_on_cpu())
+            cuda_requests = stack.enter_context(cuda_on_cpu())
             stack.enter_context(emulate_target(target))
             stack.enter_context(encoder_fast_path())
             stack.enter_context(restore_grad_scalers())
@@ -104,9 +104,9 @@ def trace(
         stack.enter_context(record_triton_kernels())
         stack.enter_context(track_functional_calls())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
-        for name, module in holdings.roots():
+        for name, module in reachable.roots():
             recorder.modules.add_root(module, name)
-        for optimizer in holdings.optimizers:
+        for optimizer in reachable.optimizers:
             snapshot.optimizer(optimizer)
         stack.enter_context(recorder.modules.watching())
         stack.enter_context(_watch_optimizers(recorder, snapshot))
@@ -133,17 +133,17 @@ def trace(
                 ".data_ptr(), copy.deepcopy, a kernel that torch does not know), and fake ones have none. Make kernels "
                 "operators with torch.library.custom_op and register_fake, or pass live=True to run on real tensors."
             ) from None
-        notes = tuple(_trace_notes(truncated, limit, redirection, target, compiled))
+        notes = tuple(_trace_notes(truncated, limit, cuda_requests, target, compiled))
         finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)  # before states are restored
     if target is not None and target.kind == "cpu":  # where torch's flags for tf32 mean nothing
         finished = dataclasses.replace(finished, ops=without_tf32(recorder.ops))
     return finished
 
 
-def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], holdings: ReachableModules) -> FakeTensorMode:
+def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], reachable: ReachableModules) -> FakeTensorMode:
     """The fake mode of the fake tensors among the arguments, or the shared one."""
     tensors = tensors_in((args, kwargs))
-    tensors += [tensor for _, module in holdings.modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors += [tensor for _, module in reachable.modules for tensor in (*module.parameters(), *module.buffers())]
     modes = {id(tensor.fake_mode): tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)}
     if len(modes) > 1:
         raise UsageError(
@@ -211,14 +211,14 @@ def _value_error_message(error: DataDependentOutputException | DynamicOutputShap
 
 
 def _trace_notes(
-    truncated: bool, limit: int, redirection: Since | None, target: Target | None, compiled: Since | None
+    truncated: bool, limit: int, cuda_requests: Since | None, target: Target | None, compiled: Since | None
 ) -> Iterator[str]:
     if truncated:
         yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
     if compiled is not None and compiled.happened:
         yield "Code that torch.compile was given is traced uncompiled: the ops are those of eager mode."
     for_gpu = target is not None and target.kind == "gpu"
-    if redirection is not None and redirection.happened and not for_gpu:
+    if cuda_requests is not None and cuda_requests.happened and not for_gpu:
         yield "The code asks for CUDA; it is traced for a CPU, so the ops are those of the CPU."
-    if redirection is None and for_gpu and not torch.cuda.is_available():
+    if cuda_requests is None and for_gpu and not torch.cuda.is_available():
         yield "The code ran live on this CPU, so the ops are those of the CPU."
