@@ -204,7 +204,7 @@ def quantized(x, block):
     "blocks", [("tensor", "tensor"), ("row", "tensor"), ("row", "row"), ((1, 128), (128, 128))], ids=str
 )
 @pytest.mark.parametrize("shape", [(5, 20, 48), (33, 130, 300), (2, 260, 128)], ids=str)
-def test_eight_bits(shape, blocks):
+def test_fp8(shape, blocks):
     rows, columns, depth = shape
     x, scale_x = quantized(made(rows, depth), blocks[0])
     weight, scale_weight = quantized(made(columns, depth, seed=1), blocks[1])
@@ -224,13 +224,13 @@ def test_eight_bits(shape, blocks):
         assert kernels.gemm(x, weight, fast_accumulate=True, **scales).dtype == torch.bfloat16
 
 
-def test_eight_bits_without_scales():
+def test_fp8_without_scales():
     x, weight = made(3, 32).to(E4M3), made(4, 32).to(E4M3)
     with kernels.using("require"):
         torch.testing.assert_close(kernels.gemm(x, weight, out_dtype=torch.float32), x.float() @ weight.float().T)
 
 
-def test_eight_bits_have_no_derivatives_but_the_rest_has():
+def test_fp8_has_no_derivatives_but_the_rest_has():
     x, weight, bias = made(3, 32).to(E4M3), made(4, 32).to(E4M3), made(4).requires_grad_()
     assert "no derivatives" in kernels.supports(kernels.gemm, x, weight, bias=bias).reason
     (found,) = torch.autograd.grad(kernels.gemm(x, weight, bias=bias, out_dtype=torch.float32).sum(), bias)
@@ -270,7 +270,7 @@ def test_the_operators_are_ones_of_torch():
     small, other = x.detach().to(E4M3), weight.detach().to(E4M3)
     scale = torch.ones((), device=DEVICE)
     given = (small, other, None, None, scale, scale, "gelu", True, torch.float16, True)
-    opcheck(torch.ops.nearpeak.gemm_fp8, given, test_utils="test_faketensor")  # the rest multiplies 8 bits
+    opcheck(torch.ops.nearpeak.gemm_fp8, given, test_utils="test_faketensor")  # the rest multiplies fp8
 
 
 def test_it_compiles_without_a_graph_break():

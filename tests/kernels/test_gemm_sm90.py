@@ -56,8 +56,8 @@ def test_what_is_left_to_the_portable_kernel(on_hopper):
     assert not takes(a, b, Epilogue(activation="silu", keep=True), torch.float32)
     assert not takes(a[:1], b[:44], Epilogue(activation="silu", gated=True, keep=True))  # the second half: no multiple
     assert not takes(a, torch.empty(72, 48, dtype=BF16).t(), Epilogue(activation="silu", gated=True))
-    eight = torch.empty(64, 64, dtype=E4M3)
-    assert not takes(eight.t(), eight, dtype=BF16)
+    fp8 = torch.empty(64, 64, dtype=E4M3)
+    assert not takes(fp8.t(), fp8, dtype=BF16)
 
 
 @pytest.mark.parametrize("kind", ["16_bits", "16_bits_gated", "8_bits", "8_bits_gated", "8_bits_fast"])
@@ -172,7 +172,7 @@ def test_what_follows(emulate, gated, has_residual, keep):
 @pytest.mark.parametrize("kind", ["row", "block"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_eight_bits(emulate, gated, fast, kind):
+def test_fp8(emulate, gated, fast, kind):
     rows, columns, depth = 200, 512, 400
     a, b = made(rows, depth).to(E4M3), made(columns, depth, seed=1).to(E4M3)
     shapes = ((rows,), (columns,)) if kind == "row" else ((rows, 4), (4, 4))
@@ -247,7 +247,7 @@ def test_results_of_all_configurations(kind, has_residual, keep):
 @hopper
 @pytest.mark.parametrize("blocks", ["row", "block"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_results_of_eight_bits(gated, blocks):
+def test_results_of_fp8(gated, blocks):
     from nearpeak.kernels.gemm import triton as gemm_triton
 
     kinds = ("row", "row") if blocks == "row" else ((1, 128), (128, 128))

@@ -20,7 +20,7 @@ from nearpeak.kernels.gemm.tuning import SM90_GROUPED_CONFIGS, SM90_GROUPED_GRAD
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without products in bfloat16
 
 BF16 = torch.bfloat16
-EIGHT = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 SPREADS = [[5, 0, 9, 2], [0, 0, 0], [40, 1, 0, 0, 3], [7], [0, 0, 90, 0]]
 
 
@@ -296,7 +296,7 @@ def test_products_of_tokens_have_gradients_by_torch():
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_tokens_of_eight_bits(blocks, activation):
+def test_tokens_of_fp8(blocks, activation):
     """Each has the scale of its token."""
     torch.manual_seed(0)
     counts = [5, 0, 20, 3]
@@ -306,7 +306,7 @@ def test_tokens_of_eight_bits(blocks, activation):
     if blocks:
         weight, weight_scales = kernels.quantize(weight, block=(128, 128))
     else:
-        weight, weight_scales = (weight * 64).to(EIGHT), torch.rand(4, device=DEVICE)
+        weight, weight_scales = (weight * 64).to(FP8), torch.rand(4, device=DEVICE)
     options = {"activation": activation, "weight_scales": weight_scales, "dtype": torch.float32}
     given = (weight, counts_of(counts))
     with kernels.using("require"):
@@ -333,7 +333,7 @@ def test_tokens_in_any_layout(layout):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("columns", "depth"), [(48, 64), (150, 300)])
-def test_eight_bits(columns, depth, blocks, activation):
+def test_fp8(columns, depth, blocks, activation):
     torch.manual_seed(0)
     counts = [5, 0, 20, 3]
     rows, weight = made(counts, 2 * columns, depth, behind=2)
@@ -343,7 +343,7 @@ def test_eight_bits(columns, depth, blocks, activation):
     else:
         rows, row_scales = kernels.quantize(rows, block="row")
         weight_scales = weight.abs().amax((1, 2)) / 448
-        weight = (weight / weight_scales[:, None, None]).to(EIGHT)
+        weight = (weight / weight_scales[:, None, None]).to(FP8)
     given = (rows, weight, counts_of(counts))
     options = {"activation": activation, "row_scales": row_scales, "weight_scales": weight_scales}
     with kernels.using("require"):
@@ -430,10 +430,10 @@ def test_the_operators_are_of_torch():
     opcheck(named.grouped_gemm_gated.default, (*leaves, groups, height, "silu", True))
     opcheck(named.grouped_weight_gradient.default, (torch.randn(5, 8, device=DEVICE), rows, groups, 3))
     scales = torch.ones(5, device=DEVICE), torch.ones(3, device=DEVICE)
-    eight = (rows.to(EIGHT), weight.to(EIGHT), *scales, groups, height, "", BF16)
+    fp8 = (rows.to(FP8), weight.to(FP8), *scales, groups, height, "", BF16)
     tokens = torch.tensor([4, 0, 0, 1, 3], dtype=torch.int32, device=DEVICE)
-    for sources in (None, tokens):  # others of the checks multiply 8 bits in torch
-        opcheck(named.grouped_gemm_fp8.default, (*eight, sources), test_utils=("test_faketensor",))
+    for sources in (None, tokens):  # others of the checks multiply fp8 in torch
+        opcheck(named.grouped_gemm_fp8.default, (*fp8, sources), test_utils=("test_faketensor",))
 
 
 def test_it_compiles_without_a_graph_break():

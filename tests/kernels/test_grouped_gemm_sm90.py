@@ -20,7 +20,7 @@ from nearpeak.kernels.gemm import grouped, grouped_triton
 from nearpeak.kernels.gemm.tuning import SM90_GROUPED_CONFIGS, SM90_GROUPED_GRADIENT_CONFIGS
 
 BF16 = torch.bfloat16
-EIGHT = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_what_they_take(on_hopper):
 
 
 def test_what_the_others_take(on_hopper):
-    rows, weight = torch.empty(512, 64).to(EIGHT), torch.empty(4, 128, 64).to(EIGHT)
+    rows, weight = torch.empty(512, 64).to(FP8), torch.empty(4, 128, 64).to(FP8)
     assert grouped_triton.takes_fp8_sm90(rows, weight, 128, BF16, "")
     assert grouped_triton.takes_fp8_sm90(rows, weight, 128, BF16, "silu")
     assert not grouped_triton.takes_fp8_sm90(rows, weight, 128, torch.float32, "")
@@ -297,8 +297,8 @@ def test_what_is_wrong_with_copies_of_tokens_is_found(emulate, kernel, instead, 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("counts", EMULATED, ids=str)
-def test_the_logic_of_eight_bits(emulate, counts, blocks):
-    rows, weight, row_scales, weight_scales, groups, exact = of_eight_bits(counts, 256, 272, blocks)
+def test_the_logic_of_fp8(emulate, counts, blocks):
+    rows, weight, row_scales, weight_scales, groups, exact = of_fp8(counts, 256, 272, blocks)
     found, gated = nothing(len(rows), 256), nothing(len(rows), 128)
     emulate(lambda: grouped_triton.launch_fp8_sm90(rows, weight, row_scales, weight_scales, groups, found, ""))
     assert_close(found, exact)
@@ -310,10 +310,10 @@ def test_the_logic_of_eight_bits(emulate, counts, blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
-def test_the_logic_of_eight_bits_with_rows_of_tokens(emulate, blocks):
+def test_the_logic_of_fp8_with_rows_of_tokens(emulate, blocks):
     """Whose scales are those of their tokens."""
     counts = [130, 0, 1, 70]
-    tokens, weight, token_scales, weight_scales, _, _ = of_eight_bits([90], 256, 272, blocks, experts=len(counts))
+    tokens, weight, token_scales, weight_scales, _, _ = of_fp8([90], 256, 272, blocks, experts=len(counts))
     tokens[60:], token_scales[61:] = float("nan"), float("nan")
     sources = torch.randint(60, (sum(counts) + 70,), dtype=torch.int32)
     sources[sum(counts) :] = 60
@@ -330,7 +330,7 @@ def test_the_logic_of_eight_bits_with_rows_of_tokens(emulate, blocks):
     assert_close(gated, gated_of(exact))
 
 
-def of_eight_bits(counts, columns, depth, blocks, experts=None):
+def of_fp8(counts, columns, depth, blocks, experts=None):
     """Rows and matrices with their scales, groups, and the exact product."""
     rows, weight, given = made(counts, columns, depth, torch.float32, behind=0)
     if experts is not None:
@@ -341,7 +341,7 @@ def of_eight_bits(counts, columns, depth, blocks, experts=None):
     else:
         rows, row_scales = kernels.quantize(rows, block="row")
         weight_scales = weight.abs().amax((1, 2)) / 448
-        weight = (weight / weight_scales[:, None, None]).to(EIGHT)
+        weight = (weight / weight_scales[:, None, None]).to(FP8)
     groups = grouped.group_rows(given, len(rows), 128)
     if experts is not None:
         return rows, weight, row_scales, weight_scales, groups, None
@@ -466,8 +466,8 @@ def test_tokens_give_what_their_copies_give(counts, columns, depth, dtype):
 @hopper
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("counts", SPREADS.values(), ids=SPREADS)
-def test_eight_bits(counts, blocks):
-    rows, weight, row_scales, weight_scales, groups, exact = of_eight_bits(counts, 512, 1024, blocks)
+def test_fp8(counts, blocks):
+    rows, weight, row_scales, weight_scales, groups, exact = of_fp8(counts, 512, 1024, blocks)
     assert grouped_triton.takes_fp8_sm90(rows, weight, 128, BF16, "silu")
     assert_close(grouped_triton.multiply_fp8(rows, weight, row_scales, weight_scales, groups, 128, "", BF16), exact)
     found = grouped_triton.multiply_fp8(rows, weight, row_scales, weight_scales, groups, 128, "silu", BF16)

@@ -341,7 +341,7 @@ def test_operators_give_what_plain_torch_gives():
 
 
 def sorted_rows(row_map):
-    """The rows that are somebody's."""
+    """The rows of choices that are not dropped."""
     return row_map[row_map >= 0].long().sort().values
 
 

@@ -25,6 +25,6 @@ def launches():
     yield "float32 by TF32", lambda: multiply(*floats, None, Epilogue(), None, True)
     small, other = x.to(E4M3), weight.to(E4M3)
     blocks = Scales(small, torch.empty(4096, 32), other, torch.empty(64, 32), False)
-    yield "8 bits by blocks", lambda: multiply(small, other, wide, None, Epilogue(), blocks, False)
+    yield "fp8 by blocks", lambda: multiply(small, other, wide, None, Epilogue(), blocks, False)
     odd = torch.empty(4096, 4099, dtype=torch.bfloat16), torch.empty(8192, 4099, dtype=torch.bfloat16)
     yield "odd sizes, narrow", lambda: multiply(*odd, wide, None, Epilogue(), None, False)
