@@ -98,17 +98,17 @@ def attention_forward(
     }
     if all(rest.get(name) is not None for name in _PACKED) and _is_empty_mask(attention_mask):
         window = None if sliding_window is None else (sliding_window - 1, None)
-        packed = attention_packed(
-            *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)), *(rest[name] for name in _PACKED),
-            causal=causal, window=window, dropout=dropout, **options,
-        )  # fmt: skip
-        return packed.unsqueeze(0), None
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        starts_and_lengths: Any = [rest[name] for name in _PACKED]
+        result = attention_packed(
+            query, key, value, *starts_and_lengths, causal=causal, window=window, dropout=dropout, **options
+        )
+        return result.unsqueeze(0), None
     pattern, bias = _pattern_and_bias(attention_mask, query.shape[2], key.shape[2], causal, sliding_window)
     bias = _combine_bias_and_mask(position_bias, bias)
-    result: Tensor
     if bias is None and pattern.bottom_right and _is_decoding(pattern, query, key, value, dropout, options["sinks"]):
         lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
-        result = decode_attention(query, key, value, lengths, window=pattern.left, **options)  # type: ignore[assignment]
+        result = decode_attention(query, key, value, lengths, window=pattern.left, **options)
     else:
         result = attention(
             query, key, value, causal=pattern.causal, alignment="bottom right" if pattern.bottom_right else "top left",

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 
@@ -106,7 +106,7 @@ def _simulated_capability() -> tuple[int, int] | None:
 
 
 def fused(
-    *, reference: Callable[_P, _R], why_not: Callable[_P, str | None], replayable: bool = True
+    *, reference: Callable[..., Any], why_not: Callable[..., str | None], replayable: bool = True
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a function run its own body if `why_not` returns no reason against it, and `reference` otherwise.
 
@@ -123,7 +123,7 @@ def fused(
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if _mode == "off":
-                return reference(*args, **kwargs)
+                return reference(*args, **kwargs)  # type: ignore[no-any-return]
             if replayable:
                 return replays.call(dispatch, args, kwargs)  # type: ignore[no-any-return]
             return dispatch(*args, **kwargs)
@@ -134,7 +134,7 @@ def fused(
                 return function(*args, **kwargs)
             if _mode == "require":
                 raise KernelUnavailable(f"The kernel of {function.__name__} cannot run: {reason}.")
-            return reference(*args, **kwargs)
+            return reference(*args, **kwargs)  # type: ignore[no-any-return]
 
         call.why_not = why_not  # type: ignore[attr-defined]
         call.reference = reference  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ once and written once. The host never reads the lengths.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,9 +98,9 @@ def _cache_why_not(
 
 
 def _decode_arguments(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, pages: Tensor | None,
-    scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None,
-    key_scale: float | Tensor | None, value_scale: float | Tensor | None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, pages: Tensor | None = None,
+    scale: float | None = None, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None,
 ) -> DecodeArguments:  # fmt: skip
     """Checks the arguments of `decode_attention`, and returns those of its operator."""
     _check_cache(key_cache, value_cache, lengths, pages)
@@ -128,30 +129,18 @@ def _decode_arguments(
     )  # fmt: skip
 
 
-def _decode_attention_reference(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, pages: Tensor | None = None,
-    scale: float | None = None, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None, return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    arguments = _decode_arguments(
-        query, key_cache, value_cache, lengths, pages, scale, window, softcap, sinks, key_scale, value_scale
-    )
-    result, lse = reference.decode_attention(*arguments)
+def _decode_attention_reference(*args: Any, return_lse: bool = False, **options: Any) -> Any:
+    result, lse = reference.decode_attention(*_decode_arguments(*args, **options))
     return (result, lse) if return_lse else result
 
 
-def _decode_attention_why_not(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, pages: Tensor | None = None,
-    scale: float | None = None, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None, return_lse: bool = False,
-) -> str | None:  # fmt: skip
-    arguments = _decode_arguments(
-        query, key_cache, value_cache, lengths, pages, scale, window, softcap, sinks, key_scale, value_scale
-    )
+def _decode_attention_why_not(*args: Any, return_lse: bool = False, **options: Any) -> str | None:
+    arguments = _decode_arguments(*args, **options)
+    query, key_cache, value_cache, lengths, pages, _, _, _, sinks, _, key_scales, _, value_scales = arguments
     if query.shape[2] <= MAX_NEW_TOKENS:
         return _decode_operator_why_not(*arguments)
-    others = (query, sinks, arguments[10], arguments[12])
-    return _cache_why_not(key_cache, value_cache, lengths, pages, *others) or _prefill_why_not(query, key_cache)
+    reason = _cache_why_not(key_cache, value_cache, lengths, pages, query, sinks, key_scales, value_scales)
+    return reason or _prefill_why_not(query, key_cache)
 
 
 def _decode_operator_why_not(
@@ -211,8 +200,9 @@ def decode_attention(
         return_lse: Also returns the log-sum-exp of the scores, [batch, heads, new] in float32.
     """
     arguments = _decode_arguments(
-        query, key_cache, value_cache, lengths, pages, scale, window, softcap, sinks, key_scale, value_scale
-    )
+        query, key_cache, value_cache, lengths, pages=pages, scale=scale, window=window, softcap=softcap, sinks=sinks,
+        key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
     if query.shape[2] <= MAX_NEW_TOKENS:
         result, lse = _decode_attention(*arguments)
     else:
@@ -256,9 +246,12 @@ def _prefill_attention(
     end = torch.full((1,), tokens, dtype=torch.int32, device=query.device)
     key_starts = torch.cat((torch.stack((firsts, ends), 1).flatten(), end))
     query_starts = (torch.arange(2 * batch + 1, dtype=torch.int32, device=query.device) + 1) // 2 * new
-    packed = (cache.as_strided((tokens, key_heads, cache.shape[3]), _row_strides(cache)) for cache in (keys, values))
+    keys, values = (
+        cache.as_strided((tokens, key_heads, cache.shape[3]), (cache.stride(2), cache.stride(1), cache.stride(3)))
+        for cache in (keys, values)
+    )
     result, lse = attention_packed(
-        query.transpose(1, 2).reshape(batch * new, heads, dim), *packed, query_starts, key_starts, new, capacity,
+        query.transpose(1, 2).reshape(batch * new, heads, dim), keys, values, query_starts, key_starts, new, capacity,
         causal=True, window=None if window < 0 else (window, None), scale=scale * key_scale, softcap=softcap or None,
         sinks=sinks, return_lse=True,
     )  # fmt: skip
@@ -282,15 +275,11 @@ def _sequence_stride(cache: Tensor) -> int | None:
     return cache.stride(0) // step
 
 
-def _row_strides(cache: Tensor) -> tuple[int, int, int]:
-    """The strides of all tokens as [tokens, key_heads, dim]."""
-    return cache.stride(2), cache.stride(1), cache.stride(3)
-
-
 def _append_arguments(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, lengths: Tensor, pages: Tensor | None,
-    cosines: Tensor | None, sines: Tensor | None, interleaved: bool, rotary_dim: int | None,
-    key_scale: float | Tensor | None, value_scale: float | Tensor | None, query: Tensor | None,
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *,
+    pages: Tensor | None = None, cosines: Tensor | None = None, sines: Tensor | None = None, interleaved: bool = False,
+    rotary_dim: int | None = None, key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None,
+    query: Tensor | None = None,
 ) -> AppendArguments:  # fmt: skip
     """Checks the arguments of `append`, and returns those of its operators."""
     _check_cache(key_cache, value_cache, lengths, pages)
@@ -318,33 +307,16 @@ def _append_arguments(
     )  # fmt: skip
 
 
-def _append_reference(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *,
-    pages: Tensor | None = None, cosines: Tensor | None = None, sines: Tensor | None = None, interleaved: bool = False,
-    rotary_dim: int | None = None, key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None,
-    query: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    arguments = _append_arguments(
-        key_cache, value_cache, key, value, lengths, pages, cosines, sines, interleaved, rotary_dim, key_scale,
-        value_scale, query,
-    )  # fmt: skip
-    if query is None or cosines is None:
+def _append_reference(*args: Any, query: Tensor | None = None, **options: Any) -> Tensor | None:
+    arguments = _append_arguments(*args, query=query, **options)
+    if query is None or arguments[6] is None:
         reference.append(*arguments)
         return query
     return reference.append_with_query(*arguments, query)
 
 
-def _append_why_not(
-    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *,
-    pages: Tensor | None = None, cosines: Tensor | None = None, sines: Tensor | None = None, interleaved: bool = False,
-    rotary_dim: int | None = None, key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None,
-    query: Tensor | None = None,
-) -> str | None:  # fmt: skip
-    arguments = _append_arguments(
-        key_cache, value_cache, key, value, lengths, pages, cosines, sines, interleaved, rotary_dim, key_scale,
-        value_scale, query,
-    )  # fmt: skip
-    return _append_operator_why_not(*arguments, query)
+def _append_why_not(*args: Any, query: Tensor | None = None, **options: Any) -> str | None:
+    return _append_operator_why_not(*_append_arguments(*args, query=query, **options), query)
 
 
 def _append_operator_why_not(
@@ -407,8 +379,8 @@ def append(
         query: [batch, heads, new, dim], rotated as the keys are, in the same launch.
     """
     arguments = _append_arguments(
-        key_cache, value_cache, key, value, lengths, pages, cosines, sines, interleaved, rotary_dim, key_scale,
-        value_scale, query,
+        key_cache, value_cache, key, value, lengths, pages=pages, cosines=cosines, sines=sines,
+        interleaved=interleaved, rotary_dim=rotary_dim, key_scale=key_scale, value_scale=value_scale, query=query,
     )  # fmt: skip
     if query is None or cosines is None:
         _append(*arguments)
