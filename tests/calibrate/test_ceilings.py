@@ -133,7 +133,7 @@ def test_a_matrix_engine_makes_its_dtypes_matrix_rates(monkeypatch):
     monkeypatch.setattr(module, "HOST_GEMM_SIZES", (16,))
     ceilings = CeilingCollector(None)
     module._host_gemms(ceilings, torch.bfloat16, "AMX")
-    assert set(ceilings.found) == {"matrix.bfloat16"}
+    assert set(ceilings.figures) == {"matrix.bfloat16"}
 
 
 def test_products_stop_before_one_takes_too_long(monkeypatch):
@@ -160,4 +160,4 @@ def test_a_product_that_this_torch_lacks_is_left_out(monkeypatch):
     monkeypatch.setattr(module, "_host_gemm", product)
     ceilings = CeilingCollector(None)
     module._host_gemms(ceilings, torch.float16, None)
-    assert ceilings.found == {}
+    assert ceilings.figures == {}

@@ -58,7 +58,7 @@ class CeilingCollector:
     """Collects measured ceilings by name: "bandwidth.copy", "matrix.bfloat16", "launch.enqueue", ..."""
 
     def __init__(self, progress: Progress | None) -> None:
-        self.found: dict[str, Ceiling] = {}
+        self.figures: dict[str, Ceiling] = {}
         self._say = progress or (lambda line: None)
 
     def say(self, line: str) -> None:
@@ -67,12 +67,12 @@ class CeilingCollector:
 
     def best(self, name: str, ceiling: Ceiling) -> None:
         """Keeps the highest of several ways to reach one ceiling."""
-        if name not in self.found or ceiling.value > self.found[name].value:
-            self.found[name] = ceiling
+        if name not in self.figures or ceiling.value > self.figures[name].value:
+            self.figures[name] = ceiling
 
     def set(self, name: str, ceiling: Ceiling) -> None:
         """Records one figure."""
-        self.found[name] = ceiling
+        self.figures[name] = ceiling
 
     def measure_bandwidths(
         self, ways: Mapping[str, tuple[Call, int]], size: int, sampler: Callable[[Call], Sampler], blocks: int = 9
@@ -85,13 +85,13 @@ class CeilingCollector:
 
     def value(self, name: str) -> float | None:
         """The figure, or None if it was not measured."""
-        ceiling = self.found.get(name)
+        ceiling = self.figures.get(name)
         return None if ceiling is None else ceiling.value
 
     def group(self, name: str) -> Mapping[str, float]:
         """All figures under a prefix, by what follows it."""
         prefix = name + "."
-        return {key[len(prefix) :]: c.value for key, c in self.found.items() if key.startswith(prefix)}
+        return {key[len(prefix) :]: c.value for key, c in self.figures.items() if key.startswith(prefix)}
 
     def achievable(self) -> Achievable:
         """The figures as the ceilings of a machine."""
@@ -118,7 +118,7 @@ class CeilingCollector:
                 host_call=self.value("launch.host_call"),
                 cold_start=self.value("launch.cold_start"),
             ),
-            ceilings=dict(self.found),
+            ceilings=dict(self.figures),
         )
 
 

@@ -84,7 +84,7 @@ class CallSignatures:
         self.storages = storages
         self.mode = mode
 
-    def of(self, schema: OperatorSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallSignature | None:
+    def sign(self, schema: OperatorSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallSignature | None:
         """The signature of a call; None if it has none. Call it where torch functions are disabled."""
         inference = _inference_mode_enabled()
         parts: list[Any] = [schema.name, len(args), _default_dtype(), inference]
@@ -473,7 +473,7 @@ def memoized_rows(
             rows.append((CallSignature((), {}, tensors, plain, {}), recipe))
             continue
         row = tuple([[item[index]] if type(item) is list else item for item in args])
-        row_signature = signatures.of(schema, row, kwargs)
+        row_signature = signatures.sign(schema, row, kwargs)
         if row_signature is None:
             return None
         if row_signature.key not in recipes:

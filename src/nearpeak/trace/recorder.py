@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
         if signatures is None:
             return self._run_with_torch(schema, func, args, kwargs, None, None)
         with torch._C.DisableTorchFunction():
-            signature = signatures.of(schema, args, kwargs)
+            signature = signatures.sign(schema, args, kwargs)
             if signature is not None:
                 recipe = memo.recipes.get(signature.key)
                 if recipe is not None:
@@ -166,9 +166,9 @@ class Recorder(TorchDispatchMode):
         originals: dict[int, torch.Tensor] = {}
         with torch._C.DisableTorchFunction():
             if self._copies is not None and signature is None:
-                args, kwargs = self._copies.faked(args, originals), self._copies.faked(kwargs, originals)
+                args, kwargs = self._copies.replace(args, originals), self._copies.replace(kwargs, originals)
                 if originals and signatures is not None:  # the copies of real tensors have one
-                    signature = signatures.of(schema, args, kwargs)
+                    signature = signatures.sign(schema, args, kwargs)
                     recipe = memo.recipes.get(signature.key) if signature is not None else None
                     if signature is not None and recipe is not None:
                         return restore_originals(self._replay(schema, signature, recipe, signatures), originals)
@@ -230,7 +230,7 @@ class Recorder(TorchDispatchMode):
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake copy of a real tensor; live, the tensor itself."""
-        return tensor if self._copies is None else self._copies.of(tensor)
+        return tensor if self._copies is None else self._copies.copy_of(tensor)
 
     def finish(self, results: Iterable[torch.Tensor], **fields: Any) -> Trace:
         """The trace, once everything has run; `fields` are further ones of it.
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):
             raise LimitReached
         with torch._C.DisableTorchFunction():
             if self._copies is not None:
-                arguments = self._copies.faked(arguments, {})
+                arguments = self._copies.replace(arguments, {})
             self.record(schema, self._arguments(schema, (), arguments))
         return self._mode is None
 
@@ -391,7 +391,7 @@ class FakeCopies:
         self._snapshot = snapshot
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake copy of a real tensor, with its strides; copies of views share a storage."""
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -408,19 +408,19 @@ class FakeCopies:
         self._fakes[id(tensor)] = (tensor, copy)
         return copy
 
-    def faked(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
+    def replace(self, value: Any, originals: dict[int, torch.Tensor]) -> Any:
         """A value with copies for all real tensors, which are added to `originals` by the ids of their copies."""
         if isinstance(value, FakeTensor):
             return value
         if isinstance(value, torch.Tensor):
-            copy = self.of(value)
+            copy = self.copy_of(value)
             if copy is not value:
                 originals[id(copy)] = value
             return copy
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)([self.faked(item, originals) for item in value])
+            return type(value)([self.replace(item, originals) for item in value])
         if isinstance(value, dict):
-            return {key: self.faked(item, originals) for key, item in value.items()}
+            return {key: self.replace(item, originals) for key, item in value.items()}
         return value
 
 

@@ -93,7 +93,7 @@ def test_after_compiled_code_a_tensor_is_compared_by_what_it_holds():
     storages = GuessedStorages()
     wide = storages.result((8, 6), (6, 1), "float32", 192)
     assert used(storages, MUL, seen(6, 8))[0].storage != wide.storage
-    storages.compiled()
+    storages.enter_compiled_code()
     flat = storages.result((8, 6), (6, 1), "float32", 192)
     assert used(storages, MUL, seen(48))[0].storage == flat.storage
     assert used(storages, MUL, RecordedTensor((8, 2), (6, 1), "float32"))[0].storage == flat.storage

@@ -252,7 +252,7 @@ def _positional_arguments(arguments: Sequence[Argument], storages: GuessedStorag
 
 
 def _draft_inductor_op(call: OpCall, storages: GuessedStorages) -> _DraftOp:
-    storages.compiled()
+    storages.enter_compiled_code()
     arguments = _positional_arguments(call.arguments, storages)
     traffic = min_traffic(call.span.name, call.arguments, call.span.facts or {})
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
@@ -338,7 +338,7 @@ class GuessedStorages:
             self._after_unknown_results = True
         return tuple(arguments)
 
-    def compiled(self) -> None:
+    def enter_compiled_code(self) -> None:
         """Compiled code runs: from here on buffers are used with other shapes."""
         self._after_compiled_code = self._after_unknown_results = True
 
