@@ -179,7 +179,7 @@ class KernelStream:
             return 0.0
         key = (id(flops), id(vector_flops))
         memo = self._computed.get(key)
-        if memo is None:  # the mappings are kept, so that their ids stay their own
+        if memo is None:  # the memo holds the mappings, so that their ids stay unique
             seconds = max(self.matrix_seconds(flops, op), self.vector_seconds(vector_flops, op))
             memo = self._computed[key] = (flops, vector_flops, seconds)
         return memo[2]

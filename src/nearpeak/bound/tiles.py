@@ -116,8 +116,8 @@ def tiling(op: Op, machine: Machine) -> Tiling | None:
     >>> a = Tensor(shape=(4096, 4096), strides=(4096, 1), dtype="bfloat16", storage=0)
     >>> b = Tensor(shape=(4096, 4096), strides=(4096, 1), dtype="bfloat16", storage=1)
     >>> out = Tensor(shape=(4096, 4096), strides=(4096, 1), dtype="bfloat16", storage=2)
-    >>> found = tiling(Op(name="aten.mm.default", arguments={"self": a, "mat2": b}, outputs=(out,)), find("h100-sxm"))
-    >>> found.tile, found.tiles, found.waves, round(found.efficiency, 2)
+    >>> tiles = tiling(Op(name="aten.mm.default", arguments={"self": a, "mat2": b}, outputs=(out,)), find("h100-sxm"))
+    >>> tiles.tile, tiles.tiles, tiles.waves, round(tiles.efficiency, 2)
     ((256, 128, 64), 512, 4, 0.97)
     """
     sizes = product_sizes(op)

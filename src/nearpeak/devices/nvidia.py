@@ -52,14 +52,14 @@ class Nvidia(GpuBackend):
 
     def properties(self, index: int) -> DeviceProperties:
         """From the driver, through torch."""
-        found: Any = torch.cuda.get_device_properties(index)
+        properties: Any = torch.cuda.get_device_properties(index)
         return DeviceProperties(
-            name=found.name,
-            architecture=self.architecture(found),
-            processors=found.multi_processor_count,
-            memory_bytes=float(found.total_memory),
-            cache_bytes=float(getattr(found, "L2_cache_size", 0)) or None,
-            uuid=str(getattr(found, "uuid", "")),
+            name=properties.name,
+            architecture=self.architecture(properties),
+            processors=properties.multi_processor_count,
+            memory_bytes=float(properties.total_memory),
+            cache_bytes=float(getattr(properties, "L2_cache_size", 0)) or None,
+            uuid=str(getattr(properties, "uuid", "")),
         )
 
     def architecture(self, properties: Any) -> str:

@@ -286,14 +286,14 @@ def _unknown(name: str, catalogue: Catalogue) -> str:
 
 def _nearest(name: str, catalogue: Catalogue, count: int = 4) -> list[str]:
     """The ids that share the most with `name`, by themselves or by a driver name, which is then shown too."""
-    asked = _words(name)
+    requested_words = _words(name)
     scores: dict[str, tuple[float, str]] = {}
     candidates = [(key, key) for key in catalogue.machines] + [
         (key, driver) for driver, key in catalogue.driver_names.items()
     ]
     for identifier, candidate in candidates:
         words = _words(candidate)
-        shared = len(asked & words) / max(1, min(len(asked), len(words)))
+        shared = len(requested_words & words) / max(1, min(len(requested_words), len(words)))
         score = shared + SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
         if score > scores.get(identifier, (0.0, ""))[0]:
             label = repr(candidate) if candidate == identifier else f"{identifier!r} ({candidate})"

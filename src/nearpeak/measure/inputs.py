@@ -1,8 +1,9 @@
-"""Inputs with a stated distribution, and the statistics of inputs that someone else made.
+"""Inputs with a stated distribution, and the statistics of any tensor.
 
-Zeros, constants and uniform routing flatter a kernel: they draw less power, hit the cache and balance the load. The
-generators here draw data that looks like real data, and `describe` says what any tensor holds. A seed gives the same
-values on every call and on every device, since they are drawn on the CPU and then moved; `seed=None` draws anew.
+Zeros, constants and uniform routing make a kernel faster than real data: they draw less power, hit the cache and
+balance the load. The generators here draw data that resembles real data, and `describe` gives the statistics of a
+tensor. A seed gives the same values on every call and on every device, since they are drawn on the CPU and then moved;
+`seed=None` draws anew.
 
     >>> activations(2, 3, device="cpu").equal(activations(2, 3, device="cpu"))
     True
@@ -47,7 +48,7 @@ _FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2
 FLOATING: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _FLOAT_NAMES + _FLOAT8_NAMES}
 """The dtypes that `activations` and `weights` can make, by name."""
 STATISTICS_SAMPLE = 65536
-"""Elements that are looked at; of a larger tensor, positions spread over all of it."""
+"""Elements that `describe` reads; in a larger tensor, their positions are spread over all of it."""
 DISTINCT_SAMPLE = 4096
 """Elements among which distinct values are counted."""
 _AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -421,11 +422,11 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """At most SAMPLE elements as float64 on the CPU, without a copy of the whole tensor."""
     bits = tensor.view(_AS_BITS[tensor.dtype.itemsize]) if _lacks_indexing(tensor.dtype) else tensor
     if tensor.numel() <= STATISTICS_SAMPLE:
-        taken = bits.reshape(-1)
+        elements = bits.reshape(-1)
     else:
         positions = _spread(tensor.numel(), STATISTICS_SAMPLE).to(tensor.device)
-        taken = bits[torch.unravel_index(positions, tensor.shape)]
-    values = taken.cpu().view(tensor.dtype)
+        elements = bits[torch.unravel_index(positions, tensor.shape)]
+    values = elements.cpu().view(tensor.dtype)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj()).reshape(-1)
     return values.to(torch.float64)

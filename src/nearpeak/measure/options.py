@@ -53,16 +53,16 @@ class Options:
             )
 
 
-def options_from(given: dict[str, Any]) -> Options:
+def options_from(options: dict[str, Any]) -> Options:
     """Options from keyword arguments, with a helpful error for a name that does not exist."""
     valid = [field.name for field in fields(Options)]
-    for name in given:
+    for name in options:
         if name not in valid:
             raise UsageError(
                 f"There is no option {name!r}. {did_you_mean(name, valid)} Keyword arguments of the timed function go "
                 "into a Case: bench(nearpeak.Case(fn, x, dim=-1))."
             )
-    return Options(**given)
+    return Options(**options)
 
 
 def _choice(name: str, value: str, valid: tuple[str, ...]) -> None:

@@ -587,27 +587,31 @@ _QUICK: dict[str, Any] = {"max_seconds": 0.3, "warmup_seconds": 0.02, "cache": "
 def injected_faults(place: Place, quick: bool) -> Experiment:
     """Every fault must raise its own flag; a sound benchmark must raise none of them."""
     sound = bench(torch.exp, _data(place), **{**_QUICK, "precision": 0.05})
-    wrongly = [flag.name for flag in sound.flags if flag.severity == "wrong"]
+    without_fault = [flag.name for flag in sound.flags if flag.severity == "wrong"]
     rows: list[dict[str, Any]] = []
     for name, fault in _FAULTS.items():
         if (name in _GPU_ONLY and place.gpu is None) or (quick and name in _SLOW):
             continue
         timing = fault(place)
-        seen = [flag.name for flag in timing.flags]
-        others = [flag.name for flag in timing.flags if flag.severity == "wrong" and flag.name != name]
-        rows.append({"fault": name, "flags": seen, "raised": name in seen, "others": others})
+        flag_names = [flag.name for flag in timing.flags]
+        other_flags = [flag.name for flag in timing.flags if flag.severity == "wrong" and flag.name != name]
+        rows.append({"fault": name, "flags": flag_names, "raised": name in flag_names, "others": other_flags})
     rows.append({"fault": "endless memory", "flags": [], "raised": _endless_memory_is_refused(place), "others": []})
     missed = [row["fault"] for row in rows if not row["raised"]]
-    accused = [f"{other} for {row['fault']}" for row in rows for other in row["others"]]
+    wrong_flags = [f"{flag_name} for {row['fault']}" for row in rows for flag_name in row["others"]]
     found = f"{len(rows) - len(missed)} of {len(rows)} raised"
-    for label, items in (("missed", missed), ("wrong accusations", accused), ("raised without a fault", wrongly)):
+    for label, items in (
+        ("missed", missed),
+        ("wrong accusations", wrong_flags),
+        ("raised without a fault", without_fault),
+    ):
         found += f"; {label}: {', '.join(items)}" if items else ""
     return Experiment(
         name="faults",
         question="does every injected fault raise its own flag?",
         expected="all raised, no other grade-F flag",
         found=found,
-        passed=not missed and not accused and not wrongly,
+        passed=not missed and not wrong_flags and not without_fault,
         data={"rows": rows},
     )
 
@@ -677,9 +681,9 @@ def _drifts(place: Place) -> Timing:
 
 
 def _grows(place: Place) -> Timing:
-    kept: list[torch.Tensor] = []
+    leaked: list[torch.Tensor] = []
     return bench(
-        lambda x: kept.append(torch.ones(2**20, device=x.device)), _data(place), **{**_QUICK, "max_seconds": 0.05}
+        lambda x: leaked.append(torch.ones(2**20, device=x.device)), _data(place), **{**_QUICK, "max_seconds": 0.05}
     )
 
 
@@ -795,14 +799,14 @@ def _quiet_compiler() -> Iterator[None]:
 
 
 def _endless_memory_is_refused(place: Place) -> bool:
-    kept: list[torch.Tensor] = []
+    leaked: list[torch.Tensor] = []
     size = 2**28 if place.gpu is not None else 2**26
     try:
-        bench(lambda x: kept.append(torch.ones(size, device=x.device)), _data(place), **_QUICK)
+        bench(lambda x: leaked.append(torch.ones(size, device=x.device)), _data(place), **_QUICK)
     except CaseError:
         return True
     finally:
-        kept.clear()
+        leaked.clear()
     return False
 
 

@@ -36,8 +36,8 @@ def sweep(
 ) -> Sweep:
     """Times what `build` returns for every combination of the grid's values, in the grid's order.
 
-    A point that cannot be built or run, or that runs out of memory, is kept in `failures` with its reason, and the
-    sweep goes on. Ctrl-C ends it: the result then has what was measured, marked partial. Memory is freed between
+    A point that cannot be built or run, or that runs out of memory, is in `failures` with its reason, and the sweep
+    goes on. Ctrl-C ends it: the result then has what was measured, marked partial. Memory is freed between
     points.
 
     Args:

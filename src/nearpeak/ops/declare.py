@@ -12,8 +12,8 @@ The long form is a function of the `Op` that gives a `Cost`. Use it where less t
 >>> @declare_cost("mylib::take_rows")
 ... def take_rows(op):
 ...     table, rows = op.tensor("table"), op.tensor("rows")
-...     one = table.bytes / table.shape[0]  # all rows may be the same
-...     return Cost(family="declared", reads=accesses(rows, (table, one)), writes=accesses(*op.written))
+...     row = table.bytes / table.shape[0]  # all rows may be the same
+...     return Cost(family="declared", reads=accesses(rows, (table, row)), writes=accesses(*op.written))
 >>> forget_cost("mylib::swiglu"), forget_cost("mylib::take_rows")
 (None, None)
 

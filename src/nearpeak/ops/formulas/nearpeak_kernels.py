@@ -122,12 +122,12 @@ def pointwise(op: Op) -> Cost:
     """Reads all operands once, writes the results. A bias takes an addition more, its gradient a sum."""
     inputs, outputs = read(op), op.written
     operations = _POINTWISE[op.packet] + len(op.tensors("bias"))
-    one = pointwise_flops(op.packet, inputs, outputs)
+    flops_per_operation = pointwise_flops(op.packet, inputs, outputs)
     return Cost(
         family="pointwise",
         reads=accesses(*inputs),
         writes=accesses(*outputs),
-        vector_flops={dtype: operations * count for dtype, count in one.items()},
+        vector_flops={dtype: operations * count for dtype, count in flops_per_operation.items()},
     )
 
 
