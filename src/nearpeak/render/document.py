@@ -7,7 +7,7 @@ its own format. Texts in it are as they come from the result; the writers escape
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Color = Literal["bold", "dim", "red", "green", "yellow", "blue", "magenta", "cyan"]
@@ -32,6 +32,9 @@ class Fact:
     advice: str = ""
     share: float | None = None
     color: Color | None = None
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +118,17 @@ class Table:
         """One letter per column: "l" or "r"."""
         return self.align or "l" + "r" * (len(self.headers) - 1)
 
+    def without_empty_columns(self, first: int = 0) -> Table:
+        """The table without the columns, from the `first` on, in which all cells are "-"."""
+        columns = range(len(self.headers))
+        known = [i for i in columns if i < first or any(row[i] != "-" for row in self.rows)]
+        return replace(
+            self,
+            headers=tuple(self.headers[i] for i in known),
+            rows=tuple(tuple(row[i] for i in known) for row in self.rows),
+            align="".join(self.sides[i] for i in known),
+        )
+
     @property
     def bar_column(self) -> int:
         """The column before which bars stand, in formats that have room for all columns."""
@@ -193,7 +207,3 @@ class Document:
     def pictures(self) -> tuple[Picture, ...]:
         """The pictures alone."""
         return tuple(block for block in self.blocks() if isinstance(block, Picture))
-
-    def section(self, id: str) -> Section:
-        """The section of this id."""
-        return next(part for part in self.parts if isinstance(part, Section) and part.id == id)

@@ -45,17 +45,13 @@ def markdown(document: Document) -> str:
     level = 3 if document.is_comment else 1
     parts = [f"{'#' * level} {escape_text(document.title)}"]
     if document.facts:
-        parts.append("\n".join(f"{_head_fact(fact)}  " for fact in document.facts))
+        parts.append("\n".join(f"{escape_text(str(fact))}  " for fact in document.facts))
     parts += _blocks(document.parts, level + 1)
     whole = "\n\n".join(parts)
     while document.is_comment and len(whole) > LARGEST_COMMENT and len(parts) > 1:
         del parts[-1]
         whole = "\n\n".join([*parts, "The rest does not fit into a comment."])
     return whole + "\n"
-
-
-def _head_fact(fact: str | Fact) -> str:
-    return escape_text(f"{fact.label}: {fact.text}" if isinstance(fact, Fact) else fact)
 
 
 def _blocks(blocks: Iterable[Block], level: int) -> Iterator[str]:

@@ -54,12 +54,8 @@ def card(result: Profile | Estimate | Timing) -> str:
 def fragment(document: Document) -> str:
     """A document as a fragment of HTML."""
     head = [element("b", visible(document.title, 160))]
-    head += [element("div", visible(_fact_text(fact), LONGEST_CELL), style=_QUIET) for fact in document.facts]
+    head += [element("div", visible(str(fact), LONGEST_CELL), style=_QUIET) for fact in document.facts]
     return str(element("div", element("div", *head), *_blocks(document.parts), class_=_NO_MATHEMATICS, style=_CARD))
-
-
-def _fact_text(fact: str | Fact) -> str:
-    return f"{fact.label}: {fact.text}" if isinstance(fact, Fact) else fact
 
 
 def _blocks(blocks: Iterable[Block]) -> Iterator[Markup]:

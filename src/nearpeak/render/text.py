@@ -130,6 +130,15 @@ def packet_name(op: str) -> str:
     return plain(packet.removeprefix("aten.").removeprefix("inductor.triton_"), 60)
 
 
+def signed_percent(value: float) -> str:
+    """A change with its sign.
+
+    >>> signed_percent(0.031)
+    '+3.1 %'
+    """
+    return f"{100 * value:+.1f} %"
+
+
 def count(number: int, noun: str) -> str:
     """A number with its noun: "1 op", "1,200 ops"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

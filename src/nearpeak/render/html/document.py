@@ -119,12 +119,8 @@ def _picture_colors() -> str:
 
 
 def _head(document: Document) -> Markup:
-    facts = [element("span", visible(_fact_text(fact), LONGEST_TEXT)) for fact in document.facts]
+    facts = [element("span", visible(str(fact), LONGEST_TEXT)) for fact in document.facts]
     return joined(element("h1", visible(document.title, 300)), element("p", *facts, class_="facts"))
-
-
-def _fact_text(fact: str | Fact) -> str:
-    return f"{fact.label}: {fact.text}" if isinstance(fact, Fact) else fact
 
 
 def _cards(document: Document) -> Iterator[Markup]:

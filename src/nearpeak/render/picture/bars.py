@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nearpeak.render.html.markup import visible
 from nearpeak.render.picture.axis import Axis, trim_zeros
-from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text, text_width, truncate
+from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text, rectangle, text_width, truncate
 
 WIDTH = 960
 LEFT, RIGHT, TOP = 130, 40, 100
@@ -73,7 +73,7 @@ def stacked_bars(
 def _legend(names: Sequence[str]) -> Iterator[Shape]:
     left = float(MARGIN)
     for number, name in enumerate(names):
-        yield Polygon(points=_box(left, 70, 12, 12), fill=str(number % 6), opacity=_opacity(number))
+        yield Polygon(points=rectangle(left, 70, 12, 12), fill=str(number % 6), opacity=_opacity(number))
         yield Text(x=left + 17, y=80, text=name, color="muted")
         left += 34 + text_width(name, 12)
 
@@ -89,7 +89,7 @@ def _bar(bar: Bar, top: float, axis: Axis, names: Sequence[str], shown: Callable
         if end - start < 0.2:
             continue
         yield Polygon(
-            points=_box(start, top, end - start, HEIGHT),
+            points=rectangle(start, top, end - start, HEIGHT),
             fill=str(number % 6),
             opacity=_opacity(number),
             title=f"{name}: {shown(value)}",
@@ -104,7 +104,3 @@ def _label(bar: Bar) -> str:
 
 def _opacity(number: int) -> float:
     return 0.8 if number < 6 else 0.45
-
-
-def _box(left: float, top: float, width: float, height: float) -> tuple[tuple[float, float], ...]:
-    return ((left, top), (left + width, top), (left + width, top + height), (left, top + height))

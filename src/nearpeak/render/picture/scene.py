@@ -118,6 +118,11 @@ class Scene:
     shapes: tuple[Shape, ...]
 
 
+def rectangle(left: float, top: float, width: float, height: float) -> tuple[Point, ...]:
+    """The corners of a rectangle, for a polygon."""
+    return ((left, top), (left + width, top), (left + width, top + height), (left, top + height))
+
+
 def text_width(text: str, size: float) -> float:
     """The approximate width of a text. Fonts differ: this is an upper estimate."""
     return 0.56 * size * len(text)

@@ -9,7 +9,7 @@ from nearpeak.diffs.difference import Difference, OpChange, RunSummary
 from nearpeak.diffs.gate import Gate
 from nearpeak.profiles.finding import Finding
 from nearpeak.render.document import Block, Cell, Color, Document, Fact, Facts, Items, Name, Paragraph, Table
-from nearpeak.render.text import elide, elide_start, plain, short_name
+from nearpeak.render.text import elide, elide_start, plain, short_name, signed_percent
 from nearpeak.units import gibibytes, percent, seconds
 
 TOP = 12
@@ -288,11 +288,6 @@ def _name_list(names: Sequence[str], most: int) -> str:
     short = [elide(short_name(name), LONGEST_NAME) for name in names[:most]]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(short) + more
-
-
-def signed_percent(value: float) -> str:
-    """A change with its sign: `signed_percent(0.031)` is "+3.1 %"."""
-    return f"{100 * value:+.1f} %"
 
 
 def _share(value: float, whole: float) -> str:

@@ -134,7 +134,7 @@ def _rates(machine: Machine) -> Table:
                     _ridge(theoretical, achievable, peak, value),
                 )
             )
-    return _without_empty_columns(headers, rows)
+    return Table(headers=headers, rows=tuple(rows)).without_empty_columns()
 
 
 def _ridge(
@@ -169,7 +169,8 @@ def _bandwidths(machine: Machine) -> Table:
     add("host to device, pageable", "host_to_device_pageable", None)
     add("device to host, pageable", "device_to_host_pageable", None)
     add("device to device", "device_to_device", one_way(machine.link))
-    return _without_empty_columns(("bandwidth", "datasheet", "achievable", "share", "spread"), rows)
+    headers = ("bandwidth", "datasheet", "achievable", "share", "spread")
+    return Table(headers=headers, rows=tuple(rows)).without_empty_columns()
 
 
 def _launch(achievable: Achievable | None) -> Table:
@@ -231,15 +232,6 @@ def _spread(achievable: Achievable | None, field: str, value: float | None) -> s
         if (name == field or name.startswith(f"{field}.")) and ceiling.value == value:
             return percent(ceiling.spread)
     return "-"
-
-
-def _without_empty_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The table without the columns in which nothing is known."""
-    known = [column for column in range(len(headers)) if any(row[column] != "-" for row in rows)]
-    return Table(
-        headers=tuple(headers[column] for column in known),
-        rows=tuple(tuple(row[column] for column in known) for row in rows),
-    )
 
 
 def _in_order(dtypes: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from nearpeak.profiles.waterfall import PART_MEANINGS, PartName
 from nearpeak.render.html.markup import visible
 from nearpeak.render.picture.axis import Axis, trim_zeros
 from nearpeak.render.picture.roofline import Roof, WeightedOp, Wording, draw_roofline, merge_points
-from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text, truncate
+from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text, rectangle, truncate
 from nearpeak.render.views.profile_roofs import RATE_TOLERANCE, profile_roofs
 from nearpeak.render.views.verdict import sentences, verdict_sentence
 from nearpeak.units import percent, seconds
@@ -107,8 +107,7 @@ def _label(top: float, name: str, time: float, share: str, *, bold: bool = False
 
 
 def _box(x: float, y: float, width: float, fill: str, opacity: float, title: str) -> Polygon:
-    corners = ((x, y), (x + width, y), (x + width, y + BAR), (x, y + BAR))
-    return Polygon(points=corners, fill=fill, opacity=opacity, title=title)
+    return Polygon(points=rectangle(x, y, width, BAR), fill=fill, opacity=opacity, title=title)
 
 
 LEAST_SHARE = 1e-3

@@ -145,12 +145,8 @@ def _table(sweep: Sweep, varied: Mapping[str, Sequence[str]]) -> Table:
                 timing.grade,
             )
         )
-    known = [i for i in range(len(headers)) if i < len(varied) or any(row[i] != "-" for row in rows)]
-    return Table(
-        headers=tuple(headers[i] for i in known),
-        rows=tuple(tuple(row[i] for i in known) for row in rows),
-        align="".join("l" if headers[i] == "limit" and i >= len(varied) else "r" for i in known),
-    )
+    align = "r" * (len(headers) - 2) + "lr"
+    return Table(headers=tuple(headers), rows=tuple(rows), align=align).without_empty_columns(len(varied))
 
 
 def _flag_counts(sweep: Sweep) -> Iterator[str]:

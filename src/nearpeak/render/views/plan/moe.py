@@ -11,7 +11,7 @@ from nearpeak.plan.provenance import weakest
 from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.html.markup import visible
 from nearpeak.render.picture.axis import Axis, trim_zeros
-from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text
+from nearpeak.render.picture.scene import Line, Polygon, Scene, Shape, Text, rectangle
 from nearpeak.render.picture.svg import svg
 from nearpeak.render.views.plan.training import weakest_sentence
 from nearpeak.units import quantity, seconds
@@ -115,7 +115,7 @@ def picture(degrees: Sequence[MoeDegree], model: Model, cluster: Cluster) -> Sce
     ]
     left = 28.0
     for _, name, color in PARTS:
-        shapes.append(Polygon(points=_box(left, 66, 12, 12), fill=color, opacity=0.8))
+        shapes.append(Polygon(points=rectangle(left, 66, 12, 12), fill=color, opacity=0.8))
         shapes.append(Text(x=left + 17, y=76, text=name, color="muted"))
         left += 50 + 7 * len(name)
     for number, split in enumerate(("tensor", "expert")):
@@ -140,7 +140,7 @@ def _panel(items: Sequence[MoeDegree], left: float, axis: Axis, title: str) -> I
             duration: float = getattr(item, field)
             row, _ = axis.place(duration)
             yield Polygon(
-                points=_box(start + bar * part, row, bar - 2, floor - row),
+                points=rectangle(start + bar * part, row, bar - 2, floor - row),
                 fill=color,
                 opacity=0.8,
                 title=f"{title}, degree {item.degree}, {name}: {seconds(duration)}",
@@ -152,7 +152,3 @@ def _panel(items: Sequence[MoeDegree], left: float, axis: Axis, title: str) -> I
     yield Text(
         x=left + PANEL / 2, y=floor + 56, text="degree, and the time in all", anchor="middle", size=11, color="muted"
     )
-
-
-def _box(left: float, top: float, width: float, height: float) -> tuple[tuple[float, float], ...]:
-    return ((left, top), (left + width, top), (left + width, top + height), (left, top + height))

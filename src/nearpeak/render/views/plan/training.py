@@ -15,6 +15,8 @@ from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.picture.bars import Bar, stacked_bars
 from nearpeak.render.picture.plot import Series, line_plot
 from nearpeak.render.picture.svg import svg
+from nearpeak.render.text import signed_percent
+from nearpeak.render.views.plan.catalogue import weights
 from nearpeak.units import percent, quantity, seconds
 
 _SHARDING = {"none": "replicated", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3/FSDP", "hsdp": "HSDP"}
@@ -111,9 +113,9 @@ def _sum(*values: float) -> str:
 
 
 def _weights_sentence(plan: MemoryPlan) -> str:
-    active = f" ({_billions(plan.active_parameters)} active)" if plan.job.model.is_moe else ""
+    active = f" ({weights(plan.active_parameters)} active)" if plan.job.model.is_moe else ""
     precision = plan.job.precision
-    return f"{_billions(plan.parameters)} weights{active} in {precision.name}: {bytes_a_weight(precision)}."
+    return f"{weights(plan.parameters)} weights{active} in {precision.name}: {bytes_a_weight(precision)}."
 
 
 def bytes_a_weight(precision: Precision) -> str:
@@ -122,10 +124,6 @@ def bytes_a_weight(precision: Precision) -> str:
     sizes += [("float32 copy", precision.master)] if precision.master else []
     sizes += [("AdamW's moments", precision.moments)]
     return f"{' + '.join(f'{size:g}' for _, size in sizes)} bytes a weight ({', '.join(name for name, _ in sizes)})"
-
-
-def _billions(number: float) -> str:
-    return quantity(number, "").strip().replace(" G", " B")
 
 
 def memory_by_part(plan: MemoryPlan) -> Table:
@@ -529,7 +527,7 @@ def _conditions(answer: SearchPlan) -> Table:
                 degrees_text(layout) if condition.changed else "the same",
                 sharding_text(layout) if condition.changed else "",
                 _field_text(layout.recompute) if condition.changed else "",
-                f"{100 * (condition.tokens_per_second / rate - 1):+.1f} %",
+                signed_percent(condition.tokens_per_second / rate - 1),
             )
         )
     return Table(

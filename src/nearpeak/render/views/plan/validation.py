@@ -7,6 +7,7 @@ from collections.abc import Callable
 from nearpeak.plan.validation.errors import ComparedRow, ErrorGroup, Validation
 from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.picture.plot import Series, line_plot
+from nearpeak.render.text import signed_percent
 from nearpeak.units import percent, quantity, significant
 
 MOST_GROUPS = 24
@@ -60,8 +61,8 @@ def _table(title: str, groups: tuple[ErrorGroup, ...]) -> Table:
                 str(group.rows),
                 percent(group.mean_absolute),
                 percent(group.median_absolute),
-                _signed(group.mean),
-                _signed(group.worst),
+                signed_percent(group.mean),
+                signed_percent(group.worst),
             )
             for group in shown
         ),
@@ -86,7 +87,7 @@ def _worst(validation: Validation) -> Table:
                 row.what,
                 _value(row.measured, row),
                 _value(row.predicted, row),
-                _signed(row.error),
+                signed_percent(row.error),
                 ": ".join(part for part in (row.about, row.why) if part),
             )
             for row in validation.worst
@@ -120,10 +121,6 @@ def _written(unit: str) -> Callable[[float], str]:
     return lambda value: quantity(value, unit) if unit else significant(value)
 
 
-def _signed(value: float) -> str:
-    return f"{100 * value:+.1f} %"
-
-
 def pictures(validation: Validation) -> list[tuple[str, str]]:
     """Predicted against measured, by source, one picture for each unit."""
     plots = []
@@ -134,7 +131,9 @@ def pictures(validation: Validation) -> list[tuple[str, str]]:
             Series(
                 name=source,
                 points=tuple((row.measured, row.predicted) for row in rows if row.source == source),
-                labels=tuple(f"{row.id}, {row.about}: {_signed(row.error)}" for row in rows if row.source == source),
+                labels=tuple(
+                    f"{row.id}, {row.about}: {signed_percent(row.error)}" for row in rows if row.source == source
+                ),
                 line=False,
                 color=number,
             )
