@@ -180,26 +180,26 @@ def main() -> None:
         start = time.perf_counter()
         try:
             step, model = step_of(build, arguments.device)
-            found = nearpeak.estimate(step, on=arguments.on)
+            estimate = nearpeak.estimate(step, on=arguments.on)
         except Exception as error:
             print(f"{name:14}{type(error).__name__}: {' '.join(str(error).split())[:150]}", flush=True)
             rows.append({"name": name, "error": f"{type(error).__name__}: {error}"})
             continue
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        matrix = sum(sum(op.flops for op in found.ops if op.family == family) for family in ("matrix", "attention"))
+        matrix = sum(sum(op.flops for op in estimate.ops if op.family == family) for family in ("matrix", "attention"))
         expected = closed_form(name, model)
         row = {
             "name": name,
             "parameters": parameters,
             "matrix_flops": matrix,
             "closed_form_flops": expected,
-            "ops": len(found.ops),
-            "operators": dict(collections.Counter(op.name for op in found.ops if op.family != "view")),
-            "as_written_s": found.as_written_s,
-            "fused_s": found.fused_s,
-            "ideal_s": found.ideal_s,
-            "modeled": found.coverage.seconds_share,
-            "unmodeled": dict(found.coverage.unmodeled),
+            "ops": len(estimate.ops),
+            "operators": dict(collections.Counter(op.name for op in estimate.ops if op.family != "view")),
+            "as_written_s": estimate.as_written_s,
+            "fused_s": estimate.fused_s,
+            "ideal_s": estimate.ideal_s,
+            "modeled": estimate.coverage.seconds_share,
+            "unmodeled": dict(estimate.coverage.unmodeled),
             "took_s": time.perf_counter() - start,
         }
         rows.append(row)

@@ -91,7 +91,7 @@ def large(machine: nearpeak.Machine, tokens: int) -> dict[str, float]:
     built = time.perf_counter()
     recorded = trace(step)
     traced = time.perf_counter()
-    found = estimate_trace(recorded, machine)
+    estimate = estimate_trace(recorded, machine)
     done = time.perf_counter()
     return {
         "ops": len(recorded.ops),
@@ -101,7 +101,7 @@ def large(machine: nearpeak.Machine, tokens: int) -> dict[str, float]:
         "total_s": done - start,
         "processor_s": time.process_time() - busy,
         "peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "as_written_s": found.as_written_s,
+        "as_written_s": estimate.as_written_s,
     }
 
 

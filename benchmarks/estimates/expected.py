@@ -80,9 +80,9 @@ def main() -> None:
         step()
     totals, measured = kernel_seconds(step, arguments.steps), by_operator(step)
     machine = nearpeak.machine()
-    found = nearpeak.estimate(step, on=machine)
+    estimate = nearpeak.estimate(step, on=machine)
     expected: dict[str, list[float]] = {}
-    for op in found.ops:
+    for op in estimate.ops:
         entry = expected.setdefault(op.name.rpartition(".")[0], [0.0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += op.seconds
@@ -95,8 +95,8 @@ def main() -> None:
         if max(bound, guess, measured.get(name, 0.0)) > 5e-5:
             print(f"{name:58}{count:6.0f}{bound * 1e3:9.2f}{guess * 1e3:9.2f}{measured.get(name, 0.0) * 1e3:13.2f}")
     print(
-        f"as written {found.as_written_s * 1e3:.1f} ms, expected {found.expected_s * 1e3:.1f} ms, kernels "
-        f"{kernels * 1e3:.1f} ms: expected is {found.expected_s / kernels - 1:+.1%} off"
+        f"as written {estimate.as_written_s * 1e3:.1f} ms, expected {estimate.expected_s * 1e3:.1f} ms, kernels "
+        f"{kernels * 1e3:.1f} ms: expected is {estimate.expected_s / kernels - 1:+.1%} off"
     )
     if arguments.json:
         result: dict[str, Any] = {
@@ -107,11 +107,11 @@ def main() -> None:
             "batch": arguments.batch,
             "tokens": arguments.tokens,
             "kernel_s": totals,
-            "as_written_s": found.as_written_s,
-            "fused_s": found.fused_s,
-            "ideal_s": found.ideal_s,
-            "expected_s": found.expected_s,
-            "relative_error": found.expected_s / kernels - 1,
+            "as_written_s": estimate.as_written_s,
+            "fused_s": estimate.fused_s,
+            "ideal_s": estimate.ideal_s,
+            "expected_s": estimate.expected_s,
+            "relative_error": estimate.expected_s / kernels - 1,
             "measured_by_operator": measured,
             "estimated_by_operator": expected,
         }

@@ -29,16 +29,16 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = nearpeak.machine(calibrate=True, progress=lambda line: print(line, file=sys.stderr))
     assert machine.achievable is not None
-    found = ReferenceEfficiency(
+    reference = ReferenceEfficiency(
         machine=machine.id,
         torch=torch.__version__,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         efficiency=machine.achievable.efficiency,
     )
     table = json.loads(arguments.write.read_text()) if arguments.write.exists() else {}
-    table[machine.kind] = _rounded(to_json(found))
+    table[machine.kind] = _rounded(to_json(reference))
     arguments.write.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    for kind, points in sorted(found.efficiency.items()):
+    for kind, points in sorted(reference.efficiency.items()):
         print(f"{kind:55}" + "  ".join(f"{point.bound_seconds * 1e6:.1f} us x {point.ratio:.2f}" for point in points))
 
 

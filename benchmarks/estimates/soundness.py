@@ -829,14 +829,14 @@ def dry(families: Sequence[str], machine: Machine) -> None:
         try:
             with nearpeak.fake():
                 case = call.build()
-            found = nearpeak.estimate(case, on=machine)
+            estimate = nearpeak.estimate(case, on=machine)
         except Exception as error:
             failed += 1
             print(f"{call.family} {call.name} {call.dtype}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             continue
-        if found.coverage.unmodeled:
+        if estimate.coverage.unmodeled:
             unmodeled += 1
-            print(f"{call.family} {call.name} {call.dtype}: without a formula {dict(found.coverage.unmodeled)}")
+            print(f"{call.family} {call.name} {call.dtype}: without a formula {dict(estimate.coverage.unmodeled)}")
     print(f"{total} calls, {failed} failed, {unmodeled} with ops that have no formula")
 
 
@@ -844,13 +844,13 @@ def ratios(
     rows: Sequence[dict[str, Any]], ceilings: str, end: str = "seconds"
 ) -> list[tuple[float, str, dict[str, Any]]]:
     """Time over bound with the state of the cache and the row, the smallest first."""
-    found = [
+    pairs = [
         (row["times"][cache][end] / row["bounds"][cache][ceilings], cache, row)
         for row in rows
         for cache in row.get("times", {})
         if row["bounds"][cache][ceilings] > 0
     ]
-    return sorted(found, key=lambda item: item[0])
+    return sorted(pairs, key=lambda item: item[0])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -884,8 +884,8 @@ def tightness(rows: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
         own = [row for row in rows if row["family"] == family and "times" in row]
         figures: list[float] = []
         for cache in ("cold", "hot"):
-            found = sorted(ratio for ratio, state, _ in ratios(own, "achievable") if state == cache)
-            figures += [found[0], statistics.median(found), found[-1]] if found else []
+            sorted_ratios = sorted(ratio for ratio, state, _ in ratios(own, "achievable") if state == cache)
+            figures += [sorted_ratios[0], statistics.median(sorted_ratios), sorted_ratios[-1]] if sorted_ratios else []
         table.append((family, len(own), *figures))
     return table
 
@@ -910,10 +910,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row.get("unmodeled"):
             print(f"without a formula: {row['family']} {row['name']}: {', '.join(row['unmodeled'])}")
-    found = summary(rows)
-    print(f"\n{found['calls']} calls, {found['measurements']} measurements, {found['errors']} could not run")
+    summaries = summary(rows)
+    print(
+        f"\n{summaries['calls']} calls, {summaries['measurements']} measurements, {summaries['errors']} could not run"
+    )
     for ceilings in CEILINGS:
-        part = found[ceilings]
+        part = summaries[ceilings]
         smallest = f"smallest ratio {part['worst']:.3f}" if part["worst"] is not None else "nothing measured"
         print(f"below the bound at {ceilings} ceilings: {part['below']} ({part['share']:.2%}), {smallest}")
         for name in part["names"]:
@@ -961,9 +963,9 @@ def main() -> int:
             json.dumps(result, indent=None, separators=(",", ":")).replace('{"family"', '\n{"family"') + "\n"
         )
     show(rows)
-    found = summary(rows)
-    sound = not found["theoretical"]["below"] and found["achievable"]["share"] <= ALLOWED_SHARE
-    return 0 if sound and (found["achievable"]["worst"] or 1.0) >= 1 - ALLOWED_EXCESS else 1
+    summaries = summary(rows)
+    sound = not summaries["theoretical"]["below"] and summaries["achievable"]["share"] <= ALLOWED_SHARE
+    return 0 if sound and (summaries["achievable"]["worst"] or 1.0) >= 1 - ALLOWED_EXCESS else 1
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def attention_ways(causal: bool, tokens: int, device: str) -> dict[str, Way]:
     """All ways, by name; a way that does not take its inputs raises an error."""
 
     def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found: Tensor = kernels.attention(query, key, value, causal=causal)
-        return found
+        result: Tensor = kernels.attention(query, key, value, causal=causal)
+        return result
 
     return {
         "nearpeak": own,
@@ -61,16 +61,16 @@ def _flex(causal: bool, tokens: int, device: str) -> Way:
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if causal and not made:
             made.append(create_block_mask(lambda b, h, q, k: q >= k, None, None, tokens, tokens, device=device))
-        found: Tensor = compiled(query, key, value, block_mask=made[0] if made else None)
-        return found
+        result: Tensor = compiled(query, key, value, block_mask=made[0] if made else None)
+        return result
 
     return call
 
 
 def portable(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     """Attention by the kernels that run on every GPU, whatever the public function would pick here."""
-    found: Tensor = _Portable.apply(query, key, value, causal)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Portable.apply(query, key, value, causal)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Portable(torch.autograd.Function):
@@ -163,7 +163,7 @@ class AttentionCase:
         """One for each pass."""
         from benchmarks.kernels.timing import in_turns
 
-        found = []
+        rows = []
         errors = self.errors() if setting.check else {}
         repeated = self.repeated()
         for (name, ways), flops in zip(self.passes().items(), (self.flops, BACKWARD_FLOPS * self.flops), strict=True):
@@ -185,8 +185,8 @@ class AttentionCase:
                 "waiting": waiting,
                 "failed": {**late, **failed},
             }
-            found.append(row)
-        return found
+            rows.append(row)
+        return rows
 
     def errors(self) -> dict[str, dict[str, float]]:
         """By pass and way, the largest error of one head against float64, relative to the largest value."""
@@ -198,7 +198,7 @@ class AttentionCase:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
         result = torch.softmax(scores, -1) @ wide[2]
         gradients = torch.autograd.grad(result, wide, above[:1, :1].double())
-        found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+        errors: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
         for name, way in attention_ways(self.causal, self.tokens, self.device).items():
             if name == "flex":  # compiled where it is timed
                 continue
@@ -207,9 +207,9 @@ class AttentionCase:
                 own_gradients = torch.autograd.grad(own, inputs, above)
             except Exception:  # said where it is timed
                 continue
-            found["forward"][name] = _error(own, result)
-            found["backward"][name] = max(map(_error, own_gradients, gradients))
-        return found
+            errors["forward"][name] = _error(own, result)
+            errors["backward"][name] = max(map(_error, own_gradients, gradients))
+        return errors
 
     def repeated(self) -> dict[str, int]:
         """How many runs of both passes were made, and how many had a result or gradient that was not the first."""
@@ -219,9 +219,9 @@ class AttentionCase:
         different = torch.zeros((), dtype=torch.int64, device=self.device)
         for _ in range(self.repeats):
             result = kernels.attention(*inputs, causal=self.causal)
-            found = [result.detach(), *torch.autograd.grad(result, inputs, above)]
-            first = first or found
-            changed = [(one != other).any() for one, other in zip(first, found, strict=True)]
+            tensors = [result.detach(), *torch.autograd.grad(result, inputs, above)]
+            first = first or tensors
+            changed = [(one != other).any() for one, other in zip(first, tensors, strict=True)]
             different += torch.stack(changed).any()
         return {"runs": self.repeats, "different": int(different)}
 
@@ -262,9 +262,9 @@ def _backward(way: Way, inputs: Sequence[Tensor], above: Tensor) -> Call:
     return call
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    found = found[:1, :1].detach().double()
-    return float((found - exact.detach()).abs().max() / exact.detach().abs().max())
+def _error(result: Tensor, exact: Tensor) -> float:
+    result = result[:1, :1].detach().double()
+    return float((result - exact.detach()).abs().max() / exact.detach().abs().max())
 
 
 CHECKED_TOKENS = 8
@@ -300,13 +300,13 @@ class MemoryCase:
         shape = (1, 1, self.tokens, self.dim)
         inputs = [random_tensor(*shape, device=self.device, grad=self.backward) for _ in "qkv"]
         above = torch.randn_like(inputs[0])
-        found = attention_ways(True, self.tokens, self.device)
+        ways = attention_ways(True, self.tokens, self.device)
         if self.others:
-            del found["flex"]  # its block mask is made from all pairs, if only once
-            found["written out"] = by_torch(SDPBackend.MATH, True)
+            del ways["flex"]  # its block mask is made from all pairs, if only once
+            ways["written out"] = by_torch(SDPBackend.MATH, True)
         else:
-            found = {"nearpeak": found["nearpeak"]}
-        return {name: self._call(way, inputs, above) for name, way in found.items()}
+            ways = {"nearpeak": ways["nearpeak"]}
+        return {name: self._call(way, inputs, above) for name, way in ways.items()}
 
     def _call(self, way: Way, inputs: Sequence[Tensor], above: Tensor) -> Call:
         def forward() -> tuple[Tensor, ...]:
@@ -345,9 +345,9 @@ class MemoryCase:
         }
         return [row]
 
-    def error(self, found: tuple[Tensor, ...]) -> float:
+    def error(self, results: tuple[Tensor, ...]) -> float:
         """The largest of some queries against float64, relative to the largest value."""
-        result, query, key, value = (one.detach()[0, 0] for one in found)
+        result, query, key, value = (one.detach()[0, 0] for one in results)
         worst = 0.0
         for place in torch.linspace(0, self.tokens - 1, CHECKED_TOKENS).long().tolist():
             keys, values = key[: place + 1].double(), value[: place + 1].double()
@@ -436,11 +436,11 @@ class DecodingCase:
         def sdpa() -> Tensor:
             return scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
-        found: dict[str, Call] = {}
+        ways: dict[str, Call] = {}
         for name, (dtype, page_size) in OWN.items():
             cache = self.filled(key, value, dtype, page_size)
-            found[name] = lambda cache=cache: cache.attend(query)
-        return {**found, "sdpa": sdpa}
+            ways[name] = lambda cache=cache: cache.attend(query)
+        return {**ways, "sdpa": sdpa}
 
     def filled(self, key: Tensor, value: Tensor, dtype: torch.dtype, page_size: int | None) -> kernels.KVCache:
         cache = kernels.KVCache.create(self.batch, self.tokens, self.key_heads, self.dim, dtype, self.device, page_size)
@@ -503,9 +503,9 @@ def decoding_cases(sizes: DecodingSizes | None = None, device: str = "cuda") -> 
         )
 
 
-def _decoding_error(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
+def _decoding_error(result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
     """The largest of the last sequence against float64, relative to the largest value."""
     rows, keys, values = (one[-1].double() for one in (query, key, value))
     rows = rows.reshape(len(keys), -1, rows.shape[-1])
     exact = torch.softmax(rows @ keys.mT * rows.shape[-1] ** -0.5, -1) @ values
-    return float((found[-1].double().reshape(exact.shape) - exact).abs().max() / exact.abs().max())
+    return float((result[-1].double().reshape(exact.shape) - exact).abs().max() / exact.abs().max())

@@ -53,13 +53,13 @@ class KernelCase:
     note: str = ""
 
     def ways(self, only: str | None = None) -> dict[str, Way]:
-        found = {"nearpeak": self.nearpeak, "eager": self.eager}
+        ways = {"nearpeak": self.nearpeak, "eager": self.eager}
         if self.compiled:
-            found["compile"] = torch.compile(self.eager, dynamic=False, fullgraph=True, backend=BACKEND)
+            ways["compile"] = torch.compile(self.eager, dynamic=False, fullgraph=True, backend=BACKEND)
         if self.liger is not None:
-            found["liger"] = self.liger
-        found.update(self.others)
-        return found if only is None else {only: found[only]}
+            ways["liger"] = self.liger
+        ways.update(self.others)
+        return ways if only is None else {only: ways[only]}
 
 
 def random_tensor(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
@@ -212,8 +212,8 @@ def liger(operation: str) -> Way | None:
         return None
     module, _, name = LIGER[operation].partition(":")
     try:
-        found = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+        function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     except Exception as error:  # whatever it is, the others can be measured
         print(f"Liger's {operation} cannot be imported: {error}", file=sys.stderr)
         return None
-    return LIGER_CALLS[operation](found)
+    return LIGER_CALLS[operation](function)

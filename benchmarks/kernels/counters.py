@@ -135,10 +135,10 @@ def ncu_command(hopper: bool, log: Path) -> list[str]:
 
 def by_call(kernels: Sequence[ncu.Kernel]) -> list[Counted]:
     """What was counted of each call, from its kernels."""
-    found: dict[str, list[ncu.Kernel]] = {}
+    kernels_by_call: dict[str, list[ncu.Kernel]] = {}
     for kernel in kernels:
-        found.setdefault(kernel.within, []).append(kernel)
-    return [_counted(name, of_call) for name, of_call in found.items()]
+        kernels_by_call.setdefault(kernel.within, []).append(kernel)
+    return [_counted(name, of_call) for name, of_call in kernels_by_call.items()]
 
 
 def _counted(name: str, kernels: Sequence[ncu.Kernel]) -> Counted:

@@ -71,9 +71,9 @@ class FlopsCase:
 
     def late(self, setting: Any, job: str) -> dict[str, str]:
         """The ways that are compiled apart and were not, with the reason."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         if setting.jobs is None:
-            return found
+            return reasons
         section = job.rpartition("-")[0]
         for way, make in self.apart.items():
             for name, steps in make().items():
@@ -81,15 +81,15 @@ class FlopsCase:
                 for step in steps:
                     outcome = setting.jobs.outcome(whole, "all") or setting.jobs.outcome(whole, step)
                     if outcome != DONE:
-                        found[way] = outcome or "was not compiled in time"
-        return found
+                        reasons[way] = outcome or "was not compiled in time"
+        return reasons
 
     def rows(self, setting: Any, job: str) -> list[dict[str, Any]]:
         """One for each kind."""
         from benchmarks.kernels.timing import in_turns
 
         late = self.late(setting, job)
-        found = []
+        rows = []
         for kind in self.kinds:
             made = self.make(kind)
             ways = {name: way for name, way in made.ways.items() if name not in late}
@@ -107,9 +107,9 @@ class FlopsCase:
                 "waiting": waiting,
                 "failed": {**late, **missing, **failed},
             }
-            found.append(row)
+            rows.append(row)
             del made, ways, allowed, running
-        return found
+        return rows
 
 
 def errors(made: Made, ways: Mapping[str, Call]) -> dict[str, float]:
@@ -118,11 +118,11 @@ def errors(made: Made, ways: Mapping[str, Call]) -> dict[str, float]:
     with torch.no_grad():
         exact = made.exact()
         largest = exact.abs().max()
-    found = {}
+    by_way = {}
     for name, way in ways.items():
         result = made.looked_at(way()).detach().double()
-        found[name] = float((result - exact).abs().max() / largest)
-    return found
+        by_way[name] = float((result - exact).abs().max() / largest)
+    return by_way
 
 
 def forward_call(way: Callable[..., Any], *given: Any) -> Call:
@@ -157,8 +157,8 @@ def both_call(way: Callable[..., Any], above: Tensor, wanted: Sequence[Tensor], 
 
 
 def compiled_way(way: Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = torch.compile(way, dynamic=False, fullgraph=True, backend=cases.BACKEND)
-    return found
+    compiled: Callable[..., Any] = torch.compile(way, dynamic=False, fullgraph=True, backend=cases.BACKEND)
+    return compiled
 
 
 def tuned_way(way: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,5 +169,5 @@ def tuned_way(way: Callable[..., Any]) -> Callable[..., Any]:
     """
     backend = cases.BACKEND
     options: Any = {"max_autotune": True, "fx_graph_cache": False} if backend == "inductor" else None
-    found: Callable[..., Any] = torch.compile(way, dynamic=False, fullgraph=True, backend=backend, options=options)
-    return found
+    compiled: Callable[..., Any] = torch.compile(way, dynamic=False, fullgraph=True, backend=backend, options=options)
+    return compiled

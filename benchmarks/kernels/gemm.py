@@ -156,17 +156,17 @@ class _Layer:
         def own(x: Tensor, weight: Tensor) -> Tensor:
             return kernels.gemm(x, weight, activation="silu", gated=True)
 
-        found = {
+        ways = {
             "nearpeak": own,
             "cublas + nearpeak": lambda x, weight: kernels.swiglu_packed(functional.linear(x, weight)),
             "compile": compiled_way(_plain_swiglu),
         }
         of_liger = liger("swiglu")
         if of_liger is not None:
-            found["cublas + liger"] = lambda x, weight: of_liger(
+            ways["cublas + liger"] = lambda x, weight: of_liger(
                 *(functional.linear(x, half) for half in weight.chunk(2))
             )
-        return found
+        return ways
 
     def gated(self, kind: str = "") -> Made:
         torch.manual_seed(0)

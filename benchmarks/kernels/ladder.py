@@ -54,10 +54,10 @@ def predictions(size: int) -> list[Row]:
 
 def _predicted(rung: Any, size: int, kernel: str = "") -> int | None:
     try:
-        found: int | None = rung.bytes_read(size, size, size, kernel)
+        bytes_read: int | None = rung.bytes_read(size, size, size, kernel)
     except ImportError:  # Triton is not here
         return None
-    return found
+    return bytes_read
 
 
 def matrices(size: int) -> tuple[Any, Any]:
@@ -122,26 +122,26 @@ def read_ncu(lines: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def summed(kernels: Iterable[ncu.Kernel]) -> dict[str, dict[str, Any]]:
     """By rung the counters, summed over its kernels, and their names."""
-    found: dict[str, dict[str, Any]] = {}
+    sums: dict[str, dict[str, Any]] = {}
     for kernel in kernels:
-        of_rung = found.setdefault(kernel.within, {"kernels": []})
+        of_rung = sums.setdefault(kernel.within, {"kernels": []})
         if kernel.name not in of_rung["kernels"]:
             of_rung["kernels"].append(kernel.name)
         for name, value in kernel.counters.items():
             of_rung[name] = of_rung.get(name, 0.0) + value
-    return found
+    return sums
 
 
 def counted(size: int) -> dict[str, dict[str, Any]]:
     return summed(ncu.counted(partial(ncu_command, size), RANGE))
 
 
-def joined(rows: Sequence[Row], found: dict[str, dict[str, Any]], size: int) -> None:
+def joined(rows: Sequence[Row], counters: dict[str, dict[str, Any]], size: int) -> None:
     """Adds what was counted to each row, and predicts again where the kernel's name tells its tile."""
     from nearpeak.kernels.ladder import BYTES_PER_COUNT, RUNGS
 
     for row, rung in zip(rows, RUNGS, strict=True):
-        of_rung = found.get(rung.name)
+        of_rung = counters.get(rung.name)
         if of_rung is None:
             continue
         row["kernels"] = of_rung["kernels"]
@@ -156,12 +156,12 @@ def joined(rows: Sequence[Row], found: dict[str, dict[str, Any]], size: int) -> 
 def again(before: Sequence[Row], size: int) -> list[Row]:
     """Rows of a run before, with predictions of today, held against what was counted then."""
     rows = predictions(size)
-    found = {}
+    counters = {}
     for row, old in zip(rows, before, strict=True):
         row.update({name: old[name] for name in ("error", "repeats", "seconds", "failed") if name in old})
         if "counters" in old:
-            found[old["rung"]] = {"kernels": old["kernels"], **old["counters"]}
-    joined(rows, found, size)
+            counters[old["rung"]] = {"kernels": old["kernels"], **old["counters"]}
+    joined(rows, counters, size)
     return rows
 
 

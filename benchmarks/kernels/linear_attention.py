@@ -96,7 +96,7 @@ class LinearCase:
 
     def rows(self, setting: Any, job: str) -> list[dict[str, Any]]:
         """One for each pass."""
-        found = []
+        rows = []
         for step in ("forward", "both"):
             allowed, late = setting.allowed(self.calls(step), job, COMPILED)
             running, failed = without_failures(allowed)
@@ -114,9 +114,9 @@ class LinearCase:
                 "waiting": waiting,
                 "failed": {**late, **failed},
             }
-            found.append(row)
+            rows.append(row)
             del allowed, running
-        return found
+        return rows
 
     def errors(self, ways: dict[str, Call]) -> dict[str, float]:
         """The largest of some queries of a head against float64, relative to the largest value."""
@@ -127,12 +127,12 @@ class LinearCase:
             weights = feature_map(key[: place + 1].double()) @ feature_map(query[place].double())
             exact.append(weights @ value[: place + 1].double() / (weights.sum() + EPS))
         right = torch.stack(exact)
-        found: dict[str, float] = {}
+        errors: dict[str, float] = {}
         for name in ("nearpeak", "naive", "quadratic"):
             if name in ways:
                 difference = ways[name]()[0, 0, places].double() - right
-                found[name] = float(difference.abs().max() / right.abs().max())
-        return found
+                errors[name] = float(difference.abs().max() / right.abs().max())
+        return errors
 
 
 def linear_cases(sizes: LinearSizes | None = None, device: str = "cuda") -> Iterator[LinearCase]:
@@ -148,11 +148,11 @@ def timed(ways: dict[str, Call], waiting: list[str]) -> dict[str, float]:
 
     took = {name: _once(way) for name, way in ways.items()}
     quick = {name: way for name, way in ways.items() if took[name] <= LONG_SECONDS}
-    found = in_turns(quick, waiting=waiting) if quick else {}
+    seconds = in_turns(quick, waiting=waiting) if quick else {}
     for name, way in ways.items():
         if name not in quick:
-            found[name] = median([took[name], *(_once(way) for _ in range(LONG_CALLS - 1))])
-    return {name: found[name] for name in ways}
+            seconds[name] = median([took[name], *(_once(way) for _ in range(LONG_CALLS - 1))])
+    return {name: seconds[name] for name in ways}
 
 
 def _once(way: Call) -> float:
@@ -167,8 +167,8 @@ def _once(way: Call) -> float:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    found: Tensor = kernels.attention(query, key, value, causal=True)
-    return found
+    result: Tensor = kernels.attention(query, key, value, causal=True)
+    return result
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

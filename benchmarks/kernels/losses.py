@@ -71,9 +71,9 @@ def cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
         "compile": both(compiled, leaf),
     }
     resets = {"nearpeak": reset}
-    found = liger("cross_entropy")
-    if found is not None:
-        ways["liger"] = both(found, logits)
+    function = liger("cross_entropy")
+    if function is not None:
+        ways["liger"] = both(function, logits)
         resets["liger"] = reset
     return LossCase(
         operation="cross_entropy",
@@ -100,9 +100,9 @@ def linear_cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
         "eager": both(lambda h, w, t: functional.cross_entropy(functional.linear(h, w), t)),
         "three products": products,
     }
-    found = liger("linear_cross_entropy")
-    if found is not None:
-        ways["liger"] = both(found)
+    function = liger("linear_cross_entropy")
+    if function is not None:
+        ways["liger"] = both(function)
     return LossCase(
         operation="linear_cross_entropy",
         tokens=tokens,

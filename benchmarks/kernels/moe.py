@@ -142,11 +142,11 @@ def _grouped(kind: str, sizes: Any, columns: int, device: str) -> _Grouped:
 
 
 def _exact_product(given: _Grouped, rows: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
-    found = []
+    parts = []
     for place, expert in zip(given.places.tolist(), given.expert_of.tolist(), strict=True):
         matrix = weight[expert].double()
-        found.append((matrix.t() if transposed else matrix) @ rows[place].double())
-    return torch.stack(found)
+        parts.append((matrix.t() if transposed else matrix) @ rows[place].double())
+    return torch.stack(parts)
 
 
 def _forward(kind: str, *, sizes: Any, device: str) -> Made:
@@ -242,8 +242,8 @@ def _eight(kind: str, *, block: str, sizes: Any, device: str) -> Made:
 
 
 def _by_torch(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    found: Tensor = torch._grouped_mm(rows, weight.mT, offsets)
-    return found
+    result: Tensor = torch._grouped_mm(rows, weight.mT, offsets)
+    return result
 
 
 CHECKED_LAYER_ROWS = 8
@@ -343,14 +343,14 @@ def plain_layer(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, do
 
 def _exact(given: _Given, x: Tensor) -> Tensor:
     """Results of the first tokens, which are given in float64."""
-    found = []
+    rows = []
     for token, one in enumerate(x.unbind()):
         total = torch.zeros_like(one)
         for weight, expert in zip(given.weights[token].tolist(), given.experts[token].tolist(), strict=True):
             gate, up = (given.gate_up[expert].detach().double() @ one).chunk(2)
             total = total + weight * (given.down[expert].detach().double() @ (functional.silu(gate) * up))
-        found.append(total)
-    return torch.stack(found)
+        rows.append(total)
+    return torch.stack(rows)
 
 
 def _exact_gradient(given: _Given, above: Tensor) -> Tensor:
@@ -368,8 +368,8 @@ def liger_layer(quick: bool = False) -> Layer:
             kernel.__dict__["do_bench"] = _quick_bench
 
     def call(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        found: Tensor = function.apply(x, gate_up, down, experts, weights.to(x.dtype))
-        return found
+        result: Tensor = function.apply(x, gate_up, down, experts, weights.to(x.dtype))
+        return result
 
     return call
 

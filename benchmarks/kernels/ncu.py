@@ -44,27 +44,27 @@ def counted(run: Callable[[Path], list[str]], prefix: str) -> list[Kernel]:
         log = Path(folder) / "ncu.csv"
         done = subprocess.run(run(log), capture_output=True, text=True, check=False)
         text = log.read_text() if log.exists() else ""
-    found = read(text.splitlines(), prefix)
-    if not found:
+    kernels = read(text.splitlines(), prefix)
+    if not kernels:
         raise SystemExit(f"ncu counted nothing:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{text[-2000:]}")
     print(done.stderr[-2000:], end="", file=sys.stderr)  # a call that failed says why
-    return found
+    return kernels
 
 
 def read(lines: Iterable[str], prefix: str) -> list[Kernel]:
     """The kernels of a table of ncu, of its page of details (a row for each counter) or raw (one for each kernel)."""
-    found: dict[str, Kernel] = {}
+    kernels: dict[str, Kernel] = {}
     for row in csv.DictReader(line for line in lines if line.startswith('"')):
         said = " ".join(str(value) for name, value in row.items() if name and "Push/Pop_Range" in name)
         within = re.search(rf":{re.escape(prefix)}([^:]+):", said)
         if within is None:  # of another range, or the row of units
             continue
-        kernel = found.setdefault(row["ID"], Kernel(name=row["Kernel Name"], within=within[1]))
+        kernel = kernels.setdefault(row["ID"], Kernel(name=row["Kernel Name"], within=within[1]))
         values = {row["Metric Name"]: row["Metric Value"]} if "Metric Name" in row else row
         kernel.counters.update(
             {name: float(text.replace(",", "")) for name, text in values.items() if "__" in name and _is_number(text)}
         )
-    return list(found.values())
+    return list(kernels.values())
 
 
 def _is_number(text: str) -> bool:

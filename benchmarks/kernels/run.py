@@ -160,8 +160,8 @@ PASSES: dict[str, Callable[..., Ways]] = {"forward": forward_ways, "backward": b
 
 
 def least_bytes(case: Any, name: str) -> int | None:
-    found: int | None = case.forward_bytes if name == "forward" else case.backward_bytes
-    return found
+    minimum: int | None = case.forward_bytes if name == "forward" else case.backward_bytes
+    return minimum
 
 
 def errors(case: Any, without: Mapping[str, str]) -> dict[str, float]:
@@ -173,7 +173,7 @@ def errors(case: Any, without: Mapping[str, str]) -> dict[str, float]:
     with torch.no_grad():
         exact = case.eager(*wide)
         exact = exact[0] if isinstance(exact, tuple) else exact
-        found = {}
+        by_way = {}
         for name, way in case.ways().items():
             if name == "compile" or name in without:
                 continue
@@ -182,8 +182,8 @@ def errors(case: Any, without: Mapping[str, str]) -> dict[str, float]:
             except Exception:  # said where it is timed
                 continue
             result = result[0] if isinstance(result, tuple) else result
-            found[name] = float((result.double() - exact).abs().max() / exact.abs().max())
-    return found
+            by_way[name] = float((result.double() - exact).abs().max() / exact.abs().max())
+    return by_way
 
 
 def measured(case: Any, setting: Setting, section: str, number: int) -> list[dict[str, Any]]:
@@ -228,9 +228,9 @@ def measured_loss(case: Any, setting: Setting, number: int) -> list[dict[str, An
     ways, failed = without_failures(ways, case.resets)
     extra = {}
     for name, way in ways.items():
-        found = extra_bytes(way, case.resets.get(name))
-        if found is not None and name != "three products":
-            extra[name] = max(found - case.given_bytes, 0)
+        memory = extra_bytes(way, case.resets.get(name))
+        if memory is not None and name != "three products":
+            extra[name] = max(memory - case.given_bytes, 0)
     waiting: list[str] = []
     # a block is one call of these: twice as many blocks
     seconds = in_turns(ways, 2 * timing.ROUNDS, resets=case.resets, waiting=waiting)
@@ -390,7 +390,7 @@ def started(file: Path | None, fresh: dict[str, Any], sections: Sequence[str]) -
     return {**fresh, **{name: before[name] for name in SECTIONS if name in before and name not in sections}}
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--show", type=Path, help="print the tables of results that were written, and measure nothing")
@@ -401,12 +401,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 12), help="that compile; 0: none")
     parser.add_argument("--compile-seconds", type=float, default=COMPILE_SECONDS, help="for compiling, at most")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    found = parser.parse_args(arguments)
-    found.sections = [name for name in SECTIONS if name in found.only.split(",")]
-    unknown = set(found.only.split(",")) - set(SECTIONS)
+    arguments = parser.parse_args(words)
+    arguments.sections = [name for name in SECTIONS if name in arguments.only.split(",")]
+    unknown = set(arguments.only.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    return found
+    return arguments
 
 
 def main() -> int:

@@ -112,50 +112,50 @@ def _times(row: Row, way: str, other: str) -> str:
 
 def attention_short(content: Row) -> list[str]:
     """What was wanted, and is not there."""
-    found = []
+    sentences = []
     for name in ("forward", "backward"):
-        found += _pass_short(name, [row for row in content.get("attention", ()) if row["pass"] == name])
+        sentences += _pass_short(name, [row for row in content.get("attention", ()) if row["pass"] == name])
     for row in content.get("decoding", ()):
         what = f"decoding {row['batch']} x {row['tokens']}"
         for way, share in row["of_copy"].items():
             if way in ("nearpeak", "float8") and share < DECODING_BAR:
-                found.append(f"{what}, {way}: {share * 100:.0f} % of a copy")
+                sentences.append(f"{what}, {way}: {share * 100:.0f} % of a copy")
             whole = row["seconds"]["float8" if way.startswith("float8") else "nearpeak"]
             if "pages" in way and row["seconds"][way] > PAGES_BAR * whole:
-                found.append(f"{what}, {way}: {row['seconds'][way] / whole:.2f} times one piece")
+                sentences.append(f"{what}, {way}: {row['seconds'][way] / whole:.2f} times one piece")
     for row in content.get("attention_memory", ()):
         extra = row["extra_bytes"].get("nearpeak")
         if extra is not None and extra > PAIRS_BAR * row["pair_bytes"]:
-            found.append(f"attention to {row['tokens']} tokens: {extra / 2**20:.0f} MiB more memory")
-    return found
+            sentences.append(f"attention to {row['tokens']} tokens: {extra / 2**20:.0f} MiB more memory")
+    return sentences
 
 
 def _pass_short(name: str, rows: Sequence[Row]) -> list[str]:
-    found, ratios = [], []
+    sentences, ratios = [], []
     for row in rows:
         what = f"attention {name} {cell(row)}"
         own, rate = teraflops(row, "nearpeak"), RATES.get((row["dim"], row["causal"], row["tokens"]))
         if name == "forward" and rate and own and own * 1e12 < rate:
-            found.append(f"{what}: {own:.0f} TFLOP/s, and not {rate / 1e12:.0f}")
+            sentences.append(f"{what}: {own:.0f} TFLOP/s, and not {rate / 1e12:.0f}")
         if row["repeated"]["different"]:
-            found.append(f"{what}: {row['repeated']['different']} of {row['repeated']['runs']} runs differ")
+            sentences.append(f"{what}: {row['repeated']['different']} of {row['repeated']['runs']} runs differ")
         portable, flash = teraflops(row, "portable"), teraflops(row, "flash")
         if portable and flash and portable < flash:
-            found.append(f"{what}: the portable kernel has {portable / flash:.2f} of the rate of FlashAttention-2")
+            sentences.append(f"{what}: the portable kernel has {portable / flash:.2f} of the rate of FlashAttention-2")
         errors = row["errors"]
         of_torch = [error for way, error in errors.items() if way not in ("nearpeak", "portable")]
         if of_torch and errors.get("nearpeak", 0.0) > ERRORS_BAR * max(of_torch):
-            found.append(f"{what}: an error of {errors['nearpeak']:.1e}, and torch's is {max(of_torch):.1e}")
+            sentences.append(f"{what}: an error of {errors['nearpeak']:.1e}, and torch's is {max(of_torch):.1e}")
         cudnn = teraflops(row, "cudnn")
         if own and cudnn:
             ratios.append(own / cudnn)
             if ratios[-1] < (1.0 if name == "forward" else BACKWARD_LEAST):
-                found.append(f"{what}: {ratios[-1]:.2f} of the rate of cuDNN")
+                sentences.append(f"{what}: {ratios[-1]:.2f} of the rate of cuDNN")
     wanted, cells = (FASTER, FASTER_CELLS) if name == "forward" else (1.0, BACKWARD_CELLS)
     better = sum(ratio >= wanted for ratio in ratios)
     if ratios and better < min(cells, len(ratios)):
-        found.append(f"attention {name}: {better} cells at {wanted:.2f} of the rate of cuDNN, and not {cells}")
-    return found
+        sentences.append(f"attention {name}: {better} cells at {wanted:.2f} of the rate of cuDNN, and not {cells}")
+    return sentences
 
 
 PRODUCT_BAR, EIGHT_BAR = 1.03, 1.05
@@ -175,8 +175,8 @@ def others(row: Row) -> dict[str, float]:
 
 
 def fastest_other(row: Row) -> str:
-    found = others(row)
-    return min(found, key=lambda name: found[name]) if found else ""
+    seconds = others(row)
+    return min(seconds, key=lambda name: seconds[name]) if seconds else ""
 
 
 def flops_table(rows: Sequence[Row]) -> str:
@@ -256,29 +256,29 @@ def crossover(rows: Sequence[Row], step: str) -> float | None:
 
 def crossover_text(rows: Sequence[Row], step: str) -> str:
     what = "Forward" if step == "forward" else "With the backward pass"
-    found = crossover(rows, step)
-    if found is None:
+    tokens = crossover(rows, step)
+    if tokens is None:
         return f"{what}, linear attention is not faster at the largest size."
-    if found <= min(row["tokens"] for row in rows if row["pass"] == step):
+    if tokens <= min(row["tokens"] for row in rows if row["pass"] == step):
         return f"{what}, linear attention is faster at every size."
-    return f"{what}, linear attention is faster from {found:.0f} tokens on."
+    return f"{what}, linear attention is faster from {tokens:.0f} tokens on."
 
 
 def products_short(content: Row) -> list[str]:
     """What was wanted of the three sections, and is not there."""
-    found = []
+    sentences = []
     for row in content.get("products", ()):
         what = _what(row)
         own = row["seconds"]["nearpeak"]
         if row["operation"] == "gemm":
-            found += _behind(what, own, row["seconds"].get("cublas"), PRODUCT_BAR, "cuBLAS")
+            sentences += _behind(what, own, row["seconds"].get("cublas"), PRODUCT_BAR, "cuBLAS")
         elif row["operation"] == "fp8":
-            found += _behind(what, own, row["seconds"].get("scaled_mm"), EIGHT_BAR, "_scaled_mm")
+            sentences += _behind(what, own, row["seconds"].get("scaled_mm"), EIGHT_BAR, "_scaled_mm")
         else:
             best = fastest_other(row)
-            found += _behind(what, own, row["seconds"].get(best), 1.0, best or "another way")
-        found += _error_short(what, row)
-    return found + _experts_short(content.get("experts", ())) + _linear_short(content.get("linear_attention", ()))
+            sentences += _behind(what, own, row["seconds"].get(best), 1.0, best or "another way")
+        sentences += _error_short(what, row)
+    return sentences + _experts_short(content.get("experts", ())) + _linear_short(content.get("linear_attention", ()))
 
 
 def _what(row: Row) -> str:
@@ -300,42 +300,42 @@ def _error_short(what: str, row: Row) -> list[str]:
 
 
 def _experts_short(rows: Sequence[Row]) -> list[str]:
-    found, rates = [], {}
+    sentences, rates = [], {}
     for row in rows:
         what = _what(row)
-        found += _error_short(what, row)
+        sentences += _error_short(what, row)
         if row["operation"] == "grouped_gemm" and row["pass"] == "forward":
             rates[row["kind"]] = row["flops"] / row["seconds"]["nearpeak"]
         if row["operation"] == "experts layer" and row["pass"] == "both":
             best = fastest_other(row)
             if not best:
-                found.append(f"{what}: nothing else ran, and nothing is known of this bar")
+                sentences.append(f"{what}: nothing else ran, and nothing is known of this bar")
             elif row["seconds"][best] < LAYER_BAR * row["seconds"]["nearpeak"]:
                 ratio = row["seconds"][best] / row["seconds"]["nearpeak"]
-                found.append(f"{what}: {ratio:.2f} times the rate of {best}, and not {LAYER_BAR}")
+                sentences.append(f"{what}: {ratio:.2f} times the rate of {best}, and not {LAYER_BAR}")
     uniform, skewed = rates.get("uniform"), rates.get("beta")
     if uniform is not None and uniform < UNIFORM_BAR:
-        found.append(f"grouped_gemm, uniform: {uniform / 1e12:.0f} TFLOP/s, and not {UNIFORM_BAR / 1e12:.0f}")
+        sentences.append(f"grouped_gemm, uniform: {uniform / 1e12:.0f} TFLOP/s, and not {UNIFORM_BAR / 1e12:.0f}")
     if uniform is not None and skewed is not None and skewed < SKEWED_BAR * uniform:
-        found.append(f"grouped_gemm, beta: {skewed / uniform * 100:.0f} % of the rate with uniform choices")
-    return found
+        sentences.append(f"grouped_gemm, beta: {skewed / uniform * 100:.0f} % of the rate with uniform choices")
+    return sentences
 
 
 def _linear_short(rows: Sequence[Row]) -> list[str]:
-    found = []
+    sentences = []
     for step in dict.fromkeys(row["pass"] for row in rows):
         mine = [row for row in rows if row["pass"] == step]
         where = crossover(mine, step)
         if where is None:
-            found.append(f"linear_attention {step}: not faster than attention at the largest size")
+            sentences.append(f"linear_attention {step}: not faster than attention at the largest size")
         for row in mine:
             naive, softmax = row["seconds"].get("naive"), softmax_seconds(row)
             below = where is None or row["tokens"] < where
             if below and naive is not None and softmax is not None and naive < softmax:
-                found.append(f"linear_attention {step} {row['tokens']}: the naive form is faster than attention")
+                sentences.append(f"linear_attention {step} {row['tokens']}: the naive form is faster than attention")
     for row in rows:
-        found += _error_short(f"linear_attention {row['pass']} {row['tokens']}", row)
-    return found
+        sentences += _error_short(f"linear_attention {row['pass']} {row['tokens']}", row)
+    return sentences
 
 
 COPY_BARS = {"forward": 0.92, "backward": 0.85, "eight bits": 0.9}
@@ -460,34 +460,36 @@ def shown(content: Row, only: Sequence[str] = ()) -> str:
 
 def short_of_bars(content: Row) -> list[str]:
     """What was wanted of the kernels, and is not there."""
-    found = []
+    sentences = []
     for row in content.get("rows", ()):
         best = best_other(row)
         what = f"{row['operation']} {row['pass']} {row['rows']} x {row['columns']}"
         if row["of_copy"] < COPY_BARS[row["pass"]]:
-            found.append(f"{what}: {row['of_copy'] * 100:.1f} % of a copy")
+            sentences.append(f"{what}: {row['of_copy'] * 100:.1f} % of a copy")
         if best and row["seconds"][best] * SAME < row["seconds"]["nearpeak"]:
-            found.append(f"{what}: {best} takes {row['seconds'][best] / row['seconds']['nearpeak']:.2f} of its time")
+            sentences.append(
+                f"{what}: {best} takes {row['seconds'][best] / row['seconds']['nearpeak']:.2f} of its time"
+            )
     for row in content.get("copies", ()):
         what = f"{row['operation']} {row['pass']}"
         if row["operation"].startswith(("quantize", "dequantize")) and row["of_copy"] < COPY_BARS["eight bits"]:
-            found.append(f"{what}: {row['of_copy'] * 100:.0f} % of a copy")
+            sentences.append(f"{what}: {row['of_copy'] * 100:.0f} % of a copy")
         eager = row["seconds"].get("eager")
         if row["operation"] == "transpose_copy" and eager and eager < TRANSPOSE_BAR * row["seconds"]["nearpeak"]:
-            found.append(f"{what}: {eager / row['seconds']['nearpeak']:.2f} times as fast as eager")
+            sentences.append(f"{what}: {eager / row['seconds']['nearpeak']:.2f} times as fast as eager")
         if row["operation"].startswith("adamw") and eager and eager < row["seconds"]["nearpeak"]:
-            found.append(f"{what}: eager takes {eager / row['seconds']['nearpeak']:.2f} of its time")
+            sentences.append(f"{what}: eager takes {eager / row['seconds']['nearpeak']:.2f} of its time")
     for row in content.get("losses", ()):
         own, bar = row["seconds"]["nearpeak"], row["bar_seconds"]
         extra, ratio = row["extra_bytes"].get("nearpeak"), row["of_products"].get("nearpeak")
         if bar and own > bar:
-            found.append(f"{row['operation']}: {own * 1e3:.2f} ms, and not {bar * 1e3:.2f}")
+            sentences.append(f"{row['operation']}: {own * 1e3:.2f} ms, and not {bar * 1e3:.2f}")
         if ratio is not None and ratio > PRODUCTS_BAR:
-            found.append(f"{row['operation']}: {ratio:.2f} times the three products")
+            sentences.append(f"{row['operation']}: {ratio:.2f} times the three products")
         allowed = MEMORY_BAR if ratio is not None else 2**20  # losses of rows and sums are some kilobytes
         if extra is not None and extra > allowed:
-            found.append(f"{row['operation']}: {extra / 2**20:.0f} MiB more memory")
+            sentences.append(f"{row['operation']}: {extra / 2**20:.0f} MiB more memory")
     for row in content.get("launch", ()):
         if row["ratio"] > LAUNCH_BAR:
-            found.append(f"a call of {row['operation']}: {row['ratio']:.2f} times that of torch")
-    return found + attention_short(content) + products_short(content)
+            sentences.append(f"a call of {row['operation']}: {row['ratio']:.2f} times that of torch")
+    return sentences + attention_short(content) + products_short(content)

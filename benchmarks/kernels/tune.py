@@ -205,7 +205,7 @@ def _experts(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         if number == len(sizes.experts) - 1:
             where = where._replace(up_to=MANY)
         least = 2 * experts * (rows * depth + columns * depth + rows * columns)
-        found: list[tuple[str, Any, Callable[[], Any]]] = [
+        kernels_and_calls: list[tuple[str, Any, Callable[[], Any]]] = [
             ("grouped_gemm_sm90", gemm_tuning.SM90_GROUPED_CONFIGS, forward),
             (
                 "grouped_gemm_sm90_gated",
@@ -214,7 +214,7 @@ def _experts(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
             ),
             ("grouped_weight_gradient_sm90", gemm_tuning.SM90_GROUPED_GRADIENT_CONFIGS, gradient),
         ]
-        for kernel, candidates, make in found:
+        for kernel, candidates, make in kernels_and_calls:
             yield Tunable(
                 kernel=kernel,
                 operation="grouped_gemm",
@@ -381,8 +381,8 @@ def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
         is_centered, is_added = case in (centered, both), case in (added, both)
         forward, backward = (table_key(name, is_centered, is_added) for name in ("norm_forward", "norm_backward"))
         yield _from(case, forward, False, norms_tuning.forward_candidates(columns), near_of(columns))
-        found = norms_tuning.backward_candidates(columns, centered=is_centered, added=is_added)
-        yield _from(case, backward, True, found, near_of(columns))
+        candidates = norms_tuning.backward_candidates(columns, centered=is_centered, added=is_added)
+        yield _from(case, backward, True, candidates, near_of(columns))
 
 
 def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
@@ -416,19 +416,19 @@ def _copies(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
     cases = {case.operation: case for case in copy_cases(sizes.copies, device)}
     side, hidden = sizes.copies.side, sizes.copies.hidden
     flat = Where(side * side, FEW, MANY)
-    for name, kernel, backward, found in (
+    for name, kernel, backward, candidates in (
         ("permute_tokens", "permute_copy", False, moe_triton.permute_candidates(hidden)),
         ("unpermute_tokens", "unpermute_sum", False, moe_triton.permute_candidates(hidden)),
         ("unpermute_tokens", "unpermute_backward", True, moe_triton.unpermute_backward_candidates(hidden)),
     ):
-        yield _from(cases[name], kernel, backward, found, near_of(hidden))
+        yield _from(cases[name], kernel, backward, candidates, near_of(hidden))
     elements = cases["adamw bfloat16"].columns
     step = cases["adamw bfloat16"]
     yield _from(step, "adamw", False, optimizer_triton.candidates(elements), Where(elements, FEW, MANY))
-    found = transpose_triton.candidates(side, 2)
-    yield _from(cases["transpose_copy"], "transpose_2", False, found, Where(side, 512, MANY))
-    found = quantize_triton.candidates(128)
-    yield _from(cases["quantize 1x128"], "quantize_pieces", False, found, Where(128, 64, 128))
+    candidates = transpose_triton.candidates(side, 2)
+    yield _from(cases["transpose_copy"], "transpose_2", False, candidates, Where(side, 512, MANY))
+    candidates = quantize_triton.candidates(128)
+    yield _from(cases["quantize 1x128"], "quantize_pieces", False, candidates, Where(128, 64, 128))
     tiles = quantize_triton.tiles_candidates()
     yield _from(cases["quantize 128x128"], "quantize_tiles", False, tiles, near_of(128 * 128))
     whole = quantize_triton.loop_candidates()
@@ -638,17 +638,17 @@ def wanted_tunables(
     With a variant, only candidates of it, and what the table has now.
     """
 
-    found = [
+    wanted = [
         one
         for one in tunables(**given)
         if (operations is None or one.operation in operations or one.kernel in operations)
         and (at is None or one.where.size in at)
     ]
     if variant is None:
-        return found
+        return wanted
     return [
         replace(one, candidates=some + _present(one))
-        for one in found
+        for one in wanted
         if (some := [candidate for candidate in one.candidates if candidate.get("variant") == variant])
     ]
 
@@ -660,8 +660,8 @@ def _present(tunable: Tunable) -> list[dict[str, Any]]:
     from nearpeak.kernels._runtime.tuning import tuned
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    found = tuned(tunable.kernel, tunable.where.size, device)
-    return [] if found is None else [found]
+    config = tuned(tunable.kernel, tunable.where.size, device)
+    return [] if config is None else [config]
 
 
 def spread(candidates: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
@@ -715,15 +715,15 @@ def _steps(tunable: Tunable, candidates: dict[int, dict[str, Any]]) -> dict[str,
 
 def compiled(tunable: Tunable, number: int, most: int, jobs: Jobs | None) -> tuple[list[Any], list[Any]]:
     """The candidates that can be measured, and those that failed with why."""
-    found, failed = [], []
+    done, failed = [], []
     for place, candidate in enumerate(spread(tunable.candidates, most)):
         name = f"{number}-{place // TOGETHER * TOGETHER}"
         outcome = DONE if jobs is None else jobs.outcome(name, "all") or jobs.outcome(name, str(place))
         if outcome == DONE:
-            found.append(candidate)
+            done.append(candidate)
         else:
             failed.append({"candidate": candidate, "why": outcome or "was not compiled in time"})
-    return found, failed
+    return done, failed
 
 
 def measured(tunable: Tunable, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -740,11 +740,11 @@ def measured(tunable: Tunable, candidates: Sequence[dict[str, Any]]) -> dict[str
     for candidate in candidates:
         one = _with(tunable.kernel, candidate, way)
         try:
-            found = _tensors(one())
-            if tunable.checked and not all(map(_alike, found, right)):
+            tensors = _tensors(one())
+            if tunable.checked and not all(map(_alike, tensors, right)):
                 failed.append({"candidate": candidate, "why": "another result than the default"})
                 continue
-            if tunable.checked and right and not all(_repeats(found, one) for _ in range(REPEATS)):
+            if tunable.checked and right and not all(_repeats(tensors, one) for _ in range(REPEATS)):
                 failed.append({"candidate": candidate, "why": "another result in each run"})
                 continue
         except Exception as error:
@@ -781,10 +781,10 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-def _repeats(found: Sequence[torch.Tensor], way: Callable[[], Any]) -> bool:
+def _repeats(tensors: Sequence[torch.Tensor], way: Callable[[], Any]) -> bool:
     import torch
 
-    return all(map(torch.equal, found, _tensors(way())))
+    return all(map(torch.equal, tensors, _tensors(way())))
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

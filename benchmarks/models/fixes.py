@@ -257,14 +257,14 @@ def losses(steps: Steps) -> list[float]:
     """Of the first steps: those after the first also say whether gradients and updates are right."""
     torch.manual_seed(0)
     steps.optimizer.state.clear()
-    found = []
+    values = []
     for _ in range(CHECKED_STEPS):
         loss = steps.loss()
-        found.append(loss.item())
+        values.append(loss.item())
         loss.backward()
         steps.optimizer.step()
         steps.optimizer.zero_grad()
-    return found
+    return values
 
 
 def in_turns(steps: Steps, patches: Sequence[Patch], small: bool) -> list[tuple[float, float]]:

@@ -46,16 +46,16 @@ class Layer(nn.Module):
         query, key, value = parts
         if cache is None:
             query, key = kernels.rotary_pair(query, key, cosines, sines, seq_dim=-2)
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         else:
             is_prompt = not max(cache.max_lengths)
             query = cache.append(key, value, cosines=cosines, sines=sines, query=query)
             if is_prompt:
                 keys, values = cache.keys[:, :, :new], cache.values[:, :, :new]
-                found = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+                attended = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
             else:
-                found = cache.attend(query)
-        x = x + self.outer(found.transpose(1, 2).flatten(2))
+                attended = cache.attend(query)
+        x = x + self.outer(attended.transpose(1, 2).flatten(2))
         return x + self.down(kernels.swiglu_packed(self.up(self.second(x))))
 
 

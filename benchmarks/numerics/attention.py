@@ -212,8 +212,8 @@ def passes(
     if above is None:
         above = [torch.randn_like(result), torch.randn_like(lse)]
     above = [one.to(like.dtype) for one, like in zip(above, (result, lse), strict=True)]
-    found = torch.autograd.grad((result, lse), list(leaves.values()), above)
-    return {"result": result.detach(), "lse": lse.detach(), **dict(zip(leaves, found, strict=True))}, above
+    gradients = torch.autograd.grad((result, lse), list(leaves.values()), above)
+    return {"result": result.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}, above
 
 
 def function_of(call: AttentionCall) -> Any:
@@ -243,7 +243,7 @@ def compared(call: AttentionCall, device: str) -> dict[str, dict[str, float]]:
     summed = {"result": value, "lse": 0.0, **dict.fromkeys(("query", "key", "value"), upper * max(value, 1.0))}
     summed |= dict.fromkeys(("bias", "sinks"), upper * value * rows**0.5)
     unit = torch.finfo(tensors[0].dtype).eps
-    found = {}
+    errors = {}
     for name, one in actual.items():
         right, torchs = exact[name], low[name]
         hidden = ~right.isfinite()
@@ -252,20 +252,20 @@ def compared(call: AttentionCall, device: str) -> dict[str, dict[str, float]]:
         differences = torch.stack(((one - right).abs().max(), (torchs - right).abs().max(), right.abs().max()))
         error, of_torch, size = differences.tolist() if same else (float("inf"), 0.0, 0.0)
         more = ROUNDINGS * (torch.finfo(actual[name].dtype).eps * size + unit * summed[name])
-        found[name] = {"error": error, "torch": of_torch, "more": more}
-    return found
+        errors[name] = {"error": error, "torch": of_torch, "more": more}
+    return errors
 
 
-def judged(call: Any, found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def judged(call: Any, errors: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """What is kept of a call: by tensor its error by torch's, and whether all are within the rule."""
-    within = all(one["error"] <= TIMES * one["torch"] + one["more"] for one in found.values())
-    strictly = all(one["error"] <= TIMES * one["torch"] for one in found.values())
-    ratios = {name: one["error"] / one["torch"] for name, one in found.items() if one["torch"] > 0.0}
+    within = all(one["error"] <= TIMES * one["torch"] + one["more"] for one in errors.values())
+    strictly = all(one["error"] <= TIMES * one["torch"] for one in errors.values())
+    ratios = {name: one["error"] / one["torch"] for name, one in errors.items() if one["torch"] > 0.0}
     # of the rule: 2 where an error is all that is allowed
     used = {
-        name: one["error"] / (one["torch"] + one["more"] / TIMES) for name, one in found.items() if one["error"] > 0.0
+        name: one["error"] / (one["torch"] + one["more"] / TIMES) for name, one in errors.items() if one["error"] > 0.0
     }
-    return {"within": within, "strictly": strictly, "ratios": ratios, "used": used, "call": call, "found": found}
+    return {"within": within, "strictly": strictly, "ratios": ratios, "used": used, "call": call, "found": errors}
 
 
 def summary(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = TENSORS) -> dict[str, Any]:

@@ -185,10 +185,10 @@ def _counts(at_random: random.Random, rows: int, experts: int) -> tuple[int, ...
     """Some even, some skewed, and some with experts that have no rows."""
     chances = [at_random.choice((1.0, at_random.betavariate(1, 5) + 1e-3, 0.0)) for _ in range(experts)]
     chances = chances if any(chances) else [1.0] * experts
-    found = [0] * experts
+    counts = [0] * experts
     for expert in at_random.choices(range(experts), chances, k=rows):
-        found[expert] += 1
-    return tuple(found)
+        counts[expert] += 1
+    return tuple(counts)
 
 
 def random_calls(number: int, most: int, kinds: Sequence[Kind] = KINDS) -> list[GemmCall]:
@@ -217,8 +217,8 @@ def make_inputs(call: GemmCall, device: str) -> Prepared:
     dtype = torch.bfloat16 if call.kind.scales else getattr(torch, call.kind.dtype)
 
     def randn(*shape: int, of: Any = dtype, spread: float = 1.0, across: bool = False) -> Any:
-        found = (torch.randn(shape, device=device) * spread).to(of)
-        return found.mT.contiguous().mT if across else found
+        tensor = (torch.randn(shape, device=device) * spread).to(of)
+        return tensor.mT.contiguous().mT if across else tensor
 
     return operation(call, randn, device)
 
@@ -362,8 +362,8 @@ def passes(
     leaves = {name: one.detach().requires_grad_() for name, one in tensors.items()}
     result = function(**leaves)
     above = torch.randn_like(result) if above is None else above
-    found = torch.autograd.grad(result, list(leaves.values()), above.to(result.dtype))
-    return {"result": result.detach(), **dict(zip(leaves, found, strict=True))}, above
+    gradients = torch.autograd.grad(result, list(leaves.values()), above.to(result.dtype))
+    return {"result": result.detach(), **dict(zip(leaves, gradients, strict=True))}, above
 
 
 def compared(call: GemmCall, device: str) -> dict[str, dict[str, float]]:
@@ -379,7 +379,7 @@ def compared(call: GemmCall, device: str) -> dict[str, dict[str, float]]:
         wide = {name: one.double() for name, one in prepared.tensors.items()}
         exact, _ = passes(prepared, prepared.exact or prepared.function, wide, above)
     summed = linear_sums(wide, above, exact["result"], call.kind.causal) if call.kind.operation == "linear" else {}
-    found = {}
+    errors = {}
     for name, one in actual.items():
         right, torchs = exact[name].double(), low[name].double()
         same = one.shape == right.shape and bool(one.isfinite().all())
@@ -394,8 +394,8 @@ def compared(call: GemmCall, device: str) -> dict[str, dict[str, float]]:
             unit = max(unit, torch.finfo(actual["result"].dtype).eps)
         # sums of linear attention are made in float32, and what cancels out in them leaves its last place there
         more = ROUNDINGS * (unit * size + torch.finfo(torch.float32).eps * summed.get(name, 0.0))
-        found[name] = {"error": error, "torch": of_torch, "more": more}
-    return found
+        errors[name] = {"error": error, "torch": of_torch, "more": more}
+    return errors
 
 
 def linear_sums(wide: Mapping[str, Any], above: Any, result: Any, causal: bool) -> dict[str, float]:
@@ -437,8 +437,8 @@ def different_runs(call: GemmCall, device: str, runs: int) -> int:
     first, above = passes(prepared, prepared.function, prepared.tensors, None)
     different = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(runs - 1):
-        found, _ = passes(prepared, prepared.function, prepared.tensors, above)
-        changed = [(one != first[name]).any() for name, one in found.items() if one.numel()]
+        results, _ = passes(prepared, prepared.function, prepared.tensors, above)
+        changed = [(one != first[name]).any() for name, one in results.items() if one.numel()]
         different += torch.stack(changed).any() if changed else 0
     return int(different)
 

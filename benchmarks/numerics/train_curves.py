@@ -220,8 +220,8 @@ def trained(
 
 def operations_of(way: str, attention: str = NEARPEAK) -> Operations:
     """Those of a way; with "torch" for attention, that of both is torch's."""
-    found = OPERATIONS[NEARPEAK if way == NEARPEAK else EAGER]
-    return found if attention == NEARPEAK else replace(found, attention=eager_attention)
+    operations = OPERATIONS[NEARPEAK if way == NEARPEAK else EAGER]
+    return operations if attention == NEARPEAK else replace(operations, attention=eager_attention)
 
 
 def why_not_attention(size: Size, device: str) -> str:
@@ -240,18 +240,18 @@ def curves(size: Size, steps: int, device: str, orders: int, attention: str = NE
     for number in range(1, orders + 1):
         order = torch.randperm(steps, generator=torch.Generator().manual_seed(number)).tolist()
         runs[f"eager, order {number}"] = EAGER, [batches[index] for index in order]
-    found: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
     for name, (way, seen) in runs.items():
-        found[name] = []
+        losses[name] = []
         operations = operations_of(way, attention)
         with kernels.using("require" if way == NEARPEAK and device == "cuda" else "auto"):
             for loss in trained(operations, size, seen, device, nudged=way == NUDGED):
-                found[name].append(round(loss, 8))
-                if len(found[name]) % 20 == 0 or len(found[name]) == steps:
-                    progress = f"{name}: step {len(found[name])} of {steps}, loss {loss:.4f}"
+                losses[name].append(round(loss, 8))
+                if len(losses[name]) % 20 == 0 or len(losses[name]) == steps:
+                    progress = f"{name}: step {len(losses[name])} of {steps}, loss {loss:.4f}"
                     print(f"\r{progress:<60}", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
-    return found
+    return losses
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
@@ -272,9 +272,9 @@ def differences(runs: Mapping[str, Sequence[float]]) -> dict[str, dict[str, floa
     return {f"{one} | {other}": difference(runs[one], runs[other]) for one, other in pairs}
 
 
-def is_within_noise(found: Mapping[str, Mapping[str, float]]) -> bool:
+def is_within_noise(by_pair: Mapping[str, Mapping[str, float]]) -> bool:
     """Whether nearpeak is nearer to eager than the two nearest orders of eager are to each other."""
-    own, _, *orders = found.values()
+    own, _, *orders = by_pair.values()
     # what is left of the last tenth may be 0 for two orders by chance: the largest counts there
     return (
         own["largest"] <= min(one["largest"] for one in orders)
@@ -298,8 +298,8 @@ def shown(content: Mapping[str, Any]) -> str:
     for name, losses in content["runs"].items():
         lines.append(f"| {name} | {losses[0]:.4f} | {sum(losses[-end:]) / end:.4f} |")
     lines += ["", "| difference of losses | largest | mean | last tenth |", "| --- | ---: | ---: | ---: |"]
-    for name, found in content["differences"].items():
-        cells = (name.replace(" | ", " and "), *(f"{value:.2g}" for value in found.values()))
+    for name, numbers in content["differences"].items():
+        cells = (name.replace(" | ", " and "), *(f"{value:.2g}" for value in numbers.values()))
         lines.append("| " + " | ".join(cells) + " |")
     verdict = "within the noise" if content["within noise"] else "NOT within the noise"
     return "\n".join([*lines, "", f"nearpeak is {verdict} of orders."])
@@ -331,7 +331,7 @@ def main() -> int:
         attention = "torch"
     runs = curves(size, arguments.steps, device, arguments.orders, attention)
     ran = kernels.supports(kernels.rms_norm, torch.ones(1, 8, device=device))
-    found = differences(runs)
+    by_pair = differences(runs)
     content = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
@@ -340,8 +340,8 @@ def main() -> int:
         "attention": attention,
         "size": asdict(size),
         "steps": arguments.steps,
-        "within noise": is_within_noise(found),
-        "differences": found,
+        "within noise": is_within_noise(by_pair),
+        "differences": by_pair,
         "runs": runs,
     }
     print(shown(content))

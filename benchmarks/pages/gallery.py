@@ -25,8 +25,8 @@ BEFORE, AFTER = "<!-- examples -->\n", "<!-- end of examples -->\n"
 
 def load(path: Path) -> dict[str, ExampleResult]:
     """The results of a file, by the names of their examples."""
-    found = [from_json(ExampleResult, one) for one in json.loads(path.read_text(encoding="utf-8"))]
-    return {one.name: one for one in found}
+    results = [from_json(ExampleResult, one) for one in json.loads(path.read_text(encoding="utf-8"))]
+    return {one.name: one for one in results}
 
 
 def page(name: str, results: Sequence[ExampleResult], pictures: Path) -> str:
@@ -56,8 +56,8 @@ def listed(results: Sequence[dict[str, ExampleResult]]) -> str:
     for number, name in enumerate(NAMES, 1):
         cells = [f"{number}", f"[{md.escape_text(run.title_and_lesson(name)[0])}](gallery/{name}.md)"]
         for one in results:
-            found = one.get(name)
-            cells.append("-" if found is None else f"{_held(found)} ({seconds(found.seconds)})")
+            result = one.get(name)
+            cells.append("-" if result is None else f"{_held(result)} ({seconds(result.seconds)})")
         rows.append(cells)
     return md.table(["", "example", *(f"held on {machine}" for machine in machines)], rows, "rl" + "r" * len(machines))
 
@@ -76,8 +76,8 @@ def main() -> int:
     folder = arguments.docs / "gallery"
     folder.mkdir(exist_ok=True)
     for name in NAMES:
-        found = [one[name] for one in results if name in one]
-        (folder / f"{name}.md").write_text(page(name, found, folder / "images"), encoding="utf-8")
+        of_example = [one[name] for one in results if name in one]
+        (folder / f"{name}.md").write_text(page(name, of_example, folder / "images"), encoding="utf-8")
     index = arguments.docs / "gallery.md"
     head, _, rest = index.read_text(encoding="utf-8").partition(BEFORE)
     index.write_text(f"{head}{BEFORE}\n{listed(results)}\n\n{AFTER}{rest.partition(AFTER)[2]}", encoding="utf-8")

@@ -83,25 +83,25 @@ def decoding_scene(content: Row) -> Scene:
 
 def attention_plots(content: Row) -> dict[str, Scene]:
     """By name of the file, what there is to see of these results."""
-    found = {}
+    plots = {}
     if content.get("attention"):
-        found = {f"kernels_attention_{name}": attention_scene(content, name) for name in ("forward", "backward")}
+        plots = {f"kernels_attention_{name}": attention_scene(content, name) for name in ("forward", "backward")}
     if content.get("decoding"):
-        found["kernels_decoding"] = decoding_scene(content)
-    return found
+        plots["kernels_decoding"] = decoding_scene(content)
+    return plots
 
 
 def attention_parts(content: Row) -> list[str]:
     """Paragraphs and tables, of what was measured."""
-    found = []
+    parts = []
     if content.get("attention"):
-        found += [
+        parts += [
             f"![TFLOP/s of attention, {name} pass](images/kernels_attention_{name}.svg)"
             for name in ("forward", "backward")
         ]
         repeats = {row["repeated"]["runs"] for row in content["attention"]}
         different = sum(row["repeated"]["different"] for row in content["attention"] if row["pass"] == "forward")
-        found += [
+        parts += [
             "**Attention**, in bfloat16: TFLOP/s of nearpeak, of its portable kernels, and in torch of cuDNN,"
             " FlashAttention-2 and FlexAttention. Causal attention counts as half. The gradients of nearpeak are summed"
             f" in a fixed order: of {max(repeats)} runs of both passes in each cell {different or 'none'} had another"
@@ -110,7 +110,7 @@ def attention_parts(content: Row) -> list[str]:
         ]
     if content.get("decoding"):
         row = content["decoding"][0]
-        found += [
+        parts += [
             "![Share of a copy of decoding, by kind of cache](images/kernels_decoding.svg)",
             f"**Decoding**, one new token for each sequence: {row['heads']} heads of queries and {row['key_heads']} of"
             f" keys, of {row['dim']}. Pages lie in memory in a random order. The error of float8 is that of its keys"
@@ -118,11 +118,11 @@ def attention_parts(content: Row) -> list[str]:
             decoding_table(content["decoding"]),
         ]
     if content.get("attention_memory"):
-        found += [
+        parts += [
             "**Memory** of causal attention of one head beyond its inputs: results and gradients count.",
             memory_table(content["attention_memory"]),
         ]
-    return found
+    return parts
 
 
 PRODUCT_COLORS = {
@@ -185,7 +185,7 @@ def linear_scene(content: Row) -> Scene:
 
 def product_plots(content: Row) -> dict[str, Scene]:
     """By name of the file, what there is to see of these results."""
-    found = {}
+    plots = {}
     for section, name, colors in (
         ("products", "Products of matrices", PRODUCT_COLORS),
         ("experts", "Experts", EXPERT_COLORS),
@@ -195,10 +195,10 @@ def product_plots(content: Row) -> dict[str, Scene]:
             if rows:
                 axis = EIGHT if end == "_float8" else SIXTEEN
                 scene = bars_scene(f"{name}{kind}: TFLOP/s", content, rows, colors, axis)
-                found[f"kernels_{section}{end}"] = scene
+                plots[f"kernels_{section}{end}"] = scene
     if content.get("linear_attention"):
-        found["kernels_linear_attention"] = linear_scene(content)
-    return found
+        plots["kernels_linear_attention"] = linear_scene(content)
+    return plots
 
 
 def _file_end(operation: str) -> str:
@@ -216,16 +216,16 @@ def product_parts(content: Row) -> list[str]:
         names = [name for name in pictures if name.startswith(f"kernels_{section}")]
         return [f"![TFLOP/s of {section}](images/{name}.svg)" for name in names]
 
-    found = []
+    parts = []
     if content.get("products"):
-        found += [
+        parts += [
             *shown("products"),
             "**Products** of matrices, in bfloat16 and in float8, beside cuBLAS and what else there is. `exact` adds"
             " sums of 128 products in float32, `fast` leaves sums to the tensor cores.",
             flops_table(content["products"]),
         ]
     if content.get("experts"):
-        found += [
+        parts += [
             *shown("experts"),
             "**Experts**: grouped products and whole layers. Tokens choose experts evenly, uniformly at random, or by"
             " chances from Beta(1, 5). What products need to know of the rows of experts is made before.",
@@ -233,14 +233,14 @@ def product_parts(content: Row) -> list[str]:
         ]
     if content.get("linear_attention"):
         row = content["linear_attention"][0]
-        found += [
+        parts += [
             "![Time of linear attention and attention by tokens](images/kernels_linear_attention.svg)",
             f"**Linear attention**, causal, {row['heads']} heads of {row['dim']}, beside the same written as its"
             " formula reads, with all weights written out, and beside attention by softmax: that of nearpeak, and what"
             " torch picks. `-` does not fit into memory.",
             linear_table(content["linear_attention"]),
         ]
-    return found
+    return parts
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -58,15 +58,15 @@ def bar_panels(title: str, described: str, ways: Mapping[str, str], axis: BarAxi
 
 def _legend(ways: Mapping[str, str]) -> list[Shape]:
     """Boxes with names, in as many lines as they need."""
-    found: list[Shape] = []
+    shapes: list[Shape] = []
     left, top = float(LEFT), 42.0
     for way, color in ways.items():
         wide = 40 + text_width(way, 12)
         if left > LEFT and left + wide > WIDTH:
             left, top = float(LEFT), top + 18
-        found += [_box(left, top, 12.0, 12.0, color), Text(x=left + 18, y=top + 10, text=way)]
+        shapes += [_box(left, top, 12.0, 12.0, color), Text(x=left + 18, y=top + 10, text=way)]
         left += wide
-    return found
+    return shapes
 
 
 def _bar_panel(panel: BarPanel, axis: BarAxis, ways: Mapping[str, str], top: float) -> Iterator[Shape]:

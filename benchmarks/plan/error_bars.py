@@ -22,12 +22,15 @@ FILE = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_error_bars.js
 
 def groups() -> dict[str, dict[str, float]]:
     """Error and number of runs by group."""
-    found: dict[str, list[float]] = {}
+    errors_by_group: dict[str, list[float]] = {}
     for row in validate_training(RUNS, left_out=True).rows:
         model, machine = row.run.job.model, row.run.cluster.machine
         for name in ("all runs", error_group(model), error_group(model, machine)):
-            found.setdefault(name, []).append(abs(row.error))
-    return {name: {"error": round(fmean(errors), 4), "rows": len(errors)} for name, errors in sorted(found.items())}
+            errors_by_group.setdefault(name, []).append(abs(row.error))
+    return {
+        name: {"error": round(fmean(errors), 4), "rows": len(errors)}
+        for name, errors in sorted(errors_by_group.items())
+    }
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ Point = tuple[Traffic, float, int, float]
 
 def prepare(rows: Sequence[MeasuredCollective]) -> dict[tuple[str, str, str], list[Point]]:
     """Points by (kind of link, protocol as fitted, system)."""
-    found: dict[tuple[str, str, str], list[Point]] = {}
+    points: dict[tuple[str, str, str], list[Point]] = {}
     for row in rows:
         cluster = cluster_of(row)
         here = NcclTopology(
@@ -86,8 +86,8 @@ def prepare(rows: Sequence[MeasuredCollective]) -> dict[tuple[str, str, str], li
         name = constants_name(algorithm, protocol)
         traffic = traffic_of(row.op, row.bytes, row.ranks, row.ranks, algorithm, protocol, 0.0, 0.0, None)
         key = (link_kind(cluster, row.ranks), name, row.system)
-        found.setdefault(key, []).append((traffic, cluster.link_bandwidth, row.ranks, row.seconds))
-    return found
+        points.setdefault(key, []).append((traffic, cluster.link_bandwidth, row.ranks, row.seconds))
+    return points
 
 
 def fit(name: str, kind: str, points: Sequence[Point]) -> ProtocolConstants:

@@ -40,8 +40,8 @@ def errors(runs: Sequence[MeasuredTraining]) -> list[float]:
 
 def cost(runs: Sequence[MeasuredTraining], values: Sequence[float], weight: float) -> float:
     use(values)
-    found = errors(runs)
-    return sum(abs(error) + weight * max(0.0, -ALLOWED - error) for error in found) / len(found)
+    run_errors = errors(runs)
+    return sum(abs(error) + weight * max(0.0, -ALLOWED - error) for error in run_errors) / len(run_errors)
 
 
 def fit(runs: Sequence[MeasuredTraining], weight: float) -> list[float]:
@@ -53,18 +53,18 @@ def fit(runs: Sequence[MeasuredTraining], weight: float) -> list[float]:
                 while True:
                     tried = list(values)
                     tried[index] = min(MOST[index], max(LEAST[index], tried[index] + sign * scale * step))
-                    found = cost(runs, tried, weight)
-                    if found >= best - 1e-6:
+                    loss = cost(runs, tried, weight)
+                    if loss >= best - 1e-6:
                         break
-                    values, best = tried, found
+                    values, best = tried, loss
         scale /= 2
     return values
 
 
-def show(title: str, found: Sequence[float]) -> None:
-    low = sum(error < -ALLOWED for error in found)
-    mean = sum(map(abs, found)) / len(found)
-    print(f"  {title:44}{len(found):4}  mean {mean:5.1%}  lowest {min(found):+6.1%}  too low {low}")
+def show(title: str, run_errors: Sequence[float]) -> None:
+    low = sum(error < -ALLOWED for error in run_errors)
+    mean = sum(map(abs, run_errors)) / len(run_errors)
+    print(f"  {title:44}{len(run_errors):4}  mean {mean:5.1%}  lowest {min(run_errors):+6.1%}  too low {low}")
 
 
 def main() -> None:

@@ -224,7 +224,7 @@ def row_residuals(row: MeasuredInference, constants: ServingConstants) -> list[f
 
 def product_residuals(constants: ServingConstants) -> list[float]:
     """The same for single products."""
-    found = []
+    residuals = []
     for name, shares in PRODUCTS.items():
         machine = catalogue.find(name)
         assert machine.theoretical is not None
@@ -232,14 +232,14 @@ def product_residuals(constants: ServingConstants) -> list[float]:
         bandwidth = machine.theoretical.bandwidth * reached.stream
         peak = machine.theoretical.peak("bfloat16")
         if name in STREAMED:
-            found.append(math.log(STREAMED[name] / bandwidth))
+            residuals.append(math.log(STREAMED[name] / bandwidth))
         for tokens, share in shares.items():
             flops = 2.0 * tokens * SIDE * SIDE
             seconds = p_norm(
                 (SIDE * SIDE + 2 * tokens * SIDE) * 2 / bandwidth, flops / peak / reached.compute["bfloat16"]
             )
-            found.append(math.log(seconds * share / (flops / peak)))
-    return found
+            residuals.append(math.log(seconds * share / (flops / peak)))
+    return residuals
 
 
 def fit(rows: Sequence[MeasuredInference], source: str, start: dict[Path_, float], rounds: int) -> dict[Path_, float]:
@@ -333,8 +333,8 @@ def spread(rows: Sequence[MeasuredInference], constants: dict[str, ServingConsta
         for (name, _), error in zip(row.quantities(), row_residuals(row, constants[row.source]), strict=True):
             ratios.setdefault(name, []).append(math.exp(-error))
     return {
-        name: (round(float(np.percentile(found, 10)), 3), round(float(np.percentile(found, 90)), 3))
-        for name, found in ratios.items()
+        name: (round(float(np.percentile(values, 10)), 3), round(float(np.percentile(values, 90)), 3))
+        for name, values in ratios.items()
     }
 
 

@@ -81,8 +81,8 @@ def traced_flops(config: dict[str, Any]) -> float:
         with torch.no_grad():
             model(**inputs)
 
-    found = nearpeak.estimate(forward, on="h200-sxm")
-    return float(sum(op.flops for op in found.ops if op.family in ("matrix", "attention", "convolution")))
+    estimate = nearpeak.estimate(forward, on="h200-sxm")
+    return float(sum(op.flops for op in estimate.ops if op.family in ("matrix", "attention", "convolution")))
 
 
 def planned_flops(model: Model, kind: str) -> float:

@@ -95,47 +95,47 @@ Rows = dict[str, dict[str, Predicted]]
 
 def measured_rows() -> dict[str, set[str]]:
     """The rows of the files where each quantity was measured, whether or not anyone can predict them."""
-    found: dict[str, set[str]] = {name: set() for name in QUANTITIES}
+    rows: dict[str, set[str]] = {name: set() for name in QUANTITIES}
     with (PEERS.parent / "measured_training.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if any(row[name] for name in TIMES):
-                found["step"].add(row["id"])
+                rows["step"].add(row["id"])
             if row["peak_mem_gib"] and "OUTCOME: OOM" not in row["notes"]:
-                found["memory"].add(row["id"])
+                rows["memory"].add(row["id"])
     with (PEERS.parent / "measured_inference.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             single = row["conc_kind"] == "batch" or row["scenario"] == "single-stream decode"
             if row["decode_ms"] or row["tpot_ms"]:
-                found["decode" if single else "tpot"].add(row["id"])
+                rows["decode" if single else "tpot"].add(row["id"])
             if row["ttft_ms"]:
-                found["ttft"].add(row["id"])
+                rows["ttft"].add(row["id"])
             if row["output_tok_s"] and not row["tpot_ms"] and not single:
-                found["throughput"].add(row["id"])
-    return found
+                rows["throughput"].add(row["id"])
+    return rows
 
 
 def planner_rows(peers: dict[str, Any]) -> Rows:
     """nearpeak's predictions by quantity and row, each by constants fitted without the row's source."""
     folder = PEERS.parent
     training = validate_training(folder / "measured_training.csv", left_out=True)
-    found: Rows = {name: {} for name in QUANTITIES}
+    rows: Rows = {name: {} for name in QUANTITIES}
     for row in training.rows:
         assert row.run.seconds is not None
-        found["step"][row.run.id] = Predicted(source=row.run.group, measured=row.run.seconds, nearpeak=row.seconds)
+        rows["step"][row.run.id] = Predicted(source=row.run.group, measured=row.run.seconds, nearpeak=row.seconds)
     for peak in training.memory:
         assert peak.run.memory is not None
-        found["memory"][peak.run.id] = Predicted(source=peak.run.group, measured=peak.run.memory, nearpeak=peak.bytes)
+        rows["memory"][peak.run.id] = Predicted(source=peak.run.group, measured=peak.run.memory, nearpeak=peak.bytes)
     runs, _ = read_inference(folder / "measured_inference.csv")
     for item in predict_inference(runs, leave_out=True)[0]:
-        if item.quantity in found:
-            found[item.quantity][item.measured.id] = Predicted(
+        if item.quantity in rows:
+            rows[item.quantity][item.measured.id] = Predicted(
                 source=item.measured.source, measured=item.actual, nearpeak=item.predicted
             )
     for own in peers["published"]["rows"]:
         seconds, allocated = own_row(own)
-        found["step"][own["id"]] = Predicted(source="SimuMax", measured=own["step_seconds"], nearpeak=seconds)
-        found["memory"][own["id"]] = Predicted(source="SimuMax", measured=own["memory_bytes"], nearpeak=allocated)
-    return found
+        rows["step"][own["id"]] = Predicted(source="SimuMax", measured=own["step_seconds"], nearpeak=seconds)
+        rows["memory"][own["id"]] = Predicted(source="SimuMax", measured=own["memory_bytes"], nearpeak=allocated)
+    return rows
 
 
 def own_row(row: dict[str, Any]) -> tuple[float, float]:
@@ -171,7 +171,7 @@ def own_row(row: dict[str, Any]) -> tuple[float, float]:
 
 def compared(peers: dict[str, Any], rows: Rows) -> list[Comparison]:
     """Each peer and quantity, over all rows that both predict, and by source."""
-    measured, found = measured_rows(), []
+    measured, comparisons = measured_rows(), []
     for peer in peers["peers"]:
         for quantity in QUANTITIES:
             answers = {row: one[peer] for row, one in peers["predictions"][quantity].items() if peer in one}
@@ -184,8 +184,8 @@ def compared(peers: dict[str, Any], rows: Rows) -> list[Comparison]:
             both = {row: (ours[row], answer) for row, answer in answers.items() if row in ours}
             for source in ("all", *dict.fromkeys(mine.source for mine, _ in both.values())):
                 some = [pair for pair in both.values() if source in ("all", pair[0].source)]
-                found.append(Comparison(peer=peer, quantity=quantity, source=source, **shares, **_errors(some)))
-    return found
+                comparisons.append(Comparison(peer=peer, quantity=quantity, source=source, **shares, **_errors(some)))
+    return comparisons
 
 
 def _errors(pairs: list[tuple[Predicted, float]]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def ordered(peers: dict[str, Any], rows: Rows) -> list[Order]:
     mine, answers = rows["throughput"], peers["predictions"]["throughput"]
     with (PEERS.parent / "layout_pairs.csv").open(newline="", encoding="utf-8") as file:
         pairs = [pair for pair in csv.DictReader(file) if pair["kind"] == "inference" and pair["a_over_b_speed"]]
-    found = []
+    orders = []
     for peer in peers["peers"]:
         right, ours = [], []
         for pair in pairs:
@@ -218,8 +218,8 @@ def ordered(peers: dict[str, Any], rows: Rows) -> list[Order]:
             right.append((answers[ids[0]][peer] / answers[ids[1]][peer] * per_gpu > 1) == (speed > 1))
             ours.append((a.nearpeak / b.nearpeak * per_gpu > 1) == (speed > 1))
         if right:
-            found.append(Order(peer=peer, pairs=len(right), peer_right=sum(right), nearpeak_right=sum(ours)))
-    return found
+            orders.append(Order(peer=peer, pairs=len(right), peer_right=sum(right), nearpeak_right=sum(ours)))
+    return orders
 
 
 def tables(comparisons: Iterable[Comparison]) -> tuple[str, str]:
@@ -277,7 +277,10 @@ def main() -> None:
     rows = planner_rows(peers)
     comparisons = compared(peers, rows)
     used = {name: set(answers) for name, answers in peers["predictions"].items()}
-    kept = {name: {row: asdict(one) for row, one in found.items() if row in used[name]} for name, found in rows.items()}
+    kept = {
+        name: {row: asdict(one) for row, one in predictions.items() if row in used[name]}
+        for name, predictions in rows.items()
+    }
     orders = ordered(peers, rows)
     document = {
         "comparisons": [asdict(item) for item in comparisons],

@@ -56,18 +56,18 @@ class Waiting:
 
 
 def compared(kind: str, before: nearpeak.Profile, after: nearpeak.Profile) -> dict[str, Any]:
-    found = difference(before, after)
+    diff = difference(before, after)
     return {
         "kind": kind,
         "before_s": before.wall_s,
         "after_s": after.wall_s,
-        "verdict": found.verdict,
+        "verdict": diff.verdict,
         "ops": [
             {
                 "name": " ".join(op.names_after or op.names_before),
                 "change": op.after_s / op.before_s - 1 if op.before_s else None,
             }
-            for op in found.ops
+            for op in diff.ops
         ],
     }
 

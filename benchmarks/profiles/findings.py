@@ -72,9 +72,9 @@ def one(name: str, device: str, folder: Path | None) -> dict[str, Any]:
     predicted, realized = [], []
     for number in range(REPEATS):
         profile = nearpeak.profile(waste)
-        found = [finding for finding in shown(profile) if finding.rule == module.RULE]
+        findings = [finding for finding in shown(profile) if finding.rule == module.RULE]
         wasted_s, clean_s = wall_seconds((waste, clean))
-        predicted.append(sum(finding.share for finding in found))
+        predicted.append(sum(finding.share for finding in findings))
         realized.append((wasted_s - clean_s / work) / wasted_s)
         if folder:
             profile.save(folder / f"{name}_waste{number}.json.gz")
@@ -93,8 +93,8 @@ def one(name: str, device: str, folder: Path | None) -> dict[str, Any]:
         "ratio": median(predicted) / median(realized) if median(realized) > 0 else None,
         "each": list(zip(predicted, realized, strict=True)),
         "found": median(predicted) > 0.0,
-        "source": found[0].source if found else "",
-        "others": [finding.rule for finding in shown(profile) if finding not in found],
+        "source": findings[0].source if findings else "",
+        "others": [finding.rule for finding in shown(profile) if finding not in findings],
         "twin": [finding.rule for finding in shown(twin)],
     }
 

@@ -51,19 +51,19 @@ def recorded(slower: float) -> dict[str, Any]:
             if "CUDA" in str(event.device_type())
         )
 
-    found: dict[str, Any] = {"slower": slower, "single": [], "multi": []}
+    times: dict[str, Any] = {"slower": slower, "single": [], "multi": []}
     with torch.no_grad():
         for _ in range(5 + 10):
             model(x)
         torch.cuda.synchronize()
         for _ in range(SINGLE):
-            found["single"].append(run(1))
+            times["single"].append(run(1))
             for _ in range(BETWEEN):
                 model(x)
             torch.cuda.synchronize()
         for _ in range(BLOCKS):
-            found["multi"].append(run(IN_BLOCK))
-    return found
+            times["multi"].append(run(IN_BLOCK))
+    return times
 
 
 def summary(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,12 +58,12 @@ def measure(target: Path, count: int, step: Literal["all"] | None) -> None:
     read_trace(SAMPLE)  # torch's own imports are not what is measured
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, used = time.perf_counter(), time.process_time()
-    found = read_trace(target, step=step)
+    trace = read_trace(target, step=step)
     print(
-        f"{target.stat().st_size / 1e6:.0f} MB, {count} events, {len(found.steps)} steps: "
+        f"{target.stat().st_size / 1e6:.0f} MB, {count} events, {len(trace.steps)} steps: "
         f"{time.perf_counter() - started:.1f} s, of which {time.process_time() - used:.1f} s on the CPU; "
         f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB at the most (on Linux), of which "
-        f"{before / 2**20:.2f} GiB before; {len(found.trace.ops)} ops and {len(found.kernels)} kernels in "
+        f"{before / 2**20:.2f} GiB before; {len(trace.trace.ops)} ops and {len(trace.kernels)} kernels in "
         + ("all of it" if step == "all" else "the last step"),
         flush=True,
     )

@@ -92,18 +92,18 @@ def example(context: Context) -> Iterator[Part]:
     # Their steps wait for each other, and the naive one's on a CPU fetch a line of the cache for each number: what is
     # predicted knows neither, and is the least that they take.
     bands = {"linear, in chunks": FLOOR, "linear, naive": FLOOR}
-    found: dict[str, list[tuple[int, Prediction]]] = {name: [] for name in ways}
+    predictions: dict[str, list[tuple[int, Prediction]]] = {name: [] for name in ways}
     for length in lengths:
         for name, way in ways.items():
             if name == "linear, naive" and length > LONGEST_NAIVE:
                 continue
             row = context.row(f"{name}, {length}", way, *inputs(length), band=bands.get(name), max_seconds=0.25)
-            found[name].append((length, row))
-    for name, rows in found.items():
+            predictions[name].append((length, row))
+    for name, rows in predictions.items():
         yield prediction_table(name, [row for _, row in rows])
 
     def times(name: str, measured: bool) -> list[tuple[float, float]]:
-        pairs = ((length, row.measured if measured else row.predicted) for length, row in found[name])
+        pairs = ((length, row.measured if measured else row.predicted) for length, row in predictions[name])
         return [(float(length), value) for length, value in pairs if value is not None]
 
     series = [

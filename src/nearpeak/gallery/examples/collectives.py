@@ -142,8 +142,8 @@ def _seconds(op: str, size: float, wire: tuple[str, plan.Cluster, int]) -> float
     """Over 8 GPUs; over the network each is in another node, where 8 such groups share the adapters."""
     _, cluster, inside = wire
     groups = 1 if inside == 8 else cluster.gpus_per_node
-    found = plan.collective_seconds(op, size, 8, cluster, ranks_per_node=inside, concurrent_groups=groups)
-    return found.seconds
+    collective = plan.collective_seconds(op, size, 8, cluster, ranks_per_node=inside, concurrent_groups=groups)
+    return collective.seconds
 
 
 def _prices(wires: list[tuple[str, plan.Cluster, int]]) -> Iterator[Part]:
@@ -274,9 +274,9 @@ def _for_real(context: Context) -> Iterator[Part]:
 
 def held_as_drawn(op: str, held: list[list[list[float]]]) -> bool:
     """Whether each rank held the sums that `after` says, in every element of every block."""
-    for blocks, found in zip(blocks_after(op, RANKS), held, strict=True):
+    for blocks, values in zip(blocks_after(op, RANKS), held, strict=True):
         wanted = [sum(block_value(*piece) for piece in block) for block in blocks if block]
-        if found != [[value] * ELEMENTS for value in wanted]:
+        if values != [[value] * ELEMENTS for value in wanted]:
             return False
     return True
 

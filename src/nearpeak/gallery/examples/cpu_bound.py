@@ -141,10 +141,10 @@ def _picture(
         ),
     ]
     if context.measures:
-        found = tuple(
+        bars = tuple(
             (share * product, row.measured) for share, row in zip(SHARES, rows, strict=True) if row.measured is not None
         )
-        series.append(Series(name="measured", points=found, line=False))
+        series.append(Series(name="measured", points=bars, line=False))
     return Plot(
         title="A loop in front of a product",
         series=tuple(series),

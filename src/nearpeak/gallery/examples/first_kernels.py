@@ -104,11 +104,11 @@ def example(context: Context) -> Iterator[Part]:
         rows=tuple(
             (
                 name,
-                quantity(found.work.bytes_read, "B"),
-                quantity(found.work.bytes_written, "B"),
-                significant(found.bytes / size, 2),
+                quantity(estimate.work.bytes_read, "B"),
+                quantity(estimate.work.bytes_written, "B"),
+                significant(estimate.bytes / size, 2),
             )
-            for name, found in counts.items()
+            for name, estimate in counts.items()
         ),
     )
     more = counts["softmax, written out"].bytes / counts["softmax"].bytes
@@ -120,7 +120,7 @@ def example(context: Context) -> Iterator[Part]:
 
     ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
-    by_bytes = {name: found.bytes / ceilings.bandwidth for name, found in counts.items()}
+    by_bytes = {name: estimate.bytes / ceilings.bandwidth for name, estimate in counts.items()}
     expected = context.predict(by_torch, x)
     found_rows = [
         context.row("add, torch", torch.add, x, y, predicted=by_bytes["add"]),
@@ -173,7 +173,7 @@ def exact(context: Context) -> Iterator[Part]:
         ("add", kernels.add(x, y), x.double() + y.double()),
         ("softmax", kernels.softmax(x), torch.softmax(x.double(), -1)),
     )
-    errors = ", ".join(f"{name} {(found - right).abs().max().item():.1g}" for name, found, right in pairs)
+    errors = ", ".join(f"{name} {(result - right).abs().max().item():.1g}" for name, result, right in pairs)
     support = kernels.supports(kernels.softmax, x)
     ran = "the kernels ran" if support else f"plain torch ran in place of the kernels, as {support.reason}"
     yield from prose(f"Largest errors of `nearpeak.kernels` in float32 against float64: {errors}. Here {ran}.")

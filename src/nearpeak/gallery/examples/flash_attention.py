@@ -44,7 +44,7 @@ def example(context: Context) -> Iterator[Part]:
     dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
     query = torch.randn(1, heads, tokens, dim, dtype=dtype, device=context.tensors)
     key, value = (torch.randn(1, key_heads, tokens, dim, dtype=dtype, device=context.tensors) for _ in range(2))
-    found = context.estimate(written_out, query, key, value)
+    estimate = context.estimate(written_out, query, key, value)
     scores = heads * tokens * tokens * 4
     yield from prose(
         f"{heads} heads of queries and {key_heads} of keys, each of {dim}, over {tokens} tokens: a score for each head,"
@@ -59,15 +59,15 @@ def example(context: Context) -> Iterator[Part]:
             seconds(op.seconds),
             seconds(expected(context, op)),
         )
-        for op in found.ops
+        for op in estimate.ops
         if op.seconds > 0
     ]
-    out = sum(expected(context, op) for op in found.ops)
-    total = ("all steps", quantity(found.work.bytes_read, "B"), quantity(found.work.bytes_written, "B"))
+    out = sum(expected(context, op) for op in estimate.ops)
+    total = ("all steps", quantity(estimate.work.bytes_read, "B"), quantity(estimate.work.bytes_written, "B"))
     yield Table(
         title="Written out, step by step",
         headers=("", "reads", "writes", "at least", "expected"),
-        rows=(*rows, (*total, seconds(found.as_written_s), seconds(out))),
+        rows=(*rows, (*total, seconds(estimate.as_written_s), seconds(out))),
         totals=1,
         note="At least: the bytes at the machine's bandwidth or the operations at its peak, whichever takes longer."
         " Expected: what torch's kernels for such a step were measured to take on a machine of this kind."
@@ -80,9 +80,9 @@ def example(context: Context) -> Iterator[Part]:
     )
     products = 4 * heads * tokens * tokens * dim
     yield from prose(
-        f"All steps together move {quantity(found.bytes, 'B')}, {found.bytes / scores:.1f} times the scores. The two"
-        f" products, {quantity(products, 'FLOP')}, need {seconds(found.ideal_s)} if nothing waits for memory:"
-        f" {found.ideal_s / found.as_written_s:.0%} of what the steps take at least."
+        f"All steps together move {quantity(estimate.bytes, 'B')}, {estimate.bytes / scores:.1f} times the scores. The"
+        f" two products, {quantity(products, 'FLOP')}, need {seconds(estimate.ideal_s)} if nothing waits for memory:"
+        f" {estimate.ideal_s / estimate.as_written_s:.0%} of what the steps take at least."
     )
     fused = context.predict(by_torch, query, key, value)
     one = context.row("written out", written_out, query, key, value, predicted=out)

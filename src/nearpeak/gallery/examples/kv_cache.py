@@ -41,9 +41,9 @@ def heads_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def after_attention(x: Tensor, found: Tensor, layer: Layer) -> Tensor:
+def after_attention(x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
     """The rest of a layer."""
-    x = x + functional.linear(found.transpose(1, 2).flatten(2), layer["out"])
+    x = x + functional.linear(attended.transpose(1, 2).flatten(2), layer["out"])
     return x + functional.linear(functional.gelu(functional.linear(x, layer["up"])), layer["down"])
 
 
@@ -51,8 +51,8 @@ def without_cache(x: Tensor, weights: list[Layer]) -> Tensor:
     """All tokens through all layers, for the last of them."""
     for layer in weights:
         query, key, value = heads_of(functional.linear(x, layer["qkv"]))
-        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = after_attention(x, found, layer)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = after_attention(x, attended, layer)
     return x[:, -1]
 
 
@@ -98,7 +98,7 @@ def example(context: Context) -> Iterator[Part]:
         " For the token at each place: its operations, and the time of one pass for it."
     )
     flops: list[tuple[int, float, float]] = []
-    found: list[tuple[int, Prediction, Prediction]] = []
+    predictions: list[tuple[int, Prediction, Prediction]] = []
     for length in lengths:
         x = torch.randn(1, length, width, dtype=dtype, device=context.tensors)
         shape = (1, width // HEAD, length, HEAD)
@@ -117,7 +117,7 @@ def example(context: Context) -> Iterator[Part]:
         flops.append((length, *counts))
         expected = context.predict(with_cache, last, weights, caches) + waiting(context, caches)
         kept = context.row(f"token {length}, cache", with_cache, last, weights, caches, predicted=expected)
-        found.append((length, kept, context.row(f"token {length}, none", without_cache, x, weights)))
+        predictions.append((length, kept, context.row(f"token {length}, none", without_cache, x, weights)))
     yield Table(
         title="Operations for one more token",
         headers=("place", "with a cache", "without", "times as many", "cache"),
@@ -140,14 +140,14 @@ def example(context: Context) -> Iterator[Part]:
         " tokens are linear in its length with the cache and quadratic without."
     )
     yield prediction_table(
-        "Time of one more token", [row for _, *pair in found for row in pair], note=_note(context, width)
+        "Time of one more token", [row for _, *pair in predictions for row in pair], note=_note(context, width)
     )
 
     ways = ("predicted", "measured") if context.measures else ("predicted",)
     series = []
     for how in ways:
         for place, name in ((1, "with a cache"), (2, "without")):
-            points = tuple((float(one[0]), getattr(one[place], how)) for one in found)
+            points = tuple((float(one[0]), getattr(one[place], how)) for one in predictions)
             series.append(Series(name=f"{name}, {how}", points=points, color=place - 1, dashed=how != "measured"))
     yield Plot(
         title="One more token",
@@ -157,7 +157,7 @@ def example(context: Context) -> Iterator[Part]:
         log_x=True,
         log_y=True,
     )
-    _, kept_row, again_row = found[-1]
+    _, kept_row, again_row = predictions[-1]
     shares = [getattr(again_row, how) / getattr(kept_row, how) for how in ways]
     said = ", ".join(f"{significant(share)} as {how}" for share, how in zip(shares, ways, strict=True))
     yield from prose(

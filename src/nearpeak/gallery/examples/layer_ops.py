@@ -104,29 +104,29 @@ def _table(estimates: dict[str, nearpeak.Estimate]) -> Table:
         rows=tuple(
             (
                 name,
-                quantity(found.flops, ""),
-                quantity(found.bytes, "B"),
-                significant(found.flops / found.bytes),
-                seconds(found.as_written_s),
-                _limit(found),
+                quantity(estimate.flops, ""),
+                quantity(estimate.bytes, "B"),
+                significant(estimate.flops / estimate.bytes),
+                seconds(estimate.as_written_s),
+                _limit(estimate),
             )
-            for name, found in estimates.items()
+            for name, estimate in estimates.items()
         ),
         note="What the op before left in the last-level cache, and what stays there when it ends, crosses no memory: a"
         " bound may be less than the bytes take through memory.",
     )
 
 
-def _limit(found: nearpeak.Estimate) -> str:
+def _limit(estimate: nearpeak.Estimate) -> str:
     """Of the longest op."""
-    return max(found.ops, key=lambda op: op.seconds).limiter
+    return max(estimate.ops, key=lambda op: op.seconds).limiter
 
 
 def _limits(estimates: dict[str, nearpeak.Estimate]) -> Iterator[Part]:
-    computing = [name for name, found in estimates.items() if _limit(found) == "compute"]
-    rest = [found for name, found in estimates.items() if name not in computing]
-    flops = sum(found.flops for found in rest) / sum(found.flops for found in estimates.values())
-    times = [(_predicted(found), _limit(found) == "compute") for found in estimates.values()]
+    computing = [name for name, estimate in estimates.items() if _limit(estimate) == "compute"]
+    rest = [estimate for name, estimate in estimates.items() if name not in computing]
+    flops = sum(estimate.flops for estimate in rest) / sum(estimate.flops for estimate in estimates.values())
+    times = [(_predicted(estimate), _limit(estimate) == "compute") for estimate in estimates.values()]
     share = sum(time for time, computes in times if not computes) / sum(time for time, _ in times)
     named = " and ".join(computing) or "none"
     yield from prose(
@@ -135,13 +135,13 @@ def _limits(estimates: dict[str, nearpeak.Estimate]) -> Iterator[Part]:
     )
 
 
-def _predicted(found: nearpeak.Estimate) -> float:
-    return found.as_written_s if found.expected_s is None else found.expected_s
+def _predicted(estimate: nearpeak.Estimate) -> float:
+    return estimate.as_written_s if estimate.expected_s is None else estimate.expected_s
 
 
 def _fused(context: Context, chains: dict[str, Call], attention: nearpeak.Estimate) -> Iterator[Part]:
     """What chains of ops take as written, and as few kernels."""
-    found = {name: context.estimate(fn, *args) for name, (fn, args) in chains.items()}
+    estimates = {name: context.estimate(fn, *args) for name, (fn, args) in chains.items()}
     yield from prose(
         "Two chains of ops. Attention written out: scores, softmax, weighted sum. The end of a block: product, dropout,"
         " residual add, LayerNorm. As written, each op reads what the one before wrote. Fused, what need not be"
@@ -159,12 +159,12 @@ def _fused(context: Context, chains: dict[str, Call], attention: nearpeak.Estima
                     ("slow kernels", max(0.0, _predicted(one) - one.as_written_s)),
                 ),
             )
-            for name, one in found.items()
+            for name, one in estimates.items()
         ),
     )
-    rows = [context.row(name, fn, *args, predicted=_predicted(found[name])) for name, (fn, args) in chains.items()]
+    rows = [context.row(name, fn, *args, predicted=_predicted(estimates[name])) for name, (fn, args) in chains.items()]
     yield prediction_table("The chains as written", rows)
-    written, end = found["written out"], found["block end"]
+    written, end = estimates["written out"], estimates["block end"]
     fused = _predicted(attention)
     yield from prose(
         f"Written out, attention moves {quantity(written.bytes, 'B')}; as one op {quantity(attention.bytes, 'B')},"
@@ -175,9 +175,9 @@ def _fused(context: Context, chains: dict[str, Call], attention: nearpeak.Estima
     )
 
 
-def _why(found: nearpeak.Estimate) -> str:
-    product = max(op.seconds for op in found.ops if op.family == "matrix")
-    share = product / found.as_written_s
+def _why(estimate: nearpeak.Estimate) -> str:
+    product = max(op.seconds for op in estimate.ops if op.family == "matrix")
+    share = product / estimate.as_written_s
     if share > 0.8:
         return f"the product is {percent(share, 0)} of it, and no fusion makes a product shorter."
     return f"the product is {percent(share, 0)} of it, and the rest could happen while its result is still on the chip."

@@ -127,17 +127,17 @@ def _small(context: Context) -> Iterator[Part]:
     job = plan.Job(model=model, layout=layout, sequence=sequence, precision=given, software="eager")
     expected = plan.memory_plan(job).fullest
     again = plan.memory_plan(job.with_layout(replace(layout, recompute=("full",)))).fullest
-    found = _counted(context, model, dtype, batch, sequence) if context.measures else {}
+    counted = _counted(context, model, dtype, batch, sequence) if context.measures else {}
     rows = [
-        _row("weights", wider * expected.parameters, found, EXACT),
-        _row("gradients", wider * expected.gradients, found, EXACT),
-        _row("optimizer", wider * expected.optimizer, found, EXACT),
-        _row("activations of layers", wider * _layers_keep(context, expected), found, context.band),
-        _row("the same, checkpointed", wider * again.activation, found, context.band),
+        _row("weights", wider * expected.parameters, counted, EXACT),
+        _row("gradients", wider * expected.gradients, counted, EXACT),
+        _row("optimizer", wider * expected.optimizer, counted, EXACT),
+        _row("activations of layers", wider * _layers_keep(context, expected), counted, context.band),
+        _row("the same, checkpointed", wider * again.activation, counted, context.band),
     ]
     if context.gpu:
         rows.append(
-            _row("peak of the allocator", expected.allocated - expected.activations["eager"], found, context.band)
+            _row("peak of the allocator", expected.allocated - expected.activations["eager"], counted, context.band)
         )
     yield prediction_table(
         f"A model of {model.parameters / 1e6:.0f} million weights, {batch} x {sequence} tokens", rows, unit="B"
@@ -155,8 +155,8 @@ def _small(context: Context) -> Iterator[Part]:
         f" keeps its moments in the dtype of the weights, here {str(dtype).removeprefix('torch.')}: with bfloat16"
         " weights that is 4 bytes a weight and not 8, and the moments round as coarsely as the weights do.",
     )
-    if found:
-        share = found["the same, checkpointed"] / found["activations of layers"]
+    if counted:
+        share = counted["the same, checkpointed"] / counted["activations of layers"]
         yield from prose(f"Checkpointing left {share:.1%} of the activations that the layers keep.")
 
 
@@ -166,8 +166,8 @@ def _layers_keep(context: Context, planned: StageMemory) -> float:
     return kept if context.gpu else kept + planned.activations["norm"]
 
 
-def _row(name: str, predicted: float, found: dict[str, float], band: tuple[float, float]) -> Prediction:
-    return Prediction(what=name, predicted=predicted, measured=found.get(name), low=band[0], high=band[1])
+def _row(name: str, predicted: float, counted: dict[str, float], band: tuple[float, float]) -> Prediction:
+    return Prediction(what=name, predicted=predicted, measured=counted.get(name), low=band[0], high=band[1])
 
 
 def _counted(context: Context, model: plan.Model, dtype: torch.dtype, batch: int, sequence: int) -> dict[str, float]:
@@ -185,17 +185,17 @@ def _counted(context: Context, model: plan.Model, dtype: torch.dtype, batch: int
         optimizer.zero_grad(set_to_none=False)  # gradients stay, as where several batches add to them
     weights = list(network.parameters())
     states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    found = {
+    counted = {
         "weights": sum(weight.nbytes for weight in weights),
         "gradients": sum(weight.grad.nbytes for weight in weights if weight.grad is not None),
         "optimizer": sum(value.nbytes for value in states),
         "activations of layers": _kept(network, tokens[:, :-1]),
     }
     if context.gpu:
-        found["peak of the allocator"] = torch.cuda.max_memory_allocated() - at_first
+        counted["peak of the allocator"] = torch.cuda.max_memory_allocated() - at_first
     network.recompute = True
-    found["the same, checkpointed"] = _kept(network, tokens[:, :-1])
-    return {name: float(value) for name, value in found.items()}
+    counted["the same, checkpointed"] = _kept(network, tokens[:, :-1])
+    return {name: float(value) for name, value in counted.items()}
 
 
 def _kept(network: Llama, tokens: torch.Tensor) -> int:

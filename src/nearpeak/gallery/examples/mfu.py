@@ -142,9 +142,9 @@ def example(context: Context) -> Iterator[Part]:
     ways["checkpointed"] = _step(context, model, dtype, batch, sequence, True)
     rows = {name: context.row(f"activations {name}", step) for name, step in ways.items()}
     yield prediction_table(f"Forward and backward of {batch} x {sequence} tokens", list(rows.values()))
-    found = context.machine.theoretical or context.machine.achievable
-    assert found is not None
-    peak = found.peak(str(dtype))
+    ceilings = context.machine.theoretical or context.machine.achievable
+    assert ceilings is not None
+    peak = ceilings.peak(str(dtype))
     yield _table(model, sequence, tokens, peak, rows, layers)
     if context.machine.theoretical is None:
         yield from prose("A CPU has no datasheet's peak; the one here is what nearpeak measured on it.")

@@ -46,9 +46,9 @@ def example(context: Context) -> Iterator[Part]:
     ceilings = machine.achievable or machine.theoretical
     assert ceilings is not None
     dtype = next(name for name in ("bfloat16", "float16", "float32") if name in {*ceilings.matrix, *ceilings.vector})
-    found = degrees(LAYER, TOKENS, cluster, dtype=dtype)
-    tensor = [item for item in found if item.split == "tensor"]
-    expert = [item for item in found if item.split == "expert"]
+    splits = degrees(LAYER, TOKENS, cluster, dtype=dtype)
+    tensor = [item for item in splits if item.split == "tensor"]
+    expert = [item for item in splits if item.split == "expert"]
     ridge = machine.ridge(dtype)
 
     yield from prose(
@@ -57,7 +57,7 @@ def example(context: Context) -> Iterator[Part]:
         f" {LAYER.intermediate} ({dtype}). The ridge of {machine.name} is at {ridge:.0f} FLOP per byte: with less work"
         " for each byte, memory limits."
     )
-    scene = moe.picture(found, MODEL, cluster)
+    scene = moe.picture(splits, MODEL, cluster)
     yield Drawing(title="Memory time against compute time by degree", described=scene.described, svg=svg(scene))
     yield Table(
         title=f"One of 64 x {machine.name}, forward",

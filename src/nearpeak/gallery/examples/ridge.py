@@ -49,8 +49,8 @@ def example(context: Context) -> Iterator[Part]:
     yield from _between([(n, row) for n, _, row in rows if 1 < n < WHOLE], rows[0][2], a.nbytes)
 
     def rates(seconds: list[float | None]) -> tuple[tuple[float, float], ...]:
-        found = zip(rows, seconds, strict=True)
-        return tuple((intensity, 2 * side * side * n / time) for (n, intensity, _), time in found if time)
+        pairs = zip(rows, seconds, strict=True)
+        return tuple((intensity, 2 * side * side * n / time) for (n, intensity, _), time in pairs if time)
 
     ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None

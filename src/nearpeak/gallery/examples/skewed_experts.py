@@ -135,6 +135,6 @@ def _grouped(context: Context, what: str, loads: list[int], given: Tensor, weigh
 
 
 def _seconds(row: Prediction) -> float:
-    found = row.measured or row.predicted
-    assert found is not None
-    return found
+    seconds = row.measured or row.predicted
+    assert seconds is not None
+    return seconds

@@ -113,18 +113,18 @@ def _costs(context: Context, name: str, fn: Callable[..., Any], *args: torch.Ten
     """Counted by `nearpeak.estimate`; the overhead is that of the same call on one number."""
     ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
-    found = context.estimate(fn, *args)
-    (op,) = found.ops
+    estimate = context.estimate(fn, *args)
+    (op,) = estimate.ops
     table = ceilings.vector if op.engine == "vector" else ceilings.matrix
     peak = table.get(op.dtype) or ceilings.peak(op.dtype)
     return Costs(
         name=name,
         fn=fn,
         args=args,
-        flops=found.flops,
-        bytes=found.bytes,
-        memory=found.bytes / ceilings.bandwidth,
-        compute=found.flops / peak,
+        flops=estimate.flops,
+        bytes=estimate.bytes,
+        memory=estimate.bytes / ceilings.bandwidth,
+        compute=estimate.flops / peak,
         overhead=context.predict(fn, *(one[:1, :1] for one in args)),
     )
 

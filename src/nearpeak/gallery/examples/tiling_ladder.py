@@ -130,17 +130,17 @@ def example(context: Context) -> Iterator[Part]:
         if context.gpu
         else "",
     )
-    found: list[tuple[Step, Prediction]] = []
+    predictions: list[tuple[Step, Prediction]] = []
     for step in steps:
         # Few blocks: the lowest rungs take long enough for one to be a good measurement.
         row = context.row(step.name, step.multiply, a, b, predicted=step.predicted, band=step.band, min_blocks=6)
-        found.append((step, row))
-    yield prediction_table("Time", [row for _, row in found], note=_note(context))
+        predictions.append((step, row))
+    yield prediction_table("Time", [row for _, row in predictions], note=_note(context))
 
     ways = ("predicted", "measured") if context.measures else ("predicted",)
     series = []
     for how in ways:
-        points = [(step.name, flops / step.asked, getattr(row, how)) for step, row in found if step.asked]
+        points = [(step.name, flops / step.asked, getattr(row, how)) for step, row in predictions if step.asked]
         rates = tuple((intensity, flops / time) for _, intensity, time in points if time)
         labels = tuple(f"{name}, {how}" for name, _, time in points if time)
         series.append(Series(name=how, points=rates, labels=labels, line=False))
@@ -153,7 +153,7 @@ def example(context: Context) -> Iterator[Part]:
         log_x=True,
         log_y=True,
     )
-    times = [row.measured or row.predicted or 0.0 for _, row in found]
+    times = [row.measured or row.predicted or 0.0 for _, row in predictions]
     yield from prose(
         f"From the lowest rung to the highest the time falls from {seconds(times[0])} to {seconds(times[-1])},"
         f" {significant(times[0] / times[-1])} times, as {ways[-1]} here; the operations are the same."

@@ -159,17 +159,17 @@ def _cpu_clocks(context: Context) -> dict[str, tuple[str, Clock]]:
     }
 
 
-def _gpu_text(found: dict[str, list[float | None]], expected: list[float]) -> Iterator[Part]:
+def _gpu_text(readings: dict[str, list[float | None]], expected: list[float]) -> Iterator[Part]:
     yield _lanes()
     text = (
         "The naive clock reads the same for both, because it never sees the product: a call on a GPU puts work into a"
         " queue and returns. What it reads is Python and the launch."
     )
-    naive_ratio, waited = _ratio(found["naive"]), found["synchronized"][0]
+    naive_ratio, waited = _ratio(readings["naive"]), readings["synchronized"][0]
     if naive_ratio is not None and waited is not None:
         text = (
-            f"The naive clock reads {seconds(found['naive'][0])} and {seconds(found['naive'][1])}: it never sees the"
-            " product. A call on a GPU puts work into a queue and returns; what is read is Python and the launch."
+            f"The naive clock reads {seconds(readings['naive'][0])} and {seconds(readings['naive'][1])}: it never sees"
+            " the product. A call on a GPU puts work into a queue and returns; what is read is Python and the launch."
             f" With a wait the small product reads {seconds(waited)}, and is expected to take {seconds(expected[0])}:"
             " the rest is the way to the device and back."
         )
@@ -181,13 +181,13 @@ def _gpu_text(found: dict[str, list[float | None]], expected: list[float]) -> It
     )
 
 
-def _cpu_text(found: dict[str, list[float | None]], expected: list[float]) -> Iterator[Part]:
+def _cpu_text(readings: dict[str, list[float | None]], expected: list[float]) -> Iterator[Part]:
     start = time.perf_counter()
     for _ in range(1000):
         time.perf_counter()
     tick = (time.perf_counter() - start) / 1000
     text = "On a CPU there is no queue: a call returns when its work is done, and a plain clock does see it."
-    first, naive_small, hot, cold = (found[name][0] for name in ("first call", "naive", "bench, hot", "bench"))
+    first, naive_small, hot, cold = (readings[name][0] for name in ("first call", "naive", "bench, hot", "bench"))
     if first and naive_small and hot and cold:
         text += (
             f" What is left are three mistakes. The first call of the small product took {first / naive_small:.1f}"

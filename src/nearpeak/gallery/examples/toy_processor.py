@@ -132,8 +132,8 @@ def _real(context: Context) -> Iterator[Part]:
     machines = [nearpeak.machine(name) for name in CATALOGUE]
     if context.machine.id not in CATALOGUE:
         machines.append(context.machine)
-    found = [(machine, *_processor(machine)) for machine in machines]
-    first, last = found[0], found[len(CATALOGUE) - 1]
+    processors = [(machine, *_processor(machine)) for machine in machines]
+    first, last = processors[0], processors[len(CATALOGUE) - 1]
     yield Table(
         title="The same two numbers of real machines",
         headers=("", "dtype", "bytes in", "operations", "ridge"),
@@ -146,7 +146,7 @@ def _real(context: Context) -> Iterator[Part]:
                 quantity(one.operations_per_second, "FLOP/s"),
                 f"{significant(one.ridge)} FLOP/B",
             )
-            for machine, one, dtype in found
+            for machine, one, dtype in processors
         ),
     )
     yield from prose(
@@ -159,7 +159,7 @@ def _real(context: Context) -> Iterator[Part]:
     )
     yield Plot(
         title="What each machine allows",
-        series=tuple(_roof(machine, one, number) for number, (machine, one, _) in enumerate(found)),
+        series=tuple(_roof(machine, one, number) for number, (machine, one, _) in enumerate(processors)),
         x_label="FLOP per byte",
         y_label="FLOP/s",
         y_unit="FLOP/s",

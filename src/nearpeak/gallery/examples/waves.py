@@ -61,8 +61,8 @@ def that_fit(tiling: Tiling, architecture: str) -> Tiling:
     if step is None:
         return tiling
     sides = range(128, 256 + 1, step)
-    found = [in_tiles(tiling, *tile) for side in sides for tile in ((side, 128), (128, side))]
-    return max(found, key=lambda one: (round(one.efficiency, 9), one.tile[0] * one.tile[1]))
+    candidates = [in_tiles(tiling, *tile) for side in sides for tile in ((side, 128), (128, side))]
+    return max(candidates, key=lambda one: (round(one.efficiency, 9), one.tile[0] * one.tile[1]))
 
 
 def _tiles(context: Context) -> Iterator[Part]:

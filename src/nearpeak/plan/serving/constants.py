@@ -118,25 +118,25 @@ def serving_generation(machine: Machine) -> str:
 def generation_constants(machine: Machine, constants: ServingConstants) -> tuple[GenerationConstants, Provenance]:
     """What `machine` reaches; a generation without rows gets the geometric mean of the others."""
     name = serving_generation(machine)
-    found = constants.generations.get(name)
-    if found is not None:
-        count = sum(found.rows.values())
+    generation = constants.generations.get(name)
+    if generation is not None:
+        count = sum(generation.rows.values())
         text = f"{name}: {count} rows" if count else f"{name}: products timed one by one"
-        return found, Provenance(kind="fitted", text=text)
+        return generation, Provenance(kind="fitted", text=text)
     mean = _mean_generation(tuple(constants.generations.values()))
     text = f"{name} has no rows: mean of {', '.join(constants.generations)}"
     return mean, Provenance(kind="transferred", text=text)
 
 
-def compute_share(found: GenerationConstants, dtype: str, constants: ServingConstants) -> tuple[float, Provenance]:
+def compute_share(generation: GenerationConstants, dtype: str, constants: ServingConstants) -> tuple[float, Provenance]:
     """The share of the peak that large products of `dtype` reach; from the other generations where it was not seen."""
-    share = found.compute.get(dtype)
+    share = generation.compute.get(dtype)
     if share is not None:
-        rows = found.rows.get(dtype, 0)
+        rows = generation.rows.get(dtype, 0)
         kind: Provenance = Provenance(kind="fitted", text=f"{dtype} products: {rows} rows")
         return share, kind
     others = [item.compute[dtype] for item in constants.generations.values() if dtype in item.compute]
-    near = others or list(found.compute.values())
+    near = others or list(generation.compute.values())
     what = "other generations" if others else "other dtypes"
     return _mean(near), Provenance(kind="transferred", text=f"{dtype} products: mean of {what}")
 

@@ -186,14 +186,14 @@ _ALIASES |= {"mxfp4": "fp4", "int4-g32": "int4"}
 
 def serving_precision(name: str, *, kv: str | None = None) -> ServingPrecision:
     """The precision of this name; `kv` replaces that of the KV cache ("bf16", "fp8")."""
-    found = _PRECISIONS.get(_ALIASES.get(name, name))
-    if found is None:
+    precision = _PRECISIONS.get(_ALIASES.get(name, name))
+    if precision is None:
         raise UsageError(f"precision={name!r} is not known. {did_you_mean(name, _PRECISIONS)}")
     if kv is None:
-        return found
+        return precision
     if kv not in KV_BYTES:
         raise UsageError(f"kv={kv!r} is not a precision of the KV cache. {did_you_mean(kv, KV_BYTES)}")
-    return replace(found, kv_bytes=KV_BYTES[kv])
+    return replace(precision, kv_bytes=KV_BYTES[kv])
 
 
 def precision_on_machine(machine: Machine, model: Model, chosen: ServingPrecision) -> ServingPrecision:
@@ -369,7 +369,7 @@ def require_room(deployment: Deployment, context: float, *, memory_share: float 
 
 def _remedies(deployment: Deployment, context: float, memory_share: float) -> str:
     """The cheapest changes that would fit, as a sentence."""
-    found = []
+    remedies = []
     layout = deployment.layout
     for tp in (2, 4, 8, 16, 32, 64):
         if tp <= layout.tp or (deployment.model.heads and deployment.model.heads % tp):
@@ -377,7 +377,7 @@ def _remedies(deployment: Deployment, context: float, memory_share: float) -> st
         wider = ServingLayout(tp=tp, pp=layout.pp, dp=layout.dp, ep=layout.ep)
         if _fits(replace(deployment, layout=wider), context, memory_share):
             here_too = "" if wider.gpus <= deployment.cluster.gpus else f" (needs {wider.gpus} GPUs)"
-            found.append(f"tp={tp}{here_too}")
+            remedies.append(f"tp={tp}{here_too}")
             break
     for name in ("fp8", "int8", "fp4", "int4"):
         narrower = serving_precision(name)
@@ -388,12 +388,14 @@ def _remedies(deployment: Deployment, context: float, memory_share: float) -> st
         except UsageError:
             continue
         if _fits(replace(deployment, precision=narrower), context, memory_share):
-            found.append(f"precision={name!r}")
+            remedies.append(f"precision={name!r}")
             break
     room = cache_room(deployment, memory_share=memory_share)
     if room.cache_bytes > 0 and room.tokens > 0:
-        found.append(f"at most {room.tokens} tokens in one sequence")
-    return "What would fit: " + ", or ".join(found) + "." if found else "Nothing up to tp=64 and 4 bits would fit."
+        remedies.append(f"at most {room.tokens} tokens in one sequence")
+    return (
+        "What would fit: " + ", or ".join(remedies) + "." if remedies else "Nothing up to tp=64 and 4 bits would fit."
+    )
 
 
 def _fits(deployment: Deployment, context: float, memory_share: float) -> bool:

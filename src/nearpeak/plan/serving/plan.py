@@ -197,25 +197,25 @@ def serving_plan(
 
 def whole_layouts(model: Model, cluster: Cluster) -> list[ServingLayout]:
     """Layouts whose replicas fill the cluster."""
-    found = serving_layouts(model, cluster.gpus, domain=cluster.domain)
-    return [layout for layout in found if cluster.gpus % layout.gpus == 0]
+    layouts = serving_layouts(model, cluster.gpus, domain=cluster.domain)
+    return [layout for layout in layouts if cluster.gpus % layout.gpus == 0]
 
 
 def _serving_choice(deployment: Deployment, load: Load) -> ServingChoice:
     layout = deployment.layout
     replicas = max(1, deployment.cluster.gpus // layout.gpus)
     try:
-        found = _serve_load(deployment, load, load.concurrency / replicas)
+        serving = _serve_load(deployment, load, load.concurrency / replicas)
     except UsageError as problem:
         return ServingChoice(layout=layout, replicas=replicas, serving=None, problem=str(problem))
-    return ServingChoice(layout=layout, replicas=replicas, serving=found)
+    return ServingChoice(layout=layout, replicas=replicas, serving=serving)
 
 
 def _front(
     model: Model, cluster: Cluster, load: Load, precision: str, kv: str | None, engine: str
 ) -> tuple[ServingOption, ...]:
-    found = search_serving(model, cluster, precision, prompt=load.prompt, output=load.output, kv=kv, engine=engine)
-    return found.front
+    result = search_serving(model, cluster, precision, prompt=load.prompt, output=load.output, kv=kv, engine=engine)
+    return result.front
 
 
 def _serve_load(deployment: Deployment, load: Load, concurrency: float) -> Serving:
@@ -234,9 +234,9 @@ def _serve_load(deployment: Deployment, load: Load, concurrency: float) -> Servi
 def _curve(deployment: Deployment, load: Load) -> Iterator[Serving]:
     """To the first concurrency that no longer fits into the cache, and that one."""
     for number in CONCURRENCIES:
-        found = _serve_load(deployment, load, float(number))
-        yield found
-        if found.running < number:
+        serving = _serve_load(deployment, load, float(number))
+        yield serving
+        if serving.running < number:
             return
 
 

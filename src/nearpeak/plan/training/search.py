@@ -309,11 +309,11 @@ def _layouts_of_mesh(
 
 def _degrees(limit: int, divides: int, gpus: int) -> list[int]:
     """Powers of two that divide both, up to a limit."""
-    found, degree = [], 1
+    degrees, degree = [], 1
     while degree <= limit and gpus % degree == 0 and (not divides or divides % degree == 0):
-        found.append(degree)
+        degrees.append(degree)
         degree *= 2
-    return found
+    return degrees
 
 
 def _divisors(gpus: int, layers: int) -> list[int]:

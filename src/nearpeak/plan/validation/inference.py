@@ -75,8 +75,8 @@ class MeasuredInference:
     def quantities(self) -> tuple[tuple[Quantity, float], ...]:
         """Measured quantities by name; throughput only where there are no latencies."""
         if self.decode is not None and self.single_stream:
-            found: list[tuple[Quantity, float]] = [("decode", self.decode)]
-            return tuple([*found, ("ttft", self.ttft)] if self.ttft is not None else found)
+            quantities: list[tuple[Quantity, float]] = [("decode", self.decode)]
+            return tuple([*quantities, ("ttft", self.ttft)] if self.ttft is not None else quantities)
         if self.tpot is not None:
             both: list[tuple[Quantity, float]] = [("tpot", self.tpot)]
             return tuple([*both, ("ttft", self.ttft)] if self.ttft is not None else both)
@@ -85,7 +85,7 @@ class MeasuredInference:
 
 def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[SkippedRow, ...]]:
     """The rows of `path` that can be predicted, and the others with reasons."""
-    found, skipped = [], []
+    runs, skipped = [], []
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
@@ -95,12 +95,12 @@ def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[Ski
                 raise UsageError(f"{path}: the column {missing[0]!r} is missing. Columns found: {present}.")
             for line, row in enumerate(reader, start=2):
                 try:
-                    found.append(_read_run(row, line))
+                    runs.append(_read_run(row, line))
                 except UsageError as problem:
                     skipped.append(SkippedRow(id=row["id"], reason=str(problem)))
     except OSError as problem:
         raise UsageError(f"{path} cannot be read: {problem.strerror}.") from None
-    return tuple(found), tuple(skipped)
+    return tuple(runs), tuple(skipped)
 
 
 def _read_run(row: Mapping[str, str], line: int) -> MeasuredInference:
@@ -242,7 +242,7 @@ def predict_quantities(
     if row.single_stream:
         batch = row.concurrency or 1.0
         decode = step_time(deployment, sequences=batch, context=row.prompt + row.output / 2, constants=constants)
-        found: dict[Quantity, tuple[float, str, Provenance]] = {
+        quantities: dict[Quantity, tuple[float, str, Provenance]] = {
             "decode": (decode.seconds, f"a step limited by {decode.limiter}", decode.provenance)
         }
         if row.ttft is not None:
@@ -253,8 +253,8 @@ def predict_quantities(
                 prompt_length=row.prompt,
                 constants=constants,
             )
-            found["ttft"] = (first.seconds, f"a prompt limited by {first.limiter}", first.provenance)
-        return found
+            quantities["ttft"] = (first.seconds, f"a prompt limited by {first.limiter}", first.provenance)
+        return quantities
     if row.concurrency is None:
         deployments = [deployment] if row.alternative is None else [deployment, row.alternative]
         answers = [
@@ -284,7 +284,7 @@ def predict_inference(
 ) -> tuple[tuple[PredictedInference, ...], tuple[SkippedRow, ...]]:
     """Every measured quantity with its prediction, and the rows that cannot run according to the planner."""
     whole = constants or load_serving_constants()
-    found, skipped = [], []
+    predictions, skipped = [], []
     for row in rows:
         used = whole.leaving_out(row.source) if leave_out else whole
         try:
@@ -294,7 +294,7 @@ def predict_inference(
             continue
         for quantity, actual in row.quantities():
             predicted, reason, provenance = answers[quantity]
-            found.append(
+            predictions.append(
                 PredictedInference(
                     measured=row,
                     quantity=quantity,
@@ -304,4 +304,4 @@ def predict_inference(
                     provenance=provenance,
                 )
             )
-    return tuple(found), tuple(skipped)
+    return tuple(predictions), tuple(skipped)

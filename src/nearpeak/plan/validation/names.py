@@ -85,6 +85,6 @@ def gpu_id(name: str) -> str | None:
     for pattern, replacement in _GPUS:
         match = re.fullmatch(pattern, plain)
         if match:
-            found = match.expand(replacement)
-            return found if found in known else None
+            identifier = match.expand(replacement)
+            return identifier if identifier in known else None
     return None

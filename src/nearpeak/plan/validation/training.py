@@ -247,13 +247,13 @@ def nanotron_split(model: Model, pp: int) -> tuple[int, ...]:
     """
     layer = 4 * model.heads * model.head_dim * model.hidden + 3 * model.intermediate * model.hidden
     total = model.layers * layer + model.hidden * model.vocabulary
-    found = [0] * pp
+    layers = [0] * pp
     stage = 0
     for index in range(model.layers):
-        found[stage] += 1
+        layers[stage] += 1
         if (index + 1) * layer * pp > total * (stage + 1):
             stage += 1
-    return tuple(found)
+    return tuple(layers)
 
 
 def _read_precision(row: Mapping[str, str]) -> Precision:
@@ -290,15 +290,15 @@ def _release_year(row: Mapping[str, str]) -> float:
     "Megatron-Bridge 26.04.01" is 2026.33, "arXiv 2104.04473" 2021.33.
     """
     framework = row.get("framework", "")
-    found = re.search(r"\b(2\d)\.(\d\d)\b", framework)
-    if found:
-        return 2000 + int(found.group(1)) + int(found.group(2)) / 12
-    found = re.search(r"\((20\d\d)", framework)
-    if found:
-        return float(found.group(1)) + 0.5
-    found = re.search(r"\b(2\d)(0[1-9]|1[0-2])\.\d{5}\b", f"{row['source']} {row.get('source_path', '')}")
-    if found:
-        return 2000 + int(found.group(1)) + int(found.group(2)) / 12
+    match = re.search(r"\b(2\d)\.(\d\d)\b", framework)
+    if match:
+        return 2000 + int(match.group(1)) + int(match.group(2)) / 12
+    match = re.search(r"\((20\d\d)", framework)
+    if match:
+        return float(match.group(1)) + 0.5
+    match = re.search(r"\b(2\d)(0[1-9]|1[0-2])\.\d{5}\b", f"{row['source']} {row.get('source_path', '')}")
+    if match:
+        return 2000 + int(match.group(1)) + int(match.group(2)) / 12
     return {"NeMo": 2025.3, "MaxText": 2025.3, "llm-foundry/Composer FSDP": 2023.7}.get(framework, 2024.5)
 
 
@@ -330,14 +330,14 @@ def read_training(path: Path) -> tuple[list[MeasuredTraining], list[SkippedRow]]
     missing = {"id", "source", "model", "gpu", "gpus", "seq_len", "gbs_seqs"} - set(rows[0] if rows else {})
     if missing:
         raise UsageError(f"The measurements {str(path)!r} have no column {min(missing)!r}.")
-    found: list[MeasuredTraining] = []
+    runs: list[MeasuredTraining] = []
     skipped: list[SkippedRow] = []
     for row in rows:
         try:
-            found.append(_read_run(row))
+            runs.append(_read_run(row))
         except (UsageError, ValueError, KeyError) as error:
             skipped.append(SkippedRow(id=row.get("id") or "?", reason=str(error).split("\n")[0]))
-    return found, skipped
+    return runs, skipped
 
 
 def _read_run(row: Mapping[str, str]) -> MeasuredTraining:
@@ -498,8 +498,8 @@ def validate_training(path: Path, *, left_out: bool = True) -> TrainingValidatio
     for run in runs:
         if run.seconds is None:
             continue
-        found = _planner(run, planners, left_out).time(run.job)
-        rows.append(TrainingRow(run=run, seconds=found.seconds, parts=found.parts))
+        predicted = _planner(run, planners, left_out).time(run.job)
+        rows.append(TrainingRow(run=run, seconds=predicted.seconds, parts=predicted.parts))
     peaks = [MemoryRow(run=run, bytes=memory_by_stage(run.job)[0].reserved) for run in runs if run.memory is not None]
     return TrainingValidation(rows=tuple(rows), memory=tuple(peaks), skipped=tuple(skipped), left_out=left_out)
 
@@ -507,7 +507,7 @@ def validate_training(path: Path, *, left_out: bool = True) -> TrainingValidatio
 def validate_pairs(path: Path, runs: Path, *, left_out: bool = True) -> tuple[LayoutPair, ...]:
     """The pairs of training layouts in `path` that differ by more than `CLOSE`; `runs` has the rows they name."""
     known = {row.run.id: row for row in validate_training(runs, left_out=left_out).rows}
-    found = []
+    pairs = []
     with path.open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             first, second = known.get(line["row_a"]), known.get(line["row_b"])
@@ -517,10 +517,10 @@ def validate_pairs(path: Path, runs: Path, *, left_out: bool = True) -> tuple[La
             if abs(measured - 1) <= TIE:
                 continue
             speeds = [row.run.job.tokens / row.seconds / row.run.job.layout.gpus for row in (first, second)]
-            found.append(
+            pairs.append(
                 LayoutPair(first=first.run.id, second=second.run.id, measured=measured, predicted=speeds[0] / speeds[1])
             )
-    return tuple(found)
+    return tuple(pairs)
 
 
 @cache

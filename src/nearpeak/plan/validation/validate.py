@@ -90,9 +90,9 @@ def validate_pairs_file(path: Path, folder: Path, leave_out: bool, worst: int) -
             rows.append(_compared_pair(pair.first, pair.second, "training", pair.measured, pair.predicted))
             kinds.append("training")
     if inference.exists():
-        found = _served_pairs(path, inference, leave_out)
-        rows += found
-        kinds += ["inference"] * len(found)
+        served = _served_pairs(path, inference, leave_out)
+        rows += served
+        kinds += ["inference"] * len(served)
     if not rows:
         raise UsageError(
             f"{path} names rows of measured_training.csv and measured_inference.csv, and {folder} has none that can be "
@@ -108,7 +108,7 @@ def _served_pairs(path: Path, runs: Path, leave_out: bool) -> list[ComparedRow]:
     constants = load_serving_constants()
     known = {row.id: row for row in read_inference(runs)[0]}
     speeds: dict[str, float] = {}
-    found = []
+    pairs = []
     with path.open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             first, second = line["row_a"], line["row_b"]
@@ -132,8 +132,8 @@ def _served_pairs(path: Path, runs: Path, leave_out: bool) -> list[ComparedRow]:
                         continue
                     speeds[name] = answer[0] / row.deployment.layout.gpus
             if first in speeds and second in speeds:
-                found.append(_compared_pair(first, second, "inference", measured, speeds[first] / speeds[second]))
-    return found
+                pairs.append(_compared_pair(first, second, "inference", measured, speeds[first] / speeds[second]))
+    return pairs
 
 
 def _compared_pair(first: str, second: str, kind: str, measured: float, predicted: float) -> ComparedRow:
@@ -150,10 +150,10 @@ def _compared_pair(first: str, second: str, kind: str, measured: float, predicte
 
 
 def _training(path: Path, leave_out: bool, worst: int) -> Validation:
-    found = validate_training(path, left_out=leave_out)
-    rows = [_compared_step(row) for row in found.rows]
-    runs = [row.run for row in found.rows]
-    for peak in found.memory:
+    validation = validate_training(path, left_out=leave_out)
+    rows = [_compared_step(row) for row in validation.rows]
+    runs = [row.run for row in validation.rows]
+    for peak in validation.memory:
         assert peak.run.memory is not None
         rows.append(
             ComparedRow(
@@ -179,7 +179,7 @@ def _training(path: Path, leave_out: bool, worst: int) -> Validation:
             "GPU": [run.cluster.machine.id for run in runs],
             "scale": [gpu_range(run.job.layout.gpus) for run in runs],
         },
-        [(item.id, item.reason) for item in found.skipped],
+        [(item.id, item.reason) for item in validation.skipped],
         worst_rows(rows, worst),
         overall=["all" if row.what == "memory" else dense_or_moe(run) for row, run in zip(rows, runs, strict=True)],
     )
