@@ -11,6 +11,7 @@ from nearpeak.errors import UsageError
 from nearpeak.findings.engine import add_rules, check_ignored_rules, find, forget_rule, rule, rules
 from nearpeak.findings.step import Step
 from nearpeak.machines.catalogue import find as find_machine
+from nearpeak.profiles.finding import Fix
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.profile import DeviceKernel, build_profile
 from nearpeak.trace.trace import trace
@@ -217,3 +218,15 @@ def test_a_good_kernel_of_an_op_that_is_not_there():
     assert step.expected(step.ops[0]) == pytest.approx(
         step.expected_for_work(step.costs[0].reads, step.costs[0].writes), rel=0.5
     )
+
+
+def test_a_fix_has_the_ops_and_the_real_modules_of_its_finding():
+    fix = Fix(id="add", usage="nearpeak.kernels.add(x, y)")
+    rule("fixed")(lambda step: [waste(0, {0: 0.5}, fix=fix, source="a.py:1"), waste(1, {1: 0.4}, source="a.py:1")])
+    step = examined()
+    ops = [dataclasses.replace(op, module=f"model.layers.{number}") for number, op in enumerate(step.ops)]
+    step = dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=tuple(ops)))
+    (found,), _ = find(step)
+    assert found.modules == ("model.layers.0", "model.layers.1")
+    assert found.module == "model.layers.*"
+    assert found.fix == dataclasses.replace(fix, ops=(0, 1), modules=found.modules)

@@ -6,6 +6,7 @@ import pytest
 
 import nearpeak
 from nearpeak.errors import UnknownMachine, UsageError
+from nearpeak.machines.catalogue import find
 from nearpeak.profiles import file as profiles_file
 from nearpeak.profiling.load import profile_trace
 
@@ -33,6 +34,20 @@ def test_load_takes_both_kinds_of_file(tmp_path):
     found = nearpeak.load(DATA / "kineto_eager.json.gz")
     profiles_file.save(found, tmp_path / "run.json")
     assert nearpeak.load(tmp_path / "run.json") == found
+
+
+@pytest.mark.parametrize("ceilings", ["achievable", "theoretical"])
+def test_the_ceilings_of_the_bounds_are_in_the_profile(ceilings):
+    found = profile_trace(DATA / "kineto_eager.json.gz", on="a100-sxm-80gb", ceilings=ceilings)
+    rates = getattr(find("a100-sxm-80gb"), ceilings)
+    assert found.ceilings.bandwidth == rates.bandwidth
+    assert found.ceilings.matrix == rates.matrix and found.ceilings.vector == rates.vector
+    assert (found.rank, found.world_size) == (None, None)
+
+
+def test_compiled_kernels_have_their_origin():
+    found = profile_trace(DATA / "kineto_compiled.json.gz")
+    assert {op.origin for op in found.ops if op.name.startswith("inductor.")} == {"inductor"}
 
 
 def test_another_machine_has_other_bounds():

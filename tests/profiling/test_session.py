@@ -107,3 +107,13 @@ def test_on_a_cpu_one_step_is_profiled(watching, monkeypatch):
     while watching.schedule.phase != "traced":
         watching.step_ends()
     assert Profiler.made[0].among == [1]
+
+
+def test_the_rank_is_that_of_the_profiled_step(watching, monkeypatch):
+    monkeypatch.setattr(session, "distributed_rank", lambda: (3, 8))
+    while watching.schedule.phase != "traced":
+        watching.step_ends()
+    monkeypatch.setattr(session, "distributed_rank", lambda: None)  # the process group is gone
+    watching.add_trace(Trace(ops=(), storages={}))
+    found = watching.records("train.py")
+    assert (found.source, found.rank, found.world_size) == ("train.py", 3, 8)
