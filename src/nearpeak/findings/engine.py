@@ -227,7 +227,7 @@ def _removed_ops(step: Step, waste: Waste) -> Iterator[int]:
     gone = set(waste.gone)
     yield from gone
     for index, gain in waste.gains.items():
-        if index not in gone and 0.0 < (1 - 1e-9) * step.measured[index].measured_s <= gain:
+        if index not in gone and 0.0 < (1 - 1e-9) * step.time(index) <= gain:
             yield index
 
 

@@ -74,7 +74,7 @@ def fusion_saving(
 
 def proportional_gains(step: Step, members: Iterable[int], remaining_s: float) -> dict[int, float]:
     """The saving per op if `remaining_s` remains of all: each op saves the same share of its time."""
-    took = {index: step.measured[index].measured_s for index in members}
+    took = {index: step.time(index) for index in members}
     total = sum(took.values())
     share = 1 - remaining_s / total if total > remaining_s else 0.0
     return {index: time * share for index, time in took.items() if time}
@@ -297,4 +297,4 @@ def describe_ops(step: Step, members: Iterable[int]) -> str:
 
 def slowest_op(step: Step, members: Collection[int]) -> int:
     """The op with the longest time."""
-    return max(sorted(members), key=lambda index: step.measured[index].measured_s)
+    return max(sorted(members), key=step.time)

@@ -93,6 +93,10 @@ class Step:
         """The idle time of one cause, by place."""
         return [idle for idle in self.profile.idle if idle.cause == cause]
 
+    def time(self, index: int) -> float:
+        """The measured time of an op."""
+        return self.measured[index].measured_s
+
     def seconds(self, indices: Iterable[int]) -> float:
         """The measured time of some ops."""
         return sum(self.measured[index].measured_s for index in indices)

@@ -47,15 +47,15 @@ def gemm_op(batch: int, m: int, n: int, k: int, *, dtype: str, tf32: bool = Fals
 def slowness(step: Step, index: int) -> float:
     """The measured time of an op over that of a good kernel; at least 1."""
     expected = step.expected(step.ops[index])
-    return max(1.0, step.measured[index].measured_s / expected) if expected else 1.0
+    return max(1.0, step.time(index) / expected) if expected else 1.0
 
 
 def median_slowness(step: Step, gemms: Collection[int]) -> float:
     """The median of the measured times of GEMMs over those of good kernels; at least 1."""
     ratios = [
-        step.measured[index].measured_s / expected
+        step.time(index) / expected
         for index in gemms
-        if (expected := step.expected(step.ops[index])) and step.measured[index].measured_s
+        if (expected := step.expected(step.ops[index])) and step.time(index)
     ]
     return max(1.0, median(ratios)) if ratios else 1.0
 

@@ -42,7 +42,7 @@ def batch_too_small(step: Step) -> Iterator[Waste]:
     if not gemms or took < _MOST * step.profile.wall_s:
         return
     gains = {index: _gain(step, index, few) for index, few in gemms.items()}
-    largest = max(gemms, key=lambda index: step.measured[index].measured_s)
+    largest = max(gemms, key=step.time)
     few = gemms[largest]
     times = few.enough / few.rows
     wall, saved = step.profile.wall_s, sum(max(0.0, gain) for gain in gains.values())
@@ -110,4 +110,4 @@ def _gain(step: Step, index: int, few: _Few) -> float:
     then = step.expected(gemm_op(1, *more, dtype=few.weight.dtype, tf32=op.tf32_products))
     if then is None:
         return 0.0
-    return step.measured[index].measured_s - then * slowness(step, index) * few.rows / few.enough
+    return step.time(index) - then * slowness(step, index) * few.rows / few.enough

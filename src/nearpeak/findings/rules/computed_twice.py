@@ -20,12 +20,12 @@ def computed_twice(step: Step) -> Iterator[Waste]:
         if first != index and step.ops[index].phase == "forward" and _counts(step, first) and _counts(step, index)
     }
     for piece in _pieces(step, repeated):
-        launched = [index for index in piece if step.measured[index].measured_s]
+        launched = [index for index in piece if step.time(index)]
         if not launched:
             continue
-        longest = max(launched, key=lambda index: step.measured[index].measured_s)
+        longest = max(launched, key=step.time)
         backward = {backward_op for index in launched for backward_op in _backward(step, index, numbers.first[index])}
-        gains = {index: step.measured[index].measured_s for index in (*launched, *sorted(backward))}
+        gains = {index: step.time(index) for index in (*launched, *sorted(backward))}
         op, first = step.ops[longest], step.ops[numbers.first[longest]]
         shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in op.inputs[:3])
         more = f" and {len(launched) - 1} more with it" if len(launched) > 1 else ""

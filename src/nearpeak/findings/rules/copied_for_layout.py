@@ -28,7 +28,7 @@ def copied_for_layout(step: Step) -> Iterator[Waste]:
             continue
         if not all(_reads_strides(step.ops[reader], source, copy) for reader in readers):
             continue
-        took = step.measured[index].measured_s
+        took = step.time(index)
         first = step.ops[readers[0]]
         yield Waste(
             title="A tensor is made contiguous for an op that would read it as it is.",

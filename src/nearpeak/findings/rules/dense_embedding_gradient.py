@@ -35,9 +35,9 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
         states = sum(_stays(step, storage) for storage in touched - {table.storage, gradient.storage})
         if states not in _PASSES or not shares or not _only_looked_up(step, table, gradient, index):
             continue
-        took = step.measured[index].measured_s
+        took = step.time(index)
         fill = step.expected_for_work((), (Access(storage=gradient.storage, bytes=gradient.bytes),), kind="creation")
-        gains = {member: share * step.measured[member].measured_s for member, share in shares.items()}
+        gains = {member: share * step.time(member) for member, share in shares.items()}
         gains[index] = min(took, fill)
         before = sum(gains.values())
         rows = Access(storage=-1, bytes=used * gradient.shape[-1] * gradient.item_bytes)

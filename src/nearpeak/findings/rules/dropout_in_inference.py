@@ -28,7 +28,7 @@ def dropout_in_inference(step: Step) -> Iterator[Waste]:
     yield Waste(
         title="Activations are dropped, though nothing is trained in this step.",
         op=largest[0],  # one setting changes all of them
-        gains={member: step.measured[member].measured_s for member in members},
+        gains={member: step.time(member) for member in members},
         evidence=f"{len(dropouts)} dropout{'s' * (len(dropouts) > 1)}: {seconds(step.seconds(members))}, the longest "
         f"{seconds(step.seconds(largest))} for {shape} activations; the step has no backward pass and no optimizer.",
         reasoning="In evaluation mode dropout does nothing: all of its ops go away.",

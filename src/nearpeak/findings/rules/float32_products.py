@@ -25,7 +25,7 @@ def float32_products(step: Step) -> Iterator[Waste]:
         if cost.family not in PRODUCTS or not cost.product_flops.get("float32"):
             continue
         better = step.expected(_in_tf32(op))
-        took = step.measured[index].measured_s
+        took = step.time(index)
         if better is not None and better < took:
             gains[index] = took - better
             flops += cost.product_flops["float32"]

@@ -30,13 +30,11 @@ def gradients_zeroed(step: Step) -> Iterator[Waste]:
                 step, after, access.storage
             ):
                 continue
-            adds[after] = step.measured[after].measured_s * (
-                1.0 if _is_its_own(step, after, access.storage) else 1 - COPIED
-            )
+            adds[after] = step.time(after) * (1.0 if _is_its_own(step, after, access.storage) else 1 - COPIED)
             zeroed += access.bytes
         if not adds:
             continue
-        took = step.measured[fill].measured_s
+        took = step.time(fill)
         share = zeroed / sum(access.bytes for access in cost.writes)
         yield Waste(
             title="Gradients are filled with zeros, to which the backward pass adds the new ones.",

@@ -31,12 +31,12 @@ def logits_kept(step: Step) -> Iterator[Waste]:
             continue
         rows, columns, depth = sizes[1:]
         fewer = max(1, round(rows * read))
-        gains = {member: step.measured[member].measured_s * (1 - read) for member in chain[1:]}
+        gains = {member: step.time(member) * (1 - read) for member in chain[1:]}
         backward = _backward(step, op)
         for member in (index, *backward):
             gains[member] = _gain(step, member, rows, fewer)
         for member in _selecting(step, chain[-1], backward, op.outputs[0].elements):  # they run before the GEMM instead
-            gains[member] = step.measured[member].measured_s * max(0.0, 1 - depth / columns)
+            gains[member] = step.time(member) * max(0.0, 1 - depth / columns)
         if gains[index] <= 0:
             continue
         out = op.outputs[0]
@@ -133,7 +133,7 @@ def _selecting(step: Step, last: int, backward: list[int], elements: int) -> set
 
 def _gain(step: Step, index: int, rows: int, fewer: int) -> float:
     """The gain of a GEMM in which these rows are rows of the result or the contracted dimension."""
-    op, took = step.ops[index], step.measured[index].measured_s
+    op, took = step.ops[index], step.time(index)
     sizes = product_sizes(op)
     if sizes is None:
         return 0.0

@@ -33,9 +33,9 @@ def logits_upcast(step: Step) -> Iterator[Waste]:
         backward, cast_back = _backward(step, softmax)
         short = step.ops[cast].tensor("self").dtype
         casts = [cast, *cast_back]
-        gains = {index: step.measured[index].measured_s for index in casts}
+        gains = {index: step.time(index) for index in casts}
         for index in (*between, softmax, *backward):
-            gains[index] = step.measured[index].measured_s * _saved(step, step.ops[index], short)
+            gains[index] = step.time(index) * _saved(step, step.ops[index], short)
         logits = op.tensor("self")
         yield Waste(
             title="The logits are cast to float32 before the loss.",
@@ -66,9 +66,9 @@ def _cast_after(step: Step, softmax: int) -> Iterator[Waste]:
             for reader in step.flow.consumers[index]
             if _casts(step.ops[reader], ("float32",), _SHORT)
         ]
-        gains = {index: step.measured[index].measured_s for index in (cast, *back)}
+        gains = {index: step.time(index) for index in (cast, *back)}
         for index in spread:
-            gains[index] = step.measured[index].measured_s * _saved(step, step.ops[index], logits.dtype)
+            gains[index] = step.time(index) * _saved(step, step.ops[index], logits.dtype)
         yield Waste(
             title="Log-probabilities are cast to float32 for the loss.",
             op=cast,

@@ -19,7 +19,7 @@ def nan_to_num_for_fill(step: Step) -> Iterator[Waste]:
     for index, op in enumerate(step.ops):
         if op.packet not in ("aten.nan_to_num", "aten.nan_to_num_") or op.phase != "forward":
             continue
-        source, took = op.inputs[0], step.measured[index].measured_s
+        source, took = op.inputs[0], step.time(index)
         writes = step.flow.producers[index].get(source.storage)
         if writes is None and step.trace.storages[source.storage].kind == "intermediate":
             fill = FILL_SHARE * took

@@ -27,7 +27,7 @@ def needless_recompute(step: Step) -> Iterator[Waste]:
     yield Waste(
         title="A forward is recomputed in the backward pass, although there is enough memory to keep its results.",
         op=_main(step, recomputed),
-        gains={index: step.measured[index].measured_s for index in recomputed},
+        gains={index: step.time(index) for index in recomputed},
         evidence=f"{len(recomputed)} ops are recomputed and take {seconds(took)}. The step needs "
         f"{memory.peak_bytes / GIB:.3g} GiB of {memory.capacity_bytes / GIB:.3g} GiB at its peak.",
         reasoning=f"Their results take {saved_bytes / GIB:.3g} GiB more at most: {needed / GIB:.3g} GiB, under "

@@ -28,7 +28,7 @@ def no_kv_cache(step: Step) -> Iterator[Waste]:
     for index in step.trace.shapes_before:
         share = _share_of_one_token(step, index, length)
         if share is not None:
-            left[index] = min(share, 1.0) * step.measured[index].measured_s
+            left[index] = min(share, 1.0) * step.time(index)
     took = step.seconds(left)
     remaining = max(sum(left.values()), _launching(step, len(left)))
     if not left or took <= remaining:
@@ -37,7 +37,7 @@ def no_kv_cache(step: Step) -> Iterator[Waste]:
     yield Waste(
         title="Each step runs the whole text through the model, where one new token would do: there is no KV cache.",
         op=grown[0],
-        gains={index: scale * (step.measured[index].measured_s - seconds_left) for index, seconds_left in left.items()},
+        gains={index: scale * (step.time(index) - seconds_left) for index, seconds_left in left.items()},
         evidence=f"{len(grown)} causal attention{'s' * (len(grown) > 1)} of {length} queries with {length} keys, one "
         f"more of each than in the step before; {len(left)} ops that grow with the text took {seconds(took)}.",
         reasoning=f"For one token with the keys and values of {length - 1} others kept, these ops take "

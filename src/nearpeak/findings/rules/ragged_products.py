@@ -32,7 +32,7 @@ def ragged_products(step: Step) -> Iterator[Waste]:
         return
     usual = _usual(step, ragged)
     for index, sizes in ragged.items():
-        op, took = step.ops[index], step.measured[index].measured_s
+        op, took = step.ops[index], step.time(index)
         batch, *edges = sizes
         padded = [math.ceil(size / _PADDED) * _PADDED if size * _width(op) % ALIGNMENT else size for size in edges]
         if padded == edges:

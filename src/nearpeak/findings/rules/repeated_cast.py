@@ -20,7 +20,7 @@ def repeated_cast(step: Step) -> Iterator[Waste]:
         if _casts(step, index):
             groups.setdefault(numbers.reads[index], []).append(index)
     for casts in groups.values():
-        later = [index for index in casts[1:] if step.measured[index].measured_s]
+        later = [index for index in casts[1:] if step.time(index)]
         if not later or step.ops[casts[0]].phase != "forward":  # casts in backward alone have no line of their own
             continue
         backward_casts = _backward(step, casts)
@@ -34,8 +34,8 @@ def repeated_cast(step: Step) -> Iterator[Waste]:
         lines = list(dict.fromkeys(step.ops[index].source for index in casts if step.ops[index].source))
         yield Waste(
             title=f"The same {what} is cast to {result.dtype} {len(casts)} times in a step.",
-            op=max(later, key=lambda index: step.measured[index].measured_s),
-            gains={index: step.measured[index].measured_s for index in (*later, *backward_casts[:-1])} | sums,
+            op=max(later, key=step.time),
+            gains={index: step.time(index) for index in (*later, *backward_casts[:-1])} | sums,
             evidence=f"{article} {what} of {size}, {quantity(source.bytes, 'B')} of {source.dtype}, "
             f"is cast to {result.dtype} at {', '.join(lines[:4]) or 'unknown lines'}; the casts after the first "
             f"took {seconds(step.seconds(later))}"
@@ -105,5 +105,5 @@ def _sums(step: Step, backward_casts: Sequence[int]) -> dict[int, float]:
         short = step.ops[backward_casts[0]].inputs[0].dtype
         now, then = step.expected(op), step.expected(with_dtype(op, op.outputs[0].dtype, short))
         if now and then is not None and then < now:
-            savings[index] = step.measured[index].measured_s * (1 - then / now)
+            savings[index] = step.time(index) * (1 - then / now)
     return savings

@@ -37,7 +37,7 @@ def skewed_experts(step: Step) -> Iterator[Waste]:
         m, n, k = (product_sizes(step.ops[members[0]]) or (1, 0, 0, 0))[1:]
         yield Waste(
             title=f"{len(members)} experts run one after the other, with {ordered[0]} to {ordered[-1]} rows each.",
-            op=max(members, key=lambda index: step.measured[index].measured_s),
+            op=max(members, key=step.time),
             gains=proportional_gains(step, members, grouped),
             gone=joined,
             evidence=f"{len(members)} products like {m} x {k} by {k} x {n} take {seconds(took)} for {sum(rows)} rows: "

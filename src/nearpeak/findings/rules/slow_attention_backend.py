@@ -42,7 +42,7 @@ def slow_attention_backend(step: Step) -> Iterator[Waste]:
         # Masks, and memory-efficient kernels for most head dimensions, were not measured: there is no ratio.
         by_ratio = backend == "flash" and not causal
         left = {index: _left(step, index, causal=causal, by_ratio=by_ratio) for index in members}
-        gains = {index: step.measured[index].measured_s - after for index, after in left.items() if after is not None}
+        gains = {index: step.time(index) - after for index, after in left.items() if after is not None}
         took = step.seconds(gains)
         if sum(gains.values()) <= took * (1 - 1 / _FASTER):
             continue
@@ -80,7 +80,7 @@ def _calls(step: Step) -> Iterator[list[int]]:
 
 def _left(step: Step, index: int, *, causal: bool, by_ratio: bool) -> float | None:
     """The remaining time of an op."""
-    op, took = step.ops[index], step.measured[index].measured_s
+    op, took = step.ops[index], step.time(index)
     now, then = step.expected(op), step.expected(_better(op, causal=causal))
     if not now or then is None:
         return None

@@ -24,7 +24,7 @@ def softmax_for_argmax(step: Step) -> Iterator[Waste]:
             continue
         if not all(_asks_for_order(step, reader, op) for reader in readers):
             continue
-        took, moved = step.measured[index].measured_s, step.bytes([index])
+        took, moved = step.time(index), step.bytes([index])
         first = step.ops[readers[0]]
         yield Waste(
             title="Probabilities are computed only to find the largest ones.",

@@ -37,10 +37,7 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
             if cause.cause == "synchronization" and cause.what == "copy" and cause.where == where
         )
         small = all(size <= SMALL_COPY_BYTES for size in moved.values())
-        gains = {
-            index: max(0.0, step.measured[index].measured_s - (0.0 if small else moved[index] / rate))
-            for index in pageable
-        }
+        gains = {index: max(0.0, step.time(index) - (0.0 if small else moved[index] / rate)) for index in pageable}
         took, total = step.seconds(indices), sum(moved.values())
         yield Waste(
             title=_copy_title(small, bool(pageable)),
@@ -202,9 +199,7 @@ def _removed_work(step: Step, where: str, form: _Form) -> dict[int, float]:
         return _mask_counting_seconds(step, where)
     if form is _READ:
         return {
-            index: step.measured[index].measured_s
-            for index, op in enumerate(step.ops)
-            if op.packet in _READS and op.place == where
+            index: step.time(index) for index, op in enumerate(step.ops) if op.packet in _READS and op.place == where
         }
     return {}
 
@@ -238,14 +233,12 @@ def _mask_counting_seconds(step: Step, where: str) -> dict[int, float]:
         if op.place != where or (not masks and op.packet != "aten.nonzero"):
             continue
         if op.packet == "aten.nonzero":
-            gains[index] = step.measured[index].measured_s
+            gains[index] = step.time(index)
         elif op.packet in ("aten.index", "aten.masked_select"):
             whole = op.tensor("self")
             whole_access = Access(storage=whole.storage, bytes=whole.bytes)
             read = [Access(storage=mask.storage, bytes=mask.bytes) for mask in masks]
-            gains[index] = max(
-                0.0, step.measured[index].measured_s - step.expected_for_work([whole_access, *read], [whole_access])
-            )
+            gains[index] = max(0.0, step.time(index) - step.expected_for_work([whole_access, *read], [whole_access]))
     return gains
 
 

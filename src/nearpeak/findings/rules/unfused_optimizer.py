@@ -39,8 +39,8 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
         share = 1 - one_pass / expected
         yield Waste(
             title="The optimizer goes over its state in many ops; a fused one does it in one pass.",
-            op=max(passing, key=lambda index: step.measured[index].measured_s),
-            gains={index: share * step.measured[index].measured_s for index in passing},
+            op=max(passing, key=step.time),
+            gains={index: share * step.time(index) for index in passing},
             gone=launches_removed(step, members, one_pass),
             evidence=f"{len(passing)} ops of the optimizer move {quantity(moved_bytes, 'B')} in {seconds(took)}; the "
             f"parameters, gradients and states that they read and write are {quantity(needed_bytes, 'B')}"

@@ -32,7 +32,7 @@ def unfused_residual(step: Step) -> Iterator[Waste]:
         if add is None or not _adds(step, add, total.elements):
             continue
         sum_needed = set(step.flow.consumers[add]) != {index} or total.storage in step.flow.results
-        took, norm_took = step.measured[add].measured_s, step.measured[index].measured_s
+        took, norm_took = step.time(add), step.time(index)
         # Fused, the norm does not read the sum, and the add writes it only if other ops need it.
         gains = {index: norm_took * min(0.5, total.bytes / max(total.bytes, step.measured[index].bytes))}
         if not sum_needed:

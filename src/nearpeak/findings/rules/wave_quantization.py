@@ -65,7 +65,7 @@ def _power_loss(step: Step, index: int, gain: float, emptier: float) -> float:
     additional occupancy. The gain is reduced by this, to the extent that GEMMs are what the device does; but the GEMM
     does reach the sustained rate.
     """
-    limits, took = step.machine.achievable, step.measured[index].measured_s
+    limits, took = step.machine.achievable, step.time(index)
     rates = {} if limits is None else limits.matrix_sustained
     sustained = sum(count / rates[dtype] for dtype, count in step.costs[index].flops.items() if dtype in rates)
     if took - gain >= sustained:

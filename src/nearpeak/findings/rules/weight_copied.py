@@ -32,7 +32,7 @@ def weight_copied(step: Step) -> Iterator[Waste]:
         products = [reader for reader in step.flow.consumers[index] if step.costs[reader].family in PRODUCTS]
         if not products or len(products) != len(step.flow.consumers[index]) or copy.storage in step.flow.results:
             continue
-        took = step.measured[index].measured_s
+        took = step.time(index)
         first = step.ops[products[0]]
         changes = f"from {source.dtype} to {copy.dtype}" if cast else "into another order"
         yield Waste(

@@ -19,7 +19,7 @@ def zeroed_then_overwritten(step: Step) -> Iterator[Waste]:
             if not _fills(step, fill, storage) or not _overwrites(step, after, storage):
                 continue
             op = step.ops[fill]
-            took, moved = step.measured[fill].measured_s, step.costs[fill].writes[0].bytes
+            took, moved = step.time(fill), step.costs[fill].writes[0].bytes
             yield Waste(
                 title="A buffer is filled, and then completely overwritten before it is read.",
                 op=fill,
