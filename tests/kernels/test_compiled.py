@@ -21,15 +21,15 @@ NARROW = "narrow"
 """In the name of a launch whose tensors are such that nothing is loaded by 128 bits."""
 SMALL = "small result"
 """In the name of a launch whose threads have less than 128 bits of the result each."""
-BY_ROW = {"attention_means_kernel", "linear_attention_means_kernel"}
+BY_ROW = {"attention_delta_kernel", "linear_attention_means_kernel"}
 """Kernels that write a number or two of each row, which no thread has several of."""
 COPIED = {
-    "attention_hopper_kernel", "attention_hopper_backward_kernel", "ladder_persistent_kernel", "gemm_sm90_kernel",
+    "attention_sm90_kernel", "attention_sm90_backward_kernel", "ladder_persistent_kernel", "gemm_sm90_kernel",
     "grouped_gemm_sm90_kernel", "grouped_gemm_fp8_sm90_kernel", "grouped_weight_gradient_sm90_kernel",
 }  # fmt: skip
 """Kernels that have whole tiles copied, and load next to nothing themselves."""
 CROWDED = {
-    "attention_forward_kernel": 16, "attention_hopper_kernel": 16, "attention_hopper_backward_kernel": 1200,
+    "attention_forward_kernel": 16, "attention_sm90_kernel": 16, "attention_sm90_backward_kernel": 1200,
     "attention_keys_kernel": 600, "linear_attention_kernel": 440,
 }  # fmt: skip
 """Kernels whose sums fill the registers, and how many bytes of the rest may go to memory, there and back."""

@@ -388,7 +388,7 @@ def _consume_forward(
 
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "blocks", "tiles", "together", "diagonal"])
-def attention_hopper_kernel(
+def attention_sm90_kernel(
     lse, query, key, value, result, factor, queries, keys, heads, group, blocks, tiles, together, diagonal,
     KEYS: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     SNAKE: gl.constexpr,
@@ -476,7 +476,7 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     tiles = blocks * heads
     programs = min(processors(device), tiles) if config.persistent else tiles
     launch(
-        attention_hopper_kernel, (programs, 1, 1), lse, _tile_descriptor(problem.query, _WARPGROUP_ROWS),
+        attention_sm90_kernel, (programs, 1, 1), lse, _tile_descriptor(problem.query, _WARPGROUP_ROWS),
         _tile_descriptor(problem.key, _KEY_BLOCK), _tile_descriptor(problem.value, _KEY_BLOCK),
         _tile_descriptor(result, _WARPGROUP_ROWS), problem.scale * math.log2(math.e),
         problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, math.gcd(config.together, heads),
@@ -847,7 +847,7 @@ def _consume_backward(
 
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors"])
-def attention_hopper_backward_kernel(
+def attention_sm90_backward_kernel(
     lse2, delta, counters, key_gradient, value_gradient, query, key, value, gradient, sums, scale,
     queries, keys, heads, group, pairs, blocks, diagonal, rows, processors,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr,
@@ -946,7 +946,7 @@ def backward(
     causal = problem.right == 0
     diagonal = _diagonal_offset(problem)
     launch(
-        attention_hopper_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1),
+        attention_sm90_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1),
         lse2, delta, counters, _tile_descriptor(by_key, _WARPGROUP_ROWS), _tile_descriptor(by_value, _WARPGROUP_ROWS),
         *inputs, descriptor(sums, [_WARPGROUP_ROWS, problem.dim // 2]), problem.scale,
         problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal, heads * padded,

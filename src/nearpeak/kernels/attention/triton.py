@@ -479,7 +479,7 @@ def forward(problem: AttentionProblem, *, config: TileConfig | None = None) -> t
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "padded", "blocks"])
-def attention_means_kernel(
+def attention_delta_kernel(
     gradient, result, lse, lse_gradient, lse2, delta, gradient_batch_stride, gradient_head_stride, gradient_stride,
     result_batch_stride, result_head_stride, result_stride, heads, queries, padded, blocks,
     VALUE_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -513,7 +513,7 @@ def statistics(
     lse2, delta = (torch.empty((*lse.shape[:2], padded), dtype=torch.float32, device=lse.device) for _ in range(2))
     blocks = triton.cdiv(padded, _DELTA_ROWS)
     launch(
-        attention_means_kernel, (blocks * problem.heads * problem.batches, 1, 1), gradient, result,
+        attention_delta_kernel, (blocks * problem.heads * problem.batches, 1, 1), gradient, result,
         lse, None if lse_gradient is None else lse_gradient.contiguous(), lse2, delta, *gradient.stride()[:3],
         *result.stride()[:3], problem.heads, problem.queries, padded, blocks, problem.value_dim,
         problem.block_value_dim, _DELTA_ROWS,
