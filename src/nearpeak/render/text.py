@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nearpeak.ops.op import name_without_origin, origin_of_name
 from nearpeak.render.document import (
     Block,
     Cell,
@@ -117,7 +118,7 @@ def short_name(op: str) -> str:
     >>> short_name("aten.gelu_backward.default"), short_name("aten.sum.dim_IntList"), short_name("mine.kernel")
     ('gelu_backward', 'sum.dim_IntList', 'mine.kernel')
     """
-    return plain(op.removeprefix("aten.").removeprefix("inductor.triton_").removesuffix(".default"))
+    return plain(_without_namespace(op).removesuffix(".default"))
 
 
 def packet_name(op: str) -> str:
@@ -127,7 +128,15 @@ def packet_name(op: str) -> str:
     ('mul', 'mine.kernel')
     """
     packet = op.rpartition(".")[0] if op.count(".") > 1 else op
-    return plain(packet.removeprefix("aten.").removeprefix("inductor.triton_"), 60)
+    return plain(_without_namespace(packet), 60)
+
+
+def _without_namespace(op: str) -> str:
+    """A name without "aten.", and of a kernel of Inductor's what it fuses."""
+    kernel = name_without_origin(op)
+    if origin_of_name(op) == "inductor" and kernel.startswith("triton_"):
+        return kernel.removeprefix("triton_")
+    return op.removeprefix("aten.")
 
 
 def signed_percent(value: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from nearpeak.diffs.difference import Difference, OpChange, RunSummary
 from nearpeak.diffs.gate import Gate
+from nearpeak.ops.op import origin_of_name
 from nearpeak.profiles.finding import Finding
 from nearpeak.render.document import Block, Cell, Color, Document, Fact, Facts, Items, Name, Paragraph, Table
 from nearpeak.render.text import elide, elide_start, plain, short_name, signed_percent
@@ -143,7 +144,7 @@ def _ops(difference: Difference, top: int) -> Table:
 def _change_name(change: OpChange) -> Name:
     """What ran, or what now does, in a few words, and its phase."""
     names = change.names_after or change.names_before
-    fused = sum(name.startswith("inductor.") for name in names)
+    fused = sum(origin_of_name(name) == "inductor" for name in names)
     short = f"{len(names)} kinds of kernels" if fused > 2 else _name_list(names, 2)
     return Name(short, plain(change.phase, 10))
 
