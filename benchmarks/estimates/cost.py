@@ -1,10 +1,10 @@
-"""What an estimate itself costs: microseconds per op of a training step, and a step of 70 billion parameters.
+"""The cost of an estimate itself: microseconds per op of a training step, and a step of 70 billion parameters.
 
     python -m benchmarks.estimates.cost --json benchmarks/results/estimate_cost.json
 
 Needs `pip install transformers`, no GPU and no weights. Each part of the training step of a small Llama is measured
-several times and the least counts, in time of the processor, since others may use the machine. The large case runs once
-in a process of its own, model and all, in seconds of the clock as well; its memory is the most that the process held.
+several times; the result is the minimum CPU time, since other processes may use the machine. The large case runs once
+in its own process, with wall time and peak memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures this machine and writes what its kernels reach into the table that is shipped with the package.
+"""Measures the efficiency of kernels on this machine and writes it into the table of the package.
 
     python -m benchmarks.estimates.reference_efficiency [--write FILE]
 
-The table has one GPU and one CPU; the other one is left as it is.
+The table has one GPU and one CPU; the entry of the other one is kept.
 """
 
 from __future__ import annotations

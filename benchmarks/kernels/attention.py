@@ -1,7 +1,12 @@
-"""What `benchmarks.kernels` measures of attention: both passes beside what else there is, and memory.
+"""Sections "attention", "attention_memory" and "decoding" of `benchmarks.kernels`.
 
-All forward passes run without gradients but for that of flex: it would be compiled once more, and does the same. FLOPs
-are those of two products for each query and key that it sees, and of five in the backward pass.
+Attention: both passes of every backend ("nearpeak", its "portable" Triton kernels, "cudnn", "flash" and "flex" of
+torch), with errors. FLOPs are those of two GEMMs over the unmasked pairs of a query and a key, and of five in the
+backward pass. Forward passes run without gradients, except for flex, which would be compiled again for the same kernel.
+
+Attention memory: very long sequences, their peak memory beyond the inputs, and whether they run at all.
+
+Decoding: one new token per sequence, with contiguous and paged caches in bfloat16 and float8, beside torch's SDPA.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What `benchmarks.kernels` measures of operations on rows, and the class of all its cases.
+"""`KernelCase`, an operation with all its implementations, and the section "rows" of `benchmarks.kernels`.
 
-A case has the ways to do an operation, by name: "nearpeak", "eager" (torch as users write it), "compile" (the same
-through torch.compile) and, where it is installed and has the operation, "liger". All take the same inputs and return
-the same results.
+Implementations by name: "nearpeak", "eager" (plain torch), "compile" (the same through torch.compile) and, where it is
+installed and has the operation, "liger". All take the same inputs and return the same results.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from nearpeak import kernels
 SIZES = ((16384, 4096), (4096, 16384), (32768, 1024), (2048, 65536), (1024, 262144))
 HEAD, MOST_HEADS = 128, 128
 BACKEND = "inductor"
-"""Of torch.compile; tests take one that needs no compiler."""
+"""Backend of torch.compile; tests use one that needs no compiler."""
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None
 Way = Callable[..., Any]
 
@@ -42,11 +41,11 @@ class KernelCase:
     nearpeak: Way
     liger: Way | None = None
     others: Mapping[str, Way] = field(default_factory=dict)
-    """Further ways, by name."""
+    """Further implementations, by name."""
     forward_bytes: int
-    """What the forward pass must read and write at the least."""
+    """Minimum bytes read and written by the forward pass."""
     backward_bytes: int | None = None
-    """The same of the backward pass; None where there is none."""
+    """The same for the backward pass; None where there is none."""
     compiled: bool = True
     checked: bool = True
     """Whether results are compared with float64."""

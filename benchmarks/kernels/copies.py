@@ -1,6 +1,6 @@
-"""What `benchmarks.kernels` measures of operations that move tensors: float8, transposes, tokens, the optimizer.
+"""Section "copies" of `benchmarks.kernels`: quantization to float8, transposes, permuted tokens, and AdamW.
 
-Cases as in `kernel_cases.py`. "index_select" is the copy of tokens alone, once their order is known.
+"index_select" is the copy of tokens alone, once their order is known.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     PYTHONPATH=src python -m benchmarks.kernels.counters --json benchmarks/results/kernel_counters_h200.json
     python -m benchmarks.kernels.counters --show benchmarks/results/kernel_counters_h200.json
 
-ncu runs this script once more, each call once, and a kernel as often as its counters need. Before each of these runs
-caches are empty; the clock is left to the GPU. The table has shares: of the time in which tensor cores compute; of what
-the units for exponentials (xu) and for starting instructions (issue) can do while a processor has work; of what DRAM
-and L2 can move. Below are the three reasons for which most warps wait, with how many do when an instruction starts.
+ncu runs this script again: each call once, and each kernel as often as its counters need, with empty caches and an
+unlocked clock. The table has the utilization of tensor cores, of the units for exponentials (xu) and of instruction
+issue while a multiprocessor is active, and of DRAM and L2 bandwidth; and the three most frequent stall reasons, in
+warps per issued instruction.
 
-A call of several kernels has the sum of their times and cycles, and the shares of the longest. Needs a GPU, ncu, and
-the right to read counters.
+For a call with several kernels, times and cycles are summed, and utilization is that of the longest kernel. Needs a
+GPU, ncu, and permission to read counters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Cases of `benchmarks.kernels` that count FLOPs: ways to one result, timed in turns, with their errors.
+"""`FlopsCase`, an operation whose FLOPs are counted: implementations timed in turns, with their errors.
 
-A case may have several kinds of inputs of the same shapes: what is compiled for one is compiled for all. Errors are of
-some rows of the result against float64, relative to the largest value.
+A case may have several kinds of inputs of the same shapes, which share compiled code. Errors are those of some rows of
+the result against float64, relative to the largest value.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What `benchmarks.kernels` measures of products of matrices: alone, with what follows them, and of 8 bits.
+"""Section "products" of `benchmarks.kernels`: GEMMs alone, with epilogues, and in 8 bits.
 
-The ways: "nearpeak"; "cublas", `torch.nn.functional.linear` alone; "cublas + ..." with kernels of nearpeak, of Liger or
-of torch after it; "cublas fused", what cuBLAS does itself of it: `torch.addmm` with a residual, and
-`torch._addmm_activation` with bias and GELU; "compile" and "max-autotune", torch.compile without and with its own
-kernels for products; "scaled_mm", that of torch for 8 bits. All have the same inputs, of normal numbers. Of the gated
-product, Liger has gate and up from two products, as in its layer: halves of one tensor would be copied.
+Implementations: "nearpeak"; "cublas", `torch.nn.functional.linear` alone; "cublas + ...", followed by kernels of
+nearpeak, Liger or torch; "cublas fused", epilogues of cuBLAS: `torch.addmm` with a residual, and
+`torch._addmm_activation` with bias and GELU; "compile" and "max-autotune", torch.compile without and with its own GEMM
+kernels; "scaled_mm", torch's GEMM in 8 bits. All have the same normally distributed inputs. For the gated GEMM, Liger
+gets gate and up from two GEMMs, as in its layer: it would copy halves of one tensor.
 """
 
 from __future__ import annotations

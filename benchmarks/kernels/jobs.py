@@ -1,8 +1,8 @@
-"""Work that several processes share before anything is timed: compiling, with a limit to the time it takes.
+"""Compilation in several processes before anything is timed, with a time limit.
 
-Jobs have names. A process takes the next that nobody has taken, by making a file, so that none is lost with a process
-that ends early. What became of each step of a job is kept in files of one folder, which the process that measures
-reads: what could not be compiled in time, or ended its process, is not tried there.
+Jobs have names. A process takes the next free job by creating a file, so that a process that dies loses only its own
+job. The outcome of each step of a job is a file in the same folder. The process that measures reads them and skips what
+was not compiled in time or crashed.
 """
 
 from __future__ import annotations

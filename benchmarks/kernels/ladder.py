@@ -1,14 +1,14 @@
-"""The ladder of matrix products: time and traffic of each rung, as predicted from its tile and as counted by ncu.
+"""The ladder of GEMMs: time and traffic of each rung, as predicted from its tile and as counted by ncu.
 
     PYTHONPATH=src python -m benchmarks.kernels.ladder --json ladder.json --ncu   # a minute on an H200, ncu included
     python -m benchmarks.kernels.ladder --show benchmarks/results/ladder_h200.json
     PYTHONPATH=src python -m benchmarks.kernels.ladder --again ladder.json --json ladder.json
     PYTHONPATH=src python -m benchmarks.kernels.ladder --predict                  # the arithmetic alone, on any machine
 
-ncu runs this script once more, each rung once. It counts for all rungs: sectors that threads asked the L1 cache for,
-bytes that came to processors from L2, and DRAM. Which of them a rung is held against, and why, is in
-`nearpeak/kernels/ladder/__init__.py`. A prediction holds if it is within 10 % of the counter.
-`--again` predicts anew, and compares that with the counters of an earlier file.
+ncu runs this script again, each rung once. It counts sectors requested from the L1 cache, bytes from L2 and bytes from
+DRAM. `nearpeak/kernels/ladder/__init__.py` says which counter a rung is compared with, and why. A prediction holds if
+it is within 10 % of the counter. `--again` repeats the predictions and compares them with the counters of an earlier
+file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` measures of launches: what a call on small tensors takes on the host."""
+"""Section "launch" of `benchmarks.kernels`: host time of calls on small tensors."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What `benchmarks.kernels` measures of linear attention: beside attention, and the lengths where it gets faster.
+"""Section "linear_attention" of `benchmarks.kernels`: time by length, and the crossover with softmax attention.
 
-All is causal, in bfloat16; a batch has as many sequences as make `together` tokens, or one. The ways: "nearpeak",
-`linear_attention`; "naive", the same as its formula reads, with the state of every token from a cumulative sum;
-"quadratic", the same with all weights written out; and attention by softmax, which computes something else: that of
-nearpeak ("attention") and what torch picks ("sdpa"). A way that would need more memory than there is is left out, with
-the bytes that it would take. Calls that take long are timed a few times alone, and others in turns.
+Everything is causal and in bfloat16; a batch has `together` tokens, or one sequence. Implementations: "nearpeak";
+"naive", the formula with the state of every token from a cumulative sum; "quadratic", with all weights materialized;
+and softmax attention, which computes something else: nearpeak's ("attention") and torch's ("sdpa"). An implementation
+that would run out of memory is left out, with the bytes that it would need. Long calls are timed a few times alone, the
+others in turns.
 """
 
 from __future__ import annotations

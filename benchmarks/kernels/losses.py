@@ -1,6 +1,7 @@
-"""What `benchmarks.kernels` measures of losses: forward and backward pass together, and memory.
+"""Section "losses" of `benchmarks.kernels`: forward and backward pass together, and memory.
 
-Each way gives the gradients. Logits that a way overwrites are written anew before each call, outside of what is timed.
+Every implementation computes the gradients. Logits that are overwritten in place are restored before each call,
+untimed.
 """
 
 from __future__ import annotations

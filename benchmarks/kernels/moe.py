@@ -1,11 +1,13 @@
-"""What `benchmarks.kernels` measures of experts: grouped products, their gradients, 8 bits, and whole layers.
+"""Section "experts" of `benchmarks.kernels`: grouped GEMMs, their gradients, 8 bits, and whole MoE layers.
 
-Tokens choose experts in three ways: "even" (all experts have as many rows), "uniform" (experts at random) and "beta"
-(an expert is chosen in proportion to a number drawn once for it from Beta(1, 5)). The ways: "nearpeak"; "torch",
-`torch._grouped_mm`, eager; "max-autotune", the same compiled, with torch's own kernels for it; and of 8 bits
-"scaled_grouped_mm", that of torch. What they need to know of the rows of experts (`row_groups`, and torch's offsets) is
-made before, as a layer makes it once for several products. FLOPs are those of the rows there are. Of layers see
-`kernel_expert_layers`.
+Routing: "even" (all experts have as many rows), "uniform" (random experts) and "beta" (the probability of an expert is
+drawn once from Beta(1, 5)). Implementations of grouped GEMMs: "nearpeak"; "torch", `torch._grouped_mm`, eager;
+"max-autotune", the same compiled; and "scaled_grouped_mm", torch's in 8 bits. Row groups and offsets are computed
+before, as a layer computes them once for several GEMMs. FLOPs are those of the routed rows.
+
+Layers, from tokens and routing to results: "nearpeak"; "torch", as transformers has it with `torch._grouped_mm`;
+"compile", the same through torch.compile; and "liger", its fused layer, which autotunes about 200 configurations at its
+first call, so that several processes share them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What ncu counts of calls: a script runs itself once more under ncu, with a range around each call.
+"""Hardware counters of calls: a script runs itself again under ncu, with an NVTX range around each call.
 
-The script that ncu starts has `counted_range` around each call, and nothing else is counted. The one that a user starts
-asks for `counted`, and gets the kernels of all ranges.
+The script under ncu has `counted_range` around each call; nothing else is counted. The script that a user starts calls
+`counted` and gets the kernels of all ranges.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The kernels of nearpeak beside everything that a user could call instead: on this GPU, in one run.
+"""The kernels of nearpeak beside all alternatives, on this GPU, in one run.
 
     PYTHONPATH=src python -m benchmarks.kernels --json benchmarks/results/kernels_h200.json
     python -m benchmarks.kernels --show benchmarks/results/kernels_h200.json
 
 Sections, all or those of `--only`: "losses" (both passes, with memory), "copies" (float8, transposes, tokens, AdamW),
-"launch" (what a call takes on the host), "rows" (operations on rows, each pass), "attention" (each pass), "decoding"
-(with caches of all kinds), "attention_memory" (very many tokens), "products" (of matrices, with what follows them),
-"experts" (grouped products and layers of experts) and "linear_attention" (beside attention, by tokens). First
-everything is compiled by several processes. Then all ways to do the same are timed in turns by one process: device time
-with cold caches, and mostly the error against float64. "Of copy" is the rate at which a way moves the bytes that the
-operation must move at the least, as a share of the rate of a copy in the same run. Sections of the file that are not
-measured now stay.
+"launch" (host time of calls), "rows" (operations on rows, each pass), "attention" (each pass), "decoding" (with all
+kinds of caches), "attention_memory" (long sequences), "products" (GEMMs with epilogues), "experts" (grouped GEMMs and
+MoE layers) and "linear_attention" (by sequence length). Several processes compile everything first. Then one process
+times all implementations of an operation in turns: GPU time with cold caches, and in most sections the error against
+float64. "Of copy" is the rate of the minimum traffic of an operation over the rate of a copy in the same run. Sections
+of the file that are not measured are kept.
 """
 
 from __future__ import annotations

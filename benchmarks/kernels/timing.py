@@ -1,7 +1,7 @@
-"""Times of several ways to do the same, taken in turns, so that a drift meets all of them.
+"""Times of several implementations, measured in turns, so that drift affects all of them alike.
 
-`in_turns` is the device time of a call with cold caches, `host_in_turns` what a call takes on the host. On a CPU, where
-tests run this, both are wall time.
+`in_turns` measures the GPU time per call with cold caches, `host_in_turns` the host time per call. On a CPU, as in
+tests, both measure wall time.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python -m benchmarks.kernels.tune --table src/nearpeak/kernels/tables/sm90.json
 
-Kernels of different candidates are compiled by several processes first; what is not compiled in time is left out. Then
-all candidates for one size are measured in turns. One that does not reproduce the result of the default, or its own, is
-left out and named. Entries of the table for operations or sizes that are not measured now stay as they are.
+Several processes compile all candidates first; a candidate that is not compiled in time is left out. Then all
+candidates for one size are measured in turns. A candidate whose result differs from that of the default, or between
+runs, is rejected and reported. Entries of the table for other operations or sizes are kept.
 """
 
 from __future__ import annotations

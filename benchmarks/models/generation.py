@@ -1,11 +1,10 @@
-"""A small language model that generates with a cache of keys and values, beside the same without one.
+"""Generation by a small language model with and without a KV cache.
 
     PYTHONPATH=src python -m benchmarks.models.generation --device cuda --dtype bfloat16 --json generation.json
     PYTHONPATH=src python -m benchmarks.models.generation --width 64 --layers 2 --heads 4 --key-heads 2 --lengths 16 32
 
-For each length: the FLOPs of the next token by an estimate, and the time that it takes, measured. With a cache these
-grow by the attention to one token more; without, all tokens are computed again. First, both ways generate a few tokens,
-which must be the same.
+For each length: the estimated FLOPs and the measured time of the next token. With a cache these grow by the attention
+to one more token; without, all tokens are recomputed. First, both variants generate a few tokens, which must be equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table and the plot of docs/accuracy.md, from the results of kernel_durations.py.
+"""The table and the plot of docs/accuracy.md, from the results of `benchmarks.accuracy.durations`.
 
     python -m benchmarks.pages.durations benchmarks/results/kernel_durations_h200.json
 

@@ -1,4 +1,4 @@
-"""Panels of bars: of each group one bar for each way to do the same, with its number above it."""
+"""Plots of docs/kernels.md: panels of grouped bars with their values, and curves with logarithmic axes."""
 
 from __future__ import annotations
 
