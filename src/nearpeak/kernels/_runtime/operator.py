@@ -34,7 +34,7 @@ class Operator:
     Args:
         schema: In torch's syntax, without the namespace: "add(Tensor x, Tensor y) -> Tensor".
         backends: The launcher by GPU vendor, as "module:function" in `nearpeak.kernels`: {"nvidia":
-            "pointwise.triton:add"}. It is imported at the first call, since Triton may not be installed. Vendors without
+            "pointwise.triton:add"}. Imported at the first call, since Triton may not be installed. Vendors without
             an entry run the reference.
         reference: The same in plain torch, for arguments that the kernel does not support.
         fake: Empty results of the right shape, dtype and strides.

@@ -25,10 +25,9 @@ from torch import Tensor
 from nearpeak.kernels._runtime.grid_counters import grid_counters, is_last_program
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.policy import INTERPRETED
-from nearpeak.kernels._runtime.rows import LOG2_E, LOWEST, assume_multiple, common_width
+from nearpeak.kernels._runtime.rows import LOG2_E, LOWEST, assume_multiple, common_width, tanh
 from nearpeak.kernels._runtime.tuning import processors
 from nearpeak.kernels.decode.tuning import AppendConfig, DecodeConfig, append_config, choose_splits, decode_config
-from nearpeak.kernels.losses.triton import tanh
 from nearpeak.kernels.quantize.triton import CLAMPS
 from nearpeak.kernels.rotary import empty_result
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
-from nearpeak.kernels._runtime.rows import LOWEST, exponential, merge_dimensions
+from nearpeak.kernels._runtime.rows import LOWEST, exponential, merge_dimensions, tanh
 from nearpeak.kernels._runtime.tuning import from_row, tuned
 from nearpeak.kernels.losses import PARTS
 
@@ -323,27 +323,6 @@ def _shift(source: LogitRows, sink: LogitRows) -> int:
         return 0
     differences = (source.outer_stride - sink.outer_stride, source.row_stride - sink.row_stride)
     return 0 if any(number % width for number in differences) else width
-
-
-@triton.jit
-def tanh(x):
-    """The hyperbolic tangent and its derivative in float32.
-
-    From one exponential, and near 0, where that cancels, from a polynomial: the relative error is 1.5e-7 at most.
-    """
-    size = tl.abs(x)
-    decay = exponential(-2.0 * size)
-    inverse = 1.0 / (1.0 + decay)
-    far = 1.0 - 2.0 * decay * inverse
-    square = size * size
-    series = 0.0206324477 - 0.0056934003 * square
-    series = -0.0537390970 + square * series
-    series = 0.1333145648 + square * series
-    series = -0.3333328366 + square * series
-    near = size + size * square * series
-    result = tl.where(size < 0.6, near, far)
-    # the derivative from the exponential: 1 - tanh**2 would cancel where tanh is near 1
-    return tl.where(x < 0.0, -result, result), 4.0 * decay * inverse * inverse
 
 
 @triton.jit
