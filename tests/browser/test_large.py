@@ -15,7 +15,7 @@ def content():
 
 
 def changed_nodes(page, action):
-    """How many elements an action adds and removes: unlike its time, that does not depend on the load of the machine."""
+    """How many elements an action adds and removes; its time would depend on the load of the machine."""
     program = f"""() => {{
         const observer = new MutationObserver(() => {{}});
         observer.observe(document.body, {{ subtree: true, childList: true }});
