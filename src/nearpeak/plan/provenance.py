@@ -1,4 +1,4 @@
-"""Where a figure of the planner comes from, and which of several is the weakest.
+"""Provenance of the figures of a plan, and the weakest of several.
 
 >>> fitted = Provenance(kind="fitted", text="240 rows of h100_sxm, h200_sxm")
 >>> assumed = Provenance(kind="assumed", text="no rows between nodes")
@@ -19,7 +19,7 @@ vendor's datasheet; fitted on another GPU, size or scale; assumed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """One of `KINDS`, and a sentence that says on what."""
+    """One of `PROVENANCE_KINDS`, with details."""
 
     kind: ProvenanceKind
     text: str
@@ -31,5 +31,5 @@ class Provenance:
 
 
 def weakest(*provenances: Provenance) -> Provenance:
-    """The weakest of them, the first where several are as weak."""
+    """The weakest provenance, the first of several equally weak ones."""
     return max(provenances, key=lambda item: item.rank)

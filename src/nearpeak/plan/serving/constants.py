@@ -1,4 +1,4 @@
-"""The constants of serving: what products, caches and engines reach, from `serving.json`, with where they come from.
+"""The constants of serving, from `serving.json`: efficiency of GEMMs and caches, overheads of engines, provenance.
 
 `benchmarks.plan.fit_serving` fits them on published runs and writes the file. Shares are of the datasheet's figure.
 """
@@ -22,29 +22,29 @@ ENGINES = ("vllm", "sglang", "trtllm", "gpt-fast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConstants:
-    """What the GPUs of one generation reach."""
+    """Efficiency of one generation of GPUs."""
 
     stream: float
     """Share of the memory bandwidth at which weights are read."""
     gap: float
-    """Fixed cost of layers against that of other generations."""
+    """Fixed cost of layers, relative to other generations."""
     compute: Mapping[str, float]
-    """Share of the dense peak that large products reach, by dtype."""
+    """Share of the dense peak that large GEMMs reach, by dtype."""
     rows: Mapping[str, int] = field(default_factory=dict)
     """Measured rows behind each figure: "stream" and the dtypes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConstants:
-    """What one serving engine adds to the work itself; seconds."""
+    """Overheads of one serving engine, in seconds."""
 
     layer: float
-    """Per layer of four products and step, when kernels are launched as a graph: norms, rotary, gaps between kernels.
-    Layers with more products, as those with latent attention, take as much more."""
+    """Per step and layer of four GEMMs, when kernels are launched as a graph: norms, rotary embeddings, gaps between
+    kernels. Proportional to the number of GEMMs, as in layers with latent attention."""
     expert_layer: float
-    """Per layer with experts, beyond `layer`: routing, sorting, the second product."""
+    """Per layer with experts, beyond `layer`: routing, sorting, the second GEMM."""
     step: float
-    """Host time per step that nothing hides."""
+    """Exposed host time per step."""
     sequence: float
     """Host and sampling time per step and sequence."""
     launch: float
@@ -54,53 +54,53 @@ class EngineConstants:
     first: float
     """Per request before its first step: network, tokens, scheduling."""
     collective: float
-    """Latency of a small all-reduce against NCCL's: engines have kernels of their own."""
+    """Latency of a small all-reduce relative to NCCL's: engines have custom kernels."""
     overlaps: bool
     """Whether the host prepares the next step while the device works on this one; not between pipeline stages."""
     grouped: bool
-    """Whether all experts of a layer are one grouped product; else those of each token are multiplied like others."""
+    """Whether all experts of a layer are one grouped GEMM; otherwise those of each token are separate GEMMs."""
     reserves: bool
-    """Whether a request is only let in when its whole output has room in the KV cache."""
+    """Whether a request is admitted only when its whole output fits into the KV cache."""
     rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServingConstants:
-    """The whole file."""
+    """All constants of `serving.json`."""
 
     source: str
     generations: Mapping[str, GenerationConstants]
     engines: Mapping[str, EngineConstants]
     cache: float
-    """Rate of reading the KV cache against that of reading weights."""
+    """Rate of reading the KV cache, relative to weights."""
     attention: float
     """Share of the 16-bit peak that attention over a prompt reaches."""
     attention_narrow: float
-    """The same with a cache of 8 bits, against that."""
+    """Factor of `attention` with a cache in 8 bits."""
     expert_stream: float
-    """Rate of reading experts' weights against that of others."""
+    """Rate of reading the weights of experts, relative to other weights."""
     expert_compute: float
-    """Rate of grouped products against that of plain ones."""
+    """Rate of grouped GEMMs, relative to plain ones."""
     expert_rows: float
-    """Rows that a group of a grouped product has beyond its tokens: groups are padded to tiles."""
+    """Rows of padding of each group of a grouped GEMM."""
     expert_width: float
-    """Width of an expert on one GPU at which grouped products run at half their rate."""
+    """Width of an expert on one GPU at which grouped GEMMs run at half their rate."""
     narrow: Mapping[str, float]
-    """Rate of reading weights that are widened before they are multiplied, against others: by precision."""
+    """Rate of reading weight-only quantized weights, relative to others, by precision."""
     narrow_compute: float
-    """Rate of products whose weights are widened first, against others."""
+    """Rate of GEMMs with weight-only quantization, relative to others."""
     variety: float
-    """Exponent: as many tokens of a batch choose their experts independently. 1: all of them."""
+    """Exponent: `tokens ** variety` tokens of a batch choose their experts independently."""
     skew: float
-    """Load of the busiest part of the experts beyond the mean, as the number of parts grows."""
+    """Excess load of the busiest group of experts over the mean, for many groups."""
     occupancy: float
-    """Requests that run at once on the average against the most that can, from the first to the last of a batch job."""
+    """Mean number of running requests of a batch job over the maximum."""
     burst: float
-    """Share of requests that come at the same time as all the others: those that open a benchmark."""
+    """Share of requests that arrive at the same time, at the start of a benchmark."""
     fitted_on: Mapping[str, int] = field(default_factory=dict)
     """Rows by source."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By quantity: measured over predicted, the 10th and the 90th percentile of runs whose source was left out."""
+    """By quantity: 10th and 90th percentile of measured over predicted, for runs whose source was left out."""
     without: Mapping[str, ServingConstants] = field(default_factory=dict)
     """By left-out source: the constants as fitted without its rows."""
 
@@ -110,13 +110,13 @@ class ServingConstants:
 
 
 def serving_generation(machine: Machine) -> str:
-    """The name under which constants are kept: a generation, and apart those of its cards with GDDR memory."""
+    """The key of a machine's constants: its architecture, with "-gddr" for cards with GDDR memory."""
     gddr = machine.memory_kind is not None and machine.memory_kind.startswith("GDDR")
     return f"{machine.architecture}-gddr" if gddr else machine.architecture
 
 
 def generation_constants(machine: Machine, constants: ServingConstants) -> tuple[GenerationConstants, Provenance]:
-    """What `machine` reaches; a generation without rows gets the geometric mean of the others."""
+    """The constants of `machine`; a generation without rows gets the geometric mean of the others."""
     name = serving_generation(machine)
     generation = constants.generations.get(name)
     if generation is not None:
@@ -129,7 +129,7 @@ def generation_constants(machine: Machine, constants: ServingConstants) -> tuple
 
 
 def compute_share(generation: GenerationConstants, dtype: str, constants: ServingConstants) -> tuple[float, Provenance]:
-    """The share of the peak that large products of `dtype` reach; from the other generations where it was not seen."""
+    """The share of the peak that large GEMMs of `dtype` reach; the mean of other generations where there are no rows."""
     share = generation.compute.get(dtype)
     if share is not None:
         rows = generation.rows.get(dtype, 0)
@@ -155,6 +155,6 @@ def _mean(values: Iterable[float]) -> float:
 
 @cache
 def load_serving_constants() -> ServingConstants:
-    """The constants that are part of the package."""
+    """The constants of `serving.json`."""
     text = resources.files("nearpeak.plan.serving").joinpath("serving.json").read_text(encoding="utf-8")
     return from_json(ServingConstants, json.loads(text))

@@ -36,15 +36,15 @@ class ServingLayout:
     """Degrees of parallelism of one replica."""
 
     tp: int = 1
-    """GPUs that share each attention and each dense layer."""
+    """Tensor parallelism of attention and dense layers."""
     pp: int = 1
     """Pipeline stages."""
     dp: int = 1
-    """Attention data parallel groups in one stage: each has requests and a KV cache of its own."""
+    """Attention data parallel groups in one stage, each with its own requests and KV cache."""
     ep: int = 1
-    """Parts of the experts."""
+    """Expert parallelism."""
     expert_tp: int | None = None
-    """GPUs that share one expert; None: all that `ep` leaves."""
+    """Tensor parallelism inside an expert; None: the GPUs that `ep` leaves."""
 
     def __post_init__(self) -> None:
         degrees = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -76,7 +76,7 @@ class ServingLayout:
         return self.stage_gpus // self.ep
 
     def check(self, model: Model, gpus: int) -> None:
-        """UsageError where this layout does not fit `model` or is larger than `gpus` GPUs."""
+        """Raise UsageError where this layout cannot run `model` or needs more than `gpus` GPUs."""
         if self.gpus > gpus:
             raise UsageError(
                 f"tp x dp x pp = {self.gpus} is larger than the cluster of {gpus} GPUs. Nearest: gpus={self.gpus}."
@@ -111,21 +111,21 @@ KV_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPrecision:
-    """How a served model is held and multiplied."""
+    """Number formats of a served model."""
 
     name: str
     weight_bytes: float
     """Of one weight of a quantized matrix, its scales included."""
     compute: str
-    """The machine's dtype that products run in."""
+    """dtype of GEMMs."""
     activation_bytes: float
-    """Of one input value of a product."""
+    """Bytes of one input value of a GEMM."""
     kv_bytes: float
     rest_bytes: float
-    """Of one weight of the products outside of the experts."""
+    """Bytes of one weight outside of the experts."""
     rest_compute: str
     weight_only: bool = False
-    """Whether weights are widened on the way to the multipliers, which run in `compute`."""
+    """Whether only weights are quantized: they are converted to `compute` before GEMMs."""
 
 
 _PRECISIONS: Mapping[str, ServingPrecision] = {
@@ -185,7 +185,7 @@ _ALIASES |= {"mxfp4": "fp4", "int4-g32": "int4"}
 
 
 def serving_precision(name: str, *, kv: str | None = None) -> ServingPrecision:
-    """The precision of this name; `kv` replaces that of the KV cache ("bf16", "fp8")."""
+    """The precision of this name; `kv` is the format of the KV cache ("bf16", "fp8")."""
     precision = _PRECISIONS.get(_ALIASES.get(name, name))
     if precision is None:
         raise UsageError(f"precision={name!r} is not known. {did_you_mean(name, _PRECISIONS)}")
@@ -197,10 +197,10 @@ def serving_precision(name: str, *, kv: str | None = None) -> ServingPrecision:
 
 
 def precision_on_machine(machine: Machine, model: Model, chosen: ServingPrecision) -> ServingPrecision:
-    """`chosen` as it runs on `machine`, for `model`; UsageError where the machine cannot.
+    """`chosen` as it runs on `machine` for `model`; UsageError where the machine does not support it.
 
     Published checkpoints in 4 bits of models with latent attention or attention sinks (DeepSeek, GPT-OSS) hold only
-    their experts in 4 bits. Where multipliers of 4 bits are missing, engines widen such weights to 16 bits.
+    their experts in 4 bits. On machines without 4-bit GEMMs, engines convert such weights to 16 bits.
     """
     matrix = machine.theoretical.matrix if machine.theoretical is not None else {}
     if chosen.compute == "float4":
@@ -234,7 +234,7 @@ class Deployment:
     precision: ServingPrecision
     engine: str
     graphs: bool
-    """Whether steps without a prompt are launched as one graph."""
+    """Whether steps without a prompt are CUDA graphs."""
     collectives: CollectiveTimes = field(repr=False)
 
     @staticmethod
@@ -249,7 +249,7 @@ class Deployment:
         graphs: bool = True,
         collectives: CollectiveTimes | None = None,
     ) -> Deployment:
-        """A replica of `model` that takes the first GPUs of `cluster`; UsageError names what is wrong.
+        """A replica of `model` on the first GPUs of `cluster`; UsageError names the invalid field.
 
         A search passes `collectives` from one deployment on `cluster` to the next, so that times are computed once.
         """
@@ -272,7 +272,7 @@ class Deployment:
 
     @property
     def weight_bytes(self) -> float:
-        """Of one GPU of the fullest stage: its share of the layers, the embedding and the output layer."""
+        """Bytes of weights on one GPU of the fullest stage: layers, embedding and output layer."""
         model, layout = self.model, self.layout
         numbers = count_parameters(model)
         experts = numbers.experts_of(model)
@@ -283,14 +283,14 @@ class Deployment:
         return held / layout.pp + tables * 2.0 / layout.tp
 
     def cache_values(self) -> float:
-        """Values of the KV cache that one token leaves on one GPU in one attention layer."""
+        """Values of one token in the KV cache of one attention layer on one GPU."""
         model = self.model
         if model.kv_rank:
             return model.kv_rank + model.rope_dim
         return math.ceil(model.kv_heads / self.layout.tp) * (model.head_dim + model.value_dim)
 
     def cache_bytes(self, context: float) -> float:
-        """Of the cache of one sequence of `context` tokens on one GPU; layers with a window keep no more than that."""
+        """Bytes of the cache of one sequence of `context` tokens on one GPU; windowed layers store the window at most."""
         model, held = self.model, self.cache_values() * self.precision.kv_bytes
         tokens = 0.0
         for kind in "AWC":
@@ -300,7 +300,7 @@ class Deployment:
         return (tokens * held + state / self.layout.tp) / self.layout.pp
 
     def memory_bytes(self) -> float:
-        """Of one GPU."""
+        """Memory of one GPU."""
         memory = self.cluster.machine.memory_bytes
         if memory is None:
             raise UsageError(f"{self.cluster.machine.name}: its memory is not known. Calibrate it, or give a machine.")
@@ -308,7 +308,7 @@ class Deployment:
 
 
 MEMORY_SHARE = 0.92
-"""Of a GPU's memory that an engine takes: 0.90 for vLLM by default, 0.90 to 0.95 in published runs of TensorRT-LLM."""
+"""Share of memory that an engine uses: 0.90 is vLLM's default, 0.90 to 0.95 are in published runs of TensorRT-LLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -319,26 +319,26 @@ class CacheRoom:
     memory_bytes: float
     weight_bytes: float
     reserved_bytes: float
-    """Context, graphs, buffers, and what the engine leaves alone."""
+    """CUDA context, graphs, buffers, and memory that the engine does not use."""
 
     @property
     def cache_bytes(self) -> float:
-        """What is left for the KV cache; below 0 where the weights do not fit."""
+        """Memory for the KV cache; negative where the weights do not fit."""
         return self.memory_bytes - self.weight_bytes - self.reserved_bytes
 
     @property
     def tokens(self) -> int:
-        """Tokens of one long sequence's kind that the cache of one attention data parallel group holds."""
+        """Capacity of one attention data parallel group in tokens of long sequences."""
         per_token = self.deployment.cache_bytes(1 << 20) / (1 << 20)
         return max(0, int(self.cache_bytes / per_token)) if per_token else 0
 
     def sequences(self, context: float) -> float:
-        """Sequences of `context` tokens that one attention data parallel group holds at once."""
+        """Capacity of one attention data parallel group in sequences of `context` tokens."""
         return max(0.0, self.cache_bytes / self.deployment.cache_bytes(context))
 
 
 def cache_room(deployment: Deployment, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
-    """The memory of one GPU, split; never an error: `cache_bytes` is below 0 where the weights do not fit."""
+    """The memory of one GPU by use. `cache_bytes` is negative where the weights do not fit; no error is raised."""
     if not 0 < memory_share <= 1:
         raise UsageError(f"memory_share={memory_share!r} must lie above 0 and at most at 1. Nearest: memory_share=1.0.")
     memory = deployment.memory_bytes()
@@ -351,7 +351,7 @@ def cache_room(deployment: Deployment, *, memory_share: float = MEMORY_SHARE) ->
 
 
 def require_room(deployment: Deployment, context: float, *, memory_share: float = MEMORY_SHARE) -> CacheRoom:
-    """The room for at least one sequence of `context` tokens; UsageError says what would fit."""
+    """The memory of one GPU by use; UsageError where one sequence of `context` tokens does not fit lists what would."""
     room = cache_room(deployment, memory_share=memory_share)
     if room.cache_bytes >= deployment.cache_bytes(context):
         return room
@@ -368,7 +368,7 @@ def require_room(deployment: Deployment, context: float, *, memory_share: float 
 
 
 def _remedies(deployment: Deployment, context: float, memory_share: float) -> str:
-    """The cheapest changes that would fit, as a sentence."""
+    """Changes after which it fits, as a sentence."""
     remedies = []
     layout = deployment.layout
     for tp in (2, 4, 8, 16, 32, 64):
@@ -376,8 +376,8 @@ def _remedies(deployment: Deployment, context: float, memory_share: float) -> st
             continue
         wider = ServingLayout(tp=tp, pp=layout.pp, dp=layout.dp, ep=layout.ep)
         if _fits(replace(deployment, layout=wider), context, memory_share):
-            here_too = "" if wider.gpus <= deployment.cluster.gpus else f" (needs {wider.gpus} GPUs)"
-            remedies.append(f"tp={tp}{here_too}")
+            needs = "" if wider.gpus <= deployment.cluster.gpus else f" (needs {wider.gpus} GPUs)"
+            remedies.append(f"tp={tp}{needs}")
             break
     for name in ("fp8", "int8", "fp4", "int4"):
         narrower = serving_precision(name)
