@@ -29,15 +29,16 @@ def feature_map(x: Tensor) -> Tensor:
 
 
 def _check_arguments(query: Tensor, key: Tensor, value: Tensor, causal: bool, eps: float) -> None:
-    shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
     if not query.dim() == key.dim() == value.dim() == 4:
-        raise UsageError(f"linear_attention takes [batch, heads, tokens, dim], and these are {shapes}.")
+        raise UsageError(
+            f"linear_attention takes [batch, heads, tokens, dim], and these are {_shapes(query, key, value)}."
+        )
     if not all(x.is_floating_point() for x in (query, key, value)):
         raise UsageError(f"linear_attention takes floats; these are {query.dtype}, {key.dtype} and {value.dtype}.")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise UsageError(
             "query, key and value must have one batch, query the dim of key, and value the heads and tokens of key;"
-            f" these are {shapes}."
+            f" these are {_shapes(query, key, value)}."
         )
     if not key.shape[1] or query.shape[1] % key.shape[1]:
         raise UsageError(
@@ -50,6 +51,11 @@ def _check_arguments(query: Tensor, key: Tensor, value: Tensor, causal: bool, ep
         )
     if not eps >= 0.0:
         raise UsageError(f"eps must be 0 or above, and this is {eps}.")
+
+
+def _shapes(*tensors: Tensor) -> str:
+    """For error messages alone: torch.compile cannot trace it."""
+    return ", ".join(str(list(x.shape)) for x in tensors)
 
 
 def _quadratic_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, eps: float) -> tuple[Tensor, Tensor]:
