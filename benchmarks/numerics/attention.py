@@ -346,9 +346,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parsed(arguments)
-    if given.show:
-        content = json.loads(given.show.read_text(encoding="utf-8"))
+    options = parsed(arguments)
+    if options.show:
+        content = json.loads(options.show.read_text(encoding="utf-8"))
         print(shown(content))
         return 1 if content["failures"] else 0
     set_caches()
@@ -358,17 +358,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     start = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    calls = random_calls(given.calls, given.most_tokens)
+    calls = random_calls(options.calls, options.most_tokens)
     with kernels.using("require"):
-        if given.work:
-            work_through(Jobs(given.work), compile_jobs(calls, device), lambda: None)
+        if options.work:
+            work_through(Jobs(options.work), compile_jobs(calls, device), lambda: None)
             return 0
-        if given.processes:
+        if options.processes:
             with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
                 command = [sys.executable, "-m", "benchmarks.numerics.attention", "--work", folder]
-                command += ["--calls", str(given.calls)]
-                command += ["--most-tokens", str(given.most_tokens)]
-                took = run_workers(command, given.processes, COMPILE_SECONDS)
+                command += ["--calls", str(options.calls)]
+                command += ["--most-tokens", str(options.most_tokens)]
+                took = run_workers(command, options.processes, COMPILE_SECONDS)
                 print(f"compiled in {took:.0f} s", file=sys.stderr, flush=True)
         rows = [judged(call, compared(call, device)) for call in calls]
     content = {
@@ -379,8 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **summary(rows),
     }
     print(shown(content))
-    if given.json:
-        given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 1 if content["failures"] else 0
 
 

@@ -501,9 +501,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parsed(arguments)
-    if given.show:
-        content = json.loads(given.show.read_text(encoding="utf-8"))
+    options = parsed(arguments)
+    if options.show:
+        content = json.loads(options.show.read_text(encoding="utf-8"))
         print(report(content))
         return 1 if wrong(content) else 0
     set_caches()
@@ -512,27 +512,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-        given.processes = 0
+        options.processes = 0
     from nearpeak import kernels
 
     start = time.perf_counter()
-    calls = random_calls(given.number, given.most or (MOST if device == "cuda" else MOST_ON_CPU))
+    calls = random_calls(options.number, options.most or (MOST if device == "cuda" else MOST_ON_CPU))
     with kernels.using("require"):
-        if given.work:
-            work_through(Jobs(given.work), compile_jobs(calls, device), lambda: None)
+        if options.work:
+            work_through(Jobs(options.work), compile_jobs(calls, device), lambda: None)
             return 0
-        if given.processes:
+        if options.processes:
             with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
                 command = [sys.executable, "-m", "benchmarks.numerics.gemm", "--work", folder]
-                command += ["--number", str(given.number)]
-                command += ["--most", str(given.most)] if given.most else []
-                took = run_workers(command, given.processes, COMPILE_SECONDS)
+                command += ["--number", str(options.number)]
+                command += ["--most", str(options.most)] if options.most else []
+                took = run_workers(command, options.processes, COMPILE_SECONDS)
                 print(f"compiled in {took:.0f} s", file=sys.stderr, flush=True)
         rows = []
         for number, call in enumerate(calls):
             _progress("compared", number, len(calls))
             rows.append(judged(call, compared(call, device)))
-        runs = repeated(calls, device, given.repeats or (REPEATS if device == "cuda" else 2))
+        runs = repeated(calls, device, options.repeats or (REPEATS if device == "cuda" else 2))
     content = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": torch.cuda.get_device_name() if device == "cuda" else "CPU",
@@ -542,8 +542,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "repeated": runs,
     }
     print(report(content))
-    if given.json:
-        given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong(content) else 0
 
 

@@ -129,7 +129,7 @@ def generation_constants(machine: Machine, constants: ServingConstants) -> tuple
 
 
 def compute_share(generation: GenerationConstants, dtype: str, constants: ServingConstants) -> tuple[float, Provenance]:
-    """The share of the peak that large GEMMs of `dtype` reach; the mean of other generations where there are no rows."""
+    """The share of the peak that large GEMMs of `dtype` reach; the mean of other generations without rows."""
     share = generation.compute.get(dtype)
     if share is not None:
         rows = generation.rows.get(dtype, 0)

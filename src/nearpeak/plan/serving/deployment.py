@@ -290,7 +290,7 @@ class Deployment:
         return math.ceil(model.kv_heads / self.layout.tp) * (model.head_dim + model.value_dim)
 
     def cache_bytes(self, context: float) -> float:
-        """Bytes of the cache of one sequence of `context` tokens on one GPU; windowed layers store the window at most."""
+        """Bytes of the cache of one sequence of `context` tokens on one GPU; windowed layers store the window."""
         model, held = self.model, self.cache_values() * self.precision.kv_bytes
         tokens = 0.0
         for kind in "AWC":
