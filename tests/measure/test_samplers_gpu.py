@@ -352,7 +352,7 @@ def test_a_leak_without_end_is_refused(device):
 
 
 def test_running_out_of_memory_is_called_that(device):
-    too_much = 2 * device.memory_bytes
+    too_much = 2 * torch.cuda.get_device_properties(device.index).total_memory
     x = torch.randn(3, device=device.device)
     with pytest.raises(CaseError, match=r"ran out of memory on its first call: .* Use smaller inputs"):
         bench(lambda x: torch.empty(too_much, dtype=torch.uint8, device=x.device), x, **QUICK)

@@ -1,6 +1,6 @@
 """`tiling`: tile and wave quantization of a matrix product on a GPU.
 
-A kernel computes the result in tiles, one per multiprocessor at a time. Where a size of the result is no multiple of
+A kernel computes the result in tiles, one per multiprocessor at a time (an occupancy of one block). Where a size of the result is no multiple of
 the tile's, edge tiles compute padding (tile quantization). Where the number of tiles is no multiple of the number of
 multiprocessors, some of these idle in the last wave (wave quantization). Both follow from sizes alone.
 

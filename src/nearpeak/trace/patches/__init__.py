@@ -1,1 +1,1 @@
-"""Changes to torch that hold while a trace runs, shared by all traces of the process."""
+"""Monkeypatches of torch that hold while a trace runs, shared by all traces of the process."""
