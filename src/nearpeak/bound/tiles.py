@@ -1,8 +1,9 @@
 """`tiling`: tile and wave quantization of a matrix product on a GPU.
 
-A kernel computes the result in tiles, one per multiprocessor at a time (an occupancy of one block). Where a size of the result is no multiple of
-the tile's, edge tiles compute padding (tile quantization). Where the number of tiles is no multiple of the number of
-multiprocessors, some of these idle in the last wave (wave quantization). Both follow from sizes alone.
+A kernel computes the result in tiles, one per multiprocessor at a time (an occupancy of one block). Where a size of the
+result is no multiple of the tile's, edge tiles compute padding (tile quantization). Where the number of tiles is no
+multiple of the number of multiprocessors, some of these idle in the last wave (wave quantization). Both follow from
+sizes alone.
 
 The tiling is not part of the bound: a kernel may use other tiles, or share the last ones between multiprocessors by
 splitting the contraction (split-K, stream-K), so the loss is likely and not certain.

@@ -3,7 +3,7 @@
 Runs SCRIPT, or -m MODULE, with its arguments, detects its steps, and profiles one of them. A training step ends with an
 optimizer's step, an inference step with the call of a module. --step MODULE:FUNCTION makes each call of a function a
 step: a function of a module, of a file (FILE.py:FUNCTION), or of the script itself (__main__:FUNCTION). Options go
-before SCRIPT; what follows SCRIPT are its own arguments. SCRIPT may be FILE.py:FUNCTION, a case as for `nearpeak bench`.
+before SCRIPT; what follows SCRIPT are its own arguments. SCRIPT may be FILE.py:FUNCTION, a case of `nearpeak bench`.
 
 --trace FILE reads a trace that torch.profiler wrote with record_shapes=True, on any machine, or a saved profile. The
 last ten runs are kept: @last is the last one, @2 the one before it.
