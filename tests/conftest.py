@@ -15,6 +15,9 @@ pytest_plugins = ["pytester"]  # runs pytest in a test, for the tests of the plu
 
 sys.path.insert(0, str(Path(__file__).parent))  # for planted.py
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the other cores have workers of their own
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run on a CPU too
 

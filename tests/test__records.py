@@ -47,6 +47,7 @@ records = st.builds(
 MINIMAL: dict[str, Any] = {"count": 1, "seconds": 0.5, "kind": "hot", "exact": True}
 
 
+@pytest.mark.slow
 @given(records)
 def test_round_trip_through_text(record: Record):
     assert from_json(Record, json.loads(json.dumps(to_json(record), allow_nan=False))) == record

@@ -50,7 +50,7 @@ def test_readme_has_two_commands():
     assert fences == ["bash", "bash"]
     run, test = (code.splitlines() for _, code in blocks(ROOT / "README.md", "bash")[:2])
     assert run[0] == "pip install -c constraints.txt -e ."
-    assert test == ["pip install -c constraints.txt -e '.[test]'", "pytest"]
+    assert test == ["pip install -c constraints.txt -e '.[test]'", "pytest -n auto"]
 
 
 def test_every_page_is_in_the_navigation():

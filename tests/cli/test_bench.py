@@ -79,6 +79,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.slow
 def test_one_case_prints_a_card(cases, capsys):
     assert main(["bench", f"{cases}:neg", "--set", "n=1k", *QUICK]) in (0, 3)
     captured = capsys.readouterr()
@@ -89,6 +90,7 @@ def test_one_case_prints_a_card(cases, capsys):
     assert "the case file speaks\nthe case speaks\n" in captured.err
 
 
+@pytest.mark.slow
 def test_json_alone_on_stdout_is_the_timing(cases, capsys, tmp_path):
     main(["bench", f"{cases}:neg", "--json", "-", *QUICK])
     output = capsys.readouterr().out
@@ -99,6 +101,7 @@ def test_json_alone_on_stdout_is_the_timing(cases, capsys, tmp_path):
     assert result.name == "neg"
 
 
+@pytest.mark.slow
 def test_two_cases_are_compared(cases, capsys, tmp_path):
     main(["bench", f"{cases}:neg", f"{cases}:absolute", "--set", "n=32", "--margin", "50%", "--json", "c.json", *QUICK])
     output = capsys.readouterr().out
@@ -135,11 +138,13 @@ def test_a_point_that_fails_is_shown_and_the_others_stay(cases, capsys):
     assert "MemoryError: too large" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_a_sweep_in_which_nothing_works_is_an_error(cases, capsys):
     assert main(["bench", f"{cases}:picky", "--sweep", "n=4,5", *QUICK]) == 2
     assert "No point of the sweep could be measured." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_shows_what_there_is(cases, capsys, monkeypatch):
     from nearpeak.measure import bench as library
 
@@ -180,6 +185,7 @@ def test_a_case_that_cannot_be_timed(case, message, cases, capsys):
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -311,6 +317,7 @@ def test_exit_codes_by_grade(flags, strict, code, graded, capsys):
     assert ("grade" in captured.err) == (strict and code == 3)
 
 
+@pytest.mark.slow
 def test_strict_is_an_error_with_the_reasons(graded):
     graded("DRIFT", "THERMAL")
     with pytest.raises(UntrustworthyMeasurement, match=r"THERMAL: made up\. Let the device cool"):

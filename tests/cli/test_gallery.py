@@ -46,6 +46,7 @@ def test_what_cannot_be_written(names, output, said, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_pages_with_pictures(capsys, tmp_path):
     for ending, found in (
         (".html", "<svg"),

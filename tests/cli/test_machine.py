@@ -75,6 +75,7 @@ def test_what_cannot_be_combined_is_an_error(arguments):
         run(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["h200-sxm"], ["--list"], ["--networks"], ["--list", "--json", "-"]])
 def test_the_catalogue_is_shown_without_torch(arguments):
     code = (

@@ -47,6 +47,7 @@ def test_it_shows_what_profile_shows(run, capsys):
     assert "unfused-norm" not in first
 
 
+@pytest.mark.slow
 def test_files_are_written_and_nothing_is_printed(run, tmp_path, capsys):
     names = [str(tmp_path / f"out{ending}") for ending in PROFILE_FORMATS]
     assert main(["report", run, *(part for name in names for part in ("-o", name))]) == 0
@@ -120,6 +121,7 @@ def test_a_file_that_is_no_run_is_one_message(content, tmp_path, capsys):
     assert main(["report", str(tmp_path / "missing.json")]) == 2
 
 
+@pytest.mark.slow
 def test_a_report_of_a_large_profile_imports_no_torch(tmp_path):
     file.save(profile(LARGE), tmp_path / "run.json.gz")
     code = f"""

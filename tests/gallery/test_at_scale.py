@@ -43,6 +43,7 @@ def test_predictions_are_finite(name, predicting):
     assert any(isinstance(part, (Plot, StackedBars, Drawing)) for part in result.parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[:-1])  # the last one runs below
 def test_predicted_for_a_cpu(name, predicting_cpu):
     assert all(0 < row.predicted < math.inf for row in predicting_cpu(name).rows)

@@ -44,6 +44,7 @@ def test_another_machine_is_predicted(name):
     assert result.rows and all(row.predicted and math.isfinite(row.predicted) for row in result.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_measured_on_a_cpu(measuring, name, said):
     result = measuring(name)
@@ -53,6 +54,7 @@ def test_measured_on_a_cpu(measuring, name, said):
     assert pages.text(result) and pages.document(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cpu_is_predicted_without_measuring(predicting_cpu, name):
     result = predicting_cpu(name)

@@ -42,6 +42,7 @@ def test_values_and_gradients(shape, dtype, name):
         assert_kernel_is_exact(*ALL[name], [x], by_exp=name != "relu_squared")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_row_of_several_blocks(dtype):
     x, bias = made(2, 4100, dtype=dtype), made(4100, dtype=dtype, seed=1)
@@ -59,6 +60,7 @@ def test_a_bias_of_another_dtype(dtype):
         assert kernels.bias_silu(x, made(33)).dtype == dtype
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 4), max_size=2),
     st.integers(1, 40),

@@ -100,6 +100,7 @@ def assert_exact(tensors, options, function=kernels.attention):
         assert error <= limit, f"{place}: off by {error:.3g}, torch by {allowed:.3g}, size {size:.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims, dtype",
     [
@@ -115,6 +116,7 @@ def test_dims_and_dtypes(dims, dtype):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries, keys", [(1, 1), (1, 70), (70, 1), (65, 64), (33, 150), (0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("alignment", ["bottom right", "top left"])
 def test_lengths_in_both_alignments(queries, keys, alignment):
@@ -135,6 +137,7 @@ def test_a_window_with_causality(queries):
     assert_exact(random_inputs(heads=1, queries=queries, keys=100, dtype=BF16), {"window": (20, 20), "causal": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, key_heads", [(2, 1), (4, 2), (8, 1)])
 def test_heads_that_share_keys(heads, key_heads):
     assert_exact(random_inputs(heads=heads, key_heads=key_heads, queries=18, keys=15, dtype=BF16), {"causal": True})
@@ -169,6 +172,7 @@ def test_a_bias_of_minus_infinity_hides():
     assert_exact(tensors, {"bias": ~hidden})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
 def test_slopes(shape):
     slopes = torch.rand(shape, device=DEVICE)
@@ -198,6 +202,7 @@ def test_queries_that_see_nothing():
     assert gradient.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_dropout(dtype):
     options = {"dropout": 0.3, "seed": 1234567890123456789, "causal": True}
@@ -281,6 +286,7 @@ def assert_packed_exact(tensors, places, options):
     assert_exact(tensors, options, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alignment", ["bottom right", "top left"])
 def test_packed_sequences(alignment):
     tensors, places = packed([7, 0, 40, 1, 5], [9, 3, 33, 0, 5], after=4)
@@ -387,6 +393,7 @@ def test_any_combination(call):
     assert_exact(*call)
 
 
+@pytest.mark.slow
 def test_any_configuration_gives_the_same():
     query, key, value = random_inputs(heads=1, queries=70, keys=70, dim=16, dtype=FP16)
     problem = AttentionProblem(query, key, value, *[None] * 6, 0, 0, -1, 0, True, 0.25, 0.0, 0.0)
@@ -475,6 +482,7 @@ def test_the_reference_has_derivatives_of_any_order():
         assert torch.autograd.gradgradcheck(function, (*tensors, sinks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "floats", "gqa", "flat"])
 def test_it_is_torchs_function(kind):
     query, key, value = random_inputs(batch=2, heads=4, key_heads=2 if kind == "gqa" else 4, queries=7, keys=9)

@@ -120,6 +120,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sees", SEES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_results(emulate, size, sees):
@@ -155,6 +156,7 @@ def test_gradients_are_the_same_whichever_is_slow(emulate, monkeypatch, dim, see
         assert all(map(torch.equal, first, check_backward(emulate, case, 4, slowest, slowest)))
 
 
+@pytest.mark.slow
 def test_heads_that_go_down_after_those_that_go_up(emulate):
     """Causal, with programs of one head on all processors: every other one begins with the last queries."""
     case = Case(1, 1, 300, 300, 64, "causal", batches=3, dtype=torch.float16)

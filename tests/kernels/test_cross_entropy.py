@@ -105,6 +105,7 @@ def loss_of(logits, target):
     return kernels.cross_entropy.reference(logits, target, reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [16, 4112, 4099])
 def test_logits_but_for_the_last_of_each_sequence_are_not_copied(columns):
     from nearpeak.kernels.losses import triton as losses_triton

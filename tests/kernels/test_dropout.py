@@ -64,6 +64,7 @@ def test_values_and_gradients(shape, dtype):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, -1, SEED, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("p", [1e-12, 0.1, 0.5, 0.999, 1.0])
 def test_the_mask_is_that_of_the_reference(seed, p):
@@ -85,6 +86,7 @@ def test_the_mask_depends_on_nothing_but_seed_place_and_p():
     assert not torch.equal(mask, mask_of_kernel(shape, 0.4, 6))
 
 
+@pytest.mark.slow
 def test_any_layout_of_inputs_and_gradient():
     x, residual, upstream = randn(3, 4, 5), randn(3, 4, 5), randn(3, 4, 5)
 

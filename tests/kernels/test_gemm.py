@@ -72,6 +72,7 @@ def test_several_tiles_and_odd_sizes(shape):
             assert_kernel_is_exact(*both(), [x, weight])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 4), max_size=2), st.integers(1, 20), st.integers(1, 20), st.sampled_from(DTYPES),
     st.sampled_from(ACTIVATIONS), st.booleans(), st.booleans(), st.lists(st.integers(0, 4), min_size=4, max_size=4),

@@ -142,6 +142,7 @@ SIZE = (300, 520, 200)
 """Rows, columns and features: several tiles with something outside, and more steps than stages."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", sm90_candidates(), ids=str)
 def test_the_logic_of_each_tile(emulate, config):
     rows, columns, depth = SIZE

@@ -174,6 +174,7 @@ def test_rows_of_one_expert_do_not_touch_those_of_another():
     assert weight.grad[0].isfinite().all()
 
 
+@pytest.mark.slow
 def test_float32_keeps_what_rounding_takes():
     """Behind 2**24, rounding takes each 1 from a sum of float32: of a row by a matrix, and of gradients of rows."""
     large = torch.zeros(544, 1, device=DEVICE)
@@ -417,6 +418,7 @@ def test_gradients_of_the_reference(activation):
         )
 
 
+@pytest.mark.slow
 def test_the_operators_are_of_torch():
     counts = counts_of([3, 0, 2])
     rows, weight = made([3, 0, 2], 8, 12)
@@ -436,6 +438,7 @@ def test_the_operators_are_of_torch():
         opcheck(named.grouped_gemm_fp8.default, (*fp8, sources), test_utils=("test_faketensor",))
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     counts = counts_of([3, 0, 2])
     rows, weight = made([3, 0, 2], 8, 12)
@@ -474,6 +477,7 @@ def test_what_it_does_not_take():
         kernels.row_groups(counts.float(), rows=3)
 
 
+@pytest.mark.slow
 def test_candidates_compute_the_same():
     torch.manual_seed(0)
     counts = counts_of([30, 0, 9])

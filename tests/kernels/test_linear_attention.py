@@ -79,6 +79,7 @@ def assert_exact(tensors, **options):
         assert error <= limit, f"{place}: off by {error:.3g}, torch by {allowed:.3g}, size {size:.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims, dtype",
     [

@@ -65,6 +65,7 @@ def test_blocks_of_transformers(make, mode):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mixtral, qwen])
 def test_states_of_transformers_fit(make):
     block = filled(make)

@@ -58,6 +58,7 @@ def assert_sources(experts, number, counts, row_map):
     assert torch.equal(sources, kernels.sort_tokens.reference(experts, number_of_experts=number)[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "k", "number"), [(5, 2, 4), (200, 3, 7), (1, 1, 1), (0, 2, 4), (150, 1, 300), (40, 8, 8), (3, 20, 2)]

@@ -140,6 +140,7 @@ def test_q_and_k_in_one_launch():
     assert only.shape == q.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [3, 33, 40])
 def test_more_heads_than_a_program_takes(few):
     q, k, (cos, sin) = made(1, 3, 40, 8), made(1, 3, few, 8), tables(3, 4)
@@ -207,6 +208,7 @@ def test_tokens_more_than_two_gibibytes_apart():
             assert_rotates(x, *tables(3, 2))
 
 
+@pytest.mark.slow
 def test_all_candidates_give_the_same():
     from nearpeak.kernels.rotary import triton as rotary_triton
 
@@ -230,6 +232,7 @@ def test_the_operators_are_those_of_torch():
         opcheck(names.rotary.default, (one, cos[:, :1], sin[:, :1], *options), test_utils="test_faketensor")
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     q, k, (cos, sin) = made(2, 5, 3, 8).requires_grad_(), made(2, 5, 1, 8).requires_grad_(), tables(5, 4)
 

@@ -151,6 +151,7 @@ def test_rows_beyond_32_bits():
     assert torch.equal(actual[1][0], wanted[1][0])
 
 
+@pytest.mark.slow
 def test_the_operators_are_of_torch():
     logits = torch.randn(5, 12, device=DEVICE, requires_grad=True)
     bias = torch.zeros(12, device=DEVICE)

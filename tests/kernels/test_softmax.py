@@ -277,6 +277,7 @@ def test_the_operators_are_torchs(name):
     opcheck(backward, (random(2, 3, 5), getattr(torch, name)(x.detach(), -1), 0.5, False, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "plain"), BOTH, ids=NAMES)
 def test_it_compiles_without_a_graph_break(kernel, plain):
     x, bias = random(3, 5).requires_grad_(), random(5).requires_grad_()

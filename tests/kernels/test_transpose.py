@@ -37,6 +37,7 @@ def assert_is_transposed(x, **options):
     assert torch.equal(actual.view(bits), expected.view(bits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 6), (2, 70, 130), (1, 1), (0, 4), (2, 3, 0), (1, 257)], ids=str)
 def test_any_dtype(shape, dtype):

@@ -136,6 +136,7 @@ def test_the_limit_on_blocks_ends_it_and_is_said(measure):
     assert "PRECISION_NOT_REACHED" in names(timing)
 
 
+@pytest.mark.slow
 def test_long_blocks_may_overrun_the_time_but_not_without_end(measure, clock):
     clock.block_seconds = 0.2
     timing = measure(noise(0.2), precision=1e-4, max_seconds=1.0, min_blocks=12)
@@ -260,6 +261,7 @@ def test_a_warm_up_that_raises_is_reported(monkeypatch, clock):
         bench(subject.case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_quiet_and_comes_back_as_it_was(enabled):
     was_enabled = gc.isenabled()

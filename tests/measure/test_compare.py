@@ -122,6 +122,7 @@ def test_a_known_ratio_is_found_and_its_interval_holds_it(drift, ratio):
     assert not any(result.verdict in ("FASTER", "SLOWER") and result.verdict != expected for result in results)
 
 
+@pytest.mark.slow
 def test_what_it_says_it_could_see_it_sees_four_times_out_of_five():
     claimed = median([compared(w.draw, w.draw, i).detectable for i in range(60) for w in [World("none", i)]])
     seen = 0
@@ -285,6 +286,7 @@ def test_a_margin_that_is_no_share_is_refused(margin):
         compare(len, len, X, margin=margin)
 
 
+@pytest.mark.slow
 def test_two_of_one_name_are_told_apart(fakes):
     progress = []
     fakes(lambda: 1e-3, lambda: 1e-3)
@@ -294,6 +296,7 @@ def test_two_of_one_name_are_told_apart(fakes):
     assert "probing old and cos" in progress
 
 
+@pytest.mark.slow
 def test_a_real_comparison_on_this_cpu():
     small, large = torch.randn(2**10), torch.randn(2**16)
     result = compare(
@@ -303,9 +306,11 @@ def test_a_real_comparison_on_this_cpu():
         max_seconds=0.1,
         warmup_seconds=0,
     )
-    assert result.verdict == "SLOWER"
-    assert result.ratio > 3
     assert result.low <= result.ratio <= result.high
     assert result.pairs >= MIN_PAIRS
     assert (result.a.name, result.b.name) == ("small", "large")
+    if any(flag.name == "CPU_CONTENDED" for timing in (result.a, result.b) for flag in timing.flags):
+        pytest.skip("other work shares the cores, and a call takes as long as its turns")
+    assert result.verdict == "SLOWER"
+    assert result.ratio > 3
     assert str(result).startswith("large is SLOWER against small: ")

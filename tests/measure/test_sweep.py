@@ -159,6 +159,7 @@ def test_ctrl_c_keeps_what_was_measured(fake_bench):
     assert result.partial
 
 
+@pytest.mark.slow
 def test_ctrl_c_inside_a_measurement_keeps_that_one_too(fake_bench):
     fake_bench(lambda case: dataclasses.replace(made_up(), partial=case.parameters["rows"] == "2"))
     result = sweep(build, {"rows": [1, 2, 3]})
@@ -192,6 +193,7 @@ def test_the_tensors_of_a_point_are_gone_before_the_next(fake_bench, fails):
     assert all(reference() is None for reference in alive)
 
 
+@pytest.mark.slow
 def test_progress_counts_the_points(fake_bench):
     fake_bench()
     lines: list[str] = []
@@ -223,6 +225,7 @@ def test_a_misspelt_option_is_one_error():
         sweep(build, {"rows": [1]}, max_second=1)
 
 
+@pytest.mark.slow
 def test_a_timing_and_a_comparison_come_back_from_their_files(tmp_path: Path):
     x = torch.rand(64)
     timing = bench(torch.neg, x, **QUICK)

@@ -1,6 +1,8 @@
 import gc
 import weakref
 
+import pytest
+
 from nearpeak.ops.low_gc import FULL_COLLECTION_EVERY, NEW_OBJECTS, low_gc
 
 
@@ -9,6 +11,8 @@ class Thing:
 
 
 def test_thresholds_come_back_and_young_objects_are_old():
+    if gc.get_freeze_count():
+        pytest.skip("another library has frozen objects, and then low_gc moves none")
     before = gc.get_threshold()
     with low_gc():
         assert gc.get_threshold()[0] == NEW_OBJECTS

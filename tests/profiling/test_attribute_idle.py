@@ -21,6 +21,7 @@ class Slow(Dataset):
         return torch.ones(4)
 
 
+@pytest.mark.slow
 def test_a_slow_loader_a_collection_and_slow_python_are_told_apart():
     loader = iter(DataLoader(Slow(), batch_size=2))
     took = {}  # a busy machine sleeps for longer than it is told to

@@ -118,6 +118,7 @@ def regions_of(tmp_path_factory):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lines"),
     [

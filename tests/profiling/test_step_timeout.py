@@ -7,6 +7,7 @@ from nearpeak.profiling.script import StepTimeout, step_timeout
 from nearpeak.profiling.session import Session
 
 
+@pytest.mark.slow
 def test_a_line_is_said_when_no_step_ends_and_again_after_longer_times():
     lines = []
     watch = Session(lines.append)
@@ -23,6 +24,7 @@ def test_a_line_is_said_when_no_step_ends_and_again_after_longer_times():
     assert "nearpeak-waiting" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_steps_give_more_time_and_their_absence_ends_the_code():
     watch = Session(lambda line: None)
     begun = time.monotonic()

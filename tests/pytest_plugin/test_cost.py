@@ -29,6 +29,7 @@ def test_tests_without_it_load_two_small_modules(pytester: pytest.Pytester, monk
     assert modules == {"nearpeak", "nearpeak._display", "nearpeak.pytest_plugin"}
 
 
+@pytest.mark.slow
 def test_a_wrong_marker_is_said_without_torch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     test = "import pytest\n\n@pytest.mark.nearpeak(of_bund=1)\ndef test_a():\n    pass"
     modules, result = loaded(pytester, monkeypatch, test)

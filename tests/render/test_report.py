@@ -100,6 +100,7 @@ def test_half_a_character_in_a_name_is_no_error():
         content(made, form, ReportOptions())
 
 
+@pytest.mark.slow
 def test_a_report_grows_no_faster_than_its_profile():
     """Calls of Python functions are counted: they do not depend on how busy the machine is."""
 

@@ -93,7 +93,7 @@ def test_code_around_cuda_runs():
         assert redirection.happened
         assert not torch.cuda.is_available()
         assert torch.amp.GradScaler("cuda").is_enabled()
-    with pytest.raises(AssertionError, match="CUDA"):
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):  # a build without CUDA, or without a GPU
         torch.cuda.synchronize()
 
 

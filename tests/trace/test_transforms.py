@@ -69,6 +69,7 @@ def test_gradients_of_a_functional_call(target, per_sample):
     assert all(getattr(model.get_submodule(n[0]), n[2:]) is value for n, value in own.items())  # and not a wrapper
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     ("function", "products"),

@@ -222,6 +222,7 @@ def test_unknown_sections_are_refused(capsys):
     assert run.parsed(["--only", "rows,losses"]).sections == ["losses", "rows"]
 
 
+@pytest.mark.slow
 def test_a_cuda_way_is_timed_by_events(monkeypatch):
     """The path that a CPU does not take, with a device that only counts."""
     calls: list[str] = []

@@ -13,6 +13,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_prediction_is_the_difference_to_the_twin(name):
     module = load(name)

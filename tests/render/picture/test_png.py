@@ -45,6 +45,7 @@ def test_shapes_have_their_colors():
     assert near(image.getpixel((100, 100)), (0x1F, 0x23, 0x28))
 
 
+@pytest.mark.slow
 def test_dashes_have_gaps():
     row = [sum(drawn(scale=1).getpixel((x, 60))) < 300 for x in range(5, 95)]
     assert any(row)

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -35,7 +37,9 @@ def test_the_lists_are_those_of_torch():
         *autocast.UNSAFE,
     ]
     assert len(ours) == len(set(ours))
-    assert registered_operators("AutocastCUDA") <= set(ours)
+    named_tensors = re.compile("imname|names_")  # overloads that older versions of torch have
+    registered = {name for name in registered_operators("AutocastCUDA") if not named_tensors.search(name)}
+    assert registered <= set(ours)
 
 
 def test_products_run_in_the_lower_precision():

@@ -31,6 +31,7 @@ def optimizer_ops(kind, *, built_fake, target=H200, **options):
     return [op.name.removeprefix("aten.") for op in recorded.ops if op.phase == "optimizer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built_fake", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_the_default_on_a_gpu_is_multi_tensor(kind, built_fake):
