@@ -8,6 +8,8 @@ from synthetic import profile
 from nearpeak.machines.catalogue import find
 from nearpeak.render.html.profile import profile_page as rendered
 
+pytestmark = pytest.mark.slow  # a browser
+
 NAMES = {
     "markup": "</script><img src=x onerror=alert(1)>\"'`><svg onload=alert(1)>{}",
     "comment": "<!--<script>{}",

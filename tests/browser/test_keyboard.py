@@ -4,6 +4,8 @@ from synthetic import profile
 
 from nearpeak.render.html.profile import profile_page as rendered
 
+pytestmark = pytest.mark.slow  # a browser
+
 CONTENT = rendered(profile(400))
 
 

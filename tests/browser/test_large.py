@@ -5,6 +5,8 @@ from synthetic import profile
 
 from nearpeak.render.html.profile import profile_page as rendered
 
+pytestmark = pytest.mark.slow  # a browser
+
 MOST_NODES = 10_000
 """Elements that an action may add and remove: some rows of the table, or all circles of the roofline."""
 

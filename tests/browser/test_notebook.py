@@ -12,6 +12,8 @@ from estimates import addition, estimate, product
 from figures import timing
 from synthetic import profile
 
+pytestmark = pytest.mark.slow  # a browser
+
 HOSTILE = "</script></div><img src=x onerror=alert(1)><svg onload=alert(1)>\"'\u202e\n"
 
 

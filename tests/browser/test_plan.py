@@ -15,6 +15,8 @@ from nearpeak.render.views.plan import training as plan_memory
 from nearpeak.render.views.plan import training as plan_search
 from nearpeak.render.views.plan.sliders import decode_sliders, memory_sliders
 
+pytestmark = pytest.mark.slow  # a browser
+
 SEVEN = memory_plan(
     Job(
         model=get_model("llama-2-7b"),

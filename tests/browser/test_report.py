@@ -8,6 +8,8 @@ from synthetic import profile
 
 from nearpeak.render.html.profile import profile_page as rendered
 
+pytestmark = pytest.mark.slow  # a browser
+
 MADE = profile(400)
 CONTENT = rendered(MADE)
 
