@@ -1,5 +1,6 @@
 """The report with the keyboard alone, and what a screen reader is told."""
 
+import pytest
 from synthetic import profile
 
 from nearpeak.render.html.profile import profile_page as rendered
