@@ -18,14 +18,14 @@ pathlib.Path({result!r}).write_text(repr(model(torch.ones(1, 64)).sum().item()))
 """
 TRAIN = """
 optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(25):
+for _ in range(61):
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
 INFER = """
 with torch.no_grad():
-    for _ in range(25):
+    for _ in range(61):
         model(torch.randn(8, 64))
 """
 
@@ -107,7 +107,7 @@ def products(found):
 
 def test_the_steps_of_a_block_are_found(training):
     with nearpeak.profile(on="h200-sxm") as run:
-        for _ in range(25):
+        for _ in range(61):
             training()
     assert products(run.profile) == 1
     assert run.profile is run.profile
@@ -126,7 +126,7 @@ def test_a_marked_function_of_a_block_is_its_step(training):
     for _ in range(5):
         step()  # not in the block
     with run:
-        for _ in range(25):
+        for _ in range(61):
             step()
     assert products(run.profile) == 2
 
