@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run on a CPU too
 
 # the same examples each time; a busy machine is slow, and not wrong
-hypothesis.settings.register_profile("nearpeak", derandomize=True, deadline=None, max_examples=30)
+hypothesis.settings.register_profile("nearpeak", derandomize=True, deadline=None, max_examples=15)
 hypothesis.settings.load_profile("nearpeak")
 
 _cache = tempfile.TemporaryDirectory(prefix="nearpeak-tests-")
