@@ -113,7 +113,8 @@ def test_the_schema_of_the_page_is_that_of_the_code() -> None:
 
 
 def written(command: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main([*command, "--json", "-"]) in (0, 3, 4)  # 4: `doctor` misses something here
+    # 3: a grade of a busy machine; 4: `doctor` alone, where the environment misses something
+    assert main([*command, "--json", "-"]) in ((0, 3, 4) if command[0] == "doctor" else (0, 3))
     return json.loads(capsys.readouterr().out)
 
 
