@@ -223,7 +223,9 @@ def test_an_exit_is_the_scripts_own(write, capsys, code, expected):
 
 
 def test_ctrl_c_gives_what_was_captured(write, capsys):
-    script = write(LOOP + "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    # a shell starts commands in the background with SIGINT ignored
+    interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    script = write(f"{LOOP}import os, signal, time\n{interrupt}time.sleep(60)\n")
     assert main(["profile", "--on", "h200-sxm", str(script)]) == 130
     captured = capsys.readouterr()
     assert "Verdict:" in captured.out
