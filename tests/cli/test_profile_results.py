@@ -31,7 +31,8 @@ def shown(*options, run=True):
     verbs_profile.add_results(parser)
     arguments = parser.parse_args(options)
     verbs_profile.check_results(arguments)
-    return verbs_profile.show_profile(profile(), arguments, run=run)
+    files = verbs_profile.ResultFiles(arguments, keep=run)
+    return verbs_profile.show_profile(profile(), arguments, files)
 
 
 def no_space(*arguments, **keywords):
@@ -183,7 +184,7 @@ def test_a_script_that_changes_the_folder_changes_no_name(tmp_path, monkeypatch)
     arguments = parser.parse_args(["--save", "run.json", "--json", "all.json"])
     verbs_profile.check_results(arguments)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert verbs_profile.show_profile(profile(), arguments, run=True) == 0
+    assert verbs_profile.show_profile(profile(), arguments, verbs_profile.ResultFiles(arguments, keep=True)) == 0
     assert (tmp_path / "run.json").exists()
     assert (tmp_path / "all.json").exists()
 
@@ -195,7 +196,7 @@ def test_several_files_are_written_and_one_that_fails_stops_no_other(tmp_path, c
     verbs_profile.add_results(parser)
     arguments = parser.parse_args([part for name in names for part in ("-o", name)])
     verbs_profile.check_results(arguments)
-    assert verbs_profile.show_profile(made, arguments, run=False) == 2
+    assert verbs_profile.show_profile(made, arguments, verbs_profile.ResultFiles(arguments, keep=False)) == 2
     captured = capsys.readouterr()
     assert captured.out.startswith("Verdict:")
     assert "this profile has no timeline" in captured.err

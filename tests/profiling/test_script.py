@@ -244,7 +244,7 @@ def test_a_script_that_takes_no_step_is_ended_after_the_time_that_was_given(writ
 def test_what_was_seen_is_said_where_steps_are_too_few(write, capsys):
     assert main(["profile", "--on", "h200-sxm", str(write(TRAIN + "for _ in range(10): step()\n"))]) == 2
     error = capsys.readouterr().err
-    assert "took 9 steps, and" in error
+    assert "took 10 steps, and" in error
     assert "clean ones of" in error
     assert main(["profile", "--on", "h200-sxm", str(write(TRAIN + "model(torch.ones(8))\n"))]) == 2
     assert "1 calls of modules with gradients: run inference under torch.no_grad()" in capsys.readouterr().err
@@ -279,7 +279,7 @@ def test_a_full_disk_costs_the_account_and_not_the_script(write, monkeypatch):
 
     monkeypatch.setattr(session.Profiler, "stop", full)
     ran = profile_script(write(LOOP), on="h200-sxm")
-    assert (ran.profile, ran.problem, ran.exit_code, ran.steps) == (None, True, 0, 60)
+    assert (ran.profile, ran.problem, ran.exit_code, ran.steps) == (None, True, 0, 61)
     assert "No space left on device" in ran.missing
 
 
@@ -385,7 +385,7 @@ def test_code_without_a_model_is_profiled_too(write):
 def test_steps_in_a_thread_are_waited_for(write):
     thread = "import threading\nthreading.Thread(target=lambda: [step() for _ in range(61)]).start()\n"
     ran = profile_script(write(TRAIN + thread), on="h200-sxm")
-    assert ran.steps == 60
+    assert ran.steps == 61
     assert ran.profile is not None
 
 

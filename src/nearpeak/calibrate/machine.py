@@ -46,6 +46,15 @@ def machine(name: str | None = None, *, calibrate: bool = False, progress: Progr
     return measured
 
 
+def known_machine() -> Machine | None:
+    """This machine as far as it is known without a measurement: calibrated before, or a GPU of the catalogue."""
+    device = current_gpu()
+    stored = calibrations.load(calibration_key(device))
+    if isinstance(stored, calibrations.Calibration):
+        return stored.machine
+    return None if device is None else catalogue.by_driver_name(device.name)
+
+
 def machine_of_file(path: str | Path, device: str, on: str | Machine | None) -> Machine:
     """The machine `on`; without it the one of the catalogue that a file was recorded on."""
     if on is not None:

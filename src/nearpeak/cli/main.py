@@ -7,9 +7,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from nearpeak import __version__
+from nearpeak.cli.output import MISSING_NUMPY
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
 from nearpeak.errors import NearpeakError
 
@@ -57,11 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Results go to stdout. A NearpeakError becomes one message on stderr and the exit code of its class.
     """
-    # Without numpy torch warns on import; nothing here uses numpy.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    warnings.filterwarnings("ignore", message=MISSING_NUMPY, category=UserWarning)
     try:
         code = _run(argv)
-        sys.stdout.flush()
+        with suppress(ValueError):  # a script may have closed it
+            if sys.stdout is not None:
+                sys.stdout.flush()
         return code
     except NearpeakError as error:
         return _report(error)
@@ -70,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has gone. Python flushes stdout once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(AttributeError, OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
 
@@ -99,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    arguments.ends_process = argv is None  # nothing but the report follows a script
     if arguments.verb is None:
         parser.print_help(sys.stderr)
         return 2

@@ -176,6 +176,10 @@ class GpuBackend(Backend):
     def capture(self, calls: Callable[[], Any]) -> Any:
         """The kernels that `calls` launches as a graph with a method `replay`; RuntimeError if they cannot be."""
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return False
+
     @abstractmethod
     def delay(self, cycles: int) -> None:
         """Launches a kernel of one thread that counts so many clock cycles."""

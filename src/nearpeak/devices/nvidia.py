@@ -93,6 +93,10 @@ class Nvidia(GpuBackend):
             calls()
         return graph
 
+    def is_capturing(self) -> bool:
+        """Asks the driver, which allows this during a capture."""
+        return torch.cuda.is_current_stream_capturing()
+
     def delay(self, cycles: int) -> None:
         """A kernel that torch has for its own tests."""
         torch.cuda._sleep(cycles)

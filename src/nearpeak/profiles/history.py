@@ -43,12 +43,15 @@ def is_enabled() -> bool:
     return os.environ.get("NEARPEAK_KEEP", "") != "0"
 
 
-def add_run(profile: Profile) -> Path:
-    """Saves a run, and removes the oldest ones beyond ten. OSError if the folder cannot be written."""
+def add_run(profile: Profile, path: Path | None = None) -> Path:
+    """Saves a run, and removes the oldest ones beyond ten. OSError if the folder cannot be written.
+
+    `path` is that of an earlier state of the same run, which is replaced.
+    """
     runs = folder()
     runs.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")  # sorts by time; no colons in file names
-    path = runs / f"{now}Z.json.gz"
+    path = path or runs / f"{now}Z.json.gz"
     replace_file(path, file.to_bytes(profile, compressed=True))
     for old in _files_newest_first()[MAX_RUNS:]:
         old.unlink(missing_ok=True)  # another run may remove the same one

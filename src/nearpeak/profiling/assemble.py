@@ -43,6 +43,12 @@ from nearpeak.trace.recorder import without_tf32
 
 LIVE_FACTS: frozenset[StepFact] = frozenset({"storages", "lines", "host", "memory"})
 """What is known about the steps of a live run."""
+UNTRACED_FACTS: frozenset[StepFact] = frozenset({"host"})
+"""What is known without a trace."""
+_UNTRACED_NOTE = (
+    "The step was profiled and not traced: ops have neither source lines nor modules, and bounds follow from the "
+    "shapes that the profiler recorded"
+)
 COMMUNICATION_LIBRARIES = ("nccl", "rccl", "oneccl")
 """Parts of the names of communication kernels, in lower case."""
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "reduce")
@@ -57,7 +63,9 @@ class StepRecords:
     walls: Sequence[float]
     recorded: KinetoTrace
     profiled_wall: float
-    traced: Trace
+    traced: Trace | None
+    untraced_reason: str = ""
+    """Why there is no trace. Then the ops are those that the profiler recorded."""
     wall_s: float | None = None
     """Of a clean step, if the median of `walls` is not the best estimate."""
     notes: tuple[str, ...] = ()
@@ -71,9 +79,13 @@ class StepRecords:
 
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The profile: kernel times of the profiled step at the ops of the traced step."""
-        to_traced, matched = self._aligned()
-        wall = self.wall_s or median(list(self.walls))
         traced = self.traced
+        to_traced, matched = _align_steps(self.recorded, traced)
+        wall = self.wall_s or median(list(self.walls))
+        notes = self.notes
+        if traced is None:
+            traced = self.recorded.trace
+            notes = (*notes, *traced.notes, f"{_UNTRACED_NOTE} ({self.untraced_reason}).")
         if machine.kind == "cpu":
             traced = dataclasses.replace(traced, ops=without_tf32(traced.ops))
         traced = dataclasses.replace(
@@ -108,45 +120,48 @@ class StepRecords:
             spread=(max(self.walls) - min(self.walls)) / wall,
             matched=matched,
             profiled_s=self.profiled_wall,
-            notes=(*profile.notes, *self.notes),
+            notes=(*profile.notes, *notes),
             rates=step_rates(traced, estimate, machine, wall_s=profile.wall_s, kernel_s=profile.kernel_s),
             memory=None if traced.lives is None else peak_memory(traced.lives, traced.ops),
             compiler=self.compiler,
             rank=self.rank,
             world_size=self.world_size,
         )
-        return add_findings(profile, traced, machine, LIVE_FACTS)
+        return add_findings(profile, traced, machine, LIVE_FACTS if self.traced is not None else UNTRACED_FACTS)
 
-    def _aligned(self) -> tuple[list[int | None], float | None]:
-        """For each op of the profiled step its index in the traced step, and the share of ops that have one.
 
-        On a device only ops that launched something count: views and host ops are in neither step, and a trace does not
-        see the launches of CUDA graphs.
-        """
-        on_device = bool(self.recorded.kernels)
-        profiled_ops = self.recorded.trace.ops
-        launching = {kernel.op for kernel in self.recorded.kernels if not kernel.in_graph}
-        is_view = [cost.family == "view" for cost in costs_of(self.traced.ops)]
-        profiled = [index for index in range(len(profiled_ops)) if not on_device or index in launching]
-        traced = [index for index, view in enumerate(is_view) if not on_device or not view]
-        keys = [_op_key(op) for op in self.traced.ops]
-        view_keys = {key for key, view in zip(keys, is_view, strict=True) if view}
-        profiled_keys, traced_keys = (
-            [_op_key(profiled_ops[index]) for index in profiled],
-            [keys[index] for index in traced],
-        )
-        positions = align_by(profiled_keys, traced_keys, view_keys)
-        if None in positions:  # a text may have grown between the steps, or a batch been padded to another length
-            loose = align_between(positions, list(map(_loose_key, profiled_keys)), list(map(_loose_key, traced_keys)))
-            positions = [
-                near if exact is None and near is not None and _has_similar_sizes(key, traced_keys[near]) else exact
-                for key, exact, near in zip(profiled_keys, positions, loose, strict=True)
-            ]
-        to_traced: list[int | None] = [None] * len(profiled_ops)
-        for index, position in zip(profiled, positions, strict=True):
-            to_traced[index] = None if position is None else traced[position]
-        matched = sum(position is not None for position in positions) / len(positions) if positions else None
-        return to_traced, matched
+def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int | None], float | None]:
+    """For each op of the profiled step its index in the traced step, and the share of ops that have one.
+
+    On a device only ops that launched something count: views and host ops are in neither step, and a trace does not
+    see the launches of CUDA graphs. Without a trace, the ops are the profiled step's own.
+    """
+    profiled_ops = recorded.trace.ops
+    if traced is None:
+        return list(range(len(profiled_ops))), None
+    on_device = bool(recorded.kernels)
+    launching = {kernel.op for kernel in recorded.kernels if not kernel.in_graph}
+    is_view = [cost.family == "view" for cost in costs_of(traced.ops)]
+    profiled = [index for index in range(len(profiled_ops)) if not on_device or index in launching]
+    in_trace = [index for index, view in enumerate(is_view) if not on_device or not view]
+    keys = [_op_key(op) for op in traced.ops]
+    view_keys = {key for key, view in zip(keys, is_view, strict=True) if view}
+    profiled_keys, traced_keys = (
+        [_op_key(profiled_ops[index]) for index in profiled],
+        [keys[index] for index in in_trace],
+    )
+    positions = align_by(profiled_keys, traced_keys, view_keys)
+    if None in positions:  # a text may have grown between the steps, or a batch been padded to another length
+        loose = align_between(positions, list(map(_loose_key, profiled_keys)), list(map(_loose_key, traced_keys)))
+        positions = [
+            near if exact is None and near is not None and _has_similar_sizes(key, traced_keys[near]) else exact
+            for key, exact, near in zip(profiled_keys, positions, loose, strict=True)
+        ]
+    to_traced: list[int | None] = [None] * len(profiled_ops)
+    for index, position in zip(profiled, positions, strict=True):
+        to_traced[index] = None if position is None else in_trace[position]
+    matched = sum(position is not None for position in positions) / len(positions) if positions else None
+    return to_traced, matched
 
 
 def device_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None] | None = None) -> list[DeviceKernel]:

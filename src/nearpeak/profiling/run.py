@@ -12,11 +12,12 @@ from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.case import Case, as_case
 from nearpeak.measure.options import Progress
+from nearpeak.ops.op import Trace
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiling.session import Session
 from nearpeak.profiling.steps import StepDetector
 from nearpeak.trace.source import user_line
-from nearpeak.trace.trace import trace
+from nearpeak.trace.trace import UnrecordedOps, trace
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,7 +32,7 @@ class ProfiledBlock:
         self._on = on if on is None or isinstance(on, Machine) else find_machine(on)
         self._ceilings, self._progress, self._name = ceilings, progress, name
         self._session = Session(progress or (lambda line: None))
-        self._session.steps = self._steps = StepDetector(self._session)
+        self._session.steps = self._steps = StepDetector(self._session, self._session.guard)
         self._opened = ExitStack()
         self._profile: Profile | None = None
 
@@ -104,10 +105,18 @@ def profile(
             case.call()
             session.step_ends(between=case.reset)
         if not session.problem:
-            session.add_trace(trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=True, keep_compiled=True))
+            session.add_trace(_trace_step(case))
     finally:
         session.abandon()
     return _assemble_profile(session, case.name, machine, ceilings, progress)
+
+
+def _trace_step(case: Case) -> Trace | str:
+    """The trace of a step, or why there is none: the step is worth a profile without it."""
+    try:
+        return trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=True, keep_compiled=True)
+    except UnrecordedOps as error:
+        return str(error)
 
 
 def _assemble_profile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import importlib.util
 import os
@@ -11,18 +12,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import Any, Self
 
 import torch
 
 from nearpeak._files import cache_folder
 from nearpeak.bound.roofline import Ceilings
+from nearpeak.calibrate.machine import known_machine
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.devices.backends import gpu_visible
 from nearpeak.errors import NearpeakError, UsageError
@@ -39,6 +41,10 @@ EXIT_INTERRUPTED = 130
 FIRST_LINE_S = 60.0
 """Seconds without a step until the first line about it."""
 LINE_INTERVAL_GROWTH = 2.0
+GRACE_S = 10.0
+"""How long code may take to end after it was interrupted."""
+_POOLS = (("concurrent.futures.thread", "_threads_queues"), ("concurrent.futures.process", "_threads_wakeups"))
+"""Modules with pools, and their tables of the threads in these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,9 @@ def profile_script(
     stop: bool = False,
     wait_s: float | None = None,
     progress: Progress | None = None,
+    captured: Callable[[Profile], object] = lambda profile: None,
+    abort: Callable[[ScriptRun], object] = lambda run: None,
+    ends_process: bool = False,
 ) -> ScriptRun:
     """Runs a script with its arguments, as `python path ...` would, and profiles one of its steps.
 
@@ -83,59 +92,89 @@ def profile_script(
         on: The machine that the bounds are for; None for this machine.
         ceilings: The achievable ceilings of the machine, or those of its datasheet.
         stop: End the script as soon as everything is recorded.
-        wait_s: End the script if no step ends for so many seconds; None for no limit.
+        wait_s: Interrupt the script if no step ends for so many seconds; None for no limit.
         progress: Called with lines of text.
+        captured: Called with the profile as soon as there is one, while the script still runs: it may end in any way.
+        abort: Called on another thread, to end the process, with what there is of a script that was interrupted for
+            `wait_s` and did not end.
+        ends_process: Whether nothing but the report follows the script: its thread pools are then ended, as at the
+            exit of the interpreter.
     """
     if (path is None) == (module is None):
         raise UsageError("Give either a script or a module.")
     say = progress or (lambda line: None)
     folder = Path.cwd() if path is None else Path(path).resolve().parent
-    process = os.getpid()
-    session = Session(say, stop=stop)
     exit_code = 0
+    profile: Profile | None = None
+    timed_out = False
+
+    def complete() -> None:
+        nonlocal profile
+        records = session.records(main.name)
+        now = machine or known_machine()
+        if records is not None and now is not None:
+            profile = records.profile(now, ceilings=ceilings)
+            captured(profile)
+
+    def result() -> ScriptRun:
+        nonlocal profile
+        records = session.records(main.name)
+        if records is not None and profile is None:
+            profile = records.profile(machine or find_machine(progress=progress), ceilings=ceilings)
+            captured(profile)
+        if timed_out and not session.problem:
+            session.problem = f"no step ended for {seconds(wait_s or 0.0)}, and it was ended as asked."
+        return ScriptRun(
+            profile=profile,
+            exit_code=exit_code,
+            steps=session.schedule.steps,
+            wall_s=session.schedule.wall_s,
+            missing="" if profile is not None else session.missing_reason(main.name),
+            problem=bool(session.problem),
+        )
+
+    def abort_run() -> None:
+        nonlocal timed_out
+        timed_out = True
+        abort(result())
+
+    session = Session(say, stop=stop, completed=complete)
     with script_import_path(Path(path).resolve() if path is not None and Path(path).is_dir() else folder):
         main = find_script(path) if path is not None else find_module(module or "")
         machine = _find_machine_early(on, progress)
         say(f"running {main.name}")
         say(PHASE_MESSAGES["warm-up"])
+        watchdog = Watchdog(session, say, wait_s, abort_run)
+
+        def report(error: BaseException) -> None:
+            """The script's own error, SystemExit included; the profile is still reported."""
+            nonlocal exit_code
+            if isinstance(error, NearpeakError):
+                raise error
+            if not isinstance(error, StopRun) and not (watchdog.timed_out and isinstance(error, KeyboardInterrupt)):
+                exit_code = report_exit(error)
+
         try:
             with ExitStack() as stack:
-                steps = session.steps = stack.enter_context(detect_steps(session))
+                steps = session.steps = stack.enter_context(detect_steps(session, session.guard))
                 step_function = None if step is None else StepFunction(step, steps.mark)
                 if step_function is not None:
                     steps.has_step_function = True
                     if not main.has(step_function):
                         stack.enter_context(step_function.in_modules())
-                stack.enter_context(step_timeout(session, say, wait_s))
-                main.run(arguments, step_function)
-        except StopRun:
-            pass
-        except NearpeakError:
-            raise
-        except StepTimeout:
-            session.problem = (
-                session.problem or f"no step ended for {seconds(wait_s or 0.0)}, and it was ended as asked."
-            )
-        except BaseException as error:  # the script's own error, SystemExit included; the profile is still reported
-            exit_code = report_exit(error)
+                session.last_end = time.monotonic()
+                stack.enter_context(watchdog)
+                main.run(arguments, step_function, report, end_pools=ends_process)
+        except BaseException as error:  # while its threads were waited for
+            report(error)
         finally:
             session.abandon()
-    if os.getpid() != process:  # a child process of the script that ends here
+        timed_out = watchdog.timed_out
+    if session.guard.in_child:  # a child process of the script that ends here
         sys.exit(exit_code)
     if step_function is not None and not step_function.is_wrapped and exit_code == 0:
         raise UsageError(f"--step {step}: {main.name} imported no module {step_function.place!r}.")
-    records = session.records(main.name)
-    profile = None
-    if records is not None:
-        profile = records.profile(machine or find_machine(progress=progress), ceilings=ceilings)
-    return ScriptRun(
-        profile=profile,
-        exit_code=exit_code,
-        steps=session.schedule.steps,
-        wall_s=session.schedule.wall_s,
-        missing="" if profile is not None else session.missing_reason(main.name),
-        problem=bool(session.problem),
-    )
+    return result()
 
 
 def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> Machine | None:
@@ -169,8 +208,15 @@ class MainModule:
         """Whether the step function is defined in it."""
         return step_function.is_in_main(self.file, None if self.spec is None else self.spec.name)
 
-    def run(self, arguments: Sequence[str], step_function: StepFunction | None = None) -> None:
-        """Runs it with its arguments. Exceptions are passed on."""
+    def run(
+        self,
+        arguments: Sequence[str],
+        step_function: StepFunction | None,
+        report: Callable[[BaseException], None],
+        *,
+        end_pools: bool,
+    ) -> None:
+        """Runs it with its arguments, and waits for its threads. `report` gets the exception that ends it."""
         main = ModuleType("__main__")
         loader = SourceFileLoader("__main__", str(self.file)) if self.spec is None else self.spec.loader
         main.__dict__.update(
@@ -187,13 +233,17 @@ class MainModule:
             program = ast.parse(source, str(self.file))
             step_function.decorate(program)
             main.__dict__[STEP_DECORATOR] = step_function.wrap
-        code = compile(program, str(self.file), "exec", dont_inherit=True)
         with _as_main(main, [self.name if self.spec is None else str(self.file), *arguments]):
             threads = set(threading.enumerate())
-            exec(code, main.__dict__)
-            for thread in set(threading.enumerate()) - threads:  # as the interpreter does at exit
-                if not thread.daemon:
-                    thread.join()
+            process = os.getpid()
+            try:
+                exec(compile(program, str(self.file), "exec", dont_inherit=True), main.__dict__)
+            except BaseException as error:
+                report(error)
+                if isinstance(error, StopRun):
+                    return
+            if os.getpid() == process:
+                _end_threads(threads, end_pools=end_pools)
 
 
 def find_script(path: str | Path) -> MainModule:
@@ -277,62 +327,91 @@ def _drop_own_frames(shown: traceback.TracebackException | None) -> None:
         shown = shown.__context__
 
 
-class StepTimeout(BaseException):
-    """No step ended in time. Not an Exception, so that the script does not catch it."""
-
-
-@contextmanager
-def step_timeout(
-    session: Session, say: Progress, wait_s: float | None, first_line_s: float = FIRST_LINE_S
-) -> Iterator[None]:
+class Watchdog:
     """Reports when no step has ended for a minute, and again at doubling intervals.
 
-    With `wait_s`, raises `StepTimeout` if no step ends for so long; this works in the main thread only.
+    With `wait_s`, it interrupts the main thread as Ctrl-C does if no step ends for so long, and calls `abort` if the
+    code has not ended `GRACE_S` later. It is a thread that `threading` does not list, and changes no signal handler:
+    the code sees neither.
     """
-    over = threading.Event()
-    reporter = threading.Thread(
-        target=_report_waiting, args=(session, say, over, first_line_s), name="nearpeak-waiting", daemon=True
-    )
-    reporter.start()
-    with _timeout_alarm(session, wait_s):
-        try:
-            yield
-        finally:
-            over.set()
+
+    def __init__(
+        self,
+        session: Session,
+        say: Progress,
+        wait_s: float | None = None,
+        abort: Callable[[], object] = lambda: None,
+        first_line_s: float = FIRST_LINE_S,
+    ) -> None:
+        self.timed_out = False
+        """Whether it has interrupted the code."""
+        self._session, self._say, self._wait_s, self._abort = session, say, wait_s, abort
+        self._first_line_s = first_line_s
+        self._running = _thread.allocate_lock()
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        self._running.acquire()
+        _thread.start_new_thread(self._watch, ())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._running.release()
+
+    def _watch(self) -> None:
+        with suppress(Exception):  # nobody could be told
+            begun = self._session.last_end
+            steps, interval, line_due = 0, self._first_line_s, begun + self._first_line_s
+            while not self._ended(within_s=self._seconds_left(line_due)):
+                now, session = time.monotonic(), self._session
+                if self._wait_s is not None and now - session.last_end >= self._wait_s:
+                    self._interrupt()
+                    return
+                if session.schedule.phase == "done" or session.problem:
+                    line_due = float("inf")
+                elif session.schedule.steps != steps:
+                    steps, interval = session.schedule.steps, self._first_line_s
+                    line_due = session.last_end + interval
+                elif now >= line_due:
+                    which = "no step yet" if steps == 0 else f"no step after the first {steps}"
+                    self._say(f"{which} for {seconds(now - session.last_end)}. {STEP_DEFINITION} Ctrl-C ends it.")
+                    interval *= LINE_INTERVAL_GROWTH
+                    line_due = session.last_end + interval
+
+    def _seconds_left(self, line_due: float) -> float:
+        timeout = float("inf") if self._wait_s is None else self._session.last_end + self._wait_s
+        return min(max(min(line_due, timeout) - time.monotonic(), 0.01), self._first_line_s)
+
+    def _ended(self, within_s: float) -> bool:
+        ended = self._running.acquire(timeout=within_s)
+        if ended:
+            self._running.release()
+        return ended
+
+    def _interrupt(self) -> None:
+        self.timed_out = True
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+        if not self._ended(within_s=GRACE_S):
+            self._abort()
 
 
-def _report_waiting(session: Session, say: Progress, over: threading.Event, first_line_s: float) -> None:
-    interval = first_line_s
-    steps = session.schedule.steps
-    while not over.wait(min(first_line_s, max(0.01, session.last_end + interval - time.monotonic()))):
-        if session.schedule.phase == "done" or session.problem:
-            return
-        if session.schedule.steps != steps:
-            steps, interval = session.schedule.steps, first_line_s
-        if (passed := time.monotonic() - session.last_end) >= interval:
-            which = "no step yet" if steps == 0 else f"no step after the first {steps}"
-            say(f"{which} for {seconds(passed)}. {STEP_DEFINITION} Ctrl-C ends it.")
-            interval *= LINE_INTERVAL_GROWTH
+def _end_threads(before: set[threading.Thread], *, end_pools: bool) -> None:
+    """Waits for the threads of the code, as the interpreter does at exit.
 
-
-@contextmanager
-def _timeout_alarm(session: Session, wait_s: float | None) -> Iterator[None]:
-    if wait_s is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(_number: int, _frame: FrameType | None) -> None:
-        if session.schedule.phase == "done" or session.problem:
-            return
-        left = session.last_end + wait_s - time.monotonic()
-        if left <= 0:
-            raise StepTimeout
-        signal.setitimer(signal.ITIMER_REAL, left)
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, wait_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    The threads of a pool that was left open end when the interpreter ends all pools, which it does first. That is for
+    good, so a process that goes on does not wait for them.
+    """
+    if end_pools:
+        for end in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+            end()
+    in_pools = {
+        thread
+        for module, threads in _POOLS
+        if module in sys.modules
+        for thread in getattr(sys.modules[module], threads, ())
+    }
+    for thread in set(threading.enumerate()) - before - in_pools:
+        if not thread.daemon:
+            thread.join()

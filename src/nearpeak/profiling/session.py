@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from nearpeak.profiling.torch_profiler import (
     read_compiler_facts,
     synchronize,
 )
+from nearpeak.trace.guard import Guard, capture_count, is_capturing
 from nearpeak.trace.kineto.kernels import graph_note
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
@@ -308,18 +308,26 @@ class Session:
     """The steps of one run. Errors of the session never reach the profiled code: they are in `problem`.
 
     With `stop`, `StopRun` ends the run once everything is recorded. Without `traces`, the caller traces a step itself
-    when the phase is "traced", and passes the trace to `add_trace`.
+    when the phase is "traced", and passes the trace to `add_trace`. `completed` is called when everything is recorded.
     """
 
-    def __init__(self, say: Progress, *, stop: bool = False, traces: bool = True) -> None:
+    def __init__(
+        self,
+        say: Progress,
+        *,
+        stop: bool = False,
+        traces: bool = True,
+        completed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.guard = Guard(lambda error: self._give_up(_error_text(error)))
         self.schedule = Schedule()
         self.steps: StepDetector | None = None
         """Finds the steps. While steps are timed, it looks for no new ones."""
         self.last_end = time.monotonic()
         """When the last step ended."""
         self.problem = ""
-        self._say, self._stop, self._traces = say, stop, traces
-        self._process = os.getpid()
+        self._say, self._stop, self._traces = _quietly(say), stop, traces
+        self._completed = completed
         self._recorded: KinetoTrace | None = None
         self._profiled_wall = 0.0
         self._profiled_step = 0
@@ -327,6 +335,8 @@ class Session:
         self._profiled: dict[int, tuple[float, int]] = {}
         """The wall time of profiled steps, and the number of steps before each, by the profiler's step number."""
         self._traced: Trace | None = None
+        self._untraced_reason = "the code ended before a step was traced"
+        """Why there is no trace, if there is none."""
         self._profiler: Profiler | None = None
         self._live: LiveTrace | None = None
         self._step_start = 0.0
@@ -338,8 +348,10 @@ class Session:
         """The number of clean steps whose evaluation is deferred: it takes as long as a few ops."""
         self._deferred: list[tuple[float, int]] = []
         """When these steps ended, and the number of compiled graphs then."""
-        self._last_kind: tuple[StepKind | None, bool] = None, False
-        """The kind of the last evaluated step, and whether a profiler of the user's code was running."""
+        self._last_kind: tuple[StepKind | None, bool, bool] = None, False, False
+        """The kind of the last evaluated step, whether a profiler of the user's code ran, and a graph was captured."""
+        self._captures = capture_count()
+        """The number of captures before this step."""
         self._warm_graphs: int | None = None
         """The number of compiled graphs when warm-up ended for the first time."""
         self._compiler: CompilerFacts | None = None
@@ -365,7 +377,7 @@ class Session:
 
     def training_begins(self) -> None:
         """The steps so far were an evaluation. They count only if no training step is recorded."""
-        if self.schedule.steps == 0 or os.getpid() != self._process:
+        if self.schedule.steps == 0 or self.guard.in_child:
             return
         self._evaluation = self._records() or self._evaluation
         self.abandon()
@@ -375,9 +387,14 @@ class Session:
         self._say("training begins: the steps before it do not count")
 
     def step_ends(self, kind: StepKind | None = None, *, between: Callable[[], object] | None = None) -> None:
-        """Ends a step. `between` runs before the next one begins, and belongs to no step."""
+        """Ends a step. `between` runs before the next one begins, and belongs to no step.
+
+        What ends while a graph is captured is no step: it did not run.
+        """
         self.last_end = time.monotonic()
-        if self.schedule.phase == "done" or self.problem or os.getpid() != self._process:  # a forked worker
+        if is_capturing():
+            return
+        if self.schedule.phase == "done" or self.problem or self.guard.in_child:
             self.schedule.steps += 1
             if between is not None:
                 between()
@@ -386,28 +403,33 @@ class Session:
             self._deferred_left > 1
             and between is None
             and not self._settling
-            and (kind, _profiler_runs()) == self._last_kind
+            and (kind, _profiler_runs(), self._captures != capture_count()) == self._last_kind
         ):
             self._deferred_left -= 1
             self._deferred.append((time.perf_counter(), compiled_graph_count()))
             self._events.record()
             return
         seen = self.schedule.steps
-        try:
-            self._advance(kind, between)
-        except Exception as error:  # whatever it is, the profiled code must not end because of it
-            self.schedule.steps = seen + 1
-            self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        if self._stop and self.is_done:
-            raise StopRun
+        self.guard.call(self._advance, kind, between)
+        self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
+        if self.is_done:
+            with suppress(Exception):  # what is done with the records is no part of recording them
+                self._completed()
+            if self._stop:
+                raise StopRun
 
-    def add_trace(self, traced: Trace) -> None:
-        """Adds the trace of a step that the caller ran."""
-        self._set_trace(traced)
+    def add_trace(self, traced: Trace | str) -> None:
+        """Adds the trace of a step that the caller ran, or the reason why there is none."""
+        if isinstance(traced, str):
+            self._untraced_reason = traced
+        else:
+            self._set_trace(traced)
         self.schedule.step_ended(time.perf_counter())
 
     def abandon(self) -> None:
         """Stops the profiler or trace that is still running at the end of the code."""
+        if self.guard.in_child or is_capturing():
+            return
         self._evaluate_deferred()
         profiler, self._profiler, live, self._live = self._profiler, None, self._live, None
         self._profiled = {}
@@ -425,7 +447,7 @@ class Session:
         return None if records is None else dataclasses.replace(records, source=source)
 
     def _records(self) -> StepRecords | None:
-        if self._recorded is None or self._traced is None:
+        if self._recorded is None:
             return None
         rank, world_size = self._rank or (None, None)
         return StepRecords(
@@ -435,6 +457,7 @@ class Session:
             recorded=self._recorded,
             profiled_wall=self._profiled_wall,
             traced=self._traced,
+            untraced_reason=self._untraced_reason,
             host_ahead=self.schedule.host_ahead,
             notes=tuple(_notes(self.schedule, self._recorded)),
             compiler=self._compiler,
@@ -477,7 +500,8 @@ class Session:
         now = time.perf_counter()
         after = self._evaluate_deferred()
         if after == before and not schedule.again:
-            self._last_kind = given, self._profiler is None and _profiler_runs()
+            captures, self._captures = self._captures, capture_count()
+            self._last_kind = given, self._profiler is None and _profiler_runs(), captures != self._captures
             kind = _step_kind(*self._last_kind)
             graphs = compiled_graph_count()
             usable = self._finish(now, kind, graphs)
@@ -543,10 +567,14 @@ class Session:
             return self._finish_profiled(now, kind, graphs)
         fits = self.schedule.fits(kind)
         if self.schedule.phase == "traced" and self._live is not None:
-            traced = self._live.stop()
-            self._live = None
-            if fits:
-                self._set_trace(traced)
+            live, self._live = self._live, None
+            try:
+                traced = live.stop()
+            except Exception as error:  # the profiled step is worth a profile without it
+                self._untraced_reason = _error_text(error)
+            else:
+                if fits:
+                    self._set_trace(traced)
         return fits
 
     def _finish_profiled(self, now: float, kind: StepKind, graphs: int) -> bool:
@@ -604,11 +632,28 @@ class Session:
             if self._recorded is None:
                 self._give_up("the code runs a profiler of its own in every step. Switch it off, and try again.")
             elif self._traces:
-                self._live = LiveTrace()
+                try:
+                    self._live = LiveTrace()
+                except Exception as error:
+                    self._untraced_reason = _error_text(error)
 
 
-def _step_kind(given: StepKind | None, recorded: bool) -> StepKind:
-    return dataclasses.replace(given or StepKind(), recorded=recorded)
+def _step_kind(given: StepKind | None, recorded: bool, captured: bool) -> StepKind:
+    return dataclasses.replace(given or StepKind(), recorded=recorded, captured=captured)
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _quietly(say: Progress) -> Progress:
+    """A line that cannot be shown, because the code has closed the stream, is no error of the code."""
+
+    def say_quietly(line: str) -> None:
+        with suppress(Exception):
+            say(line)
+
+    return say_quietly
 
 
 def _notes(schedule: Schedule, recorded: KinetoTrace) -> list[str]:

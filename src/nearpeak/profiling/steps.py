@@ -25,6 +25,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nearpeak.trace.guard import Guard, watch_captures
 from nearpeak.trace.modules import watch_module_calls
 
 SIZE_TOLERANCE = 0.25
@@ -51,10 +52,13 @@ class StepKind:
     """The shape of its smallest argument: the new tokens, where everything else grows with the text."""
     recorded: bool = False
     """Whether the code ran a profiler of its own."""
+    captured: bool = False
+    """Whether it captured a graph, whose ops do not run."""
 
     def is_similar(self, other: StepKind) -> bool:
         """Whether a step of this kind may stand for one of the other."""
-        if (self.module, self.recorded, len(self.shape)) != (other.module, other.recorded, len(other.shape)):
+        exact = (self.module, self.recorded, self.captured, len(self.shape))
+        if exact != (other.module, other.recorded, other.captured, len(other.shape)):
             return False
         sizes = zip(
             (self.trained, self.evaluated, *self.shape), (other.trained, other.evaluated, *other.shape), strict=True
@@ -89,18 +93,21 @@ class StepListener(Protocol):
 
 
 class StepDetector:
-    """Reports steps to a listener while it is open."""
+    """Reports steps to a listener while it is open, through a guard: what fails here does not reach the code."""
 
-    def __init__(self, listener: StepListener) -> None:
+    def __init__(self, listener: StepListener, guard: Guard | None = None) -> None:
+        self._guard = guard or Guard()
         self.is_open = False
         self.has_step_function = False
         """Whether a function is the step; then no other steps are detected."""
-        self.calls = TopLevelCalls(self._after_module)
+        self.calls = TopLevelCalls(self._after_module, self._guard)
         self._listener = listener
         self._first: torch.optim.Optimizer | None = None
         """The optimizer whose step ends a step, if there are several."""
         self._original_step: Any = None
         """Its `step` in its `__dict__`, if it had one."""
+        self._first_step_runs = False
+        """Whether it runs its first step, which is not seen by what replaces its `step`."""
         self._trained = 0
         self._evaluated = 0
         self.unfinished_calls = 0
@@ -109,25 +116,26 @@ class StepDetector:
     def mark(self, function: Any) -> Any:
         """Wraps a function so that each of its calls is a step; of nested calls only the outer one."""
         self.has_step_function = True
-        return wrap_step_function(function, self._after_function)
+        return wrap_step_function(function, self._guard.wrap(self._after_function))
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, steps are detected."""
-        handles: list[Any] = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
-        self.calls.open()
-        self.is_open = True
-        try:
-            yield
-        finally:
-            self.is_open = False
-            self.calls.close()
-            self._restore()
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            for register, hook in (
+                (register_optimizer_step_pre_hook, self._before_optimizer),
+                (register_optimizer_step_post_hook, self._after_optimizer),
+            ):
+                stack.callback(register(self._guard.wrap(hook)).remove)
+            stack.callback(self._restore)
+            stack.callback(self.calls.close)
+            stack.enter_context(watch_captures())
+            self.calls.open()
+            self.is_open = True
+            try:
+                yield
+            finally:
+                self.is_open = False
 
     def _after_function(self) -> None:
         if self.is_open:
@@ -139,6 +147,7 @@ class StepDetector:
         self._listener.optimizer_begins(optimizer)
         if self._first is None and not self.has_step_function:
             self._first = optimizer
+            self._first_step_runs = True
             self._report_after(optimizer)
             self._listener.training_begins()
 
@@ -148,6 +157,9 @@ class StepDetector:
         self._listener.optimizer_ends()
         if optimizer is self._first:
             self.unfinished_calls = 0
+            if self._first_step_runs:
+                self._first_step_runs = False
+                self._step_ended()
 
     def _restore(self) -> None:
         """Restores the `step` of the optimizer."""
@@ -174,32 +186,34 @@ class StepDetector:
         created later needs a method.
         """
         self._original_step = optimizer.__dict__.get("step")
-        self._trained = self._evaluated = 0
         original = optimizer.step
 
         @functools.wraps(original)
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            kind = StepKind(trained=self._trained, evaluated=self._evaluated)
-            self._trained = self._evaluated = 0
-            if kind.trained + kind.evaluated > MAX_CALLS:
-                self.calls.close()
-            if not self.has_step_function:
-                self._listener.step_ends(kind)
+            self._guard.call(self._step_ended)
             return result
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
+    def _step_ended(self) -> None:
+        kind = StepKind(trained=self._trained, evaluated=self._evaluated)
+        self._trained = self._evaluated = 0
+        if kind.trained + kind.evaluated > MAX_CALLS:
+            self.calls.close()
+        if not self.has_step_function:
+            self._listener.step_ends(kind)
+
 
 @contextmanager
-def detect_steps(listener: StepListener) -> Iterator[StepDetector]:
+def detect_steps(listener: StepListener, guard: Guard | None = None) -> Iterator[StepDetector]:
     """Inside, steps are reported to `listener`."""
-    detector = StepDetector(listener)
+    detector = StepDetector(listener, guard)
     with detector.open():
         yield detector
 
 
-def wrap_step_function(function: Any, ended: Callable[[], None]) -> Any:
+def wrap_step_function(function: Any, ended: Callable[[], object]) -> Any:
     """A function that calls `ended` after each outermost call of `function` that does not raise."""
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(wrap_step_function(function.__func__, ended))
@@ -242,12 +256,13 @@ def _smallest_shape(values: tuple[Any, ...]) -> tuple[int, ...]:
     """
     smallest: torch.Tensor | None = None
     smallest_size = (True, 0)
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            size = (value.dim() < 2, value.numel())
-            if smallest is None or size < smallest_size:
-                smallest, smallest_size = value, size
-    return () if smallest is None else tuple(smallest.shape)
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass of the user's sees no calls of ours
+        for value in values:
+            if isinstance(value, torch.Tensor) and not value.is_nested:
+                size = (value.dim() < 2, value.numel())
+                if smallest is None or size < smallest_size:
+                    smallest, smallest_size = value, size
+        return () if smallest is None else tuple(smallest.shape)
 
 
 CallEnded = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -256,8 +271,9 @@ CallEnded = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 class TopLevelCalls:
     """While it is open, `ended` is called after each top-level call that did not raise."""
 
-    def __init__(self, ended: CallEnded) -> None:
-        self._ended = ended
+    def __init__(self, ended: CallEnded, guard: Guard) -> None:
+        self._guard = guard
+        self._ended = guard.wrap(ended)
         self._depth = 0
         self._nested = 0
         self._first: tuple[nn.Module, tuple[Any, ...]] | None = None
@@ -269,8 +285,8 @@ class TopLevelCalls:
     def open(self) -> None:
         """Begins to search for top-level calls."""
         self._is_open = True
-        callback_handler.register_start_callback(self._unpatch)
-        callback_handler.register_end_callback(self._patch)
+        callback_handler.register_start_callback(self._before_compiling)
+        callback_handler.register_end_callback(self._after_compiling)
         self.search(True)
 
     def close(self) -> None:
@@ -278,8 +294,8 @@ class TopLevelCalls:
         self._is_open = False
         self._search.close()
         for callbacks, callback in (
-            (callback_handler.start_callbacks, self._unpatch),
-            (callback_handler.end_callbacks, self._patch),
+            (callback_handler.start_callbacks, self._before_compiling),
+            (callback_handler.end_callbacks, self._after_compiling),
         ):
             if callback in callbacks:  # torch._dynamo.reset() clears them
                 callbacks.remove(callback)
@@ -291,7 +307,8 @@ class TopLevelCalls:
         self._search.close()
         self._nested, self._first = 0, None
         if on and self._is_open:
-            self._search.enter_context(watch_module_calls(self._before_any_call, self._after_any_call))
+            before, after = self._guard.wrap(self._before_any_call), self._guard.wrap(self._after_any_call)
+            self._search.enter_context(watch_module_calls(before, after))
 
     def _before_any_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._depth == 0 and self._nested == 0 and type(module) not in self._classes:
@@ -325,11 +342,17 @@ class TopLevelCalls:
 
         return call
 
-    def _unpatch(self, _: Any = None) -> None:
+    def _before_compiling(self, _: Any) -> None:
+        self._guard.call(self._unpatch)
+
+    def _after_compiling(self, _: Any) -> None:
+        self._guard.call(self._patch)
+
+    def _unpatch(self) -> None:
         for kind, own_call in self._classes.items():
             _set_class_call(kind, own_call)
 
-    def _patch(self, _: Any = None) -> None:
+    def _patch(self) -> None:
         for kind in self._classes:
             _set_class_call(kind, self._call_of(kind))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType
@@ -24,6 +25,7 @@ from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collecti
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
 
 MAX_REASON_LENGTH = 200
+_KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class Profiler:
@@ -34,7 +36,7 @@ class Profiler:
 
     def __init__(self) -> None:
         self._profiler = torch_profile(activities=profiler_activities(), record_shapes=True)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_kineto_log():
             warnings.simplefilter("ignore")  # notes about the profiler's own cycles
             self._profiler.start()
         Profiler.running = True
@@ -76,6 +78,22 @@ class Profiler:
         self._patches.close()
         Profiler.running = False
         self._profiler.stop()
+
+
+@contextmanager
+def _no_kineto_log() -> Iterator[None]:
+    """Inside, a profiler that is started for the first time in this process learns not to log to stderr.
+
+    The variable is set for the library alone: neither `os.environ` nor a child process of the program has it.
+    """
+    if _KINETO_LOG_LEVEL in os.environ:
+        yield
+        return
+    os.putenv(_KINETO_LOG_LEVEL, "99")
+    try:
+        yield
+    finally:
+        os.unsetenv(_KINETO_LOG_LEVEL)
 
 
 class StepEvents:

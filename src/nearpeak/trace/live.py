@@ -39,6 +39,8 @@ class LiveTrace:
         self._recorder.optimizers_running = max(0, self._recorder.optimizers_running - 1)
 
     def stop(self) -> Trace:
-        """Ends the recording."""
+        """Ends the recording; raises what kept it from being complete."""
         self._undo.close()
-        return self._recorder.finish(())
+        if self._recorder.failure is not None:
+            raise self._recorder.failure
+        return self._recorder.finish((), truncated=self._recorder.truncated)

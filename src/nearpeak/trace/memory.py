@@ -17,7 +17,7 @@ from nearpeak.devices.backends import find_backend
 from nearpeak.ops.lifetimes import Category, Lifetime, Lifetimes
 from nearpeak.ops.op import Op, Storage, StorageKind
 from nearpeak.trace.state_snapshot import StateSnapshot
-from nearpeak.trace.storages import innermost, tensors_in
+from nearpeak.trace.storages import innermost, storage_of, tensors_in
 
 _BEFORE_TRACE = -1
 _GRADIENT_ACCUMULATION_OPS = frozenset(
@@ -174,7 +174,9 @@ class MemoryTracker:
 
     def _track_existing(self, tensor: torch.Tensor, category: Category) -> None:
         for part in _memory_tensors(innermost(tensor)):
-            storage = part.untyped_storage()
+            storage = storage_of(part)
+            if storage is None:
+                continue
             life = self._by_address.get(storage._cdata)
             if life is None:
                 self._track(storage, _BEFORE_TRACE, category)
@@ -201,7 +203,7 @@ def _memory_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         names: Iterable[str] = flatten()[0]
         for name in names:
             yield from _memory_tensors(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
+    else:
         yield tensor
 
 

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch._dynamo.callback import callback_handler
 
+from nearpeak.trace.guard import Guard
 from nearpeak.trace.patches.shared_patch import SharedPatch
 
-BeforeCall = Callable[[nn.Module, tuple[Any, ...]], None]
-AfterCall = Callable[[nn.Module], None]
+BeforeCall = Callable[[nn.Module, tuple[Any, ...]], object]
+AfterCall = Callable[[nn.Module], object]
 
 _watchers: list[tuple[BeforeCall, AfterCall]] = []
 
@@ -121,11 +122,13 @@ _MAX_DEPTH = 4
 class ModulePaths:
     """Paths of modules below their roots, and the stack of those that run now.
 
-    `on_root` is called with every root and its name before the root runs.
+    `on_root` is called with every root and its name before the root runs. In a real program, module calls are followed
+    through a guard.
     """
 
-    def __init__(self, on_root: Callable[[nn.Module, str], None]) -> None:
+    def __init__(self, on_root: Callable[[nn.Module, str], None], guard: Guard | None = None) -> None:
         self._on_root = on_root
+        self._guard = guard
         self._paths: dict[int, str] = {}
         self._modules: list[nn.Module] = []  # an id stays taken as long as its object lives
         self.stack: list[tuple[int, str, int]] = []
@@ -148,7 +151,10 @@ class ModulePaths:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, the stack follows every module's call."""
-        with watch_module_calls(self._enter, self._leave):
+        enter, leave = self._enter, self._leave
+        with watch_module_calls(
+            *((enter, leave) if self._guard is None else (self._guard.wrap(enter), self._guard.wrap(leave)))
+        ):
             yield
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:

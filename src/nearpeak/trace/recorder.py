@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -26,6 +26,7 @@ from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind, Trace, name_wit
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
+from nearpeak.trace.guard import Guard, is_capturing
 from nearpeak.trace.memo import (
     CallSignature,
     CallSignatures,
@@ -42,16 +43,22 @@ from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost
 
+P = ParamSpec("P")
+
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class LimitReached(BaseException):
-    """Stops a trace at its limit; no Exception, so that the traced code does not catch it."""
+    """Stops a trace on fake tensors at its limit; no Exception, so that the traced code does not catch it."""
 
 
 class Recorder(TorchDispatchMode):
-    """Records ops while it is entered. With a fake `mode`, real tensors are replaced by their fake copies."""
+    """Records ops while it is entered. With a fake `mode`, real tensors are replaced by their fake copies.
+
+    Without one, the ops of a real program pass unchanged. If recording one of them fails, nothing more is recorded,
+    and `failure` says why; the program goes on.
+    """
 
     supports_higher_order_operators = True
 
@@ -66,12 +73,15 @@ class Recorder(TorchDispatchMode):
         self._memory = MemoryTracker() if mode is None else None  # fake tensors have none
         self.storages = Storages(None if self._memory is None else self._memory.note_storage)
         self.mutated: set[int] = set()
-        self.modules = ModulePaths(self._add_root)
+        self._guard = Guard()
+        self.modules = ModulePaths(self._add_root, self._guard if mode is None else None)
         self.optimizers_running = 0
         self.graph_recorded = False
         """Whether autograd has recorded an op of a forward pass."""
         self.paused = False
         """Whether ops pass unrecorded: those of a compiler at work do."""
+        self.truncated = False
+        """Whether there were more ops than the limit."""
         self._snapshot = snapshot
         self._mode = mode
         self._limit = limit
@@ -80,6 +90,11 @@ class Recorder(TorchDispatchMode):
         self._locations = Locations(self.modules, snapshot)
         self._recompute = RecomputeDetector(self.modules)
         self._entered: list[ExitStack] = []
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the ops of a program could not be recorded."""
+        return self._guard.failure
 
     def __enter__(self) -> Self:
         if self._mode is not None:  # the tensors have no memory that a collection could free
@@ -106,13 +121,15 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # queried more often than there are ops
-        if self.paused:
+        if self.paused or self._guard.failure is not None:
             return func(*args, **(kwargs or {}))
         if _frame_compiler() is not None:
             return _dispatch_uncompiled(self, func, types, args, kwargs)
         return self._dispatch(func, types, args, kwargs or {})
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._mode is None:
+            return self._dispatch_live(func, types, args, kwargs)
         for kind in types:
             if kind is not FakeTensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a tensor made of others: its own ops come here afterwards
@@ -132,6 +149,48 @@ class Recorder(TorchDispatchMode):
                         return self._replay_rows(schema, signature, rows, signatures)
         return self._run_with_torch(schema, func, args, kwargs, signature, signatures)
 
+    def _dispatch_live(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op of the program, and records it. The program sees the op's own exceptions alone."""
+        if any(map(_handles_ops, types)):
+            return NotImplemented  # a subclass handles its ops itself; what it runs for them comes here afterwards
+        schema = self._guard.call(schema_of, func)
+        if schema is None or schema.query or is_capturing():  # a captured op does not run
+            return func(*args, **kwargs)
+        if schema.composite and not _any_nested((*args, *kwargs.values())):
+            # inference mode bypasses the key that decomposes these
+            with self:
+                result = (
+                    func.decompose(*args, **kwargs)
+                    if func in RECOMPOSED_OPERATORS
+                    else run_native(func, *args, **kwargs)
+                )
+            if result is not NotImplemented:
+                return result
+        if schema.lift:
+            result = func(*args, **kwargs)
+            self._guard.call(self.storages.value, result, "intermediate")
+            return result
+        if len(self.ops) >= self._limit:
+            self.truncated = True
+            return func(*args, **kwargs)
+        arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
+        result = func(*args, **kwargs)
+        if arguments is not None:
+            self._guard.call(self._record_live, schema, arguments, result)
+        return result
+
+    def _live_arguments(self, schema: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        with torch._C.DisableTorchFunction():
+            arguments = self._arguments(schema, args, kwargs)
+            self._note_mutations(schema, arguments)
+            if not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
+                self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
+        return arguments
+
+    def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
+
     def _run_with_torch(
         self,
         schema: OperatorSchema,
@@ -141,8 +200,9 @@ class Recorder(TorchDispatchMode):
         signature: CallSignature | None,
         signatures: CallSignatures | None,
     ) -> Any:
-        """Runs an op with torch, records it, and memoizes its results."""
+        """Runs an op on fake tensors, records it, and memoizes its results."""
         mode = self._mode
+        assert mode is not None
         if schema.query:
             return func(*args, **kwargs)
         if schema.composite:  # inference mode bypasses the key that decomposes these
@@ -155,7 +215,7 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if schema.lift:
-            if self._signatures is not None and mode is not None and keeps_its_value(args[0]):
+            if self._signatures is not None and keeps_its_value(args[0]):
                 result = memo.constant_tensor(mode, args[0])  # a number keeps its value: optimizers count steps so
             else:
                 result = func(*args, **kwargs)
@@ -174,13 +234,11 @@ class Recorder(TorchDispatchMode):
                         return restore_originals(self._replay(schema, signature, recipe, signatures), originals)
             arguments = signature.arguments if signature is not None else self._arguments(schema, args, kwargs)
             self._note_mutations(schema, arguments)
-            if mode is None and not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
-                self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
             if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
                 self._record(schema, arguments, ())
                 with torch._C._DisableTorchDispatch():
                     return args[0].constant.item()
-            if schema.by_rows and mode is not None and not func._schema.returns:
+            if schema.by_rows and not func._schema.returns:
                 values = memo.constant_values(args)
                 if values is not None:  # counts of steps: they are kept by value, and count on
                     self._record(schema, arguments, ())
@@ -190,7 +248,7 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             if schema.mutated and not schema.memoizable:
                 drop_notes((*args, *kwargs.values()))
-            if mode is not None and signature is not None and signature.key not in memo.recipes:
+            if signature is not None and signature.key not in memo.recipes:
                 with torch._C._DisableTorchDispatch():
                     memo.memoize(signature.key, mode, signature.tensors, result)
             self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
@@ -273,15 +331,31 @@ class Recorder(TorchDispatchMode):
             for path, buffer in module.named_buffers():
                 self.storages.name(self.fake_of(innermost(buffer)), "buffer", strip_compile_wrapper(prefix + path))
 
-    def record_launch(self, schema: OperatorSchema, arguments: dict[str, Any]) -> bool:
+    def record_launch(self, launch: Callable[[], tuple[OperatorSchema, dict[str, Any]]]) -> bool:
         """Records a kernel that bypasses torch's dispatcher; whether it shall really run."""
+        if self._mode is None:
+            self.record_beside(self._record_launch, launch)
+            return True
         if len(self.ops) >= self._limit:
             raise LimitReached
+        self._record_launch(launch)
+        return False
+
+    def _record_launch(self, launch: Callable[[], tuple[OperatorSchema, dict[str, Any]]]) -> None:
+        schema, arguments = launch()
         with torch._C.DisableTorchFunction():
             if self._copies is not None:
                 arguments = self._copies.replace(arguments, {})
             self.record(schema, self._arguments(schema, (), arguments))
-        return self._mode is None
+
+    def record_beside(self, record: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Calls `record` for a kernel that the program launches past torch's dispatcher, if ops are recorded now."""
+        if self.paused or self._guard.failure is not None or is_capturing():
+            return
+        if len(self.ops) >= self._limit:
+            self.truncated = True
+            return
+        self._guard.call(record, *args, **kwargs)
 
     def record(self, schema: OperatorSchema, arguments: dict[str, Any]) -> None:
         """Records an op whose arguments are plain data already."""
@@ -340,6 +414,19 @@ def _any_requires_grad(values: Any) -> bool:
     if isinstance(values, (list, tuple)):
         return any(_any_requires_grad(value) for value in values)
     return isinstance(values, torch.Tensor) and values.requires_grad
+
+
+def _handles_ops(kind: type) -> bool:
+    """Whether a subclass of tensors, FakeTensor excepted, handles its ops itself."""
+    dispatch = getattr(kind, "__torch_dispatch__", None)
+    return kind is not FakeTensor and dispatch is not torch.Tensor.__torch_dispatch__
+
+
+def _any_nested(values: Any) -> bool:
+    """Whether any tensor of nested lists has rows of different sizes: composite operators are others for these."""
+    if isinstance(values, (list, tuple)):
+        return any(_any_nested(value) for value in values)
+    return isinstance(values, torch.Tensor) and values.is_nested
 
 
 def _uses_only(op: Op, host: AbstractSet[int]) -> bool:

@@ -31,6 +31,14 @@ def below_transforms() -> Iterator[None]:
         yield
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor; None for one that has none of its own: sparse, not initialized yet, a wrapper."""
+    try:
+        return tensor.untyped_storage() if tensor.layout is torch.strided else None
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+
+
 _PLAIN = (int, float, bool, str, complex, type(None))
 _DTYPES: dict[torch.dtype, str] = {}
 _NAMES: dict[Any, str] = {}
@@ -85,17 +93,17 @@ class Storages:
 
     def name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
         """Names the storage of a tensor before its first use."""
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
+        if storage is not None:
             self._references.append(StorageWeakRef(storage))
             self._known.setdefault(storage._cdata, (kind, name))
             number = self._numbers.get(storage._cdata)
             if number is not None and self.existed(number) and not self._kinds[number][1]:
                 self._kinds[number] = self._known[storage._cdata]  # an op used it before its module was known
 
-    def number(self, tensor: torch.Tensor, kind: StorageKind) -> int:
+    def number(self, tensor: torch.Tensor, kind: StorageKind, storage: torch.UntypedStorage | None = None) -> int:
         """The number of a tensor's storage; `kind` is what it is if this is its first use."""
-        storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage() if storage is None else storage
         address = storage._cdata
         size = storage.nbytes()
         number = self._numbers.get(address)
@@ -128,10 +136,8 @@ class Storages:
 
     def used(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage if an op has used it, else None."""
-        tensor = innermost(tensor)
-        if tensor.layout is not torch.strided:
-            return None
-        return self._numbers.get(tensor.untyped_storage()._cdata)
+        storage = storage_of(innermost(tensor))
+        return None if storage is None else self._numbers.get(storage._cdata)
 
     def facts(self) -> dict[int, Storage]:
         """All storages by number."""
@@ -150,17 +156,25 @@ class Storages:
         return number
 
     def tensor(self, tensor: torch.Tensor, kind: StorageKind) -> Tensor:
-        """A tensor as plain data. A tensor without strides, such as a sparse one, counts as empty."""
+        """A tensor as plain data.
+
+        A tensor without memory of its own, such as a sparse one, counts as empty. A nested one, whose rows have sizes
+        of their own, counts as all its elements in a row.
+        """
         dtype = dtype_name(tensor.dtype)
-        if tensor.layout is not torch.strided:
+        storage = storage_of(tensor)
+        if storage is None:
             self._bytes.append(0)
             self._kinds.append((kind, ""))
             return Tensor(shape=(0,), strides=(1,), dtype=dtype, storage=len(self._bytes) - 1)
+        if tensor.is_nested:
+            number = self.number(tensor, kind, storage)
+            return Tensor(shape=(tensor.numel(),), strides=(1,), dtype=dtype, storage=number)
         return Tensor(
             shape=tuple(tensor.shape),
             strides=tensor.stride(),
             dtype=dtype,
-            storage=self.number(tensor, kind),
+            storage=self.number(tensor, kind, storage),
             offset=tensor.storage_offset(),  # type: ignore[arg-type]
         )
 

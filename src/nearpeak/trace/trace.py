@@ -46,6 +46,10 @@ _MEMORY_ERRORS = ("Cannot access data pointer of Tensor", ".numpy() is not suppo
 """How torch's errors begin if code accesses the memory of a fake tensor."""
 
 
+class UnrecordedOps(UsageError):
+    """The code ran live, and something in it cannot be recorded."""
+
+
 def trace(
     fn: Callable[..., Any],
     *args: Any,
@@ -133,6 +137,10 @@ def trace(
                 ".data_ptr(), copy.deepcopy, a kernel that torch does not know), and fake ones have none. Make kernels "
                 "operators with torch.library.custom_op and register_fake, or pass live=True to run on real tensors."
             ) from None
+        if recorder.failure is not None:
+            failure = f"{type(recorder.failure).__name__}: {recorder.failure}"
+            raise UnrecordedOps(f"The call ran, but its ops could not be recorded: {failure}") from recorder.failure
+        truncated = truncated or recorder.truncated
         notes = tuple(_trace_notes(truncated, limit, cuda_requests, target, compiled))
         finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)  # before states are restored
     if target is not None and target.kind == "cpu":  # where torch's flags for tf32 mean nothing

@@ -24,17 +24,20 @@ import hashlib
 import os
 import re
 import sys
+import warnings
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearpeak.cli.argument_types import step_number
-from nearpeak.cli.output import narrate, print_result, terminal_style
+from nearpeak.cli.output import MISSING_NUMPY, Streams, json_text, narrate, print_text, terminal_style, write_file
 from nearpeak.errors import EnvironmentProblem, NearpeakError, UsageError
 
 if TYPE_CHECKING:
     from nearpeak.profiles.profile import Profile
+    from nearpeak.profiling.script import ScriptRun
     from nearpeak.render.views.profile import ReportOptions
 
 MOST_PAGES = 10
@@ -81,11 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.wait is not None and not arguments.wait > 0.0:
         raise UsageError(f"--wait {arguments.wait:g}: seconds are more than 0.")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from logging to stderr
     if arguments.trace:
-        return show_profile(from_file(arguments.trace, arguments), arguments, run=False)
+        return show_profile(from_file(arguments.trace, arguments), arguments, ResultFiles(arguments, keep=False))
     if arguments.script and ":" in Path(arguments.script).name:
-        return show_profile(_from_case(arguments), arguments, run=True)
+        return show_profile(_from_case(arguments), arguments, ResultFiles(arguments, keep=True))
     return _run_script(arguments)
 
 
@@ -119,19 +121,54 @@ def _run_script(arguments: argparse.Namespace) -> int:
     from nearpeak.profiling.script import profile_script
 
     module, *script_arguments = arguments.module or [None, *arguments.arguments]
-    ran = profile_script(
-        arguments.script,
-        script_arguments,
-        module=module,
-        step=arguments.step,
-        on=arguments.on,
-        ceilings=arguments.ceilings,
-        stop=arguments.stop,
-        wait_s=arguments.wait,
-        progress=narrate,
-    )
+    files = ResultFiles(arguments, keep=True)
+
+    def abort(ran: ScriptRun) -> None:
+        """Ends the process although the script does not end."""
+        try:
+            code = _show_run(ran, arguments, files, script_arguments)
+        except NearpeakError as error:
+            narrate(f"nearpeak: {error}")
+            code = error.exit_code
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(code)
+
+    with Streams.own(), _filters_of_python():
+        ran = profile_script(
+            arguments.script,
+            script_arguments,
+            module=module,
+            step=arguments.step,
+            on=arguments.on,
+            ceilings=arguments.ceilings,
+            stop=arguments.stop,
+            wait_s=arguments.wait,
+            progress=narrate,
+            captured=files.write,
+            abort=abort,
+            ends_process=arguments.ends_process,
+        )
+        with suppress(Exception):  # the script may have closed it
+            sys.stdout.flush()
+        return _show_run(ran, arguments, files, script_arguments)
+
+
+@contextmanager
+def _filters_of_python() -> Iterator[None]:
+    """Inside, warnings are filtered as for any script: without the filter that the command line adds for torch."""
+    with warnings.catch_warnings():
+        warnings.filters[:] = [  # type: ignore[index]
+            each for each in warnings.filters if each[1] is None or each[1].pattern != MISSING_NUMPY
+        ]
+        yield
+
+
+def _show_run(
+    ran: ScriptRun, arguments: argparse.Namespace, files: ResultFiles, script_arguments: Sequence[str]
+) -> int:
     if ran.profile is not None:
-        code = show_profile(ran.profile, arguments, run=True)
+        code = show_profile(ran.profile, arguments, files)
         return ran.exit_code or code
     if ran.exit_code == 0:
         raise (EnvironmentProblem if ran.problem else UsageError)(ran.missing)
@@ -224,24 +261,57 @@ def options_of(profile: Profile, arguments: argparse.Namespace) -> ReportOptions
     )
 
 
-def show_profile(profile: Profile, arguments: argparse.Namespace, *, run: bool) -> int:
-    """Prints the report, adds a run to the history, and writes files; the exit code tells of the last error.
+class ResultFiles:
+    """The files of a run: the kept run, and those that the user asked for.
 
-    An error in one of these does not stop the others: a full disk does not lose the report, nor a closed pipe the run.
+    They are written as soon as there is a profile, before the report is printed: however the process ends after that,
+    they are there. An error in one of them does not stop the others.
     """
-    code = 0
+
+    def __init__(self, arguments: argparse.Namespace, *, keep: bool) -> None:
+        self.code = 0
+        """The exit code of the last error."""
+        self._arguments, self._keep = arguments, keep and not arguments.no_keep
+        self._kept: Path | None = None
+        self._written: Profile | None = None
+
+    def write(self, profile: Profile) -> None:
+        """Writes all files; once for each profile."""
+        if profile is self._written:
+            return
+        if self._keep:
+            self._keep_run(profile)
+        self.code = 0
+        if self._arguments.json and self._arguments.json != "-":
+            try:
+                write_file(self._arguments.json, json_text(profile) + "\n")
+            except NearpeakError as error:
+                narrate(f"nearpeak: {error}")
+                self.code = error.exit_code
+        code = write_reports(profile, self._arguments.save, options_of(profile, self._arguments), opened=False)
+        self.code = code or self.code
+        self._written = profile
+
+    def _keep_run(self, profile: Profile) -> None:
+        from nearpeak.profiles import history
+
+        if not history.is_enabled():
+            return
+        try:
+            self._kept = history.add_run(profile, self._kept)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            narrate(f"nearpeak: this run was not kept: {history.folder()} cannot be written: {reason}.")
+        else:
+            narrate("kept as @last; `nearpeak report @last` shows it again")
+
+
+def show_profile(profile: Profile, arguments: argparse.Namespace, files: ResultFiles) -> int:
+    """Writes the files, prints the report, and opens its page; the exit code tells of the last error."""
+    files.write(profile)
     options = options_of(profile, arguments)
-    try:
-        print_result(report_text(profile, options), profile, arguments.json)
-        sys.stdout.flush()
-    except NearpeakError as error:
-        narrate(f"nearpeak: {error}")
-        code = error.exit_code
-    finally:
-        if run and not arguments.no_keep:
-            _keep_run(profile)
-        code = write_reports(profile, arguments.save, options, opened=arguments.open) or code
-    return code
+    print_text(json_text(profile) if arguments.json == "-" else report_text(profile, options))
+    return (show_page(profile, arguments.save, options) if arguments.open else 0) or files.code
 
 
 def report_text(profile: Profile, options: ReportOptions) -> str:
@@ -249,15 +319,14 @@ def report_text(profile: Profile, options: ReportOptions) -> str:
     from nearpeak.render.text import text
     from nearpeak.render.views.profile import document
 
-    return text(document(profile, options), terminal_style(sys.stdout))
+    return text(document(profile, options), terminal_style(Streams.stdout()))
 
 
 def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions, *, opened: bool) -> int:
     """Writes each file, also after an error, and opens the first page; returns the exit code of the last error."""
-    from nearpeak.render.report import profile_ending, write
+    from nearpeak.render.report import write
 
     code = 0
-    page: Path | None = None
     for path in paths:
         try:
             write(profile, path, options)
@@ -266,14 +335,20 @@ def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions
             code = error.exit_code
             continue
         narrate(f"wrote {path}")
-        page = page or (Path(path) if profile_ending(path) == ".html" else None)
-    if opened:
-        try:
-            open_page(page or cached_page(profile, options))
-        except NearpeakError as error:
-            narrate(f"nearpeak: {error}")
-            code = error.exit_code
-    return code
+    return (show_page(profile, paths, options) if opened else 0) or code
+
+
+def show_page(profile: Profile, paths: Sequence[str], options: ReportOptions) -> int:
+    """Opens the page among the files that were written, or one in the cache folder; returns an exit code."""
+    from nearpeak.render.report import profile_ending
+
+    page = next((Path(path) for path in paths if profile_ending(path) == ".html" and Path(path).is_file()), None)
+    try:
+        open_page(page or cached_page(profile, options))
+    except NearpeakError as error:
+        narrate(f"nearpeak: {error}")
+        return error.exit_code
+    return 0
 
 
 def print_history() -> int:
@@ -288,20 +363,6 @@ def print_history() -> int:
         return 0
     print(text(document(runs)))
     return 0
-
-
-def _keep_run(profile: Profile) -> None:
-    from nearpeak.profiles import history
-
-    if not history.is_enabled():
-        return
-    try:
-        history.add_run(profile)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        narrate(f"nearpeak: this run was not kept: {history.folder()} cannot be written: {reason}.")
-    else:
-        narrate("kept as @last; `nearpeak report @last` shows it again")
 
 
 def cached_page(profile: Profile, options: ReportOptions) -> Path:

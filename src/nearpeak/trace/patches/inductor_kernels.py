@@ -288,8 +288,8 @@ def record_inductor_kernels(recorder: Recorder) -> Iterator[None]:
 def _recording_run(launch: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = active_recorder()
-        if recorder is not None and not recorder.paused and not kwargs.get("benchmark_run"):
-            _record_launch(recorder, self, args)
+        if recorder is not None and not kwargs.get("benchmark_run"):
+            recorder.record_beside(_record_launch, recorder, self, args)
         return launch(self, *args, **kwargs)
 
     return run

@@ -48,21 +48,25 @@ def _recording_launch(launch: Callable[..., Any]) -> Callable[..., Any]:
         recorder = active_recorder()
         if recorder is None or kwargs.get("warmup"):
             return launch(self, *args, **kwargs)
-        arguments = _named_arguments(self, args, kwargs)
-        tensors = tuple(name for name, value in arguments.items() if isinstance(value, torch.Tensor))
-        schema = OperatorSchema(
-            name=name_with_origin("triton", _kernel_name(self)),
-            arguments=tuple(arguments),
-            defaults={},
-            mutated=tensors,
-            origin="triton",
-        )
-        if not recorder.record_launch(schema, arguments):
+        if not recorder.record_launch(lambda: _launch_as_op(self, args, kwargs)):
             return None
         with _disable_current_modes():  # autotuning runs ops itself
             return launch(self, *args, **kwargs)
 
     return run
+
+
+def _launch_as_op(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OperatorSchema, dict[str, Any]]:
+    """A launch as an op: its schema and its arguments."""
+    arguments = _named_arguments(kernel, args, kwargs)
+    schema = OperatorSchema(
+        name=name_with_origin("triton", _kernel_name(kernel)),
+        arguments=tuple(arguments),
+        defaults={},
+        mutated=tuple(name for name, value in arguments.items() if isinstance(value, torch.Tensor)),
+        origin="triton",
+    )
+    return schema, arguments
 
 
 def _innermost_function(kernel: Any) -> Any:

@@ -1,0 +1,142 @@
+"""`Guard`: the wall between a program and the code of nearpeak that runs inside it.
+
+nearpeak watches a program from hooks, patched calls, a dispatch mode and the ends of steps. All of that is called
+through a guard, so that three rules hold everywhere:
+
+- An exception of nearpeak's code ends the watching, and never the program.
+- Nothing of it runs in a forked child, which has a copy of everything but the threads of the profiler.
+- Nothing of it calls the device while a stream is being captured into a graph (`is_capturing`): such a call would end
+  the capture with an error.
+
+What nearpeak changes is entered with `Guard.enter`, and `Guard.close` undoes it in the opposite order, whatever fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+
+from nearpeak.devices.backends import gpu_in_use
+from nearpeak.trace.patches.shared_patch import SharedPatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Guard:
+    """Calls nearpeak's own code inside a program. `failed` is told of its exceptions; the first is in `failure`.
+
+    >>> guard = Guard()
+    >>> guard.call(lambda: 1 / 0) is None, guard.failure
+    (True, ZeroDivisionError('division by zero'))
+    """
+
+    def __init__(self, failed: Callable[[Exception], object] = lambda error: None) -> None:
+        self.failure: Exception | None = None
+        self._failed = failed
+        self._process = os.getpid()
+        self._undo = ExitStack()
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a forked child of the process that is watched."""
+        return os.getpid() != self._process
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The result of `function`; None if it raises an exception, and in a forked child.
+
+        What is no `Exception` passes: it ends the program on purpose.
+        """
+        if os.getpid() != self._process:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            self._note_failure(error)
+            return None
+
+    def wrap(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        """`function`, called through the guard."""
+
+        @functools.wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            return self.call(function, *args, **kwargs)
+
+        return guarded
+
+    def enter(self, change: AbstractContextManager[T]) -> T | None:
+        """Makes a change that `close` undoes; None if it cannot be made."""
+        return self.call(self._undo.enter_context, change)
+
+    def close(self) -> None:
+        """Undoes all changes, the last one first. One that fails does not keep the others from being undone."""
+        if not self.in_child:
+            self.call(self._undo.close)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = self.failure or error.with_traceback(None)  # a frame would keep tensors alive
+        with suppress(Exception):
+            self._failed(error)
+
+
+class _Captures:
+    """What `watch_captures` has seen."""
+
+    open: ClassVar[set[int]] = set()
+    """Graphs that are being captured, by id."""
+    begun: ClassVar[int] = 0
+
+
+def capture_count() -> int:
+    """How many captures have begun, as far as `watch_captures` saw them."""
+    return _Captures.begun
+
+
+def is_capturing() -> bool:
+    """Whether a stream is being captured: the current one, or any while `watch_captures` is open."""
+    if _Captures.open:
+        return True
+    backend = gpu_in_use()
+    return backend is not None and backend.is_capturing()
+
+
+@SharedPatch
+@contextmanager
+def watch_captures() -> Iterator[None]:
+    """Inside, captures on other threads are known too: in torch's default mode they forbid calls on all threads."""
+    kind: Any = torch.cuda.CUDAGraph
+    before = {name: vars(kind).get(name) for name in ("capture_begin", "capture_end")}
+    begin, end = kind.capture_begin, kind.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _Captures.open.add(id(self))
+        _Captures.begun += 1
+        try:
+            return begin(self, *args, **kwargs)
+        except BaseException:
+            _Captures.open.discard(id(self))
+            raise
+
+    @functools.wraps(end)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return end(self, *args, **kwargs)
+        finally:
+            _Captures.open.discard(id(self))
+
+    kind.capture_begin, kind.capture_end = capture_begin, capture_end
+    try:
+        yield
+    finally:
+        _Captures.open.clear()
+        for name, original in before.items():
+            if original is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, original)
