@@ -8,10 +8,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from nearpeak import __version__
-from nearpeak.cli.output import MISSING_NUMPY
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
 from nearpeak.errors import NearpeakError
 
@@ -59,9 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Results go to stdout. A NearpeakError becomes one message on stderr and the exit code of its class.
     """
-    warnings.filterwarnings("ignore", message=MISSING_NUMPY, category=UserWarning)
+    filters = list(warnings.filters)
+    # Without NumPy, which nothing here uses, torch warns on import.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     try:
-        code = _run(argv)
+        code = _run(argv, filters)
         with suppress(ValueError):  # a script may have closed it
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -100,10 +101,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, filters: list[Any]) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     arguments.ends_process = argv is None  # nothing but the report follows a script
+    arguments.warning_filters = filters  # those that a script has without us
     if arguments.verb is None:
         parser.print_help(sys.stderr)
         return 2

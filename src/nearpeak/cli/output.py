@@ -17,8 +17,6 @@ from nearpeak.errors import UsageError
 if TYPE_CHECKING:
     from nearpeak.render.text import Style
 
-MISSING_NUMPY = "Failed to initialize NumPy"
-"""How a warning of torch begins on import where there is no NumPy, which nothing here uses."""
 _LOWEST_COPY = 200
 """Copies of descriptors get higher numbers, so that the files that a script opens have their usual ones."""
 

@@ -138,7 +138,7 @@ def profile_script(
         timed_out = True
         abort(result())
 
-    session = Session(say, stop=stop, completed=complete)
+    session = Session(say, stop=stop, follows=wait_s is not None, completed=complete)
     with script_import_path(Path(path).resolve() if path is not None and Path(path).is_dir() else folder):
         main = find_script(path) if path is not None else find_module(module or "")
         machine = _find_machine_early(on, progress)
@@ -233,7 +233,8 @@ class MainModule:
             program = ast.parse(source, str(self.file))
             step_function.decorate(program)
             main.__dict__[STEP_DECORATOR] = step_function.wrap
-        with _as_main(main, [self.name if self.spec is None else str(self.file), *arguments]):
+        # Functions that run at the exit of the interpreter see the script too.
+        with _as_main(main, [self.name if self.spec is None else str(self.file), *arguments], restore=not end_pools):
             threads = set(threading.enumerate())
             process = os.getpid()
             try:
@@ -283,14 +284,15 @@ def script_import_path(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _as_main(main: ModuleType, argv: list[str]) -> Iterator[None]:
+def _as_main(main: ModuleType, argv: list[str], *, restore: bool) -> Iterator[None]:
     """Makes `main` the main module, where pickle and worker processes look for names."""
     before = sys.modules["__main__"], sys.argv
     sys.modules["__main__"], sys.argv = main, argv
     try:
         yield
     finally:
-        sys.modules["__main__"], sys.argv = before
+        if restore:
+            sys.modules["__main__"], sys.argv = before
 
 
 def report_exit(error: BaseException) -> int:

@@ -308,7 +308,8 @@ class Session:
     """The steps of one run. Errors of the session never reach the profiled code: they are in `problem`.
 
     With `stop`, `StopRun` ends the run once everything is recorded. Without `traces`, the caller traces a step itself
-    when the phase is "traced", and passes the trace to `add_trace`. `completed` is called when everything is recorded.
+    when the phase is "traced", and passes the trace to `add_trace`. `completed` is called when everything is recorded;
+    from then on steps are counted only if `follows`.
     """
 
     def __init__(
@@ -317,6 +318,7 @@ class Session:
         *,
         stop: bool = False,
         traces: bool = True,
+        follows: bool = False,
         completed: Callable[[], object] = lambda: None,
     ) -> None:
         self.guard = Guard(lambda error: self._give_up(_error_text(error)))
@@ -327,7 +329,7 @@ class Session:
         """When the last step ended."""
         self.problem = ""
         self._say, self._stop, self._traces = _quietly(say), stop, traces
-        self._completed = completed
+        self._follows, self._completed = follows, completed
         self._recorded: KinetoTrace | None = None
         self._profiled_wall = 0.0
         self._profiled_step = 0
@@ -413,6 +415,8 @@ class Session:
         self.guard.call(self._advance, kind, between)
         self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
         if self.is_done:
+            if self.steps is not None and not self._follows:
+                self.steps.stop()
             with suppress(Exception):  # what is done with the records is no part of recording them
                 self._completed()
             if self._stop:

@@ -100,14 +100,18 @@ class StepDetector:
         self.is_open = False
         self.has_step_function = False
         """Whether a function is the step; then no other steps are detected."""
-        self.calls = TopLevelCalls(self._after_module, self._guard)
+        self.calls = TopLevelCalls(self._before_module, self._after_module, self._guard)
         self._listener = listener
         self._first: torch.optim.Optimizer | None = None
         """The optimizer whose step ends a step, if there are several."""
         self._original_step: Any = None
         """Its `step` in its `__dict__`, if it had one."""
+        self._own_step: Any = None
+        """What replaced it."""
         self._first_step_runs = False
         """Whether it runs its first step, which is not seen by what replaces its `step`."""
+        self._ended_in_backward: StepKind | None = None
+        """A step whose optimizer ran inside the backward pass: it ends when the pass is over."""
         self._trained = 0
         self._evaluated = 0
         self.unfinished_calls = 0
@@ -127,8 +131,7 @@ class StepDetector:
                 (register_optimizer_step_post_hook, self._after_optimizer),
             ):
                 stack.callback(register(self._guard.wrap(hook)).remove)
-            stack.callback(self._restore)
-            stack.callback(self.calls.close)
+            stack.callback(self.stop)
             stack.enter_context(watch_captures())
             self.calls.open()
             self.is_open = True
@@ -136,6 +139,11 @@ class StepDetector:
                 yield
             finally:
                 self.is_open = False
+
+    def stop(self) -> None:
+        """Undoes all changes to classes and optimizers; no more steps are reported."""
+        self._guard.call(self.calls.close)
+        self._guard.call(self._restore)
 
     def _after_function(self) -> None:
         if self.is_open:
@@ -162,11 +170,18 @@ class StepDetector:
                 self._step_ended()
 
     def _restore(self) -> None:
-        """Restores the `step` of the optimizer."""
-        if self._first is not None:
-            self._first.__dict__.pop("step", None)
+        """Restores the `step` of the optimizer, unless a learning rate scheduler has replaced it since."""
+        if self._first is not None and self._own_step is not None:
+            if self._first.__dict__.get("step") is not self._own_step:
+                return
+            del self._first.step
             if self._original_step is not None:
                 self._first.step = self._original_step  # type: ignore[method-assign]
+
+    def _before_module(self) -> None:
+        if self._ended_in_backward is not None and not _in_backward():
+            kind, self._ended_in_backward = self._ended_in_backward, None
+            self._listener.step_ends(kind)
 
     def _after_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -194,15 +209,23 @@ class StepDetector:
             self._guard.call(self._step_ended)
             return result
 
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._own_step = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _step_ended(self) -> None:
         kind = StepKind(trained=self._trained, evaluated=self._evaluated)
         self._trained = self._evaluated = 0
         if kind.trained + kind.evaluated > MAX_CALLS:
             self.calls.close()
-        if not self.has_step_function:
+        if self.has_step_function:
+            return
+        if _in_backward():  # torch's profiler cannot be started or stopped here
+            self._ended_in_backward = kind
+        else:
             self._listener.step_ends(kind)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @contextmanager
@@ -269,10 +292,11 @@ CallEnded = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 class TopLevelCalls:
-    """While it is open, `ended` is called after each top-level call that did not raise."""
+    """While it is open, `begins` is called before each top-level call, and `ended` after each that did not raise."""
 
-    def __init__(self, ended: CallEnded, guard: Guard) -> None:
+    def __init__(self, begins: Callable[[], None], ended: CallEnded, guard: Guard) -> None:
         self._guard = guard
+        self._begins = guard.wrap(begins)
         self._ended = guard.wrap(ended)
         self._depth = 0
         self._nested = 0
@@ -312,6 +336,7 @@ class TopLevelCalls:
 
     def _before_any_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._depth == 0 and self._nested == 0 and type(module) not in self._classes:
+            self._begins()
             self._first = module, args
             self._classes[type(module)] = vars(type(module)).get("__call__")
             _set_class_call(type(module), self._call_of(type(module)))
@@ -329,12 +354,14 @@ class TopLevelCalls:
         above = next(base for base in kind.__mro__[1:] if "__call__" in vars(base))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            original = above.__call__ if own_call is None else own_call
+            # any descriptor may be a method
+            original = (above.__call__ if own_call is None else own_call).__get__(module, kind)
             if self._depth or self._nested or torch.compiler.is_compiling():
-                return original(module, *args, **kwargs)
+                return original(*args, **kwargs)
+            self._begins()
             self._depth += 1
             try:
-                result = original(module, *args, **kwargs)
+                result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
             self._ended(module, args, kwargs)
@@ -350,11 +377,11 @@ class TopLevelCalls:
 
     def _unpatch(self) -> None:
         for kind, own_call in self._classes.items():
-            _set_class_call(kind, own_call)
+            self._guard.call(_set_class_call, kind, own_call)
 
     def _patch(self) -> None:
         for kind in self._classes:
-            _set_class_call(kind, self._call_of(kind))
+            self._guard.call(_set_class_call, kind, self._call_of(kind))
 
 
 def _set_class_call(kind: type[nn.Module], call: Any) -> None:

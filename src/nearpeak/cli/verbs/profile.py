@@ -26,13 +26,13 @@ import re
 import sys
 import warnings
 import webbrowser
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearpeak.cli.argument_types import step_number
-from nearpeak.cli.output import MISSING_NUMPY, Streams, json_text, narrate, print_text, terminal_style, write_file
+from nearpeak.cli.output import Streams, json_text, narrate, print_text, terminal_style, write_file
 from nearpeak.errors import EnvironmentProblem, NearpeakError, UsageError
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ def _run_script(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()
         os._exit(code)
 
-    with Streams.own(), _filters_of_python():
+    with Streams.own(), warnings.catch_warnings():
+        warnings.filters[:] = arguments.warning_filters  # type: ignore[index]
         ran = profile_script(
             arguments.script,
             script_arguments,
@@ -152,16 +153,6 @@ def _run_script(arguments: argparse.Namespace) -> int:
         with suppress(Exception):  # the script may have closed it
             sys.stdout.flush()
         return _show_run(ran, arguments, files, script_arguments)
-
-
-@contextmanager
-def _filters_of_python() -> Iterator[None]:
-    """Inside, warnings are filtered as for any script: without the filter that the command line adds for torch."""
-    with warnings.catch_warnings():
-        warnings.filters[:] = [  # type: ignore[index]
-            each for each in warnings.filters if each[1] is None or each[1].pattern != MISSING_NUMPY
-        ]
-        yield
 
 
 def _show_run(
