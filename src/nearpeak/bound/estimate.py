@@ -99,7 +99,7 @@ class Estimate:
         """One line, without the ops."""
         times = (("as written", self.as_written_s), ("fused", self.fused_s), ("ideal", self.ideal_s))
         floors = ", ".join(f"{name} {seconds(value)}" for name, value in times)
-        return f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>"
+        return _display.printable(f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>")
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""

@@ -22,6 +22,7 @@ from nearpeak.render.document import (
     Section,
     Span,
     Table,
+    printable_document,
 )
 from nearpeak.render.html.markup import visible, visible_lines
 from nearpeak.render.text import cell_text
@@ -42,6 +43,7 @@ _ENTITIES = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;", ord("|"): "&
 
 def markdown(document: Document) -> str:
     """The whole text; of a comment, as many parts as fit, from the first on."""
+    document = printable_document(document)
     level = 3 if document.is_comment else 1
     parts = [f"{'#' * level} {escape_text(document.title)}"]
     if document.facts:

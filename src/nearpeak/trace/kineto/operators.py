@@ -77,9 +77,11 @@ def _overloads(name: str) -> tuple[tuple[Any, tuple[SchemaParameter, ...]], ...]
     namespace, _, operator = name.partition("::")
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)
-        names = packet.overloads()
-    except (AttributeError, RuntimeError):  # this torch has no such operator
+    except (AttributeError, RuntimeError, ValueError):  # this torch has no such operator, or it is no name of one
         return ()
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return ()
+    names = packet.overloads()
     candidates = ((overload, schema_parameters(overload)) for overload in (getattr(packet, item) for item in names))
     return tuple((overload, parameters) for overload, parameters in candidates if _takes_tensors(overload))
 
