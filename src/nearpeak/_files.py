@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 
 from nearpeak.errors import EnvironmentProblem, FileProblem, UsageError
 
-LARGEST_BYTES = 2**28
+LARGEST_BYTES = 2**29
 """The most bytes that are read of one file, after decompression: two million ops of a saved profile."""
 LARGEST_RATIO = 200
-"""Of decompressed to compressed bytes, from `LARGEST_BYTES` on. A trace has 10 to 40; gzip can reach 1000."""
+"""Of decompressed to compressed bytes, beyond `_ANY_RATIO_BYTES`. A trace has 10 to 40; gzip can reach 1000."""
 DEEPEST = 64
 """Lists and objects inside each other. Ours have up to eight."""
 MOST_CONTAINERS = 2**22
@@ -41,6 +41,7 @@ SILENT_WRITER_S = 60.0
 NO_READER_S = 60.0
 """Seconds until a pipe that nobody reads from is an error."""
 
+_ANY_RATIO_BYTES = 2**28
 _CHUNK = 1 << 20
 _GZIP = b"\x1f\x8b"
 _GZIP_FORMAT = 16 + zlib.MAX_WBITS
@@ -159,7 +160,7 @@ class InputFile:
                     self.truncated = True
                     return
                 unpacked += len(content)
-                if unpacked > max(LARGEST_BYTES, LARGEST_RATIO * packed):
+                if unpacked > max(_ANY_RATIO_BYTES, LARGEST_RATIO * packed):
                     raise FileProblem(self, f"it expands to more than {LARGEST_RATIO} times its size, and is not read")
                 yield content
                 rest = unpacker.unconsumed_tail or unpacker.unused_data
@@ -209,7 +210,7 @@ def read_csv(path: str | Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
     try:
         return tuple(reader.fieldnames or ()), [{key: row[key] for key in row if key} for row in reader]
     except csv.Error as error:
-        raise FileProblem(path, f"it is not valid CSV: line {reader.line_num}: {error}") from None
+        raise FileProblem(path, f"it is not valid CSV: {error} after line {reader.line_num}") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from nearpeak import _display
 from nearpeak._records import Amount, Count, MeasuredSeconds, Rate, Seconds, Share, SignedSeconds
@@ -146,8 +147,8 @@ class Profile:
     """The device that it ran on, as the driver names it."""
     machine: str
     """The machine that the bounds are for."""
-    how: str
-    """Where its ceilings come from: "measured", "derated" or "datasheet"."""
+    how: Literal["measured", "derated", "datasheet"]
+    """Where its ceilings come from."""
     wall_s: MeasuredSeconds
     kernel_s: Seconds
     communication_s: Seconds

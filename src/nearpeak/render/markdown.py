@@ -146,13 +146,15 @@ def _break_links(escaped: str) -> str:
 def code(value: str, longest: int = 80) -> str:
     """A name as code, also inside of a table; "-" for none.
 
+    What could be markup for a reader other than GitHub's is escaped in it.
+
     >>> code("aten.mm"), code("`x`"), code("a|b"), code("")
     ('`aten.mm`', '`` `x` ``', '<code>a&#124;b</code>', '-')
     """
     shown = visible(value, longest).strip()
     if not shown:
         return "-"
-    if "|" in shown:
+    if re.search(r"[|<>]|\]\(", shown):
         return f"<code>{escape_text(shown, longest)}</code>"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     room = " " if shown.startswith("`") or shown.endswith("`") else ""

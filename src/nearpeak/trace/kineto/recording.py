@@ -294,11 +294,12 @@ def load_recording(path: str | Path | InputFile) -> Recording:
         if start is None or duration is None or not isinstance(name, str):
             file.damaged += 1
             continue
-        end = start + max(duration, 0.0)
+        duration = max(duration, 0.0)
+        end = start + duration
         args = event.get("args")
         facts = args if isinstance(args, dict) else {}
         if on_device is not None:
-            device_spans.append(_device_span(start, end, on_device, sys.intern(name), facts, event))
+            device_spans.append(_device_span(start, duration, on_device, sys.intern(name), facts, event))
         elif kind == "overhead":
             overheads.append(Span(start, end, kind, sys.intern(name)))
         elif kind is not None and (kind != "python" or _is_user_frame(name)):
@@ -367,13 +368,13 @@ def _span(
 
 
 def _device_span(
-    start: float, end: float, kind: DeviceKind, name: str, facts: Mapping[str, Any], event: Mapping[str, Any]
+    start: float, duration: float, kind: DeviceKind, name: str, facts: Mapping[str, Any], event: Mapping[str, Any]
 ) -> DeviceSpan:
     stream = _integer(facts.get("stream"))
     device = _integer(facts.get("device"))
     return DeviceSpan(
         start=start,
-        end=end,
+        end=start + duration,
         kind=kind,
         name=name,
         stream=(_integer(event.get("tid")) or 0) if stream is None else stream,
@@ -383,7 +384,7 @@ def _device_span(
         bytes=_byte_count(facts.get("bytes", facts.get("Bytes"))),
         in_graph=bool(facts.get("graph node id") or facts.get("graph id")),
         blocks=_grid_blocks(facts.get("grid")),
-        duration=max(_microseconds(event.get("dur")) or 0.0, 0.0),
+        duration=duration,
     )
 
 
@@ -395,6 +396,8 @@ def _grid_blocks(grid: Any) -> int | None:
 
 
 def _microseconds(value: Any) -> float | None:
+    if type(value) is float and -_LARGEST_TIME < value < _LARGEST_TIME:  # nearly all of them
+        return value
     number = _finite_number(value)
     return number if number is not None and -_LARGEST_TIME < number < _LARGEST_TIME else None
 
