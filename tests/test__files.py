@@ -275,5 +275,5 @@ def test_rows_of_a_table_have_all_columns(tmp_path):
         [{"a": "1", "b": "", "c": ""}, {"a": "1", "b": "2", "c": "3"}],
     )
     (tmp_path / "a.csv").write_text("a\n" + "x" * 200_000)
-    with pytest.raises(FileProblem, match="not valid CSV: .* after line 1"):
+    with pytest.raises(FileProblem, match=r"not valid CSV: .* after line 1"):
         read_csv(tmp_path / "a.csv")

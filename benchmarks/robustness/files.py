@@ -72,9 +72,6 @@ HOSTILE: tuple[Any, ...] = (
 )
 
 
-# --- mutations ---------------------------------------------------------------------------------------------------------
-
-
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths to all values inside of some data."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
@@ -202,9 +199,6 @@ def mutate_text(text: str, draw: random.Random) -> str:
             other = draw.randrange(len(lines))
             lines[number], lines[other] = lines[other], line
     return "\n".join(lines)
-
-
-# --- files and the commands that read them -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,9 +376,6 @@ def _with_data(own: Path, module: str, arguments: Sequence[str]) -> int:
     finally:
         for cache in caches:
             cache.cache_clear()
-
-
-# --- the run -----------------------------------------------------------------------------------------------------------
 
 
 def draw_file(number: int, seed: int, known: dict[str, Kind], folder: Path) -> tuple[str, Path, random.Random]:
