@@ -289,7 +289,7 @@ def test_a_foreign_or_damaged_file_is_refused(content, message, tmp_path: Path):
 def test_a_file_that_cannot_be_read_or_written(tmp_path: Path):
     with pytest.raises(UsageError, match="Cannot read"):
         results.load_result(tmp_path / "missing.json")
-    with pytest.raises(UsageError, match="Cannot write"):
+    with pytest.raises(UsageError, match="cannot be written"):
         results.save(made_up(), tmp_path / "missing" / "t.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not a text file"):

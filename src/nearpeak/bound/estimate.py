@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nearpeak import _display
 from nearpeak.bound.dataflow import touches_in
@@ -72,8 +72,8 @@ class Estimate:
 
     machine: str
     ceilings: Ceilings
-    how: str
-    """Where the machine's ceilings come from: "measured", "derated" or "datasheet"."""
+    how: Literal["measured", "derated", "datasheet"]
+    """Where the machine's ceilings come from."""
     as_written_s: float
     """Every op at its own roofline, in the order written."""
     fused_s: float
