@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import tempfile
@@ -39,6 +41,7 @@ class Profiler:
         with warnings.catch_warnings(), _no_kineto_log():
             warnings.simplefilter("ignore")  # notes about the profiler's own cycles
             self._profiler.start()
+        _let_forked_children_exit()
         Profiler.running = True
         self._patches = ExitStack()
         self._patches.enter_context(mark_garbage_collections())
@@ -94,6 +97,28 @@ def _no_kineto_log() -> Iterator[None]:
         yield
     finally:
         os.unsetenv(_KINETO_LOG_LEVEL)
+
+
+@functools.cache
+def _let_forked_children_exit() -> None:
+    """Keeps children that the program forks from now on from waiting for ever when they exit.
+
+    libkineto starts a thread with the first profiler, and its destructor at the exit of the process waits for that
+    thread, which a child does not have. A child therefore exits without destructors of static objects; everything of
+    Python's, exit functions included, has run by then, and the streams of the C library are flushed.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        exit_now, flush = (ctypes.cast(function, ctypes.c_void_p) for function in (libc._exit, libc.fflush))
+        on_exit, at_exit = libc.on_exit, libc.__cxa_atexit
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return
+
+    def in_child() -> None:
+        on_exit(exit_now, None)  # called with the status
+        at_exit(flush, None, None)  # the last one that was registered is called first
+
+    os.register_at_fork(after_in_child=in_child)
 
 
 class StepEvents:
