@@ -22,7 +22,7 @@ import tomllib
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from nearpeak.errors import EnvironmentProblem, FileProblem, UsageError
 
@@ -352,8 +352,24 @@ def _fill(descriptor: int, content: bytes) -> None:
     os.fsync(descriptor)
 
 
+class _FixedFolder:
+    path: ClassVar[Path | None] = None
+
+
+@contextlib.contextmanager
+def fixed_cache_folder() -> Iterator[None]:
+    """Inside, the cache folder is the one of now: a script may change the environment and the working folder."""
+    before, _FixedFolder.path = _FixedFolder.path, cache_folder().absolute()
+    try:
+        yield
+    finally:
+        _FixedFolder.path = before
+
+
 def cache_folder() -> Path:
     """NEARPEAK_CACHE_DIR where it is set, else the user's cache folder of this system."""
+    if _FixedFolder.path is not None:
+        return _FixedFolder.path
     chosen = os.environ.get("NEARPEAK_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()

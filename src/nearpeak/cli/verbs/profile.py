@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nearpeak._files import InputFile
+from nearpeak._files import InputFile, fixed_cache_folder
 from nearpeak.cli.argument_types import step_number
 from nearpeak.cli.output import Streams, json_text, narrate, print_text, terminal_style, write_file
 from nearpeak.errors import EnvironmentProblem, NearpeakError, UsageError
@@ -138,7 +138,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()
         os._exit(code)
 
-    with Streams.own(), warnings.catch_warnings():
+    with Streams.own(), fixed_cache_folder(), warnings.catch_warnings():
         warnings.filters[:] = arguments.warning_filters  # type: ignore[index]
         ran = profile_script(
             arguments.script,
@@ -266,7 +266,9 @@ class ResultFiles:
     def __init__(self, arguments: argparse.Namespace, *, keep: bool) -> None:
         self.code = 0
         """The exit code of the last error."""
-        self._arguments, self._keep = arguments, keep and not arguments.no_keep
+        from nearpeak.profiles import history
+
+        self._arguments, self._keep = arguments, keep and not arguments.no_keep and history.is_enabled()
         self._kept: Path | None = None
         self._written: Profile | None = None
 
@@ -290,8 +292,6 @@ class ResultFiles:
     def _keep_run(self, profile: Profile) -> None:
         from nearpeak.profiles import history
 
-        if not history.is_enabled():
-            return
         try:
             self._kept = history.add_run(profile, self._kept)
         except (OSError, ValueError) as error:
