@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from nearpeak.calibrate.ceilings import calibrate_gpu, calibrate_host
 from nearpeak.calibrate.efficiency import measure_efficiency
+from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import UsageError
 from nearpeak.machines import calibrations, catalogue
 from nearpeak.machines.detect import detect_cpu
@@ -37,8 +39,9 @@ def machine(name: str | None = None, *, calibrate: bool = False, progress: Progr
         if stored is not None:
             say(f"{stored.path} is not used: {stored.reason}")
         say("measuring this machine, once")
-    achievable = calibrate_host(say) if device is None else calibrate_gpu(device.index, say)
-    measured = measure_efficiency(dataclasses.replace(_describe(device), achievable=achievable), say)
+    with preserve_process_state():
+        achievable = calibrate_host(say) if device is None else calibrate_gpu(device.index, say)
+        measured = measure_efficiency(dataclasses.replace(_describe(device), achievable=achievable), say)
     saved = calibrations.save(measured, key)
     if isinstance(saved, calibrations.UnusableFile):
         say(f"the calibration is not saved: {saved.path} {saved.reason}")
@@ -54,7 +57,7 @@ def known_machine() -> Machine | None:
     return None if device is None else catalogue.by_driver_name(device.name)
 
 
-def machine_of_file(path: object, device: str, on: str | Machine | None) -> Machine:
+def machine_of_file(path: str | Path, device: str, on: str | Machine | None) -> Machine:
     """The machine `on`; without it the one of the catalogue that a file was recorded on."""
     if on is not None:
         return on if isinstance(on, Machine) else catalogue.find(on)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nearpeak.devices.backends import gpu_in_use
+from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import CaseError, UsageError, did_you_mean
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.bench import bench
@@ -23,6 +24,7 @@ from nearpeak.measure.timing import Sweep, Timing
 PointDone = Callable[[int, int, str], None]
 
 
+@preserve_process_state()
 def sweep(
     build: Callable[..., Any] | CaseBuilder,
     grid: Mapping[str, Sequence[Any]],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearpeak._files import cache_folder, replace_file
-from nearpeak.errors import FileProblem, UsageError
+from nearpeak.errors import UsageError
 from nearpeak.profiles import file
 from nearpeak.profiles.profile import Profile
 
@@ -86,8 +86,9 @@ def past_runs() -> tuple[PastRun, ...]:
 def _read_run(number: int, path: Path) -> PastRun:
     try:
         return PastRun(number=number, path=path, profile=file.read_head(path))
-    except FileProblem as error:
-        return PastRun(number=number, path=path, profile=None, problem=f"{error.reason}.")
+    except UsageError as error:
+        problem = str(error).removeprefix(str(path)).lstrip(": ")
+        return PastRun(number=number, path=path, profile=None, problem=problem)
 
 
 def _files_newest_first() -> list[Path]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nearpeak._records import Amount
 from nearpeak.bound.estimate import Estimate
 from nearpeak.machines.machine import Achievable, Machine, Theoretical
 from nearpeak.ops.cost import Cost, costs_of
@@ -33,27 +32,27 @@ class StepRates:
     Shares are of the achievable ceilings: over the wall time, and over the kernel time.
     """
 
-    model_flops: Amount
-    hardware_flops: Amount
-    mfu: Amount | None
+    model_flops: float
+    hardware_flops: float
+    mfu: float | None
     """Model FLOPs utilization: of the datasheet's dense peak, over the wall time."""
-    hfu: Amount | None
+    hfu: float | None
     """Hardware FLOPs utilization."""
     recompute_known: bool
     """False for a trace file, which does not show recomputation: it counts as model FLOPs."""
-    memory_bytes: Amount
+    memory_bytes: float
     """The least memory traffic of the ops as written. The true rates are at least as high."""
-    flops_per_s: Amount
+    flops_per_s: float
     """Hardware FLOPs over the wall time."""
-    bytes_per_s: Amount
+    bytes_per_s: float
     """`memory_bytes` over the wall time."""
-    compute_share: Amount | None
-    bandwidth_share: Amount | None
-    kernel_flops_per_s: Amount | None
+    compute_share: float | None
+    bandwidth_share: float | None
+    kernel_flops_per_s: float | None
     """The following four are over the kernel time."""
-    kernel_bytes_per_s: Amount | None
-    kernel_compute_share: Amount | None
-    kernel_bandwidth_share: Amount | None
+    kernel_bytes_per_s: float | None
+    kernel_compute_share: float | None
+    kernel_bandwidth_share: float | None
 
 
 def step_rates(

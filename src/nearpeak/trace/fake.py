@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
+from nearpeak.trace.patches.real_imports import real_imports
 from nearpeak.trace.patches.shared_patch import SharedPatch
 
 _MEMO_SIZE = 64
@@ -63,7 +64,7 @@ def fake() -> Iterator[None]:
     >>> weights.untyped_storage().nbytes()
     140000000000
     """
-    with fake_mode(), _DeepcopyMode(), _SmallRangesMode(), allow_building(), cuda_on_cpu():
+    with real_imports(), fake_mode(), _DeepcopyMode(), _SmallRangesMode(), allow_building(), cuda_on_cpu():
         yield
 
 

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nearpeak.devices.backends import find_backend
 from nearpeak.ops.lifetimes import Category, Lifetime, Lifetimes
 from nearpeak.ops.op import Op, Storage, StorageKind
+from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import innermost, storage_of, tensors_in
 
@@ -86,11 +87,11 @@ class MemoryTracker:
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Parameters, buffers and gradients take memory whether ops use them or not."""
-        for parameter in module.parameters():
+        for _, parameter in named_tensors(module, "_parameters"):
             self._track_existing(parameter, "parameters")
             if parameter.grad is not None:
                 self._track_existing(parameter.grad, "gradients")
-        for buffer in module.buffers():
+        for _, buffer in named_tensors(module, "_buffers"):
             self._track_existing(buffer, "parameters")
 
     def note_op(self, op: Op) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 
 from nearpeak.trace.guard import Guard
+from nearpeak.trace.objects import instance_attributes, items_in_order, named_tensors, submodules
 from nearpeak.trace.patches.shared_patch import SharedPatch
 
 BeforeCall = Callable[[nn.Module, tuple[Any, ...]], object]
@@ -45,10 +46,9 @@ def watch_module_calls(before: BeforeCall, after: AfterCall) -> Iterator[None]:
 @contextmanager
 def _patched_call() -> Iterator[None]:
     original = nn.Module.__call__
-    installed = True
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        watchers = tuple(_watchers) if installed else ()
+        watchers = tuple(_watchers)
         for before, _ in watchers:
             before(self, args)
         try:
@@ -58,10 +58,7 @@ def _patched_call() -> Iterator[None]:
                 after(self)
 
     def withdraw(_: Any = None) -> None:
-        nonlocal installed
-        installed = False
-        if nn.Module.__call__ is call:  # else the program has replaced it meanwhile, and calls ours from there
-            nn.Module.__call__ = original  # type: ignore[method-assign]
+        nn.Module.__call__ = original  # type: ignore[method-assign]
 
     callback_handler.register_start_callback(withdraw)
     nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -143,7 +140,7 @@ class ModulePaths:
         """Sets the paths of a module and of all below it; paths are relative to a root without a name."""
         self._modules.append(module)
         self._roots.add(name)
-        for path, part in module.named_modules(prefix=name):
+        for path, part in submodules(module, name):
             self._paths.setdefault(id(part), strip_compile_wrapper(path))
         self._on_root(module, name)
 
@@ -202,24 +199,25 @@ class ReachableModules:
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """Modules inside no other one. If only one has parameters, its name is "" and paths are relative to it."""
-        inside = {id(part) for _, module in self.modules for part in module.modules() if part is not module}
+        inside = {id(part) for _, module in self.modules for _, part in submodules(module) if part is not module}
         roots = [(name, module) for name, module in self.modules if id(module) not in inside]
-        main = [module for _, module in roots if next(module.parameters(), None) is not None]
+        main = [module for _, module in roots if next(named_tensors(module, "_parameters"), None) is not None]
         if len(main) == 1:
             return [("" if module is main[0] else name, module) for name, module in roots]
         return roots
 
     def _look(self, name: str, value: Any, depth: int) -> None:
+        kind = type(value)
         if (
             depth > _MAX_DEPTH
             or id(value) in self._seen
-            or isinstance(value, (str, bytes, int, float, torch.Tensor, type))
+            or issubclass(kind, (str, bytes, int, float, torch.Tensor, type))
         ):
             return
         self._seen.add(id(value))
-        if isinstance(value, nn.Module):
+        if issubclass(kind, nn.Module):
             self.modules.append((name, value))
-        elif isinstance(value, torch.optim.Optimizer):
+        elif issubclass(kind, torch.optim.Optimizer):
             self.optimizers.append(value)
         else:
             for inner_name, inner in _referenced_objects(name, value):
@@ -227,23 +225,24 @@ class ReachableModules:
 
 
 def _referenced_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, MethodType):
+    kind = type(value)
+    if kind is MethodType:
         yield name, value.__self__
         yield name, value.__func__
-    elif isinstance(value, functools.partial):
+    elif issubclass(kind, functools.partial):
         yield name, value.func
         for item in (*value.args, *value.keywords.values()):
             yield name, item
-    elif isinstance(value, FunctionType):
+    elif kind is FunctionType:
         yield from _referenced_variables(value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key), item
-    elif isinstance(value, (list, tuple, set)):
-        for index, item in enumerate(value):
+    elif issubclass(kind, dict):
+        for key, item in items_in_order(value):
+            yield str(key) if type(key) in (str, int) else name, item
+    elif issubclass(kind, (list, tuple, set)):
+        for index, item in enumerate(tuple(value)):
             yield f"{name}_{index}", item
-    elif hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "builtins")):
-        yield from vars(value).items()
+    elif not str(kind.__module__).startswith(("torch", "builtins")):
+        yield from list((instance_attributes(value) or {}).items())
 
 
 def _referenced_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -257,9 +256,9 @@ def _referenced_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "default", value
-    if function.__module__.partition(".")[0] in ("torch", "nearpeak"):
+    if str(function.__module__).partition(".")[0] in ("torch", "nearpeak"):
         return
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, (nn.Module, torch.optim.Optimizer, FunctionType, list, tuple, dict)):
+        if issubclass(type(value), (nn.Module, torch.optim.Optimizer, FunctionType, list, tuple, dict)):
             yield name, value

@@ -38,6 +38,7 @@ from nearpeak.trace.memo import (
 )
 from nearpeak.trace.memory import MemoryTracker
 from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
+from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.schema import OperatorSchema, schema_of
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines
 from nearpeak.trace.state_snapshot import StateSnapshot
@@ -290,6 +291,23 @@ class Recorder(TorchDispatchMode):
         """The fake copy of a real tensor; live, the tensor itself."""
         return tensor if self._copies is None else self._copies.copy_of(tensor)
 
+    def meet(self, value: Any) -> None:
+        """Something of the user's is about to be changed, without an op."""
+        self._snapshot.meet(value)
+
+    def assign_data(self, tensor: torch.Tensor, data: FakeTensor) -> None:
+        """A real tensor was given the data of a fake one, without an op; from here on that is its copy."""
+        if self._copies is not None:
+            before, self.paused = self.paused, True
+            try:
+                self._copies.assign(tensor, data.detach())
+            finally:
+                self.paused = before
+
+    def assigned_data(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The data of a real tensor that was given those of a fake one."""
+        return None if self._copies is None else self._copies.assigned.get(id(tensor))
+
     def finish(self, results: Iterable[torch.Tensor], **fields: Any) -> Trace:
         """The trace, once everything has run; `fields` are further ones of it.
 
@@ -324,12 +342,19 @@ class Recorder(TorchDispatchMode):
             self._memory.note_module(module)
         prefix = f"{name}." if name else ""
         with below_transforms():
-            for path, parameter in module.named_parameters():
+            for path, parameter in named_tensors(module, "_parameters"):
                 path = strip_compile_wrapper(prefix + path)
                 self._locations.parameters.setdefault(id(parameter), path)
-                self.storages.name(self.fake_of(innermost(parameter)), "parameter", path)
-            for path, buffer in module.named_buffers():
-                self.storages.name(self.fake_of(innermost(buffer)), "buffer", strip_compile_wrapper(prefix + path))
+                self._name(parameter, "parameter", path)
+            for path, buffer in named_tensors(module, "_buffers"):
+                self._name(buffer, "buffer", strip_compile_wrapper(prefix + path))
+
+    def _name(self, tensor: torch.Tensor, kind: StorageKind, path: str) -> None:
+        try:
+            copy = self.fake_of(innermost(tensor))
+        except Exception:  # of a kind without fake copies: the ops on it fail, if there are any
+            return
+        self.storages.name(copy, kind, path)
 
     def record_launch(self, launch: Callable[[], tuple[OperatorSchema, dict[str, Any]]]) -> bool:
         """Records a kernel that bypasses torch's dispatcher; whether it shall really run."""
@@ -470,11 +495,6 @@ def active_recorder() -> Recorder | None:
     return next((mode for mode in reversed(modes) if isinstance(mode, Recorder)), None)
 
 
-_skip_code: Any = getattr(torch._C._dynamo.eval_frame, "skip_code", lambda code: None)
-for _function in (Recorder.__torch_dispatch__, Guard.call):
-    _skip_code(_function.__code__)  # torch.compile compiles code of the program, and none of ours
-
-
 class FakeCopies:
     """The fake copies of real tensors within one trace: one for each."""
 
@@ -482,6 +502,13 @@ class FakeCopies:
         self._mode = mode
         self._snapshot = snapshot
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self.assigned: dict[int, torch.Tensor] = {}
+        """Copies that the traced code assigned, by the ids of the real tensors."""
+
+    def assign(self, tensor: torch.Tensor, copy: Any) -> None:
+        """Makes a fake tensor the copy of a real one."""
+        self._fakes[id(tensor)] = (tensor, copy)
+        self.assigned[id(tensor)] = copy
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake copy of a real tensor, with its strides; copies of views share a storage."""

@@ -40,6 +40,11 @@ def _user_file(filename: str) -> str:
     return Path(filename).name
 
 
+def is_user_file(filename: str) -> bool:
+    """Whether a file has code of the user's."""
+    return bool(_user_file(filename))
+
+
 def _is_inductor_file(filename: str) -> bool:
     """Whether it is in Inductor's cache, whose paths are two letters of a hash and the hash."""
     path = Path(filename)

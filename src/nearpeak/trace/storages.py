@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nearpeak.ops.op import Storage, StorageKind
 from nearpeak.ops.tensor import Tensor
+from nearpeak.trace.objects import instance_attributes, items_in_order
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,24 +202,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors inside nested containers, dataclasses and model outputs included."""
     tensors: list[torch.Tensor] = []
     visited: set[int] = set()
-
-    def look(item: Any) -> None:
-        if isinstance(item, torch.Tensor):
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        kind = type(item)
+        if issubclass(kind, torch.Tensor):
             tensors.append(item)
-        elif id(item) in visited:
-            return
-        elif isinstance(item, dict):
+        elif id(item) not in visited and not issubclass(kind, (type, torch.nn.Module)):
             visited.add(id(item))
-            for inner in item.values():
-                look(inner)
-        elif isinstance(item, (list, tuple, set)):
-            visited.add(id(item))
-            for inner in item:
-                look(inner)
-        elif hasattr(item, "__dict__") and not isinstance(item, (type, torch.nn.Module)):
-            visited.add(id(item))
-            for inner in vars(item).values():
-                look(inner)
-
-    look(value)
+            if issubclass(kind, dict):
+                pending += [inner for _, inner in reversed(items_in_order(item))]
+            elif issubclass(kind, (list, tuple, set)):
+                pending += reversed(tuple(item))
+            else:
+                pending += reversed(list((instance_attributes(item) or {}).values()))
     return tensors

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,28 +22,30 @@ from torch._subclasses.fake_tensor import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from nearpeak.errors import UsageError
+from nearpeak.errors import NearpeakError, UsageError
 from nearpeak.ops.op import Trace
+from nearpeak.trace import memo, objects, schema, state_snapshot, storages
 from nearpeak.trace.cuda_ops.lower import emulate_target
 from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.fake import allow_building, fake_mode, fresh_conversions
 from nearpeak.trace.modules import ReachableModules
+from nearpeak.trace.objects import named_tensors
+from nearpeak.trace.patches.assigned_data import follow_assigned_data
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
 from nearpeak.trace.patches.flex_attention import count_mask_pairs
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.module_calls import encoder_fast_path, track_functional_calls
 from nearpeak.trace.patches.no_compile import no_compile, python_control_flow
+from nearpeak.trace.patches.real_imports import real_imports
 from nearpeak.trace.patches.shared_patch import Since
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import LimitReached, Recorder, without_tf32
-from nearpeak.trace.source import failing_line
+from nearpeak.trace.source import failing_line, is_user_file
 from nearpeak.trace.state_snapshot import StateSnapshot, restore_grad_scalers
 from nearpeak.trace.storages import tensors_in
 
 MAX_OPS = 2_000_000
 """Ops after which a trace stops."""
-
-_VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 _MEMORY_ERRORS = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
 """How torch's errors begin if code accesses the memory of a fake tensor."""
@@ -62,7 +67,7 @@ def trace(
 ) -> Trace:
     """The ops that `fn(*args, **kwargs)` runs, in order. Nothing is computed and no memory is used.
 
-    Modules, optimizers and gradients are restored afterwards.
+    Everything that the code changed is restored afterwards; see `state_snapshot`.
 
     >>> [op.name for op in trace(torch.mm, torch.empty(8, 4), torch.empty(4, 2)).ops]
     ['aten.mm.default']
@@ -89,16 +94,21 @@ def trace(
     compiled: Since | None = None
     with ExitStack() as stack:
         if mode is not None:
-            args, named = pytree.tree_map_only(torch.Tensor, _without_history, (args, named))
+            originals = (args, named)
+            if any(not tensor.is_leaf for tensor in tensors_in(originals)):
+                args, named = pytree.tree_map_only(torch.Tensor, _without_history, originals)
             stack.enter_context(fresh_conversions(mode))
             stack.enter_context(snapshot.restoring())
+            snapshot.meet(fn, originals)
+            stack.enter_context(real_imports())
+            stack.enter_context(follow_assigned_data())
             stack.enter_context(mode)
             stack.enter_context(allow_building())
             stack.enter_context(_no_duplicate_error_logs())
             cuda_requests = stack.enter_context(cuda_on_cpu())
             stack.enter_context(emulate_target(target))
             stack.enter_context(encoder_fast_path())
-            stack.enter_context(restore_grad_scalers())
+            stack.enter_context(restore_grad_scalers(snapshot))
         if keep_compiled:
             stack.enter_context(record_inductor_kernels(recorder))
         else:
@@ -108,6 +118,7 @@ def trace(
         stack.enter_context(record_triton_kernels())
         stack.enter_context(track_functional_calls())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
+        stack.enter_context(_as_usage_errors(snapshot, live=live))
         for name, module in reachable.roots():
             recorder.modules.add_root(module, name)
         for optimizer in reachable.optimizers:
@@ -122,21 +133,6 @@ def trace(
                 _backward(recorder, returned)
         except LimitReached:
             truncated = True
-        except _VALUE_ERRORS as error:
-            raise UsageError(_value_error_message(error)) from None
-        except UnsupportedOperatorException as error:
-            raise UsageError(
-                f"{failing_line(error.__traceback__)}: {error.func} has no implementation for fake tensors. Register "
-                "one with torch.library.register_fake, or pass live=True to run on real tensors."
-            ) from None
-        except RuntimeError as error:
-            if mode is None or not str(error).startswith(_MEMORY_ERRORS):
-                raise
-            raise UsageError(
-                f"{failing_line(error.__traceback__)}: the code asks for the memory of a tensor (.numpy(), "
-                ".data_ptr(), copy.deepcopy, a kernel that torch does not know), and fake ones have none. Make kernels "
-                "operators with torch.library.custom_op and register_fake, or pass live=True to run on real tensors."
-            ) from None
         if recorder.failure is not None:
             failure = f"{type(recorder.failure).__name__}: {recorder.failure}"
             raise UnrecordedOps(f"The call ran, but its ops could not be recorded: {failure}") from recorder.failure
@@ -151,7 +147,9 @@ def trace(
 def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], reachable: ReachableModules) -> FakeTensorMode:
     """The fake mode of the fake tensors among the arguments, or the shared one."""
     tensors = tensors_in((args, kwargs))
-    tensors += [tensor for _, module in reachable.modules for tensor in (*module.parameters(), *module.buffers())]
+    places: tuple[Literal["_parameters", "_buffers"], ...] = ("_parameters", "_buffers")
+    for _, module in reachable.modules:
+        tensors += [tensor for where in places for _, tensor in named_tensors(module, where)]
     modes = {id(tensor.fake_mode): tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)}
     if len(modes) > 1:
         raise UsageError(
@@ -207,15 +205,67 @@ def _no_duplicate_error_logs() -> Iterator[None]:
         logger.disabled = before
 
 
-def _value_error_message(error: DataDependentOutputException | DynamicOutputShapeException) -> str:
-    if isinstance(error, DataDependentOutputException):
-        what = "asks for a value (.item(), .tolist(), a branch on a tensor)"
-    else:
-        what = "gives a result whose shape depends on values"
-    return (
-        f"{failing_line(error.__traceback__)}: {error.func} {what}, and fake tensors have none. Pass live=True to run "
-        "on real tensors, or replace that line by one whose result depends on shapes alone."
-    )
+_FAKE_TENSORS = str(Path(fake_tensor.__file__).parent)
+_BOOKKEEPING = tuple(str(module.__file__) for module in (memo, objects, schema, state_snapshot, storages))
+"""Files whose code runs beside an op: an error there is none of the user's."""
+_LIVE = "pass live=True to run on real tensors"
+
+
+@contextmanager
+def _as_usage_errors(snapshot: StateSnapshot, *, live: bool) -> Iterator[None]:
+    """Says of what fake tensors cannot do on which line it is, and what to do. Errors of the code itself pass."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DataDependentOutputException):
+            message = f"{error.func} asks for a value (.item(), .tolist(), a branch on a tensor), and {_WITHOUT_VALUES}"
+        elif isinstance(error, DynamicOutputShapeException):
+            message = f"{error.func} gives a result whose shape depends on values, and {_WITHOUT_VALUES}"
+        elif isinstance(error, UnsupportedOperatorException):
+            message = (
+                f"{error.func} has no implementation for fake tensors. Register one with torch.library.register_fake, "
+                f"or {_LIVE}."
+            )
+        elif live or isinstance(error, NearpeakError):
+            raise
+        elif (reason := _why_not_traced(error, snapshot.unusual_tensors)) is not None:
+            message = reason
+        else:
+            raise
+        line = failing_line(error.__traceback__)
+        raise UsageError(f"{line}: {message}" if line else message) from None
+
+
+_WITHOUT_VALUES = (
+    "fake tensors have none. Pass live=True to run on real tensors, or replace that line by one whose result depends "
+    "on shapes alone."
+)
+
+
+def _why_not_traced(error: Exception, unusual: Sequence[str]) -> str | None:
+    """Why code cannot be traced on fake tensors that may well run on real ones; None for an error of its own."""
+    text = " ".join(str(error).split()).rstrip(".")[:300]
+    if isinstance(error, RuntimeError) and text.startswith(_MEMORY_ERRORS):
+        return (
+            "the code asks for the memory of a tensor (.numpy(), .data_ptr(), copy.deepcopy, a kernel that torch does "
+            "not know), and fake ones have none. Make kernels operators with torch.library.custom_op and "
+            f"register_fake, or {_LIVE}."
+        )
+    if isinstance(error, TypeError) and "FakeTensor.__format__" in text:
+        return f"a value is written as text, and fake tensors have none: {_LIVE}."
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return None
+    code = traceback.tb_frame.f_code
+    if code.co_filename.startswith((_FAKE_TENSORS, *_BOOKKEEPING)) or "'Meta' backend" in text:
+        return f"fake tensors do not support this, so {_LIVE}. {type(error).__name__}: {text}."
+    raised = dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+    if unusual and not (raised and is_user_file(code.co_filename)):
+        kinds = ", ".join(unusual)
+        return f"fake tensors may not stand for these: {kinds}. Then {_LIVE}. {type(error).__name__}: {text}."
+    return None
 
 
 def _trace_notes(

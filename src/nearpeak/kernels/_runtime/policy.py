@@ -189,13 +189,17 @@ def cuda_capability(index: int) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(index)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on a device; None where it is off, or where torch has none, as for meta tensors."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors cast as `torch.nn.functional.linear` casts them: to the autocast dtype, if autocast is enabled."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    dtype = autocast_dtype(tensors[0].device)
+    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:

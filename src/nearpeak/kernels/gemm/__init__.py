@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
-from nearpeak.kernels._runtime.policy import FLOATS, autocast, cannot_run, fused, too_old
+from nearpeak.kernels._runtime.policy import FLOATS, autocast, autocast_dtype, cannot_run, fused, too_old
 from nearpeak.kernels.pointwise import apply_activation
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
@@ -165,7 +165,7 @@ def _why_not(
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (bias, residual)):
             return "an fp8 product has no derivatives"
         return cannot_run(x, weight, dtypes=FP8_DTYPES) or too_old(x.device, _OLDEST_FOR_FP8)
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
         return "x and the weight need one dtype, as in torch's linear"
     return cannot_run(x, weight, bias, residual)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator, refuse_second_derivative
-from nearpeak.kernels._runtime.policy import cannot_run, fused
+from nearpeak.kernels._runtime.policy import autocast_dtype, cannot_run, fused
 
 PARTS = 128
 """The kernels count targets in so many parts, whose sum every program computes."""
@@ -592,10 +592,9 @@ def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_tok
 
 def _as_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """As torch's linear takes them: in the dtype of autocast, where that is on."""
-    device = next(tensor for tensor in tensors if tensor is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None).device)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
@@ -624,9 +623,8 @@ def _linear_cross_entropy_why_not(
     class_weight: Tensor | None = None, chunk_tokens: int | None = None, accumulate_float32: bool | None = None,
     return_logprobs: bool = False, return_entropy: bool = False,
 ) -> str | None:  # fmt: skip
-    device = hidden.device.type
     if (
-        not torch.is_autocast_enabled(device)
+        autocast_dtype(hidden.device) is None
         and len({tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}) > 1
     ):
         return "hidden states, weight and bias need one dtype, as in torch's linear"

@@ -1,1 +1,0 @@
-"""Programs, endings and files that nearpeak must survive, and must leave as they are without it."""

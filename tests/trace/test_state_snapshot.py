@@ -1,0 +1,500 @@
+"""After a trace on fake tensors, everything is as before: compared by a picture of all that can be reached."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import random
+import signal
+import types
+import warnings
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nearpeak.errors import UsageError
+from nearpeak.profiling.estimate import estimate
+from nearpeak.trace.fake import fake
+from nearpeak.trace.trace import trace
+
+GLOBAL_CACHE: dict[str, object] = {}
+GLOBAL_LIST: list[object] = []
+global_count = 0
+
+
+@functools.lru_cache
+def positions(size: int) -> torch.Tensor:
+    return torch.arange(size)
+
+
+@dataclass
+class Settings:
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+class Slotted:
+    __slots__ = ("count", "late")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Config(dict):
+    """A dict with attributes of its own."""
+
+
+class Net(nn.Module):
+    made = 0
+    shared: dict[str, object] = {}  # noqa: RUF012 - the point of it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight  # tied
+        self.register_buffer("seen", torch.zeros(4))
+        self.history: list[object] = []
+        self.alias = self.history
+        self.table: dict[str, object] = {"b": 1, "a": [2]}
+        self.queue: deque[object] = deque([1, 2], maxlen=2)
+        self.names, self.counts = {"x"}, Counter("ab")
+        self.config, self.slotted = Config(width=4), Slotted()
+        self.array, self.generator = numpy.zeros(3), torch.Generator().manual_seed(5)
+        self.random, self.numpy_random = random.Random(3), numpy.random.default_rng(3)
+        self.batches = iter([1, 2, 3])
+        self.behaviors: tuple[str, ...] = ()
+        self.ending = "return"
+
+    def forward(self, x: torch.Tensor, state: dict[str, object] | None = None) -> torch.Tensor:
+        x = self.second(self.first(x).relu())
+        for name in self.behaviors:
+            with contextlib.suppress(Exception):  # of one behavior after another, such as a hook on what is frozen
+                BEHAVIORS[name](self, x, state)
+        return ENDINGS[self.ending](x)
+
+
+BEHAVIORS = {}
+
+
+def behavior(function):
+    BEHAVIORS[function.__name__] = function
+    return function
+
+
+@behavior
+def append_to_a_list(net, x, state):
+    net.history.append(x)
+
+
+@behavior
+def replace_a_list(net, x, state):
+    net.history = [x]
+
+
+@behavior
+def change_a_nested_container(net, x, state):
+    net.table["a"].append(x)
+    net.table["b"] = net.table.pop("b")  # another order
+    net.table[x] = x
+
+
+@behavior
+def change_other_containers(net, x, state):
+    net.queue.append(x)
+    net.names.add(x)
+    net.counts["a"] += 1
+    net.config["x"] = x
+    net.config.last = x
+
+
+@behavior
+def change_objects(net, x, state):
+    net.slotted.count += 1
+    net.slotted.late = x
+    net.array[1] = 7.0
+    net.last = x
+    del net.alias
+
+
+@behavior
+def register_hooks(net, x, state):
+    net.first.register_forward_hook(lambda module, args, out: out + 1)
+    net.first.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+    net.second.register_full_backward_hook(lambda *args: None)
+    net.second.register_forward_hook(lambda *args: None, always_call=True)
+    net.register_state_dict_post_hook(lambda *args: None)
+    net.register_load_state_dict_pre_hook(lambda *args: None)
+    net.first.bias.register_hook(lambda gradient: gradient)
+    net.first.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@behavior
+def hook_all_modules(net, x, state):
+    nn.modules.module.register_module_forward_hook(lambda *args: None)
+
+
+@behavior
+def change_a_buffer(net, x, state):
+    net.seen.add_(1.0)
+    net.seen += x.sum()  # from a tensor with a gradient
+    net.register_buffer("late", x.detach())
+
+
+@behavior
+def change_modules(net, x, state):
+    net.first = nn.Linear(4, 4)
+    net.third = nn.ReLU()
+    del net.second
+    net.add_module("second", nn.Identity())
+
+
+@behavior
+def change_parameters(net, x, state):
+    net.first.weight = nn.Parameter(torch.zeros(4, 4))
+    net.eval()
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+        parameter.mark = "changed"
+
+
+@behavior
+def change_a_class(net, x, state):
+    Net.made += 1
+    Net.shared["x"] = x
+    Net.extra = x
+    net.__class__ = type("Other", (Net,), {})
+
+
+@behavior
+def parametrize(net, x, state):
+    torch.nn.utils.parametrizations.weight_norm(net.first, dim=0)
+
+
+@behavior
+def accumulate_gradients(net, x, state):
+    if x.requires_grad:
+        x.sum().backward(retain_graph=True)
+
+
+@behavior
+def change_the_argument(net, x, state):
+    if state is not None:
+        state["steps"].append(x)
+        state["settings"].count += 1
+        state["settings"].names.append("x")
+        state["late"] = x
+
+
+@behavior
+def write_globals(net, x, state):
+    global global_count
+    global_count += 1
+    GLOBAL_LIST.append(x)
+    GLOBAL_CACHE["x"] = x
+    positions(5)
+
+
+@behavior
+def draw_random_numbers(net, x, state):
+    torch.rand(3, generator=net.generator)
+    torch.manual_seed(8)
+    random.random(), numpy.random.rand()
+    net.random.random(), net.numpy_random.random()
+
+
+@behavior
+def change_settings(net, x, state):
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_anomaly_enabled(True)
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    torch.set_float32_matmul_precision("medium")
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_default_device("meta")
+    os.environ["NEARPEAK_TEST_OF_STATE"] = "1"
+    warnings.simplefilter("ignore", ResourceWarning)
+    gc.disable()
+
+
+@behavior
+def take_from_an_iterator(net, x, state):
+    next(net.batches, None)
+
+
+@behavior
+def count_on_a_function(net, x, state):
+    count_on_a_function.calls = getattr(count_on_a_function, "calls", 0) + 1
+
+
+ENDINGS = {
+    "return": lambda x: x,
+    "error": lambda x: {}["missing"],
+    "interrupt": lambda x: signal.raise_signal(signal.SIGINT),
+    "exit": lambda x: exit(3),
+    "value": lambda x: x.sum().item(),
+}
+ERRORS = {"error": KeyError, "interrupt": KeyboardInterrupt, "exit": SystemExit, "value": UsageError}
+
+
+def picture(*roots: object) -> list[object]:
+    """Everything that can be reached, in order: contents of containers by identity, plain values as they are."""
+    shown: list[object] = []
+    numbers: dict[int, int] = {}
+    alive: list[object] = []
+
+    def number(value: object) -> object:
+        if isinstance(value, (int, float, str, bytes, type(None), torch.dtype, torch.device)):
+            return value
+        if id(value) not in numbers:
+            numbers[id(value)] = len(numbers)
+            alive.append(value)
+            place = len(shown)
+            shown.append(None)
+            shown[place] = (type(value).__name__, id(value), look(value))
+        return numbers[id(value)]
+
+    def look(value: object) -> object:
+        fields = vars(value) if hasattr(value, "__dict__") else {}
+        attributes = [(key, None if key == "fake_mode" else number(item)) for key, item in fields.items()]
+        if isinstance(value, torch.Tensor):
+            tensor = (
+                *(tuple(value.shape), value.stride(), value.dtype, value.requires_grad, value.is_leaf, value._version),
+                *(number(value.grad), number(value._backward_hooks), number(value._post_accumulate_grad_hooks)),
+            )
+            return tensor, attributes, None if isinstance(value, FakeTensor) else value.detach().numpy().tobytes()
+        if isinstance(value, dict):
+            return attributes, [(number(key), number(item)) for key, item in value.items()]
+        if isinstance(value, (list, tuple, deque)):
+            return [number(item) for item in value]
+        if isinstance(value, set):
+            return sorted(str(number(item)) for item in value)
+        if isinstance(value, Slotted):
+            return value.count, hasattr(value, "late")
+        if isinstance(value, numpy.ndarray):
+            return value.tobytes()
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if isinstance(value, numpy.random.Generator):
+            return str(value.bit_generator.state)
+        if isinstance(value, torch.Generator):
+            return value.get_state().tolist()
+        if isinstance(value, (types.FunctionType, types.MethodType)):
+            return vars(value) if isinstance(value, types.FunctionType) else number(value.__self__)
+        if isinstance(value, type):
+            return id(value)
+        if type(value).__name__ == "list_iterator":
+            return value.__length_hint__()
+        return attributes, id(type(value))
+
+    for root in roots:
+        number(root)
+    return shown
+
+
+def process_state() -> dict[str, object]:
+    return {
+        "torch": (torch.initial_seed(), torch.get_rng_state().numpy().tobytes()),
+        "random": (random.getstate(), str(numpy.random.get_state())),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "modes": (torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu")),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": (torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()),
+        "threads": torch.get_num_threads(),
+        "collector": (gc.isenabled(), gc.get_threshold()),
+        "environment": dict(os.environ),
+        "warnings": list(warnings.filters),
+        "hooks": dict(nn.modules.module._global_forward_hooks),
+        "globals": (global_count, list(GLOBAL_LIST), dict(GLOBAL_CACHE), positions.cache_info().currsize),
+        "class": (Net.made, dict(Net.shared), hasattr(Net, "extra")),
+        "function": vars(count_on_a_function).copy(),
+    }
+
+
+def assert_same(after: tuple[list[object], dict[str, object]], before: tuple[list[object], dict[str, object]]) -> None:
+    assert {name: value for name, value in after[1].items() if value != before[1][name]} == {}
+    assert [new for new, old in zip(after[0], before[0], strict=False) if new != old] == []
+    assert len(after[0]) == len(before[0])
+
+
+@settings(max_examples=40)
+@given(
+    names=st.lists(st.sampled_from(sorted(BEHAVIORS)), min_size=1, max_size=6, unique=True),
+    ending=st.sampled_from(sorted(ENDINGS)),
+    trains=st.booleans(),
+    built_fake=st.booleans(),
+)
+def test_any_behavior_leaves_everything_as_before(names, ending, trains, built_fake):
+    positions.cache_clear()
+    if built_fake:
+        with fake():
+            net, x = Net(), torch.empty(2, 4)
+    else:
+        net, x = Net(), torch.ones(2, 4)
+    net.behaviors, net.ending = tuple(names), ending
+    optimizer = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"steps": [1], "settings": Settings()}
+    losses: list[object] = []
+    count = 0
+
+    def step(x):
+        nonlocal count
+        count += 1
+        losses.append(net(x, state))
+        if trains and losses[-1].requires_grad:
+            losses[-1].sum().backward()
+            optimizer.step()
+            scheduler.step()
+
+    before = picture(net, optimizer, scheduler, state, losses), process_state()
+    with pytest.raises(ERRORS[ending]) if ending in ERRORS else contextlib.nullcontext():
+        trace(step, x)
+    after = picture(net, optimizer, scheduler, state, losses), process_state()
+    assert_same(after, before)
+    assert count == 0
+
+
+@pytest.mark.parametrize("name", sorted(BEHAVIORS))
+def test_a_second_trace_is_the_same(name):
+    net = Net()
+    net.behaviors = (name,)
+    state = {"steps": [1], "settings": Settings()}
+    first, second = (trace(net, torch.ones(2, 4), state) for _ in range(2))
+    assert [(op.name, op.inputs, op.outputs) for op in first.ops] == [
+        (op.name, op.inputs, op.outputs) for op in second.ops
+    ]
+
+
+def test_the_limit_of_ops():
+    net = Net()
+    net.behaviors = tuple(BEHAVIORS)
+    before = picture(net), process_state()
+    assert trace(net, torch.ones(2, 4), limit=3).truncated
+    assert_same((picture(net), process_state()), before)
+
+
+class HooksAtFirstCall(nn.Module):
+    """Collects the outputs of its layers by hooks that its first call registers, and remembers that it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        collected = []
+        if not hasattr(self, "hooked"):
+            self.hooked = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.collected.append(output))
+        self.collected = collected
+        for layer in self.layers:
+            x = layer(x)
+        return x, tuple(collected)
+
+
+def test_a_model_that_hooks_itself_returns_what_it_did():
+    model = HooksAtFirstCall()
+    first, second = (estimate(model, torch.ones(2, 4), on="h100-sxm") for _ in range(2))
+    assert [op.name for op in first.ops] == [op.name for op in second.ops]
+    assert not any(layer._forward_hooks for layer in model.layers)
+    assert len(model(torch.ones(2, 4))[1]) == 3
+    estimate(model, torch.ones(2, 4), on="h100-sxm")
+    assert len(model(torch.ones(2, 4))[1]) == 3
+
+
+def test_a_lazy_module_stays_lazy():
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    modules, parameters = list(model._modules.items()), list(model[0]._parameters.items())
+    hooks = {name: list(value) for name, value in vars(model[0]).items() if "hooks" in name}
+    recorded = trace(model, torch.ones(2, 4))
+    assert [op.tensor("mat2").shape for op in recorded.ops if op.name == "aten.addmm.default"] == [(4, 3)]
+    assert type(model[0]) is nn.LazyLinear and nn.parameter.is_lazy(model[0].weight)
+    assert (list(model._modules.items()), list(model[0]._parameters.items())) == (modules, parameters)
+    assert {name: list(value) for name, value in vars(model[0]).items() if "hooks" in name} == hooks
+    assert model(torch.ones(2, 4)).shape == (2, 3)
+
+
+def test_data_that_were_replaced_are_real_again():
+    average, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    before = [parameter.clone() for parameter in average.parameters()]
+
+    def step(x):
+        for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            mean.data = 0.9 * mean.data + 0.1 * parameter.data
+        return average(x), model.double()(x.double())
+
+    first, second = (trace(step, torch.ones(2, 4)) for _ in range(2))
+    assert [op.name for op in first.ops] == [op.name for op in second.ops]
+    assert all(torch.equal(old, new) for old, new in zip(before, average.parameters(), strict=True))
+    assert model.weight.dtype is torch.float32 and model(torch.ones(2, 4)).isfinite().all()
+
+
+def test_a_lazy_module_that_is_not_called_does_not_matter():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.LazyLinear(3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    assert "aten.addmm.default" in [op.name for op in trace(Model(), torch.ones(2, 4)).ops]
+
+
+def test_modules_first_imported_in_a_trace_have_real_tensors(tmp_path, monkeypatch):
+    (tmp_path / "late_table.py").write_text("import torch\nTABLE = torch.arange(4.0) * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def function(x):
+        import late_table
+
+        return x + late_table.TABLE
+
+    recorded = trace(function, torch.ones(4))
+    assert [op.name for op in recorded.ops] == ["aten.add.Tensor"]
+    assert function(torch.ones(4)).tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+def test_cached_results_of_a_trace_are_forgotten():
+    positions.cache_clear()
+    before = positions(3)
+    trace(lambda x: x + positions(4), torch.ones(4))
+    assert type(positions(4)) is torch.Tensor
+    trace(lambda x: x + positions(3), torch.ones(3))
+    positions(3)
+    assert positions(3).tolist() == before.tolist()
+
+
+def test_fake_models_keep_their_shapes():
+    with fake():
+        x = torch.empty(2, 3)
+    trace(lambda x: x.t_().resize_(7), x)
+    assert x.shape == (2, 3) and x.stride() == (3, 1)
+
+
+def test_objects_of_other_threads_are_left_alone():
+    import threading
+
+    class Loader:
+        def __init__(self):
+            self.thread, self.position = threading.Thread(target=int), 0
+
+    loader = Loader()
+
+    def step(x):
+        loader.position += 1
+        return x + 1
+
+    trace(step, torch.ones(2))
+    assert loader.position == 1
