@@ -16,6 +16,7 @@ CLASSES = [item for _, item in inspect.getmembers(errors, inspect.isclass) if is
         ("NearpeakError", 1),
         ("UsageError", 2),
         ("UnknownMachine", 2),
+        ("FileProblem", 2),
         ("CaseError", 2),
         ("UntrustworthyMeasurement", 3),
         ("EnvironmentProblem", 4),

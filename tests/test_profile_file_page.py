@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nearpeak.profiles.file import LARGEST
+from nearpeak._files import DEEPEST, LARGEST_BYTES
 from nearpeak.profiles.profile import SCHEMA, Profile
 
 PAGE = (Path(__file__).parents[1] / "docs" / "profile_file.md").read_text(encoding="utf-8")
@@ -47,5 +47,5 @@ def test_all_parts_of_a_profile_were_looked_at():
 def test_the_version_and_the_limit_are_those_of_the_code():
     assert f"The version of this page: {SCHEMA}." in PAGE
     assert f'"schema": {SCHEMA}' in PAGE
-    assert LARGEST == 2**30
-    assert "more than 1 GiB" in PAGE
+    assert f"more than {LARGEST_BYTES // 2**20} MiB" in PAGE
+    assert f"more than {DEEPEST} deep" in PAGE

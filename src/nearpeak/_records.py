@@ -2,6 +2,9 @@
 
 `to_json` gives plain dictionaries, lists, strings and numbers; `from_json` rebuilds the dataclass and rejects unknown,
 missing or mistyped fields. Nothing that is read is ever executed: only declared field types are built.
+
+A number that is read is finite, and an integer has 64 bits. What else a field can be is said by its type (`Seconds`,
+`Share`, ...: `Annotated` with `Limits`); what several fields must agree on, by a method `check` that raises ValueError.
 """
 
 from __future__ import annotations
@@ -9,12 +12,50 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
+
+LARGEST_INTEGER = 2**63
+_LONGEST_VALUE = 80
+"""Characters of a value in a message."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The numbers that a field can have."""
+
+    least: float
+    most: float
+
+    def check(self, value: float, where: str) -> None:
+        """ValueError where the number is outside."""
+        if not self.least <= value <= self.most:
+            raise ValueError(f"{where}: expected a number from {self.least:g} to {self.most:g}, found {brief(value)}")
+
+
+Seconds = Annotated[float, Limits(least=0.0, most=1e9)]
+SignedSeconds = Annotated[float, Limits(least=-1e9, most=1e9)]
+"""A difference, or a time from some start."""
+MeasuredSeconds = Annotated[float, Limits(least=1e-12, most=1e9)]
+"""What no clock reads as zero, so that it can be divided by."""
+Amount = Annotated[float, Limits(least=0.0, most=1e30)]
+"""Bytes, FLOPs, rates and ratios."""
+Rate = Annotated[float, Limits(least=1e-3, most=1e30)]
+"""A ceiling: not zero."""
+Share = Annotated[float, Limits(least=0.0, most=1.0 + 1e-6)]
+"""A part of a whole; sums are rounded."""
+Count = Annotated[int, Limits(least=0, most=2**53)]
+
+
+def brief(value: Any) -> str:
+    """A value in a message: the start of its text."""
+    text = reprlib.repr(value) if isinstance(value, (dict, list, tuple)) else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def to_json(value: Any) -> Any:
@@ -41,11 +82,16 @@ def build(expected: Any, data: Any, where: str) -> Any:
     arguments = typing.get_args(expected)
     if expected is Any:
         return data
+    if origin is Annotated:
+        value = build(arguments[0], data, where)
+        for limits in arguments[1:]:
+            limits.check(value, where)
+        return value
     if origin in (typing.Union, types.UnionType):
         return _build_union(arguments, data, where)
     if origin is typing.Literal:
         if data not in arguments:
-            raise ValueError(f"{where}: {data!r} is not one of {', '.join(map(repr, arguments))}")
+            raise ValueError(f"{where}: {brief(data)} is not one of {', '.join(map(repr, arguments))}")
         return data
     if dataclasses.is_dataclass(expected) and isinstance(expected, type):
         return _build_dataclass(expected, data, where)
@@ -62,11 +108,15 @@ def build(expected: Any, data: Any, where: str) -> Any:
     if expected is float:
         _require(isinstance(data, (int, float)) and not isinstance(data, bool), where, "a number", data)
         try:
-            return float(data)
+            number = float(data)
         except OverflowError:
-            raise ValueError(f"{where}: a number too large") from None
+            number = math.inf
+        _require(math.isfinite(number), where, "a finite number", number)
+        return number
     if expected is int:
         _require(isinstance(data, int) and not isinstance(data, bool), where, "an integer", data)
+        if not -LARGEST_INTEGER <= data < LARGEST_INTEGER:
+            raise ValueError(f"{where}: expected an integer of 64 bits, found one of {data.bit_length():,}")
         return data
     if expected in (str, bool, type(None)):
         _require(isinstance(data, expected), where, expected.__name__, data)
@@ -98,16 +148,21 @@ def _build_dataclass(cls: type[Any], data: Any, where: str) -> Any:
             values[name] = build(hint, data[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}: the field {name!r} is missing")
-    return cls(**values)
+    record = cls(**values)
+    if hasattr(cls, "check"):
+        try:
+            record.check()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return record
 
 
 @functools.cache  # resolving the hints takes most of the time of building a small record
 def _fields(cls: type[Any]) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def _require(condition: bool, where: str, expected: str, data: Any) -> None:
     if not condition:
-        text = repr(data)
-        raise ValueError(f"{where}: expected {expected}, found {text[:80]}")
+        raise ValueError(f"{where}: expected {expected}, found {brief(data)}")

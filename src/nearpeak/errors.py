@@ -3,6 +3,7 @@
     NearpeakError
     ├── UsageError                a call or a command line that cannot be understood      (exit 2)
     │   ├── UnknownMachine        a name that is not in the catalogue
+    │   ├── FileProblem           a file that cannot be read, or does not hold what it should
     │   └── CaseError             a case that cannot be loaded, built or run
     ├── UntrustworthyMeasurement  `strict` and the grade is too low                       (exit 3)
     └── EnvironmentProblem        something that this machine lacks                       (exit 4)
@@ -34,6 +35,15 @@ class UnknownMachine(UsageError):
     """A machine that the catalogue does not have."""
 
 
+class FileProblem(UsageError):
+    """A file that cannot be read, or does not hold what it should; `reason` is a clause that says why."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path}: {reason}.")
+        self.path = str(path)
+        self.reason = reason
+
+
 class CaseError(UsageError):
     """A case that cannot be loaded, built or run; `__cause__` is the original error where there is one."""
 
@@ -63,7 +73,7 @@ def did_you_mean(asked: str, valid: Iterable[str]) -> str:
     "Valid: 'bfloat16', 'float32'."
     """
     names = sorted(valid)
-    near = get_close_matches(asked.lower(), names, n=3, cutoff=0.7)
+    near = get_close_matches(asked[:100].lower(), names, n=3, cutoff=0.7)
     if near:
         return "Did you mean " + " or ".join(repr(name) for name in near) + "?"
     return "Valid: " + ", ".join(repr(name) for name in names) + "."

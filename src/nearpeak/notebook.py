@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NoReturn, get_args
 
+from nearpeak._display import printable
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.errors import NearpeakError, UsageError, did_you_mean
 from nearpeak.render.html.markup import element, visible
@@ -43,7 +44,7 @@ def progress(shell: Any = None) -> Iterator[Callable[[str], None]]:
 
 
 def _print_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 class _StatusLine:

@@ -204,7 +204,7 @@ def test_a_case_that_cannot_be_timed(case, message, cases, capsys):
         (["cases.py:neg", "--kind", "divice"], "Did you mean 'device'?"),
         (["cases.py:neg", "--kind", "device"], "use kind='cpu'"),
         (["cases.py:neg", "--baseline", "missing.json"], "Cannot read missing.json"),
-        (["cases.py:neg", "--json", "missing/x.json", *QUICK], "Cannot write missing/x.json"),
+        (["cases.py:neg", "--json", "missing/x.json", *QUICK], "missing/x.json cannot be written"),
     ],
 )
 def test_what_cannot_be_asked_for(arguments, message, cases, capsys):

@@ -51,7 +51,7 @@ def test_json_in_a_file_beside_the_text(capsys, tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match="Cannot write"):
+    with pytest.raises(UsageError, match="cannot be written"):
         run("l4", "--json", str(tmp_path / "missing" / "machine.json"))
 
 

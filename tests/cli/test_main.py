@@ -55,7 +55,7 @@ def test_help_lists_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[s
         assert module.__doc__, f"the verb {name} has no docstring"
     assert "Tries 100 % of it." in output
     assert "And says more." not in output
-    for code in range(5):
+    for code in range(6):
         assert f"\n  {code}  " in output
 
 
@@ -131,10 +131,33 @@ def test_debug_shows_the_traceback(verb: Install, monkeypatch: pytest.MonkeyPatc
     assert "UsageError: no." in error
 
 
-def test_a_bug_is_not_hidden(verb: Install):
-    verb(raising(ZeroDivisionError("ours")))
-    with pytest.raises(ZeroDivisionError, match="ours"):
-        cli.main(["try"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("ours\x1b[31m"), RecursionError("ours"), OSError("ours")])
+def test_a_bug_is_one_message_and_a_code_of_its_own(
+    error: Exception, verb: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    verb(raising(error))
+    assert cli.main(["try"]) == cli.INTERNAL_ERROR == 5
+    found = capsys.readouterr().err
+    assert found.startswith(f"nearpeak: internal error: {type(error).__name__}: ours")
+    assert "\x1b" not in found and "Traceback" not in found
+    monkeypatch.setenv("NEARPEAK_DEBUG", "1")
+    assert cli.main(["try"]) == 5
+    assert capsys.readouterr().err.startswith("Traceback")
+
+
+def test_too_little_memory_is_the_fault_of_the_machine(verb: Install, capsys: pytest.CaptureFixture[str]):
+    verb(raising(MemoryError()))
+    assert cli.main(["try"]) == 4
+    assert capsys.readouterr().err == "nearpeak: there is not enough memory.\n"
+
+
+def test_messages_show_no_control_characters(verb: Install, capsys: pytest.CaptureFixture[str]):
+    verb(raising(UsageError("a\x1b]0;title\x07 b\u202ec")))
+    assert cli.main(["try"]) == 2
+    assert capsys.readouterr().err == "nearpeak: a\\x1b]0;title\\x07 b\\u202ec\n"
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--\x1b[31m"])
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_one_line(verb: Install, capsys: pytest.CaptureFixture[str]):

@@ -147,7 +147,7 @@ def test_a_gate_on_errors(capsys):
         (["collectives", "--on", "h100-sxm x 8", "--ranks", "16"], "Nearest: ranks=8"),
         (["moe", "llama-3-8b", "--on", "h100-sxm x 8"], "has no experts"),
         (["moe", "mixtral-8x7b", "--on", "h100-sxm x 8", "--degrees", "3"], "Nearest: degree=2"),
-        (["validate", "missing.csv"], "cannot be read"),
+        (["validate", "missing.csv"], "there is no such file"),
         (["models", "-o", "models.svg"], "has no picture"),
     ],
 )

@@ -102,7 +102,7 @@ def test_json_that_cannot_be_written_loses_neither_the_report_nor_the_run(tmp_pa
     assert shown("--json", str(tmp_path / "no" / "run.json")) == 2
     captured = capsys.readouterr()
     assert captured.out.startswith("Verdict:")
-    assert "Cannot write" in captured.err
+    assert "cannot be written" in captured.err
     assert len(history.past_runs()) == 1
 
 

@@ -156,7 +156,7 @@ def test_a_malformed_envelope_is_refused(path, change):
 
 def test_an_oversized_file_is_refused(path):
     path.write_bytes(b" " * (calibrations.MAXIMUM_FILE_BYTES + 1))
-    assert "larger" in refused(path)
+    assert "holds more than" in refused(path)
 
 
 def test_a_folder_in_place_of_the_file_is_refused(path):

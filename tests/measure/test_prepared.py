@@ -67,7 +67,7 @@ def test_the_message_of_bench_names_the_users_line_and_not_one_of_ours():
 def test_running_out_of_memory_is_called_that():
     case = Case(torch.exp, torch.ones(3))
     message = r"exp ran out of memory while it was timed: .* Use smaller inputs"
-    with pytest.raises(CaseError, match=message) as caught, case_errors(case, "while it was timed"):
+    with pytest.raises(CaseError, match=message) as caught, case_errors(case.name, "while it was timed"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 

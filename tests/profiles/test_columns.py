@@ -59,7 +59,7 @@ def test_whole_numbers_become_floats_where_those_are_declared():
         ({"count": [1, 1.5]}, r"Rows\.count\[1\]: expected an integer, found 1\.5"),
         ({"count": [1, True]}, r"Rows\.count\[1\]: expected an integer"),
         ({"seconds": [1.0, None]}, r"Rows\.seconds\[1\]: expected a number"),
-        ({"seconds": [1.0, 10**400]}, "too large"),
+        ({"seconds": [1.0, 10**400]}, "expected a finite number"),
         ({"known": [True, 1]}, r"Rows\.known\[1\]: expected bool"),
         ({"count": [1]}, "different lengths"),
         ({"count": "11"}, "expected a list"),

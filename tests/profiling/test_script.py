@@ -154,7 +154,6 @@ def test_a_named_function_is_the_step(write, tmp_path, reference, where):
     sys.modules.pop("helping_module", None)
     assert ran.exit_code == 0
     assert ran.profile is not None
-    assert ran.profile is not None
     assert sum(op.name == "aten.addmm.default" for op in ran.profile.ops) == 3
 
 
@@ -386,7 +385,6 @@ def test_code_without_a_model_is_profiled_too(write):
 def test_steps_in_a_thread_are_waited_for(write):
     thread = "import threading\nthreading.Thread(target=lambda: [step() for _ in range(61)]).start()\n"
     ran = profile_script(write(TRAIN + thread), on="h200-sxm")
-    assert ran.profile is not None
     assert ran.profile is not None
 
 

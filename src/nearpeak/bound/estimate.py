@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nearpeak import _display
 from nearpeak.bound.dataflow import touches_in
@@ -72,8 +72,8 @@ class Estimate:
 
     machine: str
     ceilings: Ceilings
-    how: str
-    """Where the machine's ceilings come from: "measured", "derated" or "datasheet"."""
+    how: Literal["measured", "derated", "datasheet"]
+    """Where the machine's ceilings come from."""
     as_written_s: float
     """Every op at its own roofline, in the order written."""
     fused_s: float
@@ -99,7 +99,7 @@ class Estimate:
         """One line, without the ops."""
         times = (("as written", self.as_written_s), ("fused", self.fused_s), ("ideal", self.ideal_s))
         floors = ", ".join(f"{name} {seconds(value)}" for name, value in times)
-        return f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>"
+        return _display.printable(f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>")
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""

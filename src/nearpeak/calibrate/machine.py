@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from nearpeak.calibrate.ceilings import calibrate_gpu, calibrate_host
 from nearpeak.calibrate.efficiency import measure_efficiency
@@ -57,7 +56,7 @@ def known_machine() -> Machine | None:
     return None if device is None else catalogue.by_driver_name(device.name)
 
 
-def machine_of_file(path: str | Path, device: str, on: str | Machine | None) -> Machine:
+def machine_of_file(path: object, device: str, on: str | Machine | None) -> Machine:
     """The machine `on`; without it the one of the catalogue that a file was recorded on."""
     if on is not None:
         return on if isinstance(on, Machine) else catalogue.find(on)

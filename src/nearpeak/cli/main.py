@@ -8,11 +8,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from nearpeak import __version__
+from nearpeak._display import printable
+from nearpeak.cli.output import narrate
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
-from nearpeak.errors import NearpeakError
+from nearpeak.errors import EnvironmentProblem, NearpeakError
 
 
 class Verb(Protocol):
@@ -39,8 +41,10 @@ VERBS: dict[str, Verb] = {
     "doctor": doctor,
 }
 
+INTERNAL_ERROR = 5
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+LONGEST_MESSAGE = 4000
 
 EPILOG = """\
 exit codes:
@@ -49,6 +53,7 @@ exit codes:
   2  the command line or the case cannot be used as given
   3  the measurement is not trustworthy
   4  the environment is missing something
+  5  an error inside of nearpeak
 
 NEARPEAK_DEBUG=1 shows the traceback of an error."""
 
@@ -56,7 +61,8 @@ NEARPEAK_DEBUG=1 shows the traceback of an error."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process when None) and return its exit code.
 
-    Results go to stdout. A NearpeakError becomes one message on stderr and the exit code of its class.
+    Results go to stdout. An error becomes one message on stderr and the exit code of its class; one that was not raised
+    on purpose is ours.
     """
     filters = list(warnings.filters)
     # Without NumPy, which nothing here uses, torch warns on import.
@@ -68,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
         return code
     except NearpeakError as error:
-        return _report(error)
+        hint = "" if error.__cause__ is None else "NEARPEAK_DEBUG=1 shows the traceback."
+        return _report(error, str(error), hint, error.exit_code)
     except KeyboardInterrupt:
         print("nearpeak: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -77,11 +84,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(AttributeError, OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except MemoryError as error:
+        return _report(error, "there is not enough memory.", "", EnvironmentProblem.exit_code)
+    except Exception as error:
+        hint = "This is an error of nearpeak: please report it. NEARPEAK_DEBUG=1 shows the traceback."
+        return _report(error, f"internal error: {type(error).__name__}: {error}", hint, INTERNAL_ERROR)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows arguments in its errors as everything else that comes from outside."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the message, and ends the process."""
+        super().error(printable(message))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line, with one sub-parser per verb."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nearpeak",
         description="Measures PyTorch code, bounds it by what the hardware can do, and explains the gap.",
         epilog=EPILOG,
@@ -112,13 +132,13 @@ def _run(argv: Sequence[str] | None, filters: list[Any]) -> int:
     return VERBS[arguments.verb].run(arguments)
 
 
-def _report(error: NearpeakError) -> int:
+def _report(error: BaseException, message: str, hint: str, code: int) -> int:
     if os.environ.get("NEARPEAK_DEBUG", "0") not in ("", "0"):
         import traceback
 
-        traceback.print_exception(error)
-    else:
-        print(f"nearpeak: {error}", file=sys.stderr)
-        if error.__cause__ is not None:
-            print("NEARPEAK_DEBUG=1 shows the traceback.", file=sys.stderr)
-    return error.exit_code
+        narrate("".join(traceback.format_exception(error)).rstrip())
+        return code
+    narrate(f"nearpeak: {message if len(message) <= LONGEST_MESSAGE else message[:LONGEST_MESSAGE] + '...'}")
+    if hint:
+        narrate(hint)
+    return code

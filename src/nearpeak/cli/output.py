@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from nearpeak._files import replace_file
-from nearpeak.errors import UsageError
+from nearpeak import _files
+from nearpeak._display import printable
 
 if TYPE_CHECKING:
     from nearpeak.render.text import Style
@@ -96,7 +95,7 @@ def _file_of(descriptor: int) -> tuple[int, int]:
 
 def narrate(line: str) -> None:
     """Prints a line of progress to stderr."""
-    print(line, file=Streams.stderr(), flush=True)
+    print(printable(line), file=Streams.stderr(), flush=True)
 
 
 def terminal_style(stream: TextIO | None) -> Style:
@@ -115,16 +114,9 @@ def terminal_style(stream: TextIO | None) -> Style:
     )
 
 
-def write_file(destination: str, content: str) -> None:
+def write_file(destination: str, content: str | bytes) -> None:
     """Writes a file and names it on stderr."""
-    path = Path(destination)
-    try:
-        if path.exists() and not path.is_file():  # write to a pipe or a terminal, do not replace it
-            path.write_text(content, encoding="utf-8")
-        else:
-            replace_file(path, content.encode())
-    except OSError as error:
-        raise UsageError(f"Cannot write {destination}: {error.strerror or error}.") from None
+    _files.write_file(destination, content)
     narrate(f"wrote {destination}")
 
 
@@ -145,8 +137,10 @@ def print_result(text: str, value: Any, destination: str | None) -> None:
 
 
 def print_text(text: str) -> None:
-    """Prints a result."""
-    print(text, file=Streams.stdout(), flush=True)
+    """Prints a result; what the encoding of stdout lacks becomes an escape."""
+    stream = Streams.stdout()
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def json_text(value: Any) -> str:

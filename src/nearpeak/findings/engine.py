@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.errors import NearpeakError, UsageError, did_you_mean
 from nearpeak.findings.step import Step, StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.op import Trace
@@ -119,7 +119,12 @@ def add_rules(path: str | Path) -> None:
     if not file.is_file():
         raise UsageError(f"{file}: there is no such file. --rules takes a Python file that defines rules.")
     before = set(rules())
-    runpy.run_path(str(file))
+    try:
+        runpy.run_path(str(file))
+    except (NearpeakError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UsageError(f"--rules {file} failed: {type(error).__name__}: {str(error)[:400]}") from error
     if set(rules()) == before:
         raise UsageError(f"{file} defines no rule. Decorate a function with @nearpeak.rule('name').")
 

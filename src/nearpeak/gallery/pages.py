@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from nearpeak._display import printable
 from nearpeak.gallery.parts import (
     Drawing,
     ExampleResult,
@@ -163,7 +164,7 @@ def text(result: ExampleResult, style: Style = PLAIN) -> str:
                 x_format=shown(part.x_unit),
                 y_format=shown(part.y_unit),
             )
-            pieces.append(f"{part.title}: {part.y_label} by {part.x_label}\n\n{drawn}")
+            pieces.append(printable(f"{part.title}: {part.y_label} by {part.x_label}\n\n{drawn}"))
         elif isinstance(part, StackedBars):
             pieces += [_said(one, style) for one in _bars_table(part)]
         elif isinstance(part, Drawing):

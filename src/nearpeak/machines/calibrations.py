@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from nearpeak._files import cache_folder, replace_file
-from nearpeak._records import from_json, to_json
+from nearpeak._files import cache_folder, read_json, replace_file
+from nearpeak._records import brief, from_json, to_json
+from nearpeak.errors import FileProblem
 from nearpeak.machines.machine import Machine
 
 SCHEMA = 1
@@ -65,16 +66,13 @@ def path_of(key: CalibrationKey) -> Path:
 def load(key: CalibrationKey) -> Calibration | UnusableFile | None:
     """The calibrated machine for `key`; None where there is none yet, Unusable where the file must not be trusted."""
     path = path_of(key)
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAXIMUM_FILE_BYTES + 1)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        return UnusableFile(path=path, reason=f"cannot be read: {error.strerror or error}")
     try:
-        return _decode(content, key, path)
-    except (ValueError, RecursionError) as error:
+        return _decode(read_json(path, largest=MAXIMUM_FILE_BYTES), key, path)
+    except FileProblem as problem:
+        return UnusableFile(path=path, reason=problem.reason)
+    except ValueError as error:
         return UnusableFile(path=path, reason=str(error)[:300])
 
 
@@ -87,9 +85,9 @@ def load_all() -> list[Calibration]:
         return []
     for path in paths:
         try:
-            with path.open("rb") as file:
-                key = from_json(CalibrationKey, json.loads(file.read(MAXIMUM_FILE_BYTES))["key"])
-        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            data = read_json(path, largest=MAXIMUM_FILE_BYTES)
+            key = from_json(CalibrationKey, data.get("key") if isinstance(data, dict) else None)
+        except (FileProblem, ValueError):
             continue
         calibration = load(key) if path == path_of(key) else None  # a copy under another name is no calibration
         if isinstance(calibration, Calibration):
@@ -115,26 +113,20 @@ def save(machine: Machine, key: CalibrationKey) -> Calibration | UnusableFile:
     return Calibration(machine=machine, key=key, date=date, path=path)
 
 
-def _decode(content: bytes, key: CalibrationKey, path: Path) -> Calibration:
-    if len(content) > MAXIMUM_FILE_BYTES:
-        raise ValueError("far larger than a calibration")
-    try:
-        payload = json.loads(content.decode("utf-8"), parse_constant=_no_constant)
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {error}") from None
+def _decode(payload: Any, key: CalibrationKey, path: Path) -> Calibration:
     if not isinstance(payload, dict) or payload.get("schema") != SCHEMA:
         schema = payload.get("schema") if isinstance(payload, dict) else None
-        raise ValueError(f"has schema {schema!r}, this version reads {SCHEMA}")
+        raise ValueError(f"has schema {brief(schema)}, this version reads {SCHEMA}")
     if payload.get("key") != to_json(key):
-        raise ValueError(f"belongs to another machine or software: {payload.get('key')!r}")
+        raise ValueError(f"belongs to another machine or software: {brief(payload.get('key'))}")
     checksum = payload.pop("sha256", None)
     if checksum != _checksum(payload):
         raise ValueError("its checksum does not match its content: it was edited or damaged")
     if set(payload) != {"schema", "key", "date", "machine"}:
-        raise ValueError(f"has unexpected fields: {sorted(payload)!r}")
+        raise ValueError(f"has unexpected fields: {brief(sorted(payload))}")
     date = payload["date"]
     if not isinstance(date, str):
-        raise ValueError(f"has no date but {date!r}")
+        raise ValueError(f"has no date but {brief(date)}")
     datetime.fromisoformat(date)
     machine = from_json(Machine, payload["machine"])
     _check_figures(machine)
@@ -164,7 +156,3 @@ def _checksum(payload: Any) -> str:
     """SHA-256 of the canonical JSON; floats survive, as Python writes the shortest text that reads back the same."""
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"the figure {name} is not a number")

@@ -12,7 +12,6 @@ and the three kinds of H100 differ by a factor of 1.9 in memory bandwidth.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -20,7 +19,9 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from nearpeak.errors import UnknownMachine
+from nearpeak._files import parse_toml
+from nearpeak._records import brief
+from nearpeak.errors import FileProblem, UnknownMachine
 from nearpeak.machines.machine import Achievable, Link, Machine, Theoretical
 from nearpeak.units import DTYPE_BYTES
 
@@ -32,6 +33,9 @@ of 66.9 TFLOP/s (0.938), tf32 0.925, bfloat16 902 of 989 (0.912). Random bfloat1
 688 when they last, since power limits the clock."""
 VECTOR_FACTOR = 0.96
 """Of the vector peak. Measured on an H200: 63.8 of 66.9 TFLOP/s in float32 (0.954)."""
+
+LARGEST_FIGURE = 1e24
+"""What no processor reaches, in any unit."""
 
 DERATED_NOTE = (
     f"datasheet x {BANDWIDTH_FACTOR:.2f} (memory), x {MATRIX_FACTOR:.2f} (matrix), x {VECTOR_FACTOR:.2f} (vector), "
@@ -90,15 +94,19 @@ def networks() -> tuple[Network, ...]:
 @cache
 def load() -> Catalogue:
     """The catalogue that is part of the package."""
-    return parse(resources.files("nearpeak.machines").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+    file = resources.files("nearpeak.machines").joinpath("catalogue.toml")
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FileProblem(file, f"it is damaged: {error}") from None
 
 
 def parse(text: str) -> Catalogue:
     """The catalogue in `text` (TOML); ValueError names the device and the field that is wrong."""
-    data = tomllib.loads(text)
-    sources = {key: _source_text(key, value) for key, value in data.pop("sources", {}).items()}
-    devices = {key: _Entry(f"device {key!r}", value, sources) for key, value in data.pop("device", {}).items()}
-    links = {key: _Entry(f"network {key!r}", value, sources) for key, value in data.pop("network", {}).items()}
+    data = parse_toml(text)
+    sources = {key: _source_text(key, value) for key, value in _table(data, "sources").items()}
+    devices = {key: _Entry(f"device {key!r}", value, sources) for key, value in _table(data, "device").items()}
+    links = {key: _Entry(f"network {key!r}", value, sources) for key, value in _table(data, "network").items()}
     if data:
         raise ValueError(f"catalogue: unknown table {min(data)!r}; valid: 'device', 'network', 'sources'")
     driver_names: dict[str, str] = {}
@@ -114,6 +122,13 @@ def parse(text: str) -> Catalogue:
         networks={identifier: _network(identifier, entry) for identifier, entry in links.items()},
         driver_names=driver_names,
     )
+
+
+def _table(data: dict[str, Any], name: str) -> dict[str, Any]:
+    table = data.pop(name, {})
+    if not isinstance(table, dict):
+        raise ValueError(f"catalogue: {name!r}: expected a table, found {brief(table)}")
+    return table
 
 
 def _machine(identifier: str, entry: _Entry) -> Machine:
@@ -201,11 +216,14 @@ class _Entry:
 
     def __init__(self, where: str, data: Any, sources: Mapping[str, str]) -> None:
         if not isinstance(data, dict):
-            raise ValueError(f"catalogue: {where}: expected a table, found {data!r}")
+            raise ValueError(f"catalogue: {where}: expected a table, found {brief(data)}")
         self.where = where
         self.cited: dict[str, str] = {}
         self._all_sources = sources
-        self._source_keys: dict[str, Any] = dict(data.get("sources", {}))
+        cited = data.get("sources", {})
+        if not isinstance(cited, dict):
+            raise ValueError(f"catalogue: {where}, field 'sources': expected a table, found {brief(cited)}")
+        self._source_keys: dict[str, Any] = dict(cited)
         self._unread_source_keys = set(self._source_keys)
         self._fields: dict[str, Any] = {}
         for key, value in data.items():
@@ -225,20 +243,20 @@ class _Entry:
     def text(self, field: str) -> str:
         value = self._fields.pop(field, None)
         if not isinstance(value, str) or not value.strip():
-            raise self.problem(field, f"expected a text, found {value!r}")
+            raise self.problem(field, f"expected a text, found {brief(value)}")
         return value
 
     def texts(self, field: str) -> list[str]:
         value = self._fields.pop(field, None)
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise self.problem(field, f"expected a list of texts, found {value!r}")
+            raise self.problem(field, f"expected a list of texts, found {brief(value)}")
         return value
 
     def number(self, field: str, cite: str = "") -> float:
         """A positive figure; its source is noted under `cite`, its name in `Machine`, where that is another one."""
         value = self._fields.pop(field, None)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.problem(field, f"expected a positive number, found {value!r}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < LARGEST_FIGURE:
+            raise self.problem(field, f"expected a positive number, found {brief(value)}")
         self.cited[cite or field] = self.source_of(field)
         return float(value)
 
@@ -261,8 +279,9 @@ class _Entry:
             if key in self._source_keys:
                 self._unread_source_keys.discard(key)
                 source = self._source_keys[key]
-                if source not in self._all_sources:
-                    raise self.problem(f"sources.{key}" if key else "source", f"no source {source!r} in the file")
+                if not isinstance(source, str) or source not in self._all_sources:
+                    name = f"sources.{key}" if key else "source"
+                    raise self.problem(name, f"no source {brief(source)} in the file")
                 return self._all_sources[source]
         raise self.problem(field, "has no source: give the entry a `source`")
 

@@ -20,11 +20,11 @@ from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import UntrustworthyMeasurement
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Machine
-from nearpeak.measure.case import Case, as_case
+from nearpeak.measure.case import Case, as_case, case_errors
 from nearpeak.measure.inputs import describe
 from nearpeak.measure.machine import known_machine
 from nearpeak.measure.options import Options, Progress, options_from
-from nearpeak.measure.prepared import PreparedCase, case_errors, graph_seconds, prepare
+from nearpeak.measure.prepared import PreparedCase, graph_seconds, prepare
 from nearpeak.measure.quality import Counters, interval_of, quality_flags
 from nearpeak.measure.samplers import WallSampler
 from nearpeak.measure.statistics import median
@@ -84,10 +84,10 @@ def bench(
     limit = case_bound(prepared, machine)
     with _on_device(prepared), quiet_collector():
         say(f"{case.name}: warming up ({prepared.sampler.method})")
-        with case_errors(case, "while warming up"):
+        with case_errors(case.name, "while warming up"):
             warm_up(prepared, chosen)
         before = Counters.now(prepared)
-        with case_errors(case, "while it was timed"):
+        with case_errors(case.name, "while it was timed"):
             blocks, converged, interrupted = _collect(prepared, chosen, say)
         after = Counters.now(prepared)
         if chosen.other_kinds and not interrupted:
@@ -166,7 +166,7 @@ def _other_times(prepared: PreparedCase, options: Options) -> None:
     if device is None:
         return
     estimate = max(prepared.probe.enqueue_seconds, 2e-6)
-    with case_errors(case, "while its host times were taken"):
+    with case_errors(case.name, "while its host times were taken"):
         for kind in ("enqueue", "pipelined", "latency"):
             if kind == prepared.sampler.kind or (kind == "enqueue" and prepared.probe.synchronizes):
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib.util
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from nearpeak.errors import CaseError, UsageError, did_you_mean
+from nearpeak.errors import CaseError, NearpeakError, UsageError, did_you_mean
 from nearpeak.ops.work import Work
 
 T = TypeVar("T")
@@ -176,10 +177,14 @@ class CaseBuilder:
             if parameter not in signature.parameters and not takes_any:
                 hint = did_you_mean(parameter, signature.parameters) if signature.parameters else "It takes none."
                 raise CaseError(f"{where} has no parameter {parameter!r}. {hint}")
-        try:
+        with case_errors(where, "while building its inputs", "failed"):
             built = self.function(**parameters)
-        except (Exception, SystemExit) as error:
-            raise CaseError(f"{where} failed while building its inputs: {describe_error(error)}") from error
+        if inspect.isgenerator(built) or inspect.isasyncgen(built) or inspect.iscoroutine(built):
+            if inspect.iscoroutine(built):
+                built.close()  # it would warn that nobody awaited it
+            raise CaseError(
+                f"{where} is a generator or async: a case is an ordinary function that returns what to time."
+            )
         stated = {key: str(value) for key, value in parameters.items()}
         if isinstance(built, Case):
             return as_case(built, (), {}, name=self.name, parameters=stated)
@@ -218,9 +223,8 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[specification.name] = module
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise CaseError(f"{path} failed while it was imported: {describe_error(error)}") from error
+        with case_errors(str(path), "while it was imported", "failed"):
+            specification.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.resolve().parent))
     return module
@@ -254,6 +258,19 @@ _OTHERS_CODE = (
 """Folders of code in which an error of the user's code does not begin."""
 
 
+@contextlib.contextmanager
+def case_errors(name: str, when: str, what: str = "raised an error") -> Iterator[None]:
+    """Turns an error of the user's code, an exit too, into a `CaseError` whose cause is the original error."""
+    try:
+        yield
+    except (NearpeakError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # SystemExit, and errors of the user's own that are no Exception
+        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        problem = f"{name} {'ran out of memory' if memory else what} {when}: {describe_error(error)}"
+        raise CaseError(problem + (". Use smaller inputs, or free memory." if memory else "")) from error
+
+
 def describe_error(error: BaseException) -> str:
     """Type and message of an error, and its line in the user's code, on one line."""
     place = ""
@@ -263,7 +280,10 @@ def describe_error(error: BaseException) -> str:
         if not file.startswith(("<", *_OTHERS_CODE)):
             place = f" (at {file}:{traceback.tb_lineno})"
         traceback = traceback.tb_next
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # the user's own class
+        text = "its message cannot be shown"
     return f"{type(error).__name__}: {text[:400]}{place}"
 
 

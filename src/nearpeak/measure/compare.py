@@ -12,9 +12,9 @@ from typing import Any
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import UntrustworthyMeasurement, UsageError
 from nearpeak.measure.bench import case_bound, explain, make_timing, measured_block, quiet_collector, warm_up
-from nearpeak.measure.case import Case, as_case
+from nearpeak.measure.case import Case, as_case, case_errors
 from nearpeak.measure.options import Options, Progress, options_from
-from nearpeak.measure.prepared import PreparedCase, case_errors, prepare_pair
+from nearpeak.measure.prepared import PreparedCase, prepare_pair
 from nearpeak.measure.quality import Counters, quality_flags
 from nearpeak.measure.statistics import signed_rank_center
 from nearpeak.measure.timing import Block, Comparison, Verdict, make_flag
@@ -75,7 +75,7 @@ def compare(
     limits = [case_bound(prepared) for prepared in pair]
     with quiet_collector():
         for prepared in pair:
-            with case_errors(prepared.case, "while warming up"):
+            with case_errors(prepared.case.name, "while warming up"):
                 warm_up(prepared, chosen)
         before = [Counters.now(prepared) for prepared in pair]
         series, interrupted = collect_pairs(pair, chosen, say)
@@ -109,7 +109,7 @@ def collect_pairs(
             order.shuffle(order_of_blocks)
             new_blocks: dict[int, Block] = {}
             for i in order_of_blocks:
-                with case_errors(pair[i].case, "while it was timed"):
+                with case_errors(pair[i].case.name, "while it was timed"):
                     new_blocks[i] = measured_block(pair[i])
             for i in (0, 1):
                 series[i].append(new_blocks[i])

@@ -7,11 +7,10 @@ every call then works on another copy of the inputs, until all of them have left
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,9 +18,9 @@ import torch
 
 from nearpeak.devices.backends import CPU, backend_of, gpu_backend
 from nearpeak.devices.device import ConditionsReader, GpuBackend
-from nearpeak.errors import CaseError, EnvironmentProblem, NearpeakError, UsageError
+from nearpeak.errors import CaseError, EnvironmentProblem, UsageError
 from nearpeak.machines.detect import detect_cpu
-from nearpeak.measure.case import Case, describe_error
+from nearpeak.measure.case import Case, case_errors
 from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument, host_seconds
 from nearpeak.measure.instrument import InstrumentZero, eviction_ratio, host_eviction_ratio, zero_of
 from nearpeak.measure.kernel_times import busy_seconds, profile_calls
@@ -239,7 +238,7 @@ def _first_estimate(
         enqueue_seconds=prepared.probe.enqueue_seconds,
         zero_seconds=zero.events,
     )
-    with case_errors(prepared.case, "while it was first timed"):
+    with case_errors(prepared.case.name, "while it was first timed"):
         blocks = [rough.block() for _ in range(3)]
     return max(1e-7, median([block.seconds for block in blocks])), all(block.launch_hidden for block in blocks)
 
@@ -330,21 +329,6 @@ class Probe:
     """Page faults per call of a case on the CPU."""
 
 
-@contextlib.contextmanager
-def case_errors(case: Case, when: str) -> Iterator[None]:
-    """Turns an error of the user's code into a `CaseError` whose cause is the original error."""
-    try:
-        yield
-    except NearpeakError:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise CaseError(
-            f"{case.name} ran out of memory {when}: {describe_error(error)}. Use smaller inputs, or free memory."
-        ) from error
-    except Exception as error:
-        raise CaseError(f"{case.name} raised an error {when}: {describe_error(error)}") from error
-
-
 def device_of(case: Case) -> torch.device:
     """Where the case's tensors are; for a case without tensors, where its kernels run."""
     for tensors in (case.tensors(), case.hidden_tensors()):
@@ -360,7 +344,7 @@ def device_of(case: Case) -> torch.device:
             return torch.device("cpu")
     backend = gpu_backend()
     if backend is not None:
-        with case_errors(case, "on its first call"):
+        with case_errors(case.name, "on its first call"):
             case.call()
             calls = profile_calls(case.call, 1, synchronize=backend.synchronize)
         if calls and calls[0]:
@@ -373,7 +357,7 @@ def probe_host(case: Case) -> Probe:
     probe = _probe(case, synchronize=CPU.synchronize, memory=lambda: CPU.allocated_bytes(0))
     available = CPU.available_bytes(0) or math.inf
     _refuse_endless_growth(case, probe.memory_growth, available)
-    with case_errors(case, "on a repeated call"):
+    with case_errors(case.name, "on a repeated call"):
         growth, faults = _steady_memory(case, probe.call_seconds)
     _refuse_endless_growth(case, growth, available)
     return replace(probe, memory_growth=growth, page_faults=faults)
@@ -384,7 +368,7 @@ def probe_gpu(case: Case, device: GpuInstrument, *, kernels: bool = True) -> Pro
     backend = device.backend
     probe = _probe(case, synchronize=device.synchronize, memory=lambda: backend.allocated_bytes(device.index))
     _refuse_endless_growth(case, probe.memory_growth, backend.available_bytes(device.index) or math.inf)
-    with case_errors(case, "while it was probed"):
+    with case_errors(case.name, "while it was probed"):
         probe = replace(probe, synchronizes=_synchronizes(case, device, probe.enqueue_seconds))
     try:
         profiled = profile_calls(case.call, 3, synchronize=device.synchronize) if kernels else []
@@ -406,7 +390,7 @@ def probe_gpu(case: Case, device: GpuInstrument, *, kernels: bool = True) -> Pro
 def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
     tensors = list(case.tensors())
     finite_before = all(_finite(tensor) for tensor in tensors)
-    with case_errors(case, "on its first call"):
+    with case_errors(case.name, "on its first call"):
         if case.reset is not None:
             case.reset()
         result = case.call()
@@ -414,7 +398,7 @@ def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:
     samples, sizes, walls, enqueues = [], [], [], []
     for _ in range(PROBE_CALLS):
         del result
-        with case_errors(case, "on a repeated call"):
+        with case_errors(case.name, "on a repeated call"):
             if case.reset is not None:
                 case.reset()
             synchronize()

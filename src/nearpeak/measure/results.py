@@ -7,14 +7,14 @@ the other fields are those of the result. Reading builds declared fields from pl
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from nearpeak._records import from_json, to_json
-from nearpeak.errors import UsageError
+from nearpeak._files import read_json, write_file
+from nearpeak._records import brief, from_json, to_json
+from nearpeak.errors import FileProblem, UsageError
 from nearpeak.measure.timing import SCHEMA, Comparison, Environment, Sweep, Timing
 
 Result = Timing | Comparison | Sweep
@@ -30,48 +30,30 @@ def as_json(result: Result) -> dict[str, Any]:
 
 def save(result: Result, path: str | Path) -> None:
     """Writes the result to a file that `load_result` reads."""
-    content = json.dumps(as_json(result), indent=1, allow_nan=False)
-    try:
-        Path(path).write_text(content + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from None
+    write_file(path, json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
 
 
 def load_result(path: str | Path) -> Result:
-    """The timing, comparison or sweep in a file that `save` wrote; UsageError for anything else."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror or error}.") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not a result of nearpeak: it is not a text file.") from None
-    try:
-        data = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not a result of nearpeak: it is not JSON ({error}).") from None
+    """The timing, comparison or sweep in a file that `save` wrote; FileProblem for anything else."""
+    data = read_json(path)
     kind = data.get("nearpeak") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        holds = f'it says "nearpeak": {kind!r}' if kind is not None else 'it has no field "nearpeak"'
-        raise UsageError(
-            f"{path} is not a result of nearpeak: {holds}. Files with a {', '.join(_KINDS)} are written by "
-            "`nearpeak bench ... --json FILE`."
+        holds = f'it says "nearpeak": {brief(kind)}' if kind is not None else 'it has no field "nearpeak"'
+        raise FileProblem(
+            path,
+            f"it is not a result of nearpeak: {holds}. Files with a {', '.join(_KINDS)} are written by "
+            "`nearpeak bench ... --json FILE`",
         )
     if data.get("schema") != SCHEMA:
-        raise UsageError(
-            f"{path} has schema {data.get('schema')!r} and this version reads {SCHEMA}: measure it again, or use the "
-            "nearpeak that wrote it."
+        raise FileProblem(
+            path,
+            f"it has schema {brief(data.get('schema'))} and this version reads {SCHEMA}: measure it again, or use the "
+            "nearpeak that wrote it",
         )
-    fields = {key: value for key, value in data.items() if key != "nearpeak"}
     try:
-        result = from_json(_KINDS[kind], fields)
+        return from_json(_KINDS[kind], {key: value for key, value in data.items() if key != "nearpeak"})
     except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}.") from None
-    for timing in _timings(result):
-        if not (math.isfinite(timing.high - timing.low) and timing.low <= timing.seconds <= timing.high):
-            raise UsageError(
-                f"{path} is damaged: {timing.name} has {timing.seconds!r} s in [{timing.low!r}, {timing.high!r}]."
-            )
-    return result
+        raise FileProblem(path, f"it is damaged: {error}") from None
 
 
 def as_sweep(result: Result) -> Sweep:
@@ -154,16 +136,6 @@ def _differences(old: Environment, new: Environment) -> Iterator[str]:
         old_value, new_value = getattr(old, name), getattr(new, name)
         if old_value != new_value:
             yield f"{name}: {old_value} then, {new_value} now"
-
-
-def _timings(result: Result) -> tuple[Timing, ...]:
-    if isinstance(result, Timing):
-        return (result,)
-    return (result.a, result.b) if isinstance(result, Comparison) else result.timings
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

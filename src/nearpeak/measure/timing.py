@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nearpeak import _display
+from nearpeak._records import Amount, Count, Seconds, Share, SignedSeconds
 from nearpeak.devices.device import Conditions
 from nearpeak.ops.work import Work
 from nearpeak.units import percent, seconds_between
@@ -40,10 +41,10 @@ class Timing:
     """One measurement. `seconds` is the median over blocks, `low` to `high` its confidence interval within this run."""
 
     name: str
-    seconds: float
-    low: float
-    high: float
-    confidence: float
+    seconds: SignedSeconds
+    low: SignedSeconds
+    high: SignedSeconds
+    confidence: Share
     kind: Kind
     method: str
     cache: Cache
@@ -51,7 +52,7 @@ class Timing:
     blocks: tuple[Block, ...]
     flags: tuple[Flag, ...]
     environment: Environment
-    other_seconds: Mapping[str, float] = field(default_factory=dict)
+    other_seconds: Mapping[str, SignedSeconds] = field(default_factory=dict)
     """The other kinds of time that were taken, by kind."""
     cpu_bound: bool | None = None
     """Whether the host cannot feed the device; None where that has no meaning or was not measured."""
@@ -61,13 +62,18 @@ class Timing:
     inputs: tuple[InputStatistics, ...] = ()
     """Statistics of the tensors that were passed."""
     work: Work | None = None
-    bound_seconds: float | None = None
+    bound_seconds: Seconds | None = None
     bound_limiter: str | None = None
     bound_ceilings: Literal["measured", "derated"] | None = None
     """Whether the bound rests on this machine's calibration or on a datasheet's figures times a factor."""
     partial: bool = False
     """Whether the run was interrupted; the figures cover what was measured until then."""
     schema: int = SCHEMA
+
+    def check(self) -> None:
+        """ValueError where the time is outside of its interval."""
+        if not self.low <= self.seconds <= self.high:
+            raise ValueError(f"{self.name} has {self.seconds!r} s in [{self.low!r}, {self.high!r}]")
 
     @property
     def grade(self) -> Grade:
@@ -101,8 +107,8 @@ class Timing:
 class Block:
     """Calls that are timed together. `seconds` per call is the median of `readings`, or derived from them."""
 
-    seconds: float
-    readings: tuple[float, ...]
+    seconds: SignedSeconds
+    readings: tuple[SignedSeconds, ...]
     launch_hidden: bool | None = None
     """Whether the device was still busy with the spin when the last call had been enqueued."""
     conditions: Conditions = field(default_factory=Conditions)
@@ -118,7 +124,7 @@ class Environment:
     python: str
     nearpeak: str
     date: str
-    threads: int
+    threads: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,21 +133,21 @@ class Comparison:
 
     a: Timing
     b: Timing
-    ratio: float
-    low: float
-    high: float
-    confidence: float
+    ratio: Amount
+    low: Amount
+    high: Amount
+    confidence: Share
     verdict: Verdict
     """Of b against a: FASTER, SLOWER, EQUIVALENT within `margin`, or INCONCLUSIVE."""
-    margin: float
-    detectable: float
+    margin: Amount
+    detectable: Amount
     """The smallest relative difference that this run would have detected four times out of five."""
-    pairs: int
+    pairs: Count
     partial: bool = False
     schema: int = SCHEMA
 
     def __str__(self) -> str:
-        return (
+        return _display.printable(
             f"{self.b.name} is {self.verdict} against {self.a.name}: {self.ratio:.4f} x the time "
             f"[{self.low:.4f}, {self.high:.4f}], {self.pairs} pairs, could see {percent(self.detectable, 2)}"
         )
@@ -168,16 +174,16 @@ class InputStatistics:
     parts.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     device: str
     mean: float | None
     std: float | None
     minimum: float | None
     maximum: float | None
-    zero_fraction: float | None
-    nonfinite_fraction: float | None
-    distinct: int
+    zero_fraction: Share | None
+    nonfinite_fraction: Share | None
+    distinct: Count
     """Distinct finite values among at most 4096 sampled ones."""
     sampled: bool
     """Whether only a sample of the tensor was looked at."""

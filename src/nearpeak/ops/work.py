@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nearpeak._records import Amount
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -15,11 +17,11 @@ class Work:
     ({'bfloat16': 4000000000.0}, 12000000.0)
     """
 
-    flops: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, Amount] = field(default_factory=dict)
     """On the matrix engine."""
-    vector_flops: Mapping[str, float] = field(default_factory=dict)
-    bytes_read: float = 0.0
-    bytes_written: float = 0.0
+    vector_flops: Mapping[str, Amount] = field(default_factory=dict)
+    bytes_read: Amount = 0.0
+    bytes_written: Amount = 0.0
 
     @property
     def bytes(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nearpeak.errors import UsageError
 
 
@@ -18,4 +20,19 @@ def nearest_divisor(value: int, number: int) -> int:
     >>> nearest_divisor(5, 32), nearest_divisor(6, 32)
     (4, 4)
     """
-    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: (abs(n - value), n))
+    return min(divisors(number), key=lambda n: (abs(n - value), n))
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`, or 1.
+
+    >>> largest_divisor(32, 6)
+    4
+    """
+    return max((n for n in divisors(number) if n <= limit), default=1)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in a time that grows with the root of the number."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return [*low, *(number // n for n in reversed(low) if n * n != number)]

@@ -13,21 +13,20 @@ in them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import gzip
 import json
 import typing
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar
 
-from nearpeak._files import replace_file
-from nearpeak._records import build, from_json, to_json
-from nearpeak.errors import EnvironmentProblem, UsageError
+from nearpeak._files import InputFile, read_json, write_file
+from nearpeak._records import brief, build, from_json, to_json
+from nearpeak.errors import FileProblem, UsageError
 from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.low_gc import low_gc
 from nearpeak.ops.op import origin_of_name
@@ -38,12 +37,8 @@ KIND = "nearpeak profile"
 COLUMNS: Mapping[str, type] = {"ops": ProfiledOp, "timeline": DeviceKernel, "gaps": Gap}
 """Fields with many records of one dataclass."""
 ENDINGS = (".json", ".json.gz")
-LARGEST = 2**30
-"""The largest size that is read, in bytes of decompressed JSON: ten million ops. A small file can expand to more."""
 COMPRESSION_LEVEL = 2
 """With 6, a file of 100,000 ops is 6 % smaller and takes four times as long."""
-_ENVIRONMENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
-"""Errors in writing a file that are not the fault of its path."""
 Record = TypeVar("Record")
 
 
@@ -52,15 +47,6 @@ def save(profile: Profile, path: str | Path) -> None:
     target = Path(path)
     check_path(target)
     write_file(target, to_bytes(profile, compressed=target.suffix == ".gz"))
-
-
-def write_file(target: Path, content: bytes) -> None:
-    """Writes a file that the user named; the error says whether the path or the machine is at fault."""
-    try:
-        replace_file(target, content)
-    except OSError as error:
-        fault = EnvironmentProblem if error.errno in _ENVIRONMENT_ERRNOS else UsageError
-        raise fault(f"{target} cannot be written: {error.strerror or error}.") from None
 
 
 def check_path(path: str | Path) -> None:
@@ -82,27 +68,27 @@ def to_bytes(profile: Profile, *, compressed: bool) -> bytes:
     return gzip.compress(text, compresslevel=COMPRESSION_LEVEL, mtime=0) if compressed else text
 
 
-def is_profile_file(path: str | Path) -> bool:
+def is_profile_file(path: str | Path | InputFile) -> bool:
     """Whether a file begins like a saved profile."""
-    try:
-        with _open(Path(path)) as file:
-            return KIND.encode() in file.read(200)
-    except (OSError, EOFError, zlib.error):
-        return False
+    with contextlib.nullcontext(path) if isinstance(path, InputFile) else InputFile(path) as file:
+        return KIND.encode() in file.head(200)
 
 
-def read(path: str | Path) -> Profile:
-    """Reads a saved profile; UsageError says what is wrong with the file."""
-    return _read(Path(path), whole=True)
+def read(path: str | Path | InputFile) -> Profile:
+    """Reads a saved profile; FileProblem says what is wrong with the file."""
+    return _read(path, whole=True)
 
 
-def read_head(path: str | Path) -> Profile:
+def read_head(path: str | Path | InputFile) -> Profile:
     """Reads a saved profile without the fields that are stored by columns: fast, for lists of profiles."""
-    return _read(Path(path), whole=False)
+    return _read(path, whole=False)
 
 
-def _read(source: Path, *, whole: bool) -> Profile:
-    fields = _read_fields(source)
+def _read(source: str | Path | InputFile, *, whole: bool) -> Profile:
+    data = read_json(source)
+    if not isinstance(data, dict) or data.get("kind") != KIND or not isinstance(data.get("profile"), dict):
+        raise FileProblem(source, "it is no saved profile")
+    fields: dict[str, Any] = data["profile"]
     schema = fields.get("schema")
     try:
         if schema == 2:
@@ -110,7 +96,8 @@ def _read(source: Path, *, whole: bool) -> Profile:
         elif schema != SCHEMA:
             older = isinstance(schema, int) and schema < SCHEMA
             advice = "an older nearpeak wrote it: profile again" if older else "a newer nearpeak wrote it: update"
-            raise UsageError(f"{source} has schema {schema!r}, and this version reads 2 and {SCHEMA}; {advice}.")
+            reason = f"it has schema {brief(schema)}, and this version reads 2 and {SCHEMA}; {advice}"
+            raise FileProblem(source, reason)
         columns = {name: fields.pop(name) for name in COLUMNS if name in fields}
         head = from_json(Profile, {**fields, "ops": []})
         if not whole:
@@ -120,38 +107,11 @@ def _read(source: Path, *, whole: bool) -> Profile:
         records: dict[str, Any] = {
             name: from_columns(COLUMNS[name], column, f"Profile.{name}") for name, column in columns.items()
         }
-        return dataclasses.replace(head, **records)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{source} is damaged: {error}.") from None
-
-
-def _read_fields(source: Path) -> dict[str, Any]:
-    try:
-        with _open(source) as file:
-            text = file.read(LARGEST + 1)
-    except FileNotFoundError:
-        raise UsageError(f"{source}: there is no such file.") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{source} cannot be read: {error}.") from None
-    if len(text) > LARGEST:
-        raise UsageError(f"{source} holds more than {LARGEST:,} bytes: no profile is that large, it is not read.")
-    try:
-        data: Any = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{source} is not valid JSON: {error}.") from None
-    if not isinstance(data, dict) or data.get("kind") != KIND or not isinstance(data.get("profile"), dict):
-        raise UsageError(f"{source} is no saved profile.")
-    return cast(dict[str, Any], data["profile"])
-
-
-def _open(path: Path) -> IO[bytes]:
-    with path.open("rb") as file:
-        compressed = file.read(2) == b"\x1f\x8b"
-    return cast(IO[bytes], gzip.open(path, "rb")) if compressed else path.open("rb")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+        profile = dataclasses.replace(head, **records)
+        profile.check_indices()
+        return profile
+    except ValueError as error:
+        raise FileProblem(source, f"it is damaged: {error}") from None
 
 
 _SCHEMA_2_VALUES: Mapping[str, str] = {
@@ -188,8 +148,10 @@ def _upgrade(fields: dict[str, Any]) -> None:
             name = usage.removeprefix("nearpeak.kernels.").partition("(")[0]
             finding["fix"] = {"id": name, "usage": usage, "ops": finding.get("ops", []), "modules": finding["modules"]}
     rates = fields.get("rates")
-    if isinstance(rates, dict) and rates.get("bandwidth_share") and fields.get("how") != "datasheet":
-        fields["ceilings"] = {"bandwidth": rates["bytes_per_s"] / rates["bandwidth_share"]}
+    if isinstance(rates, dict) and fields.get("how") != "datasheet":
+        rate, share = rates.get("bytes_per_s"), rates.get("bandwidth_share")
+        if isinstance(rate, float) and isinstance(share, float) and share:
+            fields["ceilings"] = {"bandwidth": rate / share}
     _upgrade_columns(fields)
 
 
@@ -257,7 +219,10 @@ def from_columns(cls: type[Record], data: Any, where: str) -> tuple[Record, ...]
     required = {name for name, default in defaults.items() if default is dataclasses.MISSING}
     if not required <= set(data) <= set(hints):
         raise ValueError(f"{where}: expected the columns {', '.join(hints)}; found {', '.join(sorted(data))[:300]}")
-    columns = {name: _read_column(hints[name], column, f"{where}.{name}") for name, column in data.items()}
+    annotated = typing.get_type_hints(cls, include_extras=True)
+    columns = {
+        name: _read_column(hints[name], annotated[name], column, f"{where}.{name}") for name, column in data.items()
+    }
     lengths = {len(column) for column in columns.values()}
     if len(lengths) != 1:
         raise ValueError(f"{where}: its columns have different lengths, {sorted(lengths)}")
@@ -282,17 +247,22 @@ def _indexed_column(values: Iterable[Any]) -> dict[str, Any]:
     return {"values": to_json(list(positions)), "index": index}
 
 
-def _read_column(hint: Any, data: Any, where: str) -> list[Any]:
+def _read_column(hint: Any, annotated: Any, data: Any, where: str) -> list[Any]:
+    """A column. `hint` is the type of its field, `annotated` the same with the limits of numbers."""
     if hint in _PLAIN_TYPES:
         if not isinstance(data, list):
             raise ValueError(f"{where}: expected a list, found {type(data).__name__}")
         if set(map(type, data)) - _PLAIN_TYPES[hint]:
             wrong = next(place for place, value in enumerate(data) if type(value) not in _PLAIN_TYPES[hint])
             build(hint, data[wrong], f"{where}[{wrong}]")
-        return [build(hint, value, where) if type(value) is int and hint is not int else value for value in data]
+        known = [value for value in data if value is not None]
+        if known:  # where the smallest and the largest are valid, all are
+            build(annotated, min(known), where)
+            build(annotated, max(known), where)
+        return [float(value) if type(value) is int and float in _PLAIN_TYPES[hint] else value for value in data]
     if not isinstance(data, dict) or set(data) != {"values", "index"}:
         raise ValueError(f'{where}: expected an object with "values" and "index"')
-    values: tuple[Any, ...] = build(tuple[hint, ...], data["values"], f"{where}.values")
+    values: tuple[Any, ...] = build(tuple[annotated, ...], data["values"], f"{where}.values")
     index = data["index"]
     if not isinstance(index, list) or set(map(type, index)) - {int}:
         raise ValueError(f"{where}.index: expected a list of integers")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from nearpeak._records import Amount, Count, Seconds
+
 MIN_SHOWN_SHARE = 0.01
 """Of the wall time. Findings that save less are not shown."""
 
@@ -17,7 +19,7 @@ class Fix:
     """The function of `nearpeak.kernels`: "rms_norm"."""
     usage: str
     """How to call it: "nearpeak.kernels.rms_norm(x, weight)"."""
-    ops: tuple[int, ...] = ()
+    ops: tuple[Count, ...] = ()
     """The ops that it replaces, as indices into the ops of the profile."""
     modules: tuple[str, ...] = ()
     """The paths of the modules to change."""
@@ -35,11 +37,11 @@ class Finding:
     """The line to change: "train.py:41"; "" if it is not known."""
     modules: tuple[str, ...]
     """The paths of the modules that it is in, in the order of the step."""
-    places: int
+    places: Count
     """The number of occurrences in the step."""
-    saving_s: float
+    saving_s: Seconds
     """The predicted saving per step, without what another finding claims of the same ops."""
-    share: float
+    share: Amount
     """The saving over the wall time."""
     evidence: str
     """What was observed: the ops, their times and bytes."""
@@ -49,7 +51,7 @@ class Finding:
     """What to write instead: a few lines of code, or a setting."""
     fix: Fix | None = None
     """What nearpeak offers for it."""
-    ops: tuple[int, ...] = ()
+    ops: tuple[Count, ...] = ()
     """Indices into the ops of the profile."""
 
     @property

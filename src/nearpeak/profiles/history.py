@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nearpeak._files import cache_folder, replace_file
-from nearpeak.errors import UsageError
+from nearpeak.errors import FileProblem, UsageError
 from nearpeak.profiles import file
 from nearpeak.profiles.profile import Profile
 
@@ -86,9 +86,8 @@ def past_runs() -> tuple[PastRun, ...]:
 def _read_run(number: int, path: Path) -> PastRun:
     try:
         return PastRun(number=number, path=path, profile=file.read_head(path))
-    except UsageError as error:
-        problem = str(error).removeprefix(str(path)).lstrip(": ")
-        return PastRun(number=number, path=path, profile=None, problem=problem)
+    except FileProblem as error:
+        return PastRun(number=number, path=path, profile=None, problem=f"{error.reason}.")
 
 
 def _files_newest_first() -> list[Path]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from nearpeak._records import Count, Seconds, SignedSeconds
 from nearpeak.ops.fast_init import fast_init
 
 CauseName = Literal[
@@ -43,8 +44,8 @@ class IdleCause:
     """Idle time of one cause."""
 
     cause: CauseName
-    seconds: float
-    count: int
+    seconds: Seconds
+    count: Count
     """The number of host calls, or of gaps."""
     where: str
     """The source line or module that causes it, or causes most of it; "" if it is not known. For launching and Python,
@@ -58,8 +59,8 @@ class IdleCause:
 class Gap:
     """A time in which nothing ran on the device, in the profiled step."""
 
-    start_s: float
-    seconds: float
+    start_s: SignedSeconds
+    seconds: Seconds
     cause: CauseName
     """The cause of most of it."""
     where: str

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from nearpeak._records import Amount
 from nearpeak.ops.lifetimes import Category, Lifetime, Lifetimes
 from nearpeak.ops.op import Op
 
@@ -20,20 +21,20 @@ class PeakMemory:
 
     device: str
     """As torch names it: "cpu", "cuda:0"."""
-    capacity_bytes: float | None
-    peak_bytes: float
+    capacity_bytes: Amount | None
+    peak_bytes: Amount
     """The sum of the following, without `unused_bytes`."""
-    parameters_bytes: float
-    gradients_bytes: float
-    optimizer_bytes: float
-    activations_bytes: float
-    other_bytes: float | None = None
+    parameters_bytes: Amount
+    gradients_bytes: Amount
+    optimizer_bytes: Amount
+    activations_bytes: Amount
+    other_bytes: Amount | None = None
     """Allocated and used by no op of the step: other tensors, libraries, rounding. None without a caching
     allocator."""
-    workspace_bytes: float | None = None
+    workspace_bytes: Amount | None = None
     """Temporary memory inside of ops, at most: the peak of the allocator minus what was allocated at this op. None
     without a caching allocator."""
-    unused_bytes: float | None = None
+    unused_bytes: Amount | None = None
     """Reserved by the caching allocator and not allocated, at its peak. None without one."""
     op: str = ""
     """The op at the peak; its phase, module and line follow."""

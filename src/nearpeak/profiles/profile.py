@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from nearpeak import _display
+from nearpeak._records import Amount, Count, MeasuredSeconds, Rate, Seconds, Share, SignedSeconds
 from nearpeak.bound.estimate import Estimate, EstimatedOp
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.machines.machine import Achievable, Machine
@@ -34,27 +37,27 @@ class ProfiledOp:
     phase: str
     module: str
     source: str
-    shapes: tuple[tuple[int, ...], ...]
-    kernels: int
-    measured_s: float
+    shapes: tuple[tuple[Count, ...], ...]
+    kernels: Count
+    measured_s: Seconds
     """The time in which its kernels ran, without instants in which an earlier kernel ran too."""
-    bound_s: float
-    expected_s: float | None
+    bound_s: Seconds
+    expected_s: Seconds | None
     limiter: str
-    flops: float
-    bytes: float
+    flops: Amount
+    bytes: Amount
     modeled: bool
     """Whether it has a bound."""
-    fused_s: float | None = None
+    fused_s: Seconds | None = None
     """Its share of the bound of the group that it can be fused into; None if groups are not known."""
-    launch_wait_s: float = 0.0
+    launch_wait_s: Seconds = 0.0
     """The idle time before its kernels that its launches cause. Without the op, it is gone."""
-    typical_s: float | None = None
+    typical_s: Seconds | None = None
     """The mean over the profiled steps, without the smallest and the largest time; `measured_s` is of one of them. None
     if one step was profiled."""
-    quickest_s: float | None = None
+    quickest_s: Seconds | None = None
     """Its time in the profiled step with the smallest kernel time."""
-    slowest_s: float | None = None
+    slowest_s: Seconds | None = None
     """Its time in the profiled step with the largest kernel time."""
     origin: Origin = "torch"
 
@@ -75,10 +78,10 @@ class DeviceKernel:
     """A kernel, copy or fill that ran on the device."""
 
     name: str
-    start_s: float
+    start_s: SignedSeconds
     """From the start of the profiled step."""
-    seconds: float
-    op: int | None
+    seconds: Seconds
+    op: Count | None
     """The index of the op that launched it."""
     stream: int = 0
     collective: str | None = None
@@ -100,12 +103,12 @@ class DeviceKernel:
 class ProfileCeilings:
     """The rates that the bounds of a profile are computed with, in bytes/s and FLOP/s."""
 
-    bandwidth: float
-    cache_bandwidth: float | None = None
+    bandwidth: Rate
+    cache_bandwidth: Rate | None = None
     """Of the last-level cache; None if it was not measured."""
-    matrix: Mapping[str, float] = field(default_factory=dict)
+    matrix: Mapping[str, Rate] = field(default_factory=dict)
     """By dtype; empty for profiles that were saved before they had ceilings."""
-    vector: Mapping[str, float] = field(default_factory=dict)
+    vector: Mapping[str, Rate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +119,7 @@ class GraphBreak:
     """The first line of torch's explanation."""
     source: str
     """The line of the user's code; "" if it is not known."""
-    count: int
+    count: Count
     """How often the break occurred during compilation, not how often it ran."""
 
 
@@ -124,11 +127,11 @@ class GraphBreak:
 class CompilerFacts:
     """What torch.compile did from the start of the process to the clean steps."""
 
-    graphs: int
+    graphs: Count
     """The number of compiled graphs."""
     breaks: tuple[GraphBreak, ...]
     """The graph breaks of the code that ran in the profiled step, the most frequent first."""
-    recompiled_in_steps: int
+    recompiled_in_steps: Count
     """The number of graphs compiled after warm-up."""
 
 
@@ -144,33 +147,33 @@ class Profile:
     """The device that it ran on, as the driver names it."""
     machine: str
     """The machine that the bounds are for."""
-    how: str
-    """Where its ceilings come from: "measured", "derated" or "datasheet"."""
-    wall_s: float
-    kernel_s: float
-    communication_s: float
+    how: Literal["measured", "derated", "datasheet"]
+    """Where its ceilings come from."""
+    wall_s: MeasuredSeconds
+    kernel_s: Seconds
+    communication_s: Seconds
     """The time in which only communication ran."""
-    as_written_s: float
-    fused_s: float
-    ideal_s: float
-    expected_s: float | None
+    as_written_s: Seconds
+    fused_s: Seconds
+    ideal_s: Seconds
+    expected_s: Seconds | None
     waterfall: Waterfall
-    modeled_share: float
+    modeled_share: Share
     """The share of the kernel time whose ops have a bound."""
-    flops: float
+    flops: Amount
     ops: tuple[ProfiledOp, ...]
     notes: tuple[str, ...] = ()
     idle: tuple[IdleCause, ...] = ()
     """The causes of idle time, the largest first; they sum to the idle part of the waterfall."""
-    steps: int = 0
+    steps: Count = 0
     """The number of clean steps behind the wall time; 0 if it is that of the profiled step itself."""
-    walls: tuple[float, ...] = ()
+    walls: tuple[MeasuredSeconds, ...] = ()
     """The wall times of these steps, in order."""
-    spread: float | None = None
+    spread: Amount | None = None
     """The slowest clean step minus the fastest, over the median; None without clean steps."""
-    matched: float | None = None
+    matched: Share | None = None
     """The share of the profiled step's ops that were found in the traced step; None without a traced step."""
-    profiled_s: float | None = None
+    profiled_s: Seconds | None = None
     """The time of the step under the profiler; None if it is the wall time itself."""
     rates: StepRates | None = None
     memory: PeakMemory | None = None
@@ -187,10 +190,18 @@ class Profile:
     """The times in which nothing ran in the profiled step, with the main cause of each."""
     ceilings: ProfileCeilings | None = None
     """The rates that the bounds are computed with; None if they are not known."""
-    rank: int | None = None
+    rank: Count | None = None
     """The rank of the process in its torch.distributed group; None for a run on its own."""
-    world_size: int | None = None
+    world_size: Count | None = None
     """The number of ranks in that group."""
+
+    def check_indices(self) -> None:
+        """ValueError where a kernel or a finding names an op that there is not."""
+        kernels = (span.op for span in self.timeline if span.op is not None)
+        named = [op for finding in self.findings for op in (*finding.ops, *(finding.fix.ops if finding.fix else ()))]
+        last = max(itertools.chain(kernels, named), default=-1)
+        if last >= len(self.ops):
+            raise ValueError(f"it names the op {last:,}, and has {len(self.ops):,}")
 
     def save(self, path: str | Path) -> None:
         """Writes it in the format of the file name's ending.
@@ -202,7 +213,7 @@ class Profile:
 
     def __repr__(self) -> str:
         """One line, without the ops."""
-        return (
+        return _display.printable(
             f"<Profile of {self.source} on {self.device}: {seconds_text(self.wall_s)} a step, as written "
             f"{seconds_text(self.as_written_s)}, ideal {seconds_text(self.ideal_s)}>"
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nearpeak._records import Amount
 from nearpeak.bound.estimate import Estimate
 from nearpeak.machines.machine import Achievable, Machine, Theoretical
 from nearpeak.ops.cost import Cost, costs_of
@@ -32,27 +33,27 @@ class StepRates:
     Shares are of the achievable ceilings: over the wall time, and over the kernel time.
     """
 
-    model_flops: float
-    hardware_flops: float
-    mfu: float | None
+    model_flops: Amount
+    hardware_flops: Amount
+    mfu: Amount | None
     """Model FLOPs utilization: of the datasheet's dense peak, over the wall time."""
-    hfu: float | None
+    hfu: Amount | None
     """Hardware FLOPs utilization."""
     recompute_known: bool
     """False for a trace file, which does not show recomputation: it counts as model FLOPs."""
-    memory_bytes: float
+    memory_bytes: Amount
     """The least memory traffic of the ops as written. The true rates are at least as high."""
-    flops_per_s: float
+    flops_per_s: Amount
     """Hardware FLOPs over the wall time."""
-    bytes_per_s: float
+    bytes_per_s: Amount
     """`memory_bytes` over the wall time."""
-    compute_share: float | None
-    bandwidth_share: float | None
-    kernel_flops_per_s: float | None
+    compute_share: Amount | None
+    bandwidth_share: Amount | None
+    kernel_flops_per_s: Amount | None
     """The following four are over the kernel time."""
-    kernel_bytes_per_s: float | None
-    kernel_compute_share: float | None
-    kernel_bandwidth_share: float | None
+    kernel_bytes_per_s: Amount | None
+    kernel_compute_share: Amount | None
+    kernel_bandwidth_share: Amount | None
 
 
 def step_rates(

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nearpeak._records import Seconds, SignedSeconds
+
 PartName = Literal["ideal", "traffic", "fusion", "slow kernels", "not modeled", "communication", "idle"]
 
 PART_MEANINGS: Mapping[PartName, str] = {
@@ -28,6 +30,8 @@ ROUNDING = 1e-12
 """Of the wall time. Smaller parts are rounding errors of sums, and set to zero."""
 TOLERANCE = 0.01
 """Of the wall time. A part that is further below zero is broken."""
+SUM_TOLERANCE = 1e-6
+"""Of the wall time. Parts that sum to something else were not made by `build_waterfall`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +39,23 @@ class Part:
     """One part of the wall time."""
 
     name: PartName
-    seconds: float
+    seconds: SignedSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
     """The parts in order; they sum to the wall time."""
 
-    wall_s: float
+    wall_s: Seconds
     parts: tuple[Part, ...]
+
+    def check(self) -> None:
+        """ValueError where parts are missing, or do not sum to the wall time."""
+        if tuple(part.name for part in self.parts) != tuple(PART_MEANINGS):
+            raise ValueError(f"expected the parts {', '.join(PART_MEANINGS)}, each once and in this order")
+        total = sum(part.seconds for part in self.parts)
+        if abs(total - self.wall_s) > SUM_TOLERANCE * self.wall_s:
+            raise ValueError(f"the parts sum to {total:g} s, and the wall time is {self.wall_s:g} s")
 
     def seconds(self, name: PartName) -> float:
         """The time of one part."""

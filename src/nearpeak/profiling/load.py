@@ -7,6 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Literal
 
+from nearpeak._files import InputFile
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.errors import UsageError
@@ -24,12 +25,12 @@ def load(path: str | Path) -> Profile:
 
     "@last" is the last run of the command line, "@2" the one before.
     """
-    file = history.resolve(path)
-    return profile_file.read(file) if profile_file.is_profile_file(file) else profile_trace(file)
+    with InputFile(history.resolve(path)) as file:
+        return profile_file.read(file) if profile_file.is_profile_file(file) else profile_trace(file)
 
 
 def profile_trace(
-    path: str | Path,
+    path: str | Path | InputFile,
     *,
     on: str | Machine | None = None,
     step: int | Literal["all"] | None = None,

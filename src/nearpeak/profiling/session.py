@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -339,6 +340,8 @@ class Session:
         self._traced: Trace | None = None
         self._untraced_reason = "the code ended before a step was traced"
         """Why there is no trace, if there is none."""
+        self._thread: int | None = None
+        """The thread whose steps count: that of the first step."""
         self._profiler: Profiler | None = None
         self._live: LiveTrace | None = None
         self._step_start = 0.0
@@ -384,7 +387,7 @@ class Session:
         self._evaluation = self._records() or self._evaluation
         self.abandon()
         self.schedule, self._recorded, self._traced = Schedule(), None, None
-        self._deferred_left, self._deferred = 0, []
+        self._deferred_left, self._deferred, self._thread = 0, [], None
         self._warm_graphs = self._compiler = None
         self._say("training begins: the steps before it do not count")
 
@@ -395,6 +398,11 @@ class Session:
         """
         self.last_end = time.monotonic()
         if is_capturing():
+            return
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        if threading.get_ident() != self._thread:  # profilers and traces belong to a thread
+            self.schedule.steps += 1
             return
         if self.schedule.phase == "done" or self.problem or self.guard.in_child:
             self.schedule.steps += 1
@@ -441,7 +449,7 @@ class Session:
         if profiler is not None:
             with suppress(Exception):
                 profiler.discard()
-        if live is not None:
+        if live is not None and threading.get_ident() == self._thread:
             with suppress(Exception):
                 live.stop()
 

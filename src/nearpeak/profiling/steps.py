@@ -279,15 +279,16 @@ def _smallest_shape(values: tuple[Any, ...]) -> tuple[int, ...]:
     """
     smallest: torch.Tensor | None = None
     smallest_size = (True, 0)
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass of the user's sees no calls of ours
-        for value in values:
-            if isinstance(value, torch.Tensor) and not value.is_nested:
-                size = (value.dim() < 2, value.numel())
-                if smallest is None or size < smallest_size:
-                    smallest, smallest_size = value, size
-        return () if smallest is None else tuple(smallest.shape)
+    for value in values:
+        if isinstance(value, torch.Tensor) and not value.is_nested:
+            size = (value.dim() < 2, value.numel())
+            if smallest is None or size < smallest_size:
+                smallest, smallest_size = value, size
+    return () if smallest is None else tuple(smallest.shape)
 
 
+_OWN = "__nearpeak__"
+"""The mark of a `__call__` of ours."""
 CallEnded = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
@@ -309,9 +310,13 @@ class TopLevelCalls:
     def open(self) -> None:
         """Begins to search for top-level calls."""
         self._is_open = True
-        callback_handler.register_start_callback(self._before_compiling)
-        callback_handler.register_end_callback(self._after_compiling)
+        self._watch_compiler()
         self.search(True)
+
+    def _watch_compiler(self) -> None:
+        if self._before_compiling not in callback_handler.start_callbacks:  # torch._dynamo.reset() clears them
+            callback_handler.register_start_callback(self._before_compiling)
+            callback_handler.register_end_callback(self._after_compiling)
 
     def close(self) -> None:
         """Restores all classes."""
@@ -356,8 +361,9 @@ class TopLevelCalls:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # any descriptor may be a method
             original = (above.__call__ if own_call is None else own_call).__get__(module, kind)
-            if self._depth or self._nested or torch.compiler.is_compiling():
+            if self._depth or self._nested or not self._is_open or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
+            self._watch_compiler()
             self._begins()
             self._depth += 1
             try:
@@ -367,6 +373,7 @@ class TopLevelCalls:
             self._ended(module, args, kwargs)
             return result
 
+        setattr(call, _OWN, True)
         return call
 
     def _before_compiling(self, _: Any) -> None:
@@ -377,11 +384,13 @@ class TopLevelCalls:
 
     def _unpatch(self) -> None:
         for kind, own_call in self._classes.items():
-            self._guard.call(_set_class_call, kind, own_call)
+            if getattr(vars(kind).get("__call__"), _OWN, False):  # else the program has replaced it meanwhile
+                self._guard.call(_set_class_call, kind, own_call)
 
     def _patch(self) -> None:
-        for kind in self._classes:
-            self._guard.call(_set_class_call, kind, self._call_of(kind))
+        for kind, own_call in self._classes.items():
+            if vars(kind).get("__call__") is own_call:
+                self._guard.call(_set_class_call, kind, self._call_of(kind))
 
 
 def _set_class_call(kind: type[nn.Module], call: Any) -> None:

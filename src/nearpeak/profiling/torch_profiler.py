@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import tempfile
-import warnings
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType
@@ -17,12 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nearpeak.devices.backends import gpu_in_use, profiler_activities
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.kineto.host import STEP_END_WAIT
 from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
+from nearpeak.trace.patches.shared_patch import no_warnings
 
 MAX_REASON_LENGTH = 200
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -36,9 +40,9 @@ class Profiler:
 
     def __init__(self) -> None:
         self._profiler = torch_profile(activities=profiler_activities(), record_shapes=True)
-        with warnings.catch_warnings(), _no_kineto_log():
-            warnings.simplefilter("ignore")  # notes about the profiler's own cycles
+        with no_warnings(), _no_kineto_log():  # about the profiler's own cycles
             self._profiler.start()
+        _let_forked_children_exit()
         Profiler.running = True
         self._patches = ExitStack()
         self._patches.enter_context(mark_garbage_collections())
@@ -46,38 +50,41 @@ class Profiler:
         self.number = -1
         """Of the step that began last."""
         self._step = ExitStack()
+        self._thread = threading.get_ident()
         self.next_step()
 
     def next_step(self) -> None:
         """Begins a step, before its first op."""
         self.end_step()
         self.number += 1
-        self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
+        with _disable_current_modes():  # a range is an operator, which a mode of the program's would see
+            self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
 
     def end_step(self) -> None:
         """Ends the step. What runs until `next_step` belongs to no step."""
-        self._step.close()
+        with _disable_current_modes():
+            self._step.close()
 
     def discard(self) -> None:
         """Stops without reading the trace."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with no_warnings():
             self._stop()
 
     def stop(self, among: Collection[int] = ()) -> KinetoTrace:
         """Stops, and reads the median one of these steps; the last step if none are given or no kernel ran."""
-        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("ignore")
+        with no_warnings(), tempfile.TemporaryDirectory() as folder:
             self._stop()
             file = Path(folder) / "step.json"
             self._profiler.export_chrome_trace(str(file))
             return read_trace(file, among=among)
 
     def _stop(self) -> None:
-        self._step.close()
         self._patches.close()
         Profiler.running = False
-        self._profiler.stop()
+        # Ended by another thread, ranges and profiler would corrupt memory: it runs on, and nobody reads it.
+        if threading.get_ident() == self._thread:
+            self.end_step()
+            self._profiler.stop()
 
 
 @contextmanager
@@ -94,6 +101,28 @@ def _no_kineto_log() -> Iterator[None]:
         yield
     finally:
         os.unsetenv(_KINETO_LOG_LEVEL)
+
+
+@functools.cache
+def _let_forked_children_exit() -> None:
+    """Keeps children that the program forks from now on from waiting for ever when they exit.
+
+    libkineto starts a thread with the first profiler, and its destructor at the exit of the process waits for that
+    thread, which a child does not have. A child therefore exits without destructors of static objects; everything of
+    Python's, exit functions included, has run by then, and the streams of the C library are flushed.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        exit_now, flush = (ctypes.cast(function, ctypes.c_void_p) for function in (libc._exit, libc.fflush))
+        on_exit, at_exit = libc.on_exit, libc.__cxa_atexit
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return
+
+    def in_child() -> None:
+        on_exit(exit_now, None)  # called with the status
+        at_exit(flush, None, None)  # the last one that was registered is called first
+
+    os.register_at_fork(after_in_child=in_child)
 
 
 class StepEvents:
@@ -134,7 +163,10 @@ def synchronize() -> None:
     """Waits for the GPU if one is in use; a profiler that is running sees the wait as nearpeak's own."""
     backend = gpu_in_use()
     if backend is not None:
-        with record_function(STEP_END_WAIT) if Profiler.running else nullcontext():
+        with ExitStack() as stack:
+            if Profiler.running:
+                stack.enter_context(_disable_current_modes())
+                stack.enter_context(record_function(STEP_END_WAIT))
             backend.synchronize()
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nearpeak._display import printable
+
 if TYPE_CHECKING:
     from nearpeak.measure.timing import Timing
     from nearpeak.profiles.profile import Profile
@@ -74,7 +76,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports = [report for each in terminalreporter.stats.values() for report in each]
     written = {value for report in reports for name, value in getattr(report, "user_properties", ()) if name == WROTE}
     for line in sorted(written):
-        terminalreporter.write_line(f"{WROTE} {line}")
+        terminalreporter.write_line(printable(f"{WROTE} {line}"))
     if not written:
         terminalreporter.write_line(f"{WROTE} no baseline: no test with one was measured well enough")
 

@@ -8,7 +8,6 @@ that says so. Baselines are one file per name, with one figure per machine.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,9 +18,10 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args
 import pytest
 
 from nearpeak import __version__
-from nearpeak._files import replace_file
-from nearpeak._records import from_json, to_json
-from nearpeak.errors import EnvironmentProblem, NearpeakError, UsageError, did_you_mean
+from nearpeak._display import printable
+from nearpeak._files import read_json, replace_file
+from nearpeak._records import MeasuredSeconds, from_json, to_json
+from nearpeak.errors import EnvironmentProblem, FileProblem, NearpeakError, UsageError, did_you_mean
 from nearpeak.machines.calibrations import CalibrationKey
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.case import Case
@@ -217,13 +217,18 @@ class Baseline:
     """The time of a test on one machine. `low` to `high` is its interval within the run that measured it."""
 
     key: CalibrationKey
-    seconds: float
-    low: float
-    high: float
+    seconds: MeasuredSeconds
+    low: MeasuredSeconds
+    high: MeasuredSeconds
     kind: str
     """ "step", or the kind of a timing."""
     date: str
     nearpeak: str
+
+    def check(self) -> None:
+        """ValueError where the time is outside of its interval."""
+        if not self.low <= self.seconds <= self.high:
+            raise ValueError(f"no time is {self.seconds} [{self.low}, {self.high}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +237,11 @@ class BaselineFile:
 
     schema: int = SCHEMA
     baselines: tuple[Baseline, ...] = ()
+
+    def check(self) -> None:
+        """ValueError where another version wrote it."""
+        if self.schema != SCHEMA:
+            raise ValueError(f"it has schema {self.schema}, this version of nearpeak reads {SCHEMA}")
 
     def of(self, key: CalibrationKey) -> Baseline | None:
         """The baseline of one machine. A machine with another driver or another torch counts as another one."""
@@ -245,23 +255,14 @@ def baseline_path(folder: Path, name: str) -> Path:
 
 def read_baselines(path: Path) -> BaselineFile:
     """The baselines in a file; none where there is no file. UsageError where its content is not valid."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE_BYTES + 1)
-    except FileNotFoundError:
+    if not path.exists():
         return BaselineFile()
-    except OSError as error:
-        raise UsageError(f"The baseline {path} cannot be read: {error.strerror or error}.") from None
     try:
-        stored = from_json(BaselineFile, json.loads(content.decode("utf-8")))
-        if stored.schema != SCHEMA:
-            raise ValueError(f"it has schema {stored.schema}, this version of nearpeak reads {SCHEMA}")
-        for each in stored.baselines:
-            if not 0 < each.low <= each.seconds <= each.high < math.inf:
-                raise ValueError(f"no time is {each.seconds} [{each.low}, {each.high}]")
-    except (ValueError, RecursionError) as error:
+        stored = from_json(BaselineFile, read_json(path, largest=LARGEST_FILE_BYTES))
+    except (FileProblem, ValueError) as error:
+        reason = error.reason if isinstance(error, FileProblem) else str(error)[:300]
         raise UsageError(
-            f"The baseline {path} cannot be used: {str(error)[:300]}. Delete it, and run with --nearpeak-update."
+            f"The baseline {path} cannot be used: {reason}. Delete it, and run with --nearpeak-update."
         ) from None
     return stored
 
@@ -507,9 +508,9 @@ class MeasuredTest:
         if wanted in ("gpu", "cpu"):
             if wanted != kind:
                 reason = "there is none" if wanted == "gpu" else "there is a GPU, which would be measured"
-                pytest.skip(f"nearpeak: needs a {wanted.upper()}, and {reason}")
+                _skip(f"nearpeak: needs a {wanted.upper()}, and {reason}")
         elif wanted != (device := this_machine_key().device):
-            pytest.skip(f"nearpeak: is for {wanted}, and this is {device}")
+            _skip(f"nearpeak: is for {wanted}, and this is {device}")
 
     def end(self) -> None:
         """After the test: fails it if it has bars and measured nothing."""
@@ -532,7 +533,7 @@ class MeasuredTest:
         try:
             measured = run.profile(fn, *args, on=machine, **options)
         except EnvironmentProblem as error:
-            pytest.skip(f"nearpeak: {error}")
+            _skip(f"nearpeak: {error}")
         self._judge(measured)
         return measured
 
@@ -548,7 +549,7 @@ class MeasuredTest:
         try:
             measured = bench.bench(fn, *args, **options)
         except EnvironmentProblem as error:
-            pytest.skip(f"nearpeak: {error}")
+            _skip(f"nearpeak: {error}")
         self._judge(measured)
         return measured
 
@@ -576,7 +577,7 @@ class MeasuredTest:
         if not bars.limits:
             return
         if grade_too_low(figure, bars):
-            pytest.skip(f"nearpeak: cannot tell: {figure} has {grade_text(figure)}, and the test wants {bars.grade}")
+            _skip(f"nearpeak: cannot tell: {figure} has {grade_text(figure)}, and the test wants {bars.grade}")
         baseline, missing = None, ""
         update = bool(self._option("--nearpeak-update"))
         try:
@@ -584,14 +585,14 @@ class MeasuredTest:
                 baseline, missing = self._baseline()
             results = judge(measured, bars, baseline)
             if any(each.verdict == "missed" for each in results):
-                pytest.fail(failure_message(measured, results))  # with the line that measured it
+                pytest.fail(printable(failure_message(measured, results)))  # with the line that measured it
             if bars.baseline is not None and update:
                 self._write(figure)
         except NearpeakError as error:
             _fail(str(error))
         unsure = "; ".join(each.line for each in results if each.verdict == "unsure")
         if unsure or missing:
-            pytest.skip(f"nearpeak: {missing or f'cannot tell: {unsure}'}")
+            _skip(f"nearpeak: {missing or f'cannot tell: {unsure}'}")
 
     def _baseline(self) -> tuple[Baseline | None, str]:
         """The baseline of this machine, or None and the reason."""
@@ -649,7 +650,7 @@ def import_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        pytest.skip(f"nearpeak: torch cannot be imported: {error}")
+        _skip(f"nearpeak: torch cannot be imported: {error}")
 
 
 def key_of_machine() -> CalibrationKey:
@@ -669,6 +670,11 @@ def _parameters_name(parameters: str) -> str:
     return f"{safe}_{sha256(parameters.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
+def _skip(message: str) -> NoReturn:
+    __tracebackhide__ = True
+    pytest.skip(printable(message))
+
+
 def _fail(message: str) -> NoReturn:
     __tracebackhide__ = True
-    pytest.fail(message, pytrace=False)
+    pytest.fail(printable(message), pytrace=False)

@@ -1,14 +1,17 @@
 """`Document`: a report as data, before it has a format.
 
 `views/` makes one of each kind of result. `text`, `markdown`, `html/document`, `notebook` and `csv` write it, each in
-its own format. Texts in it are as they come from the result; the writers escape them.
+its own format. Texts in it are as they come from the result: a writer begins with `printable_document`, and escapes
+what its format gives a meaning to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from nearpeak._display import printable
 
 Color = Literal["bold", "dim", "red", "green", "yellow", "blue", "magenta", "cyan"]
 
@@ -207,3 +210,20 @@ class Document:
     def pictures(self) -> tuple[Picture, ...]:
         """The pictures alone."""
         return tuple(block for block in self.blocks() if isinstance(block, Picture))
+
+
+Part = TypeVar("Part")
+
+
+def printable_document(part: Part) -> Part:
+    """A document, or a part of one, in which every character of every text can be seen."""
+    changed: Any = part
+    if isinstance(part, str):
+        changed = printable(part)
+    elif isinstance(part, tuple):
+        changed = tuple(map(printable_document, part))
+    elif isinstance(part, Picture):  # its text was escaped where it was drawn
+        changed = replace(part, title=printable(part.title))
+    elif is_dataclass(part) and not isinstance(part, type):
+        changed = replace(part, **{each.name: printable_document(getattr(part, each.name)) for each in fields(part)})
+    return changed  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from nearpeak.render.document import (
     Section,
     Span,
     Table,
+    printable_document,
 )
 from nearpeak.render.html.markup import visible, visible_lines
 from nearpeak.render.text import cell_text
@@ -42,6 +43,7 @@ _ENTITIES = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;", ord("|"): "&
 
 def markdown(document: Document) -> str:
     """The whole text; of a comment, as many parts as fit, from the first on."""
+    document = printable_document(document)
     level = 3 if document.is_comment else 1
     parts = [f"{'#' * level} {escape_text(document.title)}"]
     if document.facts:
@@ -144,13 +146,15 @@ def _break_links(escaped: str) -> str:
 def code(value: str, longest: int = 80) -> str:
     """A name as code, also inside of a table; "-" for none.
 
+    What could be markup for a reader other than GitHub's is escaped in it.
+
     >>> code("aten.mm"), code("`x`"), code("a|b"), code("")
     ('`aten.mm`', '`` `x` ``', '<code>a&#124;b</code>', '-')
     """
     shown = visible(value, longest).strip()
     if not shown:
         return "-"
-    if "|" in shown:
+    if re.search(r"[|<>]|\]\(", shown):
         return f"<code>{escape_text(shown, longest)}</code>"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     room = " " if shown.startswith("`") or shown.endswith("`") else ""

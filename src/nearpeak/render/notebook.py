@@ -23,6 +23,7 @@ from nearpeak.render.document import (
     Paragraph,
     Section,
     Table,
+    printable_document,
 )
 from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
 from nearpeak.render.text import cell_text
@@ -53,6 +54,7 @@ def card(result: Profile | Estimate | Timing) -> str:
 
 def fragment(document: Document) -> str:
     """A document as a fragment of HTML."""
+    document = printable_document(document)
     head = [element("b", visible(document.title, 160))]
     head += [element("div", visible(str(fact), LONGEST_CELL), style=_QUIET) for fact in document.facts]
     return str(element("div", element("div", *head), *_blocks(document.parts), class_=_NO_MATHEMATICS, style=_CARD))

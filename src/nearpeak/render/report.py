@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from nearpeak._files import write_file
 from nearpeak.errors import EnvironmentProblem, UsageError
 from nearpeak.machines.machine import Machine
 from nearpeak.profiles import file
@@ -127,7 +128,7 @@ def write(profile: Profile, path: str | Path, options: ReportOptions | None = No
     target = Path(path)
     check_path(target)
     compressed = target.name.lower().endswith(".gz")
-    file.write_file(target, content(profile, profile_ending(target), options, compressed=compressed))
+    write_file(target, content(profile, profile_ending(target), options, compressed=compressed))
 
 
 def content(profile: Profile, ending: str, options: ReportOptions | None = None, *, compressed: bool = False) -> bytes:

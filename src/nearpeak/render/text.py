@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nearpeak._display import printable
 from nearpeak.ops.op import name_without_origin, origin_of_name
 from nearpeak.render.document import (
     Block,
@@ -24,6 +25,7 @@ from nearpeak.render.document import (
     Span,
     Table,
     Time,
+    printable_document,
 )
 from nearpeak.units import seconds
 
@@ -179,6 +181,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: str = ""
     add     29.4 us
     matmul  1.20 ms
     """
+    headers, *rows = ([printable(cell) for cell in row] for row in (headers, *rows))
     align = align or "l" + "r" * (len(headers) - 1)
     if len(align) != len(headers) or set(align) - set("lr"):
         raise ValueError(f"align must have {len(headers)} letters, each l or r; got {align!r}")
@@ -200,6 +203,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], align: str) -> str:
 
 def text(document: Document, style: Style = PLAIN) -> str:
     """A document for a terminal: at most 80 columns where the cells allow it."""
+    document = printable_document(document)
     head = []
     if document.is_titled:
         head = [style.paint(line, "bold") for line in wrap(_spaced(document.title)).split("\n")]

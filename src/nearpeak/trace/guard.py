@@ -7,8 +7,6 @@ through a guard, so that three rules hold everywhere:
 - Nothing of it runs in a forked child, which has a copy of everything but the threads of the profiler.
 - Nothing of it calls the device while a stream is being captured into a graph (`is_capturing`): such a call would end
   the capture with an error.
-
-What nearpeak changes is entered with `Guard.enter`, and `Guard.close` undoes it in the opposite order, whatever fails.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -40,7 +38,6 @@ class Guard:
         self.failure: Exception | None = None
         self._failed = failed
         self._process = os.getpid()
-        self._undo = ExitStack()
 
     @property
     def in_child(self) -> bool:
@@ -61,22 +58,17 @@ class Guard:
             return None
 
     def wrap(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """`function`, called through the guard."""
+        """`function`, called through the guard.
+
+        Modes and subclasses of the program do not see what it asks tensors.
+        """
 
         @functools.wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            return self.call(function, *args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                return self.call(function, *args, **kwargs)
 
         return guarded
-
-    def enter(self, change: AbstractContextManager[T]) -> T | None:
-        """Makes a change that `close` undoes; None if it cannot be made."""
-        return self.call(self._undo.enter_context, change)
-
-    def close(self) -> None:
-        """Undoes all changes, the last one first. One that fails does not keep the others from being undone."""
-        if not self.in_child:
-            self.call(self._undo.close)
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = self.failure or error.with_traceback(None)  # a frame would keep tensors alive

@@ -46,9 +46,10 @@ def watch_module_calls(before: BeforeCall, after: AfterCall) -> Iterator[None]:
 @contextmanager
 def _patched_call() -> Iterator[None]:
     original = nn.Module.__call__
+    installed = True
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        watchers = tuple(_watchers)
+        watchers = tuple(_watchers) if installed else ()
         for before, _ in watchers:
             before(self, args)
         try:
@@ -58,7 +59,10 @@ def _patched_call() -> Iterator[None]:
                 after(self)
 
     def withdraw(_: Any = None) -> None:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+        nonlocal installed
+        installed = False
+        if nn.Module.__call__ is call:  # else the program has replaced it meanwhile, and calls ours from there
+            nn.Module.__call__ = original  # type: ignore[method-assign]
 
     callback_handler.register_start_callback(withdraw)
     nn.Module.__call__ = call  # type: ignore[method-assign]

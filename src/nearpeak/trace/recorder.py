@@ -495,6 +495,11 @@ def active_recorder() -> Recorder | None:
     return next((mode for mode in reversed(modes) if isinstance(mode, Recorder)), None)
 
 
+_skip_code: Any = getattr(torch._C._dynamo.eval_frame, "skip_code", lambda code: None)
+for _function in (Recorder.__torch_dispatch__, Guard.call):
+    _skip_code(_function.__code__)  # torch.compile compiles code of the program, and none of ours
+
+
 class FakeCopies:
     """The fake copies of real tensors within one trace: one for each."""
 

@@ -104,6 +104,7 @@ def test_gpus_of_whose_links_nothing_is_known_are_one() -> None:
 
 def test_catalogue_refuses_two_defaults_and_missing_fields() -> None:
     entry = '[sources.s]\ntitle = "t"\nurl = "u"\n[system.a]\nmachine = "h100-sxm"\nsource = "s"\n'
+    entry += 'network = "ethernet-100"\n'
     with pytest.raises(ValueError, match="gpus_per_node"):
         parse_systems(entry)
     with pytest.raises(ValueError, match="no machine"):

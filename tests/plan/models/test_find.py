@@ -44,7 +44,7 @@ def test_numbers_with_experts():
         ("layers=two,hidden=64", "layers='two' must be a whole number"),
         ("layers=2,layers=3", "given twice"),
         ("layers=2,hidden=64,heads=4,kv_heads=3,intermediate=8,vocabulary=10", "kv_heads"),
-        ("missing/config.json", "Cannot read the config"),
+        ("missing/config.json", "there is no such file"),
     ],
 )
 def test_what_cannot_be_a_model_says_what_is_near(text, said):

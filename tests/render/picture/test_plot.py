@@ -71,7 +71,7 @@ def test_markup_and_control_characters_are_escaped():
         y_format=lambda value: hostile,
         bands=[Band(name=hostile, low=0, high=1)],
     )
-    assert "</script><b>&\"'????" in texts(plot)
+    assert "</script><b>&\"'\\x00\\x1b\\ud800\\uffff" in texts(plot)
     assert not list(plot.iter(f"{SPACE}b"))
 
 

@@ -103,7 +103,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "it is empty"),
+        (b"", "there is nothing in it"),
         (b" \n", "there is nothing in it"),
         (gzip.compress(b"", mtime=0), "there is nothing in it"),
         (b"\x1f\x8bgarbage", "nothing of it can be unpacked"),

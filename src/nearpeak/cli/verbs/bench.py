@@ -26,8 +26,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from nearpeak._display import printable
 from nearpeak.cli.argument_types import assignment, assignments, share
-from nearpeak.cli.output import write_file
+from nearpeak.cli.output import narrate, print_text, write_file
 from nearpeak.errors import CaseError, UntrustworthyMeasurement, UsageError
 
 if TYPE_CHECKING:
@@ -166,10 +167,10 @@ def _narration(verbose: bool) -> Iterator[Callable[[str], None] | None]:
     """A function that shows progress: lines with --verbose, one line that is replaced on a terminal, otherwise None."""
     stream = sys.stderr
     if verbose:
-        yield lambda line: print(line, file=stream, flush=True)
+        yield lambda line: print(printable(line), file=stream, flush=True)
     elif stream.isatty():
         try:
-            yield lambda line: print(f"\r\x1b[2K{line[:79]}", end="", file=stream, flush=True)
+            yield lambda line: print(f"\r\x1b[2K{printable(line)[:79]}", end="", file=stream, flush=True)
         finally:
             print("\r\x1b[2K", end="", file=stream, flush=True)
     else:
@@ -185,25 +186,25 @@ def _show(result: Result, arguments: argparse.Namespace, baseline: Sweep | None)
     from nearpeak.render.views import timing as render_timing
 
     if arguments.json == "-":
-        print(json.dumps(as_json(result), indent=1, allow_nan=False))
+        print_text(json.dumps(as_json(result), indent=1, allow_nan=False))
     else:
         if isinstance(result, Sweep):
-            print(text(render_sweep.document(result)))
+            print_text(text(render_sweep.document(result)))
         elif isinstance(result, Comparison):
-            print(text(render_timing.comparison_document(result)))
+            print_text(text(render_timing.comparison_document(result)))
         else:
-            print(text(render_timing.document(result)))
+            print_text(text(render_timing.document(result)))
         if arguments.json is not None:
             save(result, arguments.json)
-            print(f"wrote {arguments.json}", file=sys.stderr)
+            narrate(f"wrote {arguments.json}")
     if arguments.svg is not None and isinstance(result, Sweep):
         write_file(arguments.svg, render_sweep.svg(result))
     if baseline is not None:
         beside = text(render_sweep.baseline_document(compare_to_baseline(as_sweep(result), baseline)))
         if arguments.json == "-":
-            print(beside, file=sys.stderr)
+            narrate(beside)
         else:
-            print(f"\n{beside}")
+            print_text(f"\n{beside}")
 
 
 def _judge(result: Result, *, strict: bool) -> int:
@@ -237,9 +238,9 @@ def _selftest(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         content = json.dumps({"nearpeak": "selftest", **to_json(report)}, indent=1, allow_nan=False)
         if arguments.json == "-":
-            print(content)
+            print_text(content)
         else:
             write_file(arguments.json, content + "\n")
     if arguments.json != "-":
-        print(render.text(report))
+        print_text(render.text(report))
     return 0 if report.passed else UNTRUSTWORTHY

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nearpeak._display import printable
 from nearpeak.cli.output import print_result
 
 PACKAGES = ("torch", "platformdirs")
@@ -57,7 +58,7 @@ def text(report: Report) -> str:
             lines.append(f"{'':7}  {'':{width}}  -> {check.advice}")
     missing = [check.name for check in report.checks if check.state == "missing"]
     lines += ["", f"Missing: {', '.join(missing)}." if missing else "Nothing that nearpeak needs is missing."]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def run_checks() -> Iterator[Check]:

@@ -18,13 +18,14 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearpeak.cli.argument_types import assignment, step_number
-from nearpeak.cli.output import print_result
+from nearpeak.cli.output import print_result, write_file
 from nearpeak.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,17 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _from_case(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
     from nearpeak.calibrate.machine import machine as find_machine
-    from nearpeak.measure.case import load
+    from nearpeak.measure.case import case_errors, load
     from nearpeak.profiling.estimate import estimate
     from nearpeak.trace.fake import fake
 
     if arguments.step is not None:
         raise UsageError("--step belongs to --trace.")
-    builder = load(arguments.case)
-    with fake():
-        case = builder.build(**dict(arguments.set))
     machine = find_machine(arguments.on)
-    return estimate(case, on=machine, ceilings=arguments.ceilings), machine
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result: what the case prints goes to stderr
+        builder = load(arguments.case)
+        with fake():
+            case = builder.build(**dict(arguments.set))
+        with case_errors(arguments.case, "while it was traced"):
+            return estimate(case, on=machine, ceilings=arguments.ceilings), machine
 
 
 def _from_file(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
@@ -120,9 +123,4 @@ def _draw(result: Estimate, machine: Machine, path: Path, case: str) -> None:
     from nearpeak.render.views.estimate import roofline
 
     scene = roofline(result, machine, title=f"Roofline of {case.rpartition('/')[2]}")
-    content = png(scene) if path.suffix.lower() == ".png" else svg(scene).encode()
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"--roofline {path}: cannot be written ({error.strerror}).") from None
-    print(f"wrote {path}", file=sys.stderr)
+    write_file(str(path), png(scene) if path.suffix.lower() == ".png" else svg(scene))

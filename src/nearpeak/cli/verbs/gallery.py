@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nearpeak.cli.output import narrate, terminal_style, write_file
+from nearpeak.cli.output import narrate, print_text, terminal_style, write_file
 from nearpeak.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     for name in names:
         gallery_run.title_and_lesson(name)  # a name that is wrong is said before anything is run
     if arguments.list:
-        print(_list(names))
+        print_text(_list(names))
         return 0
     if arguments.source:
-        print("\n\n".join(gallery_run.example_source(name) for name in names))
+        print_text("\n\n".join(gallery_run.example_source(name) for name in names))
         return 0
     _check_output(arguments.output, len(names))
     here = gallery_run.make_context(arguments.on, progress=lambda line: narrate(f"  {line}"))
@@ -68,15 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
         narrate(f"{number}. {gallery_run.title_and_lesson(name)[0]}")
         results.append(gallery_run.run_example(name, here))
         if arguments.json != "-":
-            print(pages.text(results[-1], terminal_style(sys.stdout)) + "\n", flush=True)
+            print_text(pages.text(results[-1], terminal_style(sys.stdout)) + "\n")
     if len(results) > 1 and arguments.json != "-":
-        print(_summary(results))
+        print_text(_summary(results))
     if arguments.output:
         _write(results, arguments.output)
     if arguments.json:
         content = json.dumps([to_json(result) for result in results], indent=1)
         if arguments.json == "-":
-            print(content)
+            print_text(content)
         else:
             write_file(arguments.json, content + "\n")
     return 1 if arguments.check and any(result.missed for result in results) else 0

@@ -20,6 +20,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
@@ -31,6 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearpeak._files import InputFile, fixed_cache_folder
 from nearpeak.cli.argument_types import step_number
 from nearpeak.cli.output import Streams, json_text, narrate, print_text, terminal_style, write_file
 from nearpeak.errors import EnvironmentProblem, NearpeakError, UsageError
@@ -96,24 +98,26 @@ def from_file(name: str, arguments: argparse.Namespace) -> Profile:
     from nearpeak.profiles import file, history
     from nearpeak.profiling.load import profile_trace
 
-    path = history.resolve(name)
-    if not file.is_profile_file(path):
-        return profile_trace(path, on=arguments.on, step=arguments.step, ceilings=arguments.ceilings)
-    if arguments.on or arguments.step is not None:
-        raise UsageError(f"{name} is a saved profile: --on and --step belong to a trace.")
-    return file.read(path)
+    with InputFile(history.resolve(name)) as source:
+        if not file.is_profile_file(source):
+            return profile_trace(source, on=arguments.on, step=arguments.step, ceilings=arguments.ceilings)
+        if arguments.on or arguments.step is not None:
+            raise UsageError(f"{name} is a saved profile: --on and --step belong to a trace.")
+        return file.read(source)
 
 
 def _from_case(arguments: argparse.Namespace) -> Profile:
-    from nearpeak.measure.case import load
+    from nearpeak.measure.case import case_errors, load
     from nearpeak.profiling.run import profile
 
     if arguments.step is not None or arguments.stop or arguments.wait is not None:
         raise UsageError("A case is one step: --step, --stop and --wait belong to a script.")
     if arguments.arguments:
         raise UsageError(f"A case takes no arguments, and got {' '.join(arguments.arguments)}.")
-    case = load(arguments.script).build()
-    return profile(case, on=arguments.on, ceilings=arguments.ceilings, progress=narrate)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the report: what the case prints goes to stderr
+        case = load(arguments.script).build()
+        with case_errors(arguments.script, "while it was profiled"):
+            return profile(case, on=arguments.on, ceilings=arguments.ceilings, progress=narrate)
 
 
 def _run_script(arguments: argparse.Namespace) -> int:
@@ -134,7 +138,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()
         os._exit(code)
 
-    with Streams.own(), warnings.catch_warnings():
+    with Streams.own(), fixed_cache_folder(), warnings.catch_warnings():
         warnings.filters[:] = arguments.warning_filters  # type: ignore[index]
         ran = profile_script(
             arguments.script,
@@ -262,7 +266,9 @@ class ResultFiles:
     def __init__(self, arguments: argparse.Namespace, *, keep: bool) -> None:
         self.code = 0
         """The exit code of the last error."""
-        self._arguments, self._keep = arguments, keep and not arguments.no_keep
+        from nearpeak.profiles import history
+
+        self._arguments, self._keep = arguments, keep and not arguments.no_keep and history.is_enabled()
         self._kept: Path | None = None
         self._written: Profile | None = None
 
@@ -286,8 +292,6 @@ class ResultFiles:
     def _keep_run(self, profile: Profile) -> None:
         from nearpeak.profiles import history
 
-        if not history.is_enabled():
-            return
         try:
             self._kept = history.add_run(profile, self._kept)
         except (OSError, ValueError) as error:
@@ -352,7 +356,7 @@ def print_history() -> int:
     if not runs:
         narrate(f"No runs are kept in {history.folder()}. `nearpeak profile SCRIPT` keeps one.")
         return 0
-    print(text(document(runs)))
+    print_text(text(document(runs)))
     return 0
 
 

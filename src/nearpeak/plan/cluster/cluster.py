@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
 
-from nearpeak.errors import UnknownMachine, UsageError, did_you_mean
+from nearpeak._files import parse_toml
+from nearpeak._records import build, to_json
+from nearpeak.errors import FileProblem, UnknownMachine, UsageError, did_you_mean
 from nearpeak.machines import catalogue
 from nearpeak.machines.catalogue import Network
 from nearpeak.machines.machine import Machine
@@ -324,25 +325,31 @@ def find_network(identifier: str) -> Network:
 @cache
 def load_systems() -> Mapping[str, System]:
     """The systems that are part of the package, by id."""
-    return parse_systems(resources.files("nearpeak.plan.cluster").joinpath("clusters.toml").read_text(encoding="utf-8"))
+    file = resources.files("nearpeak.plan.cluster").joinpath("clusters.toml")
+    try:
+        return parse_systems(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FileProblem(file, f"it is damaged: {error}") from None
 
 
 def parse_systems(text: str) -> Mapping[str, System]:
     """The systems in `text` (TOML); ValueError names the system and the field that is wrong."""
-    data = tomllib.loads(text)
-    sources = {key: f"{value['title']}, {value['url']}" for key, value in data.get("sources", {}).items()}
+    data = parse_toml(text)
+    titles = build(dict[str, dict[str, str]], data.get("sources", {}), "sources")
+    sources = {key: f"{value.get('title')}, {value.get('url')}" for key, value in titles.items()}
     machines = catalogue.load().machines
     systems: dict[str, System] = {}
     defaults: dict[str, str] = {}
-    for identifier, entry in data.get("system", {}).items():
-        for name in (entry["machine"], *entry.get("default_for", ())):
+    for identifier, entry in build(dict[str, dict[str, Any]], data.get("system", {}), "system").items():
+        default_for = build(tuple[str, ...], entry.get("default_for", []), f"system {identifier!r}, default_for")
+        for name in (build(str, entry.get("machine"), f"system {identifier!r}, machine"), *default_for):
             if name not in machines:
                 raise ValueError(f"system {identifier!r}: no machine {name!r} in the catalogue")
-        for name in entry.get("default_for", ()):
+        for name in default_for:
             if name in defaults:
                 raise ValueError(f"system {identifier!r}: {name!r} is the default of {defaults[name]!r} already")
             defaults[name] = identifier
-        systems[identifier] = _system(identifier, entry, sources)
+        systems[identifier] = _system(identifier, {"default_for": [], **entry}, sources)
     return systems
 
 
@@ -365,20 +372,14 @@ def _default_system(machine: Machine) -> System:
 
 
 def _system(identifier: str, entry: Mapping[str, Any], sources: Mapping[str, str]) -> System:
+    where = f"system {identifier!r}"
+    source, network = (build(str, entry.get(name), f"{where}, {name}") for name in ("source", "network"))
+    if source not in sources:
+        raise ValueError(f"{where}: the source {source!r} is missing")
+    flags = {name: entry.get(name, False) for name in ("in_switch_reduction", "adapters_shared")}
     try:
-        return System(
-            id=identifier,
-            machine=entry["machine"],
-            default_for=tuple(entry.get("default_for", ())),
-            gpus_per_node=int(entry["gpus_per_node"]),
-            domain_size=int(entry["domain_size"]),
-            fabric=entry["fabric"],
-            in_switch_reduction=bool(entry.get("in_switch_reduction", False)),
-            adapters_per_node=int(entry["adapters_per_node"]),
-            adapters_shared=bool(entry.get("adapters_shared", False)),
-            network=find_network(entry["network"]),
-            source=sources[entry["source"]],
-            network_latency=entry.get("network_latency"),
-        )
-    except KeyError as missing:
-        raise ValueError(f"system {identifier!r}: the field or source {missing} is missing") from None
+        shared = {"id": identifier, "network": to_json(find_network(network)), "source": sources[source]}
+    except UsageError as error:
+        raise ValueError(f"{where}: {error}") from None
+    system: System = build(System, {**entry, **flags, **shared}, where)
+    return system

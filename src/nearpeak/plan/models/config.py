@@ -11,18 +11,22 @@ those of `Model`. To add a family, add a function.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.plan.models.model import Model
+from nearpeak._files import read_json
+from nearpeak._records import brief
+from nearpeak.errors import FileProblem, UsageError, did_you_mean
+from nearpeak.plan.legal import largest_divisor
+from nearpeak.plan.models.model import LARGEST_SIZE, MOST_LAYERS, Model
 
 ModelFields = dict[str, Any]
 ConfigReader = Callable[["ConfigFields"], ModelFields]
 CONFIG_READERS: dict[str, ConfigReader] = {}
 """By `model_type`."""
+LARGEST_CONFIG = 2**24
+"""Bytes. A config has some kilobytes, and up to a megabyte where it lists quantized layers."""
 _LAYER_TYPES = {
     "full_attention": "A",
     "attention": "A",
@@ -36,12 +40,13 @@ _LAYER_TYPES = {
 def from_config(config: str | Path | Mapping[str, Any], *, name: str = "", source: str = "") -> Model:
     """The model that a `config.json` describes; UsageError names the field that is missing or contradictory."""
     if isinstance(config, Mapping):
-        data, where = dict(config), name or str(config.get("_name_or_path") or config.get("model_type") or "the config")
+        data, label = dict(config), name or str(config.get("_name_or_path") or config.get("model_type") or "the config")
+        where = label
     else:
         path = Path(config)
         if path.is_dir():
             path = path / "config.json"
-        data, where = _read_config(path), name or path.parent.name or path.stem
+        data, label, where = _read_config(path), name or path.parent.name or path.stem, str(path)
         source = source or str(path)
     for inner in ("text_config", "llm_config", "language_config"):
         if isinstance(data.get(inner), Mapping):  # the language model of a multimodal one
@@ -51,20 +56,17 @@ def from_config(config: str | Path | Mapping[str, Any], *, name: str = "", sourc
         raise UsageError(f"{where}: the config has no `model_type`. {did_you_mean('', CONFIG_READERS)}")
     reader = CONFIG_READERS.get(kind)
     if reader is None:
-        raise UsageError(f"{where}: the model_type {kind!r} is not supported. {did_you_mean(kind, CONFIG_READERS)}")
+        raise UsageError(
+            f"{where}: the model_type {brief(kind)} is not supported. {did_you_mean(kind, CONFIG_READERS)}"
+        )
     values = reader(ConfigFields(data, where))
-    return Model(name=name or where, source=source or f"config of {where}", **values)
+    return Model(name=name or label, source=source or f"config of {label}", **values)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"Cannot read the config {str(path)!r}: {error.strerror or error}.") from None
-    except ValueError as error:
-        raise UsageError(f"The config {str(path)!r} is not JSON: {error}.") from None
+    data = read_json(path, largest=LARGEST_CONFIG)
     if not isinstance(data, dict):
-        raise UsageError(f"The config {str(path)!r} is not a JSON object.")
+        raise FileProblem(path, "it is no config of a model: it is not a JSON object")
     return data
 
 
@@ -97,15 +99,20 @@ class ConfigFields:
             value = self.data.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
-                raise UsageError(
-                    f"{self.where}: `{name}` must be a whole number that is not negative; given {value!r}."
-                )
-            return int(value)
+            return self._whole_number(name, value)
         if default is None:
             also = f" (or `{'`, `'.join(names[1:])}`)" if len(names) > 1 else ""
             raise UsageError(f"{self.where}: the config has no `{names[0]}`{also}, which this model needs.")
         return default
+
+    def _whole_number(self, name: str, value: Any, most: int = LARGEST_SIZE) -> int:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= most or value != int(value):
+            raise UsageError(
+                f"{self.where}: `{name}` must be a whole number that is not negative and at most {most:,}; given "
+                f"{brief(value)}."
+            )
+        return int(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """A boolean; `default` where the field is missing or null."""
@@ -113,7 +120,7 @@ class ConfigFields:
         if value is None:
             return default
         if not isinstance(value, (bool, int)):
-            raise UsageError(f"{self.where}: `{name}` must be true or false; given {value!r}.")
+            raise UsageError(f"{self.where}: `{name}` must be true or false; given {brief(value)}.")
         return bool(value)
 
     def text(self, name: str, default: str = "") -> str:
@@ -132,7 +139,7 @@ class ConfigFields:
         if value is None:
             return None
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise UsageError(f"{self.where}: `{name}` must be a list of texts; given {value!r}.")
+            raise UsageError(f"{self.where}: `{name}` must be a list of texts; given {brief(value)}.")
         return list(value)
 
     def numbers(self, name: str) -> list[int] | None:
@@ -140,15 +147,22 @@ class ConfigFields:
         value = self.data.get(name)
         if value is None:
             return None
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, int) for item in value):
-            raise UsageError(f"{self.where}: `{name}` must be a list of whole numbers; given {value!r}.")
-        return list(value)
+        if not isinstance(value, (list, tuple)):
+            raise UsageError(f"{self.where}: `{name}` must be a list of whole numbers; given {brief(value)}.")
+        return [self._whole_number(name, item) for item in value]
+
+    def period(self, *names: str, default: int) -> int:
+        """After how many layers a pattern repeats: from 1 to `MOST_LAYERS`."""
+        value = self.integer(*names, default=default)
+        if not 1 <= value <= MOST_LAYERS:
+            raise UsageError(f"{self.where}: `{names[0]}` must be from 1 to {MOST_LAYERS:,}; given {value:,}.")
+        return value
 
     def layers(self) -> int:
         """Number of layers."""
         count = self.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        if not count:
-            raise UsageError(f"{self.where}: `num_hidden_layers` must be at least 1; given 0.")
+        if not 1 <= count <= MOST_LAYERS:
+            raise UsageError(f"{self.where}: `num_hidden_layers` must be from 1 to {MOST_LAYERS:,}; given {count:,}.")
         return count
 
     def mixers(self, pattern: str) -> str:
@@ -172,7 +186,7 @@ class ConfigFields:
         if self.has("head_dim"):
             return self.integer("head_dim")
         if not heads or hidden % heads:
-            near = max((n for n in range(1, hidden + 1) if hidden % n == 0 and n <= max(heads, 1)), default=1)
+            near = largest_divisor(hidden, max(heads, 1))
             raise UsageError(
                 f"{self.where}: `num_attention_heads` must divide `hidden_size` {hidden} where there is no `head_dim`; "
                 f"given {heads}, nearest {near}."
@@ -237,7 +251,7 @@ def _qwen2_moe(fields: ConfigFields) -> ModelFields:
 @config_reader("qwen3_moe")
 def _qwen3_moe(fields: ConfigFields) -> ModelFields:
     values = _qwen3(fields) | _experts(fields, "num_experts")
-    step, dense = fields.integer("decoder_sparse_step", default=1), fields.numbers("mlp_only_layers") or []
+    step, dense = fields.period("decoder_sparse_step", default=1), fields.numbers("mlp_only_layers") or []
     return values | {
         "feeds": "".join("D" if layer in dense or (layer + 1) % step else "E" for layer in range(len(values["mixers"])))
     }
@@ -297,7 +311,7 @@ def _gemma2(fields: ConfigFields) -> ModelFields:
 
 @config_reader("gemma3_text", "gemma3")
 def _gemma3(fields: ConfigFields) -> ModelFields:
-    period = fields.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    period = fields.period("sliding_window_pattern", "_sliding_window_pattern", default=6)
     values = _decoder(fields, "W" * (period - 1) + "A")
     return values | {
         "tied": fields.flag("tie_word_embeddings", True),
@@ -310,7 +324,7 @@ def _gemma3(fields: ConfigFields) -> ModelFields:
 def _llama4(fields: ConfigFields) -> ModelFields:
     chunk = fields.integer("attention_chunk_size", default=0)
     values = _decoder(fields, "CCCA" if chunk else "A")
-    layers, step = len(values["mixers"]), fields.integer("interleave_moe_layer_step", default=1)
+    layers, step = len(values["mixers"]), fields.period("interleave_moe_layer_step", default=1)
     listed = fields.numbers("moe_layers")
     sparse = set(listed) if listed is not None else set(range(step - 1, layers, step))
     expert = fields.integer("intermediate_size")
@@ -330,7 +344,7 @@ def _deepseek(fields: ConfigFields) -> ModelFields:
     values = _latent(fields)
     layers = fields.layers()
     dense = fields.integer("first_k_dense_replace", default=0)
-    every = fields.integer("moe_layer_freq", default=1)
+    every = fields.period("moe_layer_freq", default=1)
     expert = fields.integer("moe_intermediate_size")
     if dense > layers:
         raise UsageError(
@@ -533,7 +547,7 @@ def _vit(fields: ConfigFields) -> ModelFields:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     image, patch = fields.integer("image_size"), fields.integer("patch_size")
     if not patch or image % patch:
-        near = max((n for n in range(1, image + 1) if image % n == 0 and n <= max(patch, 1)), default=1)
+        near = largest_divisor(image, max(patch, 1))
         raise UsageError(
             f"{fields.where}: `patch_size` must divide `image_size` {image}; given {patch}, nearest {near}."
         )

@@ -18,7 +18,7 @@ from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.legal import nearest_divisor
 from nearpeak.plan.models.catalogue import catalogue_names, get_model
 from nearpeak.plan.models.config import from_config
-from nearpeak.plan.models.model import Model
+from nearpeak.plan.models.model import MOST_LAYERS, Model
 
 NUMBERS = "layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocabulary=128256"
 _DERIVED = ("name", "source", "mixers", "feeds")
@@ -37,9 +37,16 @@ def find_model(what: str | Path | Mapping[str, Any] | Model) -> Model:
         return get_model(text)
     if "=" in text:
         return from_numbers(text)
-    if isinstance(what, Path) or text.endswith(".json") or "/" in text or Path(text).exists():
+    if isinstance(what, Path) or text.endswith(".json") or "/" in text or _exists(text):
         return from_config(text)
     return get_model(text.lower())  # its error lists similar names
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long for a name, or with characters that none has
+        return False
 
 
 def from_numbers(text: str) -> Model:
@@ -66,6 +73,8 @@ def from_numbers(text: str) -> Model:
         numbers["head_dim"] = hidden // heads
     _required(numbers, "vocabulary", keep=True)
     window = bool(numbers.get("window"))
+    if layers > MOST_LAYERS:
+        raise UsageError(f"layers={layers} must be at most {MOST_LAYERS:,}. Nearest: layers={MOST_LAYERS}.")
     if not 0 <= dense <= layers:
         near = min(max(dense, 0), layers)
         raise UsageError(f"dense_layers={dense} is not between 0 and layers={layers}. Nearest: dense_layers={near}.")
@@ -104,7 +113,7 @@ def _pairs(text: str) -> dict[str, Any]:
                 raise UsageError(f"{field}={value!r} must be true or false.")
             numbers[field] = value.lower() == "true"
             continue
-        number = re.fullmatch(r"(\d+)([km]?)", value.lower())
+        number = re.fullmatch(r"([0-9]{1,15})([km]?)", value.lower())
         if number is None:
             raise UsageError(f"{field}={value!r} must be a whole number of at least 0, such as 4096 or 4k.")
         numbers[field] = int(number.group(1)) * _SUFFIXES[number.group(2)]

@@ -13,10 +13,11 @@ the mask leaves, recomputation is no model FLOP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from nearpeak.errors import UsageError
+from nearpeak.plan.legal import largest_divisor
 
 MIXERS = {
     "A": "attention over everything before",
@@ -25,6 +26,9 @@ MIXERS = {
     "M": "state space (Mamba-2)",
     "-": "none",
 }
+LARGEST_SIZE = 2**40
+"""Of any dimension of a model; products of a few of them are numbers that can still be computed with."""
+MOST_LAYERS = 10_000
 FEEDS = {"D": "dense", "E": "experts", "-": "none"}
 
 
@@ -124,11 +128,15 @@ class Model:
                 "active_experts": self.active_experts,
                 "expert_intermediate": self.expert_intermediate,
             }
-        for field, value in needed.items():
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int) and not 0 <= value <= LARGEST_SIZE:
+                raise UsageError(f"{self.name}: `{each.name}` must be from 0 to {LARGEST_SIZE:,}; given {value:.3g}.")
+        for name, value in needed.items():
             if value <= 0:
-                raise UsageError(f"{self.name}: `{field}` must be positive; given {value}.")
+                raise UsageError(f"{self.name}: `{name}` must be positive; given {value}.")
         if self.heads and self.heads % self.kv_heads:
-            near = max(n for n in range(1, self.heads + 1) if self.heads % n == 0 and n <= self.kv_heads)
+            near = largest_divisor(self.heads, self.kv_heads)
             raise UsageError(
                 f"{self.name}: `kv_heads` must divide the {self.heads} heads; given {self.kv_heads}, nearest {near}."
             )

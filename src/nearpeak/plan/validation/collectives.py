@@ -8,11 +8,11 @@ predicted by constants that were fitted on them, and `held_out` is False.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nearpeak._files import read_csv
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.machines import catalogue
 from nearpeak.machines.machine import Machine
@@ -50,16 +50,13 @@ class MeasuredCollective:
 
 def read_collectives(path: Path) -> tuple[MeasuredCollective, ...]:
     """The rows of `path`; UsageError names the line and the column that is wrong."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLLECTIVE_COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                present = ", ".join(reader.fieldnames or ()) or "none"
-                raise UsageError(f"{path}: the column {missing[0]!r} is missing. Columns found: {present}.")
-            return tuple(_measured_collective(path, number, row) for number, row in enumerate(reader, start=2))
-    except OSError as problem:
-        raise UsageError(f"{path} cannot be read: {problem.strerror}.") from None
+    columns, rows = read_csv(path)
+    missing = [name for name in COLLECTIVE_COLUMNS if name not in columns]
+    if missing:
+        raise UsageError(
+            f"{path}: the column {missing[0]!r} is missing. Columns found: {', '.join(columns) or 'none'}."
+        )
+    return tuple(_measured_collective(path, number, row) for number, row in enumerate(rows, start=2))
 
 
 def cluster_of(row: MeasuredCollective) -> Cluster:
@@ -83,7 +80,7 @@ def _measured_collective(path: Path, line: int, row: dict[str, str]) -> Measured
             values[name] = float(row[name])
         except (TypeError, ValueError):
             raise UsageError(f"{path}, line {line}: {name}={row[name]!r} is not a number.") from None
-        if values[name] <= 0:
+        if not 0 < values[name] <= 1e18:
             raise UsageError(f"{path}, line {line}: {name}={row[name]!r} must be above 0.")
     op = _OPS.get(row["op"], row["op"])
     known = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")

@@ -6,13 +6,13 @@ rows of a source are predicted by constants that were fitted without any row of 
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from nearpeak._files import read_csv
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
@@ -23,6 +23,7 @@ from nearpeak.plan.serving.serve import most_throughput, serve
 from nearpeak.plan.serving.step import step_time
 from nearpeak.plan.validation.errors import SkippedRow
 from nearpeak.plan.validation.names import gpu_id, model_id
+from nearpeak.plan.validation.training import read_number
 
 INFERENCE_COLUMNS = (
     "id",
@@ -86,20 +87,17 @@ class MeasuredInference:
 def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[SkippedRow, ...]]:
     """The rows of `path` that can be predicted, and the others with reasons."""
     runs, skipped = [], []
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in INFERENCE_COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                present = ", ".join(reader.fieldnames or ()) or "none"
-                raise UsageError(f"{path}: the column {missing[0]!r} is missing. Columns found: {present}.")
-            for line, row in enumerate(reader, start=2):
-                try:
-                    runs.append(_read_run(row, line))
-                except UsageError as problem:
-                    skipped.append(SkippedRow(id=row["id"], reason=str(problem)))
-    except OSError as problem:
-        raise UsageError(f"{path} cannot be read: {problem.strerror}.") from None
+    columns, rows = read_csv(path)
+    missing = [name for name in INFERENCE_COLUMNS if name not in columns]
+    if missing:
+        raise UsageError(
+            f"{path}: the column {missing[0]!r} is missing. Columns found: {', '.join(columns) or 'none'}."
+        )
+    for line, row in enumerate(rows, start=2):
+        try:
+            runs.append(_read_run(row, line))
+        except (UsageError, ArithmeticError) as problem:
+            skipped.append(SkippedRow(id=row["id"], reason=str(problem)))
     return tuple(runs), tuple(skipped)
 
 
@@ -135,7 +133,7 @@ def _read_run(row: Mapping[str, str], line: int) -> MeasuredInference:
         cut = ServingLayout(tp=1, dp=layout.tp, ep=layout.tp, pp=layout.pp)
         alternative = replace(deployment, layout=cut)
     single = row.get("conc_kind", "") == "batch" or row.get("scenario", "") == "single-stream decode"
-    decode = _read_number(row, "decode_ms")
+    decode = read_number(row, "decode_ms")
     return MeasuredInference(
         id=row["id"],
         source=row.get("group") or row.get("source") or "unknown",
@@ -146,10 +144,10 @@ def _read_run(row: Mapping[str, str], line: int) -> MeasuredInference:
         output=output,
         concurrency=batch,
         single_stream=single,
-        ttft=_seconds(_read_number(row, "ttft_ms")),
-        tpot=_seconds(_read_number(row, "tpot_ms")),
-        decode=_seconds(decode if decode is not None else _read_number(row, "tpot_ms") if single else None),
-        tokens_per_second=_read_number(row, "output_tok_s"),
+        ttft=_seconds(read_number(row, "ttft_ms")),
+        tpot=_seconds(read_number(row, "tpot_ms")),
+        decode=_seconds(decode if decode is not None else read_number(row, "tpot_ms") if single else None),
+        tokens_per_second=read_number(row, "output_tok_s") or None,
         check=row.get("check", ""),
         line=line,
     )
@@ -161,7 +159,7 @@ def _read_layout(row: Mapping[str, str]) -> tuple[ServingLayout, float | None]:
     if tp is None:
         raise UsageError("the layout is not stated")
     dp, ep, expert_tp = _read_degree(row, "attn_dp"), _read_degree(row, "moe_ep") or 1, _read_degree(row, "moe_tp")
-    batch = _read_number(row, "batch_or_concurrency")
+    batch = read_number(row, "batch_or_concurrency")
     gpus = _read_degree(row, "gpus")
     kind = row.get("conc_kind", "")
     if dp is None:
@@ -190,30 +188,20 @@ def _cache_precision(row: Mapping[str, str], weights: str, engine: str) -> str:
     return "fp8" if engine == "trtllm" and weights in ("fp8", "fp4") else "bf16"
 
 
-def _read_number(row: Mapping[str, str], name: str) -> float | None:
-    text = row.get(name) or ""
-    if not text:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"{name}={text!r} is not a number") from None
-
-
 def _read_degree(row: Mapping[str, str], name: str) -> int | None:
-    value = _read_number(row, name)
+    value = read_number(row, name)
     return None if value is None else int(value)
 
 
 def _read_integer(row: Mapping[str, str], name: str) -> int:
-    value = _read_number(row, name)
+    value = read_number(row, name)
     if value is None or value < 1:
         raise UsageError(f"{name} is not stated")
     return int(value)
 
 
 def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
+    return milliseconds / 1e3 if milliseconds else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

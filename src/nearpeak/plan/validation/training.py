@@ -8,8 +8,8 @@ count FLOPs in different ways. Each source can be predicted with constants that 
 
 from __future__ import annotations
 
-import csv
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,11 +18,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from nearpeak._files import read_csv
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import Machine
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
-from nearpeak.plan.models.model import Model
+from nearpeak.plan.models.model import MOST_LAYERS, Model
 from nearpeak.plan.training.efficiency import Efficiency, load_efficiency
 from nearpeak.plan.training.job import PRECISIONS, Job, Precision, Software
 from nearpeak.plan.training.layout import Layout, Sharding
@@ -93,8 +94,17 @@ def _fitting_job(job: Job, capacity: float) -> Job:
 
 
 def read_number(row: Mapping[str, str], field: str) -> float | None:
+    """A number of a row, None where it has none; UsageError names one that no run has."""
     text = (row.get(field) or "").strip()
-    return float(text) if text else None
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= LARGEST_NUMBER:
+        raise UsageError(f"{field}={text[:40]!r} is not a number of at least 0")
+    return value
 
 
 def read_integer(row: Mapping[str, str], field: str, default: int | None = None) -> int:
@@ -162,6 +172,8 @@ def _from_columns(row: Mapping[str, str], sequence: int) -> Model:
 def _plain_model(
     name: str, layers: int, hidden: int, inner: int, heads: int, kv: int, width: int, vocabulary: int, **more: Any
 ) -> Model:
+    if layers > MOST_LAYERS:
+        raise UsageError(f"layers={layers} is more than {MOST_LAYERS:,}")
     return Model(
         name=name,
         mixers="A" * layers,
@@ -322,12 +334,8 @@ class MeasuredTraining:
 
 def read_training(path: Path) -> tuple[list[MeasuredTraining], list[SkippedRow]]:
     """All rows of a file with the columns of `measured_training.csv`."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise UsageError(f"Cannot read the measurements {str(path)!r}: {error.strerror or error}.") from None
-    missing = {"id", "source", "model", "gpu", "gpus", "seq_len", "gbs_seqs"} - set(rows[0] if rows else {})
+    columns, rows = read_csv(path)
+    missing = {"id", "source", "model", "gpu", "gpus", "seq_len", "gbs_seqs"} - set(columns)
     if missing:
         raise UsageError(f"The measurements {str(path)!r} have no column {min(missing)!r}.")
     runs: list[MeasuredTraining] = []
@@ -335,7 +343,7 @@ def read_training(path: Path) -> tuple[list[MeasuredTraining], list[SkippedRow]]
     for row in rows:
         try:
             runs.append(_read_run(row))
-        except (UsageError, ValueError, KeyError) as error:
+        except (UsageError, ValueError, KeyError, ArithmeticError) as error:
             skipped.append(SkippedRow(id=row.get("id") or "?", reason=str(error).split("\n")[0]))
     return runs, skipped
 
@@ -356,7 +364,7 @@ def _read_run(row: Mapping[str, str]) -> MeasuredTraining:
         job=job,
         cluster=cluster,
         seconds=_read_seconds(row, job, cluster.machine),
-        memory=None if peak is None else peak * unit,
+        memory=peak * unit if peak else None,
         notes=row.get("notes", ""),
     )
 
@@ -384,14 +392,12 @@ def _read_cluster(row: Mapping[str, str]) -> Cluster:
 
 def _read_seconds(row: Mapping[str, str], job: Job, machine: Machine) -> float | None:
     """Seconds of a step: as printed, else from tokens per second, else from FLOP/s by the formula of the source."""
-    printed = read_number(row, "step_time_s")
-    if printed is not None:
+    if printed := read_number(row, "step_time_s"):
         return printed
-    per_gpu = read_number(row, "tokens_per_s_per_gpu")
-    if per_gpu is not None:
+    if per_gpu := read_number(row, "tokens_per_s_per_gpu"):
         return job.tokens / (per_gpu * job.layout.gpus)
-    rate, model = read_number(row, "model_tflops_per_gpu"), job.model
-    share = read_number(row, "mfu_pct")
+    rate, model = read_number(row, "model_tflops_per_gpu") or None, job.model
+    share = read_number(row, "mfu_pct") or None
     layers, hidden, sequence = model.layers, model.hidden, job.sequence
     if rate is not None and row.get("hfu_pct"):
         flops = (
@@ -420,6 +426,8 @@ def _read_seconds(row: Mapping[str, str], job: Job, machine: Machine) -> float |
     return job.layout.global_batch * flops / (rate * 1e12 * job.layout.gpus)
 
 
+LARGEST_NUMBER = 1e15
+"""In any column."""
 TIE = 0.05
 """Pairs of layouts whose speeds differ by less are not ranked."""
 
@@ -508,18 +516,17 @@ def validate_pairs(path: Path, runs: Path, *, left_out: bool = True) -> tuple[La
     """The pairs of training layouts in `path` that differ by more than `CLOSE`; `runs` has the rows they name."""
     known = {row.run.id: row for row in validate_training(runs, left_out=left_out).rows}
     pairs = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            first, second = known.get(line["row_a"]), known.get(line["row_b"])
-            if line["kind"] != "training" or first is None or second is None or not line["a_over_b_speed"]:
-                continue
-            measured = float(line["a_over_b_speed"])
-            if abs(measured - 1) <= TIE:
-                continue
-            speeds = [row.run.job.tokens / row.seconds / row.run.job.layout.gpus for row in (first, second)]
-            pairs.append(
-                LayoutPair(first=first.run.id, second=second.run.id, measured=measured, predicted=speeds[0] / speeds[1])
-            )
+    for line in read_csv(path)[1]:
+        first, second = known.get(line["row_a"]), known.get(line["row_b"])
+        if line.get("kind") != "training" or first is None or second is None or not line["a_over_b_speed"]:
+            continue
+        measured = read_number(line, "a_over_b_speed") or 1.0
+        if abs(measured - 1) <= TIE:
+            continue
+        speeds = [row.run.job.tokens / row.seconds / row.run.job.layout.gpus for row in (first, second)]
+        pairs.append(
+            LayoutPair(first=first.run.id, second=second.run.id, measured=measured, predicted=speeds[0] / speeds[1])
+        )
     return tuple(pairs)
 
 

@@ -6,10 +6,10 @@ had a part in the fit. Pairs are two runs that differ in layout: the question is
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from nearpeak._files import read_csv
 from nearpeak.errors import UsageError
 from nearpeak.plan.serving.constants import load_serving_constants
 from nearpeak.plan.validation.collectives import (
@@ -33,6 +33,7 @@ from nearpeak.plan.validation.training import (
     MeasuredTraining,
     TrainingRow,
     dense_or_moe,
+    read_number,
     validate_pairs,
     validate_training,
 )
@@ -63,13 +64,7 @@ def validate(path: Path, *, leave_out: bool = True, worst: int = 10, runs: Path 
 
 def kind_of_file(path: Path) -> ValidationKind:
     """What a CSV file holds, by its columns; UsageError says which columns are needed."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            columns = set(next(csv.reader(file), ()))
-    except OSError as problem:
-        raise UsageError(f"{path} cannot be read: {problem.strerror or problem}.") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text in UTF-8.") from None
+    columns = set(read_csv(path)[0])
     for kind, needed in KIND_COLUMNS.items():
         if needed <= columns:
             return kind
@@ -109,30 +104,24 @@ def _served_pairs(path: Path, runs: Path, leave_out: bool) -> list[ComparedRow]:
     known = {row.id: row for row in read_inference(runs)[0]}
     speeds: dict[str, float] = {}
     pairs = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            first, second = line["row_a"], line["row_b"]
-            if (
-                line.get("kind") == "training"
-                or first not in known
-                or second not in known
-                or not line["a_over_b_speed"]
-            ):
-                continue
-            measured = float(line["a_over_b_speed"])
-            if abs(measured - 1) <= TIE:
-                continue
-            for name in (first, second):
-                if name not in speeds:
-                    row = known[name]
-                    used = constants.leaving_out(row.source) if leave_out else constants
-                    try:
-                        answer = predict_quantities(row, used)["throughput"]
-                    except (KeyError, UsageError):
-                        continue
-                    speeds[name] = answer[0] / row.deployment.layout.gpus
-            if first in speeds and second in speeds:
-                pairs.append(_compared_pair(first, second, "inference", measured, speeds[first] / speeds[second]))
+    for line in read_csv(path)[1]:
+        first, second = line["row_a"], line["row_b"]
+        if line.get("kind") == "training" or first not in known or second not in known or not line["a_over_b_speed"]:
+            continue
+        measured = read_number(line, "a_over_b_speed") or 1.0
+        if abs(measured - 1) <= TIE:
+            continue
+        for name in (first, second):
+            if name not in speeds:
+                row = known[name]
+                used = constants.leaving_out(row.source) if leave_out else constants
+                try:
+                    answer = predict_quantities(row, used)["throughput"]
+                except (KeyError, UsageError):
+                    continue
+                speeds[name] = answer[0] / row.deployment.layout.gpus
+        if first in speeds and second in speeds:
+            pairs.append(_compared_pair(first, second, "inference", measured, speeds[first] / speeds[second]))
     return pairs
 
 

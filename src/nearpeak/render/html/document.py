@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
+from typing import Any
 
+from nearpeak._display import printable
 from nearpeak._records import to_json
 from nearpeak.render.document import (
     Block,
@@ -31,6 +33,7 @@ from nearpeak.render.document import (
     Section,
     Span,
     Table,
+    printable_document,
 )
 from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
 from nearpeak.render.picture.scene import COLORS, FAINT, INK, PAGE, PALETTE
@@ -51,6 +54,7 @@ _PLACEHOLDER = re.compile(r"<!--hole:(\w+)-->")
 
 def document_page(document: Document, sliders: Sliders | None = None) -> str:
     """The report, with sliders where there is something to compute again."""
+    document = printable_document(document)
     return fill_page(
         "plan.html",
         script=join_scripts(SCRIPTS),
@@ -252,5 +256,14 @@ def _sliders(sliders: Sliders | None) -> Markup:
 
 
 def _data(sliders: Sliders | None) -> str:
-    text = json.dumps(None if sliders is None else to_json(sliders), allow_nan=False, separators=(",", ":"))
+    data = None if sliders is None else _printable_data(to_json(sliders))
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _printable_data(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {printable(key): _printable_data(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_printable_data(value) for value in data]
+    return printable(data) if isinstance(data, str) else data

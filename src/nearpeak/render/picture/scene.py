@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from nearpeak._display import printable
+
 PAGE = ("#ffffff", "#16191d")
 INK = ("#1f2328", "#dfe3e8")
 MUTED = ("#6a737d", "#959da5")
@@ -35,9 +37,8 @@ def truncate(text: str, longest: int) -> str:
 
 
 def escape_xml(text: str) -> str:
-    """For XML: markup escaped, and characters that XML does not allow replaced."""
-    allowed = (c if c >= " " and not "\ud800" <= c <= "\udfff" and c not in "\ufffe\uffff" else "?" for c in text)
-    return html.escape("".join(allowed), quote=True)
+    """For XML: markup escaped, and characters that cannot be seen, which XML does not allow either."""
+    return html.escape(printable(text), quote=True)
 
 
 PALETTE: dict[str, tuple[str, str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from nearpeak._display import printable
 from nearpeak.measure.results import SelfTestReport
 
 _MARKS = {True: "ok", False: "FAILED", None: "not run"}
@@ -22,4 +23,4 @@ def text(report: SelfTestReport) -> str:
             lines += textwrap.wrap(f"{label:9}{content}", 80, initial_indent=" " * 8, subsequent_indent=" " * 17)
     counts = {mark: sum(e.passed is passed for e in report.experiments) for passed, mark in _MARKS.items()}
     lines += ["", ", ".join(f"{count} {mark}" for mark, count in counts.items() if count)]
-    return "\n".join(lines)
+    return printable("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +46,12 @@ DTYPES: dict[str, str] = {
     "c10::qint32": "qint32",
 }
 """torch's dtype names by the C++ types that the profiler writes, in small letters; compilers spell them differently."""
+
+
+_LARGEST_SIZE = 2**50
+"""Elements of a tensor, and a step between two."""
+_MOST_DIMENSIONS = 64
+_LARGEST_INTEGER = 2**63
 
 
 class Unknown:
@@ -142,21 +149,29 @@ def _parse_tensor(dims: Any, strides: Any, dtype: str | None) -> RecordedTensor 
     steps = _parse_integers(strides)
     if steps is None or len(steps) != len(shape):
         steps = contiguous_strides(shape)  # files before torch 2.0 have no strides
+    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+    if len(shape) > _MOST_DIMENSIONS or math.prod(shape) >= _LARGEST_SIZE or last >= _LARGEST_SIZE:
+        return None  # no memory holds it
     return RecordedTensor(shape, steps, dtype)
 
 
 def _parse_scalar(value: Any) -> Argument:
     """A concrete input, which is text: "15", "1.", "1e-05", "False", "[4, 2048]", "inf"."""
     if not isinstance(value, str):
-        return UNKNOWN if value is None or isinstance(value, (list, dict)) else Scalar(value)
+        return UNKNOWN if value is None or isinstance(value, (list, dict)) or _is_too_large(value) else Scalar(value)
     text = value.strip()
     if not text:
         return UNKNOWN
     if text.startswith("[") and text.endswith("]"):
         items = [_parse_number(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-        return UNKNOWN if any(item is None for item in items) else Scalar(tuple(items))
+        return UNKNOWN if any(item is None or _is_too_large(item) for item in items) else Scalar(tuple(items))
     number = _parse_number(text)
-    return UNKNOWN if number is None else Scalar(number)
+    return UNKNOWN if number is None or _is_too_large(number) else Scalar(number)
+
+
+def _is_too_large(value: float) -> bool:
+    """Whether it is an integer that torch cannot have."""
+    return isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER
 
 
 def _parse_number(text: str) -> int | float | bool | None:
@@ -176,9 +191,9 @@ def _parse_integers(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return None
-    if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item < _LARGEST_SIZE for item in value):
         return None
     return tuple(value)
 

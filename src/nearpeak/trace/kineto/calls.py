@@ -252,7 +252,7 @@ class _ThreadWalk(OpCalls):
     def _annotated(self, frame: _OpenSpan, span: Span) -> _OpenSpan:
         if span.name.startswith(_STEP_PREFIX):
             number = span.name.removeprefix(_STEP_PREFIX)
-            if number.isdigit():
+            if number.isdecimal() and len(number) < 16:
                 self.steps.append(ProfilerStep(int(number), span.start, span.end))
         if span.name.startswith(_OPTIMIZER_PREFIX) and frame.phase == "forward":
             return frame._replace(phase="optimizer")

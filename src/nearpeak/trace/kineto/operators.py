@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar, TensorList, Unknown
+from nearpeak.trace.patches.shared_patch import no_warnings
 from nearpeak.trace.schema import is_composite
 from nearpeak.trace.storages import dtype_name
 
@@ -77,9 +77,11 @@ def _overloads(name: str) -> tuple[tuple[Any, tuple[SchemaParameter, ...]], ...]
     namespace, _, operator = name.partition("::")
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)
-        names = packet.overloads()
-    except (AttributeError, RuntimeError):  # this torch has no such operator
+    except (AttributeError, RuntimeError, ValueError):  # this torch has no such operator, or it is no name of one
         return ()
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return ()
+    names = packet.overloads()
     candidates = ((overload, schema_parameters(overload)) for overload in (getattr(packet, item) for item in names))
     return tuple((overload, parameters) for overload, parameters in candidates if _takes_tensors(overload))
 
@@ -242,8 +244,7 @@ def _no_warnings() -> Iterator[None]:
     before = logger.disabled
     logger.disabled = True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with no_warnings():
             yield
     finally:
         logger.disabled = before

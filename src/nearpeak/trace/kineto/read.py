@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from nearpeak._files import InputFile
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.ops.op import Trace
 from nearpeak.trace.kineto.arguments import RecordedTensor
@@ -82,7 +83,7 @@ class KinetoTrace:
 
 
 def read_trace(
-    path: str | Path,
+    path: str | Path | InputFile,
     *,
     step: int | Literal["all"] | None = None,
     among: Collection[int] = (),
@@ -185,7 +186,7 @@ def _incomplete_calls(recording: Recording, calls: OpCalls) -> set[int]:
     return incomplete
 
 
-def _require_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> None:
+def _require_shapes(recording: Recording, path: str | Path | InputFile, *, graphs: bool) -> None:
     """Raises for a file without ops or shapes. `graphs`: the file has kernels that CUDA graphs launched."""
     ops = [span for spans in recording.threads.values() for span in spans if span.kind == "op"]
     if graphs and not any("::" in span.name for span in ops):  # the ops are ranges of torch.compile
@@ -205,7 +206,7 @@ def _require_shapes(recording: Recording, path: str | Path, *, graphs: bool) -> 
 
 
 def _choose_step(
-    calls: OpCalls, number: int | str | None, path: str | Path
+    calls: OpCalls, number: int | str | None, path: str | Path | InputFile
 ) -> tuple[ProfilerStep | None, Sequence[ProfilerStep]]:
     """The step to read, and all steps with ops. The last call of `step()` opens one in which nothing runs."""
     starts = [call.span.start for call in calls.calls]
@@ -340,8 +341,9 @@ def device_name(recording: Recording) -> str:
     used = {span.device for span in recording.device_spans}
     if isinstance(properties, list):
         for item in properties:
-            if isinstance(item, dict) and item.get("id") in used and item.get("name"):
-                return str(item["name"])
+            name, number = (item.get("name"), item.get("id")) if isinstance(item, dict) else (None, None)
+            if isinstance(name, str) and name and isinstance(number, int) and number in used:
+                return name
     return "unknown device" if used else "cpu"
 
 
@@ -396,7 +398,7 @@ def trace_notes(
         if not recording.device_spans and recording.metadata.get("deviceProperties"):
             yield "The file has no kernels. They are written last, so it may have been truncated before them."
     if recording.damaged:
-        yield f"{recording.damaged} events are not valid JSON and were left out."
+        yield f"{recording.damaged} events are damaged and were left out."
     unknown = ops.unknown - Counter(call.span.name for call in calls if call.kind == "graph")
     if unknown:
         listed = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))

@@ -13,21 +13,24 @@ import math
 import re
 import sys
 import sysconfig
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from nearpeak.errors import UsageError
+from nearpeak._files import InputFile
+from nearpeak.errors import FileProblem
 
 _CHUNK = 1 << 20
-"""Bytes read at a time."""
-_MAX_EVENT_CHARS = 1 << 26
+"""Characters that are added where an event does not end."""
+_MAX_EVENT_CHARS = 1 << 24
 """Characters that one event may have; what is longer is damaged."""
+LARGEST_TRACE = 2**36
+"""Bytes of a decompressed file. It is never held whole, and the ops of a step are what takes memory."""
+_LARGEST_ID = 2**63
+_LARGEST_TIME = 1e18
+"""Microseconds: thirty thousand years. Sums of a few times are numbers that can still be computed with."""
 _LONGEST_WORD = len("-Infinity")
-_GZIP = b"\x1f\x8b"
-_GZIP_FORMAT = 16 + zlib.MAX_WBITS
 _SPACE = re.compile(r"[\s,]*")
 _EVENT_BOUNDARY = re.compile(r"\}\s*,\s*(?=\{)")
 """Where one event ends and the next begins. Inside of events, objects never follow each other."""
@@ -41,8 +44,8 @@ class EventFile:
     A truncated file, as a killed job leaves behind, gives the events up to its end.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | InputFile) -> None:
+        self.file = path if isinstance(path, InputFile) else InputFile(path)
         self.metadata: dict[str, Any] = {}
         self.truncated = False
         """The file ends before its JSON does."""
@@ -54,37 +57,16 @@ class EventFile:
         self._text: Iterator[str] = iter(())
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        try:
-            with self.path.open("rb") as raw:
-                self._text = self._decoded(raw)
-                yield from self._document()
-        except FileNotFoundError:
-            raise UsageError(f"{self.path}: there is no such file.") from None
-        except (IsADirectoryError, PermissionError) as error:
-            raise UsageError(f"{self.path} cannot be read: {error.strerror}.") from None
+        with self.file:
+            self._text = self._decoded()
+            yield from self._document()
 
-    def _decoded(self, raw: BinaryIO) -> Iterator[str]:
+    def _decoded(self) -> Iterator[str]:
         """The text of the file in pieces, up to where a compressed one is truncated."""
         decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-        packed = raw.read(len(_GZIP)) == _GZIP
-        raw.seek(0)
-        for piece in self._unpacked(raw) if packed else iter(lambda: raw.read(_CHUNK), b""):
+        for piece in self.file.pieces(LARGEST_TRACE):
             yield decoder.decode(piece)
-
-    def _unpacked(self, raw: BinaryIO) -> Iterator[bytes]:
-        """The content of a gzip file. The standard library's reader gives nothing of a truncated last part."""
-        unpacker = zlib.decompressobj(_GZIP_FORMAT)
-        rest = b""
-        while piece := rest or raw.read(_CHUNK):
-            if unpacker.eof:  # several files, one after the other
-                unpacker = zlib.decompressobj(_GZIP_FORMAT)
-            try:
-                yield unpacker.decompress(piece, _CHUNK)
-            except zlib.error:
-                break
-            rest = unpacker.unconsumed_tail or unpacker.unused_data
-        if not unpacker.eof:
-            self.truncated = True
+        self.truncated = self.truncated or self.file.truncated
 
     def _document(self) -> Iterator[dict[str, Any]]:
         first = self._peek()
@@ -93,7 +75,8 @@ class EventFile:
             yield from self._events()
             return
         if first != "{":
-            raise self._no_trace(f"it starts with {first!r}" if first else self._why_empty())
+            empty = "nothing of it can be unpacked" if self.truncated else "there is nothing in it"
+            raise self._no_trace(f"it starts with {first!r}" if first else empty)
         self._at += 1
         has_events = False
         while (key := self._value()) is not None:
@@ -106,18 +89,14 @@ class EventFile:
             else:
                 self.metadata[str(key)] = self._value()
         if not has_events and not self.truncated:
-            fields = ", ".join([*self.metadata][:8]) or "none"
+            fields = ", ".join(name[:40] for name in [*self.metadata][:8]) or "none"
             raise self._no_trace(f"it has no list of traceEvents. Its fields: {fields}")
 
-    def _why_empty(self) -> str:
-        if not self.path.stat().st_size:
-            return "it is empty"
-        return "nothing of it can be unpacked" if self.truncated else "there is nothing in it"
-
-    def _no_trace(self, why: str) -> UsageError:
-        return UsageError(
-            f"{self.path} is no Chrome trace: {why}. Pass a file that torch.profiler's export_chrome_trace wrote, as "
-            ".json or .json.gz."
+    def _no_trace(self, why: str) -> FileProblem:
+        return FileProblem(
+            self.file,
+            f"it is no Chrome trace: {why}. Pass a file that torch.profiler's export_chrome_trace wrote, as .json or "
+            ".json.gz",
         )
 
     def _events(self) -> Iterator[dict[str, Any]]:
@@ -154,7 +133,7 @@ class EventFile:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
-            except json.JSONDecodeError as error:
+            except (RecursionError, ValueError) as error:  # nested too deep, or a number of too many digits
                 if not self._unfinished(error) or len(self._buffer) - self._at > _MAX_EVENT_CHARS:
                     return self._repaired()
                 if not self._fill(size):
@@ -166,8 +145,10 @@ class EventFile:
             self._at = end
             return value
 
-    def _unfinished(self, error: json.JSONDecodeError) -> bool:
+    def _unfinished(self, error: Exception) -> bool:
         """Whether the buffer merely ends too early. An unterminated string is reported at its start."""
+        if not isinstance(error, json.JSONDecodeError):
+            return False
         return error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - _LONGEST_WORD
 
     def _repaired(self) -> Any:
@@ -179,7 +160,7 @@ class EventFile:
         text = _BARE_NONFINITE.sub("null", self._buffer[self._at : end])
         try:
             value, used = self._decoder.raw_decode(text)
-        except json.JSONDecodeError:
+        except (RecursionError, ValueError):
             if match is None:
                 self.truncated = True
             else:
@@ -287,8 +268,11 @@ class Recording:
     """Overheads of the profiler and the driver, on threads that the file does not name."""
 
 
-def load_recording(path: str | Path) -> Recording:
-    """Reads a file in one pass. Python frames of torch, the standard library and built-in functions are dropped."""
+def load_recording(path: str | Path | InputFile) -> Recording:
+    """Reads a file in one pass. Python frames of torch, the standard library and built-in functions are dropped.
+
+    An event whose fields cannot be is left out and counted, as one that is not valid JSON.
+    """
     file = EventFile(path)
     threads: dict[tuple[Any, Any], list[Span]] = {}
     device_spans: list[DeviceSpan] = []
@@ -297,23 +281,33 @@ def load_recording(path: str | Path) -> Recording:
     for event in file:
         if event.get("ph") != "X":
             continue
-        category = str(event.get("cat", "")).lower()
+        category = event.get("cat", "")
+        if not isinstance(category, str):
+            continue
+        category = category.lower()
         kind = _SPANS.get(category)
         on_device = _DEVICE.get(category)
-        start = _finite_number(event.get("ts"))
-        name = event.get("name")
-        if start is None or not isinstance(name, str) or (kind is None and on_device is None):
+        if kind is None and on_device is None:
             continue
-        end = start + max(_finite_number(event.get("dur")) or 0.0, 0.0)
+        start, duration = _microseconds(event.get("ts")), _microseconds(event.get("dur") or 0.0)
+        name = event.get("name")
+        if start is None or duration is None or not isinstance(name, str):
+            file.damaged += 1
+            continue
+        duration = max(duration, 0.0)
+        end = start + duration
         args = event.get("args")
         facts = args if isinstance(args, dict) else {}
         if on_device is not None:
-            device_spans.append(_device_span(start, end, on_device, sys.intern(name), facts, event))
+            device_spans.append(_device_span(start, duration, on_device, sys.intern(name), facts, event))
         elif kind == "overhead":
             overheads.append(Span(start, end, kind, sys.intern(name)))
         elif kind is not None and (kind != "python" or _is_user_frame(name)):
-            thread = threads.setdefault((event.get("pid"), event.get("tid")), [])
-            thread.append(_span(start, end, kind, sys.intern(name), facts, inputs))
+            try:
+                span = _span(start, end, kind, sys.intern(name), facts, inputs)
+                threads.setdefault((event.get("pid"), event.get("tid")), []).append(span)
+            except (TypeError, RecursionError):  # a list as an id; inputs that are nested too deep
+                file.damaged += 1
     for spans in threads.values():
         spans.sort(key=_outer_first)
     last = {(span.device, span.stream): span for span in device_spans}
@@ -374,30 +368,43 @@ def _span(
 
 
 def _device_span(
-    start: float, end: float, kind: DeviceKind, name: str, facts: Mapping[str, Any], event: Mapping[str, Any]
+    start: float, duration: float, kind: DeviceKind, name: str, facts: Mapping[str, Any], event: Mapping[str, Any]
 ) -> DeviceSpan:
     stream = _integer(facts.get("stream"))
     device = _integer(facts.get("device"))
     return DeviceSpan(
         start=start,
-        end=end,
+        end=start + duration,
         kind=kind,
         name=name,
         stream=(_integer(event.get("tid")) or 0) if stream is None else stream,
         device=(_integer(event.get("pid")) or 0) if device is None else device,
         external=_integer(facts.get("External id", facts.get("external id"))),
         correlation=_integer(facts.get("correlation")),
-        bytes=_finite_number(facts.get("bytes", facts.get("Bytes"))),
+        bytes=_byte_count(facts.get("bytes", facts.get("Bytes"))),
         in_graph=bool(facts.get("graph node id") or facts.get("graph id")),
         blocks=_grid_blocks(facts.get("grid")),
-        duration=max(_finite_number(event.get("dur")) or 0.0, 0.0),
+        duration=duration,
     )
 
 
 def _grid_blocks(grid: Any) -> int | None:
     if not isinstance(grid, list) or not grid or not all(isinstance(size, int) and size > 0 for size in grid):
         return None
-    return math.prod(grid)
+    blocks = math.prod(grid)
+    return blocks if blocks < _LARGEST_ID else None
+
+
+def _microseconds(value: Any) -> float | None:
+    if type(value) is float and -_LARGEST_TIME < value < _LARGEST_TIME:  # nearly all of them
+        return value
+    number = _finite_number(value)
+    return number if number is not None and -_LARGEST_TIME < number < _LARGEST_TIME else None
+
+
+def _byte_count(value: Any) -> float | None:
+    number = _finite_number(value)
+    return number if number is not None and 0 <= number < _LARGEST_ID else None
 
 
 def _finite_number(value: Any) -> float | None:
@@ -408,12 +415,18 @@ def _finite_number(value: Any) -> float | None:
         except ValueError:
             return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return None
     return None
 
 
 def _integer(value: Any) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    number = _finite_number(value)
-    return None if number is None else int(number)
+    """An id of 64 bits, with a sign or without."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        number = _finite_number(value)
+        if number is None:
+            return None
+        value = int(number)
+    return value if -_LARGEST_ID <= value < 2 * _LARGEST_ID else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -67,4 +68,22 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if getattr(owner, name) is value:  # else the program has replaced it meanwhile, and calls ours from there
+            setattr(owner, name, before)
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Inside, nothing is warned of.
+
+    The filter is added past the functions of `warnings`: these make Python forget which warnings it has shown, and a
+    program would show again what it shows once.
+    """
+    everything = ("ignore", None, Warning, None, 0)
+    filters: Any = warnings.filters
+    filters.insert(0, everything)
+    try:
+        yield
+    finally:
+        if everything in filters:
+            filters.remove(everything)
