@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from textwrap import dedent, indent
 
 import pytest
 
@@ -67,7 +68,7 @@ sys.exit(5)
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_a_script_that_captures_a_graph_ends_as_it_does_alone(tmp_path, capture, at):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(at=at, capture=CAPTURES[capture]))
+    script.write_text(SCRIPT.format(at=at, capture=indent(dedent(CAPTURES[capture]), " " * 12)))
     alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
     assert alone.returncode == 5, alone.stderr
     command = [sys.executable, "-m", "nearpeak", "profile", "--on", "h200-sxm", str(script)]
