@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
@@ -61,6 +62,8 @@ def count_rows(rows: Tensor, sources: Tensor | None) -> int:
 def build_groups(counts: Tensor, rows: int, height: int) -> Tensor:
     """The groups in plain torch, padded with zeros."""
     experts = counts.shape[0]
+    if _without_data(counts):
+        return counts.new_zeros(groups_size(experts, rows, height), dtype=torch.int32)
     ends = [*counts.clamp(min=0).cumsum(0).clamp(max=rows).tolist(), rows]
     starts = [0, *ends[:-1]]
     result = torch.zeros(groups_size(experts, rows, height), dtype=torch.int32)
@@ -90,18 +93,27 @@ def matmul_by_expert(rows: Tensor, weight: Tensor, starts: Sequence[int]) -> Ten
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - starts[-1], weight.shape[1])])
 
 
-def _expert_starts(groups: Tensor, experts: int) -> list[int]:
-    return groups[: experts + 1].tolist()
+def _without_data(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
+
+
+def _expert_starts(starts: Tensor, rows: int) -> list[int]:
+    """The first row of each expert and the end. Tensors without data are divided evenly: the results have one shape."""
+    if _without_data(starts):
+        experts = starts.shape[0] - 1
+        return [rows * expert // experts for expert in range(experts + 1)]
+    return starts.tolist()
 
 
 def multiply_reference(rows: Tensor, weight: Tensor, groups: Tensor, height: int, transposed: bool) -> Tensor:
-    return matmul_by_expert(rows, weight.mT if transposed else weight, _expert_starts(groups, weight.shape[0]))
+    starts = _expert_starts(groups[: weight.shape[0] + 1], rows.shape[0])
+    return matmul_by_expert(rows, weight.mT if transposed else weight, starts)
 
 
 def multiply_gated_reference(
     rows: Tensor, weight: Tensor, groups: Tensor, height: int, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    gate_up = matmul_by_expert(rows, weight, _expert_starts(groups, weight.shape[0]))
+    gate_up = matmul_by_expert(rows, weight, _expert_starts(groups[: weight.shape[0] + 1], rows.shape[0]))
     half = weight.shape[1] // 2
     result = (apply_activation(gate_up[:, :half], activation) * gate_up[:, half:]).contiguous()
     return result, gate_up if keep else gate_up.new_empty(0)
@@ -124,7 +136,7 @@ def _fake_gathered(
 
 
 def weight_gradient_reference(gradient: Tensor, rows: Tensor, groups: Tensor, experts: int) -> Tensor:
-    starts = _expert_starts(groups, experts)
+    starts = _expert_starts(groups[: experts + 1], rows.shape[0])
     return torch.stack([gradient[a:b].mT @ rows[a:b] for a, b in pairwise(starts)])
 
 
@@ -303,7 +315,7 @@ def grouped_gemm_reference(
         rows = rows[sources.long()]
     ends = counts.cumsum(0).clamp(max=rows.shape[0])
     starts = torch.cat([ends.new_zeros(1), ends])
-    result = matmul_by_expert(rows, weight, starts.tolist())
+    result = matmul_by_expert(rows, weight, _expert_starts(starts, rows.shape[0]))
     if activation is not None:
         half = weight.shape[1] // 2
         result = apply_activation(result[:, :half], activation) * result[:, half:]
