@@ -72,15 +72,18 @@ class _StatusLine:
             self._handle.update(contents, raw=True)
 
 
-HELP = """Profile code as one step: where its time goes, and what the hardware allows. With --bench, time it.
+HELP = """Profile the steps of code: where their time goes, and what the hardware allows. With --bench, time it.
 
     %nearpeak [options] CODE          a line
     p = %nearpeak [options] CODE      a line, its result in p
     %%nearpeak [options]              a cell
 
-The code runs many times: about fifteen times for a profile, until the interval is narrow for a timing. Variables that
-it assigns keep their values, as in any cell. The result is a nearpeak.Profile, or a nearpeak.Timing with --bench.
+Code with a loop runs once, and its steps are detected as in a script: a step ends with an optimizer's step, or with a
+module's call without gradients. A profile needs about twenty-five of them. Code that takes no more than one step is a
+step itself, and runs about twenty times. With --bench, code runs until the interval is narrow. Variables that it
+assigns keep their values, as in any cell. The result is a nearpeak.Profile, or a nearpeak.Timing with --bench.
 
+    --repeat            the code is one step, whatever it does: run it about twenty times; not with --bench
     --bench             time it, as nearpeak.bench does
     --on NAME           the machine of the catalogue to compute bounds for (this one); not with --bench
     --ceilings WHICH    achievable or theoretical (achievable); not with --bench
@@ -88,7 +91,7 @@ it assigns keep their values, as in any cell. The result is a nearpeak.Profile, 
     --into NAME         also assign the result to this variable
     --quiet             no progress
 """
-_WITHOUT_VALUE = ("--bench", "--quiet")
+_WITHOUT_VALUE = ("--bench", "--repeat", "--quiet")
 _WITH_VALUE = ("--on", "--ceilings", "--max-seconds", "--into")
 
 
@@ -102,6 +105,7 @@ class MagicOptions:
     ceilings: Ceilings = "achievable"
     max_seconds: float | None = None
     into: str | None = None
+    repeat: bool = False
     quiet: bool = False
 
 
@@ -138,7 +142,7 @@ def _first_word(text: str) -> tuple[str, str]:
 
 def _check_options(values: dict[str, str], code: str) -> MagicOptions:
     bench = "--bench" in values
-    for name in ("--on", "--ceilings") if bench else ("--max-seconds",):
+    for name in ("--on", "--ceilings", "--repeat") if bench else ("--max-seconds",):
         if name in values:
             raise UsageError(f"{name} is {'not for' if bench else 'for'} --bench.")
     ceilings = values.get("--ceilings", "achievable")
@@ -154,6 +158,7 @@ def _check_options(values: dict[str, str], code: str) -> MagicOptions:
         ceilings="theoretical" if ceilings == "theoretical" else "achievable",
         max_seconds=_seconds(values.get("--max-seconds")),
         into=into,
+        repeat="--repeat" in values,
         quiet="--quiet" in values,
     )
 
@@ -208,8 +213,16 @@ class Magics:
 
                 limits: dict[str, Any] = {} if options.max_seconds is None else {"max_seconds": options.max_seconds}
                 return bench(function, progress=narrate, **limits)
-            from nearpeak.profiling.run import profile
+            from nearpeak.profiling.run import ProfiledBlock, profile
 
+            if not options.repeat:
+                block = ProfiledBlock(
+                    on=options.on, ceilings=options.ceilings, progress=narrate, name=function.__name__
+                )
+                with block:
+                    function()
+                if not block.is_one_step:
+                    return _profile_of_loop(block)
             return profile(function, on=options.on, ceilings=options.ceilings, progress=narrate)
 
     def _function(self, source: str, *, first_line: int) -> Callable[[], None]:
@@ -231,6 +244,17 @@ class Magics:
 
         cell.__name__ = cell.__qualname__ = name  # the name in reports
         return cell
+
+
+def _profile_of_loop(block: Any) -> Any:
+    """The profile of a block of several steps, which is not run again: it would change the model once more."""
+    try:
+        return block.profile
+    except UsageError as error:
+        raise UsageError(
+            f"{error} The code ran once, and is not run again. If all of it is one step, --repeat runs it about twenty "
+            "times."
+        ) from None
 
 
 def _raise_usage_error(message: str) -> NoReturn:

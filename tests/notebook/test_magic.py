@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,7 @@ def test_options(line: str, fields: dict[str, object]):
         ("--on=", "--on needs a value"),
         ("--bench --on h100-sxm f()", "--on is not for --bench"),
         ("--max-seconds 3 f()", "--max-seconds is for --bench"),
+        ("--bench --repeat f()", "--repeat is not for --bench"),
         ("--bench --max-seconds soon f()", "seconds are a number above 0"),
         ("--bench --max-seconds -1 f()", "seconds are a number above 0"),
         ("--ceilings high f()", "Valid: 'achievable', 'theoretical'"),
@@ -185,3 +187,80 @@ def test_in_ipython_a_mistake_is_a_line_and_no_traceback(ipython, capsys, code: 
 def test_in_ipython_an_error_of_the_code_is_its_own(ipython, capsys):
     ran = ipython.run_cell("%nearpeak --on h100-sxm --quiet 1 / 0")
     assert isinstance(ran.error_in_exec, ZeroDivisionError)
+
+
+LOOP = """
+for _ in range({steps}):
+    calls.append(1)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def trained(shell: Shell) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    shell.user_ns.update(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), x=torch.ones(4, 16))
+    return model
+
+
+@pytest.fixture
+def usage_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython's error for magics, whether or not it is installed."""
+    error = ModuleType("IPython.core.error")
+    error.UsageError = type("UsageError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython.core.error", error)
+
+
+def test_a_loop_runs_once_and_its_steps_are_profiled(shell: Shell):
+    model = trained(shell)
+    exec(LOOP.format(steps=60), shell.user_ns)
+    expected, shell.user_ns["calls"] = model.weight.clone(), []
+    model = trained(shell)
+    result = shell.cell("--on h100-sxm --quiet", LOOP.format(steps=60))
+    assert isinstance(result, Profile)
+    assert len(shell.user_ns["calls"]) == 60
+    assert torch.equal(model.weight, expected)
+    assert {op.source for op in result.ops if op.phase == "forward" and "mm" in op.name} == {"cell 7:5"}
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (LOOP.format(steps=5), "cell 7 took 5 steps"),
+        ("for _ in range(3):\n    calls.append(1)\n    model(x).sum().backward()", "3 calls of modules with gradients"),
+        (
+            "with torch.no_grad():\n    for _ in range(4):\n        calls.append(model(x))\n" + LOOP.format(steps=1),
+            "1 step",
+        ),
+    ],
+)
+def test_a_loop_of_few_steps_is_not_run_again(shell: Shell, usage_errors, code: str, message: str):
+    trained(shell)
+    with pytest.raises(Exception, match=message) as raised:
+        shell.cell("--on h100-sxm --quiet", code)
+    assert type(raised.value).__name__ == "UsageError"
+    assert "is not run again" in str(raised.value) and "--repeat" in str(raised.value)
+    calls = len(shell.user_ns["calls"])
+    trained(shell)
+    shell.user_ns["calls"] = []
+    exec(code, shell.user_ns)
+    assert calls == len(shell.user_ns["calls"])
+
+
+def test_one_step_is_repeated_and_a_loop_if_asked_to(shell: Shell):
+    trained(shell)
+    assert isinstance(shell.cell("--on h100-sxm --quiet", LOOP.format(steps=1)), Profile)
+    assert len(shell.user_ns["calls"]) > 10
+    shell.user_ns["calls"] = []
+    assert isinstance(shell.cell("--on h100-sxm --quiet --repeat", LOOP.format(steps=2)), Profile)
+    assert len(shell.user_ns["calls"]) > 20
+
+
+def test_an_error_in_a_loop_is_its_own_and_ends_it(shell: Shell):
+    trained(shell)
+    with pytest.raises(ZeroDivisionError):
+        shell.cell("--on h100-sxm --quiet", LOOP.format(steps=30) + "    1 / (len(calls) < 7)\n")
+    assert len(shell.user_ns["calls"]) == 7
+    assert "step" not in vars(shell.user_ns["optimizer"])

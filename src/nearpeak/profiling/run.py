@@ -52,6 +52,11 @@ class ProfiledBlock:
         self._session.abandon()
 
     @property
+    def is_one_step(self) -> bool:
+        """Whether the block took no more than one step: none was detected, or one and no calls of a model after it."""
+        return self._session.steps_seen + self._steps.unfinished_calls <= 1
+
+    @property
     def profile(self) -> Profile:
         """The profile of one step of the block; the error says what is missing if there were too few."""
         if self._profile is None:

@@ -362,8 +362,14 @@ class Session:
         self._compiler: CompilerFacts | None = None
         self._rank: tuple[int, int] | None = None
         """The rank of the process and the number of ranks, when the step was profiled."""
+        self._steps_before_training = 0
         self._evaluation: StepRecords | None = None
         """Of steps before the first training step."""
+
+    @property
+    def steps_seen(self) -> int:
+        """The number of steps, those of an evaluation before training included."""
+        return self._steps_before_training + self.schedule.steps
 
     @property
     def is_done(self) -> bool:
@@ -385,6 +391,7 @@ class Session:
         if self.schedule.steps == 0 or self.guard.in_child:
             return
         self._evaluation = self._records() or self._evaluation
+        self._steps_before_training += self.schedule.steps
         self.abandon()
         self.schedule, self._recorded, self._traced = Schedule(), None, None
         self._deferred_left, self._deferred, self._thread = 0, [], None
