@@ -41,7 +41,7 @@ SILENT_WRITER_S = 60.0
 NO_READER_S = 60.0
 """Seconds until a pipe that nobody reads from is an error."""
 
-_ANY_RATIO_BYTES = 2**28
+_ANY_RATIO_BYTES = 2**23
 _CHUNK = 1 << 20
 _GZIP = b"\x1f\x8b"
 _GZIP_FORMAT = 16 + zlib.MAX_WBITS

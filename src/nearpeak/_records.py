@@ -21,6 +21,8 @@ from typing import Annotated, Any, TypeVar
 T = TypeVar("T")
 
 LARGEST_INTEGER = 2**63
+LONGEST_TEXT = 100_000
+"""Characters. Names of kernels can have thousands."""
 _LONGEST_VALUE = 80
 """Characters of a value in a message."""
 
@@ -120,6 +122,8 @@ def build(expected: Any, data: Any, where: str) -> Any:
         return data
     if expected in (str, bool, type(None)):
         _require(isinstance(data, expected), where, expected.__name__, data)
+        if expected is str and len(data) > LONGEST_TEXT:
+            raise ValueError(f"{where}: expected a text, found one of {len(data):,} characters")
         return data
     raise TypeError(f"{where}: no JSON form for {expected!r}")  # a field type of ours that this module lacks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made_up import profile
 
-from nearpeak.errors import EnvironmentProblem, UsageError
+from nearpeak.errors import EnvironmentProblem, FileProblem, UsageError
 from nearpeak.profiles import file
 from nearpeak.profiles.finding import Fix
 from nearpeak.profiles.profile import SCHEMA, ProfileCeilings
@@ -163,3 +163,61 @@ def test_an_upgraded_profile_is_saved_with_the_new_schema(tmp_path):
     file.save(found, tmp_path / "new.json")
     assert json.loads((tmp_path / "new.json").read_text())["profile"]["schema"] == SCHEMA
     assert file.read(tmp_path / "new.json") == found
+
+
+def of_profile(**fields):
+    return lambda content: content["profile"].update(fields)
+
+
+def of_column(table, column, value):
+    def change(content):
+        content["profile"][table][column][0] = value
+
+    return change
+
+
+def of_part(value):
+    def change(content):
+        content["profile"]["waterfall"]["parts"][0]["seconds"] = value
+
+    return change
+
+
+IMPOSSIBLE = {
+    "wall 0": (of_profile(wall_s=0), "Profile.wall_s: expected a number from 1e-12"),
+    "wall -1": (of_profile(wall_s=-1.0), "Profile.wall_s: expected a number"),
+    "wall tiny": (of_profile(wall_s=1e-300), "Profile.wall_s"),
+    "wall large": (of_profile(wall_s=1e300), "Profile.wall_s"),
+    "walls": (of_profile(walls=[1.0, 0.0]), r"Profile.walls\[1\]"),
+    "share": (of_profile(modeled_share=1.5), "Profile.modeled_share: expected a number from 0 to 1"),
+    "matched": (of_profile(matched=-0.1), "Profile.matched"),
+    "steps": (of_profile(steps=-1), "Profile.steps"),
+    "rank": (of_profile(rank=2**70), "Profile.rank: expected an integer of 64 bits"),
+    "how": (of_profile(how="\x1b[31m"), "Profile.how: .* is not one of 'measured'"),
+    "text": (of_profile(source="x" * 200_000), "Profile.source: expected a text, found one of 200,000"),
+    "ceilings": (of_profile(ceilings={"bandwidth": 0}), "ceilings.bandwidth"),
+    "memory": (of_profile(memory={"device": "cpu", "capacity_bytes": -1}), "capacity_bytes"),
+    "finding": (of_profile(findings=[{"rule": "x", "ops": [-1]}]), "findings"),
+    "measured": (of_column("ops", "measured_s", -1e-9), "Profile.ops.measured_s: expected a number from 0"),
+    "infinite": (of_column("ops", "flops", 1e999), "not valid JSON|finite"),
+    "kernels": (of_column("ops", "kernels", -2), "Profile.ops.kernels"),
+    "start": (of_column("timeline", "start_s", 1e18), "Profile.timeline.start_s"),
+    "op": (of_column("timeline", "op", 99), "it names the op 99, and has 3"),
+    "sum": (of_part(7.0), "Profile.waterfall: the parts sum to"),
+    "parts": (lambda content: content["profile"]["waterfall"]["parts"].pop(), "expected the parts ideal, "),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_figure_that_cannot_be_is_an_error_that_names_it(tmp_path, name):
+    change, message = IMPOSSIBLE[name]
+    with pytest.raises(FileProblem, match=message) as caught:
+        file.read(edited(tmp_path, change))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_number_beyond_all_is_an_error(tmp_path):
+    path = edited(tmp_path, of_profile(wall_s=12345.5))
+    path.write_text(path.read_text().replace("12345.5", "1e999"))
+    with pytest.raises(FileProblem, match=r"Profile\.wall_s: expected a finite number"):
+        file.read(path)

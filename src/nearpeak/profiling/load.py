@@ -55,14 +55,13 @@ def profile_trace(
             "--trace` gives the bounds of its ops."
         )
     machine = machine_of_file(path, recorded.device, on)
-    changed = datetime.datetime.fromtimestamp(Path(path).stat().st_mtime, datetime.UTC)
     estimate = estimate_trace(recorded.trace, machine, ceilings=ceilings)
     profile = build_profile(
         estimate,
         device_kernels(recorded),
         wall_s=recorded.wall_s,
         source=str(path),
-        date=changed.isoformat(timespec="seconds"),
+        date=_date_of(Path(path)),
         device=recorded.device,
         ceilings=profile_ceilings(machine, ceilings),
     )
@@ -74,3 +73,10 @@ def profile_trace(
     )
     lines: frozenset[StepFact] = frozenset({"lines"}) if any(op.source for op in recorded.trace.ops) else frozenset()
     return add_findings(profile, recorded.trace, machine, lines | {"host"})
+
+
+def _date_of(path: Path) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
+    except (OSError, ValueError, OverflowError):  # it is gone, or its date is none
+        return ""

@@ -6,6 +6,7 @@ their causes; findings are marks at their first kernel.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -76,13 +77,16 @@ def _tracks(spans: Sequence[DeviceKernel], name: str) -> Mapping[int, tuple[int,
 
     A viewer cannot show overlapping spans on a track: they get a further track.
     """
-    ends: dict[int, list[int]] = {}
+    streams: dict[int, tuple[list[tuple[int, int]], list[int]]] = {}
+    """Of each stream, the lanes in use by their ends, and the free ones: both are heaps."""
     lanes = []
     for span in spans:
         begin, end = _nanoseconds(span.start_s), _nanoseconds(span.start_s + span.seconds)
-        lane_ends = ends.setdefault(span.stream, [])
-        lane = next((lane for lane, until in enumerate(lane_ends) if until <= begin), len(lane_ends))
-        lane_ends[lane : lane + 1] = [end]
+        used, free = streams.setdefault(span.stream, ([], []))
+        while used and used[0][0] <= begin:
+            heapq.heappush(free, heapq.heappop(used)[1])
+        lane = heapq.heappop(free) if free else len(used)
+        heapq.heappush(used, (end, lane))
         lanes.append((span.stream, lane))
     order = {key: FIRST_STREAM + place for place, key in enumerate(sorted(set(lanes)))}
     return {

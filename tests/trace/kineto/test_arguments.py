@@ -83,3 +83,24 @@ def test_what_is_absent_and_what_is_not_understood():
     assert one("std::string") is UNKNOWN
     assert one("float", "odd") is UNKNOWN
     assert parse_arguments(Inputs(None, None, None, None)) == ()
+
+
+@pytest.mark.parametrize(
+    ("dims", "strides"),
+    [
+        ([-1], [1]),
+        ([2**60], [1]),
+        ([2**30, 2**30], [2**30, 1]),
+        ([2, 3], [2**49, 2**49]),
+        ([True], [1]),
+        ([1] * 65, None),
+    ],
+)
+def test_a_tensor_that_no_memory_holds_is_not_known(dims, strides):
+    assert parse_arguments(Inputs([dims], [strides], ["float"], [""])) == (UNKNOWN,)
+
+
+@pytest.mark.parametrize("value", ["9" * 30, "9" * 5000, "[1, " + "9" * 30 + "]", 10**30])
+def test_an_integer_that_torch_cannot_have_is_not_known(value):
+    (found,) = parse_arguments(Inputs([[]], [[]], ["Scalar"], [value]))
+    assert found is UNKNOWN or found.value == float("inf")

@@ -97,3 +97,22 @@ def test_what_depends_on_values_or_is_not_shown_is_not_known():
     assert shapes("aten::nonzero", seen(4)) is None
     assert shapes("aten::_foreach_add_", UNKNOWN, Scalar(1)) is None
     assert shapes("aten::cat", TensorList((RecordedTensor((4,), (1,), None),)), Scalar(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("aten::unbind", (Scalar(0),)),
+        ("aten::split", (Scalar(1), Scalar(0))),
+        ("aten::chunk", (Scalar(10**9), Scalar(0))),
+        ("aten::tensor_split", (Scalar(10**9), Scalar(0))),
+    ],
+)
+def test_an_op_that_makes_too_many_tensors_has_unknown_results(name, arguments):
+    whole = (RecordedTensor((2**40,), (1,), "float32"), *arguments)
+    assert infer_results(find_operator(name, whole), whole) is None
+
+
+@pytest.mark.parametrize("name", ["aten::__class__", "aten::", "::", "a.b::c\x1b", "aten::\ud800", "_dir::append"])
+def test_what_is_no_name_of_an_operator_is_none(name):
+    assert find_operator(name, (RecordedTensor((2,), (1,), "float32"),)) is None

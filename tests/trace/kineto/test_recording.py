@@ -123,3 +123,55 @@ def test_a_mark_of_the_byte_order_does_no_harm(tmp_path: Path):
     path = tmp_path / "trace.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"traceEvents": EVENTS}).encode())
     assert list(EventFile(path)) == EVENTS
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [100, 900, 980, 100_000])
+@pytest.mark.parametrize("field", ["x", "Input Dims", "kernel_kwargs"])
+def test_an_event_that_is_nested_deep_is_no_crash(tmp_path: Path, depth: int, field: str):
+    path = tmp_path / "trace.json"
+    event = '{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "args": {"%s": %s}}'
+    path.write_text(
+        f'{{"traceEvents": [{event % (field, nested(depth))}, {event % ("x", 0)}], "after": {nested(depth)}}}'
+    )
+    found = recording.load_recording(path)
+    assert sum(map(len, found.threads.values())) + found.damaged == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ts": None}, {"ts": "soon"}, {"ts": 1e300}, {"ts": -1e19}, {"ts": 10**400}, {"ts": [1]}, {"ts": True},
+        {"dur": "long"}, {"dur": 1e300}, {"dur": {"a": 1}}, {"name": None}, {"name": 5}, {"name": "x" * 200_000},
+        {"pid": []}, {"tid": {"a": 1}}, {"cat": ["cpu_op"]},
+    ],
+)  # fmt: skip
+def test_an_event_with_fields_that_cannot_be_is_left_out(write_trace: Callable[..., Path], change: dict[str, object]):
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0}
+    found = recording.load_recording(write_trace({**event, **change}, event))
+    assert [span.name for spans in found.threads.values() for span in spans] == ["aten::mm"]
+    assert found.damaged == (0 if "cat" in change else 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"External id": []}, {"correlation": "x"}, {"correlation": 10**30}, {"stream": {}}, {"device": -(10**40)},
+        {"bytes": 1e999}, {"bytes": -5}, {"grid": [10**30, 10**30, 1]}, {"grid": ["a"]}, {"External id": 1e300},
+    ],
+)  # fmt: skip
+def test_a_field_of_a_kernel_that_cannot_be_is_not_known(write_trace: Callable[..., Path], change: dict[str, object]):
+    event = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1.0, "dur": 1.0, "args": change}
+    (span,) = recording.load_recording(write_trace(event)).device_spans
+    assert (span.stream, span.device, span.external, span.correlation) == (7, 0, None, None)
+    assert (span.bytes, span.blocks) == (None, None)
+
+
+@pytest.mark.parametrize("content", ["[" + "1," * 3000 + "1]", '{"traceEvents": [' + "{}," * 3000 + "{}]}"])
+def test_a_list_of_other_things_is_no_trace(tmp_path: Path, content: str):
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(UsageError, match="what it lists are no events"):
+        recording.load_recording(tmp_path / "other.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def _overloads(name: str) -> tuple[tuple[Any, tuple[SchemaParameter, ...]], ...]
     namespace, _, operator = name.partition("::")
     try:
         packet = getattr(getattr(torch.ops, namespace), operator)
-    except (AttributeError, RuntimeError, ValueError):  # this torch has no such operator, or it is no name of one
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # this torch has none, or it is no name of one
         return ()
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return ()
@@ -144,6 +145,8 @@ def _fit_value(kind: str, value: Any) -> float | None:
     return None
 
 
+_MOST_RESULTS = 2**16
+_MOST_REAL_ELEMENTS = 2**24
 _QUERIES = ("aten::result_type", "aten::is_same_size", "aten::is_pinned", "aten::can_cast", "aten::lift_fresh")
 """Operators that query tensors and touch no data; `torch.tensor` passes its data through `lift_fresh`."""
 _ENUMERATION_VALUES: dict[str, tuple[Any, ...]] = {
@@ -225,16 +228,37 @@ def infer_results(operator: RecordedOperator, arguments: tuple[Argument, ...]) -
         return None
     if not any("Tensor" in str(item.real_type) for item in operator.overload._schema.returns):
         return ()
+    if _most_results(operator, arguments) > _MOST_RESULTS:
+        return None
+    # without a meta kernel, an operator would run on real tensors of zeros
+    elements = sum(math.prod(tensor.shape) for _, tensor in tensor_arguments(operator, arguments))
     with _no_warnings(), torch.no_grad():
         try:
             return _run_on_fake_tensors(operator, arguments, "meta")
         except Exception:  # an operator without a meta kernel may raise anything
             pass
         try:
-            with FakeTensorMode():
+            with FakeTensorMode(allow_fallback_kernels=elements <= _MOST_REAL_ELEMENTS):
                 return _run_on_fake_tensors(operator, arguments, "cpu")
         except Exception:  # the same; the caller counts what is not modeled
             return None
+
+
+def _most_results(operator: RecordedOperator, arguments: tuple[Argument, ...]) -> int:
+    """The most tensors that it can return: one that splits a tensor returns as many as a dimension has places."""
+    if not any("List" in str(item.real_type) for item in operator.overload._schema.returns):
+        return 1
+    largest = max((size for _, tensor in tensor_arguments(operator, arguments) for size in tensor.shape), default=1)
+    for parameter, argument in zip(operator.parameters, arguments, strict=False):
+        if isinstance(argument, Scalar) and isinstance(argument.value, int):
+            if parameter.name == "split_size":
+                return -(-largest // max(1, argument.value))
+            if parameter.name in ("chunks", "sections"):
+                return max(1, argument.value)
+        if isinstance(argument, Scalar) and isinstance(argument.value, tuple):
+            return len(argument.value) + 1
+    members = sum(len(argument.tensors) for argument in arguments if isinstance(argument, TensorList))
+    return members or largest
 
 
 @contextmanager

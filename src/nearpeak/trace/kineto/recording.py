@@ -28,6 +28,9 @@ _MAX_EVENT_CHARS = 1 << 24
 LARGEST_TRACE = 2**36
 """Bytes of a decompressed file. It is never held whole, and the ops of a step are what takes memory."""
 _LARGEST_ID = 2**63
+_LONGEST_NAME = 100_000
+_MOST_OTHERS = 1000
+"""Values in the list of events that are none, before the first one."""
 _LARGEST_TIME = 1e18
 """Microseconds: thirty thousand years. Sums of a few times are numbers that can still be computed with."""
 _LONGEST_WORD = len("-Infinity")
@@ -100,6 +103,7 @@ class EventFile:
         )
 
     def _events(self) -> Iterator[dict[str, Any]]:
+        others = 0
         while True:
             following = self._peek()
             if following == "]":
@@ -109,8 +113,13 @@ class EventFile:
                 self.truncated = True
                 return
             event = self._value()
-            if isinstance(event, dict):
+            if isinstance(event, dict) and event:
+                others = -1
                 yield event
+            elif others >= 0:
+                others += 1
+                if others > _MOST_OTHERS:
+                    raise self._no_trace("what it lists are no events")
 
     def _peek(self) -> str:
         """The next character that is neither space nor comma; "" at the end."""
@@ -291,7 +300,7 @@ def load_recording(path: str | Path | InputFile) -> Recording:
             continue
         start, duration = _microseconds(event.get("ts")), _microseconds(event.get("dur") or 0.0)
         name = event.get("name")
-        if start is None or duration is None or not isinstance(name, str):
+        if start is None or duration is None or not isinstance(name, str) or len(name) > _LONGEST_NAME:
             file.damaged += 1
             continue
         duration = max(duration, 0.0)
