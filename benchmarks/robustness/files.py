@@ -223,11 +223,11 @@ def command(*arguments: str) -> int:
 
 def kinds(folder: Path) -> dict[str, Kind]:
     """All kinds; `folder` is for files that are made from those of the repository."""
-    from nearpeak import bench, sweep
     from nearpeak._records import to_json
     from nearpeak.machines import catalogue
     from nearpeak.machines.calibrations import CalibrationKey, path_of, save
     from nearpeak.measure.results import save as save_result
+    from nearpeak.measure.timing import Sweep
     from nearpeak.profiles import file
     from nearpeak.profiling.load import load
     from nearpeak.pytest_plugin.measured_test import Baseline, BaselineFile
@@ -239,8 +239,9 @@ def kinds(folder: Path) -> dict[str, Kind]:
     good_profile.write_bytes(saved[0])
     case = folder / "cases.py"
     case.write_text(CASE)
-    save_result(bench(sum, [1, 2], max_seconds=0.01, name="case"), folder / "timing.json")
-    save_result(sweep(lambda n: (sum, [n]), {"n": [1, 2]}, max_seconds=0.01), folder / "sweep.json")
+    timing = made_up_timing("")
+    save_result(timing, folder / "timing.json")
+    save_result(Sweep(name="case", parameters={"n": ("1",)}, timings=(timing,)), folder / "sweep.json")
     key = CalibrationKey(device="Made-up 1", driver="1.0", torch="2.0")
     known = catalogue.find("h200-sxm")
     measured = dataclasses.replace(known.achievable, how="measured")
@@ -335,6 +336,29 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "config": Kind(tuple(json.dumps(model["config"]).encode() for model in models), True, read_config),
         "table": Kind(tuple("\n".join(lines[:25]).encode() for lines in tables), False, read_table),
     }
+
+
+def made_up_timing(name: str) -> Any:
+    """A timing with a name in front of each of its texts."""
+    from nearpeak.measure.timing import Block, Environment, Flag, Timing
+
+    where = Environment(device=name, driver=name, torch=name, python=name, nearpeak=name, date=name, threads=1)
+    return Timing(
+        name=f"{name}case",
+        seconds=1.0,
+        low=0.9,
+        high=1.1,
+        confidence=0.95,
+        kind="cpu",
+        method=name,
+        cache="cold",
+        regime="sustained",
+        blocks=(Block(seconds=1.0, readings=(0.9, 1.1)),),
+        flags=(Flag(name=f"{name}FLAG", severity="doubt", evidence=name, remedy=name),),
+        environment=where,
+        parameters={f"{name}n": name},
+        kernels=(name,),
+    )
 
 
 WEIGHTS = {"trace": 6, "profile": 6, "config": 3, "result": 2, "kept run": 2}

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.robustness.files import DATA, command
+from benchmarks.robustness.files import DATA, command, made_up_timing
 
 HARMLESS = "name"
 PIECES = (
@@ -99,9 +99,10 @@ _FORMULA = re.compile(r"\s*[=+@\uff1d\uff0b\uff0d\uff20]|\s*-(?!\d|$)")
 
 
 def draw_names(seed: int, count: int) -> list[str]:
-    """Names of one to four pieces."""
+    """Names of one to four pieces. One of spaces alone would be shown as none."""
     draw = random.Random(seed)
-    return ["".join(draw.choices(PIECES, k=draw.choice((1, 1, 2, 4)))) for _ in range(count)]
+    names = ["".join(draw.choices(PIECES, k=draw.choice((1, 1, 2, 4)))) for _ in range(count)]
+    return [name if name.strip() else f"{name}x" for name in names]
 
 
 def named_profile(name: str) -> Any:
@@ -262,19 +263,13 @@ def outputs(name: str, folder: Path) -> Iterator[tuple[str, str, Callable[[str],
 
 
 def _timing_outputs(name: str) -> Iterator[tuple[str, str, Callable[[str], Any]]]:
-    from nearpeak.measure.timing import Environment, Flag, Timing
     from nearpeak.render import notebook
     from nearpeak.render.csv import csv_text
     from nearpeak.render.markdown import markdown
     from nearpeak.render.text import text
     from nearpeak.render.views.timing import document
 
-    where = Environment(device=name, driver=name, torch=name, python=name, nearpeak=name, date=name, threads=1)
-    flag = Flag(name=f"{name}FLAG", severity="doubt", evidence=name, remedy=name)
-    timing = Timing(
-        name=f"{name}case", seconds=1.0, low=0.9, high=1.1, confidence=0.95, kind="cpu", method=name, cache="hot",
-        regime="burst", blocks=(), flags=(flag,), environment=where, parameters={f"{name}n": name}, kernels=(name,),
-    )  # fmt: skip
+    timing = made_up_timing(name)
     yield "timing", text(document(timing)), text_structure
     yield "timing .md", markdown(document(timing)), markdown_structure
     yield "timing .csv", csv_text(document(timing)), csv_structure
