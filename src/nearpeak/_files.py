@@ -245,7 +245,7 @@ def replace_file(path: Path, content: bytes) -> None:
         for stream in (sys.stdout, sys.stderr):  # what was printed before comes before
             with contextlib.suppress(AttributeError, ValueError):  # there may be none, or a closed one
                 stream.flush()
-        _write_all(descriptor, content)
+        write_all(descriptor, content)
         return
     try:
         status = path.stat()
@@ -286,7 +286,8 @@ def _own_descriptor(path: Path) -> int | None:
     return None
 
 
-def _write_all(descriptor: int, content: bytes) -> None:
+def write_all(descriptor: int, content: bytes) -> None:
+    """Writes all of it to a descriptor."""
     rest = memoryview(content)
     while rest:
         try:
@@ -309,7 +310,7 @@ def _write_to_device(path: Path, content: bytes, *, is_pipe: bool) -> None:
             time.sleep(0.01)
     try:
         os.set_blocking(descriptor, True)
-        _write_all(descriptor, content)
+        write_all(descriptor, content)
     finally:
         os.close(descriptor)
 
@@ -347,7 +348,7 @@ def _overwrite(target: Path, content: bytes) -> None:
 
 def _fill(descriptor: int, content: bytes) -> None:
     os.lseek(descriptor, 0, os.SEEK_SET)
-    _write_all(descriptor, content)
+    write_all(descriptor, content)
     os.ftruncate(descriptor, len(content))
     os.fsync(descriptor)
 

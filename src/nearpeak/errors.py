@@ -64,6 +64,14 @@ class KernelUnavailable(EnvironmentProblem):
     """A kernel cannot run here."""
 
 
+def message_of(error: BaseException) -> str:
+    """The message of any error on one line. A class of the user's may not have one."""
+    try:
+        return " ".join(str(error).split())[:400]
+    except Exception:
+        return "its message cannot be shown"
+
+
 def did_you_mean(asked: str, valid: Iterable[str]) -> str:
     """A sentence with the nearest valid names, or with all of them when none is near.
 

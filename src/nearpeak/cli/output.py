@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 
 from nearpeak import _files
 from nearpeak._display import printable
@@ -20,72 +20,95 @@ _LOWEST_COPY = 200
 """Copies of descriptors get higher numbers, so that the files that a script opens have their usual ones."""
 
 
+class TextStream(Protocol):
+    """What is written to: a file of Python's, or a copy of one."""
+
+    def write(self, text: str, /) -> object:
+        """Writes a text."""
+
+    def flush(self) -> object:
+        """Makes sure that it is written."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+
+
 class Streams:
     """Where the command line writes to: stdout and stderr, or copies of them while a script may close its own."""
 
-    _out: ClassVar[_Copy | None] = None
-    _err: ClassVar[_Copy | None] = None
+    _copies: ClassVar[tuple[StreamCopy | None, StreamCopy | None]] = None, None
 
     @classmethod
-    def stdout(cls) -> TextIO | None:
+    def stdout(cls) -> TextStream | None:
         """For results; None where the process has no stdout."""
-        return cls._out.stream if cls._out is not None and cls._out.is_open() else sys.stdout
+        copy = cls._copies[0]
+        return copy if copy is not None and copy.is_open() else sys.stdout
 
     @classmethod
-    def stderr(cls) -> TextIO | None:
+    def stderr(cls) -> TextStream | None:
         """For progress and errors."""
-        return cls._err.stream if cls._err is not None and cls._err.is_open() else sys.stderr
+        copy = cls._copies[1]
+        return copy if copy is not None and copy.is_open() else sys.stderr
 
     @classmethod
     @contextmanager
     def own(cls) -> Iterator[None]:
         """Inside, results and progress reach the terminal whatever a script does to its own stdout and stderr."""
-        before = cls._out, cls._err
-        cls._out, cls._err = _Copy.of(sys.stdout), _Copy.of(sys.stderr)
+        before = cls._copies
+        cls._copies = StreamCopy.of(sys.stdout), StreamCopy.of(sys.stderr)
         try:
             yield
         finally:
-            for copy in (cls._out, cls._err):
-                if copy is not None:
-                    copy.close()
-            cls._out, cls._err = before
+            for copy in cls._copies:
+                if copy is not None and copy.is_open():
+                    os.close(copy.descriptor)
+            cls._copies = before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
-    """A stream of our own to the file of another one."""
+class StreamCopy:
+    """A descriptor of our own to the file of a stream, without a buffer."""
 
-    stream: TextIO
+    descriptor: int
     file: tuple[int, int]
     """Device and inode, by which the file is known again: a script may close all descriptors, and open others."""
+    encoding: str
+    is_terminal: bool
 
     @classmethod
-    def of(cls, stream: TextIO | None) -> _Copy | None:
+    def of(cls, stream: TextIO | None) -> StreamCopy | None:
         """None for a stream that is no file."""
-        if stream is None:
-            return None
         try:
             import fcntl
 
+            assert stream is not None
             stream.flush()
             descriptor = fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, _LOWEST_COPY)
-        except (ImportError, OSError, ValueError):
+        except (AssertionError, ImportError, OSError, ValueError):
             return None
-        copy = os.fdopen(descriptor, "w", encoding=stream.encoding, errors=stream.errors, closefd=False)
-        return cls(stream=copy, file=_file_of(descriptor))
+        return cls(
+            descriptor=descriptor,
+            file=_file_of(descriptor),
+            encoding=stream.encoding or "utf-8",
+            is_terminal=stream.isatty(),
+        )
 
     def is_open(self) -> bool:
         """Whether its descriptor is still that of the file."""
-        with suppress(OSError, ValueError):
-            return _file_of(self.stream.fileno()) == self.file
+        with suppress(OSError):
+            return _file_of(self.descriptor) == self.file
         return False
 
-    def close(self) -> None:
-        """Closes the descriptor, if it is still our own."""
-        if self.is_open():
-            with suppress(OSError):  # its reader has gone, which was said when it was written to
-                self.stream.flush()
-            os.close(self.stream.fileno())
+    def write(self, text: str, /) -> None:
+        """Writes at once."""
+        _files.write_all(self.descriptor, text.encode(self.encoding, "backslashreplace"))
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self.is_terminal
 
 
 def _file_of(descriptor: int) -> tuple[int, int]:
@@ -95,10 +118,18 @@ def _file_of(descriptor: int) -> tuple[int, int]:
 
 def narrate(line: str) -> None:
     """Prints a line of progress to stderr."""
-    print(printable(line), file=Streams.stderr(), flush=True)
+    _write_line(Streams.stderr(), printable(line))
 
 
-def terminal_style(stream: TextIO | None) -> Style:
+def _write_line(stream: TextStream | None, text: str) -> None:
+    """Past `print`, which a script may have replaced."""
+    if stream is not None:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+
+
+def terminal_style(stream: TextStream | None) -> Style:
     """Colors and block characters on a terminal that can show them; plain text for files and pipes.
 
     NO_COLOR (https://no-color.org) or TERM=dumb in the environment: no colors.
@@ -138,9 +169,7 @@ def print_result(text: str, value: Any, destination: str | None) -> None:
 
 def print_text(text: str) -> None:
     """Prints a result; what the encoding of stdout lacks becomes an escape."""
-    stream = Streams.stdout()
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    _write_line(Streams.stdout(), text)
 
 
 def json_text(value: Any) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from nearpeak.errors import CaseError, NearpeakError, UsageError, did_you_mean
+from nearpeak.errors import CaseError, NearpeakError, UsageError, did_you_mean, message_of
 from nearpeak.ops.work import Work
 
 T = TypeVar("T")
@@ -280,11 +280,7 @@ def describe_error(error: BaseException) -> str:
         if not file.startswith(("<", *_OTHERS_CODE)):
             place = f" (at {file}:{traceback.tb_lineno})"
         traceback = traceback.tb_next
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # the user's own class
-        text = "its message cannot be shown"
-    return f"{type(error).__name__}: {text[:400]}{place}"
+    return f"{type(error).__name__}: {message_of(error)}{place}"
 
 
 def _brief(value: Any) -> str:

@@ -139,7 +139,8 @@ def profile_script(
         abort(result())
 
     session = Session(say, stop=stop, follows=wait_s is not None, completed=complete)
-    with script_import_path(Path(path).resolve() if path is not None and Path(path).is_dir() else folder):
+    imported_from = Path(path).resolve() if path is not None and Path(path).is_dir() else folder
+    with script_import_path(imported_from, restore=not ends_process):
         main = find_script(path) if path is not None else find_module(module or "")
         machine = _find_machine_early(on, progress)
         say(f"running {main.name}")
@@ -272,7 +273,7 @@ def find_module(name: str) -> MainModule:
 
 
 @contextmanager
-def script_import_path(folder: Path) -> Iterator[None]:
+def script_import_path(folder: Path, *, restore: bool) -> Iterator[None]:
     """Inside, modules are looked for in `folder` first, in the place of the folder of our own command."""
     before = list(sys.path)
     if not sys.flags.safe_path:
@@ -280,7 +281,8 @@ def script_import_path(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path[:] = before
+        if restore:
+            sys.path[:] = before
 
 
 @contextmanager

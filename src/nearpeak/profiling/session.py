@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from nearpeak.devices.backends import gpu_in_use
-from nearpeak.errors import UsageError
+from nearpeak.errors import UsageError, message_of
 from nearpeak.measure.options import Progress
 from nearpeak.measure.statistics import median
 from nearpeak.ops.op import Trace
@@ -431,7 +431,7 @@ class Session:
         self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
         if self.is_done:
             if self.steps is not None and not self._follows:
-                self.steps.stop()
+                self.steps.stop(until_training=True)
             with suppress(Exception):  # what is done with the records is no part of recording them
                 self._completed()
             if self._stop:
@@ -505,6 +505,8 @@ class Session:
     def _give_up(self, why: str) -> None:
         self.problem = why
         self.abandon()
+        if self.steps is not None and not self._follows:
+            self.steps.stop()
         self._say(f"no step is profiled: {why}")
 
     def _advance(self, given: StepKind | None, between: Callable[[], object] | None) -> None:
@@ -662,7 +664,7 @@ def _step_kind(given: StepKind | None, recorded: bool, captured: bool) -> StepKi
 
 
 def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {message_of(error)}"
 
 
 def _quietly(say: Progress) -> Progress:

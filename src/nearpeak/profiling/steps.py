@@ -110,6 +110,8 @@ class StepDetector:
         """What replaced it."""
         self._first_step_runs = False
         """Whether it runs its first step, which is not seen by what replaces its `step`."""
+        self._hooks = ExitStack()
+        self._hook_runs = False
         self._ended_in_backward: StepKind | None = None
         """A step whose optimizer ran inside the backward pass: it ends when the pass is over."""
         self._trained = 0
@@ -125,25 +127,41 @@ class StepDetector:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, steps are detected."""
-        with ExitStack() as stack:
+        with watch_captures():
             for register, hook in (
                 (register_optimizer_step_pre_hook, self._before_optimizer),
                 (register_optimizer_step_post_hook, self._after_optimizer),
             ):
-                stack.callback(register(self._guard.wrap(hook)).remove)
-            stack.callback(self.stop)
-            stack.enter_context(watch_captures())
-            self.calls.open()
+                self._hooks.callback(register(self._in_hook(self._guard.wrap(hook))).remove)
             self.is_open = True
             try:
+                self.calls.open()
                 yield
             finally:
                 self.is_open = False
+                self.stop()
 
-    def stop(self) -> None:
-        """Undoes all changes to classes and optimizers; no more steps are reported."""
+    def stop(self, *, until_training: bool = False) -> None:
+        """Undoes all changes to classes and optimizers; no more steps are reported.
+
+        With `until_training`, code that has not trained yet is watched again from its first training step on.
+        """
         self._guard.call(self.calls.close)
         self._guard.call(self._restore)
+        if until_training and self._first is None and not self.has_step_function:
+            return
+        if not self._hook_runs:  # torch goes through its hooks: the list must not change
+            self._guard.call(self._hooks.close)
+
+    def _in_hook(self, hook: Callable[..., object]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            self._hook_runs = True
+            try:
+                hook(*args)
+            finally:
+                self._hook_runs = False
+
+        return run
 
     def _after_function(self) -> None:
         if self.is_open:
@@ -156,6 +174,7 @@ class StepDetector:
         if self._first is None and not self.has_step_function:
             self._first = optimizer
             self._first_step_runs = True
+            self.calls.open()
             self._report_after(optimizer)
             self._listener.training_begins()
 
@@ -309,6 +328,8 @@ class TopLevelCalls:
 
     def open(self) -> None:
         """Begins to search for top-level calls."""
+        if self._is_open:
+            return
         self._is_open = True
         self._watch_compiler()
         self.search(True)

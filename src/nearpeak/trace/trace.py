@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from nearpeak.errors import NearpeakError, UsageError
+from nearpeak.errors import NearpeakError, UsageError, message_of
 from nearpeak.ops.op import Trace
 from nearpeak.trace import memo, objects, schema, state_snapshot, storages
 from nearpeak.trace.cuda_ops.lower import emulate_target
@@ -134,7 +134,7 @@ def trace(
         except LimitReached:
             truncated = True
         if recorder.failure is not None:
-            failure = f"{type(recorder.failure).__name__}: {recorder.failure}"
+            failure = f"{type(recorder.failure).__name__}: {message_of(recorder.failure)}"
             raise UnrecordedOps(f"The call ran, but its ops could not be recorded: {failure}") from recorder.failure
         truncated = truncated or recorder.truncated
         notes = tuple(_trace_notes(truncated, limit, cuda_requests, target, compiled))
@@ -244,7 +244,7 @@ _WITHOUT_VALUES = (
 
 def _why_not_traced(error: Exception, unusual: Sequence[str]) -> str | None:
     """Why code cannot be traced on fake tensors that may well run on real ones; None for an error of its own."""
-    text = " ".join(str(error).split()).rstrip(".")[:300]
+    text = message_of(error).rstrip(".")
     if isinstance(error, RuntimeError) and text.startswith(_MEMORY_ERRORS):
         return (
             "the code asks for the memory of a tensor (.numpy(), .data_ptr(), copy.deepcopy, a kernel that torch does "

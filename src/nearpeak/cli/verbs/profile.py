@@ -28,7 +28,7 @@ import sys
 import warnings
 import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,7 +138,11 @@ def _run_script(arguments: argparse.Namespace) -> int:
             sys.stdout.flush()
         os._exit(code)
 
-    with Streams.own(), fixed_cache_folder(), warnings.catch_warnings():
+    with ExitStack() as stack:
+        stack.enter_context(Streams.own())
+        stack.enter_context(fixed_cache_folder())
+        if not arguments.ends_process:  # else functions that run at exit see what the script has set
+            stack.enter_context(warnings.catch_warnings())
         warnings.filters[:] = arguments.warning_filters  # type: ignore[index]
         ran = profile_script(
             arguments.script,
