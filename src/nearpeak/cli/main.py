@@ -14,7 +14,7 @@ from nearpeak import __version__
 from nearpeak._display import printable
 from nearpeak.cli.output import narrate
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
-from nearpeak.errors import EnvironmentProblem, NearpeakError
+from nearpeak.errors import EnvironmentProblem, NearpeakError, message_of
 
 
 class Verb(Protocol):
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, "there is not enough memory.", "", EnvironmentProblem.exit_code)
     except Exception as error:
         hint = "This is an error of nearpeak: please report it. NEARPEAK_DEBUG=1 shows the traceback."
-        return _report(error, f"internal error: {type(error).__name__}: {error}", hint, INTERNAL_ERROR)
+        return _report(error, f"internal error: {type(error).__name__}: {message_of(error)}", hint, INTERNAL_ERROR)
 
 
 class _Parser(argparse.ArgumentParser):

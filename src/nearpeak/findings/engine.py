@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nearpeak.errors import NearpeakError, UsageError, did_you_mean
+from nearpeak.errors import NearpeakError, UsageError, did_you_mean, message_of
 from nearpeak.findings.step import Step, StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.op import Trace
@@ -124,7 +124,7 @@ def add_rules(path: str | Path) -> None:
     except (NearpeakError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise UsageError(f"--rules {file} failed: {type(error).__name__}: {str(error)[:400]}") from error
+        raise UsageError(f"--rules {file} failed: {type(error).__name__}: {message_of(error)[:400]}") from error
     if set(rules()) == before:
         raise UsageError(f"{file} defines no rule. Decorate a function with @nearpeak.rule('name').")
 
