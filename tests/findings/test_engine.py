@@ -8,7 +8,7 @@ import torch
 import nearpeak
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.errors import UsageError
-from nearpeak.findings.engine import add_rules, check_ignored_rules, find, forget_rule, rule, rules
+from nearpeak.findings.engine import add_findings, add_rules, check_ignored_rules, find, forget_rule, rule, rules
 from nearpeak.findings.step import Step
 from nearpeak.machines.catalogue import find as find_machine
 from nearpeak.profiles.finding import Fix
@@ -191,6 +191,18 @@ def test_a_file_of_the_user_adds_rules(tmp_path):
         add_rules(file)
     with pytest.raises(UsageError, match="no such file"):
         add_rules(tmp_path / "none.py")
+
+
+@pytest.mark.parametrize("found", [lambda step: 1 / 0, lambda step: [None], lambda step: [waste(0, {99: 1.0})]])
+def test_a_rule_of_the_user_that_fails_is_a_note(found):
+    rule("broken")(found)
+    rule("good")(lambda step: [waste(0, {0: 1.0})])
+    step = examined()
+    profile = add_findings(step.profile, step.trace, step.machine, step.knows)
+    assert [finding.rule for finding in profile.findings] == ["good"]
+    assert profile.notes[-1].startswith("The rule broken failed: ")
+    with pytest.raises((ZeroDivisionError, AttributeError, ValueError)):
+        find(step)
 
 
 def test_the_flow_of_data():

@@ -138,7 +138,11 @@ def check_ignored_rules(ignore: Iterable[str]) -> None:
 
 
 def find(
-    step: Step, *, ignore: Collection[str] = (), least_share: float = MIN_SHOWN_SHARE
+    step: Step,
+    *,
+    ignore: Collection[str] = (),
+    least_share: float = MIN_SHOWN_SHARE,
+    failures: list[str] | None = None,
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """The findings of a step, the largest saving first; and the rules that cannot be decided.
 
@@ -146,6 +150,7 @@ def find(
         step: The step.
         ignore: Names of rules, or "NAME@train.py:41" for one line.
         least_share: Of the wall time. Findings that save less are left out.
+        failures: Gets a sentence about each rule of the user's that raises an error; with None, the error is raised.
     """
     check_ignored_rules(ignore)
     enabled = [item for item in rules().values() if item.name not in ignore]
@@ -156,7 +161,12 @@ def find(
             step = step.after(index for _, waste in wastes for index in waste.gains)
         for item in enabled:
             if item.general == general and item.needs <= step.knows:
-                wastes += [(item.name, waste) for waste in item.look(step) if _saves_time(step, waste)]
+                try:
+                    wastes += [(item.name, waste) for waste in item.look(step) if _saves_time(step, waste)]
+                except Exception as error:
+                    if failures is None or item.look.__module__.startswith("nearpeak."):
+                        raise
+                    failures.append(f"The rule {item.name} failed: {type(error).__name__}: {message_of(error)[:300]}")
     wastes = [(name, waste) for name, waste in wastes if not is_ignored(name, _source_line(step, waste), ignore)]
     least_s = least_share * step.profile.wall_s
     findings = [item for item in _merge_claims(step, list(_claims(step, wastes))) if item.saving_s >= least_s]
@@ -166,11 +176,15 @@ def find(
 def add_findings(profile: Profile, trace: Trace, machine: Machine, knows: frozenset[StepFact]) -> Profile:
     """The profile with the findings in the traced ops behind it, including those that are too small to be shown."""
     step = Step(trace=trace, profile=profile, machine=machine, knows=knows)
-    findings, undecided = find(step, least_share=MIN_SAVED_SHARE)
-    return dataclasses.replace(profile, findings=findings, undecided=undecided)
+    failures: list[str] = []
+    findings, undecided = find(step, least_share=MIN_SAVED_SHARE, failures=failures)
+    return dataclasses.replace(profile, findings=findings, undecided=undecided, notes=(*profile.notes, *failures))
 
 
 def _saves_time(step: Step, waste: Waste) -> bool:
+    named = (*waste.gains, *waste.gone, *(() if waste.op is None else (waste.op,)))
+    if not all(0 <= index < len(step.ops) for index in named):
+        raise ValueError(f"a waste names ops that are not among the {len(step.ops)} of the step")
     return waste.saving_s > 0.0 or any(step.measured[index].launch_wait_s > 0.0 for index in waste.gone)
 
 
