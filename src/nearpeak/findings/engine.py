@@ -124,7 +124,7 @@ def add_rules(path: str | Path) -> None:
     except (NearpeakError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise UsageError(f"--rules {file} failed: {type(error).__name__}: {message_of(error)[:400]}") from error
+        raise UsageError(f"--rules {file} failed: {type(error).__name__}: {message_of(error)}") from error
     if set(rules()) == before:
         raise UsageError(f"{file} defines no rule. Decorate a function with @nearpeak.rule('name').")
 
@@ -166,7 +166,7 @@ def find(
                 except Exception as error:
                     if failures is None or item.look.__module__.startswith("nearpeak."):
                         raise
-                    failures.append(f"The rule {item.name} failed: {type(error).__name__}: {message_of(error)[:300]}")
+                    failures.append(f"The rule {item.name} failed: {type(error).__name__}: {message_of(error)}")
     wastes = [(name, waste) for name, waste in wastes if not is_ignored(name, _source_line(step, waste), ignore)]
     least_s = least_share * step.profile.wall_s
     findings = [item for item in _merge_claims(step, list(_claims(step, wastes))) if item.saving_s >= least_s]
