@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from nearpeak.profiling.torch_profiler import (
     read_compiler_facts,
     synchronize,
 )
-from nearpeak.trace.guard import Guard, capture_count, is_capturing
+from nearpeak.trace.guard import Guard, OwnThread, capture_count, is_capturing
 from nearpeak.trace.kineto.kernels import graph_note
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
@@ -340,7 +339,7 @@ class Session:
         self._traced: Trace | None = None
         self._untraced_reason = "the code ended before a step was traced"
         """Why there is no trace, if there is none."""
-        self._thread: int | None = None
+        self._thread: OwnThread | None = None
         """The thread whose steps count: that of the first step."""
         self._profiler: Profiler | None = None
         self._live: LiveTrace | None = None
@@ -407,8 +406,8 @@ class Session:
         if is_capturing():
             return
         if self._thread is None:
-            self._thread = threading.get_ident()
-        if threading.get_ident() != self._thread:  # profilers and traces belong to a thread
+            self._thread = OwnThread()
+        if not self._thread:  # profilers and traces belong to a thread
             self.schedule.steps += 1
             return
         if self.schedule.phase == "done" or self.problem or self.guard.in_child:
@@ -456,7 +455,7 @@ class Session:
         if profiler is not None:
             with suppress(Exception):
                 profiler.discard()
-        if live is not None and threading.get_ident() == self._thread:
+        if live is not None and self._thread:
             with suppress(Exception):
                 live.stop()
 

@@ -7,7 +7,6 @@ import functools
 import os
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nearpeak.devices.backends import gpu_in_use, profiler_activities
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
+from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
 from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
@@ -50,7 +50,7 @@ class Profiler:
         self.number = -1
         """Of the step that began last."""
         self._step = ExitStack()
-        self._thread = threading.get_ident()
+        self._thread = OwnThread()
         self.next_step()
 
     def next_step(self) -> None:
@@ -82,7 +82,7 @@ class Profiler:
         self._patches.close()
         Profiler.running = False
         # Ended by another thread, ranges and profiler would corrupt memory: it runs on, and nobody reads it.
-        if threading.get_ident() == self._thread:
+        if self._thread:
             self.end_step()
             self._profiler.stop()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -74,6 +75,21 @@ class Guard:
         self.failure = self.failure or error.with_traceback(None)  # a frame would keep tensors alive
         with suppress(Exception):
             self._failed(error)
+
+
+class OwnThread:
+    """True on the thread that created it, and on no other: ids are those of threads that have ended, given again.
+
+    >>> bool(OwnThread())
+    True
+    """
+
+    def __init__(self) -> None:
+        self._mark = threading.local()
+        self._mark.is_own = True
+
+    def __bool__(self) -> bool:
+        return getattr(self._mark, "is_own", False)
 
 
 class _Captures:
