@@ -37,9 +37,15 @@ PROGRAMS = {
             for _ in range(45):
                 encoder(torch.randn(4, 10, 16), src_key_padding_mask=mask)
     """,
-    "a lazy module that is never called": TRAIN
-    + "model.later = torch.nn.LazyLinear(4)\ndel model.later.weight\n"
-    + LOOP,
+    "a lazy module that is never called": """
+        import torch
+        model = torch.nn.Linear(4, 4)
+        model.never = torch.nn.LazyLinear(4)
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        for _ in range(61):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    """,
     "children that cannot be listed": """
         import torch
         class Odd(torch.nn.Module):
