@@ -129,12 +129,12 @@ def escape_text(value: str, longest: int = 1000) -> str:
     """
     shown = _PUNCTUATION.sub(r"\\\1", visible(value, longest).strip())
     shown = _LINE_START.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", shown)
-    return _break_links(shown.translate(_ENTITIES))
+    return _break_links(shown.translate(_ENTITIES)).replace("](", f"]{_LINK_BREAK}(")
 
 
 def escape_summary(value: str, longest: int = 200) -> str:
     """One line of text inside of an HTML element, in which Markdown means nothing."""
-    return _break_links(visible(value, longest).strip().translate(_ENTITIES))
+    return _break_links(visible(value, longest).strip().translate(_ENTITIES)).replace("](", f"]{_LINK_BREAK}(")
 
 
 def _break_links(escaped: str) -> str:
