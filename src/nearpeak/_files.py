@@ -373,7 +373,9 @@ def cache_folder() -> Path:
         return _FixedFolder.path
     chosen = os.environ.get("NEARPEAK_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        with contextlib.suppress(RuntimeError):  # ~name of a user that is not known
+            return Path(chosen).expanduser()
+        return Path(chosen)
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("nearpeak", appauthor=False))

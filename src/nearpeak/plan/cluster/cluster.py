@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any, Literal, get_args
 
 from nearpeak._files import parse_toml
-from nearpeak._records import build, to_json
+from nearpeak._records import brief, build, to_json
 from nearpeak.errors import FileProblem, UnknownMachine, UsageError, did_you_mean
 from nearpeak.machines import catalogue
 from nearpeak.machines.catalogue import Network
@@ -31,6 +31,8 @@ from nearpeak.units import quantity
 
 Fabric = Literal["switch", "mesh", "pairs", "pcie", "host", "none"]
 FABRICS: tuple[str, ...] = get_args(Fabric)
+_MOST_DIGITS = 12
+"""Of a number of GPUs."""
 _LATENCIES = {"infiniband": 0.0, "ethernet": 3e-6, "slingshot": 2e-6, "aws-efa": 12e-6}
 """Seconds of one message beyond InfiniBand's, by the start of the network's id. Assumed: InfiniBand takes about 2 us
 end to end, RoCE about 5, EFA about 15 (AWS gave 15.5 us for the first EFA)."""
@@ -246,7 +248,10 @@ def parse_cluster(text: str) -> tuple[str, int | None]:
         name, number = before.group(2), before.group(1)
     else:
         return plain, None
-    return name.strip(), int(number.replace(",", "").replace("_", ""))
+    digits = number.replace(",", "").replace("_", "")
+    if not 1 <= len(digits) <= _MOST_DIGITS:
+        raise UsageError(f"{brief(number)} is no number of GPUs. Write for example 'h100-sxm x 64'.")
+    return name.strip(), int(digits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

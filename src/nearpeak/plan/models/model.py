@@ -184,6 +184,8 @@ class Model:
 
     def with_layers(self, layers: int) -> Model:
         """The model with its first `layers` layers; with more than it has, its pattern is repeated."""
+        if not 1 <= layers <= MOST_LAYERS:
+            raise UsageError(f"{self.name}: a model has from 1 to {MOST_LAYERS:,} layers; given {layers:,}.")
         repeats = -(-layers // self.layers)
         return replace(self, mixers=(self.mixers * repeats)[:layers], feeds=(self.feeds * repeats)[:layers])
 

@@ -96,7 +96,7 @@ def read_inference(path: Path) -> tuple[tuple[MeasuredInference, ...], tuple[Ski
     for line, row in enumerate(rows, start=2):
         try:
             runs.append(_read_run(row, line))
-        except (UsageError, ArithmeticError) as problem:
+        except (UsageError, ValueError, ArithmeticError) as problem:
             skipped.append(SkippedRow(id=row["id"], reason=str(problem)))
     return tuple(runs), tuple(skipped)
 

@@ -31,11 +31,13 @@ _MAX_BLOCKS = {False: 320, True: 2240}
 _MAX_TENSORS = {False: (110, 64, 48, 36, 30), True: (770, 448, 336, 252, 210)}
 """Tensors in one launch, by the number of lists, for kernels with up to 4 KB of arguments and up to 32 KB."""
 _MULTI_TENSOR_KERNEL = re.compile(
-    r"multi_tensor_apply_kernel<.*?TensorList\w*Metadata<(?:[^<>]*(?:<[^<>]*>)?, *)??(\d+)(, *\w+)?>"
+    r"multi_tensor_apply_kernel<.*?TensorList\w*Metadata<(?:[^<>]*(?:<[^<>]*>)?, *)??(\d{1,9})(, *\w+)?>"
 )
 _FUNCTOR = re.compile(r"\w*Functor\w*<")
 _ARGUMENT = re.compile(r" *([\w:]+(?:<[\w:]+>)?) *[,>]")
-_GATHER_KERNEL = re.compile(r"index_elementwise_kernel<(?:\(int\))?(\d+), (?:\(int\))?(\d+), .*?\bindex_kernel_impl<")
+_GATHER_KERNEL = re.compile(
+    r"index_elementwise_kernel<(?:\(int\))?(\d{1,9}), (?:\(int\))?(\d{1,9}), .*?\bindex_kernel_impl<"
+)
 _STEP_COUNTS = "state_steps"
 
 
