@@ -10,7 +10,9 @@ import functools
 import gc
 import os
 import random
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,6 +73,9 @@ def preserve_random_state() -> Iterator[None]:
 def _torch_generators() -> list[Any]:
     on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [torch.default_generator, *on_gpus]
+
+
+_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD")
 
 
 class _Setting(NamedTuple):
@@ -151,6 +156,31 @@ def _set_streams(streams: tuple[Any, Any]) -> None:
     sys.stdout, sys.stderr = streams
 
 
+def _gpu_stream() -> Any:
+    """The current stream of the current GPU; None if torch has not initialized any."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+def _set_gpu_stream(stream: Any) -> None:
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
+def _signal_handlers() -> dict[int, Any]:
+    """The handlers that Python code may have set; only the main thread can set them."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
+
+
+def _set_signal_handlers(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+_SIGNALS = [number for name in _SIGNAL_NAMES if (number := getattr(signal, name, None)) is not None]
 _SETTINGS: list[_Setting] = [
     _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
     _Setting(torch.get_default_dtype, torch.set_default_dtype),
@@ -178,4 +208,6 @@ _SETTINGS: list[_Setting] = [
     _Setting(gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
     _Setting(lambda: list(warnings.filters), _set_warning_filters),
     _Setting(lambda: (sys.stdout, sys.stderr), _set_streams),
+    _Setting(_gpu_stream, _set_gpu_stream),
+    _Setting(_signal_handlers, _set_signal_handlers),
 ]

@@ -29,10 +29,12 @@ def low_gc() -> Iterator[None]:
     try:
         yield
     finally:
-        if raised:
-            if next(_uses) % FULL_COLLECTION_EVERY == 0:  # nothing else collects the old generation
-                gc.collect()
-            elif gc.get_freeze_count() == 0:
-                gc.freeze()  # to the permanent generation and from there to the oldest, without a collection
-                gc.unfreeze()
-        gc.set_threshold(*before)
+        try:
+            if raised:
+                if next(_uses) % FULL_COLLECTION_EVERY == 0:  # nothing else collects the old generation
+                    gc.collect()
+                elif gc.get_freeze_count() == 0:
+                    gc.freeze()  # to the permanent generation and from there to the oldest, without a collection
+                    gc.unfreeze()
+        finally:  # also if Ctrl-C ends the collection
+            gc.set_threshold(*before)

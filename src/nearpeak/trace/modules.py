@@ -22,7 +22,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 
 from nearpeak.trace.guard import Guard
-from nearpeak.trace.objects import instance_attributes, items_in_order, named_tensors, submodules
+from nearpeak.trace.objects import instance_attributes, keys_and_values, named_tensors, submodules
 from nearpeak.trace.patches.shared_patch import SharedPatch
 
 BeforeCall = Callable[[nn.Module, tuple[Any, ...]], object]
@@ -240,7 +240,7 @@ def _referenced_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif kind is FunctionType:
         yield from _referenced_variables(value)
     elif issubclass(kind, dict):
-        for key, item in items_in_order(value):
+        for key, item in zip(*keys_and_values(value), strict=True):
             yield str(key) if type(key) in (str, int) else name, item
     elif issubclass(kind, (list, tuple, set)):
         for index, item in enumerate(tuple(value)):

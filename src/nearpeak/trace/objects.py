@@ -25,9 +25,10 @@ def instance_attributes(value: object) -> dict[str, Any] | None:
     return attributes if isinstance(attributes, dict) else None
 
 
-def items_in_order(container: dict[Any, Any]) -> tuple[tuple[Any, Any], ...]:
-    """The items of a dict of any class, in its order."""
-    return tuple((OrderedDict if issubclass(type(container), OrderedDict) else dict).items(container))
+def keys_and_values(container: dict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The keys and the values of a dict of any class, in its order."""
+    kind = OrderedDict if issubclass(type(container), OrderedDict) else dict
+    return tuple(kind.keys(container)), tuple(kind.values(container))
 
 
 def submodules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -59,6 +60,6 @@ def named_tensors(
 def _entries(module: nn.Module, where: str) -> list[tuple[Any, Any]]:
     container: Any = (instance_attributes(module) or {}).get(where)
     if issubclass(type(container), dict):
-        return list(items_in_order(container))
+        return list(zip(*keys_and_values(container), strict=True))
     items = getattr(container, "items", None)  # modules of TorchScript have lists of their own
     return list(items()) if callable(items) else []

@@ -24,7 +24,7 @@ from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.low_gc import low_gc
 from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind, Trace, name_with_origin
 from nearpeak.ops.tensor import Tensor
-from nearpeak.trace import memo
+from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
 from nearpeak.trace.guard import Guard, is_capturing
 from nearpeak.trace.memo import (
@@ -432,6 +432,8 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         if self._memory is not None:
             self._memory.note_op(op)
+        elif interrupts.pending:
+            interrupts.run_pending()
 
 
 def _any_requires_grad(values: Any) -> bool:

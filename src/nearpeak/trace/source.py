@@ -40,6 +40,11 @@ def _user_file(filename: str) -> str:
     return Path(filename).name
 
 
+def is_standard_file(filename: str) -> bool:
+    """Whether a file has code of Python's library."""
+    return filename.startswith(("<frozen", _STANDARD + "/")) and "-packages" not in filename
+
+
 def is_user_file(filename: str) -> bool:
     """Whether a file has code of the user's."""
     return bool(_user_file(filename))

@@ -13,6 +13,8 @@ What cannot be put back: what other threads and processes do, files, and iterato
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import random
 import sys
 import threading
@@ -31,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nearpeak.devices.process_state import preserve_process_state
-from nearpeak.trace.objects import instance_attributes, items_in_order, named_tensors
+from nearpeak.trace.objects import instance_attributes, keys_and_values, named_tensors
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.storages import innermost
 
@@ -59,7 +61,7 @@ class StateSnapshot:
     def restoring(self) -> Iterator[None]:
         """Restores everything that was met inside, after errors too."""
         with preserve_process_state():
-            self.meet(_hooks_of_torch())
+            self.meet(_objects_of_torch())
             try:
                 yield
             finally:
@@ -171,7 +173,10 @@ class _ObjectStates:
                 except KeyError:
                     visit = visits[kind] = _visit_of(kind)
                 if visit is not None:
-                    pending.extend(visit(self, value))
+                    try:
+                        pending.extend(visit(self, value))
+                    except Exception:  # it cannot be looked at, and so not be put back
+                        continue
                     if visit in _CONTAINER_VISITS and kind not in _PLAIN_CONTAINERS:
                         pending.append(instance_attributes(value))
 
@@ -226,18 +231,18 @@ def _is_numpy(kind: type, name: str) -> bool:
 
 
 def _visit_dict(states: _ObjectStates, value: dict[Any, Any]) -> Iterable[Any]:
-    items = items_in_order(value)
-    states.add(_restore_dict, value, items)
-    return [part for item in items[:MAX_ITEMS] for part in item if type(part) not in _ATOMS]
+    keys, values = content = keys_and_values(value)
+    states.add(_restore_dict, value, content)
+    return [part for part in (*keys[:MAX_ITEMS], *values[:MAX_ITEMS]) if type(part) not in _ATOMS]
 
 
-def _restore_dict(value: dict[Any, Any], items: tuple[tuple[Any, Any], ...]) -> None:
-    now = items_in_order(value)
-    if len(now) == len(items) and all(a[0] is b[0] and a[1] is b[1] for a, b in zip(now, items, strict=True)):
+def _restore_dict(value: dict[Any, Any], content: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
+    now = keys_and_values(value)
+    if _same(now[0], content[0]) and _same(now[1], content[1]):
         return
     kind: type[dict[Any, Any]] = OrderedDict if issubclass(type(value), OrderedDict) else dict
     kind.clear(value)
-    for key, item in items:
+    for key, item in zip(*content, strict=True):
         kind.__setitem__(value, key, item)
 
 
@@ -288,12 +293,12 @@ def _restore_bytes(value: bytearray, content: bytes) -> None:
 
 def _same(now: Iterable[Any], before: tuple[Any, ...]) -> bool:
     items = tuple(now)
-    return len(items) == len(before) and all(a is b for a, b in zip(items, before, strict=True))
+    return len(items) == len(before) and all(map(operator.is_, items, before))
 
 
 def _visit_items(states: _ObjectStates, value: Any) -> Iterable[Any]:
     """Of a tuple or a frozen set, which cannot change itself."""
-    return tuple(value)[:MAX_ITEMS]
+    return itertools.islice((tuple if issubclass(type(value), tuple) else frozenset).__iter__(value), MAX_ITEMS)
 
 
 def _visit_array(states: _ObjectStates, value: Any) -> Iterable[Any]:
@@ -527,7 +532,7 @@ def _visit_tensor(states: _ObjectStates, value: torch.Tensor) -> Iterable[Any]:
     content = (type(value), _layout(value), leaf, value.requires_grad, gradient, hooks, version)
     states.add(_restore_tensor, value, content)
     if attributes:
-        states.add(_restore_dict, attributes, items_in_order(attributes))
+        states.add(_restore_dict, attributes, keys_and_values(attributes))
     else:
         states.add(_clear_attributes, value, None)
     return (gradient, *hooks) if isinstance(value, FakeTensor) or not attributes else (gradient, *hooks, attributes)
@@ -619,14 +624,17 @@ _PLAIN_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, deque, set}
 """Containers without attributes of their own."""
 
 
-def _hooks_of_torch() -> list[Any]:
-    """The hooks of all modules and of all optimizers."""
+def _objects_of_torch() -> list[Any]:
+    """The hooks of all modules and of all optimizers, and how tensors are printed."""
     modules = (nn.modules.module, sys.modules["torch.optim.optimizer"])
     return [
-        value
-        for module in modules
-        for name, value in vars(module).items()
-        if name.startswith("_global_") and isinstance(value, dict)
+        vars(torch._tensor_str.PRINT_OPTS),
+        *(
+            value
+            for module in modules
+            for name, value in vars(module).items()
+            if name.startswith("_global_") and isinstance(value, dict)
+        ),
     ]
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nearpeak.ops.op import Storage, StorageKind
 from nearpeak.ops.tensor import Tensor
-from nearpeak.trace.objects import instance_attributes, items_in_order
+from nearpeak.trace.objects import instance_attributes, keys_and_values
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         elif id(item) not in visited and not issubclass(kind, (type, torch.nn.Module)):
             visited.add(id(item))
             if issubclass(kind, dict):
-                pending += [inner for _, inner in reversed(items_in_order(item))]
+                pending += reversed(keys_and_values(item)[1])
             elif issubclass(kind, (list, tuple, set)):
                 pending += reversed(tuple(item))
             else:

@@ -28,6 +28,7 @@ from nearpeak.trace import memo, objects, schema, state_snapshot, storages
 from nearpeak.trace.cuda_ops.lower import emulate_target
 from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.fake import allow_building, fake_mode, fresh_conversions
+from nearpeak.trace.interrupts import defer_signals
 from nearpeak.trace.modules import ReachableModules
 from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.patches.assigned_data import follow_assigned_data
@@ -94,6 +95,7 @@ def trace(
     compiled: Since | None = None
     with ExitStack() as stack:
         if mode is not None:
+            stack.enter_context(defer_signals())
             originals = (args, named)
             if any(not tensor.is_leaf for tensor in tensors_in(originals)):
                 args, named = pytree.tree_map_only(torch.Tensor, _without_history, originals)

@@ -24,6 +24,8 @@ from nearpeak.trace.patches.shared_patch import SharedPatch
 @contextmanager
 def real_imports() -> Iterator[None]:
     """Inside, the code of modules runs outside of fake modes and traces."""
+    with _disable_current_modes():  # imports what it needs itself
+        pass
     owner = next(kind for kind in importlib.machinery.SourceFileLoader.__mro__ if "exec_module" in vars(kind))
     original: Any = vars(owner)["exec_module"]
 
