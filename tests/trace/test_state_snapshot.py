@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import queue
 import random
 import signal
 import types
@@ -498,3 +499,135 @@ def test_objects_of_other_threads_are_left_alone():
 
     trace(step, torch.ones(2))
     assert loader.position == 1
+
+
+def test_shapes_that_a_library_infers_on_fake_tensors_are_no_ops_of_the_call():
+    known = queue.SimpleQueue()  # which a trace does not put back, as it does not those of libraries
+
+    def step(x):
+        if known.empty():
+            with torch._guards.detect_fake_mode():
+                known.put((torch.empty(4, 4) @ torch.empty(4, 4)).shape)
+        return x @ x
+
+    first, second = (trace(step, torch.ones(4, 4)) for _ in range(2))
+    assert [op.name for op in first.ops] == [op.name for op in second.ops] == ["aten.mm.default"]
+
+
+@dataclass(eq=False)
+class Hostile:
+    """Answers every question with an error."""
+
+    value: int = 0
+
+    def __getattr__(self, name):
+        raise ValueError(name)
+
+    def __eq__(self, other):
+        raise ValueError
+
+    def __hash__(self):
+        raise ValueError
+
+    def __bool__(self):
+        raise ValueError
+
+    def __len__(self):
+        raise ValueError
+
+    @property
+    def __class__(self):
+        raise ValueError
+
+
+class HostileModule(nn.Linear):
+    """A module that does not tell what it consists of, nor lets itself be copied."""
+
+    def named_modules(self, *args, **kwargs):
+        raise ValueError
+
+    modules = children = named_children = parameters = named_parameters = buffers = named_buffers = named_modules
+    __deepcopy__ = __reduce__ = named_modules
+
+
+def test_objects_that_answer_with_errors():
+    hostile, model = Hostile(), nn.Sequential(HostileModule(4, 4))
+    model.notes = [hostile]
+
+    def step(x, given):
+        hostile.value += 1
+        return model(x), hostile
+
+    for _ in range(2):
+        assert "aten.addmm.default" in [op.name for op in estimate(step, torch.ones(2, 4), hostile, on="h100-sxm").ops]
+    assert vars(hostile) == {"value": 0}
+
+
+class Wrapper(torch.Tensor):
+    """A tensor made of another, without the methods that torch flattens it by."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = torch.utils._pytree.tree_map_only(Wrapper, lambda tensor: tensor.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Named(torch.Tensor):
+    pass
+
+
+SQUARE = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "make"),
+    [
+        (lambda x: x + 1, lambda: Wrapper(SQUARE)),
+        (lambda x: (x @ x).relu(), lambda: SQUARE.as_subclass(Named)),
+        (lambda x: x @ SQUARE, lambda: nn.Parameter(SQUARE.as_subclass(Named))),
+        (lambda x: torch.sparse.mm(x, SQUARE), lambda: SQUARE.to_sparse()),
+        (lambda x: x @ SQUARE, lambda: SQUARE.to_sparse_csr()),
+        (lambda x: (x.conj() @ x).abs(), lambda: SQUARE.to(torch.complex64)),
+        (lambda x: x @ x, lambda: SQUARE.to("meta")),
+        (lambda x: x.dequantize(), lambda: torch.quantize_per_tensor(SQUARE, 0.1, 0, torch.qint8)),
+        (lambda x: x + 1, lambda: torch.nested.nested_tensor([SQUARE, SQUARE[:2]])),
+        (lambda x: x * 2, lambda: torch.nested.nested_tensor([SQUARE, SQUARE[:2]], layout=torch.jagged)),
+        (nn.Linear(4, 4), lambda: torch.nested.nested_tensor([SQUARE, SQUARE[:2]])),
+        (lambda x: f"{x.sum():.2f}", lambda: SQUARE),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_every_kind_of_tensor_is_traced_or_refused(function, make):
+    tensor = make()
+    kind, attributes = type(tensor), [(name, id(value)) for name, value in vars(tensor).items()]
+    for _ in range(2):
+        try:
+            assert estimate(function, tensor, on="h100-sxm").ops
+        except UsageError as error:
+            assert "live=True" in str(error)
+    assert type(tensor) is kind
+    assert [(name, id(value)) for name, value in vars(tensor).items()] == attributes
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: x @ torch.ones(3, 3), RuntimeError),
+        (lambda x: x[7], IndexError),
+        (lambda x: x + "a", TypeError),
+        (lambda x: x.nothing, AttributeError),
+        (lambda x: undefined, NameError),  # noqa: F821 - the point of it
+    ],
+)
+def test_errors_of_the_code_are_its_own(function, kind):
+    with pytest.raises(kind) as raised:
+        estimate(function, torch.ones(4, 4), on="h100-sxm")
+    assert type(raised.value) is kind

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nearpeak.devices.process_state import preserve_process_state
@@ -521,21 +522,20 @@ _Layout = tuple[torch.UntypedStorage, int, Any, Any, Any]
 
 def _visit_tensor(states: _ObjectStates, value: torch.Tensor) -> Iterable[Any]:
     """Of a real or fake tensor: everything that changes without an op. Ops on real tensors run on copies."""
-    kind = _unusual_kind(value)
-    if kind is not None:
-        states.unusual.add(kind)
+    attributes = instance_attributes(value)
+    assert attributes is not None
+    fields = keys_and_values(attributes)  # first: a tensor with rows of different sizes notes those it is asked for
+    if (unusual := _unusual_kind(value)) is not None:
+        states.unusual.add(unusual)
     leaf = value.is_leaf
     gradient = value.grad if leaf or value.retains_grad else None
     hooks = (value._backward_hooks, value._post_accumulate_grad_hooks)
-    attributes = instance_attributes(value)
-    version = None if value.is_inference() else value._version
-    content = (type(value), _layout(value), leaf, value.requires_grad, gradient, hooks, version)
-    states.add(_restore_tensor, value, content)
-    if attributes:
-        states.add(_restore_dict, attributes, keys_and_values(attributes))
-    else:
-        states.add(_clear_attributes, value, None)
-    return (gradient, *hooks) if isinstance(value, FakeTensor) or not attributes else (gradient, *hooks, attributes)
+    version = None if value.is_inference() else _unsafe_preserve_version_counter(value)
+    states.add(
+        _restore_tensor, value, (type(value), _layout(value), leaf, value.requires_grad, gradient, hooks, version)
+    )
+    states.add(_restore_dict, attributes, fields)
+    return (gradient, *hooks) if isinstance(value, FakeTensor) else (gradient, *hooks, *fields[1])
 
 
 _USUAL_CLASSES = frozenset({torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor})
@@ -559,12 +559,6 @@ def _layout(value: torch.Tensor) -> _Layout | None:
         return None
 
 
-def _clear_attributes(value: torch.Tensor, _: None) -> None:
-    attributes = instance_attributes(value)
-    if attributes:
-        attributes.clear()
-
-
 def _restore_tensor(value: torch.Tensor, content: tuple[Any, ...]) -> None:
     kind, layout, leaf, requires_grad, gradient, hooks, version = content
     if type(value) is not kind:
@@ -583,8 +577,8 @@ def _restore_tensor(value: torch.Tensor, content: tuple[Any, ...]) -> None:
         value._backward_hooks = hooks[0]
     if value._post_accumulate_grad_hooks is not hooks[1]:
         value._post_accumulate_grad_hooks = hooks[1]
-    if version is not None and value._version != version:
-        torch._C._autograd._unsafe_set_version_counter((value,), (version,))
+    if version is not None and value._version != version.prev_versions[0]:
+        version.__exit__()
 
 
 def _set_layout(value: torch.Tensor, layout: _Layout) -> None:

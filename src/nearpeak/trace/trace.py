@@ -38,6 +38,7 @@ from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.module_calls import encoder_fast_path, track_functional_calls
 from nearpeak.trace.patches.no_compile import no_compile, python_control_flow
 from nearpeak.trace.patches.real_imports import real_imports
+from nearpeak.trace.patches.shape_inference import skip_shape_inference
 from nearpeak.trace.patches.shared_patch import Since
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import LimitReached, Recorder, without_tf32
@@ -104,6 +105,7 @@ def trace(
             snapshot.meet(fn, originals)
             stack.enter_context(real_imports())
             stack.enter_context(follow_assigned_data())
+            stack.enter_context(skip_shape_inference())
             stack.enter_context(mode)
             stack.enter_context(allow_building())
             stack.enter_context(_no_duplicate_error_logs())
@@ -210,6 +212,8 @@ def _no_duplicate_error_logs() -> Iterator[None]:
 _FAKE_TENSORS = str(Path(fake_tensor.__file__).parent)
 _BOOKKEEPING = tuple(str(module.__file__) for module in (memo, objects, schema, state_snapshot, storages))
 """Files whose code runs beside an op: an error there is none of the user's."""
+_LIMITS = ("'Meta' backend", "INTERNAL ASSERT FAILED")
+"""Parts of what torch says where its own code does not expect fake tensors."""
 _LIVE = "pass live=True to run on real tensors"
 
 
@@ -261,7 +265,7 @@ def _why_not_traced(error: Exception, unusual: Sequence[str]) -> str | None:
     if traceback is None:
         return None
     code = traceback.tb_frame.f_code
-    if code.co_filename.startswith((_FAKE_TENSORS, *_BOOKKEEPING)) or "'Meta' backend" in text:
+    if code.co_filename.startswith((_FAKE_TENSORS, *_BOOKKEEPING)) or any(sign in text for sign in _LIMITS):
         return f"fake tensors do not support this, so {_LIVE}. {type(error).__name__}: {text}."
     raised = dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
     if unusual and not (raised and is_user_file(code.co_filename)):
