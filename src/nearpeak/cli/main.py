@@ -8,11 +8,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from nearpeak import __version__
 from nearpeak._display import printable
-from nearpeak.cli.output import narrate
+from nearpeak.cli.output import Streams, narrate
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
 from nearpeak.errors import EnvironmentProblem, NearpeakError, message_of
 
@@ -64,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Results go to stdout. An error becomes one message on stderr and the exit code of its class; one that was not raised
     on purpose is ours.
     """
-    filters = list(warnings.filters)
     # Without NumPy, which nothing here uses, torch warns on import.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     try:
-        code = _run(argv, filters)
-        with suppress(ValueError):  # a script may have closed it
-            if sys.stdout is not None:
-                sys.stdout.flush()
+        with Streams.own():
+            code = _run(argv)
+            with suppress(ValueError):  # a script may have closed it
+                if sys.stdout is not None:
+                    sys.stdout.flush()
         return code
     except NearpeakError as error:
         hint = "" if error.__cause__ is None else "NEARPEAK_DEBUG=1 shows the traceback."
@@ -121,11 +121,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(argv: Sequence[str] | None, filters: list[Any]) -> int:
+def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     arguments.ends_process = argv is None  # nothing but the report follows a script
-    arguments.warning_filters = filters  # those that a script has without us
+    arguments.own_filter = warnings.filters[0]  # a script has it not
     if arguments.verb is None:
         parser.print_help(sys.stderr)
         return 2

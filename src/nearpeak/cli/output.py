@@ -117,8 +117,9 @@ def _file_of(descriptor: int) -> tuple[int, int]:
 
 
 def narrate(line: str) -> None:
-    """Prints a line of progress to stderr."""
-    _write_line(Streams.stderr(), printable(line))
+    """Prints a line of progress to stderr; nothing where that cannot be written."""
+    with suppress(OSError, ValueError):
+        _write_line(Streams.stderr(), printable(line))
 
 
 def _write_line(stream: TextStream | None, text: str) -> None:

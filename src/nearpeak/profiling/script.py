@@ -28,6 +28,7 @@ from nearpeak.calibrate.machine import known_machine
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.devices.backends import gpu_visible
 from nearpeak.errors import NearpeakError, UsageError
+from nearpeak.findings.engine import rules
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.options import Progress
 from nearpeak.profiles.profile import Profile
@@ -143,6 +144,7 @@ def profile_script(
     with script_import_path(imported_from, restore=not ends_process):
         main = find_script(path) if path is not None else find_module(module or "")
         machine = _find_machine_early(on, progress)
+        _import_before()
         say(f"running {main.name}")
         say(PHASE_MESSAGES["warm-up"])
         watchdog = Watchdog(session, say, wait_s, abort_run)
@@ -176,6 +178,14 @@ def profile_script(
     if step_function is not None and not step_function.is_wrapped and exit_code == 0:
         raise UsageError(f"--step {step}: {main.name} imported no module {step_function.place!r}.")
     return result()
+
+
+def _import_before() -> None:
+    """Imports what is imported at first use elsewhere: a script may change where modules are found."""
+    rules()
+    for module in ("torch._subclasses.schema_check_mode", "torch.profiler._cupti_monitor", "encodings.utf_8_sig"):
+        with suppress(ImportError):
+            importlib.import_module(module)
 
 
 def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> Machine | None:
@@ -408,8 +418,8 @@ def _end_threads(before: set[threading.Thread], *, end_pools: bool) -> None:
     good, so a process that goes on does not wait for them.
     """
     if end_pools:
-        for end in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
-            end()
+        threading._shutdown()  # type: ignore[attr-defined]  # also tells those who wait for the main thread
+        return
     in_pools = {
         thread
         for module, threads in _POOLS

@@ -40,18 +40,22 @@ class Profiler:
 
     def __init__(self) -> None:
         self._profiler = torch_profile(activities=profiler_activities(), record_shapes=True)
-        with no_warnings(), _no_kineto_log():  # about the profiler's own cycles
-            self._profiler.start()
-        _let_forked_children_exit()
-        Profiler.running = True
         self._patches = ExitStack()
-        self._patches.enter_context(mark_garbage_collections())
-        self._patches.enter_context(mark_data_loading())
         self.number = -1
         """Of the step that began last."""
         self._step = ExitStack()
         self._thread = OwnThread()
-        self.next_step()
+        with no_warnings(), _no_kineto_log():  # about the profiler's own cycles
+            self._profiler.start()
+        Profiler.running = True
+        try:
+            _let_forked_children_exit()
+            self._patches.enter_context(mark_garbage_collections())
+            self._patches.enter_context(mark_data_loading())
+            self.next_step()
+        except BaseException:
+            self.discard()  # a profiler that nobody stops ends with the process, and takes it along
+            raise
 
     def next_step(self) -> None:
         """Begins a step, before its first op."""

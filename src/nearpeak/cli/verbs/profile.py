@@ -139,11 +139,11 @@ def _run_script(arguments: argparse.Namespace) -> int:
         os._exit(code)
 
     with ExitStack() as stack:
-        stack.enter_context(Streams.own())
         stack.enter_context(fixed_cache_folder())
         if not arguments.ends_process:  # else functions that run at exit see what the script has set
             stack.enter_context(warnings.catch_warnings())
-        warnings.filters[:] = arguments.warning_filters  # type: ignore[index]
+        # Those that torch adds on import stay.
+        warnings.filters[:] = [each for each in warnings.filters if each != arguments.own_filter]  # type: ignore[index]
         ran = profile_script(
             arguments.script,
             script_arguments,
