@@ -44,6 +44,21 @@ def returns_number(): return 5
 def returns_strings(): return "a", "b"
 def yields(): yield torch.ones(2)
 async def awaits(): return torch.ones(2)
+def coroutine():
+    async def step(): return torch.ones(2)
+    return step
+def generator():
+    def step(): yield torch.ones(2)
+    return step
+def unshowable(): return Unshowable()
+def wrong_work():
+    import nearpeak
+    return nearpeak.Case(torch.add, torch.ones(2), 1, work="lots")
+def resets():
+    import nearpeak
+    return nearpeak.Case(torch.add, torch.ones(2), 1, reset=lambda: sys.exit(0))
+class Unshowable:
+    def __repr__(self): raise ValueError("no text")
 not_callable = 3
 """
 FAILING = {
@@ -63,6 +78,10 @@ FAILING = {
     "returns_strings": "returned ('a', 'b')",
     "yields": "generator",
     "awaits": "async",
+    "coroutine": "a call of it runs nothing",
+    "generator": "a call of it runs nothing",
+    "unshowable": "returned a Unshowable",
+    "wrong_work": "is a nearpeak.Work",
     "not_callable": "is not callable",
     "absent": "does not exist",
 }
@@ -92,6 +111,16 @@ def test_a_case_that_fails_is_one_message(
         assert f"cases.py:{line})" in messages[0]
     elif case in ("raises", "exits", "own", "stops"):
         assert f"cases.py:{CASES.split(chr(10)).index('        raise error') + 1})" in messages[0]
+
+
+@pytest.mark.parametrize("verb", ["bench", "profile"])
+def test_a_reset_that_ends_the_process(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cases.py").write_text(CASES)
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format("cases.py:resets") for word in VERBS[verb]]) == 2
+    assert "SystemExit: 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

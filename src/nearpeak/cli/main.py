@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except MemoryError as error:
         return _report(error, "there is not enough memory.", "", EnvironmentProblem.exit_code)
-    except Exception as error:
+    except SystemExit:  # of argparse, and of a process that a script forked
+        raise
+    except BaseException as error:
         hint = "This is an error of nearpeak: please report it. NEARPEAK_DEBUG=1 shows the traceback."
         return _report(error, f"internal error: {type(error).__name__}: {message_of(error)}", hint, INTERNAL_ERROR)
 

@@ -57,6 +57,13 @@ class Case:
                 f"A case needs something to call, and got {_brief(fn)} of type {type(fn).__name__}. Pass a function "
                 "and its arguments: bench(torch.softmax, x, -1), not bench(torch.softmax(x, -1))."
             )
+        if getattr(_attribute(fn, "__code__"), "co_flags", 0) & _NOT_RUN_BY_A_CALL:
+            raise CaseError(
+                f"A case cannot be {_brief(fn)}: it is a generator or async, and a call of it runs nothing. Pass a "
+                "function that runs it to its end."
+            )
+        if work is not None and not isinstance(work, Work):
+            raise CaseError(f"The work of a case is a nearpeak.Work, and not {_brief(work)}.")
         resampled: list[tuple[Any, Resampled[Any]]] = []
 
         def draw_first(value: Any) -> Any:
@@ -71,7 +78,7 @@ class Case:
             ("kwargs", {key: draw_first(value) for key, value in kwargs.items()}),
             ("work", work),
             ("reset", reset),
-            ("name", name or getattr(fn, "__name__", type(fn).__name__)),
+            ("name", name or str(_attribute(fn, "__name__", type(fn).__name__))),
             ("parameters", dict(parameters or {})),
             ("resampled", tuple(resampled)),
         ):
@@ -99,17 +106,14 @@ class Case:
     def hidden_tensors(self) -> Iterator[Any]:
         """The tensors that the function holds: in its closure, defaults, bound object or module parameters."""
         fn: Any = self.fn
-        while hasattr(fn, "__wrapped__") or hasattr(fn, "func"):  # functools.wraps, functools.partial
-            yield from _tensors((getattr(fn, "args", ()), getattr(fn, "keywords", {})))
-            fn = getattr(fn, "__wrapped__", None) or fn.func
-        owner = getattr(fn, "__self__", fn)
-        if callable(getattr(owner, "parameters", None)) and hasattr(owner, "state_dict"):
-            yield from owner.parameters()
-        cells = getattr(fn, "__closure__", None) or ()
+        while (inner := _attribute(fn, "__wrapped__", _attribute(fn, "func"))) is not None:  # functools: wraps, partial
+            yield from _tensors((_attribute(fn, "args"), _attribute(fn, "keywords")))
+            fn = inner
+        yield from _parameters(_attribute(fn, "__self__", fn))
+        cells = _attribute(fn, "__closure__") or ()
         contents = [cell.cell_contents for cell in cells if _filled(cell)]
-        for content in [*contents, *(getattr(fn, "__defaults__", None) or ())]:
-            if callable(getattr(content, "parameters", None)) and hasattr(content, "state_dict"):
-                yield from content.parameters()
+        for content in [*contents, *(_attribute(fn, "__defaults__") or ())]:
+            yield from _parameters(content)
             yield from _tensors(content)
 
     def with_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Case:
@@ -230,6 +234,23 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
+_NOT_RUN_BY_A_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _attribute(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute of an object of the user's, whose class may do anything."""
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    parameters = None if isinstance(module, type) else _attribute(module, "parameters")
+    if callable(parameters) and _attribute(module, "state_dict") is not None:
+        yield from parameters()
+
+
 def _filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
@@ -263,7 +284,7 @@ def case_errors(name: str, when: str, what: str = "raised an error") -> Iterator
     """Turns an error of the user's code, an exit too, into a `CaseError` whose cause is the original error."""
     try:
         yield
-    except (NearpeakError, KeyboardInterrupt, GeneratorExit):
+    except (NearpeakError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, and errors of the user's own that are no Exception
         memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
@@ -286,5 +307,8 @@ def describe_error(error: BaseException) -> str:
 def _brief(value: Any) -> str:
     if hasattr(value, "shape"):
         return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
