@@ -174,7 +174,7 @@ def results_of_torch(name, autocast):
         return run(name, copy, AUTOCASTS[autocast])
 
 
-@pytest.mark.parametrize("autocast", AUTOCASTS)
+@pytest.mark.parametrize("autocast", ["none", "cpu bfloat16", "cuda float16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_meta_tensors_have_the_results_of_real_ones(name, autocast):
     assert run(name, on_meta, AUTOCASTS[autocast]) == results_of_torch(name, "none")  # autocast leaves them alone

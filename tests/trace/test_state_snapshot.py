@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import gc
 import os
@@ -11,6 +12,7 @@ import random
 import signal
 import types
 import warnings
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -30,6 +32,8 @@ from nearpeak.trace.trace import trace
 GLOBAL_CACHE: dict[str, object] = {}
 GLOBAL_LIST: list[object] = []
 global_count = 0
+WEAK: weakref.WeakKeyDictionary[object, object] = weakref.WeakKeyDictionary()
+CONTEXT: contextvars.ContextVar[object] = contextvars.ContextVar("CONTEXT", default=None)
 
 
 @functools.lru_cache
@@ -228,6 +232,12 @@ def change_settings(net, x, state):
 
 
 @behavior
+def fill_weak_and_context_variables(net, x, state):
+    WEAK[net] = x
+    CONTEXT.set(x)
+
+
+@behavior
 def take_from_an_iterator(net, x, state):
     next(net.batches, None)
 
@@ -319,6 +329,7 @@ def process_state() -> dict[str, object]:
         "globals": (global_count, list(GLOBAL_LIST), dict(GLOBAL_CACHE), positions.cache_info().currsize),
         "class": (Net.made, dict(Net.shared), hasattr(Net, "extra")),
         "function": vars(count_on_a_function).copy(),
+        "variables": (dict(WEAK), CONTEXT.get()),
     }
 
 
@@ -328,6 +339,7 @@ def assert_same(after: tuple[list[object], dict[str, object]], before: tuple[lis
     assert len(after[0]) == len(before[0])
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     names=st.lists(st.sampled_from(sorted(BEHAVIORS)), min_size=1, max_size=6, unique=True),
@@ -371,10 +383,40 @@ def test_a_second_trace_is_the_same(name):
     net = Net()
     net.behaviors = (name,)
     state = {"steps": [1], "settings": Settings()}
+    before = picture(net, state), process_state()
     first, second = (trace(net, torch.ones(2, 4), state) for _ in range(2))
+    assert_same((picture(net, state), process_state()), before)
     assert [(op.name, op.inputs, op.outputs) for op in first.ops] == [
         (op.name, op.inputs, op.outputs) for op in second.ops
     ]
+
+
+def test_no_fake_tensor_is_left():
+    def alive():
+        gc.collect()
+        return sum(type(value) is FakeTensor for value in gc.get_objects())
+
+    net = Net()
+    net.behaviors = tuple(
+        name for name in BEHAVIORS if name not in ("change_settings", "fill_weak_and_context_variables")
+    )
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        if y.requires_grad:
+            y.sum().backward()
+            optimizer.step()
+        if net.ending == "error":
+            raise KeyError
+
+    trace(step, torch.ones(2, 4))
+    before = alive()
+    for net.ending in ("return", "error", "value"):
+        with contextlib.suppress(KeyError, UsageError):
+            estimate(step, torch.ones(2, 4), on="h100-sxm")
+    assert alive() <= before
 
 
 def test_the_limit_of_ops():

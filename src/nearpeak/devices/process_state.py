@@ -208,6 +208,7 @@ _SETTINGS: list[_Setting] = [
     _Setting(gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
     _Setting(lambda: list(warnings.filters), _set_warning_filters),
     _Setting(lambda: (sys.stdout, sys.stderr), _set_streams),
+    _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
     _Setting(_gpu_stream, _set_gpu_stream),
     _Setting(_signal_handlers, _set_signal_handlers),
 ]

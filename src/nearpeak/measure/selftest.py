@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import CaseError, UsageError, did_you_mean
 from nearpeak.machines.catalogue import find
 from nearpeak.measure import instrument, samplers
@@ -54,6 +55,7 @@ DRIFT_SECONDS = 1.7
 """The injected drift: 4 % up and down in so many seconds, about the length of a sequential comparison."""
 
 
+@preserve_process_state()
 def run(
     names: Sequence[str] = (), quick: bool = False, progress: Callable[[str], None] | None = None
 ) -> SelfTestReport:

@@ -210,7 +210,7 @@ def _visit_of(kind: type) -> _Visit | None:
     return _visit_object if _has_user_state(kind) else None
 
 
-_STANDARD_LIBRARY = sys.stdlib_module_names - {"collections", "types", "argparse", "contextlib"}
+_STANDARD_LIBRARY = sys.stdlib_module_names - {"collections", "types", "argparse", "contextlib", "weakref"}
 _INTERNAL_PREFIXES = ("_cython", "torch._", "torch.fx.", "torch.jit.", "torch.library", "torch.autograd.")
 _NOT_OF_USERS = frozenset({"nearpeak", "numpy", "builtins", "triton", "IPython"}) | _STANDARD_LIBRARY
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import dis
 import logging
@@ -132,7 +133,7 @@ def trace(
         returned: Any = None
         try:
             with recorder:
-                returned = fn(*args, **named)
+                returned = fn(*args, **named) if live else contextvars.copy_context().run(fn, *args, **named)
             if grad:
                 _backward(recorder, returned)
         except LimitReached:
