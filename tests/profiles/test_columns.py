@@ -22,7 +22,7 @@ rows = st.builds(
     Row,
     name=st.text(max_size=3),
     shape=st.lists(st.integers(0, 9), max_size=2).map(tuple),
-    count=st.integers(),
+    count=st.integers(-(2**63), 2**63 - 1),
     seconds=st.floats(allow_nan=False, allow_infinity=False),
     expected=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     known=st.booleans(),

@@ -82,7 +82,9 @@ if sys.version_info >= (3, 12):
     def _monitored_call() -> Iterator[None]:
         """The interpreter reports each start and end of the call, on any thread."""
         monitoring = sys.monitoring
-        code = nn.Module.__call__.__code__
+        code = (
+            nn.Module._wrapped_call_impl.__code__
+        )  # torch's own `__call__`, whatever the program has put in its place
         tool = next((number for number in _TOOL_IDS if monitoring.get_tool(number) is None), None)
         if tool is None:
             with _patched_call():

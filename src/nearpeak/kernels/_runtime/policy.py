@@ -189,9 +189,13 @@ def cuda_capability(index: int) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(index)
 
 
+_AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(name))
+"""Asked once: torch 2.11 cannot compile the question."""
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of autocast on a device; None where it is off, or where torch has none, as for meta tensors."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    if device.type not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
