@@ -254,6 +254,24 @@ def test_a_pipe_is_read_once_and_to_its_end(tmp_path):
     writer.join()
 
 
+def test_a_pipe_that_gives_a_byte_at_a_time(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(tmp_path / "pipe", os.O_WRONLY)
+
+    def write():
+        for byte in gzip.compress(b"[1]"):
+            os.write(writer, bytes([byte]))
+            os.sched_yield()
+        os.close(writer)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert read_json(tmp_path / "pipe") == [1]
+    thread.join()
+    os.close(reader)
+
+
 def test_a_pipe_without_content_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(_files, "NO_WRITER_S", 0.05)
     monkeypatch.setattr(_files, "SILENT_WRITER_S", 0.05)

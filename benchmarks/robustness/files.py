@@ -535,6 +535,8 @@ def run(seed: int, numbers: Sequence[int]) -> Iterator[tuple[int, str, str, str,
         finally:
             if current is not None:
                 left.remove(current)
+            else:
+                worker.join(30.0)  # it removes its folder
             worker.kill()
             worker.join()
             ours.close()

@@ -104,23 +104,26 @@ class InputFile:
     def _pieces(self) -> Generator[bytes, None, None]:
         self._open()
         first = self._read(_CHUNK)
+        while 0 < len(first) < len(_GZIP) and (more := self._read(_CHUNK)):  # a pipe may give a byte at a time
+            first += more
         packed = first.startswith(_GZIP)
         raw = itertools.chain([first] if first else [], iter(lambda: self._read(_CHUNK), b""))
         yield from self._unpacked(raw) if packed else raw
 
     def _open(self) -> None:
         try:
-            # without waiting: to open a pipe would wait for its writer, for ever
-            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-            mode = os.fstat(self._descriptor).st_mode
+            mode = self.path.stat().st_mode
+            self._is_pipe = stat.S_ISFIFO(mode)
+            if stat.S_ISREG(mode) or self._is_pipe:
+                # without waiting: to open a pipe would wait for its writer, for ever
+                self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+                return
+            reason = "it is a folder" if stat.S_ISDIR(mode) else "it is a device"
         except FileNotFoundError:
             raise FileProblem(self, "there is no such file") from None
         except (OSError, ValueError) as error:
-            raise FileProblem(self, f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
-        self._is_pipe = stat.S_ISFIFO(mode)
-        if not (stat.S_ISREG(mode) or self._is_pipe):
-            what = "a folder" if stat.S_ISDIR(mode) else "a device"
-            raise FileProblem(self, f"it cannot be read: it is {what}")
+            reason = getattr(error, "strerror", None) or str(error)
+        raise FileProblem(self, f"it cannot be read: {reason}") from None
 
     def _read(self, size: int) -> bytes:
         assert self._descriptor is not None
@@ -164,6 +167,8 @@ class InputFile:
                     raise FileProblem(self, f"it expands to more than {LARGEST_RATIO} times its size, and is not read")
                 yield content
                 rest = unpacker.unconsumed_tail or unpacker.unused_data
+        while not unpacker.eof and (content := unpacker.decompress(b"", _CHUNK)):  # it may hold some back
+            yield content
         self.truncated = not unpacker.eof
 
 

@@ -259,7 +259,7 @@ def _profile_of_loop(block: Any) -> Any:
 
 def _raise_usage_error(message: str) -> NoReturn:
     """Raises IPython's own error for magics, which is shown as one line without a traceback."""
-    raise import_module("IPython.core.error").UsageError(message) from None
+    raise import_module("IPython.core.error").UsageError(printable(message)) from None
 
 
 def _text_printer(module: str) -> Callable[[Any, Any, bool], None]:
