@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpeak._records import from_json, to_json
+from nearpeak._records import Count, MeasuredSeconds, Rate, Share, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,13 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 leaves = st.builds(Leaf, name=st.text(), value=st.none() | finite)
 records = st.builds(
     Record,
-    count=st.integers(),
+    count=st.integers(-(2**63), 2**63 - 1),
     seconds=finite,
     kind=st.sampled_from(["cold", "hot"]),
     exact=st.booleans(),
     leaf=st.none() | leaves,
     leaves=st.lists(leaves, max_size=4).map(tuple),
-    pair=st.tuples(st.integers(), st.text()),
+    pair=st.tuples(st.integers(-(2**63), 2**63 - 1), st.text()),
     rates=st.dictionaries(st.text(), finite, max_size=4),
 )
 
@@ -104,3 +104,44 @@ def test_a_long_value_is_cut_in_the_message():
     with pytest.raises(ValueError, match="Record") as caught:
         from_json(Record, MINIMAL | {"count": "x" * 10_000})
     assert len(str(caught.value)) < 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limited:
+    wall: MeasuredSeconds
+    share: Share | None = None
+    counts: tuple[Count, ...] = ()
+    rates: Mapping[str, Rate] = field(default_factory=dict)
+
+    def check(self) -> None:
+        if len(self.counts) > 2:
+            raise ValueError("too many counts")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"wall": 0}, r"Limited\.wall: expected a number from 1e-12 to 1e\+09, found 0"),
+        ({"wall": 1e999}, r"Limited\.wall: expected a finite number, found inf"),
+        ({"wall": 10**400}, r"Limited\.wall: expected a finite number"),
+        ({"share": 1.1}, r"Limited\.share: expected a number from 0 to 1"),
+        ({"counts": [1, -1]}, r"Limited\.counts\[1\]: expected a number from 0"),
+        ({"counts": [2**63]}, r"Limited\.counts\[0\]: expected an integer of 64 bits, found one of 64"),
+        ({"counts": [1, 2, 3]}, "Limited: too many counts"),
+        ({"rates": {"a": 0}}, r"Limited\.rates\.a: expected a number from 0\.001"),
+        ({"wall": [1] * 10**6}, r"Limited\.wall: expected a number, found \[1, 1, 1, 1, 1, 1, \.\.\.\]"),
+    ],
+)
+def test_a_number_outside_of_its_limits_is_named(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        from_json(Limited, {"wall": 1.0, **change})
+    assert len(str(caught.value)) < 200
+
+
+def test_numbers_within_their_limits():
+    assert from_json(Limited, {"wall": 1, "share": 1.0, "counts": [0], "rates": {"a": 2}}).rates == {"a": 2.0}
+
+
+def test_a_text_has_a_length():
+    with pytest.raises(ValueError, match=r"Leaf\.name: expected a text, found one of 100,001 characters"):
+        from_json(Leaf, {"name": "x" * 100_001})

@@ -203,7 +203,7 @@ def test_a_case_that_cannot_be_timed(case, message, cases, capsys):
         (["cases.py:neg", "--sweep", "dtpe=int8,int32"], "Did you mean 'dtype'?"),
         (["cases.py:neg", "--kind", "divice"], "Did you mean 'device'?"),
         (["cases.py:neg", "--kind", "device"], "use kind='cpu'"),
-        (["cases.py:neg", "--baseline", "missing.json"], "Cannot read missing.json"),
+        (["cases.py:neg", "--baseline", "missing.json"], "missing.json: there is no such file"),
         (["cases.py:neg", "--json", "missing/x.json", *QUICK], "missing/x.json cannot be written"),
     ],
 )
