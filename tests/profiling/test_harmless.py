@@ -140,10 +140,6 @@ PROGRAMS = {
     + "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\n"
     + "assert pool.submit(int, 3).result() == 3\n"
     + LOOP,
-    "steps on several threads": TRAIN
-    + "import threading\nfor _ in range(4):\n"
-    + "    thread = threading.Thread(target=lambda: [step() for _ in range(16)])\n"
-    + "    thread.start()\n    thread.join()\n",
 }
 
 

@@ -1,8 +1,9 @@
 import os
+import threading
 
 import pytest
 
-from nearpeak.trace.guard import Guard
+from nearpeak.trace.guard import Guard, OwnThread
 
 
 def fails(*_args):
@@ -44,3 +45,21 @@ def test_nothing_runs_in_a_forked_child():
     os.waitpid(child, 0)
     assert os.read(reader, 100) == b"True []"
     assert not guard.in_child
+
+
+def test_a_thread_is_known_by_itself_and_not_by_its_id():
+    answers = []
+    made = []
+
+    def make():
+        made.append((OwnThread(), threading.get_ident()))
+
+    def ask():
+        answers.append((bool(made[0][0]), threading.get_ident()))
+
+    for target in (make, ask):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert not answers[0][0]  # also where the id is that of the thread that has ended
+    assert not made[0][0]
