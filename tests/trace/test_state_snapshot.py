@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import gc
 import os
@@ -673,3 +674,65 @@ def test_errors_of_the_code_are_its_own(function, kind):
     with pytest.raises(kind) as raised:
         estimate(function, torch.ones(4, 4), on="h100-sxm")
     assert type(raised.value) is kind
+
+
+def averaged(model, optimizer, held):
+    """Keeps a copy of the model, made in the first step."""
+
+    def step(x):
+        if "average" not in held:
+            held["average"] = copy.deepcopy(model)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, parameter in zip(held["average"].parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+
+    return step
+
+
+def delayed(model, optimizer, held):
+    """Differentiates the loss of the step before."""
+    held["loss"] = model(torch.ones(4, 4)).square().mean()
+
+    def step(x):
+        held["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held["loss"] = model(x).square().mean()
+
+    return step
+
+
+def regrouped(model, optimizer, held):
+    """Trains more and more slowly, and the last layer from the second step on."""
+    optimizer.param_groups[0]["params"] = list(model[0].parameters())
+
+    def step(x):
+        if len(optimizer.param_groups) == 1 and held.setdefault("steps", 0):
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        held["steps"] += 1
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("make", [averaged, delayed, regrouped])
+def test_a_program_goes_on_as_without_an_estimate(make):
+    def weights(estimates):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5))
+        held = {"steps": 0} if make is regrouped else {}
+        step = make(model, torch.optim.Adam(model.parameters(), lr=0.01), held)
+        for index in range(3):
+            for _ in range(estimates):
+                estimate(step, torch.ones(4, 4), on="h100-sxm")
+            step(torch.full((4, 4), float(index + 1)))
+        return [tensor.clone() for tensor in model.state_dict().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(0), weights(2), strict=True))

@@ -64,7 +64,7 @@ def fake() -> Iterator[None]:
     >>> weights.untyped_storage().nbytes()
     140000000000
     """
-    with real_imports(), fake_mode(), _DeepcopyMode(), _SmallRangesMode(), allow_building(), cuda_on_cpu():
+    with real_imports(), fake_mode(), DeepcopyMode(), _SmallRangesMode(), allow_building(), cuda_on_cpu():
         yield
 
 
@@ -79,13 +79,13 @@ def fresh_conversions(mode: FakeTensorMode) -> Iterator[None]:
         mode.fake_tensor_converter = before
 
 
-class _DeepcopyMode(TorchFunctionMode):
-    """Lets `copy.deepcopy` copy fake tensors; torch would copy their data."""
+class DeepcopyMode(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy tensors, fake ones and real ones, to fake ones; torch would copy their data."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not torch.Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+        if func is not torch.Tensor.__deepcopy__ or not args[0].is_leaf or args[0].layout is not torch.strided:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:

@@ -530,7 +530,9 @@ class FakeCopies:
                 value = tensor.clone()
             copy = self._mode.fake_tensor_converter.from_real_tensor(self._mode, value, make_constant=True)
         else:
-            copy = self._mode.from_tensor(tensor)
+            with no_dispatch():  # torch warns about the gradient that a computed tensor does not have
+                source = tensor if tensor.is_leaf or type(tensor) is not torch.Tensor else tensor.detach()
+            copy = self._mode.from_tensor(source)
         self._fakes[id(tensor)] = (tensor, copy)
         return copy
 

@@ -101,6 +101,11 @@ class StateSnapshot:
             self.meet(tensor)
 
     @property
+    def met_graph(self) -> bool:
+        """Whether a tensor was met that a real op computed for autograd."""
+        return self._states.met_graph
+
+    @property
     def unusual_tensors(self) -> list[str]:
         """The kinds of tensors that were met and that fake tensors may not stand for."""
         return sorted(self._states.unusual)
@@ -153,6 +158,7 @@ class _ObjectStates:
         self._visits: dict[type, _Visit | None] = {}
         self.classes: set[int] = set()
         """Ids of the classes that were visited, each with those above it."""
+        self.met_graph = False
         self.unusual: set[str] = set()
         """Kinds of tensors with data in another form than strides."""
         self.modules: set[tuple[str, tuple[str, ...]]] = set()
@@ -528,6 +534,7 @@ def _visit_tensor(states: _ObjectStates, value: torch.Tensor) -> Iterable[Any]:
     if (unusual := _unusual_kind(value)) is not None:
         states.unusual.add(unusual)
     leaf = value.is_leaf
+    states.met_graph |= not leaf
     gradient = value.grad if leaf or value.retains_grad else None
     hooks = (value._backward_hooks, value._post_accumulate_grad_hooks)
     version = None if value.is_inference() else _unsafe_preserve_version_counter(value)

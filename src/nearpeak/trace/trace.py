@@ -28,7 +28,7 @@ from nearpeak.ops.op import Trace
 from nearpeak.trace import memo, objects, schema, state_snapshot, storages
 from nearpeak.trace.cuda_ops.lower import emulate_target
 from nearpeak.trace.cuda_ops.target import Target
-from nearpeak.trace.fake import allow_building, fake_mode, fresh_conversions
+from nearpeak.trace.fake import DeepcopyMode, allow_building, fake_mode, fresh_conversions
 from nearpeak.trace.interrupts import defer_signals
 from nearpeak.trace.modules import ReachableModules
 from nearpeak.trace.objects import named_tensors
@@ -36,6 +36,7 @@ from nearpeak.trace.patches.assigned_data import follow_assigned_data
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
 from nearpeak.trace.patches.flex_attention import count_mask_pairs
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
+from nearpeak.trace.patches.keep_graphs import keep_graphs
 from nearpeak.trace.patches.module_calls import encoder_fast_path, track_functional_calls
 from nearpeak.trace.patches.no_compile import no_compile, python_control_flow
 from nearpeak.trace.patches.real_imports import real_imports
@@ -107,7 +108,10 @@ def trace(
             stack.enter_context(real_imports())
             stack.enter_context(follow_assigned_data())
             stack.enter_context(skip_shape_inference())
+            if snapshot.met_graph:
+                stack.enter_context(keep_graphs())
             stack.enter_context(mode)
+            stack.enter_context(DeepcopyMode())
             stack.enter_context(allow_building())
             stack.enter_context(_no_duplicate_error_logs())
             cuda_requests = stack.enter_context(cuda_on_cpu())
@@ -254,8 +258,8 @@ def _why_not_traced(error: Exception, unusual: Sequence[str]) -> str | None:
     text = message_of(error).rstrip(".")
     if isinstance(error, RuntimeError) and text.startswith(_MEMORY_ERRORS):
         return (
-            "the code asks for the memory of a tensor (.numpy(), .data_ptr(), copy.deepcopy, a kernel that torch does "
-            "not know), and fake ones have none. Make kernels operators with torch.library.custom_op and "
+            "the code asks for the memory of a tensor (.numpy(), .data_ptr(), a kernel that torch does not "
+            "know), and fake ones have none. Make kernels operators with torch.library.custom_op and "
             f"register_fake, or {_LIVE}."
         )
     if isinstance(error, TypeError) and "FakeTensor.__format__" in text:
