@@ -79,9 +79,10 @@ HELP = """Profile the steps of code: where their time goes, and what the hardwar
     %%nearpeak [options]              a cell
 
 Code with a loop runs once, and its steps are detected as in a script: a step ends with an optimizer's step, or with a
-module's call without gradients. A profile needs about twenty-five of them. Code that takes no more than one step is a
-step itself, and runs about twenty times. With --bench, code runs until the interval is narrow. Variables that it
-assigns keep their values, as in any cell. The result is a nearpeak.Profile, or a nearpeak.Timing with --bench.
+module's call without gradients. A profile needs about twenty-five of them. Code that is one step itself, with one step
+of an optimizer or none and no module called twice beside it, runs about twenty times. With --bench, code runs until
+the interval is narrow. Variables that it assigns keep their values, as in any cell. The result is a nearpeak.Profile,
+or a nearpeak.Timing with --bench.
 
     --repeat            the code is one step, whatever it does: run it about twenty times; not with --bench
     --bench             time it, as nearpeak.bench does

@@ -249,6 +249,21 @@ def test_a_loop_of_few_steps_is_not_run_again(shell: Shell, usage_errors, code: 
     assert calls == len(shell.user_ns["calls"])
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "loss = torch.nn.MSELoss()(model(x), x)\nloss.backward()",
+        "with torch.no_grad():\n    loss = torch.nn.MSELoss()(model(x), x)",
+        "for _ in range(3):\n    model(x).sum().backward()\noptimizer.step()",
+        "for _ in range(3):\n    loss = (x @ x.mT).sum()",
+    ],
+)
+def test_several_modules_gradient_accumulation_and_plain_ops_are_one_step(shell: Shell, code: str):
+    trained(shell)
+    assert isinstance(shell.cell("--on h100-sxm --quiet", "calls.append(1)\n" + code), Profile)
+    assert len(shell.user_ns["calls"]) > 10
+
+
 def test_one_step_is_repeated_and_a_loop_if_asked_to(shell: Shell):
     trained(shell)
     assert isinstance(shell.cell("--on h100-sxm --quiet", LOOP.format(steps=1)), Profile)

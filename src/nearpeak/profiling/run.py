@@ -53,8 +53,9 @@ class ProfiledBlock:
 
     @property
     def is_one_step(self) -> bool:
-        """Whether the block took no more than one step: none was detected, or one and no calls of a model after it."""
-        return self._session.steps_seen + self._steps.unfinished_calls <= 1
+        """Whether the block was no loop: it took one training step or none, and called no module twice beside it."""
+        steps = self._session.steps_seen if self._steps.trains else 0
+        return steps + max(self._steps.calls_by_module.values(), default=0) <= 1
 
     @property
     def profile(self) -> Profile:

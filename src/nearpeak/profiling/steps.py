@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -118,6 +119,13 @@ class StepDetector:
         self._evaluated = 0
         self.unfinished_calls = 0
         """Top-level calls with gradients since the last step ended."""
+        self.calls_by_module: Counter[int] = Counter()
+        """Top-level calls of each module, by id, since an optimizer's step."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether an optimizer has taken a step."""
+        return self._first is not None
 
     def mark(self, function: Any) -> Any:
         """Wraps a function so that each of its calls is a step; of nested calls only the outer one."""
@@ -184,6 +192,7 @@ class StepDetector:
         self._listener.optimizer_ends()
         if optimizer is self._first:
             self.unfinished_calls = 0
+            self.calls_by_module.clear()
             if self._first_step_runs:
                 self._first_step_runs = False
                 self._step_ended()
@@ -203,6 +212,7 @@ class StepDetector:
             self._listener.step_ends(kind)
 
     def _after_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.calls_by_module[id(module)] += 1
         if torch.is_grad_enabled():
             self._trained += 1
             self.unfinished_calls += 1
