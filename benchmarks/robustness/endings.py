@@ -144,9 +144,8 @@ class Row:
 class Bench:
     """A folder in which endings happen."""
 
-    def __init__(self, folder: Path, calibration: Path) -> None:
-        self.folder, self.calibration = folder, calibration
-        self.zygote = Zygote()
+    def __init__(self, folder: Path, calibration: Path | None, zygote: Zygote) -> None:
+        self.folder, self.calibration, self.zygote = folder, calibration, zygote
 
     def judge(self, ending: Ending, moment: int) -> Row:
         """Runs the script alone and under nearpeak, and asks for the last run."""
@@ -195,12 +194,14 @@ class Bench:
         for name in ("work", "home", "cache"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
             (self.folder / name).mkdir()
-        shutil.copytree(self.calibration, self.folder / "cache" / "machines")
+        if self.calibration is not None:
+            shutil.copytree(self.calibration, self.folder / "cache" / "machines")
         work = self.folder / "work"
         steps = max(ENOUGH + 10, moment + 1)
         at = moment if ending.drawn and moment < steps else -1
         (work / "prog.py").write_text(script(ending, steps, at))
-        run = f"{sys.executable} " + (f"-m nearpeak profile {ending.options} " if profiled else "") + f"{work}/prog.py"
+        command = f"-m nearpeak profile {'--on h200-sxm ' if self.calibration is None else ''}{ending.options}"
+        run = f"{sys.executable} {command if profiled else ''} {work}/prog.py"
         environment = self._environment()
         if profiled:
             environment |= {name: value.format(work=work) for name, value in ending.environment.items()}
@@ -278,7 +279,7 @@ def main() -> int:
         return 0
     rows = []
     with tempfile.TemporaryDirectory(prefix="nearpeak-endings-") as folder:
-        bench = Bench(Path(folder), find_calibration())
+        bench = Bench(Path(folder), find_calibration(), Zygote())
         for ending, moment in draw(wanted.seed):
             if wanted.only and not re.fullmatch(wanted.only, ending.name):
                 continue

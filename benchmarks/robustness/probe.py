@@ -336,7 +336,7 @@ def repeat(step: Callable[[], Any], count: int) -> None:
         step()
 
 
-def profile_callable(step: Callable[[], Any]) -> None:
+def profile_callable(step: Callable[[], Any], on: str | None) -> None:
     """Profiles a step as a callable, and notes how often it ran."""
     import nearpeak
 
@@ -346,7 +346,7 @@ def profile_callable(step: Callable[[], Any]) -> None:
         notes["calls"] += 1
         return step()
 
-    attempt("profile", lambda: nearpeak.profile(counted))
+    attempt("profile", lambda: nearpeak.profile(counted, on=on))
 
 
 atexit.register(look, "exit")
