@@ -274,6 +274,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--show", type=Path, help="print the results of a file")
     wanted = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background
     if wanted.show:
         show(json.loads(wanted.show.read_text())["rows"])
         return 0
