@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.robustness.programs import ENVIRONMENT, ROOT, Zygote, end_session, find_calibration, processor
+from benchmarks.robustness.programs import ENVIRONMENT, ROOT, Forked, Zygote, end_session, find_calibration, processor
 
 LIMIT_S = 60.0
 ENOUGH = 48
@@ -144,8 +144,8 @@ class Row:
 class Bench:
     """A folder in which endings happen."""
 
-    def __init__(self, folder: Path, calibration: Path | None, zygote: Zygote) -> None:
-        self.folder, self.calibration, self.zygote = folder, calibration, zygote
+    def __init__(self, folder: Path, calibration: Path | None, zygote: Zygote, *, forked: bool) -> None:
+        self.folder, self.calibration, self.zygote, self.forked = folder, calibration, zygote, forked
 
     def judge(self, ending: Ending, moment: int) -> Row:
         """Runs the script alone and under nearpeak, and asks for the last run."""
@@ -200,21 +200,26 @@ class Bench:
         steps = max(ENOUGH + 10, moment + 1)
         at = moment if ending.drawn and moment < steps else -1
         (work / "prog.py").write_text(script(ending, steps, at))
-        command = f"-m nearpeak profile {'--on h200-sxm ' if self.calibration is None else ''}{ending.options}"
-        run = f"{sys.executable} {command if profiled else ''} {work}/prog.py"
+        options = [*(["--on", "h200-sxm"] if self.calibration is None else []), *ending.options.split()]
+        command = [*(["nearpeak", "profile", *options] if profiled else []), str(work / "prog.py")]
         environment = self._environment()
         if profiled:
             environment |= {name: value.format(work=work) for name, value in ending.environment.items()}
-        with (self.folder / "errors").open("wb") as errors, (self.folder / "output").open("wb") as output:
-            process = subprocess.Popen(
-                ["bash", "-c", f"set -o pipefail; {ending.shell.format(run=run)}"],
-                cwd=work,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                start_new_session=True,
-            )
+        process: subprocess.Popen[bytes] | Forked
+        if self.forked and ending.shell == "{run}":
+            process = self.zygote.start(command, self.folder, environment)
+        else:
+            run = " ".join([sys.executable, *(["-m"] if profiled else []), *command])
+            with (self.folder / "stderr").open("wb") as errors, (self.folder / "stdout").open("wb") as output:
+                process = subprocess.Popen(
+                    ["bash", "-c", f"set -o pipefail; {ending.shell.format(run=run)}"],
+                    cwd=work,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=errors,
+                    start_new_session=True,
+                )
         deadline = time.monotonic() + LIMIT_S
         for name in ending.from_outside:
             while not (work / "waits").exists() and process.poll() is None and time.monotonic() < deadline:
@@ -231,7 +236,7 @@ class Bench:
             status = None
         end_session(process.pid)
         process.wait()
-        return status, (self.folder / "errors").read_text(errors="replace")
+        return status, (self.folder / "stderr").read_text(errors="replace")
 
 
 def _session_lives(leader: int) -> bool:
@@ -271,6 +276,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="draws the moments (0)")
     parser.add_argument("--only", help="the endings whose name matches this regular expression")
+    parser.add_argument("--forked", action="store_true", help="in forks of one interpreter, where no shell is needed")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--show", type=Path, help="print the results of a file")
     wanted = parser.parse_args()
@@ -280,7 +286,7 @@ def main() -> int:
         return 0
     rows = []
     with tempfile.TemporaryDirectory(prefix="nearpeak-endings-") as folder:
-        bench = Bench(Path(folder), find_calibration(), Zygote())
+        bench = Bench(Path(folder), find_calibration(), Zygote(), forked=wanted.forked)
         for ending, moment in draw(wanted.seed):
             if wanted.only and not re.fullmatch(wanted.only, ending.name):
                 continue

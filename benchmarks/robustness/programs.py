@@ -300,6 +300,13 @@ class Forked:
         self.pid, self._answers = pid, answers
         self._code: int | None = None
 
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
     def wait(self, timeout: float | None = None) -> int:
         """The exit code as `subprocess` gives it; TimeoutExpired after the timeout."""
         if self._code is None:

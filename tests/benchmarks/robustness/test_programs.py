@@ -150,4 +150,4 @@ def test_a_drawn_program_is_the_same_under_nearpeak(number: int, zygote: Zygote,
 def test_a_drawn_ending_loses_nothing(number: int, zygote: Zygote, tmp_path: Path) -> None:
     known = [(ending, moment) for ending, moment in endings.draw(SEED) if ending.status and not ending.from_outside]
     ending, moment = random.Random(SEED).sample(known, ENDINGS)[number]
-    assert endings.Bench(tmp_path, None, zygote).judge(ending, moment).faults == (), ending.name
+    assert endings.Bench(tmp_path, None, zygote, forked=True).judge(ending, moment).faults == (), ending.name
