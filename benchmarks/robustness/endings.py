@@ -31,7 +31,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.robustness.programs import ENVIRONMENT, ROOT, Forked, Zygote, end_session, find_calibration, processor
+from benchmarks.robustness.programs import (
+    ENVIRONMENT,
+    ROOT,
+    Forked,
+    Zygote,
+    end_session,
+    find_calibration,
+    processor,
+    receive_signals,
+)
 
 LIMIT_S = 60.0
 ENOUGH = 48
@@ -280,7 +289,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--show", type=Path, help="print the results of a file")
     wanted = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background
+    receive_signals()
     if wanted.show:
         show(json.loads(wanted.show.read_text())["rows"])
         return 0

@@ -562,6 +562,13 @@ def find_calibration() -> Path:
     return folder
 
 
+def receive_signals() -> None:
+    """Undoes what a shell or nohup ignores for commands in the background, and programs would inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def show(rows: Sequence[dict[str, Any]], *, verbose: bool = True) -> None:
     """Prints how many programs fared how, and each difference."""
     for way in dict.fromkeys(row["way"] for row in rows):
@@ -588,7 +595,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--show", type=Path, help="print the results of a file")
     wanted = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background
+    receive_signals()
     if wanted.show:
         show(json.loads(wanted.show.read_text())["rows"])
         return 0
