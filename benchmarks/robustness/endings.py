@@ -168,7 +168,7 @@ class Bench:
             faults.append(f"it ends with {status}, alone with {alone}")
         elif ending.expected is not None and status != ending.expected:
             faults.append(f"it ends with {status} instead of {ending.expected}")
-        if "Traceback" in errors and "nearpeak" in errors.rpartition("Traceback")[2]:
+        if "Traceback" in errors and "/nearpeak/" in errors.rpartition("Traceback")[2]:
             faults.append("a traceback of nearpeak")
         report = self._report()
         shown = "prog.py" in report

@@ -7,6 +7,7 @@ program as the interpreter itself would, so that uncaught exceptions, exit codes
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -68,6 +69,8 @@ def serve() -> list[str]:
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.collect()
+gc.freeze()  # a fork that ends would copy, and look at, everything that was imported
 arguments = serve()
 if arguments[0] == "nearpeak":
     sys.exit(nearpeak.cli.main.main(arguments[1:]))
