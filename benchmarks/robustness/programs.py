@@ -430,7 +430,7 @@ def differences(alone: Outcome, other: Outcome, way: Way) -> list[str]:
     for rank, (expected, code) in enumerate(zip(alone.codes, other.codes, strict=True)):
         if code is None and expected is not None:
             found.append(f"rank {rank}: hangs")
-        elif expected != code and not (way == "script" and expected == 0 and _declined(other.errors[rank])):
+        elif expected != code and not (way == "script" and expected == 0 and declined(other.errors[rank])):
             found.append(f"rank {rank}: ends with {code} instead of {expected}")
         found += _output_differences("stdout", alone.outputs[rank], other.outputs[rank], way)
         found += _output_differences("stderr", alone.errors[rank], other.errors[rank], way)
@@ -454,7 +454,7 @@ def _is_allowed(line: str, way: Way, over: bool) -> bool:
     return any(way == known and re.search(place, line) and (always or not over) for known, place, always, _ in ALLOWED)
 
 
-def _declined(errors: str) -> bool:
+def declined(errors: str) -> bool:
     """Whether nearpeak said that there is no profile: its own exit code is then that of the command."""
     return bool(re.search(r"^nearpeak: .*took (no|\d+) steps?", errors, re.MULTILINE))
 
