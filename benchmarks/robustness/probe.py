@@ -98,7 +98,7 @@ def module(value: nn.Module) -> Any:
         inside = object.__getattribute__(part, "__dict__")
         parts[path] = {
             "class": TYPE(part).__qualname__,
-            "attributes": SORTED(inside),
+            "attributes": SORTED(re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4,12}){4}", "_", STR(name)) for name in inside),
             "training": inside.get("training"),
             "hooks": hooks(part),
             "parameters": {
@@ -248,7 +248,7 @@ def interpreter_state() -> dict[str, Any]:
         "argv": list(sys.argv),
         "path": list(sys.path),
         "flags": STR(sys.flags),
-        "main": [getattr(sys.modules.get("__main__"), name, None) for name in ("__name__", "__file__", "__package__")],
+        "main": [getattr(sys.modules.get("__main__"), name, None) for name in ("__name__", "__package__")],
         "main is this": sys.modules.get("__main__") is not None
         and vars(sys.modules["__main__"]) is notes.get("globals"),
         "hooks": {
