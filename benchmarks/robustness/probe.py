@@ -150,7 +150,8 @@ def digest(value: Any, depth: int = 0) -> Any:
 
 def random_states() -> dict[str, Any]:
     return {
-        "python": fingerprint(REPR(random.getstate()).encode()),
+        # Python seeds it anew in a fork
+        "python": fingerprint(REPR(random.getstate()).encode()) if GETPID() == MAIN else None,
         "numpy": fingerprint(REPR(np.random.get_state(legacy=False)).encode()),
         "torch": fingerprint(torch.default_generator.get_state().cpu().numpy().tobytes()),
     }

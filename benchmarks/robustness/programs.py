@@ -103,6 +103,8 @@ WAYS: tuple[Way, ...] = ("script", "block", "callable", "estimate")
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 60.0
+GRACE_S = 0.2
+"""Helpers of multiprocessing end so long after their program, or sooner."""
 DEFAULTS = {"model": "mlp", "loop": "plain", "ending": "return"}
 
 IN_THE_STEP = ("model", "hooks", "settings", "tools")
@@ -288,9 +290,10 @@ class Zygote:
 
     def close(self) -> None:
         """Ends the interpreter."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
 
 class Forked:
@@ -346,6 +349,7 @@ class Bench:
             except subprocess.TimeoutExpired:
                 outcome.codes.append(None)
             work = self.folder / "run" / str(rank)
+            time.sleep(GRACE_S)
             outcome.left += end_session(process.pid)
             process.wait()
             outcome.outputs.append((work / "stdout").read_text(errors="replace"))

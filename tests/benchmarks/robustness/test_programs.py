@@ -130,7 +130,7 @@ def zygote() -> Iterator[Zygote]:
 
 
 SEED = 26
-PROGRAMS = 3
+PROGRAMS = 2
 ENDINGS = 2
 
 
