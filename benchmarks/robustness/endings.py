@@ -12,10 +12,8 @@ why not.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -39,8 +37,8 @@ from benchmarks.robustness.programs import (
     declined,
     end_session,
     find_calibration,
-    processor,
     receive_signals,
+    write_results,
 )
 
 LIMIT_S = 60.0
@@ -296,6 +294,7 @@ def main() -> int:
         show(json.loads(wanted.show.read_text())["rows"])
         return 0
     rows = []
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nearpeak-endings-") as folder:
         bench = Bench(Path(folder), find_calibration(), Zygote(), forked=wanted.forked)
         for ending, moment in draw(wanted.seed):
@@ -311,20 +310,7 @@ def main() -> int:
     print()
     show(rows)
     if wanted.json:
-        import torch
-
-        result = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": {
-                "architecture": platform.machine(),
-                "processor": processor(),
-                "python": platform.python_version(),
-            },
-            "torch": torch.__version__,
-            "seed": wanted.seed,
-            "rows": rows,
-        }
-        wanted.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_results(wanted.json, wanted.seed, rows, time.monotonic() - started)
     return int(any(row["faults"] for row in rows))
 
 

@@ -20,6 +20,7 @@ import argparse
 import datetime
 import difflib
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -634,28 +635,26 @@ def main() -> int:
                     print(f"    {line}", flush=True)
                 if len(fresh) < len(row.differences):
                     print(f"    and {len(row.differences) - len(fresh)} that {COMMON} programs had before", flush=True)
+            if wanted.json:
+                write_results(wanted.json, wanted.seed, rows, time.monotonic() - started)
         if zygote is not None:
             zygote.close()
     print()
     show(rows, verbose=False)
-    if wanted.json:
-        import torch
-
-        result = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": {
-                "architecture": platform.machine(),
-                "processor": processor(),
-                "python": platform.python_version(),
-            },
-            "torch": torch.__version__,
-            "seed": wanted.seed,
-            "programs": len(programs),
-            "seconds": round(time.monotonic() - started),
-            "rows": rows,
-        }
-        wanted.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(any(row["outcome"] in ("differs", "hangs") and row["way"] != "alone" for row in rows))
+
+
+def write_results(path: Path, seed: int | None, rows: list[dict[str, Any]], seconds: float) -> None:
+    """Writes what is known so far, with the machine and the date."""
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"architecture": platform.machine(), "processor": processor(), "python": platform.python_version()},
+        "torch": importlib.metadata.version("torch"),
+        "seed": seed,
+        "seconds": round(seconds),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def processor() -> str:
