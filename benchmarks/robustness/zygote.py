@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import types
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ import nearpeak.render.report
 import nearpeak.render.views.profile
 
 assert np is not None and torch.get_num_threads() == 1
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)  # as the command does
 
 
 def run_program(file: bytes) -> int:
