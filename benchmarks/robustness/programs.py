@@ -136,6 +136,7 @@ ALLOWED: tuple[tuple[Way, str, bool, str], ...] = (
         False,
         "calls of modules and optimizers are seen",
     ),
+    ("script", r"end: torch / optimizer hooks", True, "after an evaluation, training may begin"),
     ("script", r"end: results / \w+ / attributes: \[\"step\"\]", False, "the end of an optimizer's step is seen"),
 )
 """Differences that are meant: the way, the place, whether also when steps are no longer looked for, and the reason."""
