@@ -175,6 +175,14 @@ def markdown_structure(text: str) -> Any:
     return [each for each in found if each]
 
 
+def markdown_text(text: str) -> Any:
+    """Nothing but the elements that reports use: which rows there are depends on the names."""
+    allowed = ("code_inline", "strong_open", "strong_close", "em_open", "em_close", "<details", "</details", "<summary")
+    for kind in markdown_structure(text):
+        if kind in ("link_open", "image") or ("<" in kind and not kind.strip().startswith(allowed)):
+            raise ValueError(f"Markdown has {kind[:40]!r}")
+
+
 def csv_structure(text: str) -> Any:
     """The number of cells of each row."""
     rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
@@ -235,7 +243,7 @@ def outputs(name: str, folder: Path) -> Iterator[tuple[str, str, Callable[[str],
     yield "repr", repr(made), text_structure
     changes = document_of = difference_document(difference(other, made), 12, names=(name, "b"))
     yield "diff", text(document_of), text_structure
-    yield "diff .md", markdown(changes), text_structure
+    yield "diff .md", markdown(changes), markdown_text
     yield from _timing_outputs(name)
     yield "pytest", _printed(lambda: _fail(measured_test, made)), text_structure
     with mock.patch.dict(os.environ, NEARPEAK_CACHE_DIR=str(folder)):
