@@ -109,10 +109,15 @@ def named_profile(name: str) -> Any:
     """The profile of a trace with a name in front of each of its texts."""
     from nearpeak._records import build
     from nearpeak.profiles.profile import Profile
+
+    return build(Profile, _renamed(_recorded(), name), "Profile")
+
+
+@functools.cache
+def _recorded() -> Any:
     from nearpeak.profiling.load import load
 
-    made = load(DATA / "kineto_eager.json.gz")
-    return build(Profile, _renamed(_plain(made), name), "Profile")
+    return _plain(load(DATA / "kineto_eager.json.gz"))
 
 
 def _plain(profile: Any) -> Any:
