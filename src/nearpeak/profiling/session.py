@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Literal
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nearpeak.devices.backends import gpu_in_use
 from nearpeak.errors import UsageError, message_of
@@ -431,7 +432,8 @@ class Session:
         if self.is_done:
             if self.steps is not None and not self._follows:
                 self.steps.stop(until_training=True)
-            with suppress(Exception):  # what is done with the records is no part of recording them
+            # What is done with the records is no part of recording them, and modes of the code do not see it.
+            with suppress(Exception), _disable_current_modes(), torch._C.DisableTorchFunction():
                 self._completed()
             if self._stop:
                 raise StopRun
@@ -540,7 +542,8 @@ class Session:
             return
         if between is not None:
             synchronize()
-            between()
+            with torch._C._EnableTorchFunction():
+                between()
         if after != before:
             self._say(PHASE_MESSAGES[after])
             if self.steps is not None:
@@ -568,7 +571,8 @@ class Session:
     def _begin_clean_steps(self, between: Callable[[], object] | None) -> None:
         if between is not None:
             synchronize()
-            between()
+            with torch._C._EnableTorchFunction():
+                between()
         self._resume()
         self._events.record()
 

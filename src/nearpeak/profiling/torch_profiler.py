@@ -7,9 +7,10 @@ import functools
 import os
 import sys
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType
@@ -45,10 +46,12 @@ class Profiler:
         """Of the step that began last."""
         self._step = ExitStack()
         self._thread = OwnThread()
-        with no_warnings(), _no_kineto_log():  # about the profiler's own cycles
-            self._profiler.start()
-        Profiler.running = True
+        self._at_thread_end = threading.local()
         try:
+            with no_warnings(), _no_kineto_log():  # about the profiler's own cycles
+                self._profiler.start()
+            Profiler.running = True
+            self._at_thread_end.call = _CallAtEnd(self._disable)
             _let_forked_children_exit()
             self._patches.enter_context(mark_garbage_collections())
             self._patches.enter_context(mark_data_loading())
@@ -76,7 +79,7 @@ class Profiler:
 
     def stop(self, among: Collection[int] = ()) -> KinetoTrace:
         """Stops, and reads the median one of these steps; the last step if none are given or no kernel ran."""
-        with no_warnings(), tempfile.TemporaryDirectory() as folder:
+        with no_warnings(), _disable_current_modes(), tempfile.TemporaryDirectory() as folder:
             self._stop()
             file = Path(folder) / "step.json"
             self._profiler.export_chrome_trace(str(file))
@@ -85,10 +88,30 @@ class Profiler:
     def _stop(self) -> None:
         self._patches.close()
         Profiler.running = False
-        # Ended by another thread, ranges and profiler would corrupt memory: it runs on, and nobody reads it.
+        # Ended by another thread, ranges and profiler would corrupt memory: it runs until its own thread ends.
         if self._thread:
-            self.end_step()
-            self._profiler.stop()
+            try:
+                self.end_step()
+                self._profiler.stop()
+            except BaseException:
+                self._disable()
+                raise
+
+    def _disable(self) -> None:
+        """Disables it after an error, or when its thread ends: enabled at the end of a thread, it crashes."""
+        if torch._C._autograd._profiler_enabled():
+            with suppress(Exception):
+                torch._C._autograd._disable_profiler()
+
+
+class _CallAtEnd:
+    """Calls a function when it is deleted: in a variable of a thread, at the end of that thread."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __del__(self) -> None:
+        self._function()
 
 
 @contextmanager

@@ -48,26 +48,24 @@ class Guard:
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """The result of `function`; None if it raises an exception, and in a forked child.
 
-        What is no `Exception` passes: it ends the program on purpose.
+        What is no `Exception` passes: it ends the program on purpose. Function modes and subclasses of the program do
+        not see what is asked of tensors here.
         """
         if os.getpid() != self._process:
             return None
         try:
-            return function(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
         except Exception as error:
             self._note_failure(error)
             return None
 
     def wrap(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """`function`, called through the guard.
-
-        Modes and subclasses of the program do not see what it asks tensors.
-        """
+        """`function`, called through the guard."""
 
         @functools.wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            with torch._C.DisableTorchFunction():
-                return self.call(function, *args, **kwargs)
+            return self.call(function, *args, **kwargs)
 
         return guarded
 

@@ -181,16 +181,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _live_arguments(self, schema: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        with torch._C.DisableTorchFunction():
-            arguments = self._arguments(schema, args, kwargs)
-            self._note_mutations(schema, arguments)
-            if not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
-                self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
+        arguments = self._arguments(schema, args, kwargs)
+        self._note_mutations(schema, arguments)
+        if not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
+            self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
         return arguments
 
     def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
+        self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
 
     def _run_with_torch(
         self,
