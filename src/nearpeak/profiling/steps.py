@@ -163,6 +163,8 @@ class StepDetector:
 
     def _in_hook(self, hook: Callable[..., object]) -> Callable[..., None]:
         def run(*args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             self._hook_runs = True
             try:
                 hook(*args)
@@ -176,8 +178,6 @@ class StepDetector:
             self._listener.step_ends(StepKind())
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         self._listener.optimizer_begins(optimizer)
         if self._first is None and not self.has_step_function:
             self._first = optimizer
@@ -187,8 +187,6 @@ class StepDetector:
             self._listener.training_begins()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         self._listener.optimizer_ends()
         if optimizer is self._first:
             self.unfinished_calls = 0
@@ -235,7 +233,8 @@ class StepDetector:
         @functools.wraps(original)
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._guard.call(self._step_ended)
+            if not torch.compiler.is_compiling():
+                self._guard.call(self._step_ended)
             return result
 
         self._own_step = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -392,7 +391,7 @@ class TopLevelCalls:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # any descriptor may be a method
             original = (above.__call__ if own_call is None else own_call).__get__(module, kind)
-            if self._depth or self._nested or not self._is_open or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self._depth or self._nested or not self._is_open:
                 return original(*args, **kwargs)
             self._watch_compiler()
             self._begins()

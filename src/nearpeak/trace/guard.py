@@ -61,10 +61,12 @@ class Guard:
             return None
 
     def wrap(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """`function`, called through the guard."""
+        """`function`, called through the guard; not while torch.compile traces the caller, which would compile it."""
 
         @functools.wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            if torch.compiler.is_compiling():
+                return None
             return self.call(function, *args, **kwargs)
 
         return guarded

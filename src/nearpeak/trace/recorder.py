@@ -98,6 +98,7 @@ class Recorder(TorchDispatchMode):
         return self._guard.failure
 
     def __enter__(self) -> Self:
+        _keep_from_compiler()
         if self._mode is not None:  # the tensors have no memory that a collection could free
             entered = ExitStack()
             entered.enter_context(low_gc())
@@ -496,8 +497,12 @@ def active_recorder() -> Recorder | None:
 
 
 _skip_code: Any = getattr(torch._C._dynamo.eval_frame, "skip_code", lambda code: None)
-for _function in (Recorder.__torch_dispatch__, Guard.call):
-    _skip_code(_function.__code__)  # torch.compile compiles code of the program, and none of ours
+
+
+def _keep_from_compiler() -> None:
+    """torch.compile compiles code of the program, and none of ours; `torch._dynamo.reset()` would forget it."""
+    for function in (Recorder.__torch_dispatch__, Guard.call):
+        _skip_code(function.__code__)
 
 
 class FakeCopies:
