@@ -136,6 +136,7 @@ ALLOWED: tuple[tuple[Way, str, bool, str], ...] = (
         False,
         "calls of modules and optimizers are seen",
     ),
+    ("script", r"end: (torch / (dispatch modes|profiler)|interpreter / gc):", False, "a step is traced or profiled"),
     ("script", r"end: torch / optimizer hooks", True, "after an evaluation, training may begin"),
     ("script", r"end: results / \w+ / attributes: \[\"step\"\]", False, "the end of an optimizer's step is seen"),
 )
