@@ -304,13 +304,13 @@ def main() -> int:
             rows.append(asdict(row))
             told = f"{row.status} (alone {row.alone}), recorded {row.recorded}, shown {row.shown}"
             print(f"{row.ending} at {row.moment}: {told} {'; '.join(row.faults)}", flush=True)
+            if wanted.json:
+                write_results(wanted.json, wanted.seed, rows, time.monotonic() - started)
             if row.faults and wanted.only:
                 print(row.errors)
         bench.zygote.close()
     print()
     show(rows)
-    if wanted.json:
-        write_results(wanted.json, wanted.seed, rows, time.monotonic() - started)
     return int(any(row["faults"] for row in rows))
 
 

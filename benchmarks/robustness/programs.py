@@ -137,6 +137,10 @@ ALLOWED: tuple[tuple[Way, str, bool, str], ...] = (
         "calls of modules and optimizers are seen",
     ),
     ("script", r"end: (torch / (dispatch modes|profiler)|interpreter / gc):", False, "a step is traced or profiled"),
+    *(
+        (way, r"child \d+ \w+: (torch|results) / .*(__call__|hooks|callbacks)", True, "forked while steps were seen")
+        for way in ("script", "block")
+    ),
     ("script", r"end: torch / optimizer hooks", True, "after an evaluation, training may begin"),
     ("script", r"end: results / \w+ / attributes: \[\"step\"\]", False, "the end of an optimizer's step is seen"),
 )
