@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+import torch
 from replays import event, write_events
 
 from nearpeak.ops.op import Trace
@@ -10,6 +11,7 @@ from nearpeak.profiling import session
 from nearpeak.profiling.session import PROFILED_STEPS
 from nearpeak.profiling.steps import StepKind
 from nearpeak.trace.kineto.read import read_trace
+from nearpeak.trace.live import LiveTrace
 
 TOOK = (100.0, 130.0, 110.0, 140.0, 120.0)
 """Of the kernel in the steps that are profiled, in microseconds."""
@@ -117,3 +119,16 @@ def test_the_rank_is_that_of_the_profiled_step(watching, monkeypatch):
     watching.add_trace(Trace(ops=(), storages={}))
     found = watching.records("train.py")
     assert (found.source, found.rank, found.world_size) == ("train.py", 3, 8)
+
+
+def test_a_traced_step_is_evaluated_at_once():
+    found = session.Session(lambda line: None)
+    kind = StepKind(trained=1)
+    found.step_ends(kind)
+    # as after clean steps that steps of another kind came between
+    found.schedule.phase, found._deferred_left, found._last_kind = "traced", 5, (kind, False, False)
+    found._live = LiveTrace()
+    found.step_ends(kind)
+    assert found._live is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert found.is_done

@@ -340,6 +340,7 @@ class Session:
         self._traced: Trace | None = None
         self._untraced_reason = "the code ended before a step was traced"
         """Why there is no trace, if there is none."""
+        self._home = OwnThread()
         self._thread: OwnThread | None = None
         """The thread whose steps count: that of the first step."""
         self._profiler: Profiler | None = None
@@ -406,6 +407,9 @@ class Session:
         self.last_end = time.monotonic()
         if is_capturing():
             return
+        if kind is not None and kind.module and not self._home:
+            self.schedule.steps += 1  # training may begin on another thread, which could not end what this one began
+            return
         if self._thread is None:
             self._thread = OwnThread()
         if not self._thread:  # profilers and traces belong to a thread
@@ -418,6 +422,7 @@ class Session:
             return
         if (
             self._deferred_left > 1
+            and self.schedule.phase == "clean"
             and between is None
             and not self._settling
             and (kind, _profiler_runs(), self._captures != capture_count()) == self._last_kind
@@ -457,9 +462,9 @@ class Session:
         if profiler is not None:
             with suppress(Exception):
                 profiler.discard()
-        if live is not None and self._thread:
+        if live is not None:
             with suppress(Exception):
-                live.stop()
+                live.stop() if self._thread else live.cancel()
 
     def records(self, source: str) -> StepRecords | None:
         """What a profile is assembled from; None if there were too few steps."""

@@ -86,7 +86,8 @@ class Profiler:
             return read_trace(file, among=among)
 
     def _stop(self) -> None:
-        self._patches.close()
+        with suppress(Exception):
+            self._patches.close()
         Profiler.running = False
         # Ended by another thread, ranges and profiler would corrupt memory: it runs until its own thread ends.
         if self._thread:
@@ -101,6 +102,7 @@ class Profiler:
         """Disables it after an error, or when its thread ends: enabled at the end of a thread, it crashes."""
         if torch._C._autograd._profiler_enabled():
             with suppress(Exception):
+                self._step.close()
                 torch._C._autograd._disable_profiler()
 
 

@@ -38,6 +38,10 @@ class LiveTrace:
         """The optimizer is done."""
         self._recorder.optimizers_running = max(0, self._recorder.optimizers_running - 1)
 
+    def cancel(self) -> None:
+        """Records nothing more; for other threads than the one that created it, which alone can stop it."""
+        self._recorder.paused = True
+
     def stop(self) -> Trace:
         """Ends the recording; raises what kept it from being complete."""
         self._undo.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import record_function
 
+from nearpeak.trace.guard import Guard, OwnThread
 from nearpeak.trace.kineto.host import DATA_LOADER_RANGE, GARBAGE_COLLECTION, LINE_SEPARATOR
 from nearpeak.trace.source import user_line
 
@@ -24,11 +24,13 @@ def mark_garbage_collections() -> Iterator[None]:
     running an operator would not be safe.
     """
     open_ranges: list[_RecordFunctionFast] = []
-    process = os.getpid()
+    guard, thread = Guard(), OwnThread()
 
     def mark(phase: str, _facts: Mapping[str, int]) -> None:
-        if os.getpid() != process:  # a worker of a data loader has the callback too, and no profiler
-            return
+        if thread:  # others have no profiler, nor has a forked worker of a data loader
+            guard.call(mark_phase, phase)
+
+    def mark_phase(phase: str) -> None:
         if phase == "start":
             line = user_line()[0]
             entered = _RecordFunctionFast(f"{GARBAGE_COLLECTION}{LINE_SEPARATOR}{line}" if line else GARBAGE_COLLECTION)
@@ -43,7 +45,7 @@ def mark_garbage_collections() -> Iterator[None]:
     finally:
         gc.callbacks.remove(mark)
         while open_ranges:  # a finalizer ended the profile during a collection
-            open_ranges.pop().__exit__(None, None, None)
+            guard.call(open_ranges.pop().__exit__, None, None, None)
 
 
 @contextmanager
