@@ -47,10 +47,12 @@ class Profiler:
         self._step = ExitStack()
         self._thread = OwnThread()
         self._at_thread_end = threading.local()
+        self._is_enabled = False
         try:
             with no_warnings(), _no_kineto_log():  # about the profiler's own cycles
                 self._profiler.start()
             Profiler.running = True
+            self._is_enabled = True
             self._at_thread_end.call = _CallAtEnd(self._disable)
             _let_forked_children_exit()
             self._patches.enter_context(mark_garbage_collections())
@@ -94,13 +96,15 @@ class Profiler:
             try:
                 self.end_step()
                 self._profiler.stop()
+                self._is_enabled = False
             except BaseException:
                 self._disable()
                 raise
 
     def _disable(self) -> None:
         """Disables it after an error, or when its thread ends: enabled at the end of a thread, it crashes."""
-        if torch._C._autograd._profiler_enabled():
+        if self._is_enabled and torch._C._autograd._profiler_enabled():
+            self._is_enabled = False
             with suppress(Exception):
                 self._step.close()
                 torch._C._autograd._disable_profiler()
