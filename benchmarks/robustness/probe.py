@@ -217,7 +217,10 @@ def process_state() -> dict[str, Any]:
         except OSError:
             continue  # the one that listed them
         target = re.sub(r"^(\w+:)\[\d+\]|^(/dev/shm/\w+?_)[\w.-]+", r"\1\2", target)  # numbers by chance
-        descriptors[number] = target
+        if not target.startswith(
+            "/dev/nvidia"
+        ):  # torch's profiler opens the GPU, also for a program that does not use it
+            descriptors[number] = target
     handlers = {}
     for number in SORTED(signal.valid_signals()):
         handler = signal.getsignal(number)
