@@ -159,13 +159,7 @@ class Recorder(TorchDispatchMode):
         if schema is None or schema.query or is_capturing():  # a captured op does not run
             return func(*args, **kwargs)
         if schema.composite and not _any_nested((*args, *kwargs.values())):
-            # inference mode bypasses the key that decomposes these
-            with self:
-                result = (
-                    func.decompose(*args, **kwargs)
-                    if func in RECOMPOSED_OPERATORS
-                    else run_native(func, *args, **kwargs)
-                )
+            result = self._run_composite(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if schema.lift:
@@ -180,6 +174,13 @@ class Recorder(TorchDispatchMode):
         if arguments is not None:
             self._guard.call(self._record_live, schema, arguments, result)
         return result
+
+    def _run_composite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the operators that an operator is composed of; inference mode bypasses the key that decomposes it."""
+        with self:
+            if func in RECOMPOSED_OPERATORS:
+                return func.decompose(*args, **kwargs)
+            return run_native(func, *args, **kwargs)
 
     def _live_arguments(self, schema: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         arguments = self._arguments(schema, args, kwargs)
@@ -205,13 +206,8 @@ class Recorder(TorchDispatchMode):
         assert mode is not None
         if schema.query:
             return func(*args, **kwargs)
-        if schema.composite:  # inference mode bypasses the key that decomposes these
-            with self:
-                result = (
-                    func.decompose(*args, **kwargs)
-                    if func in RECOMPOSED_OPERATORS
-                    else run_native(func, *args, **kwargs)
-                )
+        if schema.composite:
+            result = self._run_composite(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if schema.lift:
