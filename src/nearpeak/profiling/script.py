@@ -20,13 +20,12 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-import torch
-
 from nearpeak._files import cache_folder
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.calibrate.machine import known_machine
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.devices.backends import gpu_visible
+from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import NearpeakError, UsageError
 from nearpeak.findings.engine import rules
 from nearpeak.machines.machine import Machine
@@ -197,7 +196,7 @@ def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> 
     if isinstance(on, Machine):
         return on
     if on is not None or not gpu_visible():
-        with torch.random.fork_rng(devices=[]):
+        with preserve_random_state():
             return find_machine(on, progress=progress)
     if not any((cache_folder() / "machines").glob("*.json")):
         (progress or (lambda line: None))("measuring this machine, once")
