@@ -16,6 +16,7 @@ from nearpeak.bound.roofline import Ceilings
 from nearpeak.machines.machine import Achievable, Machine
 from nearpeak.ops.fast_init import fast_init
 from nearpeak.ops.op import Origin
+from nearpeak.profiles.completeness import Completeness
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.idle import Gap, IdleCause, IdleTime
 from nearpeak.profiles.memory import PeakMemory
@@ -194,6 +195,8 @@ class Profile:
     """The rank of the process in its torch.distributed group; None for a run on its own."""
     world_size: Count | None = None
     """The number of ranks in that group."""
+    completeness: Completeness | None = None
+    """What the recording of the step is known to lack; None if it was not checked."""
 
     def check_indices(self) -> None:
         """ValueError where a kernel or a finding names an op that there is not."""
