@@ -7,7 +7,6 @@ with the extension, when IPython itself asks for it.
 from __future__ import annotations
 
 import linecache
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -284,7 +283,6 @@ __all__ = ["load_ipython_extension", "progress"]
 
 def load_ipython_extension(shell: Any) -> None:
     """Registers `%nearpeak` and `%%nearpeak`, and how results are shown where there is only text."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write its own starts and stops into the output
     magics = Magics(shell)
     shell.register_magic_function(magics.line, magic_kind="line", magic_name="nearpeak")
     shell.register_magic_function(magics.cell, magic_kind="cell", magic_name="nearpeak")

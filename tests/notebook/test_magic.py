@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -43,11 +44,16 @@ class Shell:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+def shell() -> Shell:
     found = Shell()
     load_ipython_extension(found)
     return found
+
+
+def test_loading_changes_no_environment():
+    before = dict(os.environ)
+    load_ipython_extension(Shell())
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(
