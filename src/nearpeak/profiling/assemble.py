@@ -1,9 +1,9 @@
 """`StepRecords`: what the steps of a run recorded, and the `Profile` that is assembled from it.
 
-A step runs more than once: profiled for its kernel times, traced for its storages and source lines. `align` finds the
-ops of one run in the other, by name and shapes; where the sequences differ, the nearest place where they agree again
-counts. `attach_triton_launches` gives kernels that the code launches past torch's dispatcher to the traced op of their
-launch. `attribute_idle` names the causes of the idle time of the recorded step.
+A step runs more than once: profiled for its kernel times, traced for its storages and source lines. `align_ops` finds
+the ops of one run in the other, by name and shapes, as a longest common subsequence. `attach_triton_launches` gives
+kernels that the code launches past torch's dispatcher to the traced op of their launch. `attribute_idle` names the
+causes of the idle time of the recorded step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nearpeak.profiles.profile import (
     profile_ceilings,
 )
 from nearpeak.profiles.rates import step_rates
-from nearpeak.profiling.steps import StepKind
+from nearpeak.profiling.steps import is_similar_size
 from nearpeak.trace.kineto.host import HostSpan, line_of_mark
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.recorder import without_tf32
@@ -145,18 +145,15 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     profiled = [index for index in range(len(profiled_ops)) if not on_device or index in launching]
     in_trace = [index for index, view in enumerate(is_view) if not on_device or not view]
     keys = [_op_key(op) for op in traced.ops]
-    view_keys = {key for key, view in zip(keys, is_view, strict=True) if view}
+    light = {key.kind for key, view in zip(keys, is_view, strict=True) if view}
     profiled_keys, traced_keys = (
         [_op_key(profiled_ops[index]) for index in profiled],
         [keys[index] for index in in_trace],
     )
-    positions = align_by(profiled_keys, traced_keys, view_keys)
-    if None in positions:  # a text may have grown between the steps, or a batch been padded to another length
-        loose = align_between(positions, list(map(_loose_key, profiled_keys)), list(map(_loose_key, traced_keys)))
-        positions = [
-            near if exact is None and near is not None and _has_similar_sizes(key, traced_keys[near]) else exact
-            for key, exact, near in zip(profiled_keys, positions, loose, strict=True)
-        ]
+    positions = [
+        position if position is None or _may_be_same(key, traced_keys[position]) else None
+        for key, position in zip(profiled_keys, align_ops(profiled_keys, traced_keys, light), strict=True)
+    ]
     to_traced: list[int | None] = [None] * len(profiled_ops)
     for index, position in zip(profiled, positions, strict=True):
         to_traced[index] = None if position is None else in_trace[position]
@@ -242,127 +239,125 @@ def _shapes_before(
     return shapes
 
 
-def _loose_key(key: Hashable) -> Hashable:
-    """The name of an op, and the number of dimensions of its tensors."""
-    return (key[0], tuple(len(shape) for shape in key[1])) if isinstance(key, tuple) else key
-
-
-def _has_similar_sizes(key: Hashable, other: Hashable) -> bool:
-    """Whether the tensors of two ops of one name have sizes as similar as those of steps of one kind."""
-    if not isinstance(key, tuple) or not isinstance(other, tuple):
-        return key == other
-    pairs = zip(key[1], other[1], strict=True)
-    return all(StepKind(shape=shape).is_similar(StepKind(shape=other_shape)) for shape, other_shape in pairs)
-
-
-def _op_key(op: Op) -> Hashable:
+def _op_key(op: Op) -> OpKey:
     """What identifies an op in both steps.
 
     In-place and out-of-place variants are equal: under a trace, autograd accumulates gradients out of place. Lists of
     tensors do not count, since the profiler truncates long ones. A compiled kernel is identified by its name.
     """
     if op.origin in ("inductor", "triton"):
-        return name_without_origin(op.name)
+        name = name_without_origin(op.name)
+        return OpKey(kind=name, exact=name)
     partial = op.origin in ("partial", "unknown")
     name = name_without_origin(op.name).replace("::", ".") if partial else op.packet
     name = name.rstrip("_")
     shapes = [value.shape for key, value in op.arguments.items() if isinstance(value, Tensor) and key != "out"]
-    return _TRACED_NAMES.get(name, name), tuple(shapes)
+    name = _TRACED_NAMES.get(name, name)
+    return OpKey(kind=(name, *map(len, shapes)), exact=(name, *shapes), shapes=tuple(shapes))
 
 
-SEARCH_WINDOW = 64
-"""How far ahead to look for the next agreement."""
-MIN_AGREEMENT = 2
-"""The number of ops in a row that must agree there, so that one common op does not mislead; fewer at the end."""
+def _may_be_same(key: OpKey, other: OpKey) -> bool:
+    """Whether two ops of one kind may be the same op of two steps, by their sizes.
+
+    A text grows and a batch is padded differently by a little; the rows of a tensor may be any number, such as the
+    tokens of an expert.
+    """
+    return key.exact == other.exact or all(
+        sum(not is_similar_size(*sizes) for sizes in zip(shape, now, strict=True)) <= 1
+        for shape, now in zip(key.shapes, other.shapes, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpKey:
+    """What identifies an op in two runs of a step."""
+
+    kind: Hashable
+    """Its name and the number of dimensions of its tensors, which do not change from step to step."""
+    exact: Hashable
+    """The same with all sizes."""
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 def align(keys: Sequence[Hashable], others: Sequence[Hashable]) -> list[int | None]:
-    """For each key the index of the same op in `others`, or None; indices increase.
+    """For each key the index of its counterpart in `others`, or None: a longest common subsequence.
+
+    The rows of the usual table are bit vectors (Crochemore et al., 2001; Hyyrö, 2004): a zero bit is a column where the
+    length grows. A row takes two additions of long integers, so that steps of 10,000 ops are aligned in 0.1 s.
 
     >>> align(["mm", "add", "mul", "sum"], ["mm", "cast", "mul", "sum"])
     [0, None, 2, 3]
     """
     positions: list[int | None] = [None] * len(keys)
-    left = right = 0
-    while left < len(keys) and right < len(others):
-        if keys[left] == others[right]:
-            positions[left] = right
-            left, right = left + 1, right + 1
-            continue
-        skip = _next_agreement(keys, others, left, right)
-        if skip is None:  # too far apart: this op has no counterpart
-            left += 1
+    shorter = min(len(keys), len(others))
+    start = next((at for at in range(shorter) if keys[at] != others[at]), shorter)
+    end = next((at for at in range(shorter - start) if keys[-1 - at] != others[-1 - at]), shorter - start)
+    for at in range(start):
+        positions[at] = at
+    for at in range(end):
+        positions[len(keys) - 1 - at] = len(others) - 1 - at
+
+    columns: dict[Hashable, int] = {}  # the bits of the columns of each key
+    for column, other in enumerate(others[start : len(others) - end]):
+        columns[other] = columns.get(other, 0) | 1 << column
+    rows = [(1 << (len(others) - end - start)) - 1]
+    for key in keys[start : len(keys) - end]:
+        row = rows[-1]
+        common = row & columns.get(key, 0)
+        rows.append((row + common | row - common) & rows[0])
+    row_at, column = len(rows) - 1, len(others) - end - start
+    while row_at and column:
+        bit = 1 << (column - 1)
+        if rows[row_at] & bit:
+            column -= 1
+        elif rows[row_at - 1] & bit:
+            row_at, column = row_at - 1, column - 1
+            positions[start + row_at] = start + column
         else:
-            left, right = left + skip[0], right + skip[1]
+            row_at -= 1
     return positions
 
 
-def align_by(keys: Sequence[Hashable], others: Sequence[Hashable], light: Collection[Hashable]) -> list[int | None]:
-    """As `align`, but the ops that are not `light` are aligned first, and the light ones only between them.
+def align_ops(keys: Sequence[OpKey], others: Sequence[OpKey], light: Collection[Hashable] = ()) -> list[int | None]:
+    """For each op the index of its counterpart, an op of the same kind, or None; indices increase.
 
-    One step may have many views that the other does not have, so that no two ops in a row agree.
+    Ops of equal sizes are aligned first, and the rest between them by kind. In a step whose sizes all change, the few
+    ops of equal sizes mislead: then the alignment by kind alone finds more. Ops whose kind is `light` are aligned
+    between the others, since one run may have many views that the other does not have.
 
-    >>> align_by(["t", "mm", "t", "sum"], ["t", "detach", "mm", "detach", "sum"], {"t", "detach"})
-    [0, 2, None, 4]
+    >>> one = [OpKey(kind=name, exact=(name, size)) for name, size in [("mm", 1), ("mm", 2), ("add", 7)]]
+    >>> other = [OpKey(kind=name, exact=(name, size)) for name, size in [("mm", 2), ("add", 8)]]
+    >>> align_ops(one, other)
+    [None, 0, 1]
     """
-    positions: list[int | None] = [None] * len(keys)
+    kinds, other_kinds = [key.kind for key in keys], [key.kind for key in others]
+    exact, other_exact = [key.exact for key in keys], [key.exact for key in others]
 
-    def align_some(indices: Sequence[int], other_indices: Sequence[int]) -> None:
-        matches = align([keys[index] for index in indices], [others[index] for index in other_indices])
-        for index, match in zip(indices, matches, strict=True):
-            positions[index] = None if match is None else other_indices[match]
+    def fill(
+        positions: list[int | None], some: Sequence[Hashable], other_some: Sequence[Hashable], *, heavy: bool
+    ) -> None:
+        """Aligns ops between those that have a position: the light ones, or the others."""
+        pairs = [(index, position) for index, position in enumerate(positions) if position is not None]
+        for (left, right), (left_end, right_end) in pairwise([(-1, -1), *pairs, (len(keys), len(others))]):
+            indices = [index for index in range(left + 1, left_end) if (kinds[index] in light) != heavy]
+            other_indices = [index for index in range(right + 1, right_end) if (other_kinds[index] in light) != heavy]
+            if indices and other_indices:
+                matches = align([some[index] for index in indices], [other_some[index] for index in other_indices])
+                for index, match in zip(indices, matches, strict=True):
+                    positions[index] = None if match is None else other_indices[match]
 
-    align_some(
-        [index for index, key in enumerate(keys) if key not in light],
-        [index for index, key in enumerate(others) if key not in light],
-    )
-    for (left, right), (left_end, right_end) in _gaps(positions, len(keys), len(others)):
-        align_some(
-            [index for index in range(left + 1, left_end) if keys[index] in light],
-            [index for index in range(right + 1, right_end) if others[index] in light],
-        )
-    return positions
+    def found(*steps: tuple[Sequence[Hashable], Sequence[Hashable]]) -> list[int | None]:
+        positions: list[int | None] = [None] * len(keys)
+        for heavy in (True, False):
+            for some, other_some in steps:
+                fill(positions, some, other_some, heavy=heavy)
+        return positions
 
-
-def align_between(
-    positions: Sequence[int | None], keys: Sequence[Hashable], others: Sequence[Hashable]
-) -> list[int | None]:
-    """The positions, with gaps between them filled by aligning these keys, which distinguish less.
-
-    >>> align_between([0, None, None, 3], ["mm", "add", "mul", "sum"], ["mm", "add", "exp", "sum"])
-    [0, 1, None, 3]
-    """
-    filled = list(positions)
-    for (left, right), (left_end, right_end) in _gaps(positions, len(keys), len(others)):
-        if left_end - left > 1 and right_end - right > 1:
-            matches = align(keys[left + 1 : left_end], others[right + 1 : right_end])
-            for index, match in enumerate(matches, left + 1):
-                filled[index] = None if match is None else right + 1 + match
-    return filled
-
-
-def _gaps(
-    positions: Sequence[int | None], length: int, other_length: int
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The pairs of aligned ops before and after each gap, with the ends of both steps."""
-    pairs = [(index, position) for index, position in enumerate(positions) if position is not None]
-    return list(pairwise([(-1, -1), *pairs, (length, other_length)]))
-
-
-def _next_agreement(
-    keys: Sequence[Hashable], others: Sequence[Hashable], left: int, right: int
-) -> tuple[int, int] | None:
-    """The least number of ops to skip in both steps until they agree again."""
-    for distance in range(1, 2 * SEARCH_WINDOW):
-        for forward in range(max(0, distance - SEARCH_WINDOW), min(distance, SEARCH_WINDOW) + 1):
-            if _agree(keys, others, left + forward, right + distance - forward):
-                return forward, distance - forward
-    return None
-
-
-def _agree(keys: Sequence[Hashable], others: Sequence[Hashable], left: int, right: int) -> bool:
-    length = min(MIN_AGREEMENT, len(keys) - left, len(others) - right)
-    return length > 0 and all(keys[left + offset] == others[right + offset] for offset in range(length))
+    by_size = found((exact, other_exact), (kinds, other_kinds))
+    if None not in by_size:
+        return by_size
+    by_kind = found((kinds, other_kinds))
+    return by_size if by_size.count(None) <= by_kind.count(None) else by_kind
 
 
 _OP_LABELS: Mapping[str, str] = {

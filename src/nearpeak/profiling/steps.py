@@ -64,10 +64,10 @@ class StepKind:
         sizes = zip(
             (self.trained, self.evaluated, *self.shape), (other.trained, other.evaluated, *other.shape), strict=True
         )
-        return all(_similar_size(size, other_size) for size, other_size in sizes)
+        return all(is_similar_size(size, other_size) for size, other_size in sizes)
 
 
-def _similar_size(first: int, second: int) -> bool:
+def is_similar_size(first: int, second: int) -> bool:
     """0 and 1 are similar to themselves alone: a step with one evaluation is not like a step without."""
     low, high = min(first, second), max(first, second)
     return low == high or (low > 1 and high - low <= max(1.0, SIZE_TOLERANCE * high))
