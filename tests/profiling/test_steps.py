@@ -13,7 +13,7 @@ class Watcher:
         self.events = []
         self.kinds = []
 
-    def optimizer_begins(self, optimizer):
+    def optimizer_begins(self, optimizer, args, kwargs):
         self.events.append("begins")
 
     def optimizer_ends(self):
@@ -231,7 +231,7 @@ def test_a_live_trace_between_two_moments_knows_phases_and_changes_nothing():
     optimizer = torch.optim.SGD(model.parameters())
     live = LiveTrace()
     model(torch.ones(2, 4)).sum().backward()
-    live.optimizer_begins(optimizer)
+    live.optimizer_begins(optimizer, (optimizer,), {})
     optimizer.step()
     live.optimizer_ends()
     traced = live.stop()
@@ -241,3 +241,28 @@ def test_a_live_trace_between_two_moments_knows_phases_and_changes_nothing():
     model(torch.ones(2, 4))
     assert len(traced.ops) == before
     assert model.weight.grad is not None
+
+
+def test_ops_of_a_closure_are_not_the_optimizers_in_a_live_step():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def closure():
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    live = LiveTrace()
+
+    class Listener(Watcher):
+        def optimizer_begins(self, optimizer, args, kwargs):
+            return live.optimizer_begins(optimizer, args, kwargs)
+
+        def optimizer_ends(self):
+            live.optimizer_ends()
+
+    with detect_steps(Listener()):
+        optimizer.step(closure)
+    phases = {op.packet: op.phase for op in live.stop().ops}
+    assert (phases["aten.addmm"], phases["aten.mm"], phases["aten.mul_"]) == ("forward", "backward", "optimizer")

@@ -503,3 +503,36 @@ def test_an_error_of_the_code_is_said_once(caplog):
     with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
         trace(torch.mm, torch.randn(8, 8), torch.randn(7, 7))
     assert not caplog.records
+
+
+class Called:
+    """A closure that is an object, as some frameworks pass it."""
+
+    def __init__(self, closure):
+        self.closure = closure
+
+    def __call__(self):
+        return self.closure()
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda closure: closure, functools.partial, Called], ids=["function", "partial", "object"]
+)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_ops_of_a_closure_are_not_the_optimizers(wrap, by_name):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    def step():
+        return optimizer.step(closure=wrap(closure)) if by_name else optimizer.step(wrap(closure))
+
+    phases = {op.packet: op.phase for op in trace(step).ops}
+    assert phases["aten.addmm"] == "forward"
+    assert phases["aten.mm"] == "backward"
+    assert phases["aten.clone"] == "optimizer"  # the first momentum

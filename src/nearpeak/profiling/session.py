@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -377,10 +377,9 @@ class Session:
         """Whether nothing more is needed."""
         return self.schedule.phase == "done"
 
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Part of the traced step."""
-        if self._live is not None:
-            self._live.optimizer_begins(optimizer)
+        return None if self._live is None else self._live.optimizer_begins(optimizer, args, kwargs)
 
     def optimizer_ends(self) -> None:
         """Part of the traced step."""

@@ -80,8 +80,8 @@ MAX_CALLS = 20
 class StepListener(Protocol):
     """Receives the events of a `StepDetector`."""
 
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer starts its step."""
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """An optimizer starts its step; returns other arguments for it, or None."""
 
     def optimizer_ends(self) -> None:
         """An optimizer has finished its step."""
@@ -161,13 +161,13 @@ class StepDetector:
         if not self._hook_runs:  # torch goes through its hooks: the list must not change
             self._guard.call(self._hooks.close)
 
-    def _in_hook(self, hook: Callable[..., object]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
+    def _in_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
             if torch.compiler.is_compiling():
-                return
+                return None
             self._hook_runs = True
             try:
-                hook(*args)
+                return hook(*args)
             finally:
                 self._hook_runs = False
 
@@ -177,14 +177,15 @@ class StepDetector:
         if self.is_open:
             self._listener.step_ends(StepKind())
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._listener.optimizer_begins(optimizer)
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        replaced = self._listener.optimizer_begins(optimizer, args, kwargs)
         if self._first is None and not self.has_step_function:
             self._first = optimizer
             self._first_step_runs = True
             self.calls.open()
             self._report_after(optimizer)
             self._listener.training_begins()
+        return replaced
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._listener.optimizer_ends()

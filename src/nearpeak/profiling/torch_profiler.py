@@ -27,6 +27,7 @@ from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
 from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
+from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.shared_patch import no_warnings
 
 MAX_REASON_LENGTH = 200
@@ -57,6 +58,7 @@ class Profiler:
             _let_forked_children_exit()
             self._patches.enter_context(mark_garbage_collections())
             self._patches.enter_context(mark_data_loading())
+            self._patches.enter_context(see_cpp_kernels())
             self.next_step()
         except BaseException:
             self.discard()  # a profiler that nobody stops ends with the process, and takes it along

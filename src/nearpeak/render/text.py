@@ -136,8 +136,8 @@ def packet_name(op: str) -> str:
 def _without_namespace(op: str) -> str:
     """A name without "aten.", and of a kernel of Inductor's what it fuses."""
     kernel = name_without_origin(op)
-    if origin_of_name(op) == "inductor" and kernel.startswith("triton_"):
-        return kernel.removeprefix("triton_")
+    if origin_of_name(op) == "inductor" and kernel.startswith(("triton_", "cpp_")):
+        return kernel.removeprefix("triton_").removeprefix("cpp_")
     return op.removeprefix("aten.")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from nearpeak.ops.op import Trace
+from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import Recorder
@@ -25,18 +27,18 @@ class LiveTrace:
         self._recorder = Recorder(mode=None, limit=limit, snapshot=self._snapshot)
         self._undo = ExitStack()
         self._undo.enter_context(record_inductor_kernels(self._recorder))
+        self._undo.enter_context(see_cpp_kernels())
         self._undo.enter_context(record_triton_kernels())
         self._undo.enter_context(self._recorder.modules.watching())
         self._undo.enter_context(self._recorder)
 
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Ops that follow are the optimizer's."""
-        self._snapshot.optimizer(optimizer)
-        self._recorder.optimizers_running += 1
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Ops that follow are the optimizer's. If its step has a closure, what to call the step with."""
+        return self._recorder.optimizer_begins(optimizer, args, kwargs)
 
     def optimizer_ends(self) -> None:
         """The optimizer is done."""
-        self._recorder.optimizers_running = max(0, self._recorder.optimizers_running - 1)
+        self._recorder.optimizer_ends()
 
     def cancel(self) -> None:
         """Records nothing more; for other threads than the one that created it, which alone can stop it."""

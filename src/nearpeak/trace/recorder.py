@@ -8,6 +8,7 @@ forward (`RecomputeDetector`). `active_recorder` is the recorder of this thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
@@ -76,7 +77,7 @@ class Recorder(TorchDispatchMode):
         self.mutated: set[int] = set()
         self._guard = Guard()
         self.modules = ModulePaths(self._add_root, self._guard if mode is None else None)
-        self.optimizers_running = 0
+        self._optimizers_running = 0
         self.graph_recorded = False
         """Whether autograd has recorded an op of a forward pass."""
         self.paused = False
@@ -282,6 +283,39 @@ class Recorder(TorchDispatchMode):
         self._record(schema, signature.arguments, tuple(outputs), (stands_for, tuple(signature.storages)))
         return results if rows[0][1].container is list else None
 
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Ops that follow are the optimizer's, but for those of a closure.
+
+        The closure of `optimizer.step(closure)` runs a forward and a backward pass. If there is one, the arguments to
+        call `step` with are returned, as torch's hook before the step may.
+        """
+        self._snapshot.optimizer(optimizer)
+        self._optimizers_running += 1
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            return None
+        return (
+            (args[0], *(self._outside_optimizer(value) for value in args[1:])),
+            {name: self._outside_optimizer(value) for name, value in kwargs.items()},
+        )
+
+    def optimizer_ends(self) -> None:
+        """The optimizer is done."""
+        self._optimizers_running = max(0, self._optimizers_running - 1)  # it may have begun before the recording
+
+    def _outside_optimizer(self, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        @functools.wraps(closure)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._optimizers_running = self._optimizers_running, 0
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._optimizers_running = before
+
+        return run
+
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake copy of a real tensor; live, the tensor itself."""
         return tensor if self._copies is None else self._copies.copy_of(tensor)
@@ -414,7 +448,7 @@ class Recorder(TorchDispatchMode):
         signature: tuple[OpSignature, tuple[int, ...]] | None = None,
     ) -> None:
         graph_task = _current_graph_task()
-        phase: Phase = "backward" if graph_task != -1 else "optimizer" if self.optimizers_running else "forward"
+        phase: Phase = "backward" if graph_task != -1 else "optimizer" if self._optimizers_running else "forward"
         module, source = self._locations.current(graph_task)
         products, convolutions = tf32_flags()
         again = graph_task != -1 and self._recompute.is_recomputing(graph_task)

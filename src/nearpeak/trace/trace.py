@@ -35,6 +35,7 @@ from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.patches.assigned_data import follow_assigned_data
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
 from nearpeak.trace.patches.flex_attention import count_mask_pairs
+from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.keep_graphs import keep_graphs
 from nearpeak.trace.patches.module_calls import encoder_fast_path, track_functional_calls
@@ -120,6 +121,7 @@ def trace(
             stack.enter_context(restore_grad_scalers(snapshot))
         if keep_compiled:
             stack.enter_context(record_inductor_kernels(recorder))
+            stack.enter_context(see_cpp_kernels())
         else:
             compiled = stack.enter_context(no_compile())
             stack.enter_context(python_control_flow())
@@ -133,7 +135,7 @@ def trace(
         for optimizer in reachable.optimizers:
             snapshot.optimizer(optimizer)
         stack.enter_context(recorder.modules.watching())
-        stack.enter_context(_watch_optimizers(recorder, snapshot))
+        stack.enter_context(_watch_optimizers(recorder))
         returned: Any = None
         try:
             with recorder:
@@ -186,15 +188,11 @@ def _backward(recorder: Recorder, returned: Any) -> None:
 
 
 @contextmanager
-def _watch_optimizers(recorder: Recorder, snapshot: StateSnapshot) -> Iterator[None]:
-    def before(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        snapshot.optimizer(optimizer)
-        recorder.optimizers_running += 1
-
+def _watch_optimizers(recorder: Recorder) -> Iterator[None]:
     def after(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        recorder.optimizers_running -= 1
+        recorder.optimizer_ends()
 
-    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+    handles = (register_optimizer_step_pre_hook(recorder.optimizer_begins), register_optimizer_step_post_hook(after))
     try:
         yield
     finally:

@@ -2,6 +2,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nearpeak.trace.kineto.kernels import seconds_by_op
 from nearpeak.trace.kineto.read import read_trace
 
@@ -127,3 +129,21 @@ def test_a_call_stack_in_the_op_gives_the_line(write_trace: Write, make: Any):
     stack = {"Call stack": "src/train.py(41): step;train.py(90): <module>"}
     path = write_trace(make.tensor_op("aten::exp", 0, 10, MATRIX, **stack))
     assert [op.source for op in read_trace(path).trace.ops] == ["train.py:41"]
+
+
+def test_ops_of_a_closure_are_not_the_optimizers(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def closure():
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        optimizer.step(closure)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    phases = {op.packet: op.phase for op in read_trace(tmp_path / "trace.json").trace.ops}
+    assert (phases["aten.addmm"], phases["aten.mm"]) == ("forward", "backward")
+    assert (phases["aten._foreach_mul_"] if "aten._foreach_mul_" in phases else phases["aten.mul_"]) == "optimizer"

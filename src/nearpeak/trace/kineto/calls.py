@@ -9,9 +9,11 @@ function, a kernel of Inductor's, a CUDA graph.
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from nearpeak.ops.op import Phase
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, parse_arguments
@@ -27,6 +29,13 @@ _OPTIMIZER_PREFIX = "Optimizer.step#"
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
 _STEP_PREFIX = "ProfilerStep#"
 _COMPILED_REGION_PREFIX = "Torch-Compiled Region: "
+_COMPILED_GRAPH_PREFIX = "## Call CompiledFxGraph"
+AOT_CALL: Final = "## Call AOTICompiledModel ##"
+"""The name of the range around a call of code that was compiled ahead of time; see `patches/inductor_cpp.py`."""
+COMPILED_CODE: Final = "compiled_code"
+"""The name of an op that stands for compiled code on a CPU whose kernels were not seen."""
+_CPP_KERNEL = re.compile(r"(?:graph_\d+_)?cpp_(?:fused_|Cpp)\w*$")
+"""A C++ kernel of Inductor's, as its own option for profiling (`cpp.enable_kernel_profile`) names the range."""
 
 
 class ProfilerStep(NamedTuple):
@@ -83,6 +92,8 @@ class _OpenSpan(NamedTuple):
     hidden: bool
     """Inside a query or the compiler: nothing in here is an op."""
     phase: Phase
+    closure: bool
+    """Inside the step of an optimizer that runs a backward pass, so a forward pass too: `optimizer.step(closure)`."""
     module: str
     source: str
     forward_sequence: int | None
@@ -94,6 +105,8 @@ def find_op_calls(recording: Recording) -> OpCalls:
     for spans in recording.threads.values():
         calls.walk(spans)
     calls.locate()
+    if not recording.device_spans:
+        calls.add_unseen_kernels()
     calls.calls.sort(key=lambda call: call.span.start)
     numbered = {step.number: step for step in calls.steps}  # the last range of a number counts
     calls.steps = sorted(numbered.values(), key=lambda step: step.start)
@@ -111,6 +124,14 @@ class _ThreadWalk(OpCalls):
         self._thread = -1
         self._forward: dict[int, tuple[str, str]] = {}
         self._parsed: dict[int, tuple[Argument, ...]] = {}
+        self._compiled_graphs: list[tuple[int, _OpenSpan]] = []
+        """The calls of compiled code, with the numbers of their threads."""
+        self._backward_starts = sorted(
+            span.start
+            for spans in recording.threads.values()
+            for span in spans
+            if span.kind == "op" and span.name.startswith(_BACKWARD_NODE)
+        )
 
     def walk(self, spans: Sequence[Span]) -> None:
         """Adds the ops of a thread."""
@@ -149,6 +170,25 @@ class _ThreadWalk(OpCalls):
                 module, source = self._forward[call.forward_sequence]
                 call.module, call.source = call.module or module, call.source or source
 
+    def add_unseen_kernels(self) -> None:
+        """On a CPU, compiled code without a visible kernel runs its kernels unseen: its time between ops is theirs.
+
+        Some of that time may be Python's, which calls them; the file cannot tell.
+        """
+        for thread, frame in self._compiled_graphs:
+            start, end = frame.span.start, frame.end
+            inside = [call for call in self.calls if call.thread == thread and start <= call.span.start < end]
+            if any(call.kind == "inductor" for call in inside):
+                continue
+            self._thread = thread
+            for call in [*sorted(inside, key=lambda call: call.span.start), None]:
+                until = end if call is None else call.span.start
+                if until > start:
+                    unseen = frame.span._replace(name=COMPILED_CODE, start=start, end=until, inputs=None, external=None)
+                    self._call(frame, unseen, "unknown", (), None)
+                if call is not None:
+                    start = max(start, call.span.end)
+
     def _enter(self, span: Span, outer: _OpenSpan | None) -> _OpenSpan:
         frame = _inherit(span, outer)
         if span.kind == "python":
@@ -160,6 +200,8 @@ class _ThreadWalk(OpCalls):
                 return frame._replace(hidden=True)
         if span.name.startswith(_COMPILED_REGION_PREFIX):
             self.regions.append(span)
+        if span.name.startswith((_COMPILED_GRAPH_PREFIX, AOT_CALL)) and frame.owner is None and not frame.hidden:
+            self._compiled_graphs.append((self._thread, frame))
         if span.kind == "annotation":
             return self._annotated(frame, span)
         if span.name.startswith(_BACKWARD_NODE):
@@ -175,13 +217,15 @@ class _ThreadWalk(OpCalls):
         stack = span.facts.get("Call stack") if span.facts else None
         if isinstance(stack, str) and not frame.source:
             frame = frame._replace(source=_user_line(stack.partition(";")[0]))
+        if span.sequence is not None and frame.closure and frame.phase == "optimizer":
+            frame = frame._replace(phase="forward")  # only ops with gradients enabled have a number
         if span.sequence is not None and frame.phase == "forward":
             self._forward[span.sequence] = (frame.module, frame.source)
         return self._op(frame, span)
 
     def _op(self, frame: _OpenSpan, span: Span) -> _OpenSpan:
         arguments = self._arguments(span)
-        if span.facts is not None and "kernel_backend" in span.facts:
+        if (span.facts is not None and "kernel_backend" in span.facts) or _CPP_KERNEL.match(span.name):
             return frame._replace(owner=self._call(frame, span, "inductor", arguments, None))
         operator = find_operator(span.name, arguments) if "::" in span.name and span.inputs is not None else None
         if operator is not None and operator.query:
@@ -255,13 +299,15 @@ class _ThreadWalk(OpCalls):
             if number.isdecimal() and len(number) < 16:
                 self.steps.append(ProfilerStep(int(number), span.start, span.end))
         if span.name.startswith(_OPTIMIZER_PREFIX) and frame.phase == "forward":
-            return frame._replace(phase="optimizer")
+            first = bisect_left(self._backward_starts, span.start)
+            closure = first < len(self._backward_starts) and self._backward_starts[first] < span.end
+            return frame._replace(phase="optimizer", closure=closure)
         return frame
 
 
 def _inherit(span: Span, outer: _OpenSpan | None) -> _OpenSpan:
     if outer is None:
-        return _OpenSpan(span.end, span, None, False, "forward", "", "", None)
+        return _OpenSpan(span.end, span, None, False, "forward", False, "", "", None)
     return outer._replace(end=min(span.end, outer.end), span=span)
 
 

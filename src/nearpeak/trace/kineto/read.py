@@ -198,7 +198,8 @@ def _require_shapes(recording: Recording, path: str | Path | InputFile, *, graph
             f"{path} has no ops of the CPU. Record it with torch.profiler.profile(activities=[ProfilerActivity.CPU, "
             "ProfilerActivity.CUDA], record_shapes=True)."
         )
-    if not any(span.inputs is not None and span.inputs.types for span in ops):
+    operators = [span for span in ops if "::" in span.name]  # others are ranges, of torch.compile for example
+    if operators and not any(span.inputs is not None and span.inputs.types for span in ops):
         raise UsageError(
             f"{path} has {len(ops)} ops and no shapes, and without these nothing can be said about them. Record it "
             "again with torch.profiler.profile(record_shapes=True)."

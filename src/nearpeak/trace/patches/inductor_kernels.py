@@ -14,16 +14,18 @@ import ast
 import functools
 import itertools
 import math
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.callback import callback_handler
 
+from nearpeak.ops.cost import Family
 from nearpeak.ops.op import name_with_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar
@@ -54,6 +56,8 @@ class TouchedElements:
     written: Mapping[str, int]
     complete: bool
     """Whether every load and store was understood; else the numbers are minima."""
+    written_before: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """What a kernel had written when it first read an argument. Where these share memory, it reads its own result."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,14 +89,14 @@ def touched_elements(code: str, sizes: tuple[tuple[str, int], ...] = ()) -> Touc
     function = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
     if function is None:
         return None
-    reading = _KernelReader(dict(sizes))
+    reading = KernelReader(dict(sizes))
     reading.body(function.body)
     if not reading.written and not reading.read and reading.complete:
         return None
     return TouchedElements(read=reading.read, written=reading.written, complete=reading.complete)
 
 
-class _KernelReader:
+class KernelReader:
     """Interprets the statements in order; a name has the value that was assigned last."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
@@ -115,7 +119,7 @@ class _KernelReader:
 
     def _assign(self, name: str, value: ast.expr) -> None:
         if _LOOP_SIZE.match(name):
-            size = _integer_constant(value)
+            size = integer_constant(value)
             if size is not None:
                 self.sizes[name] = size
             return
@@ -135,7 +139,7 @@ class _KernelReader:
             return self.digits.get(value.id)
         if not isinstance(value, ast.BinOp) or not isinstance(value.op, (ast.Mod, ast.FloorDiv)):
             return None
-        inner, number = self._as_digits(value.left), _integer_constant(value.right)
+        inner, number = self._as_digits(value.left), integer_constant(value.right)
         if inner is None or not number or number < 1:
             return None
         if isinstance(value.op, ast.Mod):
@@ -162,7 +166,7 @@ class _KernelReader:
             self.complete = False
             return
         masks = call.args[mask : mask + 1] + [item.value for item in call.keywords if item.arg == "mask"]
-        count = self._places(place.right) if all(_masks_only_bounds(item) for item in masks) else None
+        count = self.places(place.right) if all(_masks_only_bounds(item) for item in masks) else None
         if count is None:
             self.complete = False
             return
@@ -171,7 +175,7 @@ class _KernelReader:
             return
         into[name] = max(into.get(name, 0), count)
 
-    def _places(self, index: ast.expr) -> int | None:
+    def places(self, index: ast.expr) -> int | None:
         """The minimum number of distinct values of a sum of digits; None for another expression."""
         terms: list[tuple[int, IndexDigits]] = []
         if not self._terms(index, 1, terms):
@@ -192,7 +196,7 @@ class _KernelReader:
         return min(places, max(1, math.prod(sizes.values())))
 
     def _terms(self, node: ast.expr, factor: int, terms: list[tuple[int, IndexDigits]]) -> bool:
-        if _integer_constant(node) is not None:
+        if integer_constant(node) is not None:
             return True
         digits = self._as_digits(node)
         if digits is not None:
@@ -206,7 +210,7 @@ class _KernelReader:
                 return self._terms(node.left, factor, terms) and self._terms(node.right, sign * factor, terms)
             if isinstance(node.op, ast.Mult):
                 for number, rest in ((node.left, node.right), (node.right, node.left)):
-                    value = _integer_constant(number)
+                    value = integer_constant(number)
                     if value is not None:
                         return self._terms(rest, factor * value, terms)
         if isinstance(node, ast.Call):  # `tl.full([1], 0, tl.int32).broadcast_to(...)` is how a scalar is stored
@@ -238,13 +242,27 @@ def _masks_only_bounds(mask: ast.expr) -> bool:
     return isinstance(mask, ast.Name) and _LOOP_MASK.match(mask.id) is not None
 
 
-def _integer_constant(node: ast.expr) -> int | None:
+def integer_constant(node: ast.expr | None) -> int | None:
+    """The value of an expression of numbers; None for another one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = _integer_constant(node.operand)
+        inner = integer_constant(node.operand)
         return None if inner is None else -inner
+    if isinstance(node, ast.BinOp) and type(node.op) in _INTEGER_OPERATORS:
+        left, right = integer_constant(node.left), integer_constant(node.right)
+        if left is not None and right is not None and (right or not isinstance(node.op, (ast.FloorDiv, ast.Mod))):
+            return _INTEGER_OPERATORS[type(node.op)](left, right)
     return None
+
+
+_INTEGER_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 _HEURISTICS = "torch._inductor.runtime.triton_heuristics"
@@ -301,11 +319,28 @@ def _record_launch(recorder: Recorder, kernel: Any, args: Sequence[Any]) -> None
     tensors = {key: value for key, value in arguments_by_name.items() if isinstance(value, torch.Tensor)}
     sizes = tuple((key, value) for key, value in arguments_by_name.items() if type(value) is int)
     touched = touched_elements(kernel.fn.src, sizes) if name.startswith("triton_") else None
+    family: Family = "reduction" if name.startswith(_REDUCTION_PREFIXES) else "pointwise"
     if touched is None or not (touched.read or touched.written):
         arguments = _arguments_from_template(recorder, name, list(arguments_by_name.values()), tensors)
+        _record(recorder, name, arguments, family)
     else:
-        arguments = _arguments_from_code(recorder, touched, tensors)
-    arguments["family"] = "reduction" if name.startswith(_REDUCTION_PREFIXES) else "pointwise"
+        record_kernel(recorder, name, touched, tensors, family)
+
+
+def record_kernel(
+    recorder: Recorder,
+    name: str,
+    touched: TouchedElements | None,
+    tensors: Mapping[str, torch.Tensor],
+    family: Family,
+) -> None:
+    """Records a kernel of which it is known what it touches; None is nothing."""
+    nothing = TouchedElements(read={}, written={}, complete=False)
+    _record(recorder, name, _arguments_from_code(recorder, touched or nothing, tensors), family)
+
+
+def _record(recorder: Recorder, name: str, arguments: dict[str, Any], family: Family) -> None:
+    arguments["family"] = family
     schema = OperatorSchema(
         name=name_with_origin("inductor", name),
         arguments=tuple(arguments),
@@ -317,13 +352,19 @@ def _record_launch(recorder: Recorder, kernel: Any, args: Sequence[Any]) -> None
 
 
 def _arguments_from_code(
-    recorder: Recorder, touched: TouchedElements, tensors: dict[str, torch.Tensor]
+    recorder: Recorder, touched: TouchedElements, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """The arguments of the op. A tensor that is written and new was allocated by compiled code."""
+    storage = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    own = {
+        name
+        for name, before in touched.written_before.items()
+        if any(name in storage and storage[name] == storage.get(written) for written in before)
+    }
     read = [
         _partial_tensor(recorder, tensors[name], count, "input")
         for name, count in touched.read.items()
-        if name in tensors
+        if name in tensors and name not in own
     ]
     written = [
         _partial_tensor(recorder, tensors[name], count, "intermediate")
