@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from nearpeak.devices.cuda_graph import CapturedNodes
 from nearpeak.devices.device import Conditions, ConditionsReader
 from nearpeak.devices.nvidia import Nvidia
 
@@ -27,6 +28,10 @@ class Amd(Nvidia):
     def architecture(self, properties: Any) -> str:
         """The target of the compiler, without its features: "gfx942"."""
         return str(properties.gcnArchName).partition(":")[0]
+
+    def captured_nodes(self) -> CapturedNodes | None:
+        """Not asked of HIP."""
+        return None
 
     def conditions(self, index: int) -> ConditionsReader:
         """A reader that knows nothing."""

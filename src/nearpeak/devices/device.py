@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
 
+    from nearpeak.devices.cuda_graph import CapturedNodes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
@@ -179,6 +181,10 @@ class GpuBackend(Backend):
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return False
+
+    def captured_nodes(self) -> CapturedNodes | None:
+        """The nodes of the graph that the current stream is being captured into; None if the driver does not tell."""
+        return None
 
     @abstractmethod
     def delay(self, cycles: int) -> None:

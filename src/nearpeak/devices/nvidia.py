@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from nearpeak.devices.cuda_graph import CapturedNodes, nodes_of_capture
 from nearpeak.devices.device import ConditionsReader, DeviceProperties, GpuBackend
 from nearpeak.devices.nvml import NvmlConditions
 
@@ -96,6 +97,10 @@ class Nvidia(GpuBackend):
     def is_capturing(self) -> bool:
         """Asks the driver, which allows this during a capture."""
         return torch.cuda.is_current_stream_capturing()
+
+    def captured_nodes(self) -> CapturedNodes | None:
+        """Asks the driver, which allows this too."""
+        return nodes_of_capture()
 
     def delay(self, cycles: int) -> None:
         """A kernel that torch has for its own tests."""

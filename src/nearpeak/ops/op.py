@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nearpeak.ops.fast_init import fast_init
+from nearpeak.ops.graph import GraphReplay
 from nearpeak.ops.lifetimes import Lifetimes
 from nearpeak.ops.tensor import Tensor
 
@@ -188,3 +189,5 @@ class Trace:
     index of the op and the name of the argument."""
     steps_since: int = 1
     """How many steps after that one this step came."""
+    replays: tuple[GraphReplay, ...] = ()
+    """The CUDA graphs that were launched, whose ops are among the ops; in order."""

@@ -16,6 +16,7 @@ from nearpeak.ops.op import Trace
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiling.session import Session
 from nearpeak.profiling.steps import StepDetector
+from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.source import user_line
 from nearpeak.trace.trace import UnrecordedOps, trace
 
@@ -107,11 +108,12 @@ def profile(
     if case.reset is not None:
         case.reset()
     try:
-        while session.schedule.phase != "traced" and not session.problem:
-            case.call()
-            session.step_ends(between=case.reset)
-        if not session.problem:
-            session.add_trace(_trace_step(case))
+        with remember_graphs():
+            while session.schedule.phase != "traced" and not session.problem:
+                case.call()
+                session.step_ends(between=case.reset)
+            if not session.problem:
+                session.add_trace(_trace_step(case))
     finally:
         session.abandon()
     return _assemble_profile(session, case.name, machine, ceilings, progress)

@@ -34,8 +34,8 @@ from nearpeak.profiling.torch_profiler import (
     read_compiler_facts,
     synchronize,
 )
+from nearpeak.trace.graphs import optimizer_runs
 from nearpeak.trace.guard import Guard, OwnThread, capture_count, is_capturing
-from nearpeak.trace.kineto.kernels import graph_note
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
 from nearpeak.units import seconds
@@ -378,11 +378,13 @@ class Session:
         return self.schedule.phase == "done"
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Part of the traced step."""
+        """Part of the traced step, and of a graph that is being captured."""
+        optimizer_runs(1)
         return None if self._live is None else self._live.optimizer_begins(optimizer, args, kwargs)
 
     def optimizer_ends(self) -> None:
-        """Part of the traced step."""
+        """Part of the traced step, and of a graph that is being captured."""
+        optimizer_runs(-1)
         if self._live is not None:
             self._live.optimizer_ends()
 
@@ -483,7 +485,7 @@ class Session:
             traced=self._traced,
             untraced_reason=self._untraced_reason,
             host_ahead=self.schedule.host_ahead,
-            notes=tuple(_notes(self.schedule, self._recorded)),
+            notes=tuple(_notes(self.schedule)),
             compiler=self._compiler,
             rank=rank,
             world_size=world_size,
@@ -684,7 +686,7 @@ def _quietly(say: Progress) -> Progress:
     return say_quietly
 
 
-def _notes(schedule: Schedule, recorded: KinetoTrace) -> list[str]:
+def _notes(schedule: Schedule) -> list[str]:
     notes = []
     left_out = len(schedule.walls) - len(schedule.typical_walls)
     if left_out:
@@ -694,8 +696,6 @@ def _notes(schedule: Schedule, recorded: KinetoTrace) -> list[str]:
         )
     if schedule.others:
         notes.append(f"Steps of another kind that came between clean ones, and do not count: {schedule.others}.")
-    if in_graphs := graph_note(recorded.kernels):
-        notes.append(in_graphs)
     return notes
 
 

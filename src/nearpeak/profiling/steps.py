@@ -26,7 +26,8 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nearpeak.trace.guard import Guard, watch_captures
+from nearpeak.trace.graphs import remember_graphs
+from nearpeak.trace.guard import Guard
 from nearpeak.trace.modules import watch_module_calls
 
 SIZE_TOLERANCE = 0.25
@@ -135,7 +136,7 @@ class StepDetector:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, steps are detected."""
-        with watch_captures():
+        with remember_graphs():
             for register, hook in (
                 (register_optimizer_step_pre_hook, self._before_optimizer),
                 (register_optimizer_step_post_hook, self._after_optimizer),

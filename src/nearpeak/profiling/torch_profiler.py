@@ -25,7 +25,7 @@ from nearpeak.devices.backends import gpu_in_use, profiler_activities
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
-from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections
+from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections, mark_replays
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
 from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.shared_patch import no_warnings
@@ -59,6 +59,7 @@ class Profiler:
             self._patches.enter_context(mark_garbage_collections())
             self._patches.enter_context(mark_data_loading())
             self._patches.enter_context(see_cpp_kernels())
+            self._patches.enter_context(mark_replays())
             self.next_step()
         except BaseException:
             self.discard()  # a profiler that nobody stops ends with the process, and takes it along

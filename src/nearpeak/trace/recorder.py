@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ParamSpec, Self
 
@@ -22,8 +23,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from nearpeak.ops.fast_init import positional_constructor
+from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.ops.low_gc import low_gc
-from nearpeak.ops.op import Op, OpSignature, Phase, StorageKind, Trace, name_with_origin
+from nearpeak.ops.op import Op, OpSignature, Phase, Storage, StorageKind, Trace, name_with_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
@@ -51,6 +53,20 @@ _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedGraph:
+    """What was recorded while a CUDA graph was captured; see `trace/graphs.py`."""
+
+    number: int
+    ops: tuple[Op, ...]
+    """Those that added nodes: what a replay runs."""
+    nodes: tuple[GraphNode, ...]
+    """In the order in which they were added; `op` is an index into `ops`."""
+    storages: Mapping[int, Storage]
+    memory: Mapping[int, int]
+    """Where storages begin in the memory of the device."""
+
+
 class LimitReached(BaseException):
     """Stops a trace on fake tensors at its limit; no Exception, so that the traced code does not catch it."""
 
@@ -72,6 +88,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, *, mode: FakeTensorMode | None, limit: int, snapshot: StateSnapshot) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
+        self.replays: list[GraphReplay] = []
         self._memory = MemoryTracker() if mode is None else None  # fake tensors have none
         self.storages = Storages(None if self._memory is None else self._memory.note_storage)
         self.mutated: set[int] = set()
@@ -157,7 +174,7 @@ class Recorder(TorchDispatchMode):
         if any(map(_handles_ops, types)):
             return NotImplemented  # a subclass handles its ops itself; what it runs for them comes here afterwards
         schema = self._guard.call(schema_of, func)
-        if schema is None or schema.query or is_capturing():  # a captured op does not run
+        if schema is None or schema.query or not self.records_now:
             return func(*args, **kwargs)
         if schema.composite and not _any_nested((*args, *kwargs.values())):
             result = self._run_composite(func, args, kwargs)
@@ -171,10 +188,23 @@ class Recorder(TorchDispatchMode):
             self.truncated = True
             return func(*args, **kwargs)
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
+        self.launch_begins()
         result = func(*args, **kwargs)
         if arguments is not None:
             self._guard.call(self._record_live, schema, arguments, result)
+        self.launch_ended()
         return result
+
+    @property
+    def records_now(self) -> bool:
+        """Whether an op that is dispatched now runs: a captured one does not."""
+        return not is_capturing()
+
+    def launch_begins(self) -> None:
+        """An op of the program is about to run, or a kernel that bypasses torch's dispatcher."""
+
+    def launch_ended(self) -> None:
+        """It has run. If it was recorded, it is the last op."""
 
     def _run_composite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operators that an operator is composed of; inference mode bypasses the key that decomposes it."""
@@ -355,6 +385,7 @@ class Recorder(TorchDispatchMode):
             on_host=frozenset(self.storages.on_host),
             pinned=frozenset(self.storages.pinned),
             graph_recorded=self.graph_recorded,
+            replays=tuple(self.replays),
         )
         return dataclasses.replace(trace, **fields)
 
@@ -404,12 +435,37 @@ class Recorder(TorchDispatchMode):
 
     def record_beside(self, record: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Calls `record` for a kernel that the program launches past torch's dispatcher, if ops are recorded now."""
-        if self.paused or self._guard.failure is not None or is_capturing():
+        if self.paused or self._guard.failure is not None or not self.records_now:
             return
         if len(self.ops) >= self._limit:
             self.truncated = True
             return
         self._guard.call(record, *args, **kwargs)
+
+    def record_replay(self, graph: CapturedGraph) -> None:
+        """Records the ops of a CUDA graph that is launched now. Where their line was not seen, it is that of now."""
+        if len(self.ops) + len(graph.ops) > self._limit:
+            self.truncated = True
+            return
+        module, source = self._locations.current(_current_graph_task())
+        numbers: dict[int, int] = {}
+        first = len(self.ops)
+        for op in graph.ops:
+            for tensor in (*op.inputs, *op.outputs):
+                if tensor.storage not in numbers:
+                    numbers[tensor.storage] = self.storages.in_graph(
+                        graph.storages[tensor.storage], graph.memory.get(tensor.storage)
+                    )
+            op = op_on_storages(op, numbers)
+            if not op.source:
+                op = dataclasses.replace(op, module=op.module or module, source=source)
+            for name in op.mutated:
+                self._note_mutated(op.arguments.get(name))
+            self.ops.append(op)
+            if self._memory is not None:
+                self._memory.note_op(op)
+        nodes = [node if node.op is None else dataclasses.replace(node, op=first + node.op) for node in graph.nodes]
+        self.replays.append(GraphReplay(graph=graph.number, nodes=tuple(nodes), ops=range(first, len(self.ops))))
 
     def record(self, schema: OperatorSchema, arguments: dict[str, Any]) -> None:
         """Records an op whose arguments are plain data already."""
@@ -488,6 +544,23 @@ def _any_nested(values: Any) -> bool:
 def _uses_only(op: Op, host: AbstractSet[int]) -> bool:
     storages = [tensor.storage for tensor in (*op.inputs, *op.outputs)]
     return bool(storages) and all(storage in host for storage in storages)
+
+
+def op_on_storages(op: Op, numbers: Mapping[int, int]) -> Op:
+    """The same op on storages of other numbers."""
+    return dataclasses.replace(
+        op,
+        arguments={name: _on_storages(value, numbers) for name, value in op.arguments.items()},
+        outputs=tuple(_on_storages(tensor, numbers) for tensor in op.outputs),
+    )
+
+
+def _on_storages(value: Any, numbers: Mapping[int, int]) -> Any:
+    if isinstance(value, Tensor):
+        return dataclasses.replace(value, storage=numbers[value.storage])
+    if isinstance(value, (tuple, list)):
+        return tuple(_on_storages(item, numbers) for item in value)
+    return value
 
 
 def _as_host_op(op: Op) -> Op:
@@ -631,6 +704,10 @@ class Locations:
         self._sequence: int = torch._C._autograd._get_sequence_nr()
         self._by_sequence: dict[int, Location] = {}
         self._last_backward: Location = ("", "")
+
+    def share_lines(self, by_sequence: dict[int, Location]) -> None:
+        """Takes part in the lines of other traces on this thread, whose graphs may be run backward in this one."""
+        self._by_sequence = by_sequence
 
     def current(self, graph_task: int) -> Location:
         """The running module and the user's line; for an op of autograd itself those of the forward op behind it.

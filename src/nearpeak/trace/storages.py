@@ -72,15 +72,37 @@ def setting_name(value: torch.device | torch.dtype | torch.layout | torch.memory
     return name
 
 
+def memory_address(tensor: torch.Tensor) -> int | None:
+    """Where the storage of a tensor on a device begins; None for other tensors and for empty ones."""
+    if tensor.device.type in ("cpu", "meta") or not tensor.numel():
+        return None
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return address - int(tensor.storage_offset()) * tensor.element_size() if address else None
+
+
 class Storages:
     """Numbers storages by identity.
 
     A weak reference to each keeps no data alive, but keeps the address that identifies the storage from being reused,
-    so numbers are unique. `on_new` is called with each new number.
+    so numbers are unique. `on_new` is called with each new number. Without `asks_device`, nothing is asked of the
+    device's runtime. A CUDA graph works on memory, whichever tensors there are for it: `in_graph` finds its storages
+    by the addresses of what they hold.
     """
 
-    def __init__(self, on_new: Callable[[int, torch.UntypedStorage, StorageKind], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_new: Callable[[int, torch.UntypedStorage, StorageKind], None] | None = None,
+        *,
+        asks_device: bool = True,
+    ) -> None:
         self._on_new = on_new
+        self._asks_device = asks_device
+        self.memory: dict[int, int] = {}
+        """Where storages on a device begin in its memory, by number."""
+        self._by_memory: dict[int, int] = {}
+        """The storage that was seen last at each address."""
+        self._graph_memory: set[int] = set()
+        """Addresses that replayed graphs use."""
         self.on_host: set[int] = set()
         """Storages of real tensors in host memory."""
         self.pinned: set[int] = set()
@@ -109,9 +131,15 @@ class Storages:
         size = storage.nbytes()
         number = self._numbers.get(address)
         if number is None:
+            memory = memory_address(tensor) if self._on_new is not None else None
+            self._references.append(StorageWeakRef(storage))
+            if kind == "input" and memory in self._graph_memory:  # another tensor for what a graph wrote
+                return self._numbers.setdefault(address, self._by_memory[memory])
             number = len(self._bytes)
             self._numbers[address] = number
-            self._references.append(StorageWeakRef(storage))
+            if memory is not None:
+                self.memory[number] = memory
+                self._by_memory[memory] = number
             self._bytes.append(size)
             if kind == "input" and isinstance(tensor, torch.nn.Parameter):
                 kind = "parameter"
@@ -120,7 +148,7 @@ class Storages:
                 self._on_new(number, storage, self._kinds[number][0])
                 if storage.device.type == "cpu":
                     self.on_host.add(number)
-                    if torch.cuda.is_initialized() and tensor.is_pinned():
+                    if self._asks_device and torch.cuda.is_initialized() and tensor.is_pinned():
                         self.pinned.add(number)
         elif size > self._bytes[number]:
             self._bytes[number] = size
@@ -137,8 +165,27 @@ class Storages:
 
     def used(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage if an op has used it, else None."""
-        storage = storage_of(innermost(tensor))
-        return None if storage is None else self._numbers.get(storage._cdata)
+        tensor = innermost(tensor)
+        storage = storage_of(tensor)
+        if storage is None:
+            return None
+        number = self._numbers.get(storage._cdata)
+        if number is None and self._graph_memory and (memory := memory_address(tensor)) in self._graph_memory:
+            number = self._by_memory[memory]
+        return number
+
+    def in_graph(self, facts: Storage, memory: int | None) -> int:
+        """The number of a storage that a replayed graph uses; a new one for what the graph allocates."""
+        existed = facts.kind != "intermediate" and memory is not None
+        number = self._by_memory.get(memory) if existed and memory is not None else None
+        if number is None:
+            number = len(self._bytes)
+            self._bytes.append(int(facts.bytes))
+            self._kinds.append((facts.kind, facts.name))
+        if memory is not None:
+            self._by_memory[memory] = number
+            self._graph_memory.add(memory)
+        return number
 
     def facts(self) -> dict[int, Storage]:
         """All storages by number."""

@@ -29,6 +29,7 @@ from nearpeak.trace import memo, objects, schema, state_snapshot, storages
 from nearpeak.trace.cuda_ops.lower import emulate_target
 from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.fake import DeepcopyMode, allow_building, fake_mode, fresh_conversions
+from nearpeak.trace.graphs import record_replays
 from nearpeak.trace.interrupts import defer_signals
 from nearpeak.trace.modules import ReachableModules
 from nearpeak.trace.objects import named_tensors
@@ -122,6 +123,7 @@ def trace(
         if keep_compiled:
             stack.enter_context(record_inductor_kernels(recorder))
             stack.enter_context(see_cpp_kernels())
+            stack.enter_context(record_replays())
         else:
             compiled = stack.enter_context(no_compile())
             stack.enter_context(python_control_flow())

@@ -17,7 +17,14 @@ from typing import Final, Literal, NamedTuple
 
 from nearpeak.ops.op import Phase
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, parse_arguments
-from nearpeak.trace.kineto.host import GARBAGE_COLLECTION, STEP_END_WAIT, HostCall, kind_of_range, kind_of_runtime_call
+from nearpeak.trace.kineto.host import (
+    GARBAGE_COLLECTION,
+    GRAPH_REPLAY,
+    STEP_END_WAIT,
+    HostCall,
+    kind_of_range,
+    kind_of_runtime_call,
+)
 from nearpeak.trace.kineto.operators import RecordedOperator, find_operator
 from nearpeak.trace.kineto.recording import Recording, Span
 
@@ -61,6 +68,8 @@ class OpCall:
     """In the backward pass: the sequence number of the forward op that made its node."""
     thread: int
     """The number of its CPU thread."""
+    graph: int | None = None
+    """Of the launch of a CUDA graph: the number of the graph, if nearpeak knows its ops."""
 
 
 class OpCalls:
@@ -97,6 +106,8 @@ class _OpenSpan(NamedTuple):
     module: str
     source: str
     forward_sequence: int | None
+    graph: int | None = None
+    """Inside a replay of a CUDA graph: its number."""
 
 
 def find_op_calls(recording: Recording) -> OpCalls:
@@ -150,7 +161,7 @@ class _ThreadWalk(OpCalls):
             if span.kind == "launch":
                 self._launch(span, outer)
                 continue
-            if span.kind == "op" and positions and not span.name.startswith(GARBAGE_COLLECTION):
+            if span.kind == "op" and positions and not span.name.startswith((GARBAGE_COLLECTION, GRAPH_REPLAY)):
                 parents.add(positions[-1])
             frame = self._enter(span, outer)
             if span.kind == "op" and frame.owner is None and not frame.hidden and "::" in span.name:
@@ -202,6 +213,9 @@ class _ThreadWalk(OpCalls):
             self.regions.append(span)
         if span.name.startswith((_COMPILED_GRAPH_PREFIX, AOT_CALL)) and frame.owner is None and not frame.hidden:
             self._compiled_graphs.append((self._thread, frame))
+        if span.name.startswith(GRAPH_REPLAY):
+            number = span.name.removeprefix(GRAPH_REPLAY)
+            return frame._replace(graph=int(number) if number.isdecimal() and len(number) < 16 else None)
         if span.kind == "annotation":
             return self._annotated(frame, span)
         if span.name.startswith(_BACKWARD_NODE):
@@ -289,7 +303,9 @@ class _ThreadWalk(OpCalls):
         self.launches[span.correlation] = span
         if span.name.startswith(_GRAPH_LAUNCHES):
             frame = _inherit(span, outer)
-            self.by_correlation[span.correlation] = self._call(frame, span._replace(external=None), "graph", (), None)
+            call = self._call(frame, span._replace(external=None), "graph", (), None)
+            call.graph = frame.graph
+            self.by_correlation[span.correlation] = call
         elif outer is not None and outer.owner is not None:
             self.by_correlation[span.correlation] = outer.owner
 

@@ -18,6 +18,9 @@ GARBAGE_COLLECTION: Final = "nearpeak: garbage collection"
 STEP_END_WAIT: Final = "nearpeak: end of a step"
 """The name of the range around a synchronization that is nearpeak's own, not the profiled code's."""
 
+GRAPH_REPLAY: Final = "nearpeak: replay of graph "
+"""How the name of the range around a replay of a CUDA graph begins; its number follows."""
+
 _WAIT_CALLS = re.compile(r"\w*Synchronize|(?:cuda|cu|hip)Memcpy(?!\w*Async)|ur(?:EventWait|QueueFinish)")
 """Calls that block until the device has finished something. On AMD, torch reads numbers with hipMemcpyWithStream."""
 _ALLOCATION_CALLS = re.compile(

@@ -10,6 +10,20 @@ from nearpeak.trace.kineto.recording import DeviceKind, DeviceSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphLaunch:
+    """What a file says about a kernel of a CUDA graph whose ops nearpeak knows."""
+
+    graph: int
+    """The number of the graph."""
+    start_s: float
+    """When the graph was launched, from the start of what was read."""
+    node: int | None
+    """The id of the node; None where the file does not tell."""
+    grid: tuple[int, ...] | None
+    block: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRun:
     """A kernel, a copy or a fill that ran on the device."""
 
@@ -24,6 +38,8 @@ class KernelRun:
     """The index of the op that launched it; None where the file does not tell."""
     in_graph: bool = False
     """A CUDA graph launched it, with all other kernels of the graph."""
+    replay: GraphLaunch | None = None
+    """The launch of the graph that it belongs to, if nearpeak knows the graph's ops."""
     bytes: float | None = None
     """Of a copy or a fill; None for a kernel."""
     launched_s: float | None = None
@@ -71,11 +87,19 @@ def kernel_runs(
             stream=span.stream,
             op=indices.get(id(owner)) if owner is not None else None,
             in_graph=is_in_graph(span, owner),
+            replay=_graph_launch(span, owner, origin),
             bytes=span.bytes,
             launched_s=_launch_end_s(span, calls, origin, begun.get(span.correlation)),
         )
         for span, owner in spans
     )
+
+
+def _graph_launch(span: DeviceSpan, owner: OpCall | None, origin: float) -> GraphLaunch | None:
+    if owner is None or owner.graph is None:
+        return None
+    start_s = (owner.span.start - origin) / 1e6
+    return GraphLaunch(graph=owner.graph, start_s=start_s, node=span.node, grid=span.grid, block=span.block)
 
 
 def is_in_graph(span: DeviceSpan, owner: OpCall | None) -> bool:

@@ -1,18 +1,22 @@
-"""Ranges that nearpeak adds to what torch.profiler records: garbage collections and batches of data loaders."""
+"""Ranges that nearpeak adds to what torch.profiler records: garbage collections, data loading, replays of graphs."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.profiler import record_function
 
+from nearpeak.trace.graphs import number_of
 from nearpeak.trace.guard import Guard, OwnThread
-from nearpeak.trace.kineto.host import DATA_LOADER_RANGE, GARBAGE_COLLECTION, LINE_SEPARATOR
+from nearpeak.trace.kineto.host import DATA_LOADER_RANGE, GARBAGE_COLLECTION, GRAPH_REPLAY, LINE_SEPARATOR
+from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.source import user_line
 
 
@@ -46,6 +50,26 @@ def mark_garbage_collections() -> Iterator[None]:
         gc.callbacks.remove(mark)
         while open_ranges:  # a finalizer ended the profile during a collection
             guard.call(open_ranges.pop().__exit__, None, None, None)
+
+
+@SharedPatch
+@contextmanager
+def mark_replays() -> Iterator[None]:
+    """Inside, each replay of a CUDA graph whose ops are known is a range with the number of the graph."""
+    kind: Any = torch.cuda.CUDAGraph
+    original = kind.replay
+    guard = Guard()
+
+    @functools.wraps(original)
+    def replay(self: Any) -> Any:
+        number = guard.call(number_of, self)
+        if number is None:
+            return original(self)
+        with _RecordFunctionFast(f"{GRAPH_REPLAY}{number}"):
+            return original(self)
+
+    with patch_attribute(kind, "replay", replay):
+        yield
 
 
 @contextmanager

@@ -260,6 +260,12 @@ class DeviceSpan(NamedTuple):
     """Of a kernel: the product of its grid."""
     duration: float
     """As the file has it: `end - start` is less precise, since these count from the start of the machine."""
+    node: int | None = None
+    """Of what a CUDA graph launched: the id of its node. Nodes that were added later have larger ones."""
+    grid: tuple[int, ...] | None = None
+    """Of a kernel: the number of its blocks along each axis."""
+    block: tuple[int, ...] | None = None
+    """Of a kernel: the number of threads of a block along each axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,7 +400,16 @@ def _device_span(
         in_graph=bool(facts.get("graph node id") or facts.get("graph id")),
         blocks=_grid_blocks(facts.get("grid")),
         duration=duration,
+        node=_integer(facts.get("graph node id")) or None,
+        grid=_sizes(facts.get("grid")),
+        block=_sizes(facts.get("block")),
     )
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or not all(type(size) is int and 0 < size < _LARGEST_ID for size in value):
+        return None
+    return tuple(value)
 
 
 def _grid_blocks(grid: Any) -> int | None:

@@ -306,9 +306,13 @@ def record_inductor_kernels(recorder: Recorder) -> Iterator[None]:
 def _recording_run(launch: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = active_recorder()
-        if recorder is not None and not kwargs.get("benchmark_run"):
-            recorder.record_beside(_record_launch, recorder, self, args)
-        return launch(self, *args, **kwargs)
+        if recorder is None or kwargs.get("benchmark_run"):
+            return launch(self, *args, **kwargs)
+        recorder.launch_begins()
+        recorder.record_beside(_record_launch, recorder, self, args)
+        result = launch(self, *args, **kwargs)
+        recorder.launch_ended()
+        return result
 
     return run
 

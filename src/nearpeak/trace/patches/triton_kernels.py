@@ -48,10 +48,13 @@ def _recording_launch(launch: Callable[..., Any]) -> Callable[..., Any]:
         recorder = active_recorder()
         if recorder is None or kwargs.get("warmup"):
             return launch(self, *args, **kwargs)
+        recorder.launch_begins()
         if not recorder.record_launch(lambda: _launch_as_op(self, args, kwargs)):
             return None
         with _disable_current_modes():  # autotuning runs ops itself
-            return launch(self, *args, **kwargs)
+            result = launch(self, *args, **kwargs)
+        recorder.launch_ended()
+        return result
 
     return run
 

@@ -1,0 +1,322 @@
+"""The ops behind the kernels of CUDA graphs.
+
+A replay runs kernels and dispatches no ops. So the ops are recorded while a graph is captured (`remember_graphs`), by
+a recorder that asks the driver before and after each op how many nodes the graph has: those in between are the op's.
+A trace of a step has the ops of each graph where the graph is replayed (`record_replays`). In torch's profiler the
+range around a replay has the number of the graph (`kineto/marks.py`).
+
+Nothing here calls the device, and the captured graph is the one that is captured without it: while gradients are
+accumulated into leaves, which torch does in another way under a dispatch mode, the recorder is not in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd import graph as autograd_graph
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from nearpeak.devices.backends import gpu_in_use
+from nearpeak.devices.cuda_graph import CapturedNodes
+from nearpeak.trace.guard import Guard, watch_captures
+from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
+from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
+from nearpeak.trace.patches.triton_kernels import record_triton_kernels
+from nearpeak.trace.recorder import CapturedGraph, Location, Recorder, active_recorder
+from nearpeak.trace.schema import schema_of
+from nearpeak.trace.state_snapshot import StateSnapshot
+from nearpeak.trace.storages import Storages
+
+MAX_GRAPH_OPS = 200_000
+"""The number of ops that are remembered of all graphs together."""
+
+
+class _Graphs:
+    """What is known about the graphs of this process."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all graphs."""
+        self.captured: weakref.WeakKeyDictionary[Any, CapturedGraph] = weakref.WeakKeyDictionary()
+        self.recorders: dict[int, CaptureRecorder] = {}
+        """Of captures under way, by the id of the graph."""
+        self.count = 0
+        self.ops = 0
+        self.lines = threading.local()
+
+    def lines_of_thread(self) -> dict[int, Location]:
+        """Where the forward ops of earlier captures on this thread come from, by sequence number."""
+        if not hasattr(self.lines, "by_sequence"):
+            self.lines.by_sequence = {}
+        lines: dict[int, Location] = self.lines.by_sequence
+        return lines
+
+
+_graphs = _Graphs()
+
+
+class CaptureRecorder(Recorder):
+    """Records the ops that are captured into a graph, each with the nodes that it adds."""
+
+    def __init__(self, nodes: CapturedNodes, limit: int) -> None:
+        snapshot = StateSnapshot(live=True)
+        super().__init__(mode=None, limit=limit, snapshot=snapshot)
+        self._memory = None  # what a graph allocates belongs to its pool
+        self.storages = Storages(lambda number, storage, kind: None, asks_device=False)
+        self._locations.share_lines(_graphs.lines_of_thread())
+        self._nodes = nodes
+        self._begun: list[tuple[int, int]] = []
+        """Of ops that run now: the number of ops and of nodes before."""
+        self._added: dict[int, tuple[int, int]] = {}
+        """The nodes that each op added, by its index."""
+        self._undo = ExitStack()
+
+    @property
+    def records_now(self) -> bool:
+        """Only what is captured comes here."""
+        return True
+
+    def launch_begins(self) -> None:
+        """Counts the nodes."""
+        count = None if self.failure else self._guard.call(self._nodes.count)
+        self._begun.append((len(self.ops), -1 if count is None else count))
+
+    def launch_ended(self) -> None:
+        """Counts them again."""
+        ops, before = self._begun.pop()
+        count = None if self.failure else self._guard.call(self._nodes.count)
+        if count is not None and before >= 0 and len(self.ops) == ops + 1:
+            self._added[ops] = (before, count)
+
+    def begin(self) -> None:
+        """Records from now on, on this thread and in the backward passes that it starts."""
+        self._undo.enter_context(record_inductor_kernels(self))
+        self._undo.enter_context(record_triton_kernels())
+        self._undo.enter_context(self.modules.watching())
+        self._undo.enter_context(_accumulate_unseen())
+        self._undo.enter_context(_on_mode_stack(self))
+
+    def end(self) -> None:
+        """Records nothing more."""
+        self.paused = True
+        self._undo.close()
+
+    def captured_graph(self, number: int) -> CapturedGraph | None:
+        """What was recorded, while the graph is still being captured; None if that is not everything."""
+        if self.failure is not None or self.truncated:
+            return None
+        self._nodes.count()
+        nodes = self._nodes.describe()
+        with_nodes = [index for index, (before, after) in sorted(self._added.items()) if any(nodes[before:after])]
+        position = {index: place for place, index in enumerate(with_nodes)}
+        owners = {
+            node: position[index] for index in with_nodes for node in range(*self._added[index])
+        }
+        ops = tuple(self.ops[index] for index in with_nodes)
+        facts = self.storages.facts()
+        used = {tensor.storage for op in ops for tensor in (*op.inputs, *op.outputs)}
+        return CapturedGraph(
+            number=number,
+            ops=ops,
+            nodes=tuple(
+                replace(node, op=owners.get(index)) for index, node in enumerate(nodes) if node is not None
+            ),
+            storages={storage: facts[storage] for storage in used},
+            memory={storage: self.storages.memory[storage] for storage in used if storage in self.storages.memory},
+        )
+
+    def record_accumulation(self, gradient: torch.Tensor, leaf: torch.Tensor, before: int, *, added: bool) -> None:
+        """Records how autograd has accumulated a gradient into a leaf, if that took a kernel."""
+        count = self._nodes.count()
+        if count == before or leaf.grad is None:
+            return
+        name = torch.ops.aten.add_.Tensor if added else torch.ops.aten.clone.default
+        arguments = (leaf.grad, gradient) if added else (gradient,)
+        schema = schema_of(name)
+        recorded = self._live_arguments(schema, arguments, {})
+        self._added[len(self.ops)] = (before, count)
+        self._record_live(schema, recorded, leaf.grad)
+
+    @property
+    def node_count(self) -> int:
+        """The number of nodes so far."""
+        return self._nodes.count()
+
+    def guarded(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """`function` through the guard of the recorder, as a hook that returns nothing."""
+
+        def hook(*args: Any) -> None:
+            if self.failure is None and not self.paused:
+                self._guard.call(function, *args)
+
+        return hook
+
+
+@contextmanager
+def _on_mode_stack(recorder: Recorder) -> Iterator[None]:
+    """Inside, the recorder sees what is dispatched. The program may leave with other modes on the stack than before."""
+    recorder.__enter__()
+    try:
+        yield
+    finally:
+        above = []
+        while (stack := _get_current_dispatch_mode_stack()) and stack[-1] is not recorder and recorder in stack:
+            above.append(_pop_mode())
+        if stack and stack[-1] is recorder:
+            recorder.__exit__(None, None, None)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+
+@SharedPatch
+@contextmanager
+def _accumulate_unseen() -> Iterator[None]:
+    """Inside, autograd accumulates gradients into leaves as it does when nobody watches.
+
+    Under a dispatch mode it would replace the gradient instead of adding to it, and a replay would add to the wrong
+    memory. The mode is back after the node, since the engine restores the state of its thread.
+    """
+    original: Any = autograd_graph._engine_run_backward
+
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = active_recorder()
+        with ExitStack() as hooks:
+            if isinstance(recorder, CaptureRecorder):
+                for node in _leaf_nodes(outputs):
+                    _step_aside(recorder, node, hooks)
+            return original(outputs, *args, **kwargs)
+
+    with (
+        patch_attribute(autograd_graph, "_engine_run_backward", run),
+        patch_attribute(torch.autograd, "_engine_run_backward", run),
+    ):
+        yield
+
+
+def _leaf_nodes(outputs: Any) -> list[Any]:
+    """The nodes that accumulate gradients into leaves, below these tensors."""
+    roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    pending = [tensor.grad_fn for tensor in roots if isinstance(tensor, torch.Tensor)]
+    seen: set[Any] = set()
+    leaves = []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node)
+        pending += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _step_aside(recorder: CaptureRecorder, node: Any, hooks: ExitStack) -> None:
+    """While this node runs, the recorder is not in place; afterwards it records what the node did."""
+    facts: dict[str, Any] = {}
+
+    def before(gradients: tuple[Any, ...]) -> None:
+        if _get_current_dispatch_mode_stack()[-1:] == [recorder]:
+            _pop_mode()
+            facts["before"] = recorder.node_count
+            facts["added"] = node.variable.grad is not None
+
+    def after(_inputs: Any, gradients: tuple[Any, ...]) -> None:
+        if facts and gradients and gradients[0] is not None:
+            recorder.record_accumulation(gradients[0], node.variable, facts["before"], added=facts["added"])
+
+    hooks.callback(node.register_prehook(recorder.guarded(before)).remove)
+    hooks.callback(node.register_hook(recorder.guarded(after)).remove)
+
+
+@SharedPatch
+@contextmanager
+def remember_graphs() -> Iterator[None]:
+    """Inside, the ops of graphs are recorded while these are captured, and `record_replays` knows them."""
+    kind: Any = torch.cuda.CUDAGraph
+    guard = Guard()
+    begin, end = kind.capture_begin, kind.capture_end
+
+    @functools.wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = begin(self, *args, **kwargs)
+        guard.call(_begin_recording, self)
+        return result
+
+    @functools.wraps(end)
+    def capture_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+        guard.call(_end_recording, self)
+        return end(self, *args, **kwargs)
+
+    with (
+        watch_captures(),
+        patch_attribute(kind, "capture_begin", capture_begin),
+        patch_attribute(kind, "capture_end", capture_end),
+    ):
+        try:
+            yield
+        finally:
+            _graphs.forget()
+
+
+def _begin_recording(graph: Any) -> None:
+    _graphs.captured.pop(graph, None)  # what it was before
+    backend = gpu_in_use()
+    nodes = None if backend is None else backend.captured_nodes()
+    if nodes is None or _graphs.ops >= MAX_GRAPH_OPS:
+        return
+    recorder = CaptureRecorder(nodes, MAX_GRAPH_OPS - _graphs.ops)
+    _graphs.recorders[id(graph)] = recorder
+    recorder.begin()
+
+
+def _end_recording(graph: Any) -> None:
+    recorder = _graphs.recorders.pop(id(graph), None)
+    if recorder is None:
+        return
+    recorder.end()
+    captured = recorder.captured_graph(_graphs.count)
+    if captured is not None:
+        _graphs.count += 1
+        _graphs.ops += len(captured.ops)
+        _graphs.captured[graph] = captured
+
+
+def optimizer_runs(change: int) -> None:
+    """An optimizer begins its step (1) or ends it (-1) on this thread: what it does now may be captured."""
+    recorder = active_recorder()
+    if isinstance(recorder, CaptureRecorder):
+        recorder.optimizers_running = max(0, recorder.optimizers_running + change)
+
+
+def number_of(graph: Any) -> int | None:
+    """The number of a graph whose ops are known; None for every other."""
+    captured = _graphs.captured.get(graph)
+    return None if captured is None else captured.number
+
+
+@SharedPatch
+@contextmanager
+def record_replays() -> Iterator[None]:
+    """Inside, a trace has the ops of graphs that are replayed."""
+    kind: Any = torch.cuda.CUDAGraph
+    original = kind.replay
+
+    @functools.wraps(original)
+    def replay(self: Any) -> Any:
+        recorder = active_recorder()
+        captured = _graphs.captured.get(self)
+        if recorder is not None and captured is not None:
+            recorder.record_beside(recorder.record_replay, captured)
+        return original(self)
+
+    with patch_attribute(kind, "replay", replay):
+        yield
