@@ -146,7 +146,7 @@ def demangled(name: str) -> str:
 @functools.cache
 def _load_demangler() -> Any:
     try:
-        demangle = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")  # noqa: B009, names of a class are mangled
+        demangle = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")
     except (AttributeError, OSError):
         return None
     demangle.restype = ctypes.c_void_p

@@ -36,6 +36,7 @@ from nearpeak.profiles.profile import (
     profile_ceilings,
 )
 from nearpeak.profiles.rates import step_rates
+from nearpeak.profiling.graph_kernels import match_graph_kernels
 from nearpeak.profiling.steps import is_similar_size
 from nearpeak.trace.kineto.host import HostSpan, line_of_mark
 from nearpeak.trace.kineto.read import KinetoTrace
@@ -91,7 +92,10 @@ class StepRecords:
         traced = dataclasses.replace(
             traced, shapes_before=_shapes_before(self.recorded.trace.ops, traced.ops, to_traced)
         )
-        kernels = attach_triton_launches(device_kernels(self.recorded, to_traced), traced.ops)
+        in_graphs = match_graph_kernels(self.recorded.kernels, traced.replays)
+        if in_graphs.note:
+            notes = (*notes, in_graphs.note)
+        kernels = attach_triton_launches(device_kernels(self.recorded, to_traced, in_graphs.ops), traced.ops)
         if not kernels:
             kernels = _cpu_kernels(self.recorded, to_traced, min(1.0, wall / self.profiled_wall))
         estimate = estimate_trace(traced, machine, ceilings=ceilings)
@@ -143,7 +147,8 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     launching = {kernel.op for kernel in recorded.kernels if not kernel.in_graph}
     is_view = [cost.family == "view" for cost in costs_of(traced.ops)]
     profiled = [index for index in range(len(profiled_ops)) if not on_device or index in launching]
-    in_trace = [index for index, view in enumerate(is_view) if not on_device or not view]
+    replayed = {index for replay in traced.replays for index in replay.ops}
+    in_trace = [index for index, view in enumerate(is_view) if index not in replayed and (not on_device or not view)]
     keys = [_op_key(op) for op in traced.ops]
     light = {key.kind for key, view in zip(keys, is_view, strict=True) if view}
     profiled_keys, traced_keys = (
@@ -161,18 +166,29 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     return to_traced, matched
 
 
-def device_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None] | None = None) -> list[DeviceKernel]:
-    """What ran on the device, with the ops of another trace if `to_traced` maps to it."""
+def device_kernels(
+    recorded: KinetoTrace, to_traced: Sequence[int | None] | None = None, in_graphs: Mapping[int, int] | None = None
+) -> list[DeviceKernel]:
+    """What ran on the device, with the ops of another trace if `to_traced` maps to it.
+
+    `in_graphs` has ops of that trace for kernels that graphs launched, by the index of the kernel.
+    """
+
+    def op_of(index: int, op: int | None) -> int | None:
+        if in_graphs is not None and index in in_graphs:
+            return in_graphs[index]
+        return op if to_traced is None or op is None else to_traced[op]
+
     return [
         DeviceKernel(
             name=kernel.name,
             start_s=kernel.start_s,
             seconds=kernel.seconds,
-            op=kernel.op if to_traced is None or kernel.op is None else to_traced[kernel.op],
+            op=op_of(index, kernel.op),
             stream=kernel.stream,
             collective=collective_of(kernel.name),
         )
-        for kernel in recorded.kernels
+        for index, kernel in enumerate(recorded.kernels)
     ]
 
 

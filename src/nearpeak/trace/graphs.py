@@ -118,18 +118,14 @@ class CaptureRecorder(Recorder):
         nodes = self._nodes.describe()
         with_nodes = [index for index, (before, after) in sorted(self._added.items()) if any(nodes[before:after])]
         position = {index: place for place, index in enumerate(with_nodes)}
-        owners = {
-            node: position[index] for index in with_nodes for node in range(*self._added[index])
-        }
+        owners = {node: position[index] for index in with_nodes for node in range(*self._added[index])}
         ops = tuple(self.ops[index] for index in with_nodes)
         facts = self.storages.facts()
         used = {tensor.storage for op in ops for tensor in (*op.inputs, *op.outputs)}
         return CapturedGraph(
             number=number,
             ops=ops,
-            nodes=tuple(
-                replace(node, op=owners.get(index)) for index, node in enumerate(nodes) if node is not None
-            ),
+            nodes=tuple(replace(node, op=owners.get(index)) for index, node in enumerate(nodes) if node is not None),
             storages={storage: facts[storage] for storage in used},
             memory={storage: self.storages.memory[storage] for storage in used if storage in self.storages.memory},
         )
@@ -290,11 +286,10 @@ def _end_recording(graph: Any) -> None:
         _graphs.captured[graph] = captured
 
 
-def optimizer_runs(change: int) -> None:
-    """An optimizer begins its step (1) or ends it (-1) on this thread: what it does now may be captured."""
+def capture_recorder() -> CaptureRecorder | None:
+    """The recorder of the capture that is under way on this thread."""
     recorder = active_recorder()
-    if isinstance(recorder, CaptureRecorder):
-        recorder.optimizers_running = max(0, recorder.optimizers_running + change)
+    return recorder if isinstance(recorder, CaptureRecorder) else None
 
 
 def number_of(graph: Any) -> int | None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from nearpeak.ops.op import Trace
-from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.graphs import record_replays
+from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import Recorder

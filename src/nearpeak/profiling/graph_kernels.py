@@ -1,0 +1,103 @@
+"""`match_graph_kernels`: the ops of the kernels that CUDA graphs launched in the profiled step.
+
+Of each graph, the nodes are known in the order in which they were added, with the op of each (`trace/graphs.py`). The
+profiler gives the kernels of each launch with the ids of their nodes, which follow the same order. A kernel belongs to
+a node only if its name, its grid and its block are those of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from nearpeak.ops.graph import GraphNode, GraphReplay
+from nearpeak.trace.kineto.kernels import KernelRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphKernels:
+    """What is known about the kernels that graphs launched."""
+
+    ops: Mapping[int, int]
+    """The op of each kernel that has one, by the index of the kernel."""
+    lost: int
+    """The number of nodes without a kernel in the recording, although their graph was launched."""
+    note: str
+    """A sentence about kernels in graphs that have no op; "" if there are none."""
+
+
+def match_graph_kernels(kernels: Sequence[KernelRun], replays: Sequence[GraphReplay]) -> GraphKernels:
+    """Finds the ops of kernels in graphs.
+
+    Args:
+        kernels: What ran in the profiled step.
+        replays: The graphs that were launched in the traced step.
+    """
+    launches: dict[tuple[float, int], list[int]] = {}
+    for index, kernel in enumerate(kernels):
+        if kernel.replay is not None:
+            launches.setdefault((kernel.replay.start_s, kernel.replay.graph), []).append(index)
+    ordered = sorted(launches)
+    ops: dict[int, int] = {}
+    lost = 0
+    for launched, replayed in _pairs([graph for _, graph in ordered], [replay.graph for replay in replays]):
+        nodes = replays[replayed].nodes
+        indices = _in_node_order(kernels, launches[ordered[launched]])
+        lost += max(0, len(nodes) - len(indices))
+        for place, node in _match_nodes([_kernel_key(kernels[index]) for index in indices], nodes):
+            op = nodes[node].op
+            if op is not None:
+                ops[indices[place]] = op
+    return GraphKernels(ops=ops, lost=lost, note=_note(kernels, ops))
+
+
+def _pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Positions of equal items, in the order of both."""
+    blocks = SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
+    return [(block.a + place, block.b + place) for block in blocks for place in range(block.size)]
+
+
+def _in_node_order(kernels: Sequence[KernelRun], indices: Sequence[int]) -> list[int]:
+    """The kernels of one launch in the order of their nodes; in that of time if the file has no ids of nodes."""
+    node_ids = [None if (replay := kernels[index].replay) is None else replay.node for index in indices]
+    if None in node_ids or len(set(node_ids)) < len(indices):
+        return sorted(indices, key=lambda index: kernels[index].start_s)
+    return [index for _, index in sorted(zip(node_ids, indices, strict=True), key=lambda item: (item[0] or 0, item[1]))]
+
+
+def _kernel_key(kernel: KernelRun) -> Hashable:
+    replay = kernel.replay
+    if kernel.kind != "kernel" or replay is None:
+        return kernel.kind
+    return kernel.name, replay.grid, replay.block
+
+
+def _node_key(node: GraphNode) -> Hashable:
+    return node.kind if node.kind != "kernel" else (node.name, node.grid, node.block)
+
+
+def _match_nodes(kernels: Sequence[Hashable], nodes: Sequence[GraphNode]) -> list[tuple[int, int]]:
+    """Positions of kernels, and of their nodes. Among kernels that look the same, none is matched if some are lost."""
+    keys = [_node_key(node) for node in nodes]
+    if kernels == keys:
+        return [(place, place) for place in range(len(keys))]
+    counts = {key: kernels.count(key) for key in set(kernels)}
+    return [(place, node) for place, node in _pairs(kernels, keys) if counts[keys[node]] == keys.count(keys[node])]
+
+
+def _note(kernels: Sequence[KernelRun], ops: Mapping[int, int]) -> str:
+    inside = [kernel for index, kernel in enumerate(kernels) if kernel.in_graph and index not in ops]
+    if not inside:
+        return ""
+    total = sum(kernel.seconds for kernel in inside)
+    unseen = sum(kernel.replay is None for kernel in inside)
+    why = (
+        "their graphs were captured before nearpeak watched, or by other means than torch's"
+        if unseen == len(inside)
+        else "no op was seen to add them at the capture"
+    )
+    return (
+        f"{len(inside)} kernels of {total * 1e3:.3f} ms were launched by CUDA graphs and have no ops, so they are "
+        f"measured without bounds: {why}."
+    )

@@ -1,0 +1,96 @@
+"""Kernels of CUDA graphs and the ops that added their nodes."""
+
+from typing import Any
+
+import pytest
+
+from nearpeak.ops.graph import GraphNode, GraphReplay
+from nearpeak.profiling.graph_kernels import match_graph_kernels
+from nearpeak.trace.kineto.kernels import GraphLaunch, KernelRun
+
+GRID = {"gemm": (8, 1, 1), "add": (2, 1, 1)}
+
+
+def node(name: str, op: int | None) -> GraphNode:
+    if name == "memset":
+        return GraphNode(kind="memset", op=op)
+    return GraphNode(kind="kernel", name=name, grid=GRID[name], block=(128, 1, 1), op=op)
+
+
+def kernel(name: str, start: float, number: int | None, *, graph: int | None = 0, launch: float = 0.0) -> KernelRun:
+    replay = None
+    if graph is not None:
+        replay = GraphLaunch(
+            graph=graph, start_s=launch, node=number, grid=GRID.get(name), block=(128, 1, 1) if name in GRID else None
+        )
+    return KernelRun(
+        name=name,
+        kind="memset" if name == "memset" else "kernel",
+        start_s=start,
+        seconds=1e-6,
+        device=0,
+        stream=7,
+        op=None,
+        in_graph=True,
+        replay=replay,
+    )
+
+
+def replay(*nodes: GraphNode, graph: int = 0) -> GraphReplay:
+    return GraphReplay(graph=graph, nodes=nodes, ops=range(9))
+
+
+CHAIN = (node("gemm", 0), node("add", 1), node("memset", 2), node("gemm", 3))
+NAMES = ("gemm", "add", "memset", "gemm")
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_each_kernel_has_the_op_that_added_its_node(with_ids: bool):
+    kernels = [kernel(name, place, (5 << 32) + place if with_ids else None) for place, name in enumerate(NAMES)]
+    found = match_graph_kernels(kernels, [replay(*CHAIN)])
+    assert found.ops == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert (found.lost, found.note) == (0, "")
+
+
+def test_branches_that_run_side_by_side_keep_their_nodes():
+    order = (0, 2, 3, 1)  # what was added second runs last, on another stream
+    kernels = [kernel(NAMES[place], when, place + 1) for when, place in enumerate(order)]
+    found = match_graph_kernels(kernels, [replay(*CHAIN)])
+    assert found.ops == {0: 0, 1: 2, 2: 3, 3: 1}
+
+
+def test_a_lost_kernel_is_counted_and_takes_no_others_op():
+    kernels = [kernel(name, place, place) for place, name in enumerate(NAMES) if place != 0]
+    found = match_graph_kernels(kernels, [replay(*CHAIN)])
+    assert found.lost == 1
+    assert found.ops == {0: 1, 1: 2}  # either product may be the one that is left
+    assert "1 kernels of 0.001 ms" in found.note and "no op was seen" in found.note
+
+
+def test_another_grid_is_another_kernel():
+    other = node("gemm", 4)
+    nodes = [GraphNode(kind="kernel", name="gemm", grid=(9, 1, 1), block=(128, 1, 1), op=4), node("add", 1)]
+    found = match_graph_kernels([kernel("gemm", 0, 1), kernel("add", 1, 2)], [replay(*nodes)])
+    assert other.grid != nodes[0].grid and found.ops == {1: 1}
+
+
+def test_launches_are_those_of_the_same_graph_in_order():
+    kernels = [
+        kernel("gemm", 0, 1, graph=3, launch=0.0),
+        kernel("add", 1, 1, graph=4, launch=1.0),
+        kernel("gemm", 2, 1, graph=3, launch=2.0),
+    ]
+    replays = [replay(node("gemm", 0), graph=3), replay(node("add", 1), graph=4), replay(node("gemm", 2), graph=3)]
+    assert match_graph_kernels(kernels, replays).ops == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "nodes", "why"),
+    [
+        ([kernel("gemm", 0, 1, graph=None)], (), "captured before nearpeak watched"),
+        ([kernel("gemm", 0, 1)], (node("gemm", None),), "no op was seen to add them"),
+    ],
+)
+def test_what_cannot_be_told_is_said(kernels: Any, nodes: Any, why: str):
+    found = match_graph_kernels(kernels, [replay(*nodes)])
+    assert found.ops == {} and why in found.note
