@@ -54,6 +54,18 @@ def name_without_origin(name: str) -> str:
     return name.removeprefix(_NAME_PREFIXES.get(origin_of_name(name), ""))
 
 
+_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
+
+
+def is_graph_launch(name: str) -> bool:
+    """Whether an op, or a call of the runtime, launches a CUDA or HIP graph.
+
+    >>> is_graph_launch("unknown.hipGraphLaunch"), is_graph_launch("aten.add.Tensor")
+    (True, False)
+    """
+    return name_without_origin(name).startswith(_GRAPH_LAUNCHES)
+
+
 class OpSignature:
     """The identity of an op apart from its storages, its position and its flags. The recorder makes these."""
 

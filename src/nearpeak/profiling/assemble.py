@@ -21,7 +21,7 @@ from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import costs_of
-from nearpeak.ops.op import Op, Trace, name_without_origin
+from nearpeak.ops.op import Op, Trace, name_with_origin, name_without_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.idle import IdleTime
 from nearpeak.profiles.idle_attribution import DeviceActivity, HostActivity, attribute
@@ -92,6 +92,8 @@ class StepRecords:
         traced = dataclasses.replace(
             traced, shapes_before=_shapes_before(self.recorded.trace.ops, traced.ops, to_traced)
         )
+        lost = {index for op in self.recorded.partial if (index := to_traced[op]) is not None}
+        traced = without_costs(traced, lost)
         in_graphs = match_graph_kernels(self.recorded.kernels, traced.replays)
         if in_graphs.note:
             notes = (*notes, in_graphs.note)
@@ -128,6 +130,7 @@ class StepRecords:
             rates=step_rates(traced, estimate, machine, wall_s=profile.wall_s, kernel_s=profile.kernel_s),
             memory=None if traced.lives is None else peak_memory(traced.lives, traced.ops),
             compiler=self.compiler,
+            completeness=self.recorded.completeness,
             rank=self.rank,
             world_size=self.world_size,
         )
@@ -164,6 +167,18 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
         to_traced[index] = None if position is None else in_trace[position]
     matched = sum(position is not None for position in positions) / len(positions) if positions else None
     return to_traced, matched
+
+
+def without_costs(trace: Trace, indices: Collection[int]) -> Trace:
+    """The trace with ops of unknown cost in these places: kernels of theirs are lost, so their time says nothing."""
+    if not indices:
+        return trace
+    ops = list(trace.ops)
+    for index in indices:
+        if ops[index].origin in ("torch", "inductor", "triton"):
+            name = name_with_origin("unknown", name_without_origin(ops[index].name))
+            ops[index] = replace(ops[index], name=name, origin="unknown")
+    return replace(trace, ops=tuple(ops))
 
 
 def device_kernels(
@@ -465,7 +480,7 @@ def _describe_span(span: HostSpan, ops: Sequence[Op]) -> str:
         return ""
     if span.kind == "synchronization" and span.op is not None:
         op = ops[span.op]
-        if op.origin in ("partial", "unknown"):
+        if op.origin in ("partial", "unknown", "host"):
             return name_without_origin(op.name).removeprefix("aten::").removeprefix("aten.")
         return _OP_LABELS.get(op.packet, op.packet.removeprefix("aten."))
     return span.name.partition(" (dynamo_timed)")[0]

@@ -45,8 +45,9 @@ def profile_trace(
         ceilings: The achievable ceilings of the machine, or those of its datasheet.
     """
     from nearpeak.calibrate.machine import machine_of_file
-    from nearpeak.profiling.assemble import attribute_idle, device_kernels
+    from nearpeak.profiling.assemble import attribute_idle, device_kernels, without_costs
     from nearpeak.trace.kineto.read import read_trace  # a saved profile needs no torch
+    from nearpeak.trace.recorder import ops_on
 
     recorded = read_trace(path, step=step, storages="likely")  # with "least", most traffic would count as lost
     if not recorded.kernels:
@@ -55,7 +56,9 @@ def profile_trace(
             "--trace` gives the bounds of its ops."
         )
     machine = machine_of_file(path, recorded.device, on)
-    estimate = estimate_trace(recorded.trace, machine, ceilings=ceilings)
+    trace = without_costs(recorded.trace, recorded.partial)
+    trace = dataclasses.replace(trace, ops=ops_on(machine, trace.ops))
+    estimate = estimate_trace(trace, machine, ceilings=ceilings)
     profile = build_profile(
         estimate,
         device_kernels(recorded),
@@ -69,10 +72,11 @@ def profile_trace(
     idle = attribute_idle(recorded, idle_s=profile.waterfall.seconds("idle"), clean=False)
     profile = dataclasses.replace(
         add_idle(profile, idle),
-        rates=step_rates(recorded.trace, estimate, machine, **times, recompute_known=False),
+        completeness=recorded.completeness,
+        rates=step_rates(trace, estimate, machine, **times, recompute_known=False),
     )
-    lines: frozenset[StepFact] = frozenset({"lines"}) if any(op.source for op in recorded.trace.ops) else frozenset()
-    return add_findings(profile, recorded.trace, machine, lines | {"host"})
+    lines: frozenset[StepFact] = frozenset({"lines"}) if any(op.source for op in trace.ops) else frozenset()
+    return add_findings(profile, trace, machine, lines | {"host"})
 
 
 def _date_of(path: Path) -> str:

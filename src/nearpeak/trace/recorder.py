@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from nearpeak.machines.machine import Machine
 from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.ops.low_gc import low_gc
@@ -806,6 +807,12 @@ def _tf32_flag_reader() -> Callable[[], tuple[bool, bool]]:
 
 tf32_flags = _tf32_flag_reader()
 """Whether float32 matrix products and convolutions run in tf32, by torch's flags now."""
+
+
+def ops_on(machine: Machine, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The same ops as they run on a machine: one without tf32 computes in float32."""
+    ceilings = machine.theoretical or machine.achievable
+    return ops if ceilings is None or "tfloat32" in ceilings.matrix else without_tf32(ops)
 
 
 def without_tf32(ops: Iterable[Op]) -> tuple[Op, ...]:

@@ -13,7 +13,7 @@ MOST_UNKNOWN = 0.03
 
 def exists(name):
     """Whether torch has an operator, or an overload of one, of this name."""
-    if name in ("host", "inductor", "partial"):  # ops of traces, each of a name of its own
+    if name in ("host", "inductor", "partial", "unknown"):  # ops of traces, each of a name of its own
         return True
     namespace, operator, *overload = name.split(".")
     if namespace == "higher_order":

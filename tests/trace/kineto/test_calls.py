@@ -95,6 +95,8 @@ def test_an_operator_of_somebody_elses_is_an_op_without_a_cost(write_trace: Writ
 def test_kernels_of_a_cuda_graph_belong_to_its_launch(write_trace: Write, make: Any):
     path = write_trace(
         make.tensor_op("aten::exp", 0, 10, MATRIX, **{"External id": 1}),
+        make.span("cudaLaunchKernel", 2, 5, "cuda_runtime", correlation=6, **{"External id": 1}),
+        make.kernel("exp", 12, 5, correlation=6, **{"External id": 1}),
         make.span("## Call CompiledFxGraph f ##", 20, 50, "user_annotation", **{"External id": 2}),
         make.span("cudaGraphLaunch", 30, 10, "cuda_runtime", correlation=7, **{"External id": 2}),
         *(
@@ -104,7 +106,7 @@ def test_kernels_of_a_cuda_graph_belong_to_its_launch(write_trace: Write, make: 
     )
     found = read_trace(path)
     assert [op.name for op in found.trace.ops] == ["aten.exp.default", "unknown.cudaGraphLaunch"]
-    assert [(item.op, item.in_graph) for item in found.kernels] == [(1, True), (1, True)]
+    assert [(item.op, item.in_graph) for item in found.kernels] == [(0, False), (1, True), (1, True)]
     assert any("2 kernels of 0.010 ms were launched by CUDA graphs" in note for note in found.notes)
 
 

@@ -95,13 +95,15 @@ def _from_file(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
     from nearpeak.bound.estimate import estimate_trace
     from nearpeak.calibrate.machine import machine_of_file
     from nearpeak.trace.kineto.read import read_trace
+    from nearpeak.trace.recorder import ops_on
     from nearpeak.units import seconds
 
     if arguments.set:
         raise UsageError("--set belongs to a CASE; a trace has no parameters.")
     recorded = read_trace(arguments.trace, step=arguments.step)
     machine = machine_of_file(arguments.trace, recorded.device, arguments.on)
-    result = estimate_trace(recorded.trace, machine, ceilings=arguments.ceilings)
+    trace = dataclasses.replace(recorded.trace, ops=ops_on(machine, recorded.trace.ops))
+    result = estimate_trace(trace, machine, ceilings=arguments.ceilings)
     measured = f"Measured on {recorded.device}: {seconds(recorded.wall_s)} in all"
     if recorded.kernels:
         measured += f", {seconds(sum(recorded.device_seconds.values()))} of it kernels"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
+from nearpeak.ops.op import is_graph_launch
 from nearpeak.profiles.idle import BETWEEN_OPS, LAUNCHED_LATE, PROFILER_SLOWDOWN, IdleCause
 from nearpeak.profiles.profile import GraphBreak, Profile
 from nearpeak.units import percent, seconds
@@ -27,11 +28,11 @@ def launch_bound(step: Step) -> Iterator[Waste]:
     late = late_launches(profile)
     if step.machine.kind != "gpu" or not late or breaks_of(step):  # reported by "graph-breaks"
         return
-    idle_s = sum(cause.seconds for cause in late)
-    clean_s = idle_without_profiler(profile, idle_s)
-    kernels = sum(op.kernels for op in profile.ops)
+    kernels = sum(op.kernels for op in profile.ops if not is_graph_launch(op.name))
     if not kernels:  # all kernels are in CUDA graphs already
         return
+    idle_s = sum(cause.seconds for cause in late) * _share_outside_of_graphs(profile)
+    clean_s = idle_without_profiler(profile, idle_s)
     gaps = min(kernels, max(cause.count for cause in late))
     launch = step.machine.achievable.launch.in_graph if step.machine.achievable else None
     remains_s = gaps * (launch or GRAPH_LAUNCH_S)
@@ -53,6 +54,14 @@ def launch_bound(step: Step) -> Iterator[Waste]:
         ),
         remedy=_remedy(profile, waits),
     )
+
+
+def _share_outside_of_graphs(profile: Profile) -> float:
+    """The share of the waiting for launches that is not before the launch of a CUDA graph."""
+    waits = {inside: 0.0 for inside in (False, True)}
+    for op in profile.ops:
+        waits[is_graph_launch(op.name)] += op.launch_wait_s
+    return waits[False] / sum(waits.values()) if waits[True] else 1.0
 
 
 def breaks_of(step: Step) -> tuple[GraphBreak, ...]:

@@ -1,7 +1,7 @@
 """Ops whose cost is known only in part, by their origin.
 
 `inductor` is a kernel that the compiler made of several operators, `partial` an operator on lists that a trace file
-omits. The cost of a kernel whose code was read is known in full.
+omits. The cost of a kernel whose code was read is known in full. Nothing is known of an `unknown` op.
 """
 
 from __future__ import annotations
@@ -9,6 +9,12 @@ from __future__ import annotations
 from nearpeak.ops.cost import Cost, Model, accesses, formula
 from nearpeak.ops.formulas.matrix import engines
 from nearpeak.ops.op import Op
+
+
+@formula("unknown")
+def not_known(op: Op) -> Cost:
+    """Nothing: not enough is known of the op, or its kernels are lost, so that there is no time to compare with."""
+    return Cost(family="unknown", model="none")
 
 
 @formula("inductor", "partial")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from nearpeak.ops.op import is_graph_launch
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.idle import CAUSE_MEANINGS as CAUSES
 from nearpeak.profiles.idle import CauseName
@@ -119,18 +120,38 @@ def _idle(profile: Profile) -> tuple[str, str]:
     worst = max((entry for entry in profile.idle if entry.cause == cause), key=lambda entry: entry.seconds)
     what = f" ({plain(worst.what, 40)})" if worst.what else ""
     where = f", most at {elide_start(worst.where)}" if worst.where else ""
-    return f"Its largest cause is {cause}{what}, {seconds(totals[cause])}: {CAUSES[cause]}{where}.", _IDLE_ADVICE[cause]
+    why = f"Its largest cause is {cause}{what}, {seconds(totals[cause])}: {CAUSES[cause]}{where}."
+    return why, _GRAPH_ADVICE if cause == "launching" and _is_in_graphs(profile) else _IDLE_ADVICE[cause]
+
+
+_GRAPH_ADVICE = (
+    "CUDA graphs launch its kernels already. Put more of the step into one graph, or more work into each kernel."
+)
+
+
+def _is_in_graphs(profile: Profile) -> bool:
+    """Whether CUDA graphs launch what the device waits for; a step of graphs alone has no ops."""
+    waits = [(op.launch_wait_s, is_graph_launch(op.name)) for op in profile.ops]
+    late_graphs_s = sum(seconds for seconds, graph in waits if graph)
+    return not profile.ops or late_graphs_s > sum(seconds for seconds, graph in waits if not graph)
 
 
 def _not_modeled(profile: Profile) -> tuple[str, str]:
     unknown = [op for op in profile.ops if not op.modeled]
     name = _costliest(unknown, lambda op: op.name, lambda op: op.measured_s)
+    if is_graph_launch(name) or (not profile.ops and profile.timeline):
+        return (
+            "The kernels that CUDA graphs launch have no ops.",
+            "Profile the code itself with nearpeak, or record a step without graphs: its ops have bounds.",
+        )
     if not name:
         return "", "Kernels without an op: nothing can be said about them."
     took = sum(op.measured_s for op in unknown if op.name == name)
     short = elide(short_name(name), 48)
     why = f"{short} takes most of it: {seconds(took)}."
-    return why, f"Tell what {short} costs with nearpeak.declare_cost, and profile again."
+    from_file = any(op.origin == "unknown" for op in unknown if op.name == name)
+    again = "import the library that has it, and load the file again" if from_file else "and profile again"
+    return why, f"Tell what {short} costs with nearpeak.declare_cost, {again}."
 
 
 def _traffic(profile: Profile) -> tuple[str, str]:

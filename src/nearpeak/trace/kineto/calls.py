@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from nearpeak.ops.op import Phase
+from nearpeak.ops.op import Phase, is_graph_launch
 from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, parse_arguments
 from nearpeak.trace.kineto.host import (
     GARBAGE_COLLECTION,
@@ -33,7 +33,8 @@ CallKind = Literal["operator", "inductor", "graph", "unknown"]
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _OPTIMIZER_PREFIX = "Optimizer.step#"
-_GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch", "hipGraphLaunch")
+_KERNEL_LAUNCH = re.compile(r"\w*Launch(?:Cooperative)?Kernel|urEnqueueKernelLaunch")
+"""Calls that make a kernel run. Copies and fills are none: those of no bytes make nothing run."""
 _STEP_PREFIX = "ProfilerStep#"
 _COMPILED_REGION_PREFIX = "Torch-Compiled Region: "
 _COMPILED_GRAPH_PREFIX = "## Call CompiledFxGraph"
@@ -84,8 +85,8 @@ class OpCalls:
         self.steps: list[ProfilerStep] = []
         self.gradients: list[tuple[float, RecordedTensor]] = []
         """Gradients that the backward pass accumulated into leaves, with the time in microseconds; in that order."""
-        self.missing_kernels: list[OpCall] = []
-        """Ops that launched a kernel which is not in the file, once per kernel."""
+        self.missing_kernels: list[tuple[Span, OpCall | None]] = []
+        """Launches whose kernel is not in the file, with their ops; without those that a graph captured."""
         self.host: list[HostCall] = []
         """Host activity that can leave the device idle."""
         self.regions: list[Span] = []
@@ -130,9 +131,11 @@ class _ThreadWalk(OpCalls):
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._launched = {item.correlation for item in recording.device_spans}
+        self._launched = {item.correlation for item in recording.device_spans} - {None}
         self._launchers = {item.external for item in recording.device_spans if not item.in_graph} - {None}
+        self._captures = recording.captures
         self._thread = -1
+        self._last_launch: Span | None = None
         self._forward: dict[int, tuple[str, str]] = {}
         self._parsed: dict[int, tuple[Argument, ...]] = {}
         self._compiled_graphs: list[tuple[int, _OpenSpan]] = []
@@ -147,6 +150,7 @@ class _ThreadWalk(OpCalls):
     def walk(self, spans: Sequence[Span]) -> None:
         """Adds the ops of a thread."""
         self._thread += 1
+        self._last_launch = None
         stack: list[_OpenSpan] = []
         parents: set[int] = set()
         """Positions of ops that contain others."""
@@ -292,16 +296,31 @@ class _ThreadWalk(OpCalls):
             parsed = self._parsed[id(span.inputs)] = parse_arguments(span.inputs)
         return parsed
 
+    def _must_run(self, span: Span) -> bool:
+        """Whether a call made something run on the device, and the file has device events by the id of their call."""
+        return (
+            span.correlation is not None
+            and bool(self._launched)
+            and (_KERNEL_LAUNCH.match(span.name) is not None or is_graph_launch(span.name))
+            and not is_within(self._captures, span.start)
+        )
+
     def _launch(self, span: Span, outer: _OpenSpan | None) -> None:
+        # A call of the runtime may be recorded with the call of the driver inside it: one of them has the kernel.
+        nested = self._last_launch is not None and span.end <= self._last_launch.end
+        if not nested:
+            self._last_launch = span
         meaning = kind_of_runtime_call(span.name)
         if meaning is not None and (outer is None or outer.span.name != STEP_END_WAIT):
             self.host.append(HostCall(meaning, span, None if outer is None else outer.owner))
         if span.correlation is None or span.correlation not in self._launched:
-            if "LaunchKernel" in span.name and outer is not None and outer.owner is not None:
-                self.missing_kernels.append(outer.owner)
+            if self._must_run(span) and not nested:
+                self.missing_kernels.append((span, None if outer is None else outer.owner))
             return
+        if nested and self.missing_kernels and self.missing_kernels[-1][0] is self._last_launch:
+            self.missing_kernels.pop()
         self.launches[span.correlation] = span
-        if span.name.startswith(_GRAPH_LAUNCHES):
+        if is_graph_launch(span.name):
             frame = _inherit(span, outer)
             call = self._call(frame, span._replace(external=None), "graph", (), None)
             call.graph = frame.graph
@@ -319,6 +338,11 @@ class _ThreadWalk(OpCalls):
             closure = first < len(self._backward_starts) and self._backward_starts[first] < span.end
             return frame._replace(phase="optimizer", closure=closure)
         return frame
+
+
+def is_within(windows: Sequence[tuple[float, float]], time: float) -> bool:
+    """Whether a time is in one of these windows."""
+    return any(start <= time <= end for start, end in windows)
 
 
 def _inherit(span: Span, outer: _OpenSpan | None) -> _OpenSpan:

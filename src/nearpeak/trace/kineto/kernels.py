@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,16 +61,44 @@ def owner_of(span: DeviceSpan, calls: OpCalls) -> OpCall | None:
     return named or launched_by
 
 
-def launch_time(span: DeviceSpan, calls: OpCalls, owner: OpCall | None) -> float:
-    """When it was launched, in microseconds; its start where the file does not tell."""
-    launch = calls.launches.get(span.correlation) if span.correlation is not None else None
-    if launch is not None:
-        return launch.start
-    return owner.span.start if owner is not None else span.start
+LaunchedSpan = tuple[DeviceSpan, OpCall | None]
+
+
+def launch_times(spans: Sequence[LaunchedSpan], calls: OpCalls) -> dict[int, float]:
+    """When each was launched, in microseconds, by the identity of the span; minus infinity: before the recording.
+
+    The kernels of a stream run in the order of their launches. So one whose launch is not in the file was launched
+    between those before and after it on its stream: with none before it, before the recording began.
+
+    Args:
+        spans: In the order of their starts.
+        calls: The launches.
+    """
+    times: dict[int, float] = {}
+    known_streams: set[tuple[int, int]] = set()
+    for span, owner in spans:
+        launch = calls.launches.get(span.correlation) if span.correlation is not None else None
+        by = launch or (None if owner is None else owner.span)
+        if by is not None:
+            times[id(span)] = by.start
+            known_streams.add((span.device, span.stream))
+    if len(times) == len(spans):
+        return times
+    first = min((span.start for span, _ in spans if id(span) in times), default=-math.inf)
+    latest: dict[tuple[int, int], float] = {}
+    for span, _ in spans:
+        stream = (span.device, span.stream)
+        if id(span) in times:
+            latest[stream] = times[id(span)]
+        elif stream in known_streams:
+            times[id(span)] = latest.get(stream, -math.inf)
+        else:  # no launch of the whole stream is known: what runs before all that is known was launched before it
+            times[id(span)] = -math.inf if span.start < first else span.start
+    return times
 
 
 def kernel_runs(
-    spans: Sequence[tuple[DeviceSpan, OpCall | None]], indices: Mapping[int, int], origin: float, calls: OpCalls
+    spans: Sequence[LaunchedSpan], indices: Mapping[int, int], origin: float, calls: OpCalls
 ) -> tuple[KernelRun, ...]:
     """The kernels in order of time. `indices` has the index of each op by the identity of its call."""
     begun: dict[int | None, float] = {}

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,12 @@ class _DraftOp:
 
 
 def build_ops(
-    calls: Sequence[OpCall], *, tf32: bool, likely: bool = False, lists: Mapping[int, TruncatedLists] | None = None
+    calls: Sequence[OpCall],
+    *,
+    tf32: bool,
+    likely: bool = False,
+    lists: Mapping[int, TruncatedLists] | None = None,
+    on_host: Collection[int] = (),
 ) -> RecordedOps:
     """All calls as ops.
 
@@ -84,6 +89,7 @@ def build_ops(
         tf32: Whether float32 products may have run in tf32; the file does not say.
         likely: Which storages to choose.
         lists: The arguments of calls whose lists the file truncates, by the identity of the call.
+        on_host: The identities of calls that launched nothing, beside others that did: they ran on the host.
     """
     lists = lists or {}
     exact = minimal = 0
@@ -102,10 +108,13 @@ def build_ops(
         if storages.unexplained:  # the last op of unknown results may have made them
             touched.extend(storages.unexplained)
             storages.unexplained.clear()
+        if draft is not None and id(call) in on_host and not _is_view(draft):
+            draft.name = name_with_origin("host", call.span.name.rpartition("::")[2])
+            draft.origin = "host"
         if draft is None:
-            unknown[call.span.name] += 1
+            unknown[call.span.name] += id(call) not in on_host
             draft = _draft_of_origin("unknown", call, _positional_arguments(call.arguments, storages))
-        if draft.origin != "torch":
+        if draft.origin not in ("torch", "host"):
             touched = draft.arguments.get(_MAYBE_TOUCHED, [])
             draft.arguments[_MAYBE_TOUCHED] = touched
         drafts.append(draft)
@@ -148,6 +157,11 @@ def _draft_of_min_elements(call: OpCall, lists: TruncatedLists, storages: Guesse
     )
     arguments[_MAYBE_TOUCHED] = storages.older_tensors(str(flat.dtype))
     return _draft_of_origin("partial", call, arguments)
+
+
+def _is_view(draft: _DraftOp) -> bool:
+    cost = _cost_or_none(draft)
+    return cost is not None and cost.family == "view"
 
 
 def _cost_or_none(draft: _DraftOp) -> Cost | None:

@@ -10,25 +10,28 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nearpeak._files import InputFile
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.ops.op import Trace
+from nearpeak.profiles.completeness import Completeness
 from nearpeak.trace.kineto.arguments import RecordedTensor
-from nearpeak.trace.kineto.calls import OpCall, OpCalls, ProfilerStep, find_op_calls
+from nearpeak.trace.kineto.calls import OpCall, OpCalls, ProfilerStep, find_op_calls, is_within
 from nearpeak.trace.kineto.host import HostSpan, blocking_copies, busy_intervals, host_spans, overhead_calls
 from nearpeak.trace.kineto.kernels import (
     KernelRun,
+    LaunchedSpan,
     graph_note,
     is_in_graph,
     kernel_runs,
-    launch_time,
+    launch_times,
     owner_of,
     seconds_by_op,
 )
+from nearpeak.trace.kineto.losses import find_losses
 from nearpeak.trace.kineto.ops import RecordedOps, build_ops
 from nearpeak.trace.kineto.recording import DeviceSpan, Recording, load_recording
 from nearpeak.trace.kineto.truncated_lists import (
@@ -73,6 +76,8 @@ class KinetoTrace:
     """When the device had finished what was launched before."""
     compiled_regions: frozenset[str] = frozenset()
     """Compiled code that ran, by the names that torch gives it: "Torch-Compiled Region: 0/1"."""
+    completeness: Completeness = field(default_factory=Completeness)
+    """What the file is known to lack."""
     repeats: tuple[tuple[float, ...], ...] = ()
     """Seconds of each kernel in all profiled steps with the same kernels, in order; empty if one step was read."""
 
@@ -108,35 +113,48 @@ def read_trace(
     calls = find_op_calls(recording)
     spans = [(span, owner_of(span, calls)) for span in recording.device_spans]
     _require_shapes(recording, path, graphs=any(is_in_graph(span, owner) for span, owner in spans))
-    launched = [(launch_time(span, calls, owner), owner) for span, owner in spans] if recording.truncated else []
+    launching = {id(owner) for _, owner in spans}
+    captured = _drop_captured(recording, calls, launching)
+    times = launch_times(spans, calls)
+    launched = [(times[id(span)], owner) for span, owner in spans] if recording.truncated else []
     chosen, steps = _choose_step(calls, step, path)
     if step is None and chosen is not None and recording.truncated:
         chosen = next((item for item in reversed(steps) if _is_whole(item, calls, launched)), steps[0])
-    middle = find_median_step([item for item in steps if item.number in among], spans, calls) if among else None
+    middle = find_median_step([item for item in steps if item.number in among], spans, times) if among else None
     if middle is not None:
         chosen = middle.step
     inside = [call for call in calls.calls if chosen is None or chosen.start <= call.span.start < chosen.end]
-    free_from = 0.0
-    if chosen is not None:
-        before = [span.end for span, owner in spans if launch_time(span, calls, owner) < chosen.start]
-        free_from = max(0.0, max(before, default=chosen.start) - chosen.start) / 1e6
-        spans = [(span, owner) for span, owner in spans if _is_in_step(span, owner, calls, chosen)]
+    # What the step launched: the device runs behind the CPU, often beyond the end of the step.
+    start, end = (-math.inf, math.inf) if chosen is None else (chosen.start, chosen.end)
+    earlier = [span for span, _ in spans if times[id(span)] < start or times[id(span)] == -math.inf]
+    spans = [(span, owner) for span, owner in spans if start <= times[id(span)] < end and times[id(span)] > -math.inf]
+    free_from = max([0.0, *((span.end - start) / 1e6 for span in earlier)]) if chosen is not None else 0.0
     origin, wall = _time_window(inside, spans, chosen)
     if all(call.kind == "graph" for call in inside):  # beside ops, the launch of a graph is an op of unknown results
         inside = []
+    lost = _lost_calls(recording, calls)
+    unlaunched = _without_launch(inside, launching, lost) if spans and not recording.truncated else []
+    lost |= {id(call) for call in unlaunched}
+    on_host = {id(call) for call in inside if id(call) not in launching | lost} if spans else set()
     recorded = build_ops(
         inside,
         tf32=has_tf32(recording.metadata, bool(recording.device_spans)),
         likely=storages == "likely",
         lists=_restore_truncated_lists(inside, spans, calls),
+        on_host=on_host if not recording.truncated else (),
     )
     indices = {id(call): index for index, call in enumerate(inside)}
     kernels = kernel_runs(spans, indices, origin, calls)
     last = max([origin + wall * 1e6, *(span.end for span, _ in spans)])
     host = [*calls.host, *overhead_calls(recording), *blocking_copies(recording, calls.launches, calls.by_correlation)]
-    partial = _incomplete_calls(recording, calls)
+    partial = lost | (on_host if recording.truncated else set())
     cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
-    notes = tuple(trace_notes(recording, recorded, kernels, inside, chosen, cut=cut, storages=storages))
+    completeness = find_losses(recording, calls, spans, chosen, cut=cut, without_launch=unlaunched)
+    notes = (
+        *trace_notes(recording, recorded, kernels, inside, chosen, cut=cut, storages=storages),
+        *_left_out_notes(captured, [span for span in earlier if times[id(span)] == -math.inf]),
+        *completeness.notes,
+    )
     return KinetoTrace(
         path=str(path),
         trace=Trace(
@@ -159,6 +177,7 @@ def read_trace(
         host_working=busy_intervals(recording.threads.values(), origin, last),
         free_from_s=free_from,
         repeats=() if middle is None else tuple(middle.seconds[id(span)] for span, _ in spans),
+        completeness=completeness,
         compiled_regions=frozenset(
             region.name for region in calls.regions if chosen is None or chosen.start <= region.start < chosen.end
         ),
@@ -178,12 +197,48 @@ def _is_whole(step: ProfilerStep, calls: OpCalls, launched: Sequence[tuple[float
     return all(latest.get(thread, -math.inf) >= step.end for thread in inside)
 
 
-def _incomplete_calls(recording: Recording, calls: OpCalls) -> set[int]:
-    """The identities of calls whose kernels may not all be in the file: those written last, of each stream."""
-    incomplete = {id(call) for call in calls.missing_kernels}
+def _drop_captured(recording: Recording, calls: OpCalls, launching: Collection[int]) -> int:
+    """Removes the ops that were recorded into a CUDA graph, and did not run; gives their number."""
+    if not recording.captures or not recording.device_spans:
+        return 0
+    ran = [call for call in calls.calls if id(call) in launching or not is_within(recording.captures, call.span.start)]
+    captured = len(calls.calls) - len(ran)
+    calls.calls = ran
+    return captured
+
+
+def _lost_calls(recording: Recording, calls: OpCalls) -> set[int]:
+    """The identities of calls whose kernels are not all in the file.
+
+    Of a truncated file that may be the calls whose kernels were written last, of each stream.
+    """
+    lost = {id(call) for _, call in calls.missing_kernels if call is not None}
     if recording.truncated:
-        incomplete |= {id(owner_of(span, calls)) for span in recording.last_written}
-    return incomplete
+        lost |= {id(owner_of(span, calls)) for span in recording.last_written}
+    return lost
+
+
+_LEAST_ELEMENTS = 1024
+"""Of an op that runs on the device: smaller tensors of one shape may as well be in host memory."""
+_HOST_OR_DEVICE = ("copy", "to", "empty", "zero", "fill", "new_", "ones", "full")
+"""Parts of the names of ops that host tensors have as often as those of the device."""
+
+
+def _without_launch(calls: Sequence[OpCall], launching: Collection[int], lost: Collection[int]) -> list[OpCall]:
+    """Ops without a launch, although most ops of the same name on the same tensors have one."""
+    groups: dict[tuple[str, int], list[OpCall]] = {}
+    for call in calls:
+        if call.kind in ("operator", "inductor") and not any(part in call.span.name for part in _HOST_OR_DEVICE):
+            groups.setdefault((call.span.name, id(call.span.inputs)), []).append(call)
+    found = []
+    for group in groups.values():
+        silent = [call for call in group if id(call) not in launching]
+        if not silent or 2 * len(silent) >= len(group):
+            continue
+        tensors = [item for item in group[0].arguments if isinstance(item, RecordedTensor)]
+        if max((math.prod(tensor.shape) for tensor in tensors), default=0) >= _LEAST_ELEMENTS:
+            found += [call for call in silent if id(call) not in lost]
+    return found
 
 
 def _require_shapes(recording: Recording, path: str | Path | InputFile, *, graphs: bool) -> None:
@@ -223,13 +278,8 @@ def _choose_step(
     raise UsageError(f"{path} has no step {number!r}. Its steps: {numbers}.")
 
 
-def _is_in_step(span: DeviceSpan, owner: OpCall | None, calls: OpCalls, step: ProfilerStep) -> bool:
-    """Whether a step launched it. The device runs behind the CPU, often beyond the end of the step."""
-    return step.start <= launch_time(span, calls, owner) < step.end
-
-
 def _restore_truncated_lists(
-    calls: Sequence[OpCall], spans: Sequence[tuple[DeviceSpan, OpCall | None]], everything: OpCalls
+    calls: Sequence[OpCall], spans: Sequence[LaunchedSpan], everything: OpCalls
 ) -> dict[int, TruncatedLists]:
     """The lists that the profiler truncated, as far as they are known, by the identity of the call."""
     truncated = {
@@ -267,7 +317,7 @@ def _gradients_before(time: float, calls: OpCalls, steps: Sequence[float]) -> li
 
 
 def _time_window(
-    calls: Sequence[OpCall], spans: Sequence[tuple[DeviceSpan, OpCall | None]], step: ProfilerStep | None
+    calls: Sequence[OpCall], spans: Sequence[LaunchedSpan], step: ProfilerStep | None
 ) -> tuple[float, float]:
     """The start of what was read, in microseconds, and its duration in seconds."""
     starts = [span.start for span, _ in spans]
@@ -281,9 +331,6 @@ def _time_window(
     return first, (max([call.span.end for call in calls] + ends) - first) / 1e6
 
 
-LaunchedSpan = tuple[DeviceSpan, OpCall | None]
-
-
 class MedianStep(NamedTuple):
     """A step, and the seconds of each of its kernels in all steps with the same kernels, by identity."""
 
@@ -291,12 +338,14 @@ class MedianStep(NamedTuple):
     seconds: Mapping[int, tuple[float, ...]]
 
 
-def find_median_step(steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls) -> MedianStep | None:
+def find_median_step(
+    steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], times: Mapping[int, float]
+) -> MedianStep | None:
     """The step whose kernels take the median time, among those that run the most common list of kernels.
 
-    None if there are no kernels. Of two equally common lists, the later steps count.
+    None if there are no kernels. Of two equally common lists, the later steps count. `times` are those of the launches.
     """
-    spans_of_steps = _spans_by_step(steps, spans, calls)
+    spans_of_steps = _spans_by_step(steps, spans, times)
     steps_by_kernels: dict[tuple[tuple[int, str], ...], list[ProfilerStep]] = {}
     for step in reversed(steps):  # max() takes the first of equals
         if spans_of_steps[step.number]:
@@ -315,14 +364,14 @@ def find_median_step(steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan
 
 
 def _spans_by_step(
-    steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], calls: OpCalls
+    steps: Sequence[ProfilerStep], spans: Sequence[LaunchedSpan], times: Mapping[int, float]
 ) -> dict[int, list[DeviceSpan]]:
     """The spans that each step launched, in an order that does not depend on which stream is ahead."""
     ordered = sorted(steps, key=lambda step: step.start)
     starts = [step.start for step in ordered]
     launches: dict[int, list[tuple[float, int, float, DeviceSpan]]] = {step.number: [] for step in steps}
-    for span, owner in spans:
-        when = launch_time(span, calls, owner)
+    for span, _ in spans:
+        when = times[id(span)]
         index = bisect_right(starts, when) - 1
         if index >= 0 and when < ordered[index].end:
             launches[ordered[index].number].append((when, span.stream, span.start, span))
@@ -334,29 +383,44 @@ def _spans_by_step(
 
 _AMPERE = 8
 """The first major compute capability of NVIDIA GPUs with tf32."""
+_CDNA3 = (9, 4)
+"""The compute capability of the AMD GPUs with tf32, gfx940 to gfx942, as their driver gives it."""
 
 
 def device_name(recording: Recording) -> str:
-    """The device that ran the kernels as its driver names it, or "cpu"."""
-    properties = recording.metadata.get("deviceProperties")
+    """The device that ran the kernels as its driver names it, or "cpu".
+
+    ROCm numbers the agents of a machine in its kernels, CPUs among them, and not the devices. Then the name is known
+    if all devices of the file have the same.
+    """
     used = {span.device for span in recording.device_spans}
-    if isinstance(properties, list):
-        for item in properties:
-            name, number = (item.get("name"), item.get("id")) if isinstance(item, dict) else (None, None)
-            if isinstance(name, str) and name and isinstance(number, int) and number in used:
+    if not used:
+        return "cpu"
+    names: list[str] = []
+    for item in _device_properties(recording.metadata):
+        name, number = item.get("name"), item.get("id")
+        if isinstance(name, str) and name:
+            if isinstance(number, int) and number in used:
                 return name
-    return "unknown device" if used else "cpu"
+            names.append(name)
+    return " or ".join(dict.fromkeys(names)) or "unknown device"
 
 
 def has_tf32(metadata: Mapping[str, Any], on_device: bool) -> bool:
     """Whether the device has tf32; True if the file does not describe it."""
-    properties = metadata.get("deviceProperties")
     if not on_device:
         return False
-    if isinstance(properties, list) and properties and isinstance(properties[0], dict):
-        major = properties[0].get("computeMajor")
+    for item in _device_properties(metadata):
+        major, minor = item.get("computeMajor"), item.get("computeMinor")
+        if str(item.get("name")).startswith("AMD") or item.get("warpSize") == 64:
+            return (major, minor) == _CDNA3
         return not isinstance(major, int) or major >= _AMPERE
     return True
+
+
+def _device_properties(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    properties = metadata.get("deviceProperties")
+    return [item for item in properties if isinstance(item, dict)] if isinstance(properties, list) else []
 
 
 _STORAGE_NOTES = {
@@ -391,15 +455,11 @@ def trace_notes(
     """
     if calls or not kernels:
         yield _STORAGE_NOTES[storages]
-    if recording.truncated:
-        yield "The file is truncated; what follows its end is not in the trace."
     if cut:
         what = "What was read" if step is None else f"Step {step.number}"
         yield f"{what} is incomplete: ops or kernels may be missing, and times are those of what the file has."
         if not recording.device_spans and recording.metadata.get("deviceProperties"):
             yield "The file has no kernels. They are written last, so it may have been truncated before them."
-    if recording.damaged:
-        yield f"{recording.damaged} events are damaged and were left out."
     unknown = ops.unknown - Counter(call.span.name for call in calls if call.kind == "graph")
     if unknown:
         listed = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
@@ -428,3 +488,15 @@ def trace_notes(
     if lost:
         seconds = sum(kernel.seconds for kernel in lost)
         yield f"{len(lost)} kernels of {seconds * 1e3:.3f} ms belong to no op in the file."
+
+
+def _left_out_notes(captured: int, earlier: Sequence[DeviceSpan]) -> Iterator[str]:
+    """Sentences about what is in the file and did not run in it, or was launched before it."""
+    if captured:
+        yield f"{captured:,} ops were recorded into CUDA graphs and did not run: they are left out."
+    if earlier:
+        seconds = sum(span.duration for span in earlier) / 1e6
+        yield (
+            f"{len(earlier)} kernels of {seconds * 1e3:.3f} ms were launched before the recording began: they are left "
+            "out."
+        )

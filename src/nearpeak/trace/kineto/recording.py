@@ -211,6 +211,9 @@ _SPANS: dict[str, SpanKind] = {
     "runtime": "launch",
     "overhead": "overhead",
 }
+_STREAM_WAIT = "cuda_sync"
+_CAPTURE_CALL = re.compile(r"(?:cuda|cu|hip)Stream(Begin|End)Capture")
+"""The calls that begin and end the capture of a graph."""
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _LIBRARY_PREFIXES = ("torch/", "nearpeak/", "<")
 """How the names of Python frames begin that are not the user's code."""
@@ -258,6 +261,8 @@ class DeviceSpan(NamedTuple):
     in_graph: bool
     blocks: int | None
     """Of a kernel: the product of its grid."""
+    graph: int | None
+    """The number of the CUDA graph that launched it; None if none did, or the file does not tell."""
     duration: float
     """As the file has it: `end - start` is less precise, since these count from the start of the machine."""
     node: int | None = None
@@ -281,6 +286,10 @@ class Recording:
     """The last event of each stream in the file."""
     overheads: tuple[Span, ...] = ()
     """Overheads of the profiler and the driver, on threads that the file does not name."""
+    captures: tuple[tuple[float, float], ...] = ()
+    """When CUDA graphs were captured: what is launched meanwhile is recorded into a graph and does not run."""
+    empty_streams: int = 0
+    """Streams that the file names and has no events of."""
 
 
 def load_recording(path: str | Path | InputFile) -> Recording:
@@ -293,8 +302,13 @@ def load_recording(path: str | Path | InputFile) -> Recording:
     device_spans: list[DeviceSpan] = []
     inputs: dict[str, Inputs] = {}
     overheads: list[Span] = []
+    captures: list[tuple[float, float, bool]] = []
+    named_streams: set[tuple[str, str]] = set()
+    used_streams: set[tuple[str, str]] = set()
     for event in file:
         if event.get("ph") != "X":
+            if event.get("ph") == "M" and _names_stream(event):
+                named_streams.add(_ids(event))
             continue
         category = event.get("cat", "")
         if not isinstance(category, str):
@@ -303,6 +317,8 @@ def load_recording(path: str | Path | InputFile) -> Recording:
         kind = _SPANS.get(category)
         on_device = _DEVICE.get(category)
         if kind is None and on_device is None:
+            if category == _STREAM_WAIT:
+                used_streams.add(_ids(event))
             continue
         start, duration = _microseconds(event.get("ts")), _microseconds(event.get("dur") or 0.0)
         name = event.get("name")
@@ -314,6 +330,7 @@ def load_recording(path: str | Path | InputFile) -> Recording:
         args = event.get("args")
         facts = args if isinstance(args, dict) else {}
         if on_device is not None:
+            used_streams.add(_ids(event))
             device_spans.append(_device_span(start, duration, on_device, sys.intern(name), facts, event))
         elif kind == "overhead":
             overheads.append(Span(start, end, kind, sys.intern(name)))
@@ -321,6 +338,8 @@ def load_recording(path: str | Path | InputFile) -> Recording:
             try:
                 span = _span(start, end, kind, sys.intern(name), facts, inputs)
                 threads.setdefault((event.get("pid"), event.get("tid")), []).append(span)
+                if kind == "launch" and (call := _CAPTURE_CALL.match(name)):
+                    captures.append((start, end, call[1] == "Begin"))
             except (TypeError, RecursionError):  # a list as an id; inputs that are nested too deep
                 file.damaged += 1
     for spans in threads.values():
@@ -335,7 +354,36 @@ def load_recording(path: str | Path | InputFile) -> Recording:
         damaged=file.damaged,
         last_written=tuple(last.values()),
         overheads=tuple(overheads),
+        captures=_capture_windows(captures),
+        empty_streams=len(named_streams - used_streams),
     )
+
+
+def _names_stream(event: Mapping[str, Any]) -> bool:
+    """Whether it gives a stream of a device its name: "stream 7"."""
+    args = event.get("args")
+    name = args.get("name") if isinstance(args, dict) else None
+    return event.get("name") == "thread_name" and isinstance(name, str) and name.startswith("stream ")
+
+
+def _ids(event: Mapping[str, Any]) -> tuple[str, str]:
+    return str(event.get("pid")), str(event.get("tid"))
+
+
+def _capture_windows(calls: list[tuple[float, float, bool]]) -> tuple[tuple[float, float], ...]:
+    """From each call that begins a capture to the one that ends it. They do not nest.
+
+    Of a capture that began before the recording only the end is there, and of one that goes on only the begin.
+    """
+    windows: list[tuple[float, float]] = []
+    begun: float | None = None if calls and min(calls)[2] else -math.inf
+    for start, end, begins in sorted(calls):
+        if begins:
+            begun = start if begun is None else begun
+        elif begun is not None:
+            windows.append((begun, end))
+            begun = None
+    return (*windows, (begun, math.inf)) if begun is not None and calls else tuple(windows)
 
 
 def _outer_first(span: Span) -> tuple[float, float]:
@@ -399,6 +447,7 @@ def _device_span(
         bytes=_byte_count(facts.get("bytes", facts.get("Bytes"))),
         in_graph=bool(facts.get("graph node id") or facts.get("graph id")),
         blocks=_grid_blocks(facts.get("grid")),
+        graph=_integer(facts.get("graph id")) or None,
         duration=duration,
         node=_integer(facts.get("graph node id")) or None,
         grid=_sizes(facts.get("grid")),
