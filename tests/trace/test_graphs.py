@@ -41,11 +41,11 @@ class Nodes:
 
 
 class Device(TorchDispatchMode):
-    """Launches a kernel for each op; `unseen` are launched behind torch's back, after the op of this name."""
+    """Launches a kernel for each op."""
 
-    def __init__(self, nodes: Nodes, unseen: str = "") -> None:
+    def __init__(self, nodes: Nodes) -> None:
         super().__init__()
-        self.nodes, self.unseen = nodes, unseen
+        self.nodes = nodes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -5,8 +5,9 @@ a recorder that asks the driver before and after each op how many nodes the grap
 A trace of a step has the ops of each graph where the graph is replayed (`record_replays`). In torch's profiler the
 range around a replay has the number of the graph (`kineto/marks.py`).
 
-Nothing here calls the device, and the captured graph is the one that is captured without it: while gradients are
-accumulated into leaves, which torch does in another way under a dispatch mode, the recorder is not in place.
+Nothing here calls the device, and the ops pass unchanged. Under a dispatch mode, torch's engine adds the gradients of a
+tensor that was used twice into new memory instead of in place: the pool of a captured backward may be larger by one
+gradient, and has the same kernels.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd import graph as autograd_graph
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from nearpeak.devices.backends import gpu_in_use
@@ -30,7 +30,6 @@ from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import CapturedGraph, Location, Recorder, active_recorder
-from nearpeak.trace.schema import schema_of
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages
 
@@ -102,7 +101,6 @@ class CaptureRecorder(Recorder):
         self._undo.enter_context(record_inductor_kernels(self))
         self._undo.enter_context(record_triton_kernels())
         self._undo.enter_context(self.modules.watching())
-        self._undo.enter_context(_accumulate_unseen())
         self._undo.enter_context(_on_mode_stack(self))
 
     def end(self) -> None:
@@ -130,32 +128,6 @@ class CaptureRecorder(Recorder):
             memory={storage: self.storages.memory[storage] for storage in used if storage in self.storages.memory},
         )
 
-    def record_accumulation(self, gradient: torch.Tensor, leaf: torch.Tensor, before: int, *, added: bool) -> None:
-        """Records how autograd has accumulated a gradient into a leaf, if that took a kernel."""
-        count = self._nodes.count()
-        if count == before or leaf.grad is None:
-            return
-        name = torch.ops.aten.add_.Tensor if added else torch.ops.aten.clone.default
-        arguments = (leaf.grad, gradient) if added else (gradient,)
-        schema = schema_of(name)
-        recorded = self._live_arguments(schema, arguments, {})
-        self._added[len(self.ops)] = (before, count)
-        self._record_live(schema, recorded, leaf.grad)
-
-    @property
-    def node_count(self) -> int:
-        """The number of nodes so far."""
-        return self._nodes.count()
-
-    def guarded(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """`function` through the guard of the recorder, as a hook that returns nothing."""
-
-        def hook(*args: Any) -> None:
-            if self.failure is None and not self.paused:
-                self._guard.call(function, *args)
-
-        return hook
-
 
 @contextmanager
 def _on_mode_stack(recorder: Recorder) -> Iterator[None]:
@@ -171,66 +143,6 @@ def _on_mode_stack(recorder: Recorder) -> Iterator[None]:
             recorder.__exit__(None, None, None)
         for mode in reversed(above):
             _push_mode(mode)
-
-
-@SharedPatch
-@contextmanager
-def _accumulate_unseen() -> Iterator[None]:
-    """Inside, autograd accumulates gradients into leaves as it does when nobody watches.
-
-    Under a dispatch mode it would replace the gradient instead of adding to it, and a replay would add to the wrong
-    memory. The mode is back after the node, since the engine restores the state of its thread.
-    """
-    original: Any = autograd_graph._engine_run_backward
-
-    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = active_recorder()
-        with ExitStack() as hooks:
-            if isinstance(recorder, CaptureRecorder):
-                for node in _leaf_nodes(outputs):
-                    _step_aside(recorder, node, hooks)
-            return original(outputs, *args, **kwargs)
-
-    with (
-        patch_attribute(autograd_graph, "_engine_run_backward", run),
-        patch_attribute(torch.autograd, "_engine_run_backward", run),
-    ):
-        yield
-
-
-def _leaf_nodes(outputs: Any) -> list[Any]:
-    """The nodes that accumulate gradients into leaves, below these tensors."""
-    roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    pending = [tensor.grad_fn for tensor in roots if isinstance(tensor, torch.Tensor)]
-    seen: set[Any] = set()
-    leaves = []
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node)
-        pending += [following for following, _ in node.next_functions]
-    return leaves
-
-
-def _step_aside(recorder: CaptureRecorder, node: Any, hooks: ExitStack) -> None:
-    """While this node runs, the recorder is not in place; afterwards it records what the node did."""
-    facts: dict[str, Any] = {}
-
-    def before(gradients: tuple[Any, ...]) -> None:
-        if _get_current_dispatch_mode_stack()[-1:] == [recorder]:
-            _pop_mode()
-            facts["before"] = recorder.node_count
-            facts["added"] = node.variable.grad is not None
-
-    def after(_inputs: Any, gradients: tuple[Any, ...]) -> None:
-        if facts and gradients and gradients[0] is not None:
-            recorder.record_accumulation(gradients[0], node.variable, facts["before"], added=facts["added"])
-
-    hooks.callback(node.register_prehook(recorder.guarded(before)).remove)
-    hooks.callback(node.register_hook(recorder.guarded(after)).remove)
 
 
 @SharedPatch
