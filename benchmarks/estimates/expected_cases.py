@@ -287,11 +287,15 @@ def normalization(draw: Draw) -> Drawn:
             "layer norm": (lambda x, w, b: functional.layer_norm(x, (width,), w, b), x, weight, bias),
             "rms norm": (lambda x, w: functional.rms_norm(x, (width,), w), x, weight),
         }
-        if grad:
-            return backward(*calls[name])
         function, *args = calls[name]
+        if grad and name == "rms norm":
+            # Its forward decides which backward follows, so that a trace needs both.
+            return nearpeak.Case(lambda *args: torch.autograd.grad(function(*args).sum(), args), *args)
+        if grad:
+            return backward(function, *args)
         return nearpeak.Case(function, *(value.detach() for value in args))
 
+    label = " and backward" if grad and name == "rms norm" else label
     return f"{name}{label} {short(dtype)} {shape_text(rows, width)}", build
 
 
