@@ -1,5 +1,6 @@
 """Which steps of a run are profiled, with a profiler that sees what a file has: there is no GPU."""
 
+import types
 from typing import ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ from nearpeak.ops.op import Trace
 from nearpeak.profiling import session
 from nearpeak.profiling.session import PROFILED_STEPS
 from nearpeak.profiling.steps import StepKind
+from nearpeak.trace import guard
 from nearpeak.trace.kineto.read import read_trace
 from nearpeak.trace.live import LiveTrace
 
@@ -132,3 +134,20 @@ def test_a_traced_step_is_evaluated_at_once():
     assert found._live is None
     assert torch._C._len_torch_dispatch_stack() == 0
     assert found.is_done
+
+
+def test_what_we_do_at_the_end_of_a_step_is_no_part_of_it(monkeypatch):
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(guard, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def slow_count():
+        clock.now += 0.5
+        return 0
+
+    monkeypatch.setattr(session, "compiled_graph_count", slow_count)
+    found = session.Session(lambda line: None)
+    while found.schedule.phase in ("warm-up", "clean"):
+        clock.now += 0.25
+        found.step_ends(StepKind(trained=1))
+    assert found.schedule.walls == [0.25] * session.CLEAN_STEPS
+    found.abandon()

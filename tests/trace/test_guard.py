@@ -1,8 +1,10 @@
 import os
 import threading
+import types
 
 import pytest
 
+from nearpeak.trace import guard as guard_module
 from nearpeak.trace.guard import Guard, OwnThread
 
 
@@ -63,3 +65,26 @@ def test_a_thread_is_known_by_itself_and_not_by_its_id():
         thread.join()
     assert not answers[0][0]  # also where the id is that of the thread that has ended
     assert not made[0][0]
+
+
+def test_the_clock_of_the_program_stands_still_while_our_code_runs(monkeypatch):
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(guard_module, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def takes(seconds):
+        clock.now += seconds
+
+    guard = Guard()
+    begun = guard.program_time()
+    takes(1.0)
+    guard.call(takes, 50.0)
+    with guard.own_time():
+        guard.call(takes, 50.0)
+        takes(7.0)
+        assert guard.program_time() - begun == 1.0
+        assert guard.program_time(now=True) - begun == 58.0  # a wait for the program's own work
+    takes(2.0)
+    with pytest.raises(KeyboardInterrupt), guard.own_time():
+        takes(9.0)
+        raise KeyboardInterrupt
+    assert guard.program_time() - begun == 3.0

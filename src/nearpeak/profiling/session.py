@@ -30,7 +30,6 @@ from nearpeak.profiling.torch_profiler import (
     compiled_graph_count,
     distributed_rank,
     graph_breaks_in,
-    has_gpu,
     read_compiler_facts,
     synchronize,
 )
@@ -80,6 +79,8 @@ OUTLIER_RATIO = 1.5
 """A clean step that takes this many times the median did something else too."""
 HOST_AHEAD_SHARE = 0.2
 """The host is ahead if the device runs for this share of a step after the last step was launched."""
+IDLE_SYNC_SECONDS = 5e-5
+"""A synchronization that takes less found the device idle."""
 MAX_RETAKES = 10
 """How many steps of another kind are skipped before any kind is accepted."""
 MAX_RESTARTS = 3
@@ -195,17 +196,16 @@ class Schedule:
 
     @property
     def wall_s(self) -> float | None:
-        """The time of a clean step: the mean of all, or the median without outliers if there are some.
+        """The time of a clean step: the median. None without clean steps.
 
-        There is no synchronization between clean steps, so the host may be ahead, and only their sum is exact. None
-        without clean steps.
+        There is no synchronization between clean steps. If the host was ahead and the device told no times, only their
+        sum is exact: then it is the mean.
         """
         if not self.walls:
             return None
-        usual = self.typical_walls
-        if self._block_s is not None and len(usual) == len(self.walls):
+        if self._block_s is not None and self._ends_unseen:
             return self._block_s / len(self.walls)
-        return median(usual)
+        return median(self.typical_walls)
 
     @property
     def typical_walls(self) -> list[float]:
@@ -405,6 +405,10 @@ class Session:
 
         What ends while a graph is captured is no step: it did not run.
         """
+        with self.guard.own_time():
+            self._step_ends(kind, between)
+
+    def _step_ends(self, kind: StepKind | None, between: Callable[[], object] | None) -> None:
         self.last_end = time.monotonic()
         if is_capturing():
             return
@@ -429,7 +433,7 @@ class Session:
             and (kind, _profiler_runs(), self._captures != capture_count()) == self._last_kind
         ):
             self._deferred_left -= 1
-            self._deferred.append((time.perf_counter(), compiled_graph_count()))
+            self._deferred.append((self.guard.program_time(), compiled_graph_count()))
             self._events.record()
             return
         seen = self.schedule.steps
@@ -450,7 +454,7 @@ class Session:
             self._untraced_reason = traced
         else:
             self._set_trace(traced)
-        self.schedule.step_ended(time.perf_counter())
+        self.schedule.step_ended(self.guard.program_time())
 
     def abandon(self) -> None:
         """Stops the profiler or trace that is still running at the end of the code."""
@@ -523,9 +527,10 @@ class Session:
             schedule.steps += 1
             self._begin_clean_steps(between)
             return
+        now = self.guard.program_time()
         if before in ("profiler start", "profiled", "traced"):  # the step ends with its last kernel
             synchronize()
-        now = time.perf_counter()
+            now = self.guard.program_time(now=True)
         after = self._evaluate_deferred()
         if after == before and not schedule.again:
             captures, self._captures = self._captures, capture_count()
@@ -540,9 +545,11 @@ class Session:
             self._warm_graphs = compiled_graph_count()
         if before == "clean" and after not in ("clean", "warm-up"):
             self._events.record()
+            waited_from = self.guard.program_time(now=True)
             synchronize()
-            # On a CPU, the work ends with the step, not with what was done here since.
-            schedule.device_ended(time.perf_counter() if has_gpu() else now, self._events.seconds())
+            ended = self.guard.program_time(now=True)
+            # Without a wait, the work ended with the step, or while its times were evaluated here.
+            schedule.device_ended(ended if ended - waited_from > IDLE_SYNC_SECONDS else now, self._events.seconds())
             self._compiler = read_compiler_facts(self._warm_graphs or 0)
         if self.problem:
             return
@@ -587,7 +594,7 @@ class Session:
         self._deferred_left = self.schedule.clean_steps_left
         self._events.prepare(CLEAN_STEPS + 1)
         synchronize()
-        self.schedule.resumes(time.perf_counter())
+        self.schedule.resumes(self.guard.program_time())
         if not self.schedule.walls:
             self._events.clear()
 
@@ -657,7 +664,7 @@ class Session:
                 self._profiler = Profiler()
             # On a CPU, ops are the kernels, and there is no common clock to average over.
             self.schedule.most_profiled = PROFILED_STEPS if _gpu_was_used() else 1
-            self._step_start = time.perf_counter()
+            self._step_start = self.guard.program_time()
         elif phase == "traced":
             if self._recorded is None:
                 self._give_up("the code runs a profiler of its own in every step. Switch it off, and try again.")

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -166,11 +166,12 @@ class StepDetector:
         def run(*args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return None
-            self._hook_runs = True
-            try:
-                return hook(*args)
-            finally:
-                self._hook_runs = False
+            with self._guard.own_time():
+                self._hook_runs = True
+                try:
+                    return hook(*args)
+                finally:
+                    self._hook_runs = False
 
         return run
 
@@ -236,7 +237,8 @@ class StepDetector:
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not torch.compiler.is_compiling():
-                self._guard.call(self._step_ended)
+                with self._guard.own_time():
+                    self._guard.call(self._step_ended)
             return result
 
         self._own_step = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -391,18 +393,23 @@ class TopLevelCalls:
         above = next(base for base in kind.__mro__[1:] if "__call__" in vars(base))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # any descriptor may be a method
-            original = (above.__call__ if own_call is None else own_call).__get__(module, kind)
+            original = above.__call__ if own_call is None else own_call
             if torch.compiler.is_compiling() or self._depth or self._nested or not self._is_open:
-                return original(*args, **kwargs)
-            self._watch_compiler()
-            self._begins()
+                # A model may have hundreds of modules of one class: this takes part of every such call.
+                if type(original) is FunctionType:
+                    return original(module, *args, **kwargs)
+                return original.__get__(module, kind)(*args, **kwargs)  # any descriptor may be a method
+            with self._guard.own_time():
+                original = original.__get__(module, kind)
+                self._watch_compiler()
+                self._begins()
             self._depth += 1
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
-            self._ended(module, args, kwargs)
+            with self._guard.own_time():
+                self._ended(module, args, kwargs)
             return result
 
         setattr(call, _OWN, True)

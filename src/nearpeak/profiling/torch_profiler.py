@@ -190,11 +190,6 @@ class StepEvents:
         return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._recorded)]
 
 
-def has_gpu() -> bool:
-    """Whether a GPU is in use."""
-    return gpu_in_use() is not None
-
-
 def synchronize() -> None:
     """Waits for the GPU if one is in use; a profiler that is running sees the wait as nearpeak's own."""
     backend = gpu_in_use()

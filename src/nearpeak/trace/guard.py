@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -39,6 +40,7 @@ class Guard:
         self.failure: Exception | None = None
         self._failed = failed
         self._process = os.getpid()
+        self._own_time = OwnTime()
 
     @property
     def in_child(self) -> bool:
@@ -53,12 +55,25 @@ class Guard:
         """
         if os.getpid() != self._process:
             return None
-        try:
-            with torch._C.DisableTorchFunction():
-                return function(*args, **kwargs)
-        except Exception as error:
-            self._note_failure(error)
-            return None
+        with self._own_time:
+            try:
+                with torch._C.DisableTorchFunction():
+                    return function(*args, **kwargs)
+            except Exception as error:
+                self._note_failure(error)
+                return None
+
+    def own_time(self) -> OwnTime:
+        """A context in which code of nearpeak runs: `program_time` stands still. Contexts may be nested."""
+        return self._own_time
+
+    def program_time(self, *, now: bool = False) -> float:
+        """A clock in seconds that runs while the program does, and not while code of nearpeak runs inside it.
+
+        With `now`, what the running code of nearpeak has taken counts as well: it waited for work of the program.
+        """
+        own = self._own_time
+        return (time.perf_counter() if now or own.depth == 0 else own.entered) - own.seconds
 
     def wrap(self, function: Callable[P, T]) -> Callable[P, T | None]:
         """`function`, called through the guard; not while torch.compile traces the caller, which would compile it."""
@@ -75,6 +90,29 @@ class Guard:
         self.failure = self.failure or error.with_traceback(None)  # a frame would keep tensors alive
         with suppress(Exception):
             self._failed(error)
+
+
+class OwnTime:
+    """A context manager that adds up the time inside of it; nested and on several threads, each instant counts once."""
+
+    __slots__ = ("depth", "entered", "seconds")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.entered = 0.0
+        """When the outermost context that is open was entered."""
+        self.seconds = 0.0
+        """The sum over those that were left."""
+
+    def __enter__(self) -> None:
+        if self.depth == 0:
+            self.entered = time.perf_counter()
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.seconds += time.perf_counter() - self.entered
 
 
 class OwnThread:
