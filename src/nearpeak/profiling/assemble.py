@@ -36,7 +36,7 @@ from nearpeak.profiles.profile import (
     profile_ceilings,
 )
 from nearpeak.profiles.rates import step_rates
-from nearpeak.profiling.graph_kernels import match_graph_kernels
+from nearpeak.profiling.graph_kernels import add_graph_loss, match_graph_kernels
 from nearpeak.profiling.steps import is_similar_size
 from nearpeak.trace.kineto.host import HostSpan, line_of_mark
 from nearpeak.trace.kineto.read import KinetoTrace
@@ -130,7 +130,7 @@ class StepRecords:
             rates=step_rates(traced, estimate, machine, wall_s=profile.wall_s, kernel_s=profile.kernel_s),
             memory=None if traced.lives is None else peak_memory(traced.lives, traced.ops),
             compiler=self.compiler,
-            completeness=self.recorded.completeness,
+            completeness=add_graph_loss(self.recorded.completeness, in_graphs),
             rank=self.rank,
             world_size=self.world_size,
         )

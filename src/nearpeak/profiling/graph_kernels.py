@@ -8,10 +8,11 @@ a node only if its name, its grid and its block are those of the node.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from nearpeak.ops.graph import GraphNode, GraphReplay
+from nearpeak.profiles.completeness import Completeness, Loss
 from nearpeak.trace.kineto.kernels import KernelRun
 
 
@@ -50,6 +51,16 @@ def match_graph_kernels(kernels: Sequence[KernelRun], replays: Sequence[GraphRep
             if op is not None:
                 ops[indices[place]] = op
     return GraphKernels(ops=ops, lost=lost, note=_note(kernels, ops))
+
+
+def add_graph_loss(completeness: Completeness, kernels: GraphKernels) -> Completeness:
+    """What a recording lacks, with the kernels that graphs have and the recording does not."""
+    counted = sum(loss.count or 0 for loss in completeness.of_step if loss.kind == "kernels")
+    if kernels.lost <= counted:  # by the other replays of the graph
+        return completeness
+    text = f"{kernels.lost} kernels that CUDA graphs were seen to run at their capture are not in the recording."
+    loss = Loss(kind="kernels", count=kernels.lost - counted, in_step=True, text=text)
+    return replace(completeness, losses=(*completeness.losses, loss))
 
 
 def _pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:

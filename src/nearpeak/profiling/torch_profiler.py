@@ -25,6 +25,7 @@ from nearpeak.devices.backends import gpu_in_use, profiler_activities
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
+from nearpeak.trace.kineto.markers import MarkerPlanter
 from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections, mark_replays
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
 from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
@@ -43,6 +44,7 @@ class Profiler:
     def __init__(self) -> None:
         self._profiler = torch_profile(activities=profiler_activities(), record_shapes=True)
         self._patches = ExitStack()
+        self._markers = MarkerPlanter()
         self.number = -1
         """Of the step that began last."""
         self._step = ExitStack()
@@ -60,6 +62,7 @@ class Profiler:
             self._patches.enter_context(mark_data_loading())
             self._patches.enter_context(see_cpp_kernels())
             self._patches.enter_context(mark_replays())
+            self._patches.enter_context(self._markers.watch_streams())
             self.next_step()
         except BaseException:
             self.discard()  # a profiler that nobody stops ends with the process, and takes it along
@@ -69,6 +72,7 @@ class Profiler:
         """Begins a step, before its first op."""
         self.end_step()
         self.number += 1
+        self._markers.plant(self.number)
         with _disable_current_modes():  # a range is an operator, which a mode of the program's would see
             self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
 
@@ -85,10 +89,13 @@ class Profiler:
     def stop(self, among: Collection[int] = ()) -> KinetoTrace:
         """Stops, and reads the median one of these steps; the last step if none are given or no kernel ran."""
         with no_warnings(), _disable_current_modes(), tempfile.TemporaryDirectory() as folder:
+            if self._thread:
+                self.end_step()
+                self._markers.plant(self.number + 1)
             self._stop()
             file = Path(folder) / "step.json"
             self._profiler.export_chrome_trace(str(file))
-            return read_trace(file, among=among)
+            return read_trace(file, among=among, markers=self._markers.planted)
 
     def _stop(self) -> None:
         with suppress(Exception):

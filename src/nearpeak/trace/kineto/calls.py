@@ -20,6 +20,7 @@ from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, parse_argu
 from nearpeak.trace.kineto.host import (
     GARBAGE_COLLECTION,
     GRAPH_REPLAY,
+    MARKER,
     STEP_END_WAIT,
     HostCall,
     kind_of_range,
@@ -91,6 +92,10 @@ class OpCalls:
         """Host activity that can leave the device idle."""
         self.regions: list[Span] = []
         """Runs of compiled code."""
+        self.marker_launches: dict[int, int] = {}
+        """The numbers of marker kernels, by the correlation ids of their launches; see `kineto/markers.py`."""
+        self.marker_ranges: dict[int, int] = {}
+        """The same by the ids of the ranges around them."""
 
 
 class _OpenSpan(NamedTuple):
@@ -109,6 +114,8 @@ class _OpenSpan(NamedTuple):
     forward_sequence: int | None
     graph: int | None = None
     """Inside a replay of a CUDA graph: its number."""
+    marker: int | None = None
+    """Inside the launch of a marker kernel: its number."""
 
 
 def find_op_calls(recording: Recording) -> OpCalls:
@@ -165,7 +172,7 @@ class _ThreadWalk(OpCalls):
             if span.kind == "launch":
                 self._launch(span, outer)
                 continue
-            if span.kind == "op" and positions and not span.name.startswith((GARBAGE_COLLECTION, GRAPH_REPLAY)):
+            if span.kind == "op" and positions and not span.name.startswith((GARBAGE_COLLECTION, GRAPH_REPLAY, MARKER)):
                 parents.add(positions[-1])
             frame = self._enter(span, outer)
             if span.kind == "op" and frame.owner is None and not frame.hidden and "::" in span.name:
@@ -218,8 +225,12 @@ class _ThreadWalk(OpCalls):
         if span.name.startswith((_COMPILED_GRAPH_PREFIX, AOT_CALL)) and frame.owner is None and not frame.hidden:
             self._compiled_graphs.append((self._thread, frame))
         if span.name.startswith(GRAPH_REPLAY):
-            number = span.name.removeprefix(GRAPH_REPLAY)
-            return frame._replace(graph=int(number) if number.isdecimal() and len(number) < 16 else None)
+            return frame._replace(graph=_number_after(GRAPH_REPLAY, span.name))
+        if span.name.startswith(MARKER):
+            marker = _number_after(MARKER, span.name)
+            if marker is not None and span.external is not None:
+                self.marker_ranges[span.external] = marker
+            return frame._replace(marker=marker)
         if span.kind == "annotation":
             return self._annotated(frame, span)
         if span.name.startswith(_BACKWARD_NODE):
@@ -310,6 +321,10 @@ class _ThreadWalk(OpCalls):
         nested = self._last_launch is not None and span.end <= self._last_launch.end
         if not nested:
             self._last_launch = span
+        if outer is not None and outer.marker is not None:
+            if span.correlation is not None:
+                self.marker_launches[span.correlation] = outer.marker
+            return
         meaning = kind_of_runtime_call(span.name)
         if meaning is not None and (outer is None or outer.span.name != STEP_END_WAIT):
             self.host.append(HostCall(meaning, span, None if outer is None else outer.owner))
@@ -330,9 +345,9 @@ class _ThreadWalk(OpCalls):
 
     def _annotated(self, frame: _OpenSpan, span: Span) -> _OpenSpan:
         if span.name.startswith(_STEP_PREFIX):
-            number = span.name.removeprefix(_STEP_PREFIX)
-            if number.isdecimal() and len(number) < 16:
-                self.steps.append(ProfilerStep(int(number), span.start, span.end))
+            number = _number_after(_STEP_PREFIX, span.name)
+            if number is not None:
+                self.steps.append(ProfilerStep(number, span.start, span.end))
         if span.name.startswith(_OPTIMIZER_PREFIX) and frame.phase == "forward":
             first = bisect_left(self._backward_starts, span.start)
             closure = first < len(self._backward_starts) and self._backward_starts[first] < span.end
@@ -343,6 +358,11 @@ class _ThreadWalk(OpCalls):
 def is_within(windows: Sequence[tuple[float, float]], time: float) -> bool:
     """Whether a time is in one of these windows."""
     return any(start <= time <= end for start, end in windows)
+
+
+def _number_after(prefix: str, name: str) -> int | None:
+    number = name.removeprefix(prefix)
+    return int(number) if number.isdecimal() and len(number) < 16 else None
 
 
 def _inherit(span: Span, outer: _OpenSpan | None) -> _OpenSpan:

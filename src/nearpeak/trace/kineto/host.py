@@ -18,6 +18,8 @@ GARBAGE_COLLECTION: Final = "nearpeak: garbage collection"
 STEP_END_WAIT: Final = "nearpeak: end of a step"
 """The name of the range around a synchronization that is nearpeak's own, not the profiled code's."""
 
+MARKER: Final = "nearpeak: marker "
+"""How the name of the range around a marker kernel begins; its number follows. See `kineto/markers.py`."""
 GRAPH_REPLAY: Final = "nearpeak: replay of graph "
 """How the name of the range around a replay of a CUDA graph begins; its number follows."""
 

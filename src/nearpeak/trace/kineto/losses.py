@@ -32,6 +32,8 @@ def find_losses(
     *,
     cut: bool,
     without_launch: Sequence[OpCall],
+    elsewhere: int = 0,
+    live: bool = False,
 ) -> Completeness:
     """What is missing, of the step and of the rest of the recording.
 
@@ -42,6 +44,8 @@ def find_losses(
         step: The step that is read; None for all of the file.
         cut: Whether the file ends before everything of the step is written.
         without_launch: Ops of the step without a launch, although equal ops have one.
+        elsewhere: The number of such ops in other steps.
+        live: Whether it was recorded here: then every kernel must have a launch. Other files may have none by choice.
     """
     losses: list[Loss] = []
 
@@ -73,9 +77,12 @@ def find_losses(
         names = ", ".join(f"{name} ({n})" for name, n in Counter(c.span.name for c in without_launch).most_common(3))
         text = f"{_count(len(without_launch), 'op')} without a kernel although equal ops have some: {names}."
         add("ops", len(without_launch), True, text)
-    unlaunched = sum(owner is None and span.correlation not in calls.launches for span, owner in spans)
+    if elsewhere:
+        text = f"{_count(elsewhere, 'op')} without a kernel in other steps although the same ops have some in this one."
+        add("ops", elsewhere, False, text)
+    unlaunched = sum((live or owner is None) and span.correlation not in calls.launches for span, owner in spans)
     if unlaunched:
-        text = f"{_count(unlaunched, 'kernel')} in the file without a launch, so that no op is known for them."
+        text = f"{_count(unlaunched, 'kernel')} in the file without a launch, so that ops may be missing too."
         add("launches", unlaunched, True, text)
     if recording.empty_streams:
         text = f"{_count(recording.empty_streams, 'stream')} named in the file without anything that ran on it."

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ from nearpeak.trace.kineto.kernels import (
     seconds_by_op,
 )
 from nearpeak.trace.kineto.losses import find_losses
+from nearpeak.trace.kineto.markers import Marker, find_markers, marker_losses
 from nearpeak.trace.kineto.ops import RecordedOps, build_ops
 from nearpeak.trace.kineto.recording import DeviceSpan, Recording, load_recording
 from nearpeak.trace.kineto.truncated_lists import (
@@ -93,6 +94,7 @@ def read_trace(
     step: int | Literal["all"] | None = None,
     among: Collection[int] = (),
     storages: Literal["least", "likely"] = "least",
+    markers: Sequence[Marker] = (),
 ) -> KinetoTrace:
     """The ops and kernels of a file that torch.profiler wrote with `record_shapes=True`.
 
@@ -106,11 +108,13 @@ def read_trace(
         among: Numbers of similar steps. Instead of the last step, the one whose kernels take the median time is read.
         storages: The file does not say which tensors share memory. "least" chooses what moves the fewest bytes, so that
             bounds are bounds; "likely" chooses what is usual, which is nearer to the truth and can be wrong.
+        markers: The marker kernels that were planted while it was recorded.
     """
     if storages not in ("least", "likely"):
         raise UsageError(f"storages={storages!r} is not known. {did_you_mean(str(storages), ('least', 'likely'))}")
     recording = load_recording(path)
     calls = find_op_calls(recording)
+    recording, found_markers = find_markers(recording, calls)
     spans = [(span, owner_of(span, calls)) for span in recording.device_spans]
     _require_shapes(recording, path, graphs=any(is_in_graph(span, owner) for span, owner in spans))
     launching = {id(owner) for _, owner in spans}
@@ -133,7 +137,11 @@ def read_trace(
     if all(call.kind == "graph" for call in inside):  # beside ops, the launch of a graph is an op of unknown results
         inside = []
     lost = _lost_calls(recording, calls)
-    unlaunched = _without_launch(inside, launching, lost) if spans and not recording.truncated else []
+    unlaunched, silent = [], {}
+    if spans and not recording.truncated:
+        silent = {key: call for key, call in _silent_calls(steps, calls, launching).items() if key not in lost}
+        unlaunched = _without_launch(inside, launching, lost | set(silent))
+        unlaunched += [call for call in inside if id(call) in silent]
     lost |= {id(call) for call in unlaunched}
     on_host = {id(call) for call in inside if id(call) not in launching | lost} if spans else set()
     recorded = build_ops(
@@ -149,7 +157,18 @@ def read_trace(
     host = [*calls.host, *overhead_calls(recording), *blocking_copies(recording, calls.launches, calls.by_correlation)]
     partial = lost | (on_host if recording.truncated else set())
     cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
-    completeness = find_losses(recording, calls, spans, chosen, cut=cut, without_launch=unlaunched)
+    completeness = find_losses(
+        recording,
+        calls,
+        spans,
+        chosen,
+        cut=cut,
+        without_launch=unlaunched,
+        elsewhere=len(set(silent) - {id(call) for call in inside}),
+        live=bool(markers),
+    )
+    by_markers = marker_losses(markers, found_markers, None if chosen is None else chosen.number)
+    completeness = replace(completeness, markers=len(markers), losses=(*completeness.losses, *by_markers))
     notes = (
         *trace_notes(recording, recorded, kernels, inside, chosen, cut=cut, storages=storages),
         *_left_out_notes(captured, [span for span in earlier if times[id(span)] == -math.inf]),
@@ -239,6 +258,23 @@ def _without_launch(calls: Sequence[OpCall], launching: Collection[int], lost: C
         if max((math.prod(tensor.shape) for tensor in tensors), default=0) >= _LEAST_ELEMENTS:
             found += [call for call in silent if id(call) not in lost]
     return found
+
+
+def _silent_calls(steps: Sequence[ProfilerStep], calls: OpCalls, launching: Collection[int]) -> dict[int, OpCall]:
+    """Ops without a launch, although the same op has one in another step that runs the same ops; by identity."""
+    starts = [call.span.start for call in calls.calls]
+    equal_steps: dict[tuple[tuple[str, int], ...], list[list[OpCall]]] = {}
+    for step in steps:
+        inside = calls.calls[bisect_left(starts, step.start) : bisect_left(starts, step.end)]
+        equal_steps.setdefault(tuple((call.span.name, id(call.span.inputs)) for call in inside), []).append(inside)
+    return {
+        id(call): call
+        for group in equal_steps.values()
+        for same in zip(*group, strict=True)
+        if any(id(call) in launching for call in same)
+        for call in same
+        if id(call) not in launching
+    }
 
 
 def _require_shapes(recording: Recording, path: str | Path | InputFile, *, graphs: bool) -> None:
