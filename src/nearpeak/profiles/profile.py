@@ -248,6 +248,14 @@ def build_profile(
             counts[kernel.op] += 1
             if _has_bound(estimate.ops[kernel.op]):
                 modeled_s += seconds
+    # The floors are of what the kernels compute: the time of communication is counted beside them.
+    sent_s = sum(
+        estimate.ops[index].seconds
+        for index in {kernel.op for kernel in kernels if kernel.communication and kernel.op is not None}
+        if not counts[index]
+    )
+    as_written_s, fused_s = (max(0.0, floor - sent_s) for floor in (estimate.as_written_s, estimate.fused_s))
+    ideal_s = min(estimate.ideal_s, fused_s)
     kernel_s = sum(kernel_seconds)
     communication_s = covered_seconds(kernel.interval for kernel in kernels) - kernel_s
     wall_s = max(wall_s, kernel_s + communication_s)
@@ -261,15 +269,15 @@ def build_profile(
         wall_s=wall_s,
         kernel_s=kernel_s,
         communication_s=communication_s,
-        as_written_s=estimate.as_written_s,
-        fused_s=estimate.fused_s,
-        ideal_s=estimate.ideal_s,
+        as_written_s=as_written_s,
+        fused_s=fused_s,
+        ideal_s=ideal_s,
         expected_s=estimate.expected_s,
         waterfall=build_waterfall(
             wall_s=wall_s,
-            ideal_s=estimate.ideal_s,
-            fused_s=estimate.fused_s,
-            as_written_s=estimate.as_written_s,
+            ideal_s=ideal_s,
+            fused_s=fused_s,
+            as_written_s=as_written_s,
             modeled_s=modeled_s,
             kernel_s=kernel_s,
             communication_s=communication_s,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -50,8 +51,12 @@ _UNTRACED_NOTE = (
     "The step was profiled and not traced: ops have neither source lines nor modules, and bounds follow from the "
     "shapes that the profiler recorded"
 )
-COMMUNICATION_LIBRARIES = ("nccl", "rccl", "oneccl")
-"""Parts of the names of communication kernels, in lower case."""
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|oneccl|nvshmem|rocshmem|mscclpp|multimem_|symm(?:etric)?_?mem|deep_ep::|quickreduce"
+    r"|cross_device_reduce|(?:one|two)_?shot_?all_?reduce|(?<![a-z])all_?(?:reduce|gather|to_?all)|(?<![a-z])reduce_?scatter",
+    re.IGNORECASE,
+)
+"""Parts of the names of communication kernels: of libraries, and of kernels of its own that a framework has."""
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "reduce")
 """The more specific before the more general: a reduce-scatter is a kind of reduce by its name."""
 
@@ -194,6 +199,7 @@ def device_kernels(
             return in_graphs[index]
         return op if to_traced is None or op is None else to_traced[op]
 
+    collectives = _collective_ops(recorded.trace.ops)
     return [
         DeviceKernel(
             name=kernel.name,
@@ -201,10 +207,25 @@ def device_kernels(
             seconds=kernel.seconds,
             op=op_of(index, kernel.op),
             stream=kernel.stream,
-            collective=collective_of(kernel.name),
+            collective=collective_of(kernel.name) or collectives.get(kernel.op),
         )
         for index, kernel in enumerate(recorded.kernels)
     ]
+
+
+_FUSED_WITH_PRODUCTS = re.compile(r"_mm\b|_mm_|matmul|gemm|linear")
+
+
+def _collective_ops(ops: Sequence[Op]) -> dict[int | None, str]:
+    """The collectives that ops are, by index: their kernels may have any name."""
+    found: dict[int | None, str] = {}
+    for index, (op, cost) in enumerate(zip(ops, costs_of(ops), strict=True)):
+        name = name_without_origin(op.name)
+        if cost.family == "collective":
+            found[index] = collective_of(name) or "unknown"
+        elif op.origin == "unknown" and (kind := collective_of(name)) and not _FUSED_WITH_PRODUCTS.search(name):
+            found[index] = kind
+    return found
 
 
 def collective_of(kernel: str) -> str | None:
@@ -212,10 +233,12 @@ def collective_of(kernel: str) -> str | None:
 
     >>> collective_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL"), collective_of("ampere_bf16_gemm")
     ('all_reduce', None)
+    >>> collective_of("void c10d::symmetric_memory::multimem_all_reduce_kernel<c10::BFloat16, 4>")
+    'all_reduce'
     """
-    if not any(library in kernel.lower() for library in COMMUNICATION_LIBRARIES):
+    if not _COMMUNICATION.search(kernel):
         return None
-    name = kernel.lower().replace("_", "")
+    name = kernel.lower().replace("_", "").replace("crossdevicereduce", "allreduce").replace("quickreduce", "allreduce")
     return next((collective for collective in _COLLECTIVES if collective.replace("_", "") in name), "unknown")
 
 

@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nearpeak.ops.cost import Cost, cost_of
+from nearpeak.ops.custom_schemas import CustomParameter, CustomSchema, custom_schemas
 from nearpeak.ops.op import Op, Origin, Storage, StorageKind, name_with_origin
 from nearpeak.ops.tensor import ITEM_BYTES, Tensor
-from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar, TensorList
+from nearpeak.trace.kineto.arguments import Argument, RecordedTensor, Scalar, TensorList, contiguous_strides
 from nearpeak.trace.kineto.calls import OpCall
 from nearpeak.trace.kineto.inductor import min_traffic
 from nearpeak.trace.kineto.operators import (
@@ -178,7 +179,7 @@ def _draft_op(call: OpCall, storages: GuessedStorages, arguments: tuple[Argument
         return _draft_inductor_op(call, storages)
     operator = call.operator
     if operator is None:
-        return None
+        return _draft_custom_op(call, storages, arguments)
     arguments = tuple(_fill_dtypes(argument, storages) for argument in arguments)
     results = infer_results(operator, arguments)
     if results is None:
@@ -201,6 +202,82 @@ def _draft_op(call: OpCall, storages: GuessedStorages, arguments: tuple[Argument
         outputs.append(output)
     draft = _DraftOp(operator.name, _named_arguments(operator, arguments, inputs), tuple(outputs), operator.mutated)
     return draft if _cost_or_none(draft) is not None else None
+
+
+def _draft_custom_op(call: OpCall, storages: GuessedStorages, arguments: tuple[Argument, ...]) -> _DraftOp | None:
+    """An operator of a library that is not installed, by its public schema; None if that is not known, or its cost."""
+    for schema in custom_schemas(call.span.name):
+        parameters = _fit_schema(schema, arguments)
+        if parameters is None:
+            continue
+        pairs = [
+            (one, item) for one, item in zip(parameters, arguments, strict=True) if isinstance(item, RecordedTensor)
+        ]
+        trial = [_as_tensor(item, -1 - place) for place, (_, item) in enumerate(pairs)]  # of no storage
+        try:
+            draft = _name_custom_arguments(schema, parameters, arguments, trial)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
+            return None  # the file does not show an argument that the results follow from
+        cost = _cost_or_none(draft)
+        if cost is None or cost.model == "none":
+            return None
+        inputs = storages.arguments(pairs, lists_differ=False, results_known=True)
+        results = [storages.result(item.shape, item.strides, item.dtype, item.bytes) for item in draft.outputs]
+        return replace(_name_custom_arguments(schema, parameters, arguments, inputs), outputs=tuple(results))
+    return None
+
+
+def _fit_schema(schema: CustomSchema, arguments: tuple[Argument, ...]) -> list[SchemaParameter] | None:
+    """A parameter for each argument; None if the schema takes others. What is only written has memory of its own."""
+    count = len(schema.parameters)
+    if len(arguments) < count or (len(arguments) > count and not schema.has_rest):
+        return None
+    parameters = []
+    for place, argument in enumerate(arguments):
+        custom = schema.parameters[place] if place < count else CustomParameter("rest", "t", True)
+        is_tensor = isinstance(argument, RecordedTensor)
+        if place < count and is_tensor != custom.is_tensor and not (custom.optional and argument is None):
+            return None
+        if not is_tensor and place < count and custom.mode == "dtype" and not isinstance(argument, Scalar):
+            return None
+        name = "out" if custom.mode == "w" else custom.name
+        kind = "ScalarType" if custom.mode == "dtype" else "Tensor" if is_tensor else ""
+        parameters.append(SchemaParameter(name, kind, custom.optional, False, None, False, custom.is_written))
+    return parameters
+
+
+def _name_custom_arguments(
+    schema: CustomSchema,
+    parameters: Sequence[SchemaParameter],
+    arguments: Sequence[Argument],
+    tensors: Sequence[Tensor],
+) -> _DraftOp:
+    """The op with its results, on memory of their own."""
+    left = iter(tensors)
+    values = [
+        next(left)
+        if isinstance(argument, RecordedTensor)
+        else _plain_value(as_torch_value(parameter.kind, argument.value))
+        if isinstance(argument, Scalar)
+        else None
+        for parameter, argument in zip(parameters, arguments, strict=True)
+    ]
+    named = {parameter.name: value for parameter, value in zip(schema.parameters, values, strict=False)}
+    if schema.has_rest:
+        named["rest"] = tuple(values[len(schema.parameters) :])
+    written = tuple(name for name in schema.named("w") if named[name] is not None)
+    draft = _DraftOp(f"{schema.packet}.default", named, (), written)
+    if schema.returned is not None:
+        op = Op(name=draft.name, arguments=named, outputs=(), mutated=written)
+        draft.outputs = tuple(
+            _as_tensor(RecordedTensor(shape, contiguous_strides(shape), dtype), -1 - len(tensors) - place)
+            for place, (shape, dtype) in enumerate(schema.returned(op))
+        )
+    return draft
+
+
+def _as_tensor(recorded: RecordedTensor, storage: int) -> Tensor:
+    return Tensor(shape=recorded.shape, strides=recorded.strides, dtype=str(recorded.dtype), storage=storage)
 
 
 def _fill_dtypes(argument: Argument, storages: GuessedStorages) -> Argument:
