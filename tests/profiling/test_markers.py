@@ -38,7 +38,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     backend = Backend()
     monkeypatch.setattr(markers, "gpu_in_use", lambda: backend)
     monkeypatch.setattr(markers, "is_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "_set_stream_by_id", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "_set_stream_by_id", lambda *ids, **named: None)
     default = SimpleNamespace(stream_id=0, device_index=0, device_type=1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: default)
     monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
