@@ -1,5 +1,7 @@
 """The ops of CUDA graphs, recorded at their capture. A graph of the CPU stands for one: it runs nothing again."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from nearpeak.ops.graph import GraphNode
 from nearpeak.trace import graphs
 from nearpeak.trace.graphs import CaptureRecorder, record_replays, remember_graphs
+from nearpeak.trace.guard import capture_count, is_capturing
 from nearpeak.trace.live import LiveTrace
 
 VIEWS = ("aten.t.default", "aten.view.default", "aten.detach.default", "aten.empty.memory_format")
@@ -208,3 +211,31 @@ def test_classes_and_memory_are_left_as_they_were(nodes: Nodes):
         assert graphs.number_of(graph) == 0
     assert dict(vars(Graph)) == before
     assert graphs.number_of(graph) is None
+
+
+def test_a_capture_is_known_on_all_threads(nodes: Nodes):
+    graph, before = Graph(), capture_count()
+    known: list[bool] = []
+    with remember_graphs():
+        capture(graph, nodes, lambda: known.append(_on_another_thread(is_capturing)))
+        assert (known, is_capturing(), capture_count()) == ([True], False, before + 1)
+
+
+def test_what_other_threads_run_meanwhile_is_not_captured(nodes: Nodes):
+    graph, x, layer = Graph(), torch.ones(4, 8), torch.nn.Linear(8, 2)
+
+    def code() -> None:
+        _on_another_thread(lambda: layer(x))
+        x.mul(2)
+
+    with remember_graphs():
+        capture(graph, nodes, code)
+        live = LiveTrace()
+        graph.replay()
+        trace = live.stop()
+    assert [(op.name, op.module) for op in trace.ops] == [("aten.mul.Tensor", "")]
+
+
+def _on_another_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()

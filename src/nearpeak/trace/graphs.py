@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from nearpeak.devices.backends import gpu_in_use
 from nearpeak.devices.cuda_graph import CapturedNodes
 from nearpeak.trace.guard import Guard, watch_captures
+from nearpeak.trace.modules import ModulePaths
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
-from nearpeak.trace.recorder import CapturedGraph, Location, Recorder, active_recorder
+from nearpeak.trace.recorder import CapturedGraph, Location, Locations, Recorder, active_recorder
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages
 
@@ -71,6 +72,8 @@ class CaptureRecorder(Recorder):
         super().__init__(mode=None, limit=limit, snapshot=snapshot)
         self._memory = None  # what a graph allocates belongs to its pool
         self.storages = Storages(lambda number, storage, kind: None, asks_device=False)
+        self.modules = _CapturedModules(self)
+        self._locations = Locations(self.modules, snapshot)
         self._locations.share_lines(_graphs.lines_of_thread())
         self._nodes = nodes
         self._begun: list[tuple[int, int]] = []
@@ -129,6 +132,22 @@ class CaptureRecorder(Recorder):
         )
 
 
+class _CapturedModules(ModulePaths):
+    """The modules that run where the recorder sees the ops: other threads go on while one captures."""
+
+    def __init__(self, recorder: CaptureRecorder) -> None:
+        super().__init__(recorder._add_root, recorder._guard)
+        self._recorder = recorder
+
+    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        if active_recorder() is self._recorder:
+            super()._enter(module, inputs)
+
+    def _leave(self, module: torch.nn.Module) -> None:
+        if active_recorder() is self._recorder:
+            super()._leave(module)
+
+
 @contextmanager
 def _on_mode_stack(recorder: Recorder) -> Iterator[None]:
     """Inside, the recorder sees what is dispatched. The program may leave with other modes on the stack than before."""
@@ -149,9 +168,18 @@ def _on_mode_stack(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def remember_graphs() -> Iterator[None]:
     """Inside, the ops of graphs are recorded while these are captured, and `record_replays` knows them."""
-    kind: Any = torch.cuda.CUDAGraph
     guard = Guard()
-    begin, end = kind.capture_begin, kind.capture_end
+    with watch_captures(), _patched_captures(guard):
+        try:
+            yield
+        finally:
+            _graphs.forget()
+
+
+@contextmanager
+def _patched_captures(guard: Guard) -> Iterator[None]:
+    kind: Any = torch.cuda.CUDAGraph
+    begin, end = kind.capture_begin, kind.capture_end  # as `watch_captures` has patched them
 
     @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,14 +193,10 @@ def remember_graphs() -> Iterator[None]:
         return end(self, *args, **kwargs)
 
     with (
-        watch_captures(),
         patch_attribute(kind, "capture_begin", capture_begin),
         patch_attribute(kind, "capture_end", capture_end),
     ):
-        try:
-            yield
-        finally:
-            _graphs.forget()
+        yield
 
 
 def _begin_recording(graph: Any) -> None:
