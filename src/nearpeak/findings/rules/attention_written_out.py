@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from nearpeak.bound.dataflow import CHAINED
 from nearpeak.findings.engine import Waste, rule
@@ -24,22 +24,21 @@ from nearpeak.units import quantity, seconds
 MAX_HOPS = 24
 
 
-@rule("attention-written-out", needs=["storages"])
+@rule("attention-written-out")
 def attention_written_out(step: Step) -> Iterator[Waste]:
-    """From each softmax back to a GEMM and on to one, with the backward ops that read what lies between."""
-    for seed, op in enumerate(step.ops):
-        if op.phase != "forward" or op.packet not in ("aten._softmax", "aten.exp", "aten.exp_"):
-            continue
-        attention = _find_attention(step, seed)
-        if attention is None:
-            continue
+    """From each softmax back to a GEMM and on to one, with the backward ops that read what lies between.
+
+    Where it is not known which tensors share memory, by the sizes of the tensors and the order of the ops.
+    """
+    certain = "storages" in step.knows
+    for seed, attention in _by_data_flow(step) if certain else _by_sizes(step):
         predicted = fused_attention_seconds(step, attention.shape, backward=bool(attention.backward))
         if predicted is None:
             continue
         members = attention.forward | attention.backward
         predicted *= min(1.0, measured_over_expected(step, members))
         took = step.seconds(members)
-        pairs = op.outputs[0]
+        pairs = (*attention.shape.lead, attention.shape.queries, attention.shape.keys)
         moved = step.bytes(ops_that_launch(step, members))
         passes = "forward and backward" if attention.backward else "forward"
         yield Waste(
@@ -48,9 +47,11 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
             gains=proportional_gains(step, members, predicted),
             gone=launches_removed(step, members, predicted),
             evidence=f"{len(ops_that_launch(step, members))} ops in {passes} move {quantity(moved, 'B')} in "
-            f"{seconds(took)}, for a matrix of {shape_text(pairs.shape)} that nothing else reads.",
-            reasoning=f"One kernel that never writes this matrix takes {seconds(predicted)} for {passes} here.",
-            remedy=_remedy(attention.shape),
+            f"{seconds(took)}, for a matrix of {shape_text(pairs)} "
+            + ("that nothing else reads." if certain else "that goes through memory from each to the next."),
+            reasoning=f"One kernel that never writes this matrix takes {seconds(predicted)} for {passes} here."
+            + ("" if certain else " A trace file does not show whether anything else reads the matrix."),
+            remedy=_remedy(attention.shape, certain=certain),
         )
 
 
@@ -59,6 +60,87 @@ class _WrittenOutAttention:
     forward: set[int]
     backward: set[int]
     shape: AttentionShape
+
+
+def _by_data_flow(step: Step) -> Iterator[tuple[int, _WrittenOutAttention]]:
+    for seed, op in enumerate(step.ops):
+        if op.phase == "forward" and op.packet in ("aten._softmax", "aten.exp", "aten.exp_"):
+            attention = _find_attention(step, seed)
+            if attention is not None:
+                yield seed, attention
+
+
+NEARBY = 48
+"""Ops, views not counted, between a softmax and a product of the same attention."""
+_BATCHED_PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten.matmul")
+"""Products whose two factors are both activations; a weight has no batch."""
+
+
+def _by_sizes(step: Step) -> Iterator[tuple[int, _WrittenOutAttention]]:
+    """A softmax between two batched products: the first makes the matrix of scores, and the second multiplies it.
+
+    What lies between and has a tensor of that size belongs to it. The backward passes run in the opposite order.
+    """
+    launching = [index for index, op in enumerate(step.measured) if op.kernels]
+    found: list[tuple[int, Tensor, tuple[int, ...], list[int]]] = []
+    backward: dict[int, list[set[int]]] = {}
+    for place, index in enumerate(launching):
+        name = step.ops[index].name.lower()
+        if "softmax" not in name or "log_softmax" in name:
+            continue
+        before, after = launching[max(0, place - NEARBY) : place][::-1], launching[place + 1 : place + 1 + NEARBY]
+        if "backward" in name:
+            size = max((tensor.elements for tensor in step.ops[index].inputs), default=0)
+            products = [*_products_of(step, before, size)[:2], *_products_of(step, after, size)[:2]]
+            if len(products) == 4:
+                passed = range(min(products), max(products) + 1)
+                backward.setdefault(size, []).append({other for other in passed if _has_size(step, other, size)})
+            continue
+        scores = next((other for other in before if step.ops[other].packet in _BATCHED_PRODUCTS), None)
+        pairs = _scores(step, scores, index)
+        values = None if pairs is None else next(iter(_products_of(step, after, pairs.elements)), None)
+        if scores is not None and pairs is not None and values is not None:
+            inside = [
+                other for other in launching if scores < other < values and _has_size(step, other, pairs.elements)
+            ]
+            if all(step.costs[other].family in _BETWEEN for other in inside):
+                found.append((index, pairs, (scores, values), [scores, *inside, index, values]))
+    for seed, pairs, (scores, values), members in reversed(found):
+        passes = backward.get(pairs.elements, [])
+        shape = _shape(step, scores, values, {*members} - {seed}, pairs)
+        if shape is not None:
+            later = passes.pop(0) - {*members} if passes else set()
+            shape = replace(shape, causal=False)  # whether a mask is, does not show
+            yield seed, _WrittenOutAttention(forward={*members}, backward=later, shape=shape)
+
+
+_BETWEEN = CHAINED | {"normalization", "reduction", "unknown"}
+"""Families of ops between the products; those of compiled kernels are not known."""
+
+
+def _scores(step: Step, product: int | None, softmax: int) -> Tensor | None:
+    """The matrix of scores that a product makes, if a softmax goes over its rows."""
+    if product is None or not step.ops[product].outputs:
+        return None
+    out = step.ops[product].outputs[0]
+    tensors = (*step.ops[softmax].inputs, *step.ops[softmax].outputs)
+    dim = step.ops[softmax].arguments.get("dim", -1)
+    sizes = [tensor for tensor in tensors if tensor.elements == out.elements]
+    if tensors and not sizes:
+        return None
+    if isinstance(dim, int) and sizes and dim not in (-1, len(sizes[0].shape) - 1):
+        return None
+    return out if len(out.shape) > 2 else None
+
+
+def _products_of(step: Step, indices: Iterable[int], size: int) -> list[int]:
+    """The batched products with a tensor of this size."""
+    return [i for i in indices if step.ops[i].packet in _BATCHED_PRODUCTS and _has_size(step, i, size)]
+
+
+def _has_size(step: Step, index: int, size: int) -> bool:
+    op = step.ops[index]
+    return any(tensor.elements == size for tensor in (*op.inputs, *op.outputs))
 
 
 def _find_attention(step: Step, seed: int) -> _WrittenOutAttention | None:
@@ -250,7 +332,7 @@ def _causal(step: Step, index: int) -> bool:
     return False
 
 
-def _remedy(shape: AttentionShape) -> str:
+def _remedy(shape: AttentionShape, *, certain: bool) -> str:
     arguments = ["query", "key", "value"]
     if shape.causal:
         arguments.append("is_causal=True")
@@ -262,4 +344,6 @@ def _remedy(shape: AttentionShape) -> str:
     note = "  # scale=... if it is not 1 / sqrt(head)"
     if shape.mask is not None and not shape.causal:
         note += "; is_causal=True in place of the mask if it is causal, which is faster still"
+    if not certain:
+        note += "\nIf the code calls it already, its math backend runs: an argument keeps the fused ones away."
     return call + note

@@ -50,9 +50,27 @@ def ragged_products(step: Step) -> Iterator[Waste]:
             f"do not begin at multiples of {ALIGNMENT} bytes.",
             reasoning=f"With {changed}, a good kernel takes {seconds(good)}"
             + (f", times {usual:.2f} as the other products of this step." if usual > 1 else "."),
-            remedy=f"Pad {changed}: a vocabulary, say, as torch.nn.Linear(width, {max(padded)}, bias=False)\n"
-            "with the rows beyond the real ones never a target, and logits[..., :real] where they are read out.",
+            remedy=_remedy(op, edges, padded, changed),
         )
+
+
+def _remedy(op: Op, edges: list[int], padded: list[int], changed: str) -> str:
+    """What to pad: a layer, where a factor is a weight; else the activations, which have a batch."""
+    (_, n, k), (_, wide, deep) = edges, padded
+    if op.packet in _BATCHED:
+        return f"Pad {changed} in the tensors themselves: sequences to a multiple, with a mask, or heads with zeros."
+    layers = f"torch.nn.Linear({deep}, {wide}, bias=False)"
+    if wide != n:
+        return (
+            f"Pad {changed}, the outputs of the layer: {layers},\n"
+            "with the columns beyond the real ones left out where they are read; of a vocabulary, never a target."
+        )
+    if deep != k:
+        return f"Pad {changed}, the inputs of the layer: {layers}, with zeros beyond the real ones."
+    return f"Pad {changed}, the rows: a batch or a sequence of a multiple of {_PADDED}."
+
+
+_BATCHED = ("aten.bmm", "aten.baddbmm", "aten.baddbmm_")
 
 
 def _width(op: Op) -> int:
