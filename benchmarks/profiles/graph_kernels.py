@@ -290,8 +290,8 @@ def same_op(op: Op, other: Op) -> bool:
     first, second = (name_without_origin(item.name).replace("::", ".").split(".") for item in (op, other))
     if first[1 if len(first) > 1 else 0].rstrip("_") != second[1 if len(second) > 1 else 0].rstrip("_"):
         return False
-    if op.origin in ("inductor", "triton"):
-        return True  # named after their code; what they read is a part of a tensor
+    if op.origin in ("inductor", "triton") or other.origin in ("partial", "unknown"):
+        return True  # named after their code; of the others the file does not show all shapes
     return shapes_of(op) >= shapes_of(other) or shapes_of(other) >= shapes_of(op)
 
 
@@ -306,7 +306,7 @@ def summary(records: StepRecords, profile: Profile, plain: Sequence[tuple[str, O
         if run.in_graph
     ]
     total = sum(run.seconds for run, _, _ in kernels)
-    known = sum(run.seconds for run, _, op in kernels if op is not None and op.modeled and op.source and any(op.shapes))
+    known = sum(run.seconds for run, _, op in kernels if op is not None and op.modeled and op.source and op.shapes)
     blocks = SequenceMatcher(
         None, [run.name for run, _, _ in kernels], [name for name, _ in plain], autojunk=False
     ).get_matching_blocks()
@@ -330,7 +330,7 @@ def summary(records: StepRecords, profile: Profile, plain: Sequence[tuple[str, O
             "modeled": None if op is None else op.modeled,
         }
         for run, _, op in kernels
-        if op is None or not (op.modeled and op.source and any(op.shapes))
+        if op is None or not (op.modeled and op.source and op.shapes)
     ]
     return {
         "kernels": len(kernels),

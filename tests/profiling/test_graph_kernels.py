@@ -1,5 +1,6 @@
 """Kernels of CUDA graphs and the ops that added their nodes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def kernel(name: str, start: float, number: int | None, *, graph: int | None = 0
     )
 
 
-def replay(*nodes: GraphNode, graph: int = 0) -> GraphReplay:
+def replay(*nodes: GraphNode, graph: int = 0, chain: bool = True) -> GraphReplay:
+    """A graph whose nodes wait for all before them, or for none."""
+    nodes = tuple(replace(node, earlier=(1 << place) - 1 if chain else 0) for place, node in enumerate(nodes))
     return GraphReplay(graph=graph, nodes=nodes, ops=range(9))
 
 
@@ -57,6 +60,20 @@ def test_branches_that_run_side_by_side_keep_their_nodes():
     kernels = [kernel(NAMES[place], when, place + 1) for when, place in enumerate(order)]
     found = match_graph_kernels(kernels, [replay(*CHAIN)])
     assert found.ops == {0: 0, 1: 2, 2: 3, 3: 1}
+
+
+def test_kernels_of_one_op_may_run_in_any_order():
+    nodes = (node("gemm", 0), node("add", 0), node("gemm", 0), node("add", 0))
+    kernels = [kernel(name, when, None) for when, name in enumerate(("add", "gemm", "add", "gemm"))]
+    assert match_graph_kernels(kernels, [replay(*nodes, chain=False)]).ops == dict.fromkeys(range(4), 0)
+
+
+def test_side_by_side_nothing_tells_equal_kernels_of_two_ops_apart():
+    nodes = (node("gemm", 0), node("add", 1), node("gemm", 2))
+    kernels = [kernel(name, when, None) for when, name in enumerate(("gemm", "gemm", "add"))]
+    found = match_graph_kernels(kernels, [replay(*nodes, chain=False)])
+    assert found.ops == {2: 1} and "side by side" in found.note
+    assert match_graph_kernels(kernels, [replay(*nodes)]).ops == {0: 0, 1: 2, 2: 1}
 
 
 def test_a_lost_kernel_is_counted_and_takes_no_others_op():

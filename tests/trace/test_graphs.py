@@ -39,6 +39,9 @@ class Nodes:
     def count(self) -> int:
         return len(self.names)
 
+    def edges(self) -> list[tuple[int, int]]:
+        return [(number, number + 1) for number in range(len(self.names) - 1)]
+
     def describe(self) -> list[GraphNode | None]:
         return [GraphNode(kind="kernel", name=name, grid=(1, 1, 1), block=(32, 1, 1)) for name in self.names]
 
@@ -96,7 +99,10 @@ def test_a_replay_is_the_ops_that_were_captured(nodes: Nodes):
     assert "test_graphs.py" in trace.ops[1].source
     first, second = trace.replays
     assert (first.graph, first.ops, second.ops) == (0, range(1, 3), range(3, 5))
-    assert [(node.name, node.op) for node in second.nodes] == [("aten.mm.default", 3), ("aten.relu_.default", 4)]
+    assert [(node.name, node.op, node.earlier) for node in second.nodes] == [
+        ("aten.mm.default", 3, 0b00),
+        ("aten.relu_.default", 4, 0b01),
+    ]
 
 
 def test_a_node_that_no_op_added_has_none(nodes: Nodes):
@@ -155,6 +161,28 @@ def test_a_forward_and_a_backward_that_are_captured_apart_have_the_same_lines(no
     products = [op for op in trace.ops if op.name == "aten.mm.default"]
     assert [op.phase for op in products] == ["forward", "backward", "backward"]
     assert {op.source for op in products} == {lines["aten.mm.default"]} != {""}
+
+
+def test_what_an_optimizer_does_in_a_capture_is_its_phase(nodes: Nodes):
+    graph, weight = Graph(), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, foreach=False)
+    weight.grad = torch.ones(3)
+
+    def code() -> None:
+        weight.grad.mul_(2)
+        optimizer.step()
+        weight.grad.mul_(2)
+
+    with remember_graphs():
+        capture(graph, nodes, code)
+        live = LiveTrace()
+        graph.replay()
+        trace = live.stop()
+    assert [(op.name, op.phase) for op in trace.ops] == [
+        ("aten.mul_.Tensor", "forward"),
+        ("aten.add_.Tensor", "optimizer"),
+        ("aten.mul_.Tensor", "forward"),
+    ]
 
 
 class Constant(Nodes):

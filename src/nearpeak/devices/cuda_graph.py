@@ -66,6 +66,19 @@ class CapturedNodes:
         """All nodes; None for one that runs nothing on the device."""
         return [self._describe(node) for node in self._nodes]
 
+    def edges(self) -> list[tuple[int, int]] | None:
+        """Pairs of nodes of which the second waits for the first, by number; None if the driver does not tell."""
+        get_edges = getattr(self._driver, "cuGraphGetEdges_v2", None)  # since CUDA 12.3
+        count = ctypes.c_size_t()
+        if get_edges is None or get_edges(self._graph, None, None, None, ctypes.byref(count)) != 0:
+            return None
+        first, second = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
+        ports = (ctypes.c_uint64 * count.value)()  # of programmatic launches
+        if get_edges(self._graph, first, second, ports, ctypes.byref(count)) != 0:
+            return None
+        numbers = {handle: number for number, handle in enumerate(self._nodes)}
+        return [(numbers[before], numbers[after]) for before, after in zip(first, second, strict=True)]
+
     def _describe(self, handle: int) -> GraphNode | None:
         node, number = ctypes.c_void_p(handle), ctypes.c_int()
         _check(self._driver.cuGraphNodeGetType(node, ctypes.byref(number)), "cuGraphNodeGetType")

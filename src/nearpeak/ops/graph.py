@@ -21,6 +21,8 @@ class GraphNode:
     """Of a kernel: the number of threads of a block along each axis."""
     op: int | None = None
     """The index of the op that added it; None if nothing did that was seen."""
+    earlier: int | None = None
+    """The nodes that have run when it begins, as a set of bits: 1 << place of the node. None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

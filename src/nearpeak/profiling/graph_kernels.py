@@ -1,8 +1,8 @@
 """`match_graph_kernels`: the ops of the kernels that CUDA graphs launched in the profiled step.
 
-Of each graph, the nodes are known in the order in which they were added, with the op of each (`trace/graphs.py`). The
-profiler gives the kernels of each launch with the ids of their nodes, which follow the same order. A kernel belongs to
-a node only if its name, its grid and its block are those of the node.
+Of each graph, the nodes are known in the order in which they were added, each with its op and with the nodes that it
+waits for (`trace/graphs.py`). A kernel is that of a node only if its name, its grid and its block are the same.
+Among nodes that look the same, the order of time tells where it must be that of the nodes; elsewhere nothing does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from itertools import groupby, pairwise
 
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.profiles.completeness import Completeness, Loss
@@ -44,9 +45,9 @@ def match_graph_kernels(kernels: Sequence[KernelRun], replays: Sequence[GraphRep
     lost = 0
     for launched, replayed in _pairs([graph for _, graph in ordered], [replay.graph for replay in replays]):
         nodes = replays[replayed].nodes
-        indices = _in_node_order(kernels, launches[ordered[launched]])
+        indices, in_order = _in_node_order(kernels, launches[ordered[launched]])
         lost += max(0, len(nodes) - len(indices))
-        for place, node in _match_nodes([_kernel_key(kernels[index]) for index in indices], nodes):
+        for place, node in _match_nodes([_kernel_key(kernels[index]) for index in indices], nodes, in_order=in_order):
             op = nodes[node].op
             if op is not None:
                 ops[indices[place]] = op
@@ -69,12 +70,12 @@ def _pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[
     return [(block.a + place, block.b + place) for block in blocks for place in range(block.size)]
 
 
-def _in_node_order(kernels: Sequence[KernelRun], indices: Sequence[int]) -> list[int]:
-    """The kernels of one launch in the order of their nodes; in that of time if the file has no ids of nodes."""
-    node_ids = [None if (replay := kernels[index].replay) is None else replay.node for index in indices]
-    if None in node_ids or len(set(node_ids)) < len(indices):
-        return sorted(indices, key=lambda index: kernels[index].start_s)
-    return [index for _, index in sorted(zip(node_ids, indices, strict=True), key=lambda item: (item[0] or 0, item[1]))]
+def _in_node_order(kernels: Sequence[KernelRun], indices: Sequence[int]) -> tuple[list[int], bool]:
+    """The kernels of one launch, and whether that is the order of their nodes; else it is that of time."""
+    node_ids = {index: replay.node for index in indices if (replay := kernels[index].replay) is not None}
+    if None in node_ids.values() or len(set(node_ids.values())) < len(indices):
+        return sorted(indices, key=lambda index: kernels[index].start_s), False
+    return sorted(indices, key=lambda index: node_ids[index] or 0), True
 
 
 def _kernel_key(kernel: KernelRun) -> Hashable:
@@ -88,13 +89,35 @@ def _node_key(node: GraphNode) -> Hashable:
     return node.kind if node.kind != "kernel" else (node.name, node.grid, node.block)
 
 
-def _match_nodes(kernels: Sequence[Hashable], nodes: Sequence[GraphNode]) -> list[tuple[int, int]]:
-    """Positions of kernels, and of their nodes. Among kernels that look the same, none is matched if some are lost."""
+def _match_nodes(kernels: Sequence[Hashable], nodes: Sequence[GraphNode], *, in_order: bool) -> list[tuple[int, int]]:
+    """Places of kernels, and of nodes that have their op."""
     keys = [_node_key(node) for node in nodes]
-    if kernels == keys:
+    if in_order and list(kernels) == keys:
         return [(place, place) for place in range(len(keys))]
-    counts = {key: kernels.count(key) for key in set(kernels)}
-    return [(place, node) for place, node in _pairs(kernels, keys) if counts[keys[node]] == keys.count(keys[node])]
+    places: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(kernels):
+        places.setdefault(key, []).append(place)
+    alike: dict[Hashable, list[int]] = {}
+    for number, key in enumerate(keys):
+        alike.setdefault(key, []).append(number)
+    matched = []
+    for key, found in places.items():
+        numbers = alike.get(key, [])
+        if len({nodes[number].op for number in numbers}) == 1:
+            matched += [(place, numbers[0]) for place in found]
+        elif len(found) == len(numbers) and _runs_in_order(numbers, nodes):
+            matched += list(zip(found, numbers, strict=True))
+    return matched
+
+
+def _runs_in_order(numbers: Sequence[int], nodes: Sequence[GraphNode]) -> bool:
+    """Whether nodes of different ops begin in the order of their numbers."""
+    groups = [list(group) for _, group in groupby(numbers, key=lambda number: nodes[number].op)]
+    for earlier, later in pairwise(groups):
+        bits = sum(1 << number for number in earlier)
+        if any((before := nodes[number].earlier) is None or before & bits != bits for number in later):
+            return False
+    return True
 
 
 def _note(kernels: Sequence[KernelRun], ops: Mapping[int, int]) -> str:
@@ -104,9 +127,10 @@ def _note(kernels: Sequence[KernelRun], ops: Mapping[int, int]) -> str:
     total = sum(kernel.seconds for kernel in inside)
     unseen = sum(kernel.replay is None for kernel in inside)
     why = (
-        "their graphs were captured before nearpeak watched, or by other means than torch's"
+        "their graphs were captured before nearpeak watched, or by other means than torch's. Let what is profiled "
+        "capture them"
         if unseen == len(inside)
-        else "no op was seen to add them at the capture"
+        else "no op was seen to add them at the capture, or ops that run side by side have the same kernels"
     )
     return (
         f"{len(inside)} kernels of {total * 1e3:.3f} ms were launched by CUDA graphs and have no ops, so they are "

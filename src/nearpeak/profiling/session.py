@@ -33,7 +33,6 @@ from nearpeak.profiling.torch_profiler import (
     read_compiler_facts,
     synchronize,
 )
-from nearpeak.trace.graphs import capture_recorder
 from nearpeak.trace.guard import Guard, OwnThread, capture_count, is_capturing
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
@@ -378,15 +377,13 @@ class Session:
         return self.schedule.phase == "done"
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Part of the traced step, or of a graph that is being captured."""
-        recorder = capture_recorder() or self._live
-        return None if recorder is None else recorder.optimizer_begins(optimizer, args, kwargs)
+        """Part of the traced step."""
+        return None if self._live is None else self._live.optimizer_begins(optimizer, args, kwargs)
 
     def optimizer_ends(self) -> None:
-        """Part of the traced step, or of a graph that is being captured."""
-        recorder = capture_recorder() or self._live
-        if recorder is not None:
-            recorder.optimizer_ends()
+        """Part of the traced step."""
+        if self._live is not None:
+            self._live.optimizer_ends()
 
     def training_begins(self) -> None:
         """The steps so far were an evaluation. They count only if no training step is recorded."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from nearpeak.devices.backends import gpu_in_use
@@ -104,7 +105,22 @@ class CaptureRecorder(Recorder):
         self._undo.enter_context(record_inductor_kernels(self))
         self._undo.enter_context(record_triton_kernels())
         self._undo.enter_context(self.modules.watching())
+        for register, hook in (
+            (register_optimizer_step_pre_hook, self._before_optimizer),
+            (register_optimizer_step_post_hook, self._after_optimizer),
+        ):
+            self._undo.callback(register(hook).remove)
         self._undo.enter_context(_on_mode_stack(self))
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        return self._guard.call(self.optimizer_begins, optimizer, args, kwargs) if self._is_active() else None
+
+    def _after_optimizer(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_active():
+            self._guard.call(self.optimizer_ends)
+
+    def _is_active(self) -> bool:
+        return self.failure is None and active_recorder() is self
 
     def end(self) -> None:
         """Records nothing more."""
@@ -117,19 +133,42 @@ class CaptureRecorder(Recorder):
             return None
         self._nodes.count()
         nodes = self._nodes.describe()
+        edges = self._nodes.edges()
         with_nodes = [index for index, (before, after) in sorted(self._added.items()) if any(nodes[before:after])]
-        position = {index: place for place, index in enumerate(with_nodes)}
-        owners = {node: position[index] for index in with_nodes for node in range(*self._added[index])}
+        owners = {number: place for place, index in enumerate(with_nodes) for number in range(*self._added[index])}
         ops = tuple(self.ops[index] for index in with_nodes)
+        on_device = [number for number, node in enumerate(nodes) if node is not None]
+        earlier = None if edges is None else nodes_before(len(nodes), edges, on_device)
         facts = self.storages.facts()
         used = {tensor.storage for op in ops for tensor in (*op.inputs, *op.outputs)}
         return CapturedGraph(
             number=number,
             ops=ops,
-            nodes=tuple(replace(node, op=owners.get(index)) for index, node in enumerate(nodes) if node is not None),
+            nodes=tuple(
+                replace(node, op=owners.get(number), earlier=None if earlier is None else earlier[number])
+                for number, node in enumerate(nodes)
+                if node is not None
+            ),
             storages={storage: facts[storage] for storage in used},
             memory={storage: self.storages.memory[storage] for storage in used if storage in self.storages.memory},
         )
+
+
+def nodes_before(count: int, edges: Sequence[tuple[int, int]], numbered: Sequence[int]) -> list[int]:
+    """For each node those that it waits for, directly or not, as bits: 1 << place in `numbered`.
+
+    >>> nodes_before(4, [(0, 1), (1, 3), (0, 2)], [0, 2, 3])
+    [0, 1, 1, 1]
+    """
+    places = {node: place for place, node in enumerate(numbered)}
+    waits_for: list[list[int]] = [[] for _ in range(count)]
+    for before, after in edges:
+        waits_for[after].append(before)
+    sets = [0] * count
+    for node in range(count):  # a node is added after all that it waits for
+        for before in waits_for[node]:
+            sets[node] |= sets[before] | (1 << places[before] if before in places else 0)
+    return sets
 
 
 class _CapturedModules(ModulePaths):
@@ -220,12 +259,6 @@ def _end_recording(graph: Any) -> None:
         _graphs.count += 1
         _graphs.ops += len(captured.ops)
         _graphs.captured[graph] = captured
-
-
-def capture_recorder() -> CaptureRecorder | None:
-    """The recorder of the capture that is under way on this thread."""
-    recorder = active_recorder()
-    return recorder if isinstance(recorder, CaptureRecorder) else None
 
 
 def number_of(graph: Any) -> int | None:

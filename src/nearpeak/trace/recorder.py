@@ -444,11 +444,13 @@ class Recorder(TorchDispatchMode):
         self._guard.call(record, *args, **kwargs)
 
     def record_replay(self, graph: CapturedGraph) -> None:
-        """Records the ops of a CUDA graph that is launched now. Where their line was not seen, it is that of now."""
+        """Records the ops of a CUDA graph that is launched now, which tells what was not seen at their capture."""
         if len(self.ops) + len(graph.ops) > self._limit:
             self.truncated = True
             return
-        module, source = self._locations.current(_current_graph_task())
+        graph_task = _current_graph_task()
+        phase = self._phase(graph_task)
+        module, source = self._locations.current(graph_task)
         numbers: dict[int, int] = {}
         first = len(self.ops)
         for op in graph.ops:
@@ -458,8 +460,12 @@ class Recorder(TorchDispatchMode):
                         graph.storages[tensor.storage], graph.memory.get(tensor.storage)
                     )
             op = op_on_storages(op, numbers)
-            if not op.source:
-                op = dataclasses.replace(op, module=op.module or module, source=source)
+            op = dataclasses.replace(
+                op,
+                module=op.module or ("" if op.source else module),
+                source=op.source or source,
+                phase=phase if op.phase == "forward" else op.phase,
+            )
             for name in op.mutated:
                 self._note_mutated(op.arguments.get(name))
             self.ops.append(op)
@@ -497,6 +503,9 @@ class Recorder(TorchDispatchMode):
             for item in value:
                 self._note_mutated(item)
 
+    def _phase(self, graph_task: int) -> Phase:
+        return "backward" if graph_task != -1 else "optimizer" if self._optimizers_running else "forward"
+
     def _record(
         self,
         schema: OperatorSchema,
@@ -505,7 +514,7 @@ class Recorder(TorchDispatchMode):
         signature: tuple[OpSignature, tuple[int, ...]] | None = None,
     ) -> None:
         graph_task = _current_graph_task()
-        phase: Phase = "backward" if graph_task != -1 else "optimizer" if self._optimizers_running else "forward"
+        phase = self._phase(graph_task)
         module, source = self._locations.current(graph_task)
         products, convolutions = tf32_flags()
         again = graph_task != -1 and self._recompute.is_recomputing(graph_task)
