@@ -160,7 +160,7 @@ def test_a_part_below_zero_is_called_wrong_and_has_no_bar():
     made = profile()
     wrong = build_waterfall(wall_s=10.0, ideal_s=5.0, fused_s=6.0, as_written_s=7.0, modeled_s=3.0, kernel_s=3.0)
     fragment = dataclasses.replace(made, wall_s=10.0, waterfall=wrong)._repr_html_()
-    assert "below zero: a bound of nearpeak's is wrong" in Reader(fragment).text
+    assert "below zero: measure this machine again" in Reader(fragment).text
     assert len(bars(fragment)) == 6
     assert all(0.0 <= left <= 100.0 and 0.0 <= width <= 100.0 - left + 0.01 for left, width in bars(fragment))
 

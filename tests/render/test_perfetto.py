@@ -58,7 +58,7 @@ def test_a_cpu_has_ops_and_no_streams():
 
 
 def test_findings_are_marks_at_their_first_kernel():
-    made = profile(400)
+    made = dataclasses.replace(profile(400), modeled_share=1.0)
     marks = events(made, "i")
     assert [mark["name"] for mark in marks] == ["unfused-norm", "repeated-cast"]
     first = min(span.start_s for span in made.timeline if span.op in made.findings[0].ops)
@@ -66,6 +66,11 @@ def test_findings_are_marks_at_their_first_kernel():
     assert marks[0]["args"]["saving_us"] == pytest.approx(1e6 * made.findings[0].saving_s, abs=1e-3)
     named = [event for event in events(made) if event["args"].get("findings") == "unfused-norm"]
     assert {event["args"]["op"] for event in named} == {made.ops[at].name for at in made.findings[0].ops}
+
+
+def test_no_savings_where_the_grade_is_too_low():
+    marks = events(dataclasses.replace(profile(400), modeled_share=0.7), "i")
+    assert marks and not any("saving_us" in mark["args"] or "share_percent" in mark["args"] for mark in marks)
 
 
 def test_nothing_on_a_track_begins_before_the_end_of_what_is_there():

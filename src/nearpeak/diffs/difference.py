@@ -30,6 +30,7 @@ from nearpeak.diffs.significance import (
     time_limiter,
 )
 from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, common_module
+from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.idle import CauseName, IdleCause
 from nearpeak.profiles.profile import Profile, ProfiledOp
 from nearpeak.profiles.waterfall import PartName
@@ -418,5 +419,6 @@ def _notes(before: Profile, after: Profile) -> Iterable[str]:
                 f"Clean steps of the {name} run are {percent(profile.spread, 0)} apart: something else ran as well, so "
                 "single ops say nothing."
             )
-        if profile.waterfall.broken:
-            yield f"The {name} run has a part of the waterfall below zero: do not trust its parts."
+        grade = grade_profile(profile)
+        if not grade.is_trusted:
+            yield f"The {name} run has grade {grade.letter}: {grade.reasons[0]}."

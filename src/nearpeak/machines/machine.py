@@ -98,6 +98,10 @@ class Achievable:
     """Every measured figure with spread and method, by name: "bandwidth.copy", "matrix.bfloat16", ..."""
     efficiency: Mapping[str, tuple[EfficiencyPoint, ...]] = field(default_factory=dict)
     """The efficiency of kernels by kind of op, in the order of bounds; empty where it was not measured."""
+    clock_hz: float | None = None
+    """The clock of a GPU's processors while its matrix units reached their ceilings; None where it was not read."""
+    doubts: tuple[str, ...] = ()
+    """What was noticed while it was measured, such as other work on the cores. See `physics.calibration_doubts`."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the matrix engine for `dtype`, or of the vector units where there is no such engine."""

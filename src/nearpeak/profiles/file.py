@@ -30,6 +30,7 @@ from nearpeak.errors import FileProblem, UsageError
 from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.low_gc import low_gc
 from nearpeak.ops.op import origin_of_name
+from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.idle import Gap
 from nearpeak.profiles.profile import SCHEMA, DeviceKernel, Profile, ProfiledOp
 
@@ -62,10 +63,15 @@ def to_bytes(profile: Profile, *, compressed: bool) -> bytes:
     """The content of the file."""
     columns = {name: to_columns(record, getattr(profile, name)) for name, record in COLUMNS.items()}
     nothing: dict[str, Any] = dict.fromkeys(COLUMNS, ())
-    fields = to_json(dataclasses.replace(profile, **nothing))
+    fields = to_json(dataclasses.replace(with_grade(profile), **nothing))
     data = {"kind": KIND, "profile": {**fields, **columns}}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
     return gzip.compress(text, compresslevel=COMPRESSION_LEVEL, mtime=0) if compressed else text
+
+
+def with_grade(profile: Profile) -> Profile:
+    """The profile with its grade as a field, for readers of JSON."""
+    return dataclasses.replace(profile, grade=grade_profile(profile))
 
 
 def is_profile_file(path: str | Path | InputFile) -> bool:
@@ -100,6 +106,7 @@ def _read(source: str | Path | InputFile, *, whole: bool) -> Profile:
             raise FileProblem(source, reason)
         columns = {name: fields.pop(name) for name in COLUMNS if name in fields}
         head = from_json(Profile, {**fields, "ops": []})
+        head = dataclasses.replace(head, grade=None)  # it follows from the rest, by the rules of this version
         if not whole:
             return head
         if "ops" not in columns:

@@ -14,10 +14,13 @@ from nearpeak._records import Amount, Count, MeasuredSeconds, Rate, Seconds, Sha
 from nearpeak.bound.estimate import Estimate, EstimatedOp
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.machines.machine import Achievable, Machine
+from nearpeak.machines.physics import calibration_doubts
 from nearpeak.ops.fast_init import fast_init
 from nearpeak.ops.op import Origin
 from nearpeak.profiles.completeness import Completeness
+from nearpeak.profiles.conditions import StepConditions
 from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.grade import Grade
 from nearpeak.profiles.idle import Gap, IdleCause, IdleTime
 from nearpeak.profiles.memory import PeakMemory
 from nearpeak.profiles.rates import StepRates
@@ -110,6 +113,10 @@ class ProfileCeilings:
     matrix: Mapping[str, Rate] = field(default_factory=dict)
     """By dtype; empty for profiles that were saved before they had ceilings."""
     vector: Mapping[str, Rate] = field(default_factory=dict)
+    clock_hz: Rate | None = None
+    """The clock of the GPU at which the matrix ceilings were reached; None if it is not known."""
+    doubts: tuple[str, ...] = ()
+    """Why the calibration that they are from is not to be trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +204,10 @@ class Profile:
     """The number of ranks in that group."""
     completeness: Completeness | None = None
     """What the recording of the step is known to lack; None if it was not checked."""
+    conditions: StepConditions | None = None
+    """What else the machine did meanwhile; None for a trace file."""
+    grade: Grade | None = None
+    """How far the profile can be trusted, in a file for its readers. `grade_profile` follows it from the rest."""
 
     def check_indices(self) -> None:
         """ValueError where a kernel or a finding names an op that there is not."""
@@ -304,6 +315,8 @@ def profile_ceilings(machine: Machine, ceilings: Ceilings) -> ProfileCeilings | 
         cache_bandwidth=rates.cache_bandwidth if isinstance(rates, Achievable) else None,
         matrix=dict(rates.matrix),
         vector=dict(rates.vector),
+        clock_hz=rates.clock_hz if isinstance(rates, Achievable) else None,
+        doubts=calibration_doubts(machine) if isinstance(rates, Achievable) else (),
     )
 
 

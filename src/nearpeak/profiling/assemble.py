@@ -24,6 +24,7 @@ from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import costs_of
 from nearpeak.ops.op import Op, Trace, name_with_origin, name_without_origin
 from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.conditions import StepConditions
 from nearpeak.profiles.idle import IdleTime
 from nearpeak.profiles.idle_attribution import DeviceActivity, HostActivity, attribute
 from nearpeak.profiles.memory import peak_memory
@@ -79,6 +80,8 @@ class StepRecords:
     """Whether clean steps began while the device was still busy with the one before."""
     compiler: CompilerFacts | None = None
     """None if torch.compile was not used."""
+    conditions: StepConditions | None = None
+    """What else the machine did while the clean and the profiled steps ran."""
     rank: int | None = None
     """Of the process in its torch.distributed group; None if there is no group."""
     world_size: int | None = None
@@ -136,6 +139,7 @@ class StepRecords:
             memory=None if traced.lives is None else peak_memory(traced.lives, traced.ops),
             compiler=self.compiler,
             completeness=add_graph_loss(self.recorded.completeness, in_graphs),
+            conditions=self.conditions,
             rank=self.rank,
             world_size=self.world_size,
         )

@@ -23,6 +23,7 @@ from nearpeak.measure.statistics import median
 from nearpeak.ops.op import Trace
 from nearpeak.profiles.profile import CompilerFacts
 from nearpeak.profiling.assemble import StepRecords
+from nearpeak.profiling.conditions import ConditionsWatch
 from nearpeak.profiling.steps import StepDetector, StepKind
 from nearpeak.profiling.torch_profiler import (
     Profiler,
@@ -347,6 +348,8 @@ class Session:
         self._step_start = 0.0
         self._settling = False
         """Whether this step is the last before the clean ones."""
+        self._watch = ConditionsWatch()
+        """Of the clean steps, and of the profiled ones."""
         self._events = StepEvents()
         """Before the first clean step and after each of them."""
         self._deferred_left = 0
@@ -394,6 +397,7 @@ class Session:
         self.abandon()
         self.schedule, self._recorded, self._traced = Schedule(), None, None
         self._deferred_left, self._deferred, self._thread = 0, [], None
+        self._watch.forget()
         self._warm_graphs = self._compiler = None
         self._say("training begins: the steps before it do not count")
 
@@ -458,6 +462,7 @@ class Session:
         if self.guard.in_child or is_capturing():
             return
         self._evaluate_deferred()
+        self._watch.cancel()
         profiler, self._profiler, live, self._live = self._profiler, None, self._live, None
         self._profiled = {}
         # If the device is lost, everything fails, and the code's own error says so.
@@ -486,6 +491,7 @@ class Session:
             traced=self._traced,
             untraced_reason=self._untraced_reason,
             host_ahead=self.schedule.host_ahead,
+            conditions=self._watch.conditions,
             notes=tuple(_notes(self.schedule)),
             compiler=self._compiler,
             rank=rank,
@@ -547,6 +553,7 @@ class Session:
             ended = self.guard.program_time(now=True)
             # Without a wait, the work ended with the step, or while its times were evaluated here.
             schedule.device_ended(ended if ended - waited_from > IDLE_SYNC_SECONDS else now, self._events.seconds())
+            self._watch.end()
             self._compiler = read_compiler_facts(self._warm_graphs or 0)
         if self.problem:
             return
@@ -560,6 +567,10 @@ class Session:
                 self.steps.calls.search(after not in ("clean", "done"))
                 # The inline caches of the interpreter start empty after monitoring has changed: one step refills them.
                 self._settling = after == "clean"
+            if after == "clean":
+                self._watch.prepare()
+            elif after == "warm-up":
+                self._watch.cancel()
         if after != before or schedule.again:
             self._begin(after)
         if between is not None or (after == "clean" and (before != "clean" or schedule.again)):
@@ -594,6 +605,8 @@ class Session:
         self.schedule.resumes(self.guard.program_time())
         if not self.schedule.walls:
             self._events.clear()
+            if self.schedule.phase == "clean":
+                self._watch.begin(with_gpu=True)
 
     def _finish(self, now: float, kind: StepKind, graphs: int) -> bool:
         """Ends the profiling or tracing of the step that is over; returns whether the step can be used."""
@@ -622,8 +635,10 @@ class Session:
             return True
         walls, self._profiled, self._profiler = self._profiled, {}, None
         if action == ProfilerAction.RESTART:
+            self._watch.cancel()
             profiler.discard()
             return False
+        self._watch.end()
         try:
             recorded = profiler.stop(walls)
         except UsageError:
@@ -661,6 +676,8 @@ class Session:
                 self._profiler = Profiler()
             # On a CPU, ops are the kernels, and there is no common clock to average over.
             self.schedule.most_profiled = PROFILED_STEPS if _gpu_was_used() else 1
+            if phase == "profiled" and not self._profiled:
+                self._watch.begin()
             self._step_start = self.guard.program_time()
         elif phase == "traced":
             if self._recorded is None:

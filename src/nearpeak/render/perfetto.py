@@ -13,6 +13,7 @@ from typing import Any
 
 from nearpeak.errors import UsageError
 from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.idle import CAUSE_MEANINGS
 from nearpeak.profiles.profile import DeviceKernel, Profile, ProfiledOp
 from nearpeak.render.html.markup import visible
@@ -38,6 +39,7 @@ def trace_json(profile: Profile, findings: Sequence[Finding]) -> str:
         "machine": visible(profile.machine),
         "date": visible(profile.date),
         "clean_step_us": _microseconds(profile.wall_s),
+        "grade": grade_profile(profile).letter,
     }
     events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(profile, findings))
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n{events}\n]}}\n'
@@ -67,9 +69,10 @@ def _events(profile: Profile, findings: Sequence[Finding]) -> Iterator[Event]:
         args = {"why": CAUSE_MEANINGS.get(gap.cause, gap.cause)} | ({"where": visible(gap.where)} if gap.where else {})
         yield _complete_event(gap.cause, "idle", gap.start_s, gap.seconds, IDLE, args)
     first = _first_starts(spans)
+    trusted = grade_profile(profile).is_trusted
     for finding in findings:
         start_s = min((first[op] for op in finding.ops if op in first), default=spans[0].start_s)
-        yield _instant_event(finding, start_s)
+        yield _instant_event(finding, start_s, with_saving=trusted)
 
 
 def _tracks(spans: Sequence[DeviceKernel], name: str) -> Mapping[int, tuple[int, str]]:
@@ -131,12 +134,15 @@ def _first_starts(spans: Sequence[DeviceKernel]) -> dict[int, float]:
     return first
 
 
-def _instant_event(finding: Finding, start_s: float) -> Event:
+def _instant_event(finding: Finding, start_s: float, *, with_saving: bool) -> Event:
     args = {
         "title": visible(finding.title, 1000),
         "where": visible(finding.source or finding.module),
-        "saving_us": _microseconds(finding.saving_s),
-        "share_percent": round(100 * finding.share, 2),
+        **(
+            {"saving_us": _microseconds(finding.saving_s), "share_percent": round(100 * finding.share, 2)}
+            if with_saving
+            else {}
+        ),
         "evidence": visible(finding.evidence, 1000),
         "remedy": visible(finding.remedy, 1000),
     }

@@ -127,7 +127,7 @@ def test_a_part_below_zero_is_called_wrong():
         for part in made.waterfall.parts
     )
     content = profile_page(dataclasses.replace(made, waterfall=dataclasses.replace(made.waterfall, parts=parts)))
-    assert "below zero: a bound of nearpeak's is wrong" in content
+    assert "below zero: measure this machine again" in content
     assert 'width="-' not in content
 
 

@@ -70,7 +70,7 @@ def test_a_part_below_zero_is_called_a_bug_and_has_no_bar():
     parts = {"wall_s": 1.0, "ideal_s": 0.5, "fused_s": 0.6, "as_written_s": 0.9, "modeled_s": 0.7, "kernel_s": 0.7}
     scene = profile_waterfall(dataclasses.replace(profile(50), wall_s=1.0, waterfall=build_waterfall(**parts)))
     assert "slow kernels" not in bars(scene)
-    assert "below zero: a bound of nearpeak's is wrong" in texts(scene)
+    assert "below zero: measure this machine again" in texts(scene)
 
 
 def test_points_are_where_they_were_measured_and_below_the_roofs():

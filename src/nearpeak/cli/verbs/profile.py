@@ -284,8 +284,10 @@ class ResultFiles:
             self._keep_run(profile)
         self.code = 0
         if self._arguments.json and self._arguments.json != "-":
+            from nearpeak.profiles.file import with_grade
+
             try:
-                write_file(self._arguments.json, json_text(profile) + "\n")
+                write_file(self._arguments.json, json_text(with_grade(profile)) + "\n")
             except NearpeakError as error:
                 narrate(f"nearpeak: {error}")
                 self.code = error.exit_code
@@ -307,9 +309,11 @@ class ResultFiles:
 
 def show_profile(profile: Profile, arguments: argparse.Namespace, files: ResultFiles) -> int:
     """Writes the files, prints the report, and opens its page; the exit code tells of the last error."""
+    from nearpeak.profiles.file import with_grade
+
     files.write(profile)
     options = options_of(profile, arguments)
-    print_text(json_text(profile) if arguments.json == "-" else report_text(profile, options))
+    print_text(json_text(with_grade(profile)) if arguments.json == "-" else report_text(profile, options))
     return (show_page(profile, arguments.save, options) if arguments.open else 0) or files.code
 
 

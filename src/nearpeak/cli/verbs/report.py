@@ -56,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the profile, and print it or write reports."""
     from nearpeak.findings.engine import check_ignored_rules
+    from nearpeak.profiles.file import with_grade
     from nearpeak.render.report import profile_ending
 
     check_choices(arguments)
@@ -71,5 +72,5 @@ def run(arguments: argparse.Namespace) -> int:
         options_of(profile, arguments), picture=arguments.picture or "waterfall", dark=arguments.dark
     )
     if arguments.json or not (arguments.save or arguments.open):
-        print_result(report_text(profile, options), profile, arguments.json)
+        print_result(report_text(profile, options), with_grade(profile), arguments.json)
     return write_reports(profile, arguments.save, options, opened=arguments.open)

@@ -78,7 +78,7 @@ def profile_page(profile: Profile, *, machine: Machine | None = None, findings: 
                 "card": _verdict(profile, report),
                 "waterfall": joined(*_section(report, "waterfall")),
                 "idle": joined(*_section(report, "idle", "No cause of idle time is known.")),
-                "findings": _findings(report, shown),
+                "findings": _findings(report, shown, with_saving=grade_profile(profile).is_trusted),
                 "memory": joined(*_section(report, "memory", "Not known: the step did not run under a trace here.")),
                 "machine": _machine(profile, machine, roofs),
                 "measurement": _measurement(profile, report),
@@ -105,7 +105,7 @@ def _head(profile: Profile) -> Markup:
 def _verdict(profile: Profile, document: Document) -> Markup:
     """The verdict in figures, then in the sentences of the terminal."""
     grade = grade_profile(profile)
-    ratio = significant(profile.wall_s / profile.ideal_s) + " x" if profile.ideal_s > 0.0 else "-"
+    ratio = significant(profile.wall_s / profile.ideal_s) + " x" if profile.ideal_s > 0.0 and grade.is_trusted else "-"
     loss = profile.waterfall.largest_loss
     mfu = None if profile.rates is None else profile.rates.mfu
     share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
@@ -124,22 +124,22 @@ def _tile(label: str, value: str, class_: str = "") -> Markup:
     return element("div", element("b", value), element("span", label), class_=f"tile {class_}".strip())
 
 
-def _findings(report: Document, findings: Sequence[Finding]) -> Markup:
+def _findings(report: Document, findings: Sequence[Finding], *, with_saving: bool) -> Markup:
     """Each with what it saves, where it is, why, and what to write instead."""
-    parts = [_finding(number, finding) for number, finding in enumerate(findings)]
+    parts = [_finding(number, finding, with_saving=with_saving) for number, finding in enumerate(findings)]
     if not parts:
         parts = [element("p", "No rule found a waste that is worth a change.", class_="note")]
     return joined(*parts, *_section(report, "undecided"))
 
 
-def _finding(number: int, finding: Finding) -> Markup:
+def _finding(number: int, finding: Finding, *, with_saving: bool) -> Markup:
     where = visible(finding.source or finding.module, 80) or "the step"
     places = f", {finding.places:,} places" if finding.places > 1 else ""
     summary = element(
         "summary",
         element("span", str(number + 1), class_="rank"),
-        element("span", seconds(finding.saving_s), class_="saving"),
-        element("span", percent(finding.share), class_="share"),
+        element("span", seconds(finding.saving_s) if with_saving else "-", class_="saving"),
+        element("span", percent(finding.share) if with_saving else "-", class_="share"),
         element("span", visible(finding.rule, 60), class_="rule"),
         element("code", f"{where}{places}", class_="where"),
     )

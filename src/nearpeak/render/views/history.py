@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.history import PastRun
 from nearpeak.render.document import Document, Table
 from nearpeak.render.text import elide_start, plain
@@ -27,7 +28,10 @@ def _row(run: PastRun) -> tuple[str, ...]:
         return f"@{run.number}", plain(when[:13] + ":" + when[14:], 16), "-", "-", plain(run.problem, VERDICT_COLUMNS)
     loss = profile.waterfall.largest_loss
     share = percent(loss.seconds / profile.wall_s, 0) if profile.wall_s else "-"
+    grade = grade_profile(profile)
     times = f"{significant(profile.wall_s / profile.ideal_s, 2)} x, " if profile.ideal_s > 0.0 else ""
+    if not grade.is_trusted:
+        times = f"grade {grade.letter}, "
     return (
         f"@{run.number}",
         plain(profile.date[:16].replace("T", " "), 16),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, is_ignored
-from nearpeak.profiles.grade import grade_profile
+from nearpeak.profiles.grade import broken_reason, grade_profile
 from nearpeak.profiles.memory import PeakMemory
 from nearpeak.profiles.profile import Profile, ProfiledOp
 from nearpeak.profiles.ranking import GroupBy, RankedOps, ranking
@@ -35,7 +35,7 @@ from nearpeak.render.document import (
     Time,
 )
 from nearpeak.render.text import elide, elide_start, plain, short_name
-from nearpeak.render.views.verdict import sentences
+from nearpeak.render.views.verdict import clock_sentence, sentences
 from nearpeak.units import GIB, gibibytes, percent, quantity, seconds, significant
 
 MOST_FINDINGS = 5
@@ -206,7 +206,7 @@ def _waterfall(profile: Profile) -> Table:
     reached = 0.0
     for part in profile.waterfall.parts:
         share = part.seconds / profile.wall_s if profile.wall_s else 0.0
-        wrong = "below zero: a bound of nearpeak's is wrong" if part in profile.waterfall.broken else ""
+        wrong = f"below zero: {broken_reason(profile)}" if part in profile.waterfall.broken else ""
         rows.append((part.name, seconds(part.seconds), percent(share), PART_MEANINGS[part.name]))
         spans.append(Span(begin=reached, length=share, kind=part.name, color=_PART_COLORS[part.name], text=wrong))
         reached += share
@@ -244,14 +244,17 @@ def _idle(profile: Profile, most: int) -> Table:
 
 
 def _findings(profile: Profile, findings: Sequence[Finding], most: int) -> Iterator[Section]:
-    blocks: list[Block] = [_finding(number, finding) for number, finding in enumerate(findings[:most], 1)]
+    trusted = grade_profile(profile).is_trusted
+    blocks: list[Block] = [
+        _finding(number, finding, with_saving=trusted) for number, finding in enumerate(findings[:most], 1)
+    ]
     if len(findings) > most:
-        rest = seconds(sum(finding.saving_s for finding in findings[most:]))
-        more = f"And {len(findings) - most} more, {rest} together: --findings {len(findings)} shows them."
+        rest = f", {seconds(sum(finding.saving_s for finding in findings[most:]))} together" if trusted else ""
+        more = f"And {len(findings) - most} more{rest}: --findings {len(findings)} shows them."
         blocks.append(Paragraph(text=more))
     yield Section(
         id="findings",
-        title="Findings, by what they would save",
+        title="Findings, by what they would save" if trusted else "Findings",
         blocks=tuple(blocks),
         is_titled=bool(findings[:most]),
         empty="No finding saves enough to be shown.",
@@ -262,12 +265,12 @@ def _findings(profile: Profile, findings: Sequence[Finding], most: int) -> Itera
         yield Section(id="undecided", blocks=(line,))
 
 
-def _finding(number: int, finding: Finding) -> Details:
+def _finding(number: int, finding: Finding, *, with_saving: bool) -> Details:
     places = f", {finding.places} places" if finding.places > 1 else ""
     where = elide_start(finding.source) or elide_start(finding.module) or "the step"
-    saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}"
+    saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}: " if with_saving else ""
     return Details(
-        summary=f"{number}.  {saving}: {plain(finding.rule, 40)} at {where}{places}",
+        summary=f"{number}.  {saving}{plain(finding.rule, 40)} at {where}{places}",
         blocks=tuple(finding_blocks(finding)),
     )
 
@@ -404,6 +407,8 @@ def _measurement(profile: Profile) -> Iterator[Block]:
         text=f"Grade: {grade.letter}{reasons}.{f' {facts}.' if facts else ''}",
         accent=(grade.letter, _GRADE_COLORS[grade.letter]),
     )
+    if clock := clock_sentence(profile):
+        yield Paragraph(text=clock)
     if profile.notes:
         yield Items(items=profile.notes, hanging=0, spaced=True)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import Machine
 from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.grade import broken_reason
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiles.waterfall import PART_MEANINGS, PartName
 from nearpeak.render.html.markup import visible
@@ -84,7 +85,7 @@ def _rows(profile: Profile, axis: Axis) -> Iterator[Shape]:
         share = percent(part.seconds / profile.wall_s if profile.wall_s else 0.0)
         yield from _label(top, part.name, part.seconds, share)
         if part in broken:
-            text = "below zero: a bound of nearpeak's is wrong"
+            text = f"below zero: {broken_reason(profile)}"
             yield Text(x=end + 8, y=top + 15, text=text, size=11.5, color="1", halo=True)
         elif end > begin:
             color, opacity = COLORS[part.name]

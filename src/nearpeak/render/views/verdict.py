@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nearpeak.ops.op import is_graph_launch
+from nearpeak.profiles.conditions import clock_loss_s
 from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.grade import LEAST_TRUSTED, grade_profile
 from nearpeak.profiles.idle import CAUSE_MEANINGS as CAUSES
 from nearpeak.profiles.idle import CauseName
 from nearpeak.profiles.profile import Profile, ProfiledOp
@@ -16,37 +18,68 @@ from nearpeak.units import percent, seconds, significant
 
 SMALL_LOSS = 0.05
 """A loss below this share of the step is not worth a change."""
+SMALL_CLOCK_LOSS = 0.002
+"""Of the step. Less is not told apart from the scatter of the clock."""
 TYPICAL_RATIO = 1.25
 """Kernels that take at most this multiple of the expected time are not called slow."""
 
 
 def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, str]:
-    """Verdict, why, and what to do next: the finding that saves most, if there is one."""
+    """Verdict, why, and what to do next: the finding that saves most, if there is one and the profile is trusted."""
+    grade = grade_profile(profile)
     loss = profile.waterfall.largest_loss
     why, next_ = _ADVICE[loss.name](profile)
     share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
+    lost = f"{loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step ({PART_MEANINGS[loss.name]})."
     if share < SMALL_LOSS:
         next_ = "Little is left to gain with the same work: do less of it, in a lower precision or on another machine."
     if findings:
         first = findings[0]
         where = f" at {elide_start(first.source)}" if first.source else ""
-        saves = f"{seconds(first.saving_s)}, {percent(first.share)}"
-        next_ = f"{plain(first.title)} Changing that{where} saves {saves}: {plain(first.rule, 40)} below."
+        saves = f" saves {seconds(first.saving_s)}, {percent(first.share)}" if grade.is_trusted else ""
+        changing = f"Changing that{where}{saves}" if saves else f"See{where}"
+        next_ = f"{plain(first.title)} {changing}: {plain(first.rule, 40)} below."
+    if grade.is_trusted:
+        return {"Verdict": verdict_sentence(profile), "Why": f"Most is lost to {lost} {why}".strip(), "Next": next_}
+    untold = f"Below grade {LEAST_TRUSTED}, no multiple of the ideal and no savings are told."
+    why = why if grade.letter != "F" else ""
     return {
         "Verdict": verdict_sentence(profile),
-        "Why": f"Most is lost to {loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step "
-        f"({PART_MEANINGS[loss.name]}). {why}".strip(),
-        "Next": next_,
+        "Why": f"{untold} As measured, most is lost to {lost} {why}".strip(),
+        "Next": grade.remedy or next_,
     }
 
 
 def verdict_sentence(profile: Profile) -> str:
-    """The step time against the ideal time."""
+    """The step time against the ideal time, with the grade; the reason first where the grade is too low for that."""
+    grade = grade_profile(profile)
     machine = plain(profile.machine, 30)
+    step = f"{seconds(profile.wall_s)} a step"
+    reasons = "; ".join(plain(reason, 120) for reason in grade.reasons)
+    if not grade.is_trusted:
+        return f"Grade {grade.letter}: {reasons}. {step} on {machine}."
+    graded = f"Grade {grade.letter}{f': {reasons}' if reasons else ''}."
     if profile.ideal_s <= 0.0:
-        return f"{seconds(profile.wall_s)} a step on {machine}, of which nothing has a bound."
+        return f"{step} on {machine}, of which nothing has a bound. {graded}"
     times = significant(profile.wall_s / profile.ideal_s)
-    return f"{seconds(profile.wall_s)} a step, {times} x the ideal {seconds(profile.ideal_s)} on {machine}."
+    return f"{step}, {times} x the ideal {seconds(profile.ideal_s)} on {machine}. {graded}"
+
+
+def clock_sentence(profile: Profile) -> str:
+    """At which clock a GPU ran, and what of the slow kernels that explains; "" if it is not known."""
+    conditions, lost_s = profile.conditions, clock_loss_s(profile)
+    if conditions is None or conditions.clock_hz is None:
+        return ""
+    full = None if profile.ceilings is None else profile.ceilings.clock_hz
+    of = "" if full is None else f" of the {full / 1e6:,.0f} MHz at which its ceilings were measured"
+    reasons = f" ({', '.join(plain(reason, 30) for reason in conditions.throttle)})" if conditions.throttle else ""
+    power = "" if conditions.power_watts is None else f", drawing {conditions.power_watts:,.0f} W"
+    said = f"The GPU ran at {conditions.clock_hz / 1e6:,.0f} MHz{of}{power}{reasons}"
+    if lost_s is None or lost_s < SMALL_CLOCK_LOSS * profile.wall_s:
+        return f"{said}."
+    return (
+        f"{said}: {seconds(lost_s)}, {percent(lost_s / profile.wall_s)} of the step, are slow kernels for that reason."
+    )
 
 
 def _slow_kernels(profile: Profile) -> tuple[str, str]:
@@ -60,6 +93,8 @@ def _slow_kernels(profile: Profile) -> tuple[str, str]:
     where = where or _costliest(ops, lambda op: op.module, lambda op: op.lost_s)
     times = f", {significant(worst.measured_s / worst.bound_s, 2)} x the bound" if worst.bound_s > 0.0 else ""
     why = f"{name} ({plain(ops[0].phase, 12)}) loses most: {seconds(worst.lost_s)} in {count(worst.ops, 'op')}{times}."
+    if (lost_s := clock_loss_s(profile)) is not None and lost_s >= SMALL_CLOCK_LOSS * profile.wall_s:
+        why = f"{seconds(lost_s)} of it are a lower clock. {why}"
     place = f" at {elide_start(where)}" if where else ""
     return why, f"Begin with {name}{place}: {_slow_kernel_remedy(worst)}"
 
