@@ -91,6 +91,8 @@ class DeviceKernel:
     collective: str | None = None
     """The collective that a communication kernel runs: "all_reduce", "all_gather", ...; "unknown" if its name does not
     say. None for every other kernel."""
+    in_graph: bool = False
+    """Whether a CUDA graph launched it, with all other kernels of the graph."""
 
     @property
     def communication(self) -> bool:
@@ -208,6 +210,13 @@ class Profile:
     """What else the machine did meanwhile; None for a trace file."""
     grade: Grade | None = None
     """How far the profile can be trusted, in a file for its readers. `grade_profile` follows it from the rest."""
+
+    @property
+    def ops_in_graphs(self) -> frozenset[int]:
+        """The indices of ops whose kernels CUDA graphs launched."""
+        inside = {kernel.op for kernel in self.timeline if kernel.in_graph}
+        outside = {kernel.op for kernel in self.timeline if not kernel.in_graph}
+        return frozenset(op for op in inside - outside if op is not None)
 
     def check_indices(self) -> None:
         """ValueError where a kernel or a finding names an op that there is not."""

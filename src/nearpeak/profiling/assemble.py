@@ -212,6 +212,7 @@ def device_kernels(
             op=op_of(index, kernel.op),
             stream=kernel.stream,
             collective=collective_of(kernel.name) or collectives.get(kernel.op),
+            in_graph=kernel.in_graph,
         )
         for index, kernel in enumerate(recorded.kernels)
     ]

@@ -216,3 +216,25 @@ def test_an_op_without_a_launch_ran_on_the_host(write_trace: Write, make: Any):
     found = read_trace(write_trace(*launch(make, 1, 0.0), host))
     assert [op.name for op in found.trace.ops] == ["aten.exp.default", "host.add"]
     assert found.completeness.complete
+
+
+def test_a_kernel_without_times_is_lost(write_trace: Write, make: Any):
+    op, call, kernel = launch(make, 2, 1100.0)
+    found = read_trace(write_trace(*launch(make, 1, 1000.0), op, call, kernel | {"ts": 0, "dur": 0}))
+    assert kinds(found.completeness) == {"damaged": (1, True), "kernels": (1, True)}
+    assert found.wall_s == pytest.approx(110e-6)
+
+
+def test_another_stream_that_is_still_busy_with_what_came_before(write_trace: Write, make: Any):
+    earlier = [make.kernel(f"nccl{n}", 30.0 * n, 29, correlation=900 + n, stream=20) | {"tid": 20} for n in range(5)]
+    own = [event for n in (1, 2, 3) for event in launch(make, n, 10.0 + 25 * n)]
+    found = read_trace(write_trace(make.span("ProfilerStep#4", 0, 120, "user_annotation"), *earlier, *own))
+    assert [item.name for item in found.kernels] == ["k1", "k2", "k3"]
+
+
+def test_a_large_op_on_the_host_among_equal_ones_of_the_device_is_no_loss(write_trace: Write, make: Any):
+    events = [event for n in range(1, 6) for event in launch(make, n, 100.0 * n)]
+    events.append(make.tensor_op("aten::exp", 700, 90, MATRIX, **{"External id": 50}))
+    found = read_trace(write_trace(*events))
+    assert found.completeness.complete
+    assert [op.name for op in found.trace.ops][-1] == "host.exp"

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
-from nearpeak.ops.op import is_graph_launch
 from nearpeak.profiles.idle import BETWEEN_OPS, LAUNCHED_LATE, PROFILER_SLOWDOWN, IdleCause
 from nearpeak.profiles.profile import GraphBreak, Profile
 from nearpeak.units import percent, seconds
@@ -28,7 +27,8 @@ def launch_bound(step: Step) -> Iterator[Waste]:
     late = late_launches(profile)
     if step.machine.kind != "gpu" or not late or breaks_of(step):  # reported by "graph-breaks"
         return
-    kernels = sum(op.kernels for op in profile.ops if not is_graph_launch(op.name))
+    inside = profile.ops_in_graphs
+    kernels = sum(op.kernels for index, op in enumerate(profile.ops) if index not in inside)
     if not kernels:  # all kernels are in CUDA graphs already
         return
     idle_s = sum(cause.seconds for cause in late) * _share_outside_of_graphs(profile)
@@ -58,10 +58,9 @@ def launch_bound(step: Step) -> Iterator[Waste]:
 
 def _share_outside_of_graphs(profile: Profile) -> float:
     """The share of the waiting for launches that is not before the launch of a CUDA graph."""
-    waits = {inside: 0.0 for inside in (False, True)}
-    for op in profile.ops:
-        waits[is_graph_launch(op.name)] += op.launch_wait_s
-    return waits[False] / sum(waits.values()) if waits[True] else 1.0
+    inside = profile.ops_in_graphs
+    before_graphs_s = sum(profile.ops[index].launch_wait_s for index in inside)
+    return 1.0 - before_graphs_s / sum(op.launch_wait_s for op in profile.ops) if before_graphs_s else 1.0
 
 
 def breaks_of(step: Step) -> tuple[GraphBreak, ...]:

@@ -165,16 +165,20 @@ _GRAPH_ADVICE = (
 
 
 def _is_in_graphs(profile: Profile) -> bool:
-    """Whether CUDA graphs launch what the device waits for; a step of graphs alone has no ops."""
-    waits = [(op.launch_wait_s, is_graph_launch(op.name)) for op in profile.ops]
-    late_graphs_s = sum(seconds for seconds, graph in waits if graph)
-    return not profile.ops or late_graphs_s > sum(seconds for seconds, graph in waits if not graph)
+    """Whether CUDA graphs launch what the device waits for; a step of graphs alone may have no ops."""
+    waits_s = sum(op.launch_wait_s for op in profile.ops)
+    before_graphs_s = sum(profile.ops[index].launch_wait_s for index in profile.ops_in_graphs)
+    return _is_all_in_graphs(profile) or 2 * before_graphs_s > waits_s
+
+
+def _is_all_in_graphs(profile: Profile) -> bool:
+    return bool(profile.timeline) and all(kernel.in_graph for kernel in profile.timeline)
 
 
 def _not_modeled(profile: Profile) -> tuple[str, str]:
     unknown = [op for op in profile.ops if not op.modeled]
     name = _costliest(unknown, lambda op: op.name, lambda op: op.measured_s)
-    if is_graph_launch(name) or (not profile.ops and profile.timeline):
+    if is_graph_launch(name) or (not name and _is_all_in_graphs(profile)):
         return (
             "The kernels that CUDA graphs launch have no ops.",
             "Profile the code itself with nearpeak, or record a step without graphs: its ops have bounds.",

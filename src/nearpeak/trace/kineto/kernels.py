@@ -85,6 +85,7 @@ def launch_times(spans: Sequence[LaunchedSpan], calls: OpCalls) -> dict[int, flo
     if len(times) == len(spans):
         return times
     first = min((span.start for span, _ in spans if id(span) in times), default=-math.inf)
+    before = {(span.device, span.stream) for span, _ in spans if span.start < first}
     latest: dict[tuple[int, int], float] = {}
     for span, _ in spans:
         stream = (span.device, span.stream)
@@ -92,8 +93,8 @@ def launch_times(spans: Sequence[LaunchedSpan], calls: OpCalls) -> dict[int, flo
             latest[stream] = times[id(span)]
         elif stream in known_streams:
             times[id(span)] = latest.get(stream, -math.inf)
-        else:  # no launch of the whole stream is known: what runs before all that is known was launched before it
-            times[id(span)] = -math.inf if span.start < first else span.start
+        else:  # of a stream without launches: it was busy before, and nothing shows that it was given more
+            times[id(span)] = -math.inf if stream in before else span.start
     return times
 
 

@@ -255,6 +255,9 @@ def _without_launch(calls: Sequence[OpCall], launching: Collection[int], lost: C
         if not silent or 2 * len(silent) >= len(group):
             continue
         tensors = [item for item in group[0].arguments if isinstance(item, RecordedTensor)]
+        # An op that ran on the host took its time there.
+        longest = max(call.span.end - call.span.start for call in group if id(call) in launching)
+        silent = [call for call in silent if call.span.end - call.span.start <= 2 * longest]
         if max((math.prod(tensor.shape) for tensor in tensors), default=0) >= _LEAST_ELEMENTS:
             found += [call for call in silent if id(call) not in lost]
     return found

@@ -329,7 +329,9 @@ def load_recording(path: str | Path | InputFile) -> Recording:
         end = start + duration
         args = event.get("args")
         facts = args if isinstance(args, dict) else {}
-        if on_device is not None:
+        if on_device is not None and not (start or duration):
+            file.damaged += 1  # the profiler got no times of it
+        elif on_device is not None:
             used_streams.add(_ids(event))
             device_spans.append(_device_span(start, duration, on_device, sys.intern(name), facts, event))
         elif kind == "overhead":
