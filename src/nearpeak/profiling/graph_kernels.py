@@ -51,7 +51,7 @@ def match_graph_kernels(kernels: Sequence[KernelRun], replays: Sequence[GraphRep
             op = nodes[node].op
             if op is not None:
                 ops[indices[place]] = op
-    return GraphKernels(ops=ops, lost=lost, note=_note(kernels, ops))
+    return GraphKernels(ops=ops, lost=lost, note=_note(kernels, ops, replays))
 
 
 def add_graph_loss(completeness: Completeness, kernels: GraphKernels) -> Completeness:
@@ -120,18 +120,23 @@ def _runs_in_order(numbers: Sequence[int], nodes: Sequence[GraphNode]) -> bool:
     return True
 
 
-def _note(kernels: Sequence[KernelRun], ops: Mapping[int, int]) -> str:
+def _note(kernels: Sequence[KernelRun], ops: Mapping[int, int], replays: Sequence[GraphReplay]) -> str:
     inside = [kernel for index, kernel in enumerate(kernels) if kernel.in_graph and index not in ops]
     if not inside:
         return ""
     total = sum(kernel.seconds for kernel in inside)
-    unseen = sum(kernel.replay is None for kernel in inside)
-    why = (
-        "their graphs were captured before nearpeak watched, or by other means than torch's. Let what is profiled "
-        "capture them"
-        if unseen == len(inside)
-        else "no op was seen to add them at the capture, or ops that run side by side have the same kernels"
-    )
+    traced = {replay.graph for replay in replays}
+    reasons = {
+        "their graphs were captured before nearpeak watched, or by other means than torch's; let what is profiled "
+        "capture them": sum(kernel.replay is None for kernel in inside),
+        "their graphs were not launched in the step that was traced": sum(
+            kernel.replay is not None and kernel.replay.graph not in traced for kernel in inside
+        ),
+        "no op was seen to add them at the capture, or ops that run side by side have the same kernels": sum(
+            kernel.replay is not None and kernel.replay.graph in traced for kernel in inside
+        ),
+    }
+    why = "; or ".join(reason for reason, count in reasons.items() if count)
     return (
         f"{len(inside)} kernels of {total * 1e3:.3f} ms were launched by CUDA graphs and have no ops, so they are "
         f"measured without bounds: {why}."

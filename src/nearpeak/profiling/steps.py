@@ -136,19 +136,19 @@ class StepDetector:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, steps are detected."""
-        with remember_graphs():
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before_optimizer),
-                (register_optimizer_step_post_hook, self._after_optimizer),
-            ):
-                self._hooks.callback(register(self._in_hook(self._guard.wrap(hook))).remove)
-            self.is_open = True
-            try:
-                self.calls.open()
-                yield
-            finally:
-                self.is_open = False
-                self.stop()
+        self._hooks.enter_context(remember_graphs())
+        for register, hook in (
+            (register_optimizer_step_pre_hook, self._before_optimizer),
+            (register_optimizer_step_post_hook, self._after_optimizer),
+        ):
+            self._hooks.callback(register(self._in_hook(self._guard.wrap(hook))).remove)
+        self.is_open = True
+        try:
+            self.calls.open()
+            yield
+        finally:
+            self.is_open = False
+            self.stop()
 
     def stop(self, *, until_training: bool = False) -> None:
         """Undoes all changes to classes and optimizers; no more steps are reported.

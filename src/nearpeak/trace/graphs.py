@@ -43,13 +43,16 @@ class _Graphs:
     """What is known about the graphs of this process."""
 
     def __init__(self) -> None:
+        self.recorders: dict[int, CaptureRecorder] = {}
+        """Of captures under way, by the id of the graph."""
         self.forget()
 
     def forget(self) -> None:
-        """Forgets all graphs."""
+        """Forgets all graphs. Captures that are under way go on unrecorded."""
+        for recorder in self.recorders.values():
+            recorder.paused = True
         self.captured: weakref.WeakKeyDictionary[Any, CapturedGraph] = weakref.WeakKeyDictionary()
-        self.recorders: dict[int, CaptureRecorder] = {}
-        """Of captures under way, by the id of the graph."""
+        self.recorders = {}
         self.count = 0
         self.ops = 0
         self.lines = threading.local()

@@ -4,7 +4,7 @@ import pytest
 from stalled import CPU, findings, idle, step
 
 from nearpeak.findings.engine import rules
-from nearpeak.profiles.profile import CompilerFacts, GraphBreak
+from nearpeak.profiles.profile import CompilerFacts, DeviceKernel, GraphBreak
 
 LATE = idle("launching", 6.0, count=3, where="train.py:4", what="launched late")
 BETWEEN = idle("python", 2.0, count=2, what="between ops")
@@ -38,6 +38,16 @@ def test_a_step_of_graphs_alone_needs_no_graph():
     made = step(LATE, BETWEEN)
     made = dataclasses.replace(made, profile=dataclasses.replace(made.profile, ops=()))
     assert not list(rules()["launch-bound"].look(made))
+
+
+def test_only_the_launches_beside_graphs_count():
+    made = step(LATE, BETWEEN)
+    first, *rest = made.profile.ops
+    ops = (dataclasses.replace(first, launch_wait_s=4.0), *rest, first)
+    captured = DeviceKernel(name="k", start_s=0.0, seconds=1.0, op=len(ops) - 1, in_graph=True)
+    profile = dataclasses.replace(made.profile, ops=ops, timeline=(captured,))
+    (found,) = rules()["launch-bound"].look(dataclasses.replace(made, profile=profile))
+    assert sum(found.idle.values()) == pytest.approx(4.0 - 3 * 0.01)
 
 
 def test_synchronizations_are_to_be_removed_first():

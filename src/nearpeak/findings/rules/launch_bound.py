@@ -57,10 +57,16 @@ def launch_bound(step: Step) -> Iterator[Waste]:
 
 
 def _share_outside_of_graphs(profile: Profile) -> float:
-    """The share of the waiting for launches that is not before the launch of a CUDA graph."""
+    """The share of the waiting for launches that is not before the launch of a CUDA graph.
+
+    In a trace file, the launch of a graph is an op that waits. Live, no op is charged with it.
+    """
     inside = profile.ops_in_graphs
+    waits_s = sum(op.launch_wait_s for op in profile.ops)
     before_graphs_s = sum(profile.ops[index].launch_wait_s for index in inside)
-    return 1.0 - before_graphs_s / sum(op.launch_wait_s for op in profile.ops) if before_graphs_s else 1.0
+    if inside and not before_graphs_s:
+        return min(1.0, waits_s / sum(cause.seconds for cause in late_launches(profile)))
+    return 1.0 - before_graphs_s / waits_s if before_graphs_s else 1.0
 
 
 def breaks_of(step: Step) -> tuple[GraphBreak, ...]:
