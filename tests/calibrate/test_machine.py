@@ -5,9 +5,25 @@ import torch
 
 from nearpeak.calibrate import machine as module
 from nearpeak.calibrate.machine import machine
+from nearpeak.devices.host_load import HostShares
 from nearpeak.errors import UnknownMachine
 from nearpeak.machines import catalogue
 from nearpeak.machines.machine import Achievable, EfficiencyPoint
+
+
+class Others:
+    """Other processes on the cores, as many as wanted."""
+
+    share: float | None = 0.0
+
+    def read(self):
+        return None
+
+    def shares(self, before, after):
+        return HostShares(others=self.share)
+
+
+others = Others()
 
 
 @pytest.fixture
@@ -28,6 +44,8 @@ def here(tmp_path, monkeypatch):
         points = {"pointwise": (EfficiencyPoint(bound_seconds=1e-6, ratio=2.0),)}
         return dataclasses.replace(found, achievable=dataclasses.replace(found.achievable, efficiency=points))
 
+    monkeypatch.setattr(module, "HostLoad", lambda: others)
+    others.share = 0.0
     monkeypatch.setattr(module, "calibrate_host", calibrate)
     monkeypatch.setattr(module, "measure_efficiency", efficiency)
     return made
@@ -106,3 +124,50 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(here, tmp_p
     lines = []
     assert machine(progress=lines.append).achievable.bandwidth == 1e10
     assert lines[-1].startswith("the calibration is not saved: ")
+
+
+def test_a_calibration_beside_other_work_is_taken_again_when_there_is_none(here):
+    others.share = 0.6
+    lines = []
+    first = machine(progress=lines.append)
+    assert first.achievable.others_share == 0.6
+    assert lines[-1] == "this calibration is doubtful: other work used 60 % of the cores meanwhile"
+    lines.clear()
+    assert machine(progress=lines.append) == first  # still busy
+    assert "is measured again when nothing else runs" in lines[0]
+    others.share = 0.0
+    lines.clear()
+    assert machine(progress=lines.append).achievable.bandwidth == 1e10 + 1
+    assert lines[0].endswith("other work used 60 % of the cores meanwhile. Measuring again")
+    assert machine().achievable.bandwidth == 1e10 + 1
+    assert here.count("ceilings") == 2
+
+
+def test_what_contradicts_itself_on_a_quiet_machine_is_not_taken_again_and_again(here, monkeypatch):
+    slow_cache = dataclasses.replace(module.calibrate_host(lambda line: None), cache_bandwidth=1e9)
+    monkeypatch.setattr(module, "calibrate_host", lambda progress: slow_cache)
+    lines = []
+    first = machine(progress=lines.append)
+    assert "the cache was slower than the memory" in lines[-1]
+    monkeypatch.setattr(module, "calibrate_host", None)
+    assert machine() == first
+
+
+def test_where_nobody_counts_other_work_a_doubtful_calibration_stays(here, monkeypatch):
+    slow_cache = dataclasses.replace(module.calibrate_host(lambda line: None), cache_bandwidth=1e9)
+    monkeypatch.setattr(module, "calibrate_host", lambda progress: slow_cache)
+    others.share = None
+    first = machine()
+    monkeypatch.setattr(module, "calibrate_host", None)
+    assert machine() == first
+
+
+def test_a_stored_one_from_before_work_was_counted_is_taken_again_if_it_contradicts_itself(here, monkeypatch):
+    good = module.calibrate_host
+    poor = dataclasses.replace(good(lambda line: None), cache_bandwidth=1e9)
+    monkeypatch.setattr(module, "calibrate_host", lambda progress: poor)
+    others.share = None
+    machine()
+    others.share = 0.01
+    monkeypatch.setattr(module, "calibrate_host", good)
+    assert machine().achievable.cache_bandwidth is None

@@ -59,6 +59,8 @@ class CeilingCollector:
 
     def __init__(self, progress: Progress | None) -> None:
         self.figures: dict[str, Ceiling] = {}
+        self.clocks_hz: list[float] = []
+        """Of the GPU's processors, right after products."""
         self._say = progress or (lambda line: None)
 
     def say(self, line: str) -> None:
@@ -119,6 +121,7 @@ class CeilingCollector:
                 cold_start=self.value("launch.cold_start"),
             ),
             ceilings=dict(self.figures),
+            clock_hz=max(self.clocks_hz, default=None),
         )
 
 
@@ -403,6 +406,8 @@ def _measure_gpu_gemm(ceilings: CeilingCollector, device: GpuInstrument, name: s
         try:
             zeros, call = make(m, k, n, torch.zeros), make(m, k, n, torch.randn)
             ceiling = best_rate(event_sampler(device, zeros), flops, f"product of {m} x {k} x {n}, zeros, burst")
+            clock = device.conditions.read().clock_hz
+            ceilings.clocks_hz += [] if clock is None else [clock]
             random = best_rate(event_sampler(device, call), flops, f"product of {m} x {k} x {n}, random numbers, burst")
         except (RuntimeError, NotImplementedError):  # this GPU or this build has no such product
             return

@@ -51,7 +51,15 @@ def facts(result: ExampleResult) -> tuple[str, ...]:
 
 
 def verdict(result: ExampleResult) -> str:
-    """How many predictions held; nothing where nothing was measured beside one."""
+    """How many predictions held; nothing where nothing was measured beside one. Doubtful ones are called so."""
+    said = _held(result)
+    flags = [doubt.partition(" ")[0] for doubt in result.doubts if doubt.partition(" ")[0].isupper()]
+    if not said or not result.doubts:
+        return said
+    return f"{said} They are doubtful: {', '.join(flags) or 'the calibration'}."
+
+
+def _held(result: ExampleResult) -> str:
     judged = [row for row in result.rows if row.holds is not None]
     if not judged:
         return ""
@@ -79,6 +87,8 @@ def _parts(result: ExampleResult) -> Iterator[Shown]:
         yield from _part(part)
     if result.skipped:
         yield Paragraph(text=f"Not run here: {result.skipped}", kind="small")
+    for doubt in result.doubts:
+        yield Paragraph(text=doubt, kind="small")
     said = verdict(result)
     if said:
         yield Paragraph(text=said, kind="bad" if result.missed else "good")
@@ -171,9 +181,8 @@ def text(result: ExampleResult, style: Style = PLAIN) -> str:
             pieces.append(_said(Paragraph(text=f"[{part.described}]", kind="small"), style))
         else:
             pieces += [_said(one, style) for one in _part(part)]
-    ending = [
-        part for part in whole.parts[-2:] if isinstance(part, Paragraph) and part.kind in ("good", "bad", "small")
-    ]
+    last = whole.parts[-2 - len(result.doubts) :]
+    ending = [part for part in last if isinstance(part, Paragraph) and part.kind in ("good", "bad", "small")]
     pieces += [_said(one, style) for one in ending]
     return "\n\n".join(piece for piece in pieces if piece)
 
@@ -219,6 +228,7 @@ def markdown(result: ExampleResult, pictures: Callable[[str, str], str]) -> str:
                 pieces.append(_paragraph(one.text))
     if result.skipped:
         pieces.append(_paragraph(f"Not run here: {result.skipped}"))
+    pieces += [_paragraph(doubt) for doubt in result.doubts]
     said = verdict(result)
     if said:
         pieces.append(f"**{said}**")

@@ -116,6 +116,8 @@ class ExampleResult:
     parts: tuple[Part, ...]
     skipped: str = ""
     """The reason where this machine cannot run it."""
+    doubts: tuple[str, ...] = ()
+    """What is doubtful about its measurements: flags, and the calibration behind predictions."""
 
     @property
     def rows(self) -> tuple[Prediction, ...]:

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,8 +25,11 @@ from nearpeak.errors import UsageError
 from nearpeak.gallery import NAMES
 from nearpeak.gallery.parts import ExampleResult, Part, Prediction
 from nearpeak.machines.machine import Machine
+from nearpeak.machines.physics import calibration_doubts
 from nearpeak.measure.page_faults import keep_freed_memory
+from nearpeak.measure.timing import Flag
 from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.profiles.grade import CALIBRATE
 
 T = TypeVar("T")
 GPU_BAND = (0.8, 1.25)
@@ -49,6 +53,8 @@ class Context:
     """"cuda" or "cpu": the device of tensors, also where nothing is measured."""
     measures: bool = True
     progress: Callable[[str], None] = field(default=lambda line: None)
+    flags: list[tuple[Flag, ...]] = field(default_factory=list)
+    """Those of each measurement of the example that runs."""
 
     @property
     def gpu(self) -> bool:
@@ -114,7 +120,25 @@ class Context:
         if not self.measures:
             return None
         options = {"max_seconds": MEASURE_SECONDS, "warmup_seconds": 0.05, "other_kinds": False, **options}
-        return nearpeak.bench(fn, *args, machine=self.machine, **options).seconds
+        timing = nearpeak.bench(fn, *args, machine=self.machine, **options)
+        self.flags.append(timing.flags)
+        return timing.seconds
+
+    def doubts(self) -> tuple[str, ...]:
+        """What is doubtful about the measurements so far, and about the calibration that predictions are from."""
+        if not self.measures:
+            return ()
+        doubtful = [{flag.name: flag for flag in flags if flag.severity != "note"} for flags in self.flags]
+        remedies = {name: flag.remedy for flags in doubtful for name, flag in flags.items()}
+        counts = Counter(name for flags in doubtful for name in flags)
+        found = [
+            f"{name} in {count} of {len(doubtful)} measurements. {remedies[name]}"
+            for name, count in counts.most_common()
+        ]
+        calibration = calibration_doubts(self.machine)
+        if calibration:
+            found.append(f"The calibration behind the predictions is doubtful: {calibration[0]}. {CALIBRATE}")
+        return tuple(found)
 
     def row(
         self,
@@ -170,6 +194,7 @@ def run_example(name: str, context: Context) -> ExampleResult:
     module = _example_module(name)
     title, lesson = title_and_lesson(name)
     start = time.perf_counter()
+    context.flags.clear()
     parts: list[Part] = []
     skipped = ""
     try:
@@ -193,6 +218,7 @@ def run_example(name: str, context: Context) -> ExampleResult:
         seconds=time.perf_counter() - start,
         parts=tuple(parts),
         skipped=skipped,
+        doubts=context.doubts(),
     )
 
 

@@ -27,7 +27,7 @@ SCHEMA = 1
 """Increased when the meaning of a stored figure changes; machines with files of another schema are measured again."""
 MAXIMUM_FILE_BYTES = 4 * 2**20
 """A calibration takes some 10 KB."""
-_MAY_BE_ZERO = re.compile(r"\.spread$|\.launch\.\w+$")
+_MAY_BE_ZERO = re.compile(r"\.spread$|\.launch\.\w+$|\.others_share$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

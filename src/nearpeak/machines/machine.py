@@ -100,8 +100,8 @@ class Achievable:
     """The efficiency of kernels by kind of op, in the order of bounds; empty where it was not measured."""
     clock_hz: float | None = None
     """The clock of a GPU's processors while its matrix units reached their ceilings; None where it was not read."""
-    doubts: tuple[str, ...] = ()
-    """What was noticed while it was measured, such as other work on the cores. See `physics.calibration_doubts`."""
+    others_share: float | None = None
+    """Of the time of the cores, the share that other processes used while it was measured; None if it is not known."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the matrix engine for `dtype`, or of the vector units where there is no such engine."""

@@ -20,6 +20,8 @@ COMPUTE_EXCESS = 1.25
 """The same of FLOP/s; wider, as a datasheet's figure is for a clock that many boards exceed."""
 LARGEST_SPREAD = 0.5
 """Of the repeats of one ceiling. A ceiling is the best of them, so that less is harmless."""
+OTHERS = {"cpu": 0.1, "gpu": 0.5}
+"""Other work on the cores lowers the ceilings of a CPU, and of a GPU only the times of launches."""
 _BOUNDING = ("bandwidth.", "cache_bandwidth", "matrix.", "vector.")
 """Ceilings that bounds are computed with."""
 
@@ -27,6 +29,14 @@ _BOUNDING = ("bandwidth.", "cache_bandwidth", "matrix.", "vector.")
 def calibration_doubts(machine: Machine) -> tuple[str, ...]:
     """Sentences without a period, the worst first; none for a machine that was not measured."""
     return tuple(_doubts(machine))
+
+
+def is_worth_repeating(machine: Machine) -> bool:
+    """Whether a doubtful calibration may become a better one: if it is not known that nothing else ran meanwhile."""
+    measured = machine.achievable
+    if measured is None or not calibration_doubts(machine):
+        return False
+    return measured.others_share is None or measured.others_share > OTHERS[machine.kind]
 
 
 def _doubts(machine: Machine) -> Iterator[str]:
@@ -43,7 +53,9 @@ def _doubts(machine: Machine) -> Iterator[str]:
         for dtype, rate, peak in ((d, r, known[d]) for rates, known in pairs for d, r in rates.items() if d in known):
             if rate > COMPUTE_EXCESS * peak:
                 yield f"{dtype} was faster than its datasheet by {percent(rate / peak - 1.0)}"
-    yield from measured.doubts
+    others = measured.others_share
+    if others is not None and others > OTHERS[machine.kind]:
+        yield f"other work used {percent(others, 0)} of the cores meanwhile"
     decisive = [
         (name, ceiling.spread)
         for name, ceiling in measured.ceilings.items()

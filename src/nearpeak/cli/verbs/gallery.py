@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearpeak.cli.output import narrate, print_text, terminal_style, write_file
-from nearpeak.errors import UsageError
+from nearpeak.errors import UntrustworthyMeasurement, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="names and titles, and run nothing")
     parser.add_argument("--source", action="store_true", help="the text of the examples, and run nothing")
     parser.add_argument("--on", metavar="MACHINE", help="predict for a machine of the catalogue, and measure nothing")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if a prediction is outside of its band")
+    parser.add_argument(
+        "--check", action="store_true", help="exit code 1 if a prediction is outside of its band, 3 if that is doubtful"
+    )
     output = parser.add_argument_group("results")
     output.add_argument("-o", "--output", metavar="FILE", help="write the page with its pictures; a folder for several")
     output.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
@@ -79,7 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
             print_text(content)
         else:
             write_file(arguments.json, content + "\n")
-    return 1 if arguments.check and any(result.missed for result in results) else 0
+    missed = [result for result in results if result.missed]
+    if not arguments.check or not missed:
+        return 0
+    return 1 if any(not result.doubts for result in missed) else UntrustworthyMeasurement.exit_code
 
 
 def _list(names: Sequence[str]) -> str:

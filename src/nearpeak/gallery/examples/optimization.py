@@ -19,6 +19,7 @@ import nearpeak
 from nearpeak import kernels
 from nearpeak.gallery.parts import Part, Prediction, StackedBars, prediction_table, prose
 from nearpeak.gallery.run import Context
+from nearpeak.profiles.grade import grade_profile
 from nearpeak.render.document import Table
 from nearpeak.render.picture.bars import Bar
 from nearpeak.units import percent, seconds
@@ -165,9 +166,12 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
     context.progress("a profile of the step as it is written")
     before = nearpeak.profile(slow, on=context.machine)
     lost = max((part for part in before.waterfall.parts if part.name != "ideal"), key=lambda part: part.seconds)
+    grade = grade_profile(before)
     yield from prose(
         f"The verdict: a step takes {seconds(before.wall_s)}, and the hardware could do the same work in"
         f" {seconds(before.ideal_s)}. Most is lost to {lost.name}: {seconds(lost.seconds)}."
+        if grade.is_trusted
+        else f"Grade {grade.letter}: {'; '.join(grade.reasons)}. A step takes {seconds(before.wall_s)}."
     )
     known = {rule: fix for rule, fix in FIXES.items() if context.gpu or rule in WITHOUT_GPU}
     done = [finding for finding in before.findings if finding.rule in known]
@@ -175,7 +179,12 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
         title="What the profile found",
         headers=("rule", "saves", "share", "what is done"),
         rows=tuple(
-            (finding.rule, seconds(finding.saving_s), percent(finding.share), known.get(finding.rule, "left as it is"))
+            (
+                finding.rule,
+                seconds(finding.saving_s) if grade.is_trusted else "-",
+                percent(finding.share) if grade.is_trusted else "-",
+                known.get(finding.rule, "left as it is"),
+            )
             for finding in before.findings
         ),
         align="lrrl",
@@ -190,6 +199,7 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
     context.progress("both in turns")
     kind = "pipelined" if context.gpu else "auto"  # the wall time with steps in flight, as in training
     proof = nearpeak.compare(slow, quick, names=("as written", "with the fixes"), max_seconds=2.0, kind=kind)
+    context.flags.extend((proof.a.flags, proof.b.flags))
     # each finding is right within a fifth where nothing else runs; these are several, and they add up
     row = Prediction(
         what="share of the step saved",
@@ -204,7 +214,7 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
         f" times as long as the one without, between {proof.low:.2f} and {proof.high:.2f} with {proof.confidence:.0%}"
         f" confidence: {proof.verdict.lower()}."
     )
-    if after.findings:
+    if after.findings and grade_profile(after).is_trusted:
         left = after.findings[0]
         yield from prose(
             f"What is left: the next profile's largest finding is {left.rule}, {seconds(left.saving_s)} of a step of"

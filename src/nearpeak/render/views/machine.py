@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from nearpeak.machines.calibrations import Calibration
 from nearpeak.machines.catalogue import Network
 from nearpeak.machines.machine import Achievable, Ceiling, LaunchCost, Link, Machine, Theoretical
+from nearpeak.machines.physics import calibration_doubts
 from nearpeak.render.document import Document, Fact, Items, Paragraph, Table
 from nearpeak.units import DTYPE_BYTES, gibibytes, percent, quantity, seconds, significant
 
@@ -196,6 +197,9 @@ def _origin(machine: Machine, calibration: Calibration | None) -> Paragraph | It
     if achievable.ceilings:
         name, widest = max(achievable.ceilings.items(), key=lambda item: item[1].spread)
         lines.append(f"Widest spread of repeats: {percent(widest.spread)} ({name}).")
+    doubts = calibration_doubts(machine)
+    if doubts:
+        lines.append(f"Doubtful: {'; '.join(doubts)}. Measure again while nothing else runs: --calibrate.")
     if calibration is not None:
         key = calibration.key
         lines.append(f"Calibrated {calibration.date}, driver {key.driver}, torch {key.torch}.")
