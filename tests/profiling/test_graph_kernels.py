@@ -1,10 +1,13 @@
 """Kernels of CUDA graphs and the ops that added their nodes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+import nearpeak
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.profiling.graph_kernels import match_graph_kernels
 from nearpeak.trace.kineto.kernels import GraphLaunch, KernelRun
@@ -112,3 +115,55 @@ def test_what_cannot_be_told_is_said(kernels: Any, nodes: Any, why: str):
     found = match_graph_kernels(kernels, [replay(*nodes)])
     assert found.ops == {} and why in found.note
     assert "not launched in the step that was traced" in match_graph_kernels([kernel("gemm", 0, 1)], []).note
+
+
+def compiled() -> Callable[[], Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.LayerNorm(256), torch.nn.GELU()).cuda()
+    call, x = torch.compile(model, mode="reduce-overhead"), torch.randn(64, 256, device="cuda")
+
+    def step() -> None:
+        call(x).sum().backward()
+
+    return step
+
+
+def by_hand() -> Callable[[], Any]:
+    weight, x = (torch.randn(256, 256, device="cuda", requires_grad=number == 0) for number in range(2))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    graph = torch.cuda.CUDAGraph()
+
+    def work() -> None:
+        (x @ weight).softmax(-1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def step() -> None:
+        if not captured:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                work()
+            captured.append(True)
+        graph.replay()
+
+    captured: list[bool] = []
+    return step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [compiled, by_hand])
+def test_kernels_of_graphs_on_a_gpu_have_op_shape_line_and_bound(make: Any):
+    profile = nearpeak.profile(make(), on="h200-sxm")
+    inside = [kernel for kernel in profile.timeline if kernel.in_graph]
+    assert len(inside) > 3
+    for kernel in inside:
+        assert kernel.op is not None, kernel.name
+        op = profile.ops[kernel.op]
+        assert op.shapes and op.modeled and "test_graph_kernels.py" in op.source, op
+    assert profile.completeness is not None and profile.completeness.complete, profile.completeness
+    if make is by_hand:
+        assert {op.phase for op in profile.ops} == {"forward", "backward", "optimizer"}

@@ -1,0 +1,188 @@
+"""Does a profile notice what torch's profiler loses?
+
+    PYTHONPATH=src python -m benchmarks.robustness.profiler_losses --json profiler_losses.json
+
+Records steps on two streams on a GPU, with a CUDA graph in each. Of the file, events are dropped as profilers lose
+them: single ones, the end or the beginning of a buffer, a stream, a window of time, a part of a graph, the end of the
+file. One loss is real: a profiler whose buffers are too small for the step (`KINETO_CONFIG`). Each must be noticed, and
+a recording that nobody touched must be complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearpeak.profiling import torch_profiler
+from nearpeak.profiling.torch_profiler import Profiler, synchronize
+from nearpeak.trace.graphs import remember_graphs
+from nearpeak.trace.kineto.read import KinetoTrace, read_trace
+
+Event = dict[str, Any]
+STEPS = (1, 2, 3)
+LAUNCHES = 40_000
+"""In a step that is too large for the buffers."""
+SMALL_BUFFERS = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB=4\n"
+
+
+def record(change: Callable[[str], str], launches: int = 4) -> KinetoTrace:
+    """Steps of products on one stream, additions on another and a graph, read from a changed file."""
+
+    def read(path: Path, **options: Any) -> KinetoTrace:
+        path.write_text(change(path.read_text()))
+        return read_trace(path, **options)
+
+    x = torch.randn(512, 512, device="cuda")
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    original, torch_profiler.read_trace = torch_profiler.read_trace, read
+    try:
+        with remember_graphs():
+            (x @ x).relu_()
+            with torch.cuda.graph(graph):
+                (x @ x).sigmoid().sum()
+            profiler = Profiler()
+            for step in range(STEPS[-1] + 1):
+                for _ in range(launches):
+                    (x @ x).relu_()
+                with torch.cuda.stream(side):
+                    torch.add(x, 1)
+                graph.replay()
+                synchronize()
+                if step < STEPS[-1]:
+                    profiler.next_step()
+            return profiler.stop(among=STEPS)
+    finally:
+        torch_profiler.read_trace = original
+
+
+def on_events(change: Callable[[list[Event]], list[Event]]) -> Callable[[str], str]:
+    def changed(text: str) -> str:
+        content = json.loads(text)
+        content["traceEvents"] = change(content["traceEvents"])
+        return json.dumps(content)
+
+    return changed
+
+
+def is_kernel(event: Event) -> bool:
+    return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def is_call(event: Event) -> bool:
+    return event.get("cat") in ("cuda_runtime", "cuda_driver")
+
+
+def step_start(events: Sequence[Event], number: int) -> float:
+    return float(min(event["ts"] for event in events if event.get("name") == f"ProfilerStep#{number}"))
+
+
+def drop(choose: Callable[[Event], bool]) -> Callable[[list[Event]], list[Event]]:
+    return lambda events: [event for event in events if not choose(event)]
+
+
+def drop_one(part: str, *, with_launch: bool) -> Callable[[list[Event]], list[Event]]:
+    """Drops the first kernel of a step whose name has this part, with its launch or not."""
+
+    def dropped(events: list[Event]) -> list[Event]:
+        kernels = [e for e in events if is_kernel(e) and part in e["name"] and e["ts"] > step_start(events, 1)]
+        gone = min(kernels, key=lambda event: event["ts"])["args"]["correlation"]
+        return drop(lambda e: (is_kernel(e) or (with_launch and is_call(e))) and e["args"].get("correlation") == gone)(
+            events
+        )
+
+    return dropped
+
+
+def drop_between(kinds: Callable[[Event], bool], first: float, last: float) -> Callable[[list[Event]], list[Event]]:
+    """Drops events by their time, in microseconds from the start of the second step."""
+
+    def dropped(events: list[Event]) -> list[Event]:
+        start = step_start(events, 2)
+        return drop(lambda e: kinds(e) and start + first < e["ts"] < start + last)(events)
+
+    return dropped
+
+
+def drop_stream(events: list[Event]) -> list[Event]:
+    streams = [event["args"]["stream"] for event in events if is_kernel(event) and "spin" in event["name"]]
+    return drop(lambda e: is_kernel(e) and e["args"]["stream"] == max(streams))(events)
+
+
+def drop_from_graphs(events: list[Event]) -> list[Event]:
+    launches = {e["args"]["correlation"] for e in events if is_call(e) and "GraphLaunch" in e["name"]}
+    return drop(lambda e: is_kernel(e) and e["args"]["correlation"] in launches and "sigmoid" in e["name"])(events)
+
+
+CHANGES: dict[str, Callable[[str], str]] = {
+    "a kernel": on_events(drop_one("relu", with_launch=False)),
+    "a kernel with its launch": on_events(drop_one("relu", with_launch=True)),
+    "the end of a buffer": on_events(drop_between(is_kernel, 100, 1e9)),
+    "the beginning of a buffer": on_events(drop_between(is_kernel, -1e9, 100)),
+    "a window of time": on_events(drop_between(lambda e: is_kernel(e) or is_call(e), -300, 50)),
+    "a stream": on_events(drop_stream),
+    "a kernel of each replay": on_events(drop_from_graphs),
+    "all kernels": on_events(drop(is_kernel)),
+    "the end of the file": lambda text: text[: len(text) * 2 // 3],
+    "a damaged event": lambda text: text.replace('"dur": ', '"dur": "x', 1),
+}
+
+
+def losses(found: KinetoTrace) -> list[list[Any]]:
+    return [[loss.kind, loss.count, loss.in_step, loss.text] for loss in found.completeness.losses]
+
+
+def overflow() -> dict[str, Any]:
+    """A step with more launches than the buffers of the profiler hold, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "libkineto.conf"
+        config.write_text(SMALL_BUFFERS)
+        command = [sys.executable, "-m", "benchmarks.robustness.profiler_losses", "--launches", str(LAUNCHES)]
+        done = subprocess.run(
+            command, env={**os.environ, "KINETO_CONFIG": str(config)}, capture_output=True, text=True, timeout=120
+        )
+    try:
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"error": (done.stdout + done.stderr)[-2000:]}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--launches", type=int)
+    options = parser.parse_args()
+    if options.launches:
+        found = record(lambda text: text, options.launches)
+        print(json.dumps({"kernels": len(found.kernels), "losses": losses(found)}))
+        return
+    results: dict[str, Any] = {}
+    untouched = record(lambda text: text)
+    results["nothing"] = {
+        "kernels": len(untouched.kernels), "markers": untouched.completeness.markers, "losses": losses(untouched)
+    }  # fmt: skip
+    for name, change in CHANGES.items():
+        try:
+            results[name] = {"losses": losses(record(change))}
+        except Exception as error:
+            results[name] = {"refused": f"{type(error).__name__}: {error}"}
+    results["buffers that are too small"] = overflow()
+    noticed = [name for name, result in results.items() if result.get("losses") or "refused" in result]
+    summary = {"planted": len(results) - 1, "noticed": len(set(noticed) - {"nothing"}), "results": results}
+    print(json.dumps(summary, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main()
