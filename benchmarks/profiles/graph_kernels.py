@@ -363,6 +363,19 @@ def summary(records: StepRecords, profile: Profile, plain: Sequence[tuple[str, O
     }
 
 
+def floors(profile: Profile) -> dict[str, Any]:
+    """The floors of a step and its kernel time; those of the plain step are nearly the same."""
+    return {
+        "ideal_us": profile.ideal_s * 1e6,
+        "fused_us": profile.fused_s * 1e6,
+        "as_written_us": profile.as_written_s * 1e6,
+        "kernels_us": profile.kernel_s * 1e6,
+        "ops": len(profile.ops),
+        "complete": None if profile.completeness is None else profile.completeness.notes,
+        "findings": [finding.rule for finding in profile.findings],
+    }
+
+
 def dump_raw(name: str, step: Callable[[], Any], records: StepRecords, folder: Path) -> None:
     """The events of a step as the profiler writes them, and the nodes of its graphs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -434,6 +447,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 plain = plain_launches(model.plain, Path(folder))
             result = summary(records, profile, plain)
+            result["floors"] = floors(profile)
+            result["plain_floors"] = floors(record(name, model.plain).profile(machine))
         except Exception:
             result = {"error": traceback.format_exc()}
         result["seconds"] = time.monotonic() - begun
