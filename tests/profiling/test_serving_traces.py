@@ -12,6 +12,7 @@ from tests.made_traces import MadeTrace, T
 
 TOKENS, WIDTH, HEADS, KV_HEADS, HEAD = 512, 4096, 32, 8, 128
 HIDDEN = T(TOKENS, WIDTH)
+RESIDUAL = T(TOKENS, WIDTH, strides=(2 * WIDTH, 1))
 SIZE = TOKENS * WIDTH
 WEIGHT = T(WIDTH)
 FP8 = "float8_e4m3fn"
@@ -43,6 +44,9 @@ CASES: dict[str, tuple[tuple[Any, ...], float, float]] = {
     "sgl_kernel::fused_add_rmsnorm": ((HIDDEN, HIDDEN, WEIGHT, 1e-6, False), 8 * SIZE + 2 * WIDTH, 0),
     "flashinfer::rmsnorm": ((HIDDEN, HIDDEN, WEIGHT, 1e-6, None), 4 * SIZE + 2 * WIDTH, 0),
     "flashinfer::fused_add_rmsnorm": ((HIDDEN, HIDDEN, WEIGHT, 1e-6, True), 8 * SIZE + 2 * WIDTH, 0),
+    "aiter::rmsnorm2d_fwd": ((HIDDEN, WEIGHT, 1e-6, 0), 4 * SIZE + 2 * WIDTH, 0),
+    "aiter::add_rmsnorm": ((HIDDEN, HIDDEN, RESIDUAL, HIDDEN, WEIGHT, 1e-6, False), 8 * SIZE + 2 * WIDTH, 0),
+    "_rocm_C::wvSplitK": ((T(1024, WIDTH), T(4, WIDTH), None, 304), 2 * (1028 * WIDTH + 4096), 8.0 * WIDTH * 1024),
     "_C::silu_and_mul": ((HIDDEN, T(TOKENS, 2 * WIDTH)), 6 * SIZE, 0),
     "sgl_kernel::silu_and_mul": ((HIDDEN, T(TOKENS, 2 * WIDTH)), 6 * SIZE, 0),
     "_C::static_scaled_fp8_quant": ((A8, HIDDEN, ONE), 3 * SIZE + 4, 0),

@@ -1,4 +1,4 @@
-"""Operators of vLLM, SGLang, FlashInfer and FlashAttention, whose libraries need not be installed.
+"""Operators of vLLM, SGLang, FlashInfer, FlashAttention and aiter, whose libraries need not be installed.
 
 Norms, activations, quantization and the like go over their tensors once. Products count as torch's do; packed weights
 are read as they are stored. What a file cannot show has no cost: the arguments of `moe_forward` and
@@ -60,8 +60,24 @@ flashinfer::fused_add_rmsnorm(rw input, rw residual, r weight, eps, enable_pdl)
 flashinfer::gemma_fused_add_rmsnorm(rw input, rw residual, r weight, eps, enable_pdl)
 flashinfer::rmsnorm_quant(w out, r input, r weight, scale, eps, enable_pdl)
 flashinfer::fused_add_rmsnorm_quant(w out, r input, rw residual, r weight, scale, eps, enable_pdl)
+aiter::rms_norm_cu(w out, r input, r weight, epsilon)
+aiter::rmsnorm(w out, r input, r weight, epsilon)
+aiter::rmsnorm(w out, r input, r weight, epsilon, gemma_norm)
+aiter::fused_add_rms_norm_cu(rw input, rw residual_in, r weight, epsilon)
+aiter::add_rmsnorm(w out, r input, r residual_in, w residual_out, r weight, epsilon)
+aiter::add_rmsnorm(w out, r input, r residual_in, w residual_out, r weight, epsilon, gemma_norm)
+aiter::rmsnorm2d_fwd_with_add(w out, r input, r residual_in, w residual_out, r weight, epsilon, ...)
+aiter::rmsnorm_quant(w out, r input, w scale, r weight, epsilon, group_size, shuffle_scale, ...)
+aiter::add_rmsnorm_quant(w out, r input, r residual_in, w residual_out, w scale, r weight, epsilon, ...)
 """)(_once("normalization"))
-custom("flashinfer::layernorm(r input, r gemma, r beta, eps)", returned=_like("input"))(_once("normalization"))
+custom(
+    """
+flashinfer::layernorm(r input, r gemma, r beta, eps)
+aiter::rms_norm(r input, r weight, epsilon, use_model_sensitive_rmsnorm)
+aiter::rmsnorm2d_fwd(r input, r weight, epsilon, use_model_sensitive_rmsnorm)
+""",
+    returned=_like("input"),
+)(_once("normalization"))
 
 custom("""
 _C::silu_and_mul(w result, r input)
@@ -84,6 +100,11 @@ flashinfer::silu_and_mul(w out, r input, enable_pdl)
 flashinfer::gelu_and_mul(w out, r input, enable_pdl)
 flashinfer::gelu_tanh_and_mul(w out, r input, enable_pdl)
 _moe_C::moe_sum(r input, w output)
+aiter::silu_and_mul(w out, r input)
+aiter::scaled_silu_and_mul(w out, r input, r scale)
+aiter::gelu_and_mul(w out, r input)
+aiter::gelu_tanh_and_mul(w out, r input)
+aiter::gelu_fast(w out, r input)
 """)(_once("pointwise"))
 
 custom("""
@@ -109,6 +130,10 @@ sgl_kernel::sgl_per_token_group_quant_8bit(r input, w output_q, w output_s, grou
 sgl_kernel::sgl_per_tensor_quant_fp8(r input, w output_q, w output_s, is_static)
 sgl_kernel::sgl_per_token_quant_fp8(r input, w output_q, w output_s)
 sgl_kernel::scaled_fp4_quant(w output, r input, t output_scale, r input_scale)
+aiter::static_per_tensor_quant(w out, r input, r scale)
+aiter::dynamic_per_tensor_quant(w out, r input, w scale)
+aiter::dynamic_per_token_scaled_quant(w out, r input, w scales)
+aiter::dynamic_per_token_scaled_quant(w out, r input, w scales, r? scale_ub, shuffle_scale, num_rows, num_rows_factor)
 """)(_once("quantization"))
 
 custom("""
@@ -154,6 +179,10 @@ _C_cache_ops::reshape_and_cache_flash(t key, t value, t key_cache, t value_cache
     k_scale, t v_scale)
 _C_cache_ops::reshape_and_cache_flash(t key, t value, t key_cache, t value_cache, r slot_mapping, kv_cache_dtype,
     k_scale, v_scale)
+aiter::reshape_and_cache(t key, t value, t key_cache, t value_cache, r slot_mapping, kv_cache_dtype, t? k_scale,
+    t? v_scale, asm_layout)
+aiter::reshape_and_cache_flash(t key, t value, t key_cache, t value_cache, r slot_mapping, kv_cache_dtype, t k_scale,
+    t v_scale)
 sgl_kernel::store_kv_cache(t key_cache, t value_cache, r slot_mapping, t key, t value)
 """)
 def _store_in_cache(op: Op) -> Cost:
@@ -172,7 +201,10 @@ def _store_in_cache(op: Op) -> Cost:
     )
 
 
-@custom("_C_cache_ops::concat_and_cache_mla(t kv_c, t k_pe, t kv_cache, r slot_mapping, kv_cache_dtype, t scale)")
+@custom("""
+_C_cache_ops::concat_and_cache_mla(t kv_c, t k_pe, t kv_cache, r slot_mapping, kv_cache_dtype, t scale)
+aiter::concat_and_cache_mla(t kv_c, t k_pe, t kv_cache, r slot_mapping, kv_cache_dtype, t scale)
+""")
 def _store_latent(op: Op) -> Cost:
     slots, cache = op.tensor("slot_mapping"), op.tensor("kv_cache")
     both = [op.tensor("kv_c"), op.tensor("k_pe")]
@@ -261,6 +293,22 @@ sgl_kernel::fp8_blockwise_scaled_mm(r a, r b, r a_scales, r b_scales, dtype out_
 )
 def _scaled_product_returned(op: Op) -> Cost:
     return _scaled_product(op)
+
+
+@custom(
+    """
+_rocm_C::LLMM1(r weight, r a, rows_per_block)
+_rocm_C::wvSplitK(r weight, r a, r? bias, CuCount)
+_rocm_C::wvSplitK(r weight, r a, CuCount)
+_rocm_C::wvSplitKrc(r weight, r a, r? bias, CuCount)
+""",
+    returned=lambda op: (((*op.tensor("a").shape[:-1], op.tensor("weight").shape[0]), op.tensor("a").dtype),),
+)
+def _skinny_product(op: Op) -> Cost:
+    """`a @ weight.T` of few rows."""
+    a = op.tensor("a")
+    flops = 2.0 * op.outputs[0].elements * a.shape[-1]
+    return product_cost("matrix", a.dtype, op.tensors("a", "weight", "bias"), op.outputs, flops=flops)
 
 
 @custom("""
@@ -405,11 +453,13 @@ def _hidden_experts(op: Op) -> Cost:
 @custom("""
 vllm::unified_attention(t query, t key, t value, ...)
 vllm::unified_attention_with_output(t query, t key, t value, t output, ...)
+vllm::unified_kv_cache_update(t key, t value, ...)
 vllm::unified_mla_attention(t q, t kv_c_normed, t k_pe, ...)
 vllm::unified_mla_attention_with_output(t q, t kv_c_normed, t k_pe, t output, ...)
 sglang::unified_attention_with_output(t query, t key, t value, t output, ...)
 _C::paged_attention_v1(t out, t query, t key_cache, t value_cache, ...)
 _C::paged_attention_v2(t out, t exp_sums, t max_logits, t tmp_out, t query, t key_cache, t value_cache, ...)
+_rocm_C::paged_attention(t out, t exp_sums, t max_logits, t tmp_out, t query, t key_cache, t value_cache, ...)
 _vllm_fa2_C::varlen_fwd(t q, t k, t v, ...)
 _vllm_fa3_C::fwd(t q, t k, t v, ...)
 sgl_kernel::fwd(t q, t k, t v, ...)
