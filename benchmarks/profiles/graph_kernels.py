@@ -1,6 +1,7 @@
 """Do the kernels that CUDA graphs replay get their ops, shapes, lines and bounds, and the right ones?
 
     PYTHONPATH=src python -m benchmarks.profiles.graph_kernels --on h200-sxm --json graph_kernels.json [--raw FOLDER]
+    python -m benchmarks.profiles.graph_kernels --show benchmarks/results/graph_kernels_h200.json
 
 Profiles models whose steps replay graphs: compiled with mode="reduce-overhead", captured by hand, and made by
 `make_graphed_callables`. The second way of telling, which knows nothing of graphs: the same step runs without any, as
@@ -426,13 +427,30 @@ def dump_raw(name: str, step: Callable[[], Any], records: StepRecords, folder: P
     )
 
 
+def table(results: dict[str, Any]) -> str:
+    rows = [
+        "| model | kernels in graphs | their time, us | with op, shape, line and bound | checked | wrong |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, model in results["models"].items():
+        rows.append(
+            f"| {name} | {model['kernels']} | {model['kernel_s'] * 1e6:.0f} | {model['known_share']:.1%} | "
+            f"{model['checked']} | {len(model['wrong'])} |"
+        )
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", default="h200-sxm")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path)
     parser.add_argument("--raw", type=Path)
     parser.add_argument("--only", nargs="*", default=list(MODELS))
     options = parser.parse_args()
+    if options.show:
+        print(table(json.loads(options.show.read_text(encoding="utf-8"))))
+        return
     machine = nearpeak.machine(options.on)
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "models": {}}
     for name in options.only:
@@ -453,7 +471,8 @@ def main() -> None:
             result = {"error": traceback.format_exc()}
         result["seconds"] = time.monotonic() - begun
         results["models"][name] = result
-        options.json.write_text(json.dumps(results, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
         shown = {key: value for key, value in result.items() if key not in ("table", "notes")}
         print(name, json.dumps(shown)[:3000], flush=True)
         torch._dynamo.reset()

@@ -146,7 +146,7 @@ def test_a_recording_on_a_gpu_is_complete(monkeypatch: pytest.MonkeyPatch):
     assert found.completeness.losses == ()
     assert found.completeness.markers >= 8
     assert not any("spin" in kernel.name for kernel in found.kernels)
-    assert len(found.kernels) == 3
+    assert len({kernel.op for kernel in found.kernels}) == 3  # a product may take two kernels
 
 
 @pytest.mark.gpu
