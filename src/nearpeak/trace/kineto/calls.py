@@ -88,6 +88,8 @@ class OpCalls:
         """Gradients that the backward pass accumulated into leaves, with the time in microseconds; in that order."""
         self.missing_kernels: list[tuple[Span, OpCall | None]] = []
         """Launches whose kernel is not in the file, with their ops; without those that a graph captured."""
+        self.captures: tuple[tuple[float, float], ...] = ()
+        """When CUDA graphs were captured."""
         self.host: list[HostCall] = []
         """Host activity that can leave the device idle."""
         self.regions: list[Span] = []
@@ -126,6 +128,7 @@ def find_op_calls(recording: Recording) -> OpCalls:
     calls.locate()
     if not recording.device_spans:
         calls.add_unseen_kernels()
+    calls.find_captures(recording)
     calls.calls.sort(key=lambda call: call.span.start)
     numbered = {step.number: step for step in calls.steps}  # the last range of a number counts
     calls.steps = sorted(numbered.values(), key=lambda step: step.start)
@@ -140,7 +143,6 @@ class _ThreadWalk(OpCalls):
         super().__init__()
         self._launched = {item.correlation for item in recording.device_spans} - {None}
         self._launchers = {item.external for item in recording.device_spans if not item.in_graph} - {None}
-        self._captures = recording.captures
         self._thread = -1
         self._last_launch: Span | None = None
         self._forward: dict[int, tuple[str, str]] = {}
@@ -184,6 +186,22 @@ class _ThreadWalk(OpCalls):
         for position, span, outer in unknown:
             if position not in parents and not span.name.startswith(("autograd::", "torch::")):
                 self._leaf(span, outer)
+
+    def find_captures(self, recording: Recording) -> None:
+        """Adds captures whose begin and end are not recorded: a graph is made ready right after its capture.
+
+        Then the launches since the last one that made something run went into the graph.
+        """
+        self.captures = recording.captures
+        ran = sorted(launch.start for launch in self.launches.values())
+        for time in recording.instantiations:
+            last = bisect_left(ran, time) - 1
+            since = ran[last] if last >= 0 else float("-inf")
+            if not any(since < end <= time for _, end in self.captures):
+                self.captures += ((since, time),)
+        self.missing_kernels = [
+            (launch, call) for launch, call in self.missing_kernels if not is_within(self.captures, launch.start)
+        ]
 
     def locate(self) -> None:
         """Gives ops of the backward pass the module and line of their forward op."""
@@ -313,7 +331,6 @@ class _ThreadWalk(OpCalls):
             span.correlation is not None
             and bool(self._launched)
             and (_KERNEL_LAUNCH.match(span.name) is not None or is_graph_launch(span.name))
-            and not is_within(self._captures, span.start)
         )
 
     def _launch(self, span: Span, outer: _OpenSpan | None) -> None:

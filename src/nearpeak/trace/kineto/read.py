@@ -218,9 +218,9 @@ def _is_whole(step: ProfilerStep, calls: OpCalls, launched: Sequence[tuple[float
 
 def _drop_captured(recording: Recording, calls: OpCalls, launching: Collection[int]) -> int:
     """Removes the ops that were recorded into a CUDA graph, and did not run; gives their number."""
-    if not recording.captures or not recording.device_spans:
+    if not calls.captures or not recording.device_spans:
         return 0
-    ran = [call for call in calls.calls if id(call) in launching or not is_within(recording.captures, call.span.start)]
+    ran = [call for call in calls.calls if id(call) in launching or not is_within(calls.captures, call.span.start)]
     captured = len(calls.calls) - len(ran)
     calls.calls = ran
     return captured

@@ -212,8 +212,8 @@ _SPANS: dict[str, SpanKind] = {
     "overhead": "overhead",
 }
 _STREAM_WAIT = "cuda_sync"
-_CAPTURE_CALL = re.compile(r"(?:cuda|cu|hip)Stream(Begin|End)Capture")
-"""The calls that begin and end the capture of a graph."""
+_CAPTURE_CALL = re.compile(r"(?:cuda|cu|hip)(?:Stream(Begin|End)Capture|GraphInstantiate)")
+"""The calls that begin and end the capture of a graph, and the one that makes it ready to be launched."""
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _LIBRARY_PREFIXES = ("torch/", "nearpeak/", "<")
 """How the names of Python frames begin that are not the user's code."""
@@ -288,6 +288,8 @@ class Recording:
     """Overheads of the profiler and the driver, on threads that the file does not name."""
     captures: tuple[tuple[float, float], ...] = ()
     """When CUDA graphs were captured: what is launched meanwhile is recorded into a graph and does not run."""
+    instantiations: tuple[float, ...] = ()
+    """When graphs were made ready to be launched, after their capture."""
     empty_streams: int = 0
     """Streams that the file names and has no events of."""
 
@@ -303,6 +305,7 @@ def load_recording(path: str | Path | InputFile) -> Recording:
     inputs: dict[str, Inputs] = {}
     overheads: list[Span] = []
     captures: list[tuple[float, float, bool]] = []
+    instantiations: list[float] = []
     named_streams: set[tuple[str, str]] = set()
     used_streams: set[tuple[str, str]] = set()
     for event in file:
@@ -341,7 +344,10 @@ def load_recording(path: str | Path | InputFile) -> Recording:
                 span = _span(start, end, kind, sys.intern(name), facts, inputs)
                 threads.setdefault((event.get("pid"), event.get("tid")), []).append(span)
                 if kind == "launch" and (call := _CAPTURE_CALL.match(name)):
-                    captures.append((start, end, call[1] == "Begin"))
+                    if call[1]:
+                        captures.append((start, end, call[1] == "Begin"))
+                    else:
+                        instantiations.append(start)
             except (TypeError, RecursionError):  # a list as an id; inputs that are nested too deep
                 file.damaged += 1
     for spans in threads.values():
@@ -357,6 +363,7 @@ def load_recording(path: str | Path | InputFile) -> Recording:
         last_written=tuple(last.values()),
         overheads=tuple(overheads),
         captures=_capture_windows(captures),
+        instantiations=tuple(sorted(instantiations)),
         empty_streams=len(named_streams - used_streams),
     )
 
