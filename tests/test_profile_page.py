@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 RESULT = "benchmarks/results/model_profiles_h200.json"
 
@@ -23,6 +25,7 @@ def test_the_runs_hold_what_is_said_of_them():
 GRAPHS = "benchmarks/results/graph_kernels_h200.json"
 
 
+@pytest.mark.slow
 def test_the_table_of_graphs_is_that_of_the_runs():
     command = [sys.executable, "-m", "benchmarks.profiles.graph_kernels", "--show", GRAPHS]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -16,26 +16,31 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nearpeak.errors import UsageError
+from nearpeak.profiles.completeness import Completeness
 from nearpeak.profiling import torch_profiler
+from nearpeak.profiling.graph_kernels import add_graph_loss, match_graph_kernels
 from nearpeak.profiling.torch_profiler import Profiler, synchronize
 from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
+from nearpeak.trace.live import LiveTrace
 
 Event = dict[str, Any]
 STEPS = (1, 2, 3)
-LAUNCHES = 40_000
+LAUNCHES = 4_000
 """In a step that is too large for the buffers."""
-SMALL_BUFFERS = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB=4\n"
+SMALL_BUFFERS = "ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB=1\n"
 
 
-def record(change: Callable[[str], str], launches: int = 4) -> KinetoTrace:
-    """Steps of products on one stream, additions on another and a graph, read from a changed file."""
+def record(change: Callable[[str], str], launches: int = 4) -> tuple[KinetoTrace, Completeness]:
+    """Steps of products on one stream, an addition on another and a graph, read from a changed file."""
 
     def read(path: Path, **options: Any) -> KinetoTrace:
         path.write_text(change(path.read_text()))
@@ -44,12 +49,16 @@ def record(change: Callable[[str], str], launches: int = 4) -> KinetoTrace:
     x = torch.randn(512, 512, device="cuda")
     side = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
-    original, torch_profiler.read_trace = torch_profiler.read_trace, read
+    original = torch_profiler.read_trace
+    torch_profiler.read_trace = read  # type: ignore[assignment]
     try:
         with remember_graphs():
             (x @ x).relu_()
             with torch.cuda.graph(graph):
                 (x @ x).sigmoid().sum()
+            live = LiveTrace()
+            graph.replay()
+            replays = live.stop().replays
             profiler = Profiler()
             for step in range(STEPS[-1] + 1):
                 for _ in range(launches):
@@ -60,9 +69,10 @@ def record(change: Callable[[str], str], launches: int = 4) -> KinetoTrace:
                 synchronize()
                 if step < STEPS[-1]:
                     profiler.next_step()
-            return profiler.stop(among=STEPS)
+            found = profiler.stop(among=STEPS)
     finally:
         torch_profiler.read_trace = original
+    return found, add_graph_loss(found.completeness, match_graph_kernels(found.kernels, replays))
 
 
 def on_events(change: Callable[[list[Event]], list[Event]]) -> Callable[[str], str]:
@@ -90,12 +100,13 @@ def drop(choose: Callable[[Event], bool]) -> Callable[[list[Event]], list[Event]
     return lambda events: [event for event in events if not choose(event)]
 
 
-def drop_one(part: str, *, with_launch: bool) -> Callable[[list[Event]], list[Event]]:
-    """Drops the first kernel of a step whose name has this part, with its launch or not."""
+def drop_one(*, with_launch: bool) -> Callable[[list[Event]], list[Event]]:
+    """Drops the kernel of an op, with its launch or not."""
 
     def dropped(events: list[Event]) -> list[Event]:
-        kernels = [e for e in events if is_kernel(e) and part in e["name"] and e["ts"] > step_start(events, 1)]
-        gone = min(kernels, key=lambda event: event["ts"])["args"]["correlation"]
+        op = next(e for e in events if e.get("name") == "aten::relu_" and e["ts"] > step_start(events, 1))
+        launch = next(e for e in events if is_call(e) and op["ts"] <= e["ts"] <= op["ts"] + op["dur"])
+        gone = launch["args"]["correlation"]
         return drop(lambda e: (is_kernel(e) or (with_launch and is_call(e))) and e["args"].get("correlation") == gone)(
             events
         )
@@ -118,27 +129,37 @@ def drop_stream(events: list[Event]) -> list[Event]:
     return drop(lambda e: is_kernel(e) and e["args"]["stream"] == max(streams))(events)
 
 
-def drop_from_graphs(events: list[Event]) -> list[Event]:
-    launches = {e["args"]["correlation"] for e in events if is_call(e) and "GraphLaunch" in e["name"]}
-    return drop(lambda e: is_kernel(e) and e["args"]["correlation"] in launches and "sigmoid" in e["name"])(events)
+def drop_from_graphs(*, replays: int) -> Callable[[list[Event]], list[Event]]:
+    """Drops the first kernel of so many replays."""
+
+    def dropped(events: list[Event]) -> list[Event]:
+        launches = [e["args"]["correlation"] for e in events if is_call(e) and "GraphLaunch" in e["name"]]
+        gone = []
+        for launch in launches[-replays:]:
+            kernels = [e for e in events if is_kernel(e) and e["args"]["correlation"] == launch]
+            gone.append(id(min(kernels, key=lambda event: event["ts"])))
+        return drop(lambda e: id(e) in gone)(events)
+
+    return dropped
 
 
 CHANGES: dict[str, Callable[[str], str]] = {
-    "a kernel": on_events(drop_one("relu", with_launch=False)),
-    "a kernel with its launch": on_events(drop_one("relu", with_launch=True)),
+    "a kernel": on_events(drop_one(with_launch=False)),
+    "a kernel with its launch": on_events(drop_one(with_launch=True)),
     "the end of a buffer": on_events(drop_between(is_kernel, 100, 1e9)),
     "the beginning of a buffer": on_events(drop_between(is_kernel, -1e9, 100)),
     "a window of time": on_events(drop_between(lambda e: is_kernel(e) or is_call(e), -300, 50)),
     "a stream": on_events(drop_stream),
-    "a kernel of each replay": on_events(drop_from_graphs),
+    "a kernel of one replay": on_events(drop_from_graphs(replays=1)),
+    "a kernel of each replay": on_events(drop_from_graphs(replays=10)),
     "all kernels": on_events(drop(is_kernel)),
     "the end of the file": lambda text: text[: len(text) * 2 // 3],
     "a damaged event": lambda text: text.replace('"dur": ', '"dur": "x', 1),
 }
 
 
-def losses(found: KinetoTrace) -> list[list[Any]]:
-    return [[loss.kind, loss.count, loss.in_step, loss.text] for loss in found.completeness.losses]
+def losses(completeness: Completeness) -> list[list[Any]]:
+    return [[loss.kind, loss.count, loss.in_step, loss.text] for loss in completeness.losses]
 
 
 def overflow() -> dict[str, Any]:
@@ -148,7 +169,7 @@ def overflow() -> dict[str, Any]:
         config.write_text(SMALL_BUFFERS)
         command = [sys.executable, "-m", "benchmarks.robustness.profiler_losses", "--launches", str(LAUNCHES)]
         done = subprocess.run(
-            command, env={**os.environ, "KINETO_CONFIG": str(config)}, capture_output=True, text=True, timeout=120
+            command, env={**os.environ, "KINETO_CONFIG": str(config)}, capture_output=True, text=True, timeout=60
         )
     try:
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -163,25 +184,30 @@ def main() -> None:
     parser.add_argument("--launches", type=int)
     options = parser.parse_args()
     if options.launches:
-        found = record(lambda text: text, options.launches)
-        print(json.dumps({"kernels": len(found.kernels), "losses": losses(found)}))
+        found, completeness = record(lambda text: text, options.launches)
+        print(json.dumps({"kernels": len(found.kernels), "losses": losses(completeness)}))
         return
     results: dict[str, Any] = {}
-    untouched = record(lambda text: text)
-    results["nothing"] = {
-        "kernels": len(untouched.kernels), "markers": untouched.completeness.markers, "losses": losses(untouched)
-    }  # fmt: skip
-    for name, change in CHANGES.items():
+
+    def note(name: str, result: dict[str, Any]) -> None:
+        results[name] = result
+        noticed = [key for key, value in results.items() if value.get("losses") or "refused" in value]
+        planted = [key for key in results if key != "nothing"]
+        summary = {"planted": len(planted), "noticed": len(set(noticed) & set(planted)), "results": results}
+        print(name, json.dumps(result), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(summary, indent=1))
+
+    for name, change in {"nothing": lambda text: text, **CHANGES}.items():
         try:
-            results[name] = {"losses": losses(record(change))}
-        except Exception as error:
-            results[name] = {"refused": f"{type(error).__name__}: {error}"}
-    results["buffers that are too small"] = overflow()
-    noticed = [name for name, result in results.items() if result.get("losses") or "refused" in result]
-    summary = {"planted": len(results) - 1, "noticed": len(set(noticed) - {"nothing"}), "results": results}
-    print(json.dumps(summary, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(summary, indent=1))
+            found, completeness = record(change)
+            facts = {"kernels": len(found.kernels), "markers": completeness.markers, "step": found.step}
+            note(name, {**facts, "losses": losses(completeness)})
+        except UsageError as error:
+            note(name, {"refused": str(error)})
+        except Exception:
+            note(name, {"error": traceback.format_exc()})
+    note("buffers that are too small", overflow())
 
 
 if __name__ == "__main__":

@@ -98,3 +98,19 @@ def test_what_has_no_ops_and_no_graphs_is_an_error_as_before(write_trace: Write,
         read_trace(write_trace(step, launch, make.kernel("k", 20, 5, correlation=4)))
     with pytest.raises(UsageError, match="no shapes"):
         read_trace(write_trace(*replays(make), make.span("aten::exp", 1010, 5)))
+
+
+def test_replays_of_a_graph_that_nearpeak_marked_have_the_same_kernels(write_trace: Write, make: Any):
+    events = replays(make)
+    for event in events:
+        for fact in IN_GRAPH:  # as torch 2.11 writes it
+            event["args"].pop(fact, None)
+    marks = [make.span("nearpeak: replay of graph 4", start + 8, 10) for start in (1000.0, 1100.0)]
+    whole = read_trace(write_trace(*events, *marks))
+    assert {kernel.replay.graph for kernel in whole.kernels if kernel.replay is not None} == {4}
+    assert whole.completeness.losses == ()
+    path = write_trace(*(event for event in events if event["name"] != "k21"), *marks)
+    (loss,) = read_trace(path, step=2).completeness.losses
+    assert (loss.kind, loss.count, loss.in_step) == ("kernels", 1, True)
+    (loss,) = read_trace(path, step=1).completeness.losses
+    assert (loss.kind, loss.count, loss.in_step) == ("kernels", 1, False)

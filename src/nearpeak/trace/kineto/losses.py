@@ -62,7 +62,8 @@ def find_losses(
         add("dropped", dropped or None, True, f"The profiler says that it {how_many}: what they were is not known.")
     missing = [launch.start for launch, _ in calls.missing_kernels]
     inside = sum(step is None or step.start <= start < step.end for start in missing)
-    inside += (short := _missing_in_graphs(recording, spans))
+    short, short_elsewhere = _missing_in_graphs(recording, calls, spans)
+    inside += short
     if inside:
         graphs = f", {short} of them of CUDA graphs that have more in other replays" if short else ""
         add(
@@ -71,7 +72,7 @@ def find_losses(
             True,
             f"{_count(inside, 'kernel')} launched and not in the file{graphs}: their time is missing.",
         )
-    if outside := len(missing) - (inside - short):
+    if outside := len(missing) - (inside - short) + short_elsewhere:
         add("kernels", outside, False, f"{_count(outside, 'kernel')} launched outside of the step and not in the file.")
     if without_launch:
         names = ", ".join(f"{name} ({n})" for name, n in Counter(c.span.name for c in without_launch).most_common(3))
@@ -116,16 +117,24 @@ def _messages(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield str(key), str(item)[:_LONGEST_MESSAGES]
 
 
-def _missing_in_graphs(recording: Recording, spans: Sequence[LaunchedSpan]) -> int:
-    """Kernels that replays of the step lack: all replays of one graph run the same kernels."""
-    sizes: dict[int, Counter[int]] = {}
+def _missing_in_graphs(recording: Recording, calls: OpCalls, spans: Sequence[LaunchedSpan]) -> tuple[int, int]:
+    """Kernels that replays lack, of the step and of others: all replays of one graph run the same kernels.
+
+    Which graph it is tells the file, or the range that nearpeak adds around a replay.
+    """
+    sizes: dict[tuple[str, int], Counter[int]] = {}
     for span in recording.device_spans:
-        if span.graph is not None and span.correlation is not None:
-            sizes.setdefault(span.graph, Counter())[span.correlation] += 1
+        launch = calls.by_correlation.get(span.correlation) if span.correlation is not None else None
+        if span.correlation is None or launch is None:
+            continue
+        if launch.graph is not None:
+            sizes.setdefault(("captured", launch.graph), Counter())[span.correlation] += 1
+        elif span.graph is not None:
+            sizes.setdefault(("in the file", span.graph), Counter())[span.correlation] += 1
     in_step: Collection[int | None] = {span.correlation for span, _ in spans}
-    return sum(
-        max(replays.values()) - size
+    missing = [
+        (max(replays.values()) - size, correlation in in_step)
         for replays in sizes.values()
         for correlation, size in replays.items()
-        if correlation in in_step
-    )
+    ]
+    return sum(count for count, inside in missing if inside), sum(count for count, inside in missing if not inside)
