@@ -7,6 +7,7 @@ import pytest
 
 from nearpeak.profiles.profile import Profile, ProfiledOp
 from nearpeak.profiling.load import profile_trace
+from nearpeak.render.views.verdict import sentences
 from nearpeak.trace.kineto.read import read_trace
 from tests.made_traces import MadeTrace, T
 
@@ -196,6 +197,16 @@ def test_what_a_file_hides_has_no_bound_and_is_named(tmp_path: Path, name: str):
     assert not only_op(found).modeled
     assert (found.modeled_share, found.as_written_s) == (0.0, 0.0)
     assert any(name in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "declared"), [("vllm::moe_forward", False), ("aten::mystery", False), ("mine::fused", True)]
+)
+def test_only_an_operator_whose_cost_can_be_declared_is_said_to_be(tmp_path: Path, name: str, declared: bool):
+    found = profiled(tmp_path, (name, (HIDDEN, T(TOKENS, EXPERTS), "layer")))
+    said = sentences(found)
+    assert ("declare_cost" in said["Next"]) == declared
+    assert name in said["Next"]
 
 
 def test_a_layer_of_a_server_is_modeled_but_for_its_attention(tmp_path: Path):

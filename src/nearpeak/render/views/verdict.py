@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from nearpeak.ops.op import is_graph_launch
+from nearpeak.ops.custom_schemas import custom_schemas
+from nearpeak.ops.op import is_graph_launch, name_without_origin
 from nearpeak.profiles.conditions import clock_loss_s
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.grade import LEAST_TRUSTED, grade_profile
@@ -186,11 +187,17 @@ def _not_modeled(profile: Profile) -> tuple[str, str]:
     if not name:
         return "", "Kernels without an op: nothing can be said about them."
     took = sum(op.measured_s for op in unknown if op.name == name)
-    short = elide(short_name(name), 48)
+    plain_name = name_without_origin(name)
+    short = elide(short_name(plain_name), 48)
     why = f"{short} takes most of it: {seconds(took)}."
-    from_file = any(op.origin == "unknown" for op in unknown if op.name == name)
-    again = "import the library that has it, and load the file again" if from_file else "and profile again"
-    return why, f"Tell what {short} costs with nearpeak.declare_cost, {again}."
+    if all(op.origin != "unknown" for op in unknown if op.name == name):
+        return why, f"Tell what {short} costs with nearpeak.declare_cost, and profile again."
+    if "::" not in plain_name or plain_name.startswith("aten::") or custom_schemas(plain_name):
+        return why, f"The recording does not show all that {short} works on: profile the code itself with nearpeak."
+    return (
+        why,
+        f"Import the library of {short}, tell what it costs with nearpeak.declare_cost, and load the file again.",
+    )
 
 
 def _traffic(profile: Profile) -> tuple[str, str]:
