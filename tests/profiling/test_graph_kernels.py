@@ -58,6 +58,12 @@ def test_each_kernel_has_the_op_that_added_its_node(with_ids: bool):
     assert (found.lost, found.note) == (0, "")
 
 
+def test_without_names_of_nodes_grid_and_block_tell():
+    nodes = [replace(item, name="") for item in CHAIN]
+    kernels = [kernel(name, place, None) for place, name in enumerate(NAMES)]
+    assert match_graph_kernels(kernels, [replay(*nodes)]).ops == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
 def test_branches_that_run_side_by_side_keep_their_nodes():
     order = (0, 2, 3, 1)  # what was added second runs last, on another stream
     kernels = [kernel(NAMES[place], when, place + 1) for when, place in enumerate(order)]

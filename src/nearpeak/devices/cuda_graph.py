@@ -68,13 +68,15 @@ class CapturedNodes:
 
     def edges(self) -> list[tuple[int, int]] | None:
         """Pairs of nodes of which the second waits for the first, by number; None if the driver does not tell."""
-        get_edges = getattr(self._driver, "cuGraphGetEdges_v2", None)  # since CUDA 12.3
+        get_edges, extra = getattr(self._driver, "cuGraphGetEdges_v2", None), 1
+        if get_edges is None:  # before CUDA 12.3, edges have no data
+            get_edges, extra = self._driver.cuGraphGetEdges, 0
         count = ctypes.c_size_t()
-        if get_edges is None or get_edges(self._graph, None, None, None, ctypes.byref(count)) != 0:
+        if get_edges(self._graph, *[None] * (2 + extra), ctypes.byref(count)) != 0:
             return None
         first, second = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
-        ports = (ctypes.c_uint64 * count.value)()  # of programmatic launches
-        if get_edges(self._graph, first, second, ports, ctypes.byref(count)) != 0:
+        data = [(ctypes.c_uint64 * count.value)()][:extra]  # of programmatic launches
+        if get_edges(self._graph, first, second, *data, ctypes.byref(count)) != 0:
             return None
         numbers = {handle: number for number, handle in enumerate(self._nodes)}
         return [(numbers[before], numbers[after]) for before, after in zip(first, second, strict=True)]

@@ -47,7 +47,7 @@ def match_graph_kernels(kernels: Sequence[KernelRun], replays: Sequence[GraphRep
         nodes = replays[replayed].nodes
         indices, in_order = _in_node_order(kernels, launches[ordered[launched]])
         lost += max(0, len(nodes) - len(indices))
-        for place, node in _match_nodes([_kernel_key(kernels[index]) for index in indices], nodes, in_order=in_order):
+        for place, node in _match_nodes([kernels[index] for index in indices], nodes, in_order=in_order):
             op = nodes[node].op
             if op is not None:
                 ops[indices[place]] = op
@@ -78,21 +78,19 @@ def _in_node_order(kernels: Sequence[KernelRun], indices: Sequence[int]) -> tupl
     return sorted(indices, key=lambda index: node_ids[index] or 0), True
 
 
-def _kernel_key(kernel: KernelRun) -> Hashable:
+def _kernel_key(kernel: KernelRun, *, named: bool) -> Hashable:
     replay = kernel.replay
     if kernel.kind != "kernel" or replay is None:
         return kernel.kind
-    return kernel.name, replay.grid, replay.block
+    return kernel.name if named else "", replay.grid, replay.block
 
 
-def _node_key(node: GraphNode) -> Hashable:
-    return node.kind if node.kind != "kernel" else (node.name, node.grid, node.block)
-
-
-def _match_nodes(kernels: Sequence[Hashable], nodes: Sequence[GraphNode], *, in_order: bool) -> list[tuple[int, int]]:
+def _match_nodes(runs: Sequence[KernelRun], nodes: Sequence[GraphNode], *, in_order: bool) -> list[tuple[int, int]]:
     """Places of kernels, and of nodes that have their op."""
-    keys = [_node_key(node) for node in nodes]
-    if in_order and list(kernels) == keys:
+    named = all(node.name for node in nodes if node.kind == "kernel")  # an older driver does not tell
+    kernels = [_kernel_key(run, named=named) for run in runs]
+    keys = [node.kind if node.kind != "kernel" else (node.name * named, node.grid, node.block) for node in nodes]
+    if in_order and kernels == keys:
         return [(place, place) for place in range(len(keys))]
     places: dict[Hashable, list[int]] = {}
     for place, key in enumerate(kernels):

@@ -126,9 +126,11 @@ class CaptureRecorder(Recorder):
         return self.failure is None and active_recorder() is self
 
     def end(self) -> None:
-        """Records nothing more."""
+        """Records nothing more, and lets go of modules and parameters."""
         self.paused = True
         self._undo.close()
+        self._snapshot.release()
+        self.modules.release()
 
     def captured_graph(self, number: int) -> CapturedGraph | None:
         """What was recorded, while the graph is still being captured; None if that is not everything."""
@@ -276,14 +278,18 @@ def record_replays() -> Iterator[None]:
     """Inside, a trace has the ops of graphs that are replayed."""
     kind: Any = torch.cuda.CUDAGraph
     original = kind.replay
+    guard = Guard()
 
     @functools.wraps(original)
     def replay(self: Any) -> Any:
-        recorder = active_recorder()
-        captured = _graphs.captured.get(self)
-        if recorder is not None and captured is not None:
-            recorder.record_beside(recorder.record_replay, captured)
+        guard.call(_record_replay, self)
         return original(self)
 
     with patch_attribute(kind, "replay", replay):
         yield
+
+
+def _record_replay(graph: Any) -> None:
+    recorder, captured = active_recorder(), _graphs.captured.get(graph)
+    if recorder is not None and captured is not None:
+        recorder.record_beside(recorder.record_replay, captured)

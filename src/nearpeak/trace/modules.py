@@ -155,6 +155,11 @@ class ModulePaths:
         if id(module) not in self._paths:
             self.add_root(module, self._unused(type(module).__name__))
 
+    def release(self) -> None:
+        """Lets go of all modules."""
+        self._modules.clear()
+        self._paths.clear()
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, the stack follows every module's call."""

@@ -100,6 +100,11 @@ class StateSnapshot:
             self._leaves[id(tensor)] = tensor
             self.meet(tensor)
 
+    def release(self) -> None:
+        """Lets go of what was met."""
+        self._leaves.clear()
+        self._optimizers.clear()
+
     @property
     def met_graph(self) -> bool:
         """Whether a tensor was met that a real op computed for autograd."""

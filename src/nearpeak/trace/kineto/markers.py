@@ -38,6 +38,11 @@ class StreamId(NamedTuple):
     device: int
     kind: int
 
+    @property
+    def is_own(self) -> bool:
+        """Whether torch made it, and so never destroys it: its number is 0 or odd, others are addresses."""
+        return self.number == 0 or self.number % 2 == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
@@ -64,12 +69,15 @@ class MarkerPlanter:
 
         @functools.wraps(original)
         def set_stream(stream_id: int, device_index: int, device_type: int) -> Any:
-            if len(self._streams) < MOST_STREAMS:
-                self._streams[StreamId(stream_id, device_index, device_type)] = None
+            self._use(StreamId(stream_id, device_index, device_type))
             return original(stream_id, device_index, device_type)
 
         with patch_attribute(torch.cuda, "_set_stream_by_id", set_stream):
             yield
+
+    def _use(self, stream: StreamId) -> None:
+        if stream.is_own and len(self._streams) < MOST_STREAMS:
+            self._streams[stream] = None
 
     def plant(self, step: int) -> None:
         """Launches a marker on each stream, before the step of this number. On a machine without a GPU, none."""
@@ -80,7 +88,7 @@ class MarkerPlanter:
         if backend is None or is_capturing():
             return
         current = torch.cuda.current_stream()
-        self._streams.setdefault(StreamId(current.stream_id, current.device_index, current.device_type))
+        self._use(StreamId(current.stream_id, current.device_index, current.device_type))
         with _disable_current_modes():
             for stream in tuple(self._streams):
                 marker = Marker(number=len(self.planted), step=step, stream=stream)
