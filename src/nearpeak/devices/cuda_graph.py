@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,11 +57,14 @@ class CapturedNodes:
         number = ctypes.c_size_t(count)
         _check(self._driver.cuGraphGetNodes(self._graph, handles, ctypes.byref(number)), "cuGraphGetNodes")
         known = len(self._nodes)
-        # New nodes come last, as far as has been seen. The driver does not promise it.
-        candidates = handles[known:] if not known or handles[known - 1] == self._nodes[-1] else handles[:]
-        new = [handle for handle in candidates if handle is not None and handle not in self._known]
+        new = self._unknown(handles[known:])  # they come last, as far as has been seen
+        if len(new) < count - known:  # the driver does not promise it
+            new = self._unknown(handles[:])
         self._nodes += new
         self._known.update(new)
+
+    def _unknown(self, handles: Sequence[int | None]) -> list[int]:
+        return [handle for handle in handles if handle is not None and handle not in self._known]
 
     def describe(self) -> list[GraphNode | None]:
         """All nodes; None for one that runs nothing on the device."""
