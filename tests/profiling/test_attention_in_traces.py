@@ -114,4 +114,21 @@ def test_a_softmax_that_is_not_of_attention(tmp_path: Path):
     trace.op("aten::bmm", T(4, 64, 64), T(4, 64, 64), us=100)
     trace.op("aten::_softmax", T(GROUPS, TOKENS, TOKENS), -1, False, us=500)  # of something else
     trace.op("aten::bmm", T(4, 64, 64), T(4, 64, 64), us=100)
+    trace.op("aten::bmm", T(8, 4096, 512), T(8, 512, 64), us=100)  # tokens to experts, by their scores
+    trace.op("aten::_softmax", T(8, 4096, 64), -1, False, us=500)
+    trace.op("aten::bmm", T(8, 64, 4096, strides=(4096 * 64, 1, 64)), T(8, 4096, 512), us=100)
     assert RULE not in found_in(profiled(trace, tmp_path))
+
+
+def test_probabilities_on_the_right(tmp_path: Path):
+    """Values by transposed probabilities, in float32 and back in bfloat16 between."""
+    trace = MadeTrace()
+    trace.op("aten::bmm", T(4, 4096, 64), T(4, 64, 4096), us=900)
+    trace.op("aten::mul", T(4, 4096, 4096), T(dtype="float32"), us=400)
+    trace.op("aten::_to_copy", T(4, 4096, 4096), 6, None, None, None, False, None, us=600)
+    trace.op("aten::_softmax", T(4, 4096, 4096, dtype="float32"), 2, False, us=800)
+    trace.op("aten::_to_copy", T(4, 4096, 4096, dtype="float32"), 15, None, None, None, False, None, us=600)
+    trace.op("aten::bmm", T(4, 64, 4096), T(4, 4096, 4096, strides=(4096 * 4096, 1, 4096)), us=900)
+    profile = profiled(trace, tmp_path)
+    assert found_in(profile)[RULE].share > 0.5
+    assert len(found_in(profile)[RULE].ops) == 6

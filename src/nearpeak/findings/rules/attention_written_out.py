@@ -99,7 +99,7 @@ def _by_sizes(step: Step) -> Iterator[tuple[int, _WrittenOutAttention]]:
         scores = next((other for other in before if step.ops[other].packet in _BATCHED_PRODUCTS), None)
         pairs = _scores(step, scores, index)
         values = None if pairs is None else next(iter(_products_of(step, after, pairs.elements)), None)
-        if scores is not None and pairs is not None and values is not None:
+        if scores is not None and pairs is not None and values is not None and _sums_over_keys(step, values, pairs):
             inside = [
                 other for other in launching if scores < other < values and _has_size(step, other, pairs.elements)
             ]
@@ -131,6 +131,18 @@ def _scores(step: Step, product: int | None, softmax: int) -> Tensor | None:
     if isinstance(dim, int) and sizes and dim not in (-1, len(sizes[0].shape) - 1):
         return None
     return out if len(out.shape) > 2 else None
+
+
+def _sums_over_keys(step: Step, product: int, pairs: Tensor) -> bool:
+    """Whether a product sums the matrix over its columns, as attention does; a gradient sums over its rows."""
+    operands = _operands(step.ops[product])
+    if len(operands) != 2:
+        return False
+    left, right = operands
+    keys = pairs.shape[-1]
+    return (left.elements == pairs.elements and left.shape[-1] == keys) or (
+        right.elements == pairs.elements and right.shape[-2] == keys
+    )
 
 
 def _products_of(step: Step, indices: Iterable[int], size: int) -> list[int]:
