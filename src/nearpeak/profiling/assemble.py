@@ -103,8 +103,9 @@ class StepRecords:
         lost = {index for op in self.recorded.partial if (index := to_traced[op]) is not None}
         traced = without_costs(traced, lost)
         in_graphs = match_graph_kernels(self.recorded.kernels, traced.replays)
-        if in_graphs.note:
-            notes = (*notes, in_graphs.note)
+        completeness = add_graph_loss(self.recorded.completeness, in_graphs)
+        if self.traced is not None:  # else the notes of the recording say it
+            notes = (*notes, *filter(None, [in_graphs.note]), *completeness.notes)
         kernels = attach_triton_launches(device_kernels(self.recorded, to_traced, in_graphs.ops), traced.ops)
         if not kernels:
             kernels = _cpu_kernels(self.recorded, to_traced, min(1.0, wall / self.profiled_wall))
@@ -138,7 +139,7 @@ class StepRecords:
             rates=step_rates(traced, estimate, machine, wall_s=profile.wall_s, kernel_s=profile.kernel_s),
             memory=None if traced.lives is None else peak_memory(traced.lives, traced.ops),
             compiler=self.compiler,
-            completeness=add_graph_loss(self.recorded.completeness, in_graphs),
+            completeness=completeness,
             conditions=self.conditions,
             rank=self.rank,
             world_size=self.world_size,
