@@ -1,13 +1,13 @@
-"""The step time of `nearpeak profile` beside that of the script's own clock, for ten scripts of a device.
+"""The step time of `nearpeak profile` beside that of the script's own clock, for ten scripts of a kind.
 
     PYTHONPATH=src python -m benchmarks.accuracy.step_time --json step_time.json                # bound by the host
     PYTHONPATH=src python -m benchmarks.accuracy.step_time --gpu-bound --json step_time_gpu.json
 
 Each script marks the end of each of its steps on `time.perf_counter` and prints the times between. It runs as it is,
-then under the profiler, and again as it is: the step that is reported is compared with the mean of the two medians,
-whose difference says how well the machine repeats itself. The same script's marks while it was profiled show the clean
-steps as it saw them, and those after everything was recorded. The ten that are bound by the host run on a GPU if there
-is one; those that are bound by a GPU need one.
+and under the profiler, each in a process that is forked when everything is imported. The reported step is compared with the script's own median in two ways: of the run alone, and of the steps of the profiled run that came after
+everything was recorded, when nothing of nearpeak's is left. The second is free of what differs between two processes;
+on a GPU, CUPTI stays attached to the process then, unless the script is told to detach it (`--detached`,
+TEARDOWN_CUPTI=1 in its environment). The ten that are bound by the host run on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ import contextlib
 import io
 import json
 import os
+import select
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 TOLERANCE = 0.03
 WARM = 20
 """Steps that a script's own median leaves out."""
+LONGEST_S = 60.0
 
 HEAD = """
 import json, random, statistics, sys, time
@@ -317,16 +321,16 @@ for step in range(STEPS):
         loss.item()
     mark()
 """,
-    "compiled": """
-model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.LayerNorm(2048), nn.GELU()) for _ in range(6)])
-model = torch.compile(model.to(DEVICE, torch.bfloat16))
-optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-rows = torch.randn(8192, 2048, device=DEVICE, dtype=torch.bfloat16)
-for _ in range(STEPS):
-    optimizer.zero_grad()
-    model(rows).square().mean().backward()
-    optimizer.step()
-    mark()
+    "images": """
+model = nn.Sequential(
+    nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *[nn.Conv2d(64, 64, 3, 1, 1) for _ in range(6)]
+)
+model = model.to(DEVICE, torch.float16).to(memory_format=torch.channels_last).eval()
+images = torch.randn(128, 3, 224, 224, device=DEVICE, dtype=torch.float16).to(memory_format=torch.channels_last)
+with torch.inference_mode():
+    for _ in range(STEPS):
+        model(images)
+        mark()
 """,
 }
 
@@ -334,14 +338,16 @@ for _ in range(STEPS):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu-bound", action="store_true")
+    parser.add_argument("--detached", action="store_true", help="CUPTI is detached from a process after profiling")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.profile:
-        print("PROFILED " + json.dumps(_profile(arguments.profile, arguments.steps)))
-        return
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the driver does not survive a fork
+    if arguments.detached:
+        os.environ["TEARDOWN_CUPTI"] = "1"
+    from nearpeak.profiling import script as _  # noqa: F401  # before the forks
+
     scripts = GPU_BOUND if arguments.gpu_bound else HOST_BOUND
     results = []
     for name, body in scripts.items():
@@ -350,89 +356,116 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder) / f"{name}.py"
             script.write_text((GPU_HEAD if arguments.gpu_bound else HEAD) + body + TAIL)
-            try:
-                result = _compare(name, script, arguments.steps)
-            except (subprocess.SubprocessError, ValueError, KeyError, IndexError) as error:
-                result = {"name": name, "error": f"{error} {getattr(error, 'stderr', '') or ''}"[-2000:]}
+            result = {"name": name} | _compare(script, arguments.steps)
         results.append(result)
         print(_line(result), flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    within = sum(abs(result.get("off", 1.0)) <= TOLERANCE for result in results)
-    print(f"{within} of {len(results)} within {100 * TOLERANCE:.0f} %")
+    for against in ("alone", "after"):
+        off = [abs(result["off"].get(against, 1.0)) for result in results if "off" in result]
+        print(
+            f"{sum(each <= TOLERANCE for each in off)} of {len(results)} within {TOLERANCE:.0%} of its clock {against}"
+        )
 
 
-def _compare(name: str, script: Path, steps: int) -> dict[str, object]:
+def _compare(script: Path, steps: int) -> dict[str, Any]:
     began = time.perf_counter()
-    before = _own_steps([sys.executable, str(script), str(steps)])
-    command = [sys.executable, "-m", "benchmarks.accuracy.step_time", "--profile", str(script), "--steps", str(steps)]
-    profiled = json.loads(_run(command).partition("PROFILED ")[2])
-    after = _own_steps([sys.executable, str(script), str(steps)])
-    medians = [statistics.median(each[WARM:]) for each in (before, after)]
-    own = statistics.fmean(medians)
-    return {
-        "name": name,
-        "own_s": own,
-        "own_runs_s": medians,
-        "off": profiled["wall_s"] / own - 1.0,
-        **profiled,
-        "seconds": time.perf_counter() - began,
-    }
+    alone = _in_fork(lambda: _run_alone(script, steps))
+    profiled = _in_fork(lambda: _run_profiled(script, steps))
+    if "error" in alone or "error" in profiled:
+        return {"error": alone.get("error", "") + profiled.get("error", "")}
+    own = {"alone": statistics.median(alone["steps"][WARM:])}
+    if "after" in profiled["own_by_phase_s"]:
+        own["after"] = profiled["own_by_phase_s"]["after"]
+    off = {against: profiled["wall_s"] / seconds - 1.0 for against, seconds in own.items()}
+    return {"own_s": own, "off": off, **profiled, "seconds": time.perf_counter() - began}
 
 
-def _own_steps(command: list[str]) -> list[float]:
-    steps: list[float] = json.loads(_run(command).partition("STEPS ")[2])
-    return steps
+def _in_fork(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of a function that runs in a child process, or an error."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            result = run()
+        except BaseException as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        with os.fdopen(writer, "w") as stream:
+            stream.write(json.dumps(result))
+        os._exit(0)
+    os.close(writer)
+    text = ""
+    deadline = time.monotonic() + LONGEST_S
+    with os.fdopen(reader) as stream:
+        while select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = os.read(stream.fileno(), 1 << 16).decode()
+            if not part:
+                break
+            text += part
+        else:
+            os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    result: dict[str, Any] = json.loads(text) if text else {"error": "it ended without a result"}
+    return result
 
 
-def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=os.environ).stdout
+def _run_alone(script: Path, steps: int) -> dict[str, Any]:
+    sys.argv = [str(script), str(steps)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__"})
+    return {"steps": json.loads(printed.getvalue().partition("STEPS ")[2])}
 
 
-def _profile(script: Path, steps: int) -> dict[str, object]:
-    """Profiles a script in this process; its own marks by what nearpeak did in each step."""
+def _run_profiled(script: Path, steps: int) -> dict[str, Any]:
+    """Profiles a script; its own marks by what nearpeak did in each step."""
+    from nearpeak._records import to_json
     from nearpeak.profiles.grade import grade_profile
     from nearpeak.profiling.script import profile_script
     from nearpeak.profiling.session import Session
 
     phases: list[str] = []
+    sessions: list[Session] = []
     step_ends = Session.step_ends
 
     def note_phase(session: Session, *args: object, **kwargs: object) -> None:
         step_ends(session, *args, **kwargs)  # type: ignore[arg-type]
         phases.append(session.schedule.phase)
+        sessions[:] = [session]
 
     Session.step_ends = note_phase  # type: ignore[method-assign, assignment]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        ran = profile_script(script, [str(steps)], on=os.environ.get("NEARPEAK_ON", "h100-sxm"))
+        ran = profile_script(script, [str(steps)], on="h200-sxm")
     own = json.loads(printed.getvalue().partition("STEPS ")[2])
     by_phase: dict[str, list[float]] = {}
     for number, took in enumerate(own):  # the first mark ends a step, after which the session names the next phase
         by_phase.setdefault(phases[number] if number < len(phases) else "after", []).append(took)
+    by_phase["after"] = by_phase.get("after", [])[3:]  # the first ones find other things in the caches
     if ran.profile is None:
         raise ValueError(ran.missing)
     grade = grade_profile(ran.profile)
     return {
         "wall_s": ran.profile.wall_s,
         "walls": ran.profile.walls,
+        "host_ahead": sessions[0].schedule.host_ahead,
         "grade": grade.letter,
         "reasons": grade.reasons,
+        "conditions": to_json(ran.profile.conditions),
         "idle_s": ran.profile.waterfall.seconds("idle"),
-        "own_by_phase_s": {phase: statistics.median(times) for phase, times in by_phase.items()},
+        "own_by_phase_s": {phase: statistics.median(times) for phase, times in by_phase.items() if times},
     }
 
 
-def _line(result: dict[str, object]) -> str:
+def _line(result: dict[str, Any]) -> str:
     if "error" in result:
         return f"{result['name']:20} {result['error']}"
-    own, off, runs = result["own_s"], result["off"], result["own_runs_s"]
-    phases = result["own_by_phase_s"]
-    assert isinstance(own, float) and isinstance(off, float) and isinstance(runs, list) and isinstance(phases, dict)
-    seen = ", ".join(f"{phase} {1e3 * phases[phase]:.3f}" for phase in ("clean", "after", "done") if phase in phases)
+    off = ", ".join(f"{100 * each:+.1f} % of its clock {against}" for against, each in result["off"].items())
+    seen = ", ".join(f"{phase} {1e3 * seconds:.3f}" for phase, seconds in result["own_by_phase_s"].items())
     return (
-        f"{result['name']:20} own {1e3 * own:.3f} ms (runs {100 * (runs[1] / runs[0] - 1):+.1f} %), reported "
-        f"{100 * off:+.1f} %, grade {result['grade']}; own clock while profiled: {seen}"
+        f"{result['name']:20} {1e3 * result['wall_s']:.3f} ms reported: {off}; grade {result['grade']}; alone "
+        f"{1e3 * result['own_s']['alone']:.3f}, while profiled {seen}; took {result['seconds']:.0f} s"
     )
 
 
