@@ -71,6 +71,6 @@ gc.collect()
 gc.freeze()  # a fork that ends would copy, and look at, everything that was imported
 arguments = serve()
 if arguments[0] == "nearpeak":
-    sys.exit(nearpeak.cli.main.main())
+    nearpeak.cli.main.run()
 if run_program(str(Path(arguments[0]).absolute()).encode()) and sys.last_type is not KeyboardInterrupt:
     sys.exit(1)

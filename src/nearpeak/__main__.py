@@ -1,8 +1,6 @@
 """`python -m nearpeak` is the command `nearpeak`."""
 
-import sys
-
-from nearpeak.cli.main import main
+from nearpeak.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

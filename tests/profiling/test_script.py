@@ -1,5 +1,6 @@
 """Scripts and modules, run as they are: what they see, how they end, and what is captured of them."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -225,13 +226,26 @@ def test_ctrl_c_gives_what_was_captured(write, capsys):
     # a shell starts commands in the background with SIGINT ignored
     interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\n"
     script = write(f"{LOOP}import os, signal, time\n{interrupt}time.sleep(60)\n")
-    assert main(["profile", "--on", "h200-sxm", str(script)]) == 130
+    assert main(["profile", "--on", "h200-sxm", str(script)]) == -signal.SIGINT
     captured = capsys.readouterr()
     assert "Verdict:" in captured.out
     assert "Traceback" not in captured.err
     script = write("raise KeyboardInterrupt")
-    assert main(["profile", "--on", "h200-sxm", str(script)]) == 130
+    assert main(["profile", "--on", "h200-sxm", str(script)]) == -signal.SIGINT
     assert "took no steps" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_process_as_it_does_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.excepthook = lambda *error: print(error[0].__name__)\nraise KeyboardInterrupt\n")
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "nearpeak", "profile", "--on", "h200-sxm", str(script)]
+    profiled = subprocess.run(command, capture_output=True, text=True)
+    assert (
+        (profiled.returncode, profiled.stdout)
+        == (alone.returncode, alone.stdout)
+        == (-signal.SIGINT, "KeyboardInterrupt\n")
+    )
 
 
 def test_a_script_that_takes_no_step_is_ended_after_the_time_that_was_given(write, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ VERBS: dict[str, Verb] = {
 }
 
 INTERNAL_ERROR = 5
-INTERRUPTED = 130
+INTERRUPTED = -signal.SIGINT
 BROKEN_PIPE = 141
 LONGEST_MESSAGE = 4000
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process when None) and return its exit code.
 
     Results go to stdout. An error becomes one message on stderr and the exit code of its class; one that was not raised
-    on purpose is ours.
+    on purpose is ours. Ctrl-C is -2, by the number of its signal.
     """
     # Without NumPy, which nothing here uses, torch warns on import.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
@@ -91,6 +92,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         hint = "This is an error of nearpeak: please report it. NEARPEAK_DEBUG=1 shows the traceback."
         return _report(error, f"internal error: {type(error).__name__}: {message_of(error)}", hint, INTERNAL_ERROR)
+
+
+def run() -> NoReturn:
+    """The command `nearpeak`: `main`, and the end of the process.
+
+    Ctrl-C ends it by the signal, as Python itself ends: a shell then stops the script that the command is part of.
+    """
+    code = main()
+    if code == INTERRUPTED:
+        sys.excepthook = lambda *_: None  # everything is said
+        raise KeyboardInterrupt
+    sys.exit(code)
 
 
 class _Parser(argparse.ArgumentParser):

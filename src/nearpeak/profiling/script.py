@@ -37,7 +37,8 @@ from nearpeak.profiling.steps import detect_steps
 from nearpeak.units import seconds
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = -signal.SIGINT
+"""As `subprocess` has it: the interpreter ends by the signal."""
 FIRST_LINE_S = 60.0
 """Seconds without a step until the first line about it."""
 LINE_INTERVAL_GROWTH = 2.0
@@ -313,15 +314,14 @@ def report_exit(error: BaseException) -> int:
             return int(error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
+    interrupted = isinstance(error, KeyboardInterrupt)
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, _user_traceback(error.__traceback__))
-    else:
+    elif not interrupted:  # the report follows instead
         shown = traceback.TracebackException.from_exception(error)
         _drop_own_frames(shown)
         print("".join(shown.format()), end="", file=sys.stderr)
-    return 1
+    return EXIT_INTERRUPTED if interrupted else 1
 
 
 def _user_traceback(frames: TracebackType | None) -> TracebackType | None:

@@ -171,7 +171,8 @@ def _show_run(
         return ran.exit_code or code
     if ran.exit_code == 0:
         raise (EnvironmentProblem if ran.problem else UsageError)(ran.missing)
-    narrate(f"nearpeak: it ended with exit code {ran.exit_code}, and there is no profile. {ran.missing}")
+    how = f"it ended with exit code {ran.exit_code}" if ran.exit_code > 0 else "it was interrupted"
+    narrate(f"nearpeak: {how}, and there is no profile. {ran.missing}")
     misplaced = [each for each in script_arguments if each.partition("=")[0] in _own_options()]
     if ran.exit_code == 2 and misplaced:
         narrate(f"nearpeak: {misplaced[0]} was given to the script. Options of nearpeak go before it.")
