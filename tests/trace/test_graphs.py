@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+import nearpeak
+from nearpeak.bound.estimate import estimate_trace
 from nearpeak.ops.graph import GraphNode
-from nearpeak.trace import graphs
+from nearpeak.trace import graphs, storages
 from nearpeak.trace.graphs import CaptureRecorder, record_replays, remember_graphs
 from nearpeak.trace.guard import capture_count, is_capturing
 from nearpeak.trace.live import LiveTrace
@@ -267,3 +270,56 @@ def test_what_other_threads_run_meanwhile_is_not_captured(nodes: Nodes):
 def _on_another_thread(function: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the CPU stands for that of a device."""
+
+    def address(tensor: torch.Tensor) -> int | None:
+        return tensor.untyped_storage().data_ptr() or None
+
+    monkeypatch.setattr(storages, "memory_address", address)
+
+
+@pytest.mark.usefixtures("addresses")
+@pytest.mark.parametrize("graphs_of_step", [1, 2])
+def test_the_floors_of_replays_are_those_of_the_same_ops(nodes: Nodes, graphs_of_step: int):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    x = torch.randn(32, 64)
+    losses: list[torch.Tensor] = []
+
+    def forward() -> None:
+        losses[:] = [model(x).square().mean()]
+
+    def backward() -> None:
+        losses[0].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def step() -> None:
+        forward()
+        backward()
+
+    step()
+    parts = [step] if graphs_of_step == 1 else [forward, backward]
+    captured = [Graph() for _ in parts]
+    with remember_graphs():
+        for graph, part in zip(captured, parts, strict=True):
+            capture(graph, nodes, part)
+        live = LiveTrace()
+        x.mul_(1)
+        for graph in captured:
+            graph.replay()
+        replayed = live.stop()
+    live = LiveTrace()
+    x.mul_(1)
+    step()
+    plain = live.stop()
+    machine = nearpeak.machine("h200-sxm")
+    first, second = (estimate_trace(replace(trace, lives=None), machine) for trace in (replayed, plain))
+    assert first.as_written_s == pytest.approx(second.as_written_s, rel=0.02)
+    assert first.ideal_s == pytest.approx(second.ideal_s, rel=0.02)
+    assert first.fused_s == pytest.approx(second.fused_s, rel=0.05)
