@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -189,3 +190,11 @@ sys.exit(cli.main(["flood"]))
 def test_the_module_is_the_command():
     end = subprocess.run([sys.executable, "-m", "nearpeak", "--version"], capture_output=True, text=True, check=True)
     assert end.stdout == f"nearpeak {nearpeak.__version__}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_behind_stdout_is_a_problem_of_the_machine():
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "nearpeak", "machine", "--list"]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (4, "nearpeak: stdout cannot be written: No space left on device.\n")

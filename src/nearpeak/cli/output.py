@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 
 from nearpeak import _files
 from nearpeak._display import printable
+from nearpeak.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from nearpeak.render.text import Style
@@ -170,7 +171,12 @@ def print_result(text: str, value: Any, destination: str | None) -> None:
 
 def print_text(text: str) -> None:
     """Prints a result; what the encoding of stdout lacks becomes an escape."""
-    _write_line(Streams.stdout(), text)
+    try:
+        _write_line(Streams.stdout(), text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, for example
+        raise EnvironmentProblem(f"stdout cannot be written: {error.strerror}.") from None
 
 
 def json_text(value: Any) -> str:
