@@ -831,7 +831,8 @@ def model(draw: Draw) -> Drawn:
     """
     name = draw.one("MLP", "MLP", "written-out attention", "written-out attention", "encoder layer", "encoder layer",
                     "gated layer", "gated layer", "residual block", "residual block", "convolutional network",
-                    "recurrent classifier", "linear, norm, gelu", "chain of small ops", "embedding and head")  # fmt: skip
+                    "recurrent classifier", "linear, norm, gelu", "chain of small ops",
+                    "embedding and head")  # fmt: skip
     dtype, run = draw.one(BF16, BF16, FP16, FP32), draw.one("forward", "forward", "training", "step")
     batch, tokens, width = draw.power(1, 32), draw.power(32, 2048), draw.one(128, 256, 512, 768, 1024, 2048, 4096)
     channels, edge, depth = draw.power(64, 512), draw.one(28, 32, 56, 112), draw.one(1, 2, 4)

@@ -6,6 +6,7 @@ from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.expected import expected_seconds, interpolate, kinds_of
 from nearpeak.machines import catalogue
 from nearpeak.machines.machine import Achievable, EfficiencyPoint, LaunchCost, Machine
+from nearpeak.machines.reference import reference_efficiency
 from nearpeak.ops.cost import cost_of
 from nearpeak.ops.op import Op, Storage, Trace
 from nearpeak.ops.tensor import Tensor
@@ -140,13 +141,19 @@ def with_efficiency(machine, **points):
 
 
 def test_a_machine_that_was_measured_is_taken_at_its_own_figures(addition):
-    machine = with_efficiency(catalogue.find("h200-sxm"), pointwise=(EfficiencyPoint(bound_seconds=1e-6, ratio=3.0),))
+    machine = with_efficiency(on_a_cpu(), pointwise=(EfficiencyPoint(bound_seconds=1e-6, ratio=3.0),))
     found = estimate_trace(addition, machine)
-    assert found.expected_s == pytest.approx(3 * found.as_written_s)
-    assert found.expected_from == "h200-sxm"
+    assert found.expected_s == found.expected_device_s == pytest.approx(3 * found.as_written_s)
+    assert found.expected_from == "cpu"
 
 
-def test_one_that_was_not_is_taken_at_those_of_the_reference(addition):
+def test_a_cpu_that_was_not_is_taken_at_those_of_the_reference(addition):
+    found = estimate_trace(addition, with_efficiency(on_a_cpu()))
+    assert found.expected_from == reference_efficiency("cpu").machine
+    assert 1.0 <= found.expected_s / found.as_written_s < 4.0
+
+
+def test_a_gpu_has_models_that_were_fitted_to_another(addition):
     found = estimate_trace(addition, catalogue.find("a100-sxm-80gb"))
     assert found.expected_from == "h200-sxm"
     assert 1.0 <= found.expected_s / found.as_written_s < 2.0
@@ -160,7 +167,7 @@ def test_the_ceilings_of_the_bound_do_not_change_what_is_expected(addition):
 
 
 def test_what_is_like_nothing_that_was_measured_is_not_known(addition):
-    machine = with_efficiency(catalogue.find("h200-sxm"), sorting=POINTS)
+    machine = with_efficiency(on_a_cpu(), sorting=POINTS)
     found = estimate_trace(addition, machine)
     assert found.ops[0].expected_seconds is None
     assert found.expected_s is None

@@ -70,7 +70,16 @@ class Reader(HTMLParser):
 
 def named_estimate(name: str):
     ops = [product(name=name, family=name, module=name, source=name), addition()]
-    return estimate(ops, {name: 3}, machine=name, how=name, notes=(name,), expected_s=3e-3, expected_from=name)
+    return estimate(
+        ops,
+        {name: 3},
+        machine=name,
+        how=name,
+        notes=(name,),
+        expected_s=3e-3,
+        expected_device_s=3e-3,
+        expected_from=name,
+    )
 
 
 def named_timing(name: str):
@@ -170,7 +179,11 @@ def test_a_profile_without_findings():
 
 
 def test_an_estimate_shows_its_floors_and_families():
-    read = Reader(estimate([product(), addition()], {"mine.op": 2}, expected_s=3e-3, expected_from="toy")._repr_html_())
+    read = Reader(
+        estimate(
+            [product(), addition()], {"mine.op": 2}, expected_s=3e-3, expected_device_s=3e-3, expected_from="toy"
+        )._repr_html_()
+    )
     for text in ("Estimate on toy", "measured ceilings: 2 ops", "as written2.00 ms", "fused500 us", "ideal250 us"):
         assert text in read.text
     assert "Expected: 3.00 ms" in read.text and "mine.op x2" in read.text

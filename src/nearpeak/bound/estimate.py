@@ -89,7 +89,10 @@ class Estimate:
     group_seconds: tuple[float, ...] = ()
     """The bound of each of `groups` as one kernel."""
     expected_s: float | None = None
-    """The time of the ops as written, one after the other, with good kernels. No bound; None where it is not known."""
+    """The time of the ops as written, one call after the other: that of their kernels, or of the host that calls them.
+    No bound; None where it is not known."""
+    expected_device_s: float | None = None
+    """The time of their kernels alone: what a CUDA graph takes, or a host that is far ahead. On a CPU the same."""
     expected_from: str = ""
     """The machine whose kernels were measured for `expected_s`."""
     memory_bytes: float = 0.0
@@ -107,8 +110,11 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        """All floating-point operations, on both engines."""
-        return sum(self.work.flops.values()) + sum(self.work.vector_flops.values())
+        """All floating-point operations, on both engines; convolutions count in the direct form.
+
+        `work` has the least that a fast algorithm needs, as the bounds do.
+        """
+        return sum([op.flops for op in self.ops])
 
     @property
     def bytes(self) -> float:
@@ -161,6 +167,7 @@ def _estimate(trace: Trace, machine: Machine, ceilings: Ceilings) -> Estimate:
         notes=trace.notes,
         group_seconds=group_seconds,
         expected_s=expectation.total,
+        expected_device_s=expectation.device,
         expected_from=expectation.measured_on,
         memory_bytes=sum([times[0] for times in written]) * _bandwidth(machine, ceilings),
     )
@@ -197,7 +204,7 @@ def _facts(op: Op, cost: Cost, machine: Machine, memo: dict[str, Any]) -> _Facts
     facts = _Facts(
         name=op.name,
         family=cost.family,
-        flops=sum(cost.flops.values()) + sum(cost.vector_flops.values()),
+        flops=cost.direct_flops,
         bytes_read=sum([access.bytes for access in cost.reads]),
         bytes_written=sum([access.bytes for access in cost.writes]),
         model=cost.model,

@@ -1,12 +1,13 @@
-"""The expected time of an op with a good kernel, from the measured efficiency of kernels of its kind.
+"""The expected time of an op with the kernels that torch runs.
 
-A bound is what no kernel beats; an expectation is the time to expect. An expectation enters no floor.
+A bound is what no kernel beats; an expectation is the time to expect. An expectation enters no floor and is not
+below the bound.
 
-Each kind of op has measured points: the bound of an op, and the ratio of its time to that bound. Between two points the
-ratio is interpolated on logarithmic scales. Beyond the last point the ratio is constant. Before the first point the
-time is constant: a kernel with next to no work takes its fixed time.
-
-Kinds go from special to general ("aten.cat", then "movement"); the first that was measured counts.
+On a GPU each family of kernels has a physical model: see `bound.kernel_models`. On a CPU each kind of op has measured
+points: the bound of an op, and the ratio of its time to that bound. Between two points the ratio is interpolated on
+logarithmic scales. Beyond the last point the ratio is constant. Before the first point the time is constant: a kernel
+with next to no work takes its fixed time. Kinds go from special to general ("aten.cat", then "movement"); the first
+that was measured counts.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from nearpeak.bound.fusion import does_anything
+from nearpeak.bound.kernel_models import Gpu, access_order, kernel_constants, kernel_count, kernel_seconds
 from nearpeak.bound.roofline import ResourceSeconds, limiting_resource
 from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.machines.reference import reference_efficiency
 from nearpeak.ops.cost import Cost
 from nearpeak.ops.op import Op, Trace
 from nearpeak.ops.op_classes import OpClasses, classify_ops
-from nearpeak.ops.tensor import Tensor
 
 Efficiency = Mapping[str, Sequence[EfficiencyPoint]]
 CACHED = "/cached"
 """Suffix of a kind that was measured with its operands in the cache."""
 NEAR_RIDGE = 2.0
 """A product whose memory and compute times differ by less than this ratio is limited by both."""
+HOST_CALL = 3e-4
+"""An op whose host time is longer than this launches many kernels, the first of them within it."""
+SHORTEST_KERNEL = 1e-7
+"""No kernel takes less than this many seconds: what does is a copy of some bytes, or nothing."""
 NARROW = 32
 """A compute-bound product with at most so many rows or columns is a kind of its own."""
 
@@ -41,15 +47,39 @@ class Expectation:
     measured_on: str
     start: float = 0.0
     """The cold start of a step: on a CPU the first op finds its code in no cache."""
+    gap: float = 0.0
+    """Between the end of one op's kernels and the start of the next one's, on a GPU."""
+    host: tuple[float, ...] = ()
+    """On a GPU, the seconds that the host takes to call each op."""
+    call: float = math.inf
+    """The part of them after which the first kernel of an op with many is launched."""
 
     @property
-    def total(self) -> float | None:
+    def device(self) -> float | None:
         """The sum over the ops with an expectation, and the cold start; None where no op has one."""
         seconds = [value for value in self.seconds if value is not None]
         if not seconds:
             return None if self.seconds else 0.0
         ops = sum(seconds)
-        return ops + self.start if ops else 0.0
+        kernels = sum(value > SHORTEST_KERNEL for value in seconds)
+        return ops + self.start + self.gap * max(0, kernels - 1) if ops else 0.0
+
+    @property
+    def total(self) -> float | None:
+        """The time of an eager call: each kernel starts when the host has called it and the one before it has ended.
+
+        A kernel that is alone is timed behind other work, which hides its launch, and has no time of the host.
+        """
+        device = self.device
+        kernels = [seconds if seconds and seconds > SHORTEST_KERNEL else 0.0 for seconds in self.seconds]
+        if not device or not self.host or sum(map(bool, kernels)) <= 1:
+            return device
+        called = ended = 0.0
+        for host, seconds in zip(self.host, kernels, strict=True):
+            started, called = called + min(host, self.call), called + host
+            if seconds:
+                ended = max(called, max(started, ended + self.gap) + seconds)
+        return max(called, ended)
 
 
 def expected_times(
@@ -62,27 +92,87 @@ def expected_times(
     """The expected times of the ops as written.
 
     `times` are those of each op at the achievable ceilings of `machine`; `kinds` is the result of `classify_ops`, for a
-    caller that has it. A machine whose kernels were not measured is assumed to be as efficient as the reference
-    machine. On a CPU no op, not even a view, takes less than its call: no host runs ahead there.
+    caller that has it. A CPU whose kernels were not measured is assumed to be as efficient as the reference machine. On
+    a CPU no op, not even a view, takes less than its call: no host runs ahead there.
     """
     if machine.achievable is None:
         return Expectation(seconds=(None,) * len(costs), measured_on="")
-    efficiency: Efficiency = machine.achievable.efficiency
-    measured_on = machine.id
-    if not efficiency:
-        measured = reference_efficiency(machine.kind)
-        efficiency, measured_on = measured.efficiency, measured.machine
+    classes = kinds or classify_ops(trace.ops)
+    expectations = OpExpectations(machine)
     launch = machine.achievable.launch
     shortest = launch.host_call or 0.0 if machine.kind == "cpu" else 0.0
     memo: dict[tuple[int, ResourceSeconds], float | None] = {}
     seconds = []
-    for index, key in enumerate(zip((kinds or classify_ops(trace.ops)).kinds, times, strict=True)):
+    for index, key in enumerate(zip(classes.kinds, times, strict=True)):
         value = memo.get(key, math.nan)
         if value is math.nan:
-            value = expected_seconds(trace.ops[index], costs[index], key[1], efficiency)
+            value = expectations.seconds(trace.ops[index], costs[index], key[1])
             value = memo[key] = None if value is None else max(value, shortest)
         seconds.append(value)
-    return Expectation(seconds=tuple(seconds), measured_on=measured_on, start=launch.cold_start or 0.0)
+    host = _host_seconds(trace.ops, seconds, machine) if machine.kind == "gpu" else ()
+    gap = kernel_constants().constants["gpu"]["gap"] if machine.kind == "gpu" else 0.0
+    return Expectation(
+        seconds=tuple(seconds),
+        measured_on=expectations.measured_on,
+        start=launch.cold_start or 0.0,
+        gap=gap,
+        host=host,
+        call=HOST_CALL,
+    )
+
+
+def _host_seconds(ops: Sequence[Op], seconds: Sequence[float | None], machine: Machine) -> tuple[float, ...]:
+    """What the host takes to call each op eagerly, Python and autograd included.
+
+    The constants are those of the reference machine's host; where the machine's own was measured, they are scaled by
+    what it takes to enqueue one op.
+    """
+    constants = kernel_constants().constants["host"]
+    enqueue = machine.achievable.launch.enqueue if machine.achievable is not None else None
+    scale = enqueue / constants["enqueue"] if enqueue else 1.0
+    times = []
+    for op, value in zip(ops, seconds, strict=True):
+        if op.phase == "optimizer":
+            kind = "optimizer"
+        elif op.phase == "backward":
+            kind = "backward" if value else "nothing"
+        elif value:
+            kind = "convolution" if "conv" in op.packet else "call"
+        else:
+            kind = "view"
+        further = kernel_count(op, kernel_constants().constants) - 1
+        times.append(scale * (constants[kind] + further * constants["launch"]))
+    return tuple(times)
+
+
+class OpExpectations:
+    """The expected time of any op on a machine that has ceilings."""
+
+    def __init__(self, machine: Machine) -> None:
+        assert machine.achievable is not None
+        self._efficiency: Efficiency = machine.achievable.efficiency
+        self.measured_on = machine.id
+        self._gpu: Gpu | None = None
+        if machine.kind == "gpu":
+            constants = kernel_constants()
+            self._gpu = Gpu.of(machine, constants.constants)
+            self.measured_on = constants.machine
+        elif not self._efficiency:
+            measured = reference_efficiency(machine.kind)
+            self._efficiency, self.measured_on = measured.efficiency, measured.machine
+
+    def seconds(self, op: Op, cost: Cost, times: ResourceSeconds) -> float | None:
+        """Its time, at least its bound; 0 for an op that costs nothing, None where nothing like it was measured."""
+        if self._gpu is None:
+            return expected_seconds(op, cost, times, self._efficiency)
+        if not does_anything(cost):
+            return 0.0
+        missed = times[0] * self._gpu.bandwidth
+        try:
+            value = kernel_seconds(op, cost, missed, self._gpu, kernel_constants().constants)
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None  # its arguments are not as torch's schema has them, as in a trace of another release
+        return max(value, *times)
 
 
 def kinds_of(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
@@ -114,7 +204,7 @@ def _kinds(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
         if "backward" in op.packet:
             yield f"{cost.family}/backward"
     elif cost.family in ("pointwise", "movement"):
-        order = _access_order(op)
+        order = access_order(op)
         if order:
             yield f"{op.packet}/{order}"
             yield f"{cost.family}/{order}"
@@ -165,20 +255,3 @@ def interpolate(points: Sequence[EfficiencyPoint], bound_seconds: float) -> floa
     low, high = points[position - 1], points[position]
     share = math.log(bound_seconds / low.bound_seconds) / math.log(high.bound_seconds / low.bound_seconds)
     return bound_seconds * math.exp((1 - share) * math.log(low.ratio) + share * math.log(high.ratio))
-
-
-def _access_order(op: Op) -> str:
-    """How the memory orders of an op's tensors differ: "" not at all, "permuted" by rows, "transposed" by elements.
-
-    Where rows are permuted or an operand is broadcast, the last dimension is contiguous in all tensors.
-    """
-    tensors = [tensor for tensor in (*op.inputs, *op.outputs) if tensor.elements > 1]
-    if len({_steps(tensor) for tensor in tensors}) <= 1:
-        return ""
-    last = {_steps(tensor)[-1] for tensor in tensors if _steps(tensor)}
-    return "permuted" if last <= {0, 1} else "transposed"
-
-
-def _steps(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of the dimensions that have more than one element."""
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size != 1)

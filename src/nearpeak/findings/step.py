@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Literal
 
 from nearpeak.bound.dataflow import Touches, touches_in
-from nearpeak.bound.expected import expected_seconds, interpolate
-from nearpeak.bound.roofline import KernelStream, limiting_resource
+from nearpeak.bound.expected import OpExpectations, interpolate
+from nearpeak.bound.kernel_models import kernel_constants, work_seconds
+from nearpeak.bound.roofline import KernelStream, ResourceSeconds, limiting_resource
 from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.machines.reference import reference_efficiency
 from nearpeak.ops.cost import Access, Cost, cost_of, costs_of
@@ -140,7 +141,7 @@ class Step:
         cost = cost_of(op)
         stream = KernelStream(self.trace, self.machine, "achievable")
         times = stream.seconds(cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=True, op=0)
-        return expected_seconds(op, cost, times, self._efficiency)
+        return self._expectations.seconds(op, cost, times) if self._expectations is not None else None
 
     def expected_fused(self, members: Collection[int], *, kind: str = "pointwise", keep: Collection[int] = ()) -> float:
         """The time of a good kernel that does the work of several ops at once.
@@ -172,6 +173,10 @@ class Step:
         kind: str = "pointwise",
     ) -> float:
         """The time of a good kernel for an amount of work, at the efficiency of kernels of some kind."""
+        if self.machine.kind == "gpu":
+            memory, cache, compute, launch = self._least_times(reads, writes, flops, vector_flops)
+            seconds = work_seconds(max(memory, cache), compute, kind, kernel_constants().constants)
+            return max(seconds, launch)
         bound = self.least(reads, writes, flops, vector_flops)
         points = self._efficiency.get(kind) or self._efficiency.get("any")
         return interpolate(points, bound) if points else bound
@@ -184,11 +189,19 @@ class Step:
         vector_flops: Mapping[str, float] | None = None,
     ) -> float:
         """The bound for an amount of work: no kernel is faster."""
+        return limiting_resource(self._least_times(reads, writes, flops, vector_flops))[0]
+
+    def _least_times(
+        self,
+        reads: Sequence[Access],
+        writes: Sequence[Access],
+        flops: Mapping[str, float] | None,
+        vector_flops: Mapping[str, float] | None,
+    ) -> ResourceSeconds:
         stream = KernelStream(self.trace, self.machine, "achievable")
-        times = stream.seconds(
+        return stream.seconds(
             tuple(reads), tuple(writes), dict(flops or {}), dict(vector_flops or {}), launches=True, op=0
         )
-        return limiting_resource(times)[0]
 
     def border(
         self, members: Collection[int], *, keep: Collection[int] = ()
@@ -210,6 +223,10 @@ class Step:
             tuple(Access(storage=storage, bytes=size) for storage, size in reads.items()),
             tuple(Access(storage=storage, bytes=size) for storage, size in writes.items()),
         )
+
+    @cached_property
+    def _expectations(self) -> OpExpectations | None:
+        return None if self.machine.achievable is None else OpExpectations(self.machine)
 
     @cached_property
     def _efficiency(self) -> Mapping[str, Sequence[EfficiencyPoint]]:

@@ -107,7 +107,7 @@ class Context:
         Without measured efficiencies, as for most machines of the catalogue, the bound.
         """
         estimate = self.estimate(fn, *args)
-        return estimate.as_written_s if estimate.expected_s is None else estimate.expected_s
+        return estimate.as_written_s if estimate.expected_device_s is None else estimate.expected_device_s
 
     def _fake_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor on `device` for a "meta" tensor, for which torch would choose other ops."""

@@ -85,6 +85,17 @@ class Cost:
         return self.flops if self.family == "declared" else {}
 
     @property
+    def direct_flops(self) -> float:
+        """All FLOPs, convolutions in the direct form: the count that is shown, and that rates are of.
+
+        The bound has the least that a fast algorithm needs, which is another count.
+        """
+        vector = sum(self.vector_flops.values())
+        if self.family != "convolution" or self.products is None:
+            return sum(self.flops.values()) + vector
+        return sum(self.products.values()) + (vector if self.flops else 0.0)
+
+    @property
     def work(self) -> Work:
         """The sums over storages."""
         return Work(

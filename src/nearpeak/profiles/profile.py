@@ -292,7 +292,7 @@ def build_profile(
         as_written_s=as_written_s,
         fused_s=fused_s,
         ideal_s=ideal_s,
-        expected_s=estimate.expected_s,
+        expected_s=estimate.expected_device_s,
         waterfall=build_waterfall(
             wall_s=wall_s,
             ideal_s=ideal_s,

@@ -13,7 +13,7 @@ def text(estimate, **options):
 
 
 EXPECTED = """\
-On toy, measured ceilings: 3 ops, 4.00 GFLOP, 12.0 MB
+On toy, measured ceilings: 3 ops, 6.00 GFLOP, 12.0 MB
 
 floor          time  meaning
 ----------  -------  ------------------------------------------------

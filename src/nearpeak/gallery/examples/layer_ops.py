@@ -136,7 +136,7 @@ def _limits(estimates: dict[str, nearpeak.Estimate]) -> Iterator[Part]:
 
 
 def _predicted(estimate: nearpeak.Estimate) -> float:
-    return estimate.as_written_s if estimate.expected_s is None else estimate.expected_s
+    return estimate.as_written_s if estimate.expected_device_s is None else estimate.expected_device_s
 
 
 def _fused(context: Context, chains: dict[str, Call], attention: nearpeak.Estimate) -> Iterator[Part]:

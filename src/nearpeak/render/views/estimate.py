@@ -28,6 +28,8 @@ LOW_TILE_EFFICIENCY = 0.9
 MOST_GEMMS = 6
 NAME_COLUMNS = 28
 """How wide the column of names is at most, so that intensities fit in 80 columns."""
+HOST_LIMITS = 1.1
+"""How many times the kernel time an eager run must be expected to take before the host is said to limit it."""
 
 
 def document(
@@ -69,14 +71,16 @@ def _heading(estimate: Estimate) -> Iterator[Block]:
         align="lrl",
         bars=floors,
     )
-    if estimate.expected_s is None:
+    kernels, eager = estimate.expected_device_s, estimate.expected_s
+    if kernels is None or eager is None:
         return
     is_own = estimate.how == "measured" and estimate.expected_from == estimate.machine
     machine = "here" if is_own else f"on {plain(estimate.expected_from, 30)}"
-    ratio = (
-        f", {significant(estimate.expected_s / estimate.as_written_s)} x as written" if estimate.as_written_s else ""
-    )
-    yield Paragraph(text=f"Expected: {seconds(estimate.expected_s)}{ratio}, kernels as measured {machine}.")
+    ratio = f", {significant(kernels / estimate.as_written_s)} x as written" if estimate.as_written_s else ""
+    text = f"Expected: {seconds(kernels)}{ratio}, kernels as measured {machine}."
+    if eager > HOST_LIMITS * kernels:
+        text += f" Called op by op the host limits: {seconds(eager)}, as the host {machine} calls them."
+    yield Paragraph(text=text)
 
 
 def _families(estimate: Estimate) -> Table:

@@ -1,0 +1,1067 @@
+"""What kernels take on a GPU: one physical model per family of kernels.
+
+A model adds up what a kernel of its family must do, in terms that another GPU has too: a fixed time for launch, ramp
+and drain; bytes over the bandwidth of memory and cache; instructions and uncoalesced accesses in cycles of all
+multiprocessors together; waves of blocks or rows over the multiprocessors, which is what few rows cost; products over
+the rate of the matrix engine by tile; and steps that must follow each other, for scans and recurrent networks. So a
+model that was fitted on one GPU carries over by bandwidth, multiprocessors, clock and matrix rate, and not as a ratio.
+
+The constants are in `kernel_constants.json`, which `benchmarks.estimates.fit_expected` writes with the rows that they
+were fitted to. The models are those of the kernels that torch, cuBLAS and cuDNN run: what is expected is what such
+kernels take, not what the best imaginable one would.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from nearpeak.bound.tiles import product_sizes
+from nearpeak.machines.machine import Machine
+from nearpeak.ops.cost import Cost
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+
+Constants = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConstants:
+    """The constants of all models, and what they were fitted to."""
+
+    machine: str
+    torch: str
+    date: str
+    rows: int
+    constants: Constants
+
+
+@cache
+def kernel_constants() -> KernelConstants:
+    """The constants that are part of the package."""
+    text = resources.files("nearpeak.bound").joinpath("kernel_constants.json").read_text(encoding="utf-8")
+    return KernelConstants(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What the models know of a GPU."""
+
+    bandwidth: float
+    cache_bandwidth: float
+    processors: int
+    clock: float
+    matrix: Mapping[str, float]
+    """FLOP/s with random numbers in a burst."""
+    vector: float
+    """FLOP/s in float32."""
+
+    @property
+    def cycles(self) -> float:
+        """Cycles per second of all multiprocessors together."""
+        return self.processors * self.clock
+
+    @staticmethod
+    def of(machine: Machine, constants: Constants) -> Gpu | None:
+        """None for a machine without ceilings."""
+        limits, common = machine.achievable, constants["gpu"]
+        if limits is None:
+            return None
+        vector = limits.vector.get("float32") or max(limits.vector.values(), default=0.0) or 1e13
+        # A multiprocessor has 128 lanes that do a multiply-add per cycle; so its clock follows where it is not known.
+        clock = machine.clock_boost_hz or common["clock"]
+        processors = machine.processors or max(1, round(vector / (256 * clock)))
+        cached = limits.cache_bandwidth or common["cache_bytes_per_cycle"] * processors * clock
+        share = common["random_share"]
+        matrix = {dtype: limits.matrix_random.get(dtype, share * rate) for dtype, rate in limits.matrix.items()}
+        return Gpu(
+            bandwidth=limits.bandwidth,
+            cache_bandwidth=max(cached, limits.bandwidth),
+            processors=processors,
+            clock=clock,
+            matrix=matrix,
+            vector=vector,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One op, as the models see it."""
+
+    op: Op
+    cost: Cost
+    gpu: Gpu
+    missed: float
+    """Bytes that the cache does not serve, by the floor as written: see `traffic`."""
+    constants: Constants
+
+    def __getitem__(self, name: str) -> float:
+        """A constant by the name of its model and its own: "reduction.fixed"."""
+        group, _, key = name.partition(".")
+        return self.constants[group][key]
+
+    def get(self, name: str, default: float) -> float:
+        """A constant that may be missing."""
+        group, _, key = name.partition(".")
+        return self.constants.get(group, {}).get(key, default)
+
+    def memory(self, reads: float | None = None, writes: float | None = None) -> float:
+        """Seconds for bytes that are read and written: from memory, or from the cache as far as they are there.
+
+        A floor lets a write stay in the cache. In a step the lines that it takes there are another op's results, which
+        then go to memory: every write costs its bytes.
+        """
+        read = sum(access.bytes for access in self.cost.reads) if reads is None else reads
+        written = sum(access.bytes for access in self.cost.writes) if writes is None else writes
+        known = sum(access.bytes for access in self.cost.reads)
+        hit = max(0.0, 1.0 - self.missed / known) if known else 0.0
+        gpu, share = self.gpu, self["gpu.bandwidth_share"]
+        return (read * (1 - hit) + written) / (share * gpu.bandwidth) + read * hit / gpu.cache_bandwidth
+
+    def cycles(self, count: float) -> float:
+        """Seconds for cycles that are spread over all multiprocessors."""
+        return count / self.gpu.cycles
+
+    def waves(self, blocks: float, per_processor: float, cycles: float) -> float:
+        """Seconds for blocks of so many cycles each, of which so many run on a multiprocessor at once."""
+        return math.ceil(blocks / (self.gpu.processors * per_processor)) * cycles / self.gpu.clock
+
+
+Model = Callable[[Kernel], float]
+_MODELS: dict[str, Model] = {}
+
+
+def model(*names: str) -> Callable[[Model], Model]:
+    """Registers a model under families and operators."""
+
+    def register(function: Model) -> Model:
+        for name in names:
+            assert name not in _MODELS, name
+            _MODELS[name] = function
+        return function
+
+    return register
+
+
+def kernel_seconds(op: Op, cost: Cost, missed: float, gpu: Gpu, constants: Constants) -> float:
+    """The time of the kernels of an op.
+
+    The models are those of torch's own operators. A fused kernel, or an operator of another library, is one pass over
+    its operands, beside its products.
+    """
+    chosen: Model | None = None
+    if op.origin == "torch" and op.packet.startswith("aten."):
+        chosen = _MODELS.get(op.packet) or _MODELS.get(cost.family)
+    return (chosen or _stream)(Kernel(op=op, cost=cost, gpu=gpu, missed=missed, constants=constants))
+
+
+_FIXED = {
+    "pointwise": "vector.fixed",
+    "reduction": "reduction.rows",
+    "normalization": "layer_norm.fixed",
+    "creation": "fill.fixed",
+    "optimizer": "foreach.fixed",
+    "matrix": "matrix_narrow.fixed",
+}
+"""The constant that is the fixed time of a good kernel, by kind."""
+
+
+def work_seconds(memory: float, compute: float, kind: str, constants: Constants) -> float:
+    """The time of a good kernel of some kind, from the seconds that its bytes and its FLOPs take at the ceilings."""
+    group, _, key = _FIXED.get(kind.partition("/")[0], "stream.fixed").partition(".")
+    share, products = constants["gpu"]["bandwidth_share"], constants["stream"]["products"]
+    return constants[group][key] + _both(memory / share, compute / products)
+
+
+def _both(*seconds: float, sharpness: float = 4.0) -> float:
+    """Resources that overlap: about the longest, more where several are as long.
+
+    >>> round(_both(1.0, 1.0), 2), round(_both(1.0, 0.1), 2)
+    (1.19, 1.0)
+    """
+    longest = max(seconds)
+    if longest <= 0.0:
+        return 0.0
+    return longest * math.pow(sum((value / longest) ** sharpness for value in seconds), 1 / sharpness)
+
+
+def _stream(kernel: Kernel) -> float:
+    """Anything else: a pass over its operands, beside its products."""
+    gpu, share = kernel.gpu, kernel["stream.products"]
+    seconds = sum(count / (share * gpu.matrix.get(dtype, gpu.vector)) for dtype, count in kernel.cost.flops.items())
+    vector = sum(kernel.cost.vector_flops.values()) / (share * gpu.vector)
+    return kernel["stream.fixed"] + _both(kernel.memory(), seconds, vector)
+
+
+def access_order(op: Op) -> str:
+    """How the memory orders of an op's tensors differ: "" not at all, "permuted" by rows, "transposed" by elements.
+
+    Where rows are permuted or an operand is broadcast, the last dimension is contiguous in all tensors.
+    """
+    tensors = [tensor for tensor in (*op.inputs, *op.outputs) if tensor.elements > 1]
+    if len({_steps(tensor) for tensor in tensors}) <= 1:
+        return ""
+    last = {_steps(tensor)[-1] for tensor in tensors if _steps(tensor)}
+    return "permuted" if last <= {0, 1} else "transposed"
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of the dimensions that have more than one element."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size != 1)
+
+
+def _elements(*tensors: Tensor) -> int:
+    return max((tensor.elements for tensor in tensors), default=0)
+
+
+_FULL = frozenset({"aten.where", "aten.masked_fill", "aten.masked_fill_"})
+"""Which of their operands' elements are needed depends on data, and kernels read all."""
+_ONE_BY_ONE = frozenset(
+    f"aten.{name}" for name in ("flip", "repeat", "tril", "triu", "tril_", "triu_", "masked_fill", "masked_fill_")
+)
+"""Operators whose kernels compute an index for each element, whatever the order."""
+
+
+@model("pointwise", "movement", "creation", "random")
+def _elementwise(kernel: Kernel) -> float:
+    """One thread for some elements.
+
+    Where all tensors have one order and one dtype, accesses are vectors and the bytes decide, unless an element takes
+    many instructions. Other dtypes or orders are taken one by one, with an index computed for each; across the memory's
+    order each element is an access of its own.
+    """
+    op = kernel.op
+    read = sum(tensor.bytes for tensor in op.inputs) if op.packet in _FULL else None
+    return _pass(kernel, _form(op), reads=read)
+
+
+def _form(op: Op) -> str:
+    """How an elementwise kernel reaches its operands."""
+    order = access_order(op)
+    if not order and op.packet in _ONE_BY_ONE:
+        order = "permuted"
+    if order:
+        return order
+    large = [tensor for tensor in op.inputs if tensor.elements > 1]
+    dtypes = {tensor.dtype for tensor in large}
+    if op.packet in ("aten._to_copy", "aten.copy_"):
+        written = {tensor.dtype for tensor in op.written}
+        down = "float32" in dtypes and bool(written & {"bfloat16", "float16"})
+        return "vector" if dtypes | written == dtypes or down else "mixed"
+    return "mixed" if len(dtypes - {"bool"}) > 1 or (op.packet == "aten.mul" and "bool" in dtypes) else "vector"
+
+
+def _pass(
+    kernel: Kernel, form: str, *, reads: float | None = None, writes: float | None = None, count: int = 0
+) -> float:
+    """One elementwise kernel of some form over `count` elements, those of the result where it is 0."""
+    op = kernel.op
+    tensors = [tensor for tensor in (*op.inputs, *op.written) if tensor.elements > 1]
+    count = count or _elements(*op.written) or _elements(*op.inputs)
+    width = sum(tensor.item_bytes for tensor in tensors)
+    item = min((tensor.item_bytes for tensor in op.written), default=4.0)
+    cycles = kernel[f"{form}.element"] + kernel[f"{form}.byte"] * width
+    if form == "transposed":
+        # Where the fastest dimension of the result is short, what one access fetches serves its neighbors.
+        inner = next((tensor.shape[-1] for tensor in op.written if tensor.shape), 1)
+        cycles *= kernel["transposed.near"] if inner <= 64 else 1.0
+    name = op.packet.removeprefix("aten.").removesuffix("_")
+    special = kernel.get(f"instructions.{name}", 0.0) / 128
+    fixed = kernel[f"{form}.fixed"] + (kernel["elementwise.half"] if item < 4 and form != "vector" else 0.0)
+    return fixed + _both(kernel.memory(reads, writes), kernel.cycles(count * max(cycles, special)))
+
+
+_FILLS = (
+    "zeros", "zeros_like", "full", "full_like", "fill_", "zero_", "ones", "ones_like", "new_zeros", "new_full",
+    "new_ones",
+)  # fmt: skip
+
+
+@model(*(f"aten.{name}" for name in _FILLS))
+def _fill(kernel: Kernel) -> float:
+    """Narrow types are stored in narrower vectors."""
+    size = sum(tensor.bytes for tensor in kernel.op.written)
+    narrow = any(tensor.item_bytes < 4 for tensor in kernel.op.written)
+    slow = kernel["fill.narrow"] if narrow and size > 1e6 else 1.0
+    return kernel["fill.fixed"] + slow * size / kernel.gpu.bandwidth
+
+
+@model("aten.cat", "aten.stack")
+def _cat(kernel: Kernel) -> float:
+    """Each operand is read, also one that is given twice."""
+    op = kernel.op
+    read = sum(tensor.bytes for tensor in op.inputs)
+    strides = {_steps(tensor)[-1:] for tensor in op.inputs if tensor.elements > 1}
+    plain = all(_contiguous(tensor) for tensor in op.inputs) and strides <= {(1,), ()}
+    if plain:
+        return kernel["cat.fixed"] + kernel["cat.bytes"] * kernel.memory(reads=read)
+    return _pass(kernel, "permuted", reads=read)
+
+
+def _contiguous(tensor: Tensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@model("aten.constant_pad_nd")
+def _pad(kernel: Kernel) -> float:
+    """A fill, and a copy into the middle."""
+    return _fill(kernel) + _pass(kernel, "permuted")
+
+
+@model("aten.roll", "aten.pixel_shuffle", "aten.pixel_unshuffle")
+def _rolled(kernel: Kernel) -> float:
+    """An index with a division for each element."""
+    return kernel["rolled.fixed"] + _both(
+        kernel.memory(), kernel.cycles(_elements(*kernel.op.written) * kernel["rolled.element"])
+    )
+
+
+_RANDOM = {
+    "aten.randn": "normal", "aten.normal_": "normal", "aten.randn_like": "normal", "aten.rand": "uniform",
+    "aten.rand_like": "uniform", "aten.uniform_": "uniform", "aten.native_dropout": "dropout",
+    "aten.bernoulli": "bernoulli", "aten.bernoulli_": "bernoulli_number", "aten.arange": "arange",
+    "aten.linspace": "arange", "aten.randint": "uniform", "aten.random_": "uniform", "aten.randint_like": "uniform",
+}  # fmt: skip
+
+
+@model(*_RANDOM)
+def _generated(kernel: Kernel) -> float:
+    """Numbers that are computed: cycles for each."""
+    cycles = kernel[f"generated.{_RANDOM[kernel.op.packet]}"]
+    count = _elements(*kernel.op.outputs) or _elements(*kernel.op.written)
+    return kernel["generated.fixed"] + _both(kernel.memory(), kernel.cycles(count * cycles))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lines:
+    """What an op reduces or scans: `outer` x `length` x `inner` elements in the order of memory, along the middle."""
+
+    outer: int
+    length: int
+    inner: int
+    item: float
+
+    @property
+    def elements(self) -> int:
+        return self.outer * self.length * self.inner
+
+
+def _lines(tensor: Tensor, dims: Any) -> _Lines:
+    """The lines of a tensor along some dimensions; along all of them where `dims` names none."""
+    rank = len(tensor.shape)
+    if dims is None or dims == () or dims == []:
+        along = set(range(rank))
+    else:
+        along = {int(dim) % max(1, rank) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
+    length = math.prod(tensor.shape[dim] for dim in along if dim < rank)
+    # What varies faster in memory than all of the reduced dimensions.
+    step = min((tensor.strides[dim] for dim in along if dim < rank and tensor.shape[dim] > 1), default=1)
+    inner = math.prod(tensor.shape[dim] for dim in range(rank) if dim not in along and 0 < tensor.strides[dim] < step)
+    others = math.prod(tensor.shape[dim] for dim in range(rank) if dim not in along)
+    return _Lines(
+        outer=max(1, others // max(1, inner)), length=max(1, length), inner=max(1, inner), item=tensor.item_bytes
+    )
+
+
+@model("reduction")
+def _reduction(kernel: Kernel) -> float:
+    """Blocks along rows, or threads down columns; where there are few results, several blocks share each."""
+    op = kernel.op
+    if not op.inputs:
+        return _stream(kernel)
+    lines = _lines(op.inputs[0], op.arguments.get("dim"))
+    if op.packet == "aten.logsumexp":  # the largest, the difference, its exponential, the sum; infinities are mended
+        read = op.inputs[0].bytes
+        count = op.inputs[0].elements
+        passes = _pass(kernel, "permuted", writes=read, count=count) + _pass(kernel, "vector", writes=read, count=count)
+        return 2 * _reduce(kernel, lines, 0.0) + passes + 7 * kernel["vector.fixed"]
+    name = op.packet.removeprefix("aten.")
+    cycles = kernel.get(f"reduction.{name}", kernel["reduction.element"])
+    slow = kernel["reduction.pairs"] if name in ("argmax", "argmin", "max", "min", "var", "std", "var_mean") else 1.0
+    compiled = kernel["reduction.compiled"] if name == "prod" and lines.inner == 1 else 0.0
+    return compiled + _reduce(kernel, lines, cycles, slow)
+
+
+def _reduce(kernel: Kernel, lines: _Lines, cycles: float, slow: float = 1.0) -> float:
+    """`slow` is how many times longer a step takes than that of a sum."""
+    memory = kernel.memory(writes=0.0) * kernel["reduction.bytes"]
+    if lines.inner == 1:
+        threads = min(512, max(1, lines.length))
+        steps = lines.length / (threads * 4)
+        wanted = kernel.gpu.processors * 4
+        split = lines.length >= 32768 and lines.outer < wanted
+        if split:
+            steps /= max(1.0, wanted / lines.outer)
+        fixed = kernel["reduction.rows"] + (kernel["reduction.split"] if split else 0.0)
+        latency = steps * kernel["reduction.step"] * slow
+        work = lines.elements * cycles + lines.outer * kernel["reduction.row"]
+        return fixed + _both(memory, kernel.cycles(work), latency, sharpness=2)
+    whole = lines.inner % 4 == 0  # four results to a thread
+    across = min(32, 1 << int(math.log2(max(1, lines.inner // 4 if whole else lines.inner))))
+    down = (128 if whole else 512) // across
+    per_thread = lines.length / down
+    split = per_thread >= min(16 * down, 256)
+    if split:
+        blocks = max(1.0, lines.outer * lines.inner / (4 * across))
+        shared = min(kernel.gpu.processors * 16 / blocks, per_thread / 16)
+        per_thread /= max(1.0, shared, per_thread / 256)
+    fixed = kernel["reduction.columns"] + (kernel["reduction.column_split"] if split else 0.0)
+    fixed += kernel["reduction.column_pairs"] if slow > 1.0 and whole else 0.0
+    latency = per_thread * kernel["reduction.column_step"] * slow
+    memory *= kernel["reduction.column_bytes"]
+    return fixed + _both(memory, kernel.cycles(lines.elements * cycles * 1.5), latency, sharpness=2)
+
+
+_WARP_ROW = 1024
+"""Rows up to this length are normalized by one warp."""
+
+
+@model("aten._softmax", "aten._log_softmax", "aten._safe_softmax", "aten.softmax", "aten.log_softmax")
+def _softmax(kernel: Kernel) -> float:
+    """A warp or a block for each row; along another dimension a thread for each column."""
+    op = kernel.op
+    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
+    if lines.inner > 1:
+        return _down_columns(kernel, lines, passes=3)
+    if lines.length <= _WARP_ROW:
+        padded = 1 << math.ceil(math.log2(max(2, lines.length)))
+        count = lines.elements / lines.length * padded
+        return (
+            kernel["softmax.warp_fixed"]
+            + kernel["softmax.warp_row"] * padded / _WARP_ROW
+            + _both(kernel.memory() * kernel["softmax.bytes"], kernel.cycles(count * kernel["softmax.warp_element"]))
+        )
+    return _block_rows(kernel, lines, "softmax" if "log" not in op.packet else "log_softmax", reads=3)
+
+
+def _block_rows(kernel: Kernel, lines: _Lines, kind: str, *, reads: int) -> float:
+    """A block for each row, which is read again where it does not fit on the chip."""
+    again = reads if lines.length * lines.item > kernel["softmax.on_chip"] else 1
+    read = again * sum(tensor.bytes for tensor in kernel.op.inputs)
+    rows = lines.elements / lines.length
+    wave = kernel.waves(rows, 2, kernel["softmax.row"] + lines.length * 2 * kernel[f"{kind}.element"])
+    if rows > 8 * kernel.gpu.processors:
+        wave = kernel.cycles(lines.elements * kernel[f"{kind}.element"])
+    return kernel["softmax.fixed"] + _both(kernel.memory(reads=read) * kernel["softmax.bytes"], wave)
+
+
+def _down_columns(kernel: Kernel, lines: _Lines, *, passes: int) -> float:
+    """A thread for each column: its elements one after the other, in several passes."""
+    threads = min(lines.inner, 1024)
+    beside = 1
+    if threads <= 64 and lines.length >= 64:
+        while threads * beside <= 512 and beside <= lines.length:
+            beside *= 2
+    step = kernel["columns.step"] + kernel["columns.thread"] * threads * beside / 1024
+    blocks = lines.outer * math.ceil(lines.inner / threads)
+    waves = math.ceil(blocks / (kernel.gpu.processors * 2))
+    return kernel["columns.fixed"] + max(kernel.memory(), waves * passes * math.ceil(lines.length / beside) * step)
+
+
+@model("aten._softmax_backward_data", "aten._log_softmax_backward_data")
+def _softmax_backward(kernel: Kernel) -> float:
+    """As the forward; that of a softmax multiplies gradient and result in a kernel of its own before."""
+    op = kernel.op
+    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
+    product = 0.0 if "log" in op.packet else _pass(kernel, "vector")
+    if lines.inner > 1:
+        return product + _down_columns(kernel, lines, passes=2)
+    if lines.length <= _WARP_ROW:
+        padded = 1 << math.ceil(math.log2(max(2, lines.length)))
+        start = kernel["softmax.warp_fixed"] + kernel["softmax.warp_row"] * padded / _WARP_ROW
+        return product + start + kernel.memory() * kernel["softmax.bytes"]
+    again = 2 if lines.length * lines.item > kernel["softmax.on_chip"] else 1
+    read = again * sum(tensor.bytes for tensor in op.inputs)
+    return product + kernel["softmax.fixed"] + kernel.memory(reads=read) * kernel["softmax.bytes"]
+
+
+def _row_steps(kernel: Kernel, rows: float, width: float) -> float:
+    """Rows of a block of 128 threads that take 4 elements each at a time, in two passes: seconds of all waves."""
+    waves = max(1.0, rows / (kernel.gpu.processors * 12))
+    return waves * math.ceil(width / 512) * kernel["layer_norm.step"]
+
+
+@model("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
+def _layer_norm(kernel: Kernel) -> float:
+    """A block for each row, which it reads twice."""
+    op = kernel.op
+    source = op.inputs[0]
+    shape = op.arguments.get("normalized_shape", source.shape[-1:])
+    width = math.prod(shape)
+    rows = source.elements / max(1, width)
+    read = source.bytes * kernel["layer_norm.reads"]
+    seconds = kernel["layer_norm.fixed"] + _both(
+        kernel.memory(reads=read, writes=source.bytes), _row_steps(kernel, rows, width)
+    )
+    aligned = width % 8 == 0 if source.item_bytes < 4 else width % 4 == 0
+    return seconds if aligned else seconds * kernel["layer_norm.unaligned"]
+
+
+@model("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward")
+def _layer_norm_backward(kernel: Kernel) -> float:
+    """The gradient of the input, as the forward; and sums over all rows for those of the weights."""
+    op = kernel.op
+    source = op.inputs[0]
+    width = math.prod(op.arguments.get("normalized_shape", source.shape[-1:]))
+    rows = source.elements / max(1, width)
+    first = _both(
+        kernel.memory(reads=kernel["layer_norm_backward.reads"] * source.bytes, writes=source.bytes),
+        kernel["layer_norm_backward.rows"] * _row_steps(kernel, rows, width),
+    )
+    second = kernel.memory(reads=2 * source.bytes, writes=0.0) * kernel["layer_norm_backward.sums"]
+    return kernel["layer_norm_backward.fixed"] + first + second
+
+
+@model("aten.native_group_norm", "aten.native_group_norm_backward")
+def _group_norm(kernel: Kernel) -> float:
+    """Moments of each group by one block, and a pass that has the statistics of each element looked up."""
+    op = kernel.op
+    source = op.inputs[0]
+    groups = int(op.arguments.get("group", 1)) * int(op.arguments.get("N", source.shape[0]))
+    length = source.elements / max(1, groups)
+    moments = kernel.waves(groups, 4, kernel["group_norm.element"] * length + kernel["group_norm.row"])
+    seconds = kernel["group_norm.fixed"] + moments + _pass(kernel, "permuted")
+    return seconds * (kernel["group_norm.backward"] if "backward" in op.packet else 1.0)
+
+
+@model("normalization")
+def _batch_norm(kernel: Kernel) -> float:
+    """Statistics of each channel by one block, and a pass over all elements; only the pass where they are given."""
+    op = kernel.op
+    source = op.inputs[0]
+    channels = source.shape[1] if len(source.shape) > 1 else 1
+    length = source.elements / max(1, channels)
+    last = len(source.shape) > 2 and source.strides[1] == 1
+    backward = "backward" in op.packet
+    given = op.arguments.get("training", op.arguments.get("train", "no_training" not in op.packet)) is False
+    kind = "batch_norm_backward" if backward else "batch_norm"
+    passing = kernel.memory() * kernel[f"{kind}.bytes"]
+    if given and not backward and "cudnn" in op.packet:
+        places = length / max(1, source.shape[0])
+        blocks = source.shape[0] * math.ceil(channels / 32) if last else channels * source.shape[0]
+        walk = kernel.waves(blocks, 1, places * kernel["batch_norm.given_place"]) if last else 0.0
+        return kernel["batch_norm.given_cudnn"] + passing + walk
+    if given and not backward:
+        return kernel["batch_norm.given"] + passing
+    if last:
+        return kernel["batch_norm.last"] + passing * kernel[f"{kind}.last_passes"]
+    if "cudnn" in op.packet:
+        kind = f"cudnn_{kind}"
+    block = kernel[f"{kind}.channel"] + kernel[f"{kind}.step"] * length / 512
+    waves = math.ceil(channels / (kernel.gpu.processors * 4))
+    seconds = kernel[f"{kind}.fixed"] + waves * block
+    # torch's own has a pass of its own for the results, cuDNN's may hold a channel on the chip.
+    return seconds + passing if "cudnn" not in op.packet and not backward else max(seconds, passing)
+
+
+@model("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+def _picked(kernel: Kernel) -> float:
+    """One block adds up one element of each row."""
+    rows = kernel.op.inputs[1].elements
+    return kernel["picked.fixed"] + min(kernel["picked.row"] * rows, kernel["picked.most"] + 1e-9 * rows)
+
+
+@model("aten.nll_loss_backward", "aten.nll_loss2d_backward")
+def _picked_backward(kernel: Kernel) -> float:
+    """A fill, and a write into each row."""
+    return _fill(kernel) + kernel["picked.backward"]
+
+
+@model("loss")
+def _loss(kernel: Kernel) -> float:
+    """An elementwise kernel and the mean of its result; backward a fill and an elementwise kernel."""
+    op = kernel.op
+    source = op.inputs[0]
+    if "backward" in op.packet:
+        source = max(op.inputs, key=lambda tensor: tensor.elements)
+        return kernel["fill.fixed"] + source.bytes / kernel.gpu.bandwidth + _pass(kernel, "permuted")
+    if op.packet == "aten.binary_cross_entropy_with_logits":
+        moved = kernel["loss.logit_passes"] * source.bytes
+        return kernel["loss.logit_fixed"] + kernel.memory(reads=moved, writes=0.0)
+    if op.arguments.get("reduction", 1) == 0:
+        return _pass(kernel, "vector")
+    first = kernel["vector.fixed"] + kernel.memory(reads=2 * source.bytes, writes=source.bytes)
+    return first + _reduce(kernel, _lines(source, None), kernel["reduction.element"]) - kernel.memory(writes=0.0) / 2
+
+
+@model("aten.embedding", "aten.index_select", "aten.index")
+def _rows_taken(kernel: Kernel) -> float:
+    """Whole rows: as many bytes as the result has, and cycles for each row; unaligned rows element by element."""
+    op = kernel.op
+    out = op.outputs[0]
+    table = next(tensor for tensor in op.inputs if tensor.dtype == out.dtype)
+    index = [tensor for tensor in op.inputs if tensor is not table]
+    count = max((int(tensor.bytes / tensor.item_bytes) for tensor in index), default=1)
+    width = out.elements / max(1, count)
+    memory = kernel.memory(reads=out.bytes + sum(tensor.bytes for tensor in index), writes=out.bytes)
+    if (width * out.item_bytes) % 16 == 0:
+        return kernel["rows.fixed"] + _both(memory, kernel.cycles(count * kernel["rows.row"]))
+    return kernel["rows.unaligned"] + _both(memory, kernel.cycles(out.elements * kernel["rows.element"]))
+
+
+@model("indexing")
+def _scattered(kernel: Kernel) -> float:
+    """Elements by index: each is an access of its own, and an addition by atomics."""
+    op = kernel.op
+    name = op.packet.removeprefix("aten.").removesuffix("_")
+    index = [tensor for tensor in op.inputs if tensor.dtype in ("int64", "int32")]
+    count = max((tensor.elements for tensor in index), default=0)
+    sources = [tensor for tensor in op.inputs if tensor not in index]
+    if name in ("index_add", "index_copy", "index_put", "_index_put_impl", "index_fill"):
+        count = max((tensor.elements for tensor in sources[1:]), default=count)
+    elif op.outputs and name in ("gather", "take"):
+        if index and index[0].strides and index[0].strides[-1] == 0 and index[0].shape[-1] > 1:
+            return _rows_taken(kernel)  # one index for each row
+        count = op.outputs[0].elements
+    table = max((tensor.bytes for tensor in sources), default=0.0)
+    cycles = kernel.get(f"scattered.{name}", kernel["scattered.element"])
+    seconds = kernel.get(f"scattered.{name}_fixed", kernel["scattered.fixed"]) + kernel.cycles(count * cycles)
+    if name in ("gather", "scatter", "scatter_add", "take", "put") and table > kernel["scattered.cached"]:
+        seconds += count * kernel["scattered.far"] / kernel.gpu.bandwidth  # each access fetches a line from memory
+    whole = [tensor for tensor in op.outputs if not op.mutated and name not in ("gather", "take")]
+    for tensor in whole:  # out of place: the table is copied first
+        seconds += kernel["vector.fixed"] + kernel.memory(reads=tensor.bytes, writes=tensor.bytes)
+    return seconds
+
+
+@model("aten.embedding_dense_backward")
+def _embedding_backward(kernel: Kernel) -> float:
+    """Few indices are taken one after the other; many are sorted, and equal ones added up."""
+    op = kernel.op
+    gradient, index = op.inputs[0], op.inputs[1]
+    fill = kernel["fill.fixed"] + sum(tensor.bytes for tensor in op.outputs) / kernel.gpu.bandwidth
+    if index.elements <= 3072:
+        return fill + kernel["embedding_backward.fixed"] + index.elements * kernel["embedding_backward.index"]
+    return (
+        fill
+        + kernel["embedding_backward.sort"]
+        + index.elements * kernel["embedding_backward.sorted"]
+        + kernel.cycles(gradient.elements * kernel["embedding_backward.element"])
+    )
+
+
+_SCANS = ("cumsum", "cumprod", "logcumsumexp", "_logcumsumexp", "cummax", "cummin", "_cummax_helper", "_cummin_helper")
+
+
+@model(*(f"aten.{name}" for name in _SCANS), "aten.cumsum_", "aten.cumprod_")
+def _scan(kernel: Kernel) -> float:
+    """Along rows some blocks of elements after each other; down columns element after element."""
+    op = kernel.op
+    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
+    heavy = kernel["scan.exponentials"] if "log" in op.packet else 1.0
+    if "max" in op.packet or "min" in op.packet:
+        heavy = kernel["scan.indices"]
+    if lines.inner > 1:
+        waves = max(1.0, lines.outer * lines.inner / (kernel.gpu.processors * 1024))
+        return kernel["scan.fixed"] + max(kernel.memory(), waves * lines.length * kernel["scan.step"])
+    rows = lines.elements / lines.length
+    if rows == 1 and heavy == 1.0:
+        return kernel["scan.whole"] + kernel.memory() * 1.2
+    # A block has 512 threads for about as many rows as columns of them as the data have, and 2 elements per thread.
+    across = (9 + math.ceil(math.log2(max(1, lines.length))) - math.ceil(math.log2(max(1.0, rows)))) // 2
+    threads = 1 << min(9, max(4, across))
+    blocks = math.ceil(rows / (512 // threads))
+    together = min(4.0, max(1.0, blocks / kernel.gpu.processors))
+    steps = math.ceil(blocks / (kernel.gpu.processors * 4)) * math.ceil(lines.length / (2 * threads))
+    step = (kernel["scan.block_step"] + kernel["scan.neighbor"] * (together - 1)) * heavy
+    return kernel["scan.fixed"] + max(kernel.memory(), steps * step)
+
+
+@model("aten.sort", "aten.argsort", "aten.msort")
+def _sort(kernel: Kernel) -> float:
+    """Short rows within a block, long ones by passes over the digits of all."""
+    op = kernel.op
+    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
+    digits = lines.item
+    if lines.length <= 32:
+        return kernel["sort.short_fixed"] + kernel.cycles(lines.elements * kernel["sort.short_element"])
+    if lines.length <= 4096 and lines.outer * lines.inner > 1:
+        return kernel["sort.block_fixed"] + kernel.cycles(
+            lines.elements * kernel["sort.block_element"] * (0.5 + digits / 8)
+        )
+    rows = 1.7 if lines.outer * lines.inner > 1 else 1.0
+    passes = rows * (kernel["sort.fixed"] + digits * kernel["sort.digit"])
+    return passes + kernel.cycles(lines.elements * kernel["sort.element"] * digits)
+
+
+@model("aten.topk", "aten.kthvalue", "aten.median")
+def _topk(kernel: Kernel) -> float:
+    """A block for each row looks for the threshold digit by digit; many blocks where rows are long or many."""
+    op = kernel.op
+    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
+    rows = lines.elements / lines.length
+    count = float(op.arguments.get("k", 1))
+    after = kernel["topk.sort"] + kernel.cycles(rows * min(count, 128.0) * kernel["topk.result"])
+    several = (rows <= 20 and lines.length >= 20000) or (20 < rows <= 40 and lines.length >= 10000) or (
+        40 < rows < 80 and lines.length >= 8000
+    ) or (80 <= rows < 200 and lines.length >= 5000) or (200 <= rows < 800 and lines.length >= 3000) or (
+        rows >= 800 and lines.length >= 1000
+    )  # fmt: skip
+    if several:
+        return (
+            after
+            + kernel["topk.several_fixed"]
+            + lines.item * kernel["topk.digit"]
+            + kernel.cycles(lines.elements * kernel["topk.several_element"])
+        )
+    waves = max(1.0, rows / (kernel.gpu.processors * 2))
+    return (
+        after
+        + kernel["topk.fixed"]
+        + waves * (kernel["topk.row"] + lines.length * kernel["topk.row_element"]) / kernel.gpu.clock
+    )
+
+
+@model("pooling")
+def _pooling(kernel: Kernel) -> float:
+    """A thread for each result, whose taps it reads one by one; backward a thread for each gradient of the input."""
+    op = kernel.op
+    name = op.packet
+    out = op.outputs[0] if op.outputs else op.inputs[0]
+    source = op.inputs[0]
+    backward = "backward" in name
+    dimensions = 3 if "3d" in name else 1 if "1d" in name else 2
+    if "upsample" in name:
+        kind = "linear" if "linear" in name or "cubic" in name else "nearest"
+        many = source if backward else out
+        cycles = kernel[f"pooling.{kind}{'_backward' * backward}"]
+        fill = source.bytes / kernel.gpu.bandwidth if backward and kind == "linear" else 0.0
+        return kernel["pooling.fixed"] + fill + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
+    if "adaptive" in name:
+        many = source if not backward else out
+        return kernel["pooling.fixed"] + _both(
+            kernel.memory(), kernel.cycles(many.elements * kernel["pooling.adaptive"])
+        )
+    window = op.arguments.get("kernel_size", 2)
+    window = window if isinstance(window, (tuple, list)) else (window,)
+    taps = math.prod(window) if len(window) > 1 else window[0] ** dimensions
+    deep = kernel["pooling.deep"] if dimensions == 3 else 1.0
+    if backward:
+        kind = "average" if "avg" in name else "largest"
+        fill = kernel["fill.fixed"] + out.bytes / kernel.gpu.bandwidth
+        many = source if dimensions == 3 else out
+        cycles = kernel[f"pooling.{kind}_backward"] * deep
+        return fill + kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
+    cycles = (kernel["pooling.result"] + kernel["pooling.tap"] * taps) * deep
+    return kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(out.elements * cycles))
+
+
+_GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+"""Matrices of a cell by cuDNN's number of its kind: ReLU, tanh, LSTM, GRU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Network:
+    """A recurrent network: its sizes, and whether the weights of a layer stay on a multiprocessor."""
+
+    chains: int
+    """Layers in each direction; each takes its steps one after the other."""
+    steps: int
+    batch: int
+    matrix: int
+    """Elements of the matrices that a step multiplies its state with."""
+    resident: bool
+
+
+def _network(op: Op, constants: Constants) -> _Network:
+    source = op.tensor("input")
+    hidden = int(op.arguments.get("hidden_size", 0)) or op.tensors("hx")[0].shape[-1]
+    first = bool(op.arguments.get("batch_first"))
+    steps, batch = (source.shape[1], source.shape[0]) if first else (source.shape[0], source.shape[1])
+    matrix = _GATES.get(int(op.arguments["mode"]), 4) * hidden * hidden
+    return _Network(
+        chains=int(op.arguments.get("num_layers", 1)) * (2 if op.arguments.get("bidirectional") else 1),
+        steps=max(1, steps),
+        batch=batch if len(source.shape) > 2 else 1,
+        matrix=matrix,
+        resident=matrix * source.item_bytes <= constants["recurrent"]["on_chip"] and source.dtype != "bfloat16",
+    )
+
+
+@model("recurrent")
+def _recurrent(kernel: Kernel) -> float:
+    """Steps after each other: by one kernel for each layer where the weights stay on the chip, else some per step."""
+    op, gpu = kernel.op, kernel.gpu
+    source, network = op.tensor("input"), _network(op, kernel.constants)
+    if network.resident:
+        rate = kernel["recurrent.resident_flops"] * (1.0 if source.dtype == "float32" else kernel["recurrent.half"])
+        step = kernel["recurrent.resident_step"] + 2.0 * network.batch * network.matrix / rate / gpu.clock
+    else:
+        stored = network.matrix * source.item_bytes
+        fits = stored * network.chains < kernel["recurrent.cached"]
+        step = kernel["recurrent.stepped_step"] + stored / (gpu.cache_bandwidth if fits else gpu.bandwidth)
+    step *= kernel["recurrent.backward"] if "backward" in op.packet else 1.0
+    rate = gpu.matrix.get(_dtype(kernel), gpu.vector)
+    products = sum(kernel.cost.product_flops.values()) / rate * kernel["recurrent.products"]
+    return kernel["recurrent.fixed"] + network.chains * (kernel["recurrent.layer"] + network.steps * step) + products
+
+
+def kernel_count(op: Op, constants: Constants) -> int:
+    """How many kernels an op launches, where these are so many that the time of the host counts; else 1."""
+    if op.packet not in ("aten._cudnn_rnn", "aten._cudnn_rnn_backward"):
+        return 1
+    network = _network(op, constants)
+    each = constants["recurrent"]["kernels_backward" if "backward" in op.packet else "kernels"]
+    return 1 if network.resident else math.ceil(each * network.chains * network.steps)
+
+
+@model("fourier")
+def _fourier(kernel: Kernel) -> float:
+    """A pass for each dimension, two for long ones."""
+    op = kernel.op
+    dims = op.arguments.get("dim") or (-1,)
+    length = max(op.inputs[0].shape[int(dim)] for dim in dims) if op.inputs[0].shape else 1
+    passes = len(dims) * (1.0 if length <= 8192 else kernel["fourier.long"])
+    turned = kernel["fourier.inverse"] if "c2r" in op.packet else 1.0
+    return kernel["fourier.fixed"] * len(dims) + passes * turned * kernel.memory() * kernel["fourier.bytes"]
+
+
+@model("optimizer")
+def _lists(kernel: Kernel) -> float:
+    """Blocks of up to 65536 elements of one tensor; a launch has some hundred of them."""
+    op = kernel.op
+    tensors = op.written or op.inputs
+    name = "fused" if "fused" in op.packet else "foreach"
+    chunks = sum(math.ceil(tensor.elements / 65536) for tensor in tensors)
+    lists = max(1, len(op.mutated)) if name == "fused" else 1
+    chunks //= lists
+    launches = math.ceil(chunks / 320)
+    longest = min(65536, _elements(*tensors))
+    block = longest * kernel[f"{name}.block_element"]
+    count = sum(tensor.elements for tensor in tensors) / lists
+    return (
+        launches * kernel[f"{name}.fixed"]
+        + block
+        + _both(kernel.memory() * kernel[f"{name}.bytes"], kernel.cycles(count * kernel[f"{name}.element"]))
+    )
+
+
+_TILES = (
+    (256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32), (64, 16),
+    (16, 64), (16, 16),
+)  # fmt: skip
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+
+
+def _product(
+    kernel: Kernel, batch: int, m: int, n: int, k: int, dtype: str, *, kind: str, alignment: int = 16
+) -> float:
+    """The compute time of a matrix product: the best choice of tile and of parts of the contraction.
+
+    Small tiles reach less of the engine's rate, since they load their operands more often. A tile takes a start of its
+    own, the time of so many more steps to fill the pipeline and to store its results, and no step along the contraction
+    is shorter than the latency of its loads. A contraction in parts adds the pass that sums them up.
+    """
+    gpu = kernel.gpu
+    rate = gpu.matrix.get(dtype, gpu.vector) / gpu.processors * kernel[f"{kind}.rate"]
+    if alignment < 16:
+        rate *= kernel[f"matrix.aligned_{alignment}"]
+    half, depth = kernel[f"{kind}.half_tile"], int(kernel[f"{kind}.depth"])
+    start, latency, fill = kernel[f"{kind}.tile_start"], kernel[f"{kind}.step"], kernel[f"{kind}.fill"]
+    best = math.inf
+    for rows, columns in _TILES:
+        if (rows > 2 * m and rows > 16) or (columns > 2 * n and columns > 16):
+            continue
+        # The loads of a tile grow with its edges and its FLOPs with its area.
+        edge = rows * columns / (rows + columns)
+        tile_rate = rate * edge / (edge + half) * (85.3 + half) / 85.3
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        for split in _SPLITS:
+            if split > 1 and (k < split * kernel[f"{kind}.split_depth"] or 2 * tiles > gpu.processors):
+                break
+            steps = math.ceil(k / split / depth)
+            waves: float = math.ceil(tiles * split / gpu.processors)
+            if waves > 8:  # blocks start as others end
+                waves = tiles * split / gpu.processors + 0.5
+            work = 2.0 * rows * columns * (steps * depth + fill) / tile_rate
+            seconds = waves * (max(work, steps * latency) + start)
+            if split > 1:
+                seconds += kernel[f"{kind}.split"] + 8.0 * split * m * n * batch / gpu.cache_bandwidth
+            best = min(best, seconds)
+    return best
+
+
+def _dtype(kernel: Kernel) -> str:
+    """The dtype that most of its products are computed in."""
+    flops = kernel.cost.product_flops
+    return max(flops, key=lambda name: flops[name], default="float32")
+
+
+def _engine(kernel: Kernel, dtype: str) -> str:
+    """The group of constants for products in a dtype: on the matrix engine in up to 16 bits, in more, or without it."""
+    if dtype not in kernel.gpu.matrix:
+        return "vector"
+    return "wide" if dtype in ("tfloat32", "float64", "float32") else "narrow"
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """The bytes to which all rows of matrices are aligned, up to 16."""
+    aligned = 16
+    for tensor in tensors:
+        strides = [stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1 and stride > 1]
+        for stride in strides:
+            while (stride * tensor.item_bytes) % aligned:
+                aligned //= 2
+    return max(2, aligned)
+
+
+@model("matrix")
+def _matrix(kernel: Kernel) -> float:
+    """Tiles over multiprocessors, beside the bytes of the three matrices."""
+    sizes = product_sizes(kernel.op)
+    if sizes is None and "grouped" in kernel.op.packet:
+        rate = kernel.gpu.matrix.get(_dtype(kernel), kernel.gpu.vector) * kernel["matrix.grouped"]
+        return kernel["matrix.grouped_fixed"] + _both(kernel.memory(), sum(kernel.cost.product_flops.values()) / rate)
+    if sizes is None:
+        return kernel["matrix.vector_fixed"] + kernel.memory() * kernel["matrix.vector_bytes"]
+    batch, m, n, k = sizes
+    if min(m, n) == 1:
+        return kernel["matrix.vector_fixed"] + kernel.memory() * kernel["matrix.vector_bytes"]
+    dtype = _dtype(kernel)
+    engine = _engine(kernel, dtype)
+    aligned = _alignment(*(tensor for tensor in (*kernel.op.inputs, *kernel.op.outputs) if len(tensor.shape) > 1))
+    memory = kernel.memory() * kernel["matrix.bytes"]
+    if engine == "vector":
+        aligned = 16
+    elif aligned < 16 and min(m, n) <= 8:  # a kernel for few rows, which does not mind
+        memory *= kernel["matrix.bytes_few"]
+        aligned = 16
+    elif aligned < 16:
+        memory *= kernel[f"matrix.bytes_{aligned}"]
+    compute = _product(kernel, batch, m, n, k, dtype, kind=f"matrix_{engine}", alignment=aligned)
+    if dtype == "int8":
+        compute /= kernel["matrix.integers"]
+    return kernel[f"matrix_{engine}.fixed"] + _both(memory, compute)
+
+
+@model("convolution")
+def _convolution(kernel: Kernel) -> float:
+    """Products of an implicit matrix: results by taps and channels. Channels-first data are turned around first."""
+    op = kernel.op
+    backward = "backward" in op.packet
+    data = op.tensor("input") if "input" in op.arguments else op.tensor("self")
+    weight = op.tensor("weight")
+    out = op.tensor("grad_output") if backward else op.outputs[0]
+    dims = len(weight.shape) - 2
+    transposed = bool(op.arguments.get("transposed")) or "transpose" in op.packet
+    taps = math.prod(weight.shape[2:])
+    groups = int(op.arguments.get("groups", 1) or 1)
+    many, few = (out, data) if transposed else (data, out)
+    inner, outer = many.shape[1], few.shape[1]
+    results = few.elements // max(1, outer)
+    dtype = _dtype(kernel)
+    engine = _engine(kernel, dtype)
+    last = dims > 0 and data.strides[1] == 1 and data.shape[1] > 1
+    mask = op.arguments.get("output_mask", (True, True, True)) if backward else (False, False, False)
+    if groups > 1 and weight.shape[1] == 1:
+        return _depthwise(kernel, few.elements, taps, last=last, passes=sum(map(bool, mask[:2])) if backward else 0)
+    pad = 4 if engine == "wide" else 8
+    channels = inner // groups
+    padded = math.ceil(channels / pad) * pad if engine != "vector" else channels
+    # Rows, columns and depth of each product. Where windows do not overlap, a place of the wider tensor meets few taps.
+    met = max(1.0, sum(kernel.cost.product_flops.values()) / 2 / max(1, sum(map(bool, mask[:2])) if backward else 1))
+    wide = many.elements // max(1, inner)
+    spread = (wide, channels, math.ceil(met / groups / (wide * channels)))
+    gather = (results, outer // groups, padded * taps)
+    shapes = []
+    if not backward:
+        shapes = [spread if transposed else gather]
+    if backward and mask[0]:
+        shapes.append(gather if transposed else spread)
+    if backward and mask[1]:
+        shapes.append((outer // groups, padded * taps, results))
+    kind = f"convolution_{engine}"
+    aligned = 16
+    if not last and taps == 1 and engine != "vector":  # channels first as they are: rows are as long as an image
+        while math.prod(data.shape[2:]) * data.item_bytes % aligned:
+            aligned //= 2
+    aligned = max(2, aligned)
+    seconds = 0.0
+    for m, n, k in shapes:
+        product = _product(kernel, 1, m, n, k, dtype, kind=kind, alignment=aligned)
+        if channels < pad and not backward:
+            product *= kernel["convolution.thin"]
+        if dims == 2 and max(weight.shape[2:]) >= 5 and engine != "vector":  # kernels that look up each tap
+            product *= kernel["convolution.large"]
+        one = kernel[f"{kind}.fixed"] + product
+        seconds += one if groups == 1 else groups * (kernel["convolution.group"] + product)
+    memory = kernel.memory() * kernel["convolution.bytes"]
+    if groups > 1:
+        memory += kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
+    turned = 0.0
+    if not last and taps > 1:
+        around = data.bytes + out.bytes + kernel["convolution.turned_weights"] * weight.bytes
+        turned = kernel["convolution.turned_fixed"] + kernel["convolution.turned"] * 2 * around / kernel.gpu.bandwidth
+        turned *= kernel["convolution.turned_backward"] if backward else 1.0
+    return max(seconds, memory) + turned
+
+
+def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, passes: int) -> float:
+    """No product: each result reads its taps."""
+    kind = "depthwise_last" if last else "depthwise"
+    cycles = kernel[f"{kind}.result"] + kernel[f"{kind}.tap"] * taps
+    if passes:
+        cycles = kernel["depthwise.backward_result"] + kernel["depthwise.backward_tap"] * taps
+    seconds = _both(kernel.memory(), kernel.cycles(results * cycles))
+    return kernel["depthwise.fixed"] * max(1, 2 * passes) + max(1, passes) * seconds
+
+
+@model("aten._local_scalar_dense")
+def _item(kernel: Kernel) -> float:
+    """One number for the host: no kernel."""
+    return 0.0
+
+
+_FLASH, _CUDNN, _EFFICIENT = "flash", "cudnn", "efficient"
+
+
+@model("attention")
+def _attention(kernel: Kernel) -> float:
+    """Pairs of a query and a key: two products as deep as a head is wide, and an exponential, block by block.
+
+    FlashAttention and the memory-efficient kernel use the matrix instructions that a warp issues, of which a
+    multiprocessor does 2048 FLOP per cycle in 16 bits from Ampere on; cuDNN uses the fastest ones that the GPU has.
+    """
+    op, gpu = kernel.op, kernel.gpu
+    query, key = op.inputs[:2] if "backward" not in op.packet else op.inputs[1:3]
+    if not op.packet.startswith("aten._scaled_dot_product"):  # sequences in one tensor: their lengths are data
+        return _stream(kernel)
+    batch, heads, queries, width = query.shape[-4:]
+    keys = key.shape[-2]
+    backend = _CUDNN if "cudnn" in op.packet else _EFFICIENT if "efficient" in op.packet else _FLASH
+    backward = "backward" in op.packet
+    kind = f"{backend}_backward" if backward else backend
+    if query.dtype == "float32":
+        kind = "efficient32_backward" if backward else "efficient32"
+    causal = bool(op.arguments.get("is_causal"))
+    masked = bool(op.tensors("attn_bias", "attn_mask"))
+    rows = 128 if queries > 64 else 64
+    blocks = batch * heads * math.ceil((keys if backward else queries) / rows)
+    others = math.ceil((queries if backward else keys) / 64) * 64
+    other = others * 0.5 + rows / 2 if causal else others
+    width = math.ceil(width / 64) * 64
+    rate = kernel[f"{kind}.flops_per_cycle"]
+    if width > 128:
+        rate *= kernel[f"{kind}.wide"]
+    if backend == _CUDNN:  # in terms of the engine's own rate
+        rate *= gpu.matrix.get("bfloat16", gpu.matrix.get("float16", 8.0 * gpu.vector)) / gpu.cycles / 3370.0
+    products = 5 if backward else 2
+    pair = kernel[f"{kind}.pair"] + (kernel["attention.mask"] if masked else 0.0)
+    cycles = rows * other * (2.0 * products * width / rate + pair) + kernel[f"{kind}.block"]
+    waves = blocks / gpu.processors
+    waves = math.ceil(waves) if waves <= 4 else waves + 0.5
+    compute = waves * cycles / gpu.clock * (kernel[f"{kind}.causal"] if causal else 1.0)
+    if queries <= 16 and not backward:  # decoding: the keys are split over all multiprocessors
+        compute = 0.0
+    padded = width / query.shape[-1]
+    return kernel[f"{kind}.fixed"] + _both(kernel.memory() * padded * kernel[f"{kind}.bytes"], compute)

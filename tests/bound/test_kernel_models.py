@@ -1,0 +1,169 @@
+"""What kernels are expected to take on a GPU: the physical terms, and figures that others measured."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+import nearpeak
+from nearpeak.bound.expected import Expectation
+from nearpeak.bound.kernel_models import kernel_constants
+from nearpeak.machines import catalogue
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def randn(*shape, dtype=BF16):
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def estimate(build, on="h200-sxm"):
+    """The estimate of what `build` returns: a callable and its arguments."""
+    with nearpeak.fake():
+        function, *args = build()
+    return nearpeak.estimate(function, *args, on=on)
+
+
+def expected(build, on="h200-sxm"):
+    return estimate(build, on).expected_device_s
+
+
+OPS = {
+    "add": lambda: (torch.add, randn(4096, 4096), randn(4096, 4096)),
+    "transposing copy": lambda: (lambda x: x.t().contiguous(), randn(4096, 4096)),
+    "sum": lambda: (torch.sum, randn(4096, 4096)),
+    "softmax": lambda: (lambda x: torch.softmax(x, -1), randn(4096, 4096)),
+    "softmax of columns": lambda: (lambda x: torch.softmax(x, 0), randn(4096, 4096)),
+    "layer norm": lambda: (lambda x: functional.layer_norm(x, (4096,)), randn(4096, 4096)),
+    "batch norm": lambda: (lambda x: functional.batch_norm(x, None, None, training=True), randn(8, 64, 56, 56)),
+    "loss": lambda: (functional.mse_loss, randn(4096, 4096), randn(4096, 4096)),
+    "embedding": lambda: (functional.embedding, torch.zeros(512, device="cuda", dtype=torch.long), randn(1000, 512)),
+    "cumulative sum": lambda: (lambda x: x.cumsum(-1), randn(4096, 4096)),
+    "sort": lambda: (torch.sort, randn(64, 4096)),
+    "largest": lambda: (lambda x: torch.topk(x, 8), randn(64, 4096)),
+    "product": lambda: (torch.mm, randn(1024, 1024), randn(1024, 1024)),
+    "attention": lambda: (functional.scaled_dot_product_attention, *(randn(1, 8, 1024, 64) for _ in range(3))),
+    "convolution": lambda: (lambda x, w: functional.conv2d(x, w, padding=1), randn(8, 64, 56, 56), randn(64, 64, 3, 3)),
+    "depthwise": lambda: (lambda x, w: functional.conv2d(x, w, groups=64), randn(8, 64, 56, 56), randn(64, 1, 3, 3)),
+    "pooling": lambda: (lambda x: functional.max_pool2d(x, 2), randn(8, 64, 56, 56)),
+    "fourier": lambda: (torch.fft.rfft, randn(64, 4096, dtype=FP32)),
+    "zeros": lambda: (lambda x: torch.zeros_like(x), randn(4096, 4096)),
+    "random": lambda: (lambda x: torch.randn_like(x), randn(4096, 4096)),
+    "lists": lambda: (lambda a, b: torch._foreach_add_([a], [b]), randn(4096), randn(4096)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_is_expected_is_never_below_the_bound(name):
+    for machine in ("h200-sxm", "a100-sxm-80gb", "rtx-4090", "mi300x"):
+        found = estimate(OPS[name], machine)
+        for op in found.ops:
+            assert op.expected_seconds is not None and math.isfinite(op.expected_seconds)
+            assert op.expected_seconds >= op.seconds
+        assert found.expected_device_s > 0.5e-6
+
+
+def test_a_few_rows_take_as_long_as_one():
+    def norm(rows):
+        return lambda: (lambda x: functional.layer_norm(x, (8192,)), randn(rows, 8192))
+
+    few = estimate(norm(16))
+    assert few.expected_device_s > 10 * few.as_written_s
+    assert few.expected_device_s == pytest.approx(expected(norm(1)), rel=0.05)
+    assert expected(norm(65536)) > 10 * few.expected_device_s
+
+
+def test_steps_that_follow_each_other_take_their_time():
+    def network(steps, hidden=512):
+        module = torch.nn.LSTM(128, hidden, 2).to("cuda", BF16)
+        return module, randn(steps, 8, 128)
+
+    short, long = expected(lambda: network(64)), expected(lambda: network(512))
+    assert long == pytest.approx(8 * short, rel=0.2)
+    assert short > 128 * 1e-6  # two layers of 64 steps, none below a microsecond
+    assert expected(lambda: (lambda x: x.cumsum(0), randn(4096, 256))) > 4096 * 0.1e-6
+
+
+def test_casts_down_and_up_are_kernels_of_two_kinds():
+    up = expected(lambda: (lambda x: x.float(), randn(2**26)))
+    down = expected(lambda: (lambda x: x.bfloat16(), randn(2**26, dtype=FP32)))
+    assert up > 1.3 * down
+
+
+def test_across_the_order_of_memory_each_element_is_an_access():
+    copied = expected(lambda: (torch.clone, randn(8192, 8192)))
+    transposed = expected(lambda: (lambda x: x.t().contiguous(), randn(8192, 8192)))
+    assert transposed > 5 * copied
+
+
+def test_rows_that_are_not_aligned_slow_a_product_down():
+    even = expected(lambda: (torch.mm, randn(4096, 4096), randn(4096, 4096)))
+    odd = expected(lambda: (torch.mm, randn(4095, 4095), randn(4095, 4095)))
+    assert odd > 3 * even
+
+
+def test_flash_attention_carries_over_to_another_generation():
+    """FlashAttention-2 reaches about 220 TFLOP/s on an A100, by its authors: Dao, 2023, figure 5, width 128."""
+
+    def build():
+        return functional.scaled_dot_product_attention, *(randn(4, 16, 4096, 128) for _ in range(3))
+
+    found = estimate(build, "a100-sxm-80gb")
+    (op,) = found.ops
+    assert "flash" in op.name
+    assert found.flops / found.expected_s == pytest.approx(220e12, rel=0.2)
+
+
+def test_attention_written_out_on_an_h100():
+    """64 heads of queries and 4 of keys, 4096 tokens: 11.8 ms were measured on an H100."""
+
+    def written_out(query, key, value):
+        key, value = (tensor.repeat_interleave(16, 1) for tensor in (key, value))
+        scores = (query @ key.mT).float() * (1 / math.sqrt(query.shape[-1]))
+        return torch.softmax(scores, -1).to(value.dtype) @ value
+
+    def build():
+        return written_out, randn(1, 64, 4096, 128), *(randn(1, 4, 4096, 128) for _ in range(2))
+
+    assert expected(build, "h100-sxm") == pytest.approx(11.8e-3, rel=0.15)
+
+
+def test_small_ops_in_a_row_take_the_time_of_the_host():
+    def clones(count):
+        def call(x):
+            for _ in range(count):
+                x = x.clone()
+            return x
+
+        return lambda: (call, randn(64))
+
+    many, one = estimate(clones(720)), estimate(clones(1))
+    assert many.expected_device_s > 720 * 1e-6
+    assert many.expected_s == pytest.approx(720 * kernel_constants().constants["host"]["call"], rel=0.05)
+    assert one.expected_s == one.expected_device_s  # its launch is hidden behind what ran before
+
+
+def test_a_kernel_waits_for_the_host_and_for_the_kernel_before_it():
+    late = Expectation(seconds=(1.0, 0.0, 1.0), measured_on="", host=(5.0, 5.0, 5.0))
+    assert late.total == 16.0  # the second kernel is called after 15 seconds
+    early = Expectation(seconds=(9.0, 0.0, 9.0), measured_on="", host=(1.0, 1.0, 1.0), gap=0.5)
+    assert early.total == 1.0 + 9.0 + 0.5 + 9.0
+    assert early.device == 18.5
+
+
+def test_figures_of_a_machine_scale_with_what_it_has():
+    """Twice the bandwidth halves a copy; a scan does not care."""
+    copy = lambda: (torch.clone, randn(2**28))  # noqa: E731
+    slow, fast = (catalogue.find(name).achievable.bandwidth for name in ("a100-sxm-40gb", "h200-sxm"))
+    assert expected(copy, "a100-sxm-40gb") / expected(copy) == pytest.approx(fast / slow, rel=0.05)
+
+
+def test_convolutions_are_counted_in_the_direct_form():
+    def build():
+        return lambda x, w: functional.conv2d(x, w, padding=1), randn(1, 64, 34, 34), randn(64, 64, 3, 3)
+
+    found = estimate(build)
+    direct = 2 * 64 * 64 * (3 * 34 - 2) ** 2
+    assert found.ops[0].flops == found.flops == direct
+    assert sum(found.work.flops.values()) < 0.3 * direct  # what the bound is of: the least that a fast algorithm needs
