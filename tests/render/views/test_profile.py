@@ -6,6 +6,7 @@ import re
 import pytest
 from made_up import profile  # type: ignore[import-not-found]
 
+from nearpeak.profiles.completeness import Completeness, Loss
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.waterfall import build_waterfall
 from nearpeak.render.text import PLAIN, Style
@@ -175,3 +176,13 @@ def test_names_from_outside_are_harmless_and_cut(by):
     found = text(dataclasses.replace(made, ops=(op,), device=bad, source=bad, machine=bad, idle=(cause,)), by=by)
     assert "\x1b" not in found
     assert max(map(len, found.splitlines())) <= 80
+
+
+def test_a_recording_with_all_of_its_markers_is_said_to_be_complete():
+    complete = Completeness(launches=1200, markers=8)
+    said = "the 1,200 launches of the step have their kernels, and all 8 marker kernels are there"
+    assert said in " ".join(text(measured(completeness=complete)).split())
+    loss = Loss(kind="markers", count=1, in_step=False, text="A marker is gone.")
+    lossy = dataclasses.replace(complete, losses=(loss,))
+    for other in (None, Completeness(launches=1200), lossy):
+        assert "marker kernels are there" not in " ".join(text(measured(completeness=other)).split())

@@ -437,3 +437,9 @@ def _measurement_facts(profile: Profile) -> Iterator[str]:
         yield f"under the profiler a step took {seconds(profile.profiled_s)}"
     if profile.matched is not None:
         yield f"{percent(profile.matched)} of its ops were found again in the trace"
+    recorded = profile.completeness
+    if recorded is not None and recorded.markers and not recorded.losses:
+        yield (
+            f"the recording has lost nothing: the {recorded.launches:,} launches of the step have their kernels, and "
+            f"all {recorded.markers:,} marker kernels are there"
+        )
