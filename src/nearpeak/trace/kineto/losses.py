@@ -16,11 +16,14 @@ from nearpeak.trace.kineto.calls import OpCall, OpCalls, ProfilerStep
 from nearpeak.trace.kineto.kernels import LaunchedSpan
 from nearpeak.trace.kineto.recording import Recording
 
-_DROPPED = re.compile(r"\b(?:dropp\w+|lost)\b[^\d]{0,20}(\d+)|(\d+)[^\d.;,]{0,40}\b(?:dropped|lost)\b", re.IGNORECASE)
+_DROPPED = re.compile(
+    r"\b(?:dropp\w+|lost)\b[^\d]{0,20}(\d{1,15})|(\d{1,15})[^\d.;,]{0,40}\b(?:dropped|lost)\b", re.IGNORECASE
+)
 _STOPPED_EARLY = re.compile(
     r"stopped early\W*(?:1|true|yes)\b|out of (?:trace )?buffer|buffer\w* (?:is )?exceeded", re.I
 )
 """What the profiler writes into the messages of a file when its buffers are full."""
+_NUMBER = re.compile(r"\d{1,15}")
 _LONGEST_MESSAGES = 10_000
 
 
@@ -100,7 +103,7 @@ def _dropped_events(metadata: Mapping[str, Any]) -> int | None:
     """The number of events that the profiler says it dropped; 0 if it says that it stopped early; None if neither."""
     dropped, early = 0, False
     for key, text in _messages(metadata):
-        if "drop" in key.lower() and text.strip().isdecimal():
+        if "drop" in key.lower() and _NUMBER.fullmatch(text.strip()):
             dropped += int(text)
             continue
         for match in _DROPPED.finditer(text):
