@@ -10,6 +10,7 @@ import torch
 import nearpeak
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.profiling.graph_kernels import match_graph_kernels
+from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.kineto.kernels import GraphLaunch, KernelRun
 
 GRID = {"gemm": (8, 1, 1), "add": (2, 1, 1)}
@@ -173,3 +174,30 @@ def test_kernels_of_graphs_on_a_gpu_have_op_shape_line_and_bound(make: Any):
     assert profile.completeness is not None and profile.completeness.complete, profile.completeness
     if make is by_hand:
         assert {op.phase for op in profile.ops} == {"forward", "backward", "optimizer"}
+
+
+def captured_kernels() -> list[str]:
+    """The kernels of a graph of a forward and a backward pass that uses a tensor twice."""
+    weight, x = (torch.ones(256, 256, device="cuda", requires_grad=number == 0) for number in range(2))
+    weight.grad = torch.zeros_like(weight)
+
+    def work() -> None:
+        y = x @ weight
+        (y * y.sigmoid()).cumsum(0)[1:].sum().backward()
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.gpu
+def test_a_graph_is_the_one_that_is_captured_alone():
+    alone = captured_kernels()
+    with remember_graphs():
+        watched = captured_kernels()
+    assert len(alone) > 5 and watched == alone
