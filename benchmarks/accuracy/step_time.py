@@ -4,10 +4,11 @@
     PYTHONPATH=src python -m benchmarks.accuracy.step_time --gpu-bound --json step_time_gpu.json
 
 Each script marks the end of each of its steps on `time.perf_counter` and prints the times between. It runs as it is,
-and under the profiler, each in a process that is forked when everything is imported. The reported step is compared with the script's own median in two ways: of the run alone, and of the steps of the profiled run that came after
-everything was recorded, when nothing of nearpeak's is left. The second is free of what differs between two processes;
-on a GPU, CUPTI stays attached to the process then, unless the script is told to detach it (`--detached`,
-TEARDOWN_CUPTI=1 in its environment). The ten that are bound by the host run on a GPU if there is one.
+and under the profiler, each in a process that is forked when everything is imported. The reported step is compared with
+the script's own median in two ways: of the run alone, and of the steps of the profiled run that came after everything
+was recorded, when nothing of nearpeak's is left. The second is free of what differs between two processes; on a GPU,
+CUPTI stays attached to the process then, unless the script is told to detach it (`--detached`, TEARDOWN_CUPTI=1 in its
+environment). The ten that are bound by the host run on a GPU if there is one.
 """
 
 from __future__ import annotations

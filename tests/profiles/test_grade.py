@@ -129,12 +129,6 @@ def test_a_recording_that_lacks_something_is_a_doubt(completeness, letter):
     assert letter == "A" or found.reasons == ("the recording is incomplete: launches without a kernel",)
 
 
-def test_one_late_step_among_many_is_no_spread():
-    walls = (10.0,) * 9 + (14.0,)
-    assert graded(walls=walls, spread=0.4).letter == "A"
-    assert graded(walls=(10.0,) * 7 + (14.0,) * 3, spread=0.4).letter == "C"
-
-
 def test_a_multiple_and_savings_are_told_down_to_b():
     assert [graded(spread=spread).is_trusted for spread in (0.0, 0.1, 0.5)] == [True, True, False]
     assert not graded(matched=0.1).is_trusted

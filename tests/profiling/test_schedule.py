@@ -1,6 +1,7 @@
 import pytest
 
 from nearpeak.profiling.session import (
+    AGAIN_STEPS,
     CLEAN_STEPS,
     MAX_WARM_UP,
     MIN_CLEAN,
@@ -57,6 +58,29 @@ def run(steps, **first):
         now += took
         found.append(schedule.step_ended(now, kind, graphs=graphs))
     return found, schedule
+
+
+def test_clean_steps_are_timed_again_where_the_script_has_them():
+    def after(walls):
+        return run([(took, None, 0) for took in [0.01] * 18 + walls], times_again=True)
+
+    found, schedule = after([0.01] * 5 + [0.02] * 60)
+    assert found[17:19] == ["traced", "clean again"]
+    assert len(schedule.later_walls) == AGAIN_STEPS
+    assert found[-1] == "done"
+    assert schedule.wall_s == pytest.approx(0.02)  # of all of them the median
+    assert len(schedule.typical_walls) == 10 + AGAIN_STEPS
+    found, schedule = after([0.01] * 5)  # it ends
+    assert (found[-1], schedule.wall_s) == ("clean again", pytest.approx(0.01))
+    found, schedule = after([0.01, 0.01, *[0.3] * 20])
+    assert 1.0 <= sum(schedule.later_walls) < 1.3
+    assert found[-1] == "done"
+
+
+def test_steps_of_another_kind_and_compilations_are_not_timed_again():
+    steps = [(0.01, TOKEN, 0)] * 20 + [(0.01, TOKEN, 0), (0.5, PROMPT, 0), (0.01, TOKEN, 0), (0.9, TOKEN, 1)]
+    _, schedule = run([*steps, *[(0.01, TOKEN, 1)] * 60], times_again=True)
+    assert max(schedule.later_walls) < 0.02
 
 
 TOKEN, PROMPT = StepKind(shape=(1, 1)), StepKind(shape=(1, 64))

@@ -139,8 +139,8 @@ def test_a_baseline_of_another_kind_of_time_is_not_compared():
 
 def test_a_grade_that_is_too_low():
     assert not grade_too_low(figure_of(profile()), Bars(grade="A"))
-    assert grade_too_low(figure_of(profile(walls=(), spread=0.1)), Bars(grade="A"))
-    assert not grade_too_low(figure_of(profile(walls=(), spread=0.1)), Bars(grade="B"))
+    assert grade_too_low(figure_of(profile(spread=0.1)), Bars(grade="A"))
+    assert not grade_too_low(figure_of(profile(spread=0.1)), Bars(grade="B"))
     assert grade_too_low(figure_of(timing(flags=DOUBTFUL)), Bars())
 
 

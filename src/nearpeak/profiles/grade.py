@@ -7,7 +7,7 @@ Each fact has its own letter, and the worst is the profile's:
     other processes on the cores of a CPU's step      <= 10 %    <= 25 %    <= 60 %    more
     time without CPU quota                            <= 1 %     <= 5 %     more       -
     another process computes on the GPU, or it is hot            yes
-    clean steps: slowest tenth less fastest           <= 5 %     <= 20 %    more       -
+    clean steps: slowest less fastest                 <= 5 %     <= 20 %    more       -
     fewer than 3 clean steps, or none                            yes
     ops found again in the traced step                >= 99 %    >= 95 %    >= 50 %    less
     kernel time with a bound                          >= 98 %    >= 90 %    >= 50 %    less
@@ -109,7 +109,7 @@ def _doubts(profile: Profile) -> Iterator[_Doubt]:
         yield _Doubt("B", "no clean steps: the profiler is part of the wall time")
     elif profile.steps < MIN_STEPS:
         yield _Doubt("B", f"only {profile.steps} clean step{'' if profile.steps == 1 else 's'}")
-    spread = _spread(profile)
+    spread = profile.spread
     if spread is not None and spread > SPREAD[0]:
         yield _Doubt(_letter_above(spread, SPREAD), f"steps {percent(spread, 0)} apart", QUIET)
     if profile.profiled_s is not None and profile.profiled_s > STRETCH[0] * profile.wall_s > 0.0:
@@ -167,15 +167,6 @@ def _recording_doubts(profile: Profile) -> Iterator[_Doubt]:
     if profile.modeled_share < MODELED[0]:
         reason = f"{percent(profile.modeled_share)} of the time has a bound"
         yield _Doubt(_letter_below(profile.modeled_share, MODELED), reason)
-
-
-def _spread(profile: Profile) -> float | None:
-    """How far clean steps lie apart, without the slowest and the fastest tenth if their times are known."""
-    if len(profile.walls) < MIN_STEPS:
-        return profile.spread
-    ordered = sorted(profile.walls)
-    cut = len(ordered) // 10
-    return (ordered[-1 - cut] - ordered[cut]) / profile.wall_s
 
 
 def _letter_above(value: float, limits: Sequence[float]) -> Letter:

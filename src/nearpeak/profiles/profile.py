@@ -180,7 +180,7 @@ class Profile:
     walls: tuple[MeasuredSeconds, ...] = ()
     """The wall times of these steps, in order."""
     spread: Amount | None = None
-    """The slowest clean step minus the fastest, over the median; None without clean steps."""
+    """The slowest clean step minus the fastest, over the median, without the outer tenths; None without clean steps."""
     matched: Share | None = None
     """The share of the profiled step's ops that were found in the traced step; None without a traced step."""
     profiled_s: Seconds | None = None

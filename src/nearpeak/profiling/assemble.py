@@ -132,7 +132,7 @@ class StepRecords:
             add_idle(profile, idle),
             steps=len(self.walls),
             walls=tuple(self.walls),
-            spread=(max(self.walls) - min(self.walls)) / wall,
+            spread=spread_of(self.walls, wall),
             matched=matched,
             profiled_s=self.profiled_wall,
             notes=(*profile.notes, *notes),
@@ -145,6 +145,17 @@ class StepRecords:
             world_size=self.world_size,
         )
         return add_findings(profile, traced, machine, LIVE_FACTS if self.traced is not None else UNTRACED_FACTS)
+
+
+def spread_of(walls: Sequence[float], wall_s: float) -> float:
+    """The slowest of clean steps less the fastest, over the step time; without the outer tenths if there are ten.
+
+    >>> spread_of([9.0, 10.0, 11.0], 10.0), spread_of([10.0] * 9 + [19.0], 10.0)
+    (0.2, 0.0)
+    """
+    ordered = sorted(walls)
+    cut = len(ordered) // 10
+    return (ordered[-1 - cut] - ordered[cut]) / wall_s
 
 
 def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int | None], float | None]:
@@ -175,8 +186,14 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     to_traced: list[int | None] = [None] * len(profiled_ops)
     for index, position in zip(profiled, positions, strict=True):
         to_traced[index] = None if position is None else in_trace[position]
-    matched = sum(position is not None for position in positions) / len(positions) if positions else None
-    return to_traced, matched
+    # Views and empty tensors that torch makes for itself are in one of the steps alone, and cost nothing.
+    costs = costs_of([profiled_ops[index] for index in profiled])
+    found = [
+        position is not None
+        for position, cost in zip(positions, costs, strict=True)
+        if on_device or cost.model != "formula" or cost.reads or cost.writes or cost.flops or cost.vector_flops
+    ]
+    return to_traced, sum(found) / len(found) if found else None
 
 
 def without_costs(trace: Trace, indices: Collection[int]) -> Trace:

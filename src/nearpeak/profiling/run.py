@@ -114,6 +114,11 @@ def profile(
                 session.step_ends(between=case.reset)
             if not session.problem:
                 session.add_trace(_trace_step(case))
+        if session.schedule.phase == "clean again" and case.reset is not None:
+            case.reset()
+        while session.schedule.phase == "clean again" and not session.problem:
+            case.call()
+            session.step_ends(between=case.reset)
     finally:
         session.abandon()
     return _assemble_profile(session, case.name, machine, ceilings, progress)

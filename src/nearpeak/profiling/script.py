@@ -120,7 +120,7 @@ def profile_script(
     def result() -> ScriptRun:
         nonlocal profile
         records = session.records(main.name)
-        if records is not None and profile is None:
+        if records is not None and (profile is None or profile.steps != len(records.walls)):
             profile = records.profile(machine or find_machine(progress=progress), ceilings=ceilings)
             captured(profile)
         if timed_out and not session.problem:

@@ -39,7 +39,7 @@ from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
 from nearpeak.units import seconds
 
-SchedulePhase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "done"]
+SchedulePhase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "clean again", "done"]
 
 
 class ProfilerAction(Enum):
@@ -75,6 +75,10 @@ PROFILED_STEPS = 5
 PROFILED_SECONDS = 1.5
 """So many steps are profiled on a GPU, or as many as fit into this time, and at least one: the clock changes from step
 to step, so that a single step says little, and each step takes time to read."""
+AGAIN_STEPS = 40
+AGAIN_SECONDS = 1.0
+"""So many clean steps, or as many as fit into this time, are timed after everything is recorded, if there are as many:
+ten steps in a row say little about a CPU whose speed changes within a second."""
 OUTLIER_RATIO = 1.5
 """A clean step that takes this many times the median did something else too."""
 HOST_AHEAD_SHARE = 0.2
@@ -107,9 +111,15 @@ class Schedule:
     """Whether the next step repeats the current phase: the last one could not be used, or the phase takes several."""
     most_profiled: int = 1
     """The largest number of steps to profile."""
+    times_again: bool = False
+    """Whether clean steps are timed again at the end. Not on a GPU: once a profiler ran, launches take longer there."""
+    later_walls: list[float] = field(default_factory=list)
+    """Of these clean steps."""
     host_ahead: bool = False
     """Whether the device still had work when the last clean step was launched, so that none of them began with a wait
     for the host."""
+    ends_unseen: bool = False
+    """Whether only a host that was ahead saw the ends of clean steps: their sum is exact, and no single time."""
     _last: float | None = None
     _took: float = float("inf")
     _in_phase: int = 0
@@ -122,7 +132,6 @@ class Schedule:
     _profiled: int = 0
     _profiled_since: float = 0.0
     _block_s: float | None = None
-    _ends_unseen: bool = False
 
     def step_ended(
         self, now: float, kind: StepKind | None = None, *, graphs: int = 0, usable: bool = True
@@ -154,6 +163,11 @@ class Schedule:
                 self._retakes += 1
                 self.again = True
             else:
+                self._enter("clean again" if self.times_again else "done", now)
+        elif self.phase == "clean again":
+            if took is not None and self.fits(kind) and not compiled:
+                self.later_walls.append(took)
+            if self._in_phase >= AGAIN_STEPS or sum(self.later_walls) >= AGAIN_SECONDS:
                 self._enter("done", now)
         return self.phase
 
@@ -174,6 +188,8 @@ class Schedule:
     @property
     def clean_steps_left(self) -> int:
         """How many clean steps may pass without a decision; 1 for long ones, which are limited by time."""
+        if self.phase == "clean again" and self._took * AGAIN_STEPS <= AGAIN_SECONDS:
+            return max(1, AGAIN_STEPS - self._in_phase)
         if self.phase != "clean" or self._took * CLEAN_STEPS > CLEAN_SECONDS:
             return 1
         return max(1, max(MIN_CLEAN, CLEAN_STEPS >> self.others) - len(self.walls))
@@ -191,8 +207,8 @@ class Schedule:
         self._block_s = now - self._begun
         self.host_ahead = now - self._last > HOST_AHEAD_SHARE * median(self.walls)
         if self.host_ahead:
-            self._ends_unseen = len(walls) != len(self.walls)
-            self.walls = self.walls if self._ends_unseen else list(walls)
+            self.ends_unseen = len(walls) != len(self.walls)
+            self.walls = self.walls if self.ends_unseen else list(walls)
 
     @property
     def wall_s(self) -> float | None:
@@ -203,17 +219,18 @@ class Schedule:
         """
         if not self.walls:
             return None
-        if self._block_s is not None and self._ends_unseen:
+        if self._block_s is not None and self.ends_unseen:
             return self._block_s / len(self.walls)
         return median(self.typical_walls)
 
     @property
     def typical_walls(self) -> list[float]:
         """The clean steps without outliers; all of them if only a host that is ahead saw their ends."""
-        if self._ends_unseen or not self.walls:
+        if self.ends_unseen or not self.walls:
             return self.walls
-        typical = median(self.walls)
-        return [wall for wall in self.walls if wall <= OUTLIER_RATIO * typical]
+        walls = [*self.walls, *self.later_walls]
+        typical = median(walls)
+        return [wall for wall in walls if wall <= OUTLIER_RATIO * typical]
 
     def _warm_up(self, now: float, took: float | None, kind: StepKind, compiled: bool) -> None:
         if took is None or self._in_phase == 1:
@@ -292,8 +309,11 @@ PHASE_MESSAGES = {
     "profiler start": "starting the profiler",
     "profiled": "profiling a step",
     "traced": "tracing a step",
+    "clean again": "timing clean steps again",
     "done": "everything needed has been recorded",
 }
+
+_CLEAN: tuple[SchedulePhase, ...] = ("clean", "clean again")
 
 STEP_DEFINITION = (
     "A step ends with an optimizer's step, or with a module's call without gradients; --step MODULE:FUNCTION names a "
@@ -428,7 +448,7 @@ class Session:
             return
         if (
             self._deferred_left > 1
-            and self.schedule.phase == "clean"
+            and self.schedule.phase in _CLEAN
             and between is None
             and not self._settling
             and (kind, _profiler_runs(), self._captures != capture_count()) == self._last_kind
@@ -437,17 +457,17 @@ class Session:
             self._deferred.append((self.guard.program_time(), compiled_graph_count()))
             self._events.record()
             return
-        seen = self.schedule.steps
+        seen, before = self.schedule.steps, self.schedule.phase
         self.guard.call(self._advance, kind, between)
         self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
-        if self.is_done:
-            if self.steps is not None and not self._follows:
-                self.steps.stop(until_training=True)
+        if self.is_done and self.steps is not None and not self._follows:
+            self.steps.stop(until_training=True)
+        if self.is_done or (self.schedule.phase == "clean again" and before == "traced"):
             # What is done with the records is no part of recording them, and modes of the code do not see it.
             with suppress(Exception), _disable_current_modes(), torch._C.DisableTorchFunction():
                 self._completed()
-            if self._stop:
-                raise StopRun
+        if self.is_done and self._stop:
+            raise StopRun
 
     def add_trace(self, traced: Trace | str) -> None:
         """Adds the trace of a step that the caller ran, or the reason why there is none."""
@@ -456,6 +476,9 @@ class Session:
         else:
             self._set_trace(traced)
         self.schedule.step_ended(self.guard.program_time())
+        if self.schedule.phase == "clean again":
+            self._say(PHASE_MESSAGES["clean again"])
+            self._resume()
 
     def abandon(self) -> None:
         """Stops the profiler or trace that is still running at the end of the code."""
@@ -550,11 +573,13 @@ class Session:
             self._events.record()
             waited_from = self.guard.program_time(now=True)
             synchronize()
-            ended = self.guard.program_time(now=True)
-            # Without a wait, the work ended with the step, or while its times were evaluated here.
-            schedule.device_ended(ended if ended - waited_from > IDLE_SYNC_SECONDS else now, self._events.seconds())
+            ended, times = self.guard.program_time(now=True), self._events.seconds()
+            # Without a wait, the work ended with the step, or while its times were evaluated here; a CPU's always does.
+            schedule.device_ended(ended if times and ended - waited_from > IDLE_SYNC_SECONDS else now, times)
             self._watch.end()
             self._compiler = read_compiler_facts(self._warm_graphs or 0)
+        elif before == "clean again" and after != before:
+            self._watch.end()
         if self.problem:
             return
         if between is not None:
@@ -564,16 +589,16 @@ class Session:
         if after != before:
             self._say(PHASE_MESSAGES[after])
             if self.steps is not None:
-                self.steps.calls.search(after not in ("clean", "done"))
+                self.steps.calls.search(after not in (*_CLEAN, "done"))
                 # The inline caches of the interpreter start empty after monitoring has changed: one step refills them.
-                self._settling = after == "clean"
+                self._settling = after in _CLEAN
             if after == "clean":
                 self._watch.prepare()
             elif after == "warm-up":
                 self._watch.cancel()
         if after != before or schedule.again:
             self._begin(after)
-        if between is not None or (after == "clean" and (before != "clean" or schedule.again)):
+        if between is not None or (after in _CLEAN and (before != after or schedule.again)):
             self._resume()
         if after == "clean":
             self._events.record()
@@ -581,10 +606,11 @@ class Session:
     def _evaluate_deferred(self) -> SchedulePhase:
         """Evaluates the deferred clean steps, up to one that ends the phase or restarts it."""
         deferred, self._deferred = self._deferred, []
+        before = self.schedule.phase
         self.schedule.again = False
         for position, (ended, graphs) in enumerate(deferred):
             after = self.schedule.step_ended(ended, _step_kind(*self._last_kind), graphs=graphs)
-            if after != "clean" or self.schedule.again:
+            if after != before or self.schedule.again:
                 self.schedule.steps += len(deferred) - position - 1
                 break
         return self.schedule.phase
@@ -605,8 +631,9 @@ class Session:
         self.schedule.resumes(self.guard.program_time())
         if not self.schedule.walls:
             self._events.clear()
-            if self.schedule.phase == "clean":
-                self._watch.begin(with_gpu=True)
+        timed = self.schedule.later_walls if self.schedule.phase == "clean again" else self.schedule.walls
+        if self.schedule.phase in _CLEAN and not timed:
+            self._watch.begin(with_gpu=True)
 
     def _finish(self, now: float, kind: StepKind, graphs: int) -> bool:
         """Ends the profiling or tracing of the step that is over; returns whether the step can be used."""
@@ -676,6 +703,7 @@ class Session:
                 self._profiler = Profiler()
             # On a CPU, ops are the kernels, and there is no common clock to average over.
             self.schedule.most_profiled = PROFILED_STEPS if _gpu_was_used() else 1
+            self.schedule.times_again = not (self._stop or self.schedule.host_ahead or _gpu_was_used())
             if phase == "profiled" and not self._profiled:
                 self._watch.begin()
             self._step_start = self.guard.program_time()
@@ -709,10 +737,11 @@ def _quietly(say: Progress) -> Progress:
 
 def _notes(schedule: Schedule) -> list[str]:
     notes = []
-    left_out = len(schedule.walls) - len(schedule.typical_walls)
-    if left_out:
+    clean_steps = len(schedule.walls) + len(schedule.later_walls)
+    left_out = clean_steps - len(schedule.typical_walls)
+    if left_out and not schedule.ends_unseen:
         notes.append(
-            f"{left_out} of {len(schedule.walls)} clean steps took more than {OUTLIER_RATIO:g} times the usual time "
+            f"{left_out} of {clean_steps} clean steps took more than {OUTLIER_RATIO:g} times the usual time "
             "and do not count."
         )
     if schedule.others:

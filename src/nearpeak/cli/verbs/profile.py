@@ -299,13 +299,15 @@ class ResultFiles:
     def _keep_run(self, profile: Profile) -> None:
         from nearpeak.profiles import history
 
+        is_first = self._kept is None
         try:
             self._kept = history.add_run(profile, self._kept)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             narrate(f"nearpeak: this run was not kept: {history.folder()} cannot be written: {reason}.")
         else:
-            narrate("kept as @last; `nearpeak report @last` shows it again")
+            if is_first:
+                narrate("kept as @last; `nearpeak report @last` shows it again")
 
 
 def show_profile(profile: Profile, arguments: argparse.Namespace, files: ResultFiles) -> int:
