@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -99,3 +101,16 @@ def test_other_threads_have_no_handlers():
     thread.start()
     thread.join()
     assert failures == []
+
+
+def test_a_signal_that_ends_the_process_waits():
+    code = """
+import os, signal
+from nearpeak.trace.interrupts import defer_signals
+with defer_signals(deadly=True):
+    exec(compile("os.kill(os.getpid(), signal.SIGTERM)", os.__file__, "exec"))
+    print("saved", flush=True)
+print("not reached")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "saved\n")

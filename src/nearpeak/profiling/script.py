@@ -34,6 +34,7 @@ from nearpeak.profiles.profile import Profile
 from nearpeak.profiling.session import PHASE_MESSAGES, STEP_DEFINITION, Session, StopRun
 from nearpeak.profiling.step_function import STEP_DECORATOR, StepFunction
 from nearpeak.profiling.steps import detect_steps
+from nearpeak.trace.interrupts import defer_signals
 from nearpeak.units import seconds
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
@@ -114,8 +115,9 @@ def profile_script(
         records = session.records(main.name)
         now = machine or known_machine()
         if records is not None and now is not None:
-            profile = records.profile(now, ceilings=ceilings)
-            captured(profile)
+            with defer_signals(deadly=True):  # a job that is out of time is told so now, and has its profile
+                profile = records.profile(now, ceilings=ceilings)
+                captured(profile)
 
     def result() -> ScriptRun:
         nonlocal profile

@@ -1,4 +1,4 @@
-"""`defer_signals`: Ctrl-C in a trace waits for a moment at which an exception can be raised.
+"""`defer_signals`: Ctrl-C in a trace waits until an exception can be raised; SIGTERM, until a profile is saved.
 
 Python runs a signal's handler between any two instructions. Inside a trace, these are often instructions of code that
 torch's dispatcher calls and from which it expects no exception: it ends the process (`terminate called`). And an
@@ -8,6 +8,7 @@ code is, and else after the op, or when everything is put back.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,13 +27,19 @@ _depth: list[None] = []
 
 
 @contextmanager
-def defer_signals() -> Iterator[None]:
-    """Inside, on the main thread, handlers of signals run where their exceptions do no harm."""
+def defer_signals(*, deadly: bool = False) -> Iterator[None]:
+    """Inside, on the main thread, handlers of signals run where their exceptions do no harm.
+
+    Args:
+        deadly: Signals without a handler, which end the process, wait too. A second one does not.
+    """
     if threading.current_thread() is not threading.main_thread():  # handlers run on that one alone
         yield
         return
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     ours = {number: _deferring(handler) for number, handler in handlers.items() if callable(handler)}
+    if deadly:
+        ours |= {number: _deferring(_die) for number, handler in handlers.items() if handler == signal.SIG_DFL}
     _depth.append(None)
     try:
         for number, handler in ours.items():
@@ -55,6 +62,11 @@ def _deferring(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int
             pending.append(lambda: handler(number, None))
 
     return handle
+
+
+def _die(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def run_pending() -> None:
