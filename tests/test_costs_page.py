@@ -11,6 +11,7 @@ import pytest
 from cost_rows import SIZES, Row, rows
 
 from nearpeak.ops.cost import Formula, cost_of, registered
+from nearpeak.ops.custom_schemas import custom_schemas
 from nearpeak.ops.formulas.attention import banded
 from nearpeak.ops.formulas.convolution import VECTOR_LAG, winograd
 from nearpeak.ops.op import Op
@@ -75,6 +76,11 @@ def test_no_formula_is_missing() -> None:
     missing = {f"{one.__module__}:{one.__name__}" for one in registered().values() if one not in shown}
     partial = "nearpeak.ops.formulas.partial"
     assert missing == {f"{partial}:partly_known", f"{partial}:not_known"}
+
+
+def test_custom_operators_of_the_page_are_those_with_a_schema() -> None:
+    shown = {name for cell, _ in tables("custom operators") for name in re.findall(r"`(\w+::\w+)`", cell)}
+    assert shown == {name.replace(".", "::", 1) for name in registered() if custom_schemas(name.replace(".", "::", 1))}
 
 
 def test_operators_of_the_page_exist() -> None:

@@ -139,7 +139,10 @@ aiter::dynamic_per_token_scaled_quant(w out, r input, w scales, r? scale_ub, shu
 custom("""
 _moe_C::topk_softmax(w topk_weights, w topk_indices, w token_expert_indices, r gating_output)
 _moe_C::topk_softmax(w topk_weights, w topk_indices, w token_expert_indices, r gating_output, renormalize)
+_moe_C::topk_sigmoid(w topk_weights, w topk_indices, w token_expert_indices, r gating_output, renormalize, ...)
+_moe_C::grouped_topk(r scores, ...)
 sgl_kernel::topk_softmax(w topk_weights, w topk_indices, r gating_output, renormalize)
+sgl_kernel::moe_fused_gate(r input, r bias, num_expert_group, topk_group, topk, ...)
 """)(_once("reduction"))
 
 custom("""
