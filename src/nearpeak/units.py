@@ -8,6 +8,8 @@ A fused multiply-add counts as 2 FLOP.
 from __future__ import annotations
 
 import math
+import re
+from typing import Literal
 
 GIB = 2**30
 
@@ -44,6 +46,27 @@ def quantity(value: float | None, unit: str, digits: int = 3) -> str:
         exponent += 3
         text = significant(value / 10.0**exponent, digits)
     return f"{text} {_PREFIXES[exponent]}{unit}"
+
+
+UNITS: dict[Literal["s", "B"], dict[str, float]] = {
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9},
+    "B": {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    | {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
+}
+"""The units that are read, by the base unit that they are multiples of."""
+
+
+def parse_quantity(text: str, unit: Literal["s", "B"]) -> float | None:
+    """A quantity that a person wrote, in its base unit; None if it has no number or another unit.
+
+    >>> parse_quantity("80 GB", "B"), parse_quantity("80GiB", "B"), parse_quantity("12 ms", "s")
+    (80000000000.0, 85899345920.0, 0.012)
+    >>> parse_quantity("80 G", "B") is None
+    True
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([^\W\d_]+)\s*", text)
+    factor = UNITS[unit].get(match[2]) if match else None
+    return None if match is None or factor is None else float(match[1]) * factor
 
 
 def significant(value: float, digits: int = 3) -> str:

@@ -287,3 +287,9 @@ def test_a_misplaced_or_misspelt_table_is_an_error(addition, complaint):
 def test_a_network_per_something_else_is_an_error():
     with pytest.raises(ValueError, match=r"network 'wire', field 'per'"):
         catalogue.parse(SMALL.replace('per = "port"', 'per = "rack"'))
+
+
+def test_memory_is_what_the_driver_reports():
+    assert catalogue.find("h200-sxm").memory_bytes == 143_771 * 2**20
+    assert catalogue.find("h100-sxm").memory_bytes == 81_559 * 2**20  # sold as 80 GB
+    assert "nvidia-smi" in catalogue.find("h200-sxm").sources["memory_bytes"]

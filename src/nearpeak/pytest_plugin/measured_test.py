@@ -35,25 +35,12 @@ from nearpeak.render.text import elide_start, plain
 from nearpeak.render.views.profile import select_findings
 from nearpeak.render.views.timing import title
 from nearpeak.render.views.verdict import sentences
-from nearpeak.units import GIB, gibibytes, percent, quantity, seconds, seconds_between
+from nearpeak.units import GIB, UNITS, gibibytes, parse_quantity, percent, quantity, seconds, seconds_between
 
 Floor = Literal["as written", "fused", "ideal"]
 
 GRADES: tuple[Grade, ...] = get_args(Grade)
 """The best first."""
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
-_BYTES = {
-    "B": 1.0,
-    "kB": 1e3,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KiB": 2.0**10,
-    "MiB": 2.0**20,
-    "GiB": 2.0**30,
-    "TiB": 2.0**40,
-}
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 T = TypeVar("T")
 
@@ -130,7 +117,7 @@ def parse_seconds(name: str, value: Any) -> float:
     >>> parse_seconds("step_time", "12 ms"), parse_seconds("step_time", 0.5)
     (0.012, 0.5)
     """
-    return _parse_quantity(name, value, _SECONDS, 'a time: write "12 ms", or a number of seconds')
+    return _parse_quantity(name, value, "s", 'a time: write "12 ms", or a number of seconds')
 
 
 def parse_bytes(name: str, value: Any) -> float:
@@ -139,16 +126,13 @@ def parse_bytes(name: str, value: Any) -> float:
     >>> parse_bytes("peak_memory", "3 GiB"), parse_bytes("peak_memory", "500 MB")
     (3221225472.0, 500000000.0)
     """
-    return _parse_quantity(name, value, _BYTES, 'an amount of memory: write "3 GiB", or a number of bytes')
+    return _parse_quantity(name, value, "B", 'an amount of memory: write "3 GiB", or a number of bytes')
 
 
-def _parse_quantity(name: str, value: Any, units: Mapping[str, float], wanted: str) -> float:
-    number = _number(value)
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([^\W\d_]+)\s*", value)
-        number = float(match[1]) * units[match[2]] if match and match[2] in units else None
+def _parse_quantity(name: str, value: Any, unit: Literal["s", "B"], wanted: str) -> float:
+    number = parse_quantity(value, unit) if isinstance(value, str) else _number(value)
     if number is None or number <= 0:
-        raise UsageError(f"{name}={value!r} is not {wanted}. Units: {', '.join(units)}.")
+        raise UsageError(f"{name}={value!r} is not {wanted}. Units: {', '.join(UNITS[unit])}.")
     return number
 
 
