@@ -1,6 +1,7 @@
 """Findings claim each op's time once, are merged by line, and can be silenced."""
 
 import dataclasses
+import runpy
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import nearpeak
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.errors import UsageError
-from nearpeak.findings.engine import add_findings, add_rules, check_ignored_rules, find, forget_rule, rule, rules
+from nearpeak.findings.engine import Waste, add_findings, add_rules, check_ignored_rules, find, forget_rule, rule, rules
 from nearpeak.findings.step import Step
 from nearpeak.machines.catalogue import find as find_machine
 from nearpeak.profiles.finding import Fix
@@ -242,3 +243,40 @@ def test_a_fix_has_the_ops_and_the_real_modules_of_its_finding():
     assert found.modules == ("model.layers.0", "model.layers.1")
     assert found.module == "model.layers.*"
     assert found.fix == dataclasses.replace(fix, ops=(0, 1), modules=found.modules)
+
+
+def test_a_line_of_an_installed_package_gets_a_remedy_for_the_model():
+    @rule("first-op", compiles=True)
+    def compiled(step):
+        yield Waste(title="t", op=0, gains={0: 0.5}, evidence="e", reasoning="r", remedy="Write it so.")
+
+    @rule("second-op")
+    def replaced(step):
+        yield Waste(title="t", op=1, gains={1: 0.5}, evidence="e", reasoning="r", remedy="Write it so.")
+
+    try:
+        seen = examined()
+        file = seen.ops[0].source.rpartition(":")[0]
+        inside = dataclasses.replace(seen, trace=dataclasses.replace(seen.trace, packages={file: "blocks"}))
+        both = set(rules()) - {"first-op", "second-op"}
+        assert {item.remedy for item in find(seen, ignore=both)[0]} == {"Write it so."}
+        found = {item.rule: item.remedy for item in find(inside, ignore=both)[0]}
+        assert "is in the package blocks" in found["first-op"]
+        assert "model.compile()" in found["first-op"]
+        assert "model.compile()" not in found["second-op"]
+        assert "Without changing it" in found["second-op"]
+    finally:
+        forget_rule("first-op")
+        forget_rule("second-op")
+
+
+def test_which_files_are_of_installed_packages(tmp_path):
+    site = tmp_path / "site-packages" / "blocks"
+    site.mkdir(parents=True)
+    for path in (site / "layer.py", site / "train.py", tmp_path / "train.py"):
+        path.write_text("import torch\n\n\ndef run(x):\n    return x + 1\n")
+    functions = [
+        runpy.run_path(str(path))["run"] for path in (site / "layer.py", site / "train.py", tmp_path / "train.py")
+    ]
+    traced = trace(lambda x: [function(x) for function in functions], torch.ones(3))
+    assert traced.packages == {"layer.py": "blocks"}  # train.py is the user's own too

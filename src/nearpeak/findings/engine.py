@@ -71,13 +71,15 @@ class Rule:
     general: bool = False
     """Whether other rules describe its findings better. It runs after them, and gets the ops that none of them
     claims."""
+    compiles: bool = False
+    """Whether torch.compile removes the waste without a change of the line."""
 
 
 _RULES: dict[str, Rule] = {}
 
 
 def rule(
-    name: str, *, needs: Collection[StepFact] = (), general: bool = False
+    name: str, *, needs: Collection[StepFact] = (), general: bool = False, compiles: bool = False
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Registers a function as a rule. It is called with a `Step` and yields a `Waste` for each place.
 
@@ -88,6 +90,8 @@ def rule(
             memory.
         general: For a rule about waste of many kinds: it runs after all others, and `step.claimed` has the ops that
             these claim.
+        compiles: Whether torch.compile removes the waste without a change of the line; said where the line is in an
+            installed package.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise UsageError(f"{name!r} is not a valid rule name. Use lowercase letters, digits and hyphens.")
@@ -95,7 +99,7 @@ def rule(
     def register(look: RuleFunction) -> RuleFunction:
         if name in _RULES:
             raise UsageError(f"There is a rule called {name!r} already.")
-        _RULES[name] = Rule(name=name, needs=frozenset(needs), look=look, general=general)
+        _RULES[name] = Rule(name=name, needs=frozenset(needs), look=look, general=general, compiles=compiles)
         return look
 
     return register
@@ -272,10 +276,25 @@ def _merge_claims(step: Step, claims: Sequence[_Claim]) -> Iterator[Finding]:
             share=saving / step.profile.wall_s if step.profile.wall_s else 0.0,
             evidence=largest.evidence,
             reasoning=largest.reasoning + _idle_note(step, group),
-            remedy=largest.remedy,
+            remedy=largest.remedy + _remedy_outside(step, name, line, modules),
             fix=None if largest.fix is None else dataclasses.replace(largest.fix, ops=ops, modules=modules),
             ops=ops,
         )
+
+
+def _remedy_outside(step: Step, rule_name: str, line: str, modules: Sequence[str]) -> str:
+    """What to do about a line in an installed package, which its user does not change."""
+    package = step.trace.packages.get(line.rpartition(":")[0])
+    if package is None:
+        return ""
+    module = next((name for name in modules if name), "")
+    which = f" (here {module})" if module else ""
+    text = f"\n# {line} is in the package {package}. Without changing it:"
+    if rules()[rule_name].compiles:
+        return f"{text}\nmodel.compile()  # or only the modules that run the line{which}: module.compile()"
+    if module:
+        return f"{text} give the model another module in place of {module} (model.set_submodule), with what is above."
+    return f"{text} look for a setting of {package}, or ask its authors."
 
 
 def _idle_note(step: Step, claims: Sequence[_Claim]) -> str:

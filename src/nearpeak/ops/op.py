@@ -174,6 +174,16 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenOptimizer:
+    """The class of an optimizer that took a step."""
+
+    name: str
+    """As code writes it: "torch.optim.Adam"."""
+    options: frozenset[str] = frozenset()
+    """Those of "fused" and "foreach" that it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The ops of a step in order, the storages that they touch, and which storages are its results."""
 
@@ -203,3 +213,7 @@ class Trace:
     """How many steps after that one this step came."""
     replays: tuple[GraphReplay, ...] = ()
     """The CUDA graphs that were launched, whose ops are among the ops; in order."""
+    optimizers: tuple[SeenOptimizer, ...] = ()
+    """Each class once."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """The installed packages that files of the ops' lines belong to, by the names of the files."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -38,6 +40,23 @@ def _user_file(filename: str) -> str:
     if filename.startswith(_SCRIPTS + "/"):  # the entry point of a command, our own among them
         return ""
     return Path(filename).name
+
+
+_PACKAGE_FILE = re.compile(r".*[/\\\\](?:site|dist)-packages[/\\\\]([^/\\\\]+)")
+
+
+def package_files(sources: Iterable[str]) -> dict[str, str]:
+    """Which files of source lines belong to an installed package, with the name of the package.
+
+    A name that a file of the user's own has too is left out.
+    """
+    files = {source.rpartition(":")[0] for source in sources} - {""}
+    packages: dict[str, set[str]] = {}
+    for path, name in _user_file_names.items():
+        if name in files:
+            package = _PACKAGE_FILE.match(path)
+            packages.setdefault(name, set()).add(package[1].removesuffix(".py") if package else "")
+    return {name: found.pop() for name, found in packages.items() if len(found) == 1 and "" not in found}
 
 
 def is_standard_file(filename: str) -> bool:

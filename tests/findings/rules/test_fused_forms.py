@@ -84,6 +84,22 @@ def test_two_ops_are_no_chain_and_a_chain_stops_at_a_product():
     assert rules(lambda: (x.exp() + 1).tanh()) == ["unfused-pointwise"]
 
 
+@pytest.mark.parametrize(
+    ("written_out", "call"),
+    [
+        (lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x**3))), 'gelu(x, approximate="tanh")'),
+        (lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)), "gelu(x)"),
+        (lambda x: x * torch.sigmoid(x) + 1 - x, "silu(x)"),
+        (lambda x: (x.exp() + 1).tanh(), "@torch.compile"),
+        (lambda x: (0.5 * x + 1).tanh() * 2, "@torch.compile"),
+    ],
+)
+def test_a_function_of_torchs_that_is_written_out_is_named(written_out, call):
+    x = randn(64, 64)
+    (found,) = found_in(examined(lambda: lambda: written_out(x)), "unfused-pointwise")
+    assert call in found.remedy
+
+
 def test_what_others_read_in_between_is_still_written():
     def build():
         x = torch.empty(16384, 16384)

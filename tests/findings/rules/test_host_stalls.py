@@ -11,6 +11,13 @@ def test_a_loader_without_workers_gets_as_many_as_it_needs():
     assert "num_workers=4," in found.remedy  # 15 s beside 5 s, and a fifth more
 
 
+def test_memory_is_pinned_for_a_gpu_alone():
+    for machine, pinned in ((CPU, False), (None, True)):
+        facts = {} if machine is None else {"machine": machine}
+        (found,) = findings("input-stall", idle("input", 15.0, what="DataLoader"), **facts)
+        assert ("pin_memory" in found.remedy) == ("non_blocking" in found.remedy) == pinned
+
+
 def test_more_workers_than_a_machine_has_are_not_all_of_the_remedy():
     (found,) = findings("input-stall", idle("input", 19.5, what="DataLoader"))
     assert "num_workers=16," in found.remedy

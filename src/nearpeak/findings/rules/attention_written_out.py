@@ -24,7 +24,7 @@ from nearpeak.units import quantity, seconds
 MAX_HOPS = 24
 
 
-@rule("attention-written-out")
+@rule("attention-written-out", compiles=True)
 def attention_written_out(step: Step) -> Iterator[Waste]:
     """From each softmax back to a GEMM and on to one, with the backward ops that read what lies between.
 

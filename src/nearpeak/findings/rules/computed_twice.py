@@ -10,7 +10,7 @@ from nearpeak.findings.value_numbering import number_values
 from nearpeak.units import seconds
 
 
-@rule("computed-twice", needs=["storages"])
+@rule("computed-twice", needs=["storages"], compiles=True)
 def computed_twice(step: Step) -> Iterator[Waste]:
     """Forward ops whose name, arguments and inputs equal those of an earlier one, grouped along their data flow."""
     numbers = number_values(step)

@@ -58,7 +58,7 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
             reasoning="The fill of the gradient and the optimizer's passes over the table go away; "
             f"{_PASSES[states]} passes over the rows that are used come instead, in some {_LAUNCHES[states]} kernels: "
             f"{seconds(rest)}.",
-            remedy=_remedy(gradient, states),
+            remedy=_remedy(step, gradient, states),
         )
 
 
@@ -119,12 +119,14 @@ def _touched(op: Op, members: set[int]) -> tuple[list[Tensor], float]:
     return mine, sum(tensor.bytes for value in whole for tensor in value)
 
 
-def _remedy(gradient: Tensor, states: int) -> str:
+def _remedy(step: Step, gradient: Tensor, states: int) -> str:
+    seen = step.trace.optimizers
+    optimizer = seen[0].name if len(seen) == 1 else "the_optimizer"
     rows, width = gradient.shape
     table = f"table = torch.nn.Embedding({rows}, {width}, sparse=True)"
     if not states:
         return f"{table}  # torch.optim.SGD takes sparse gradients as they are"
     return (
-        f"{table}\noptimizers = [torch.optim.SparseAdam(table.parameters()), torch.optim.AdamW(the_others)]\n"
+        f"{table}\noptimizers = [torch.optim.SparseAdam(table.parameters()), {optimizer}(the_others)]\n"
         "# Rows that a step does not use keep their moments, and there is no weight decay for the table."
     )

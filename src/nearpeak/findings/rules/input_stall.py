@@ -37,21 +37,22 @@ def input_stall(step: Step) -> Iterator[Waste]:
         + ("It has workers already." if has_workers else "It has no workers: batches are made in the step."),
         reasoning=f"Workers prepare the next batches during the step. Receiving one takes {seconds(HANDOVER)}. "
         "Contention of the workers with the step for cores is not counted.",
-        remedy=_more(idle_s, rest_s) if has_workers else _workers(math.ceil(1.2 * idle_s / rest_s)),
+        remedy=_more(idle_s, rest_s)
+        if has_workers
+        else _workers(math.ceil(1.2 * idle_s / rest_s), on_gpu=step.machine.kind == "gpu"),
     )
 
 
-def _workers(needed: int) -> str:
+def _workers(needed: int, *, on_gpu: bool) -> str:
     workers = min(max(2, needed), MOST_WORKERS)
     too_few = (
         f"\nMore than {MOST_WORKERS} workers would be needed: make samples cheaper too (decode them beforehand)."
         if needed > MOST_WORKERS
         else ""
     )
-    return (
-        f"DataLoader(..., num_workers={workers}, prefetch_factor=2, persistent_workers=True, pin_memory=True)\n"
-        f"batch = batch.to(device, non_blocking=True){too_few}"
-    )
+    pinned, copied = (", pin_memory=True", "\nbatch = batch.to(device, non_blocking=True)") if on_gpu else ("", "")
+    loader = f"DataLoader(..., num_workers={workers}, prefetch_factor=2, persistent_workers=True{pinned})"
+    return f"{loader}{copied}{too_few}"
 
 
 def _more(idle_s: float, rest_s: float) -> str:

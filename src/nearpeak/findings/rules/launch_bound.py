@@ -20,7 +20,7 @@ GRAPH_LAUNCH_S = 1e-6
 """Seconds between two kernels of a CUDA graph, if it was not measured."""
 
 
-@rule("launch-bound", needs=["host"], general=True)
+@rule("launch-bound", needs=["host"], general=True, compiles=True)
 def launch_bound(step: Step) -> Iterator[Waste]:
     """Idle time in which the host was launching or between two ops, beyond what remains with a CUDA graph."""
     profile = step.profile

@@ -16,7 +16,7 @@ _FAMILIES = ("movement", "pointwise", "creation", "indexing")
 _LOSS_USAGE = "(logits, targets), or linear_cross_entropy(hidden, weight, targets), which has no logits at all"
 
 
-@rule("logits-upcast", needs=["storages"])
+@rule("logits-upcast", needs=["storages"], compiles=True)
 def logits_upcast(step: Step) -> Iterator[Waste]:
     """Casts to float32 of a GEMM's result before a log-softmax and a loss, or of the log-softmax's result."""
     for softmax, op in enumerate(step.ops):

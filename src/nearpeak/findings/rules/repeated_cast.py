@@ -11,7 +11,7 @@ from nearpeak.findings.what_if import with_dtype
 from nearpeak.units import quantity, seconds
 
 
-@rule("repeated-cast", needs=["storages"])
+@rule("repeated-cast", needs=["storages"], compiles=True)
 def repeated_cast(step: Step) -> Iterator[Waste]:
     """Casts of the same values in the same layout to the same dtype; the first of them stays."""
     numbers = number_values(step)

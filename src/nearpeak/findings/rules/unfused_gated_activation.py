@@ -17,7 +17,7 @@ ACTIVATIONS = (
 )
 
 
-@rule("unfused-gated-activation", needs=["storages"])
+@rule("unfused-gated-activation", needs=["storages"], compiles=True)
 def unfused_gated_activation(step: Step) -> Iterator[Waste]:
     """Activations whose result is read once in forward, by a multiplication with a tensor of the same size."""
     products = {

@@ -39,7 +39,7 @@ class _Norm:
     """Whether the mean is subtracted: a LayerNorm."""
 
 
-@rule("unfused-norm", needs=["storages"])
+@rule("unfused-norm", needs=["storages"], compiles=True)
 def unfused_norm(step: Step) -> Iterator[Waste]:
     """From each square root of a mean over rows: back to the rows, and on to the division by it."""
     norms = [norm for index in range(len(step.ops)) if (norm := _find_norm(step, index)) is not None]

@@ -47,7 +47,7 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
             + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),
             reasoning=f"Good kernels take {seconds(expected)} for these ops as they are, and {seconds(one_pass)} for "
             f"one pass over {quantity(needed_bytes, 'B')}; what the ops took shrinks as much.",
-            remedy=_remedy(step, passing),
+            remedy=_remedy(step),
         )
 
 
@@ -77,18 +77,14 @@ def _kind(step: Step, members: Sequence[int]) -> str:
     return "aten._foreach_addcdiv_" if min(sizes, default=4) >= 4 else "optimizer"
 
 
-def _remedy(step: Step, members: Sequence[int]) -> str:
-    storages = {storage for index in members for storage in step.touches[index].writes}
-    existing = [storage for storage in storages if step.trace.storages[storage].kind != "intermediate"]
-    parameters = sum(step.trace.storages[storage].kind == "parameter" for storage in existing)
-    tensors = {t.storage for index in members for t in step.ops[index].inputs if t.elements > 1}
-    states = len([storage for storage in existing if storage in tensors]) - parameters
-    roots = any("sqrt" in step.ops[index].packet for index in members)
-    if parameters and roots and states >= 2 * parameters:
-        return "torch.optim.AdamW(parameters, lr=..., fused=True)  # Adam has it too"
-    if parameters and not roots and states <= parameters:
-        return "torch.optim.SGD(parameters, lr=..., momentum=..., fused=True)"
-    return (
-        "fused=True for the optimizer, where it has it (Adam, AdamW, SGD, Adagrad); else foreach=True, or "
-        "torch.compile(optimizer.step)"
-    )
+def _remedy(step: Step) -> str:
+    if len(step.trace.optimizers) != 1:
+        return (
+            "fused=True for the optimizer, where it has it (Adam, AdamW, SGD, Adagrad of torch.optim); else "
+            "foreach=True, or torch.compile(optimizer.step)"
+        )
+    (optimizer,) = step.trace.optimizers
+    for option in ("fused", "foreach"):
+        if option in optimizer.options:
+            return f"{optimizer.name}(parameters, lr=..., {option}=True)"
+    return f"step = torch.compile(optimizer.step)  # {optimizer.name} has neither fused=True nor foreach=True"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from nearpeak.bound.fusion import fusion_groups
 from nearpeak.findings.engine import Waste, rule
@@ -28,7 +30,7 @@ LONGEST_ROW = 1 << 16
 """Elements. Longer rows are not reduced and reused in one kernel."""
 
 
-@rule("unfused-pointwise", needs=["storages"], general=True)
+@rule("unfused-pointwise", needs=["storages"], general=True, compiles=True)
 def unfused_pointwise(step: Step) -> Iterator[Waste]:
     """The groups of the fused floor, without GEMMs and without ops that other rules claim.
 
@@ -107,6 +109,51 @@ def _waste(step: Step, region: Region) -> Waste | None:
         evidence=saving.evidence(step, f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""),
         reasoning=f"{saving.kernels} that reads and writes only what others need would take "
         f"{seconds(saving.remaining_s)}.",
-        remedy="Put these lines into a function of its own and compile it:\n"
-        "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
+        remedy=_remedy(step, region),
     )
+
+
+class _TorchFunction(NamedTuple):
+    """A function of torch's, and what it looks like written out."""
+
+    call: str
+    packets: frozenset[str]
+    """Operators that are all there."""
+    constants: tuple[float, ...] = ()
+    """Numbers one of which is there."""
+
+
+_TORCH_FUNCTIONS = (
+    _TorchFunction('torch.nn.functional.gelu(x, approximate="tanh")', frozenset({"aten.tanh"}), (0.044715,)),
+    _TorchFunction("torch.nn.functional.gelu(x)", frozenset({"aten.erf"}), (math.sqrt(0.5), math.sqrt(2.0))),
+    _TorchFunction("torch.softmax(x, -1)", frozenset({"aten.amax", "aten.exp", "aten.sum", "aten.div"})),
+    _TorchFunction("torch.softmax(x, -1)", frozenset({"aten.max", "aten.exp", "aten.sum", "aten.div"})),
+    _TorchFunction("torch.logsumexp(x, -1)", frozenset({"aten.exp", "aten.sum", "aten.log"})),
+)
+
+
+def _remedy(step: Step, region: Region) -> str:
+    """A function of torch's that does the same, if the ops are one written out; else a compiled function."""
+    ops = [step.ops[index] for index in sorted(region.forward)]
+    function = next((known.call for known in _TORCH_FUNCTIONS if _is_written_out(known, ops)), None)
+    if function is None and _multiplies_by_its_sigmoid(ops):
+        function = "torch.nn.functional.silu(x)"
+    compiled = (
+        "Put these lines into a function of its own and compile it:\n"
+        "@torch.compile\ndef fused(...):  # the lines named above\n    ..."
+    )
+    return compiled if function is None else f"y = {function}  # it is in these lines, written out; or compile them"
+
+
+def _is_written_out(function: _TorchFunction, ops: Sequence[Op]) -> bool:
+    if not function.packets <= {op.packet for op in ops}:
+        return False
+    numbers = [value for op in ops for value in op.arguments.values() if isinstance(value, (int, float))]
+    return not function.constants or any(
+        math.isclose(number, constant, rel_tol=1e-3) for number in numbers for constant in function.constants
+    )
+
+
+def _multiplies_by_its_sigmoid(ops: Sequence[Op]) -> bool:
+    gates = [{op.inputs[0].storage, op.outputs[0].storage} for op in ops if op.packet == "aten.sigmoid" and op.outputs]
+    return any({tensor.storage for tensor in op.inputs} in gates for op in ops if op.packet == "aten.mul")

@@ -14,7 +14,7 @@ _NORMS = {
 }
 
 
-@rule("unfused-residual", needs=["storages"])
+@rule("unfused-residual", needs=["storages"], compiles=True)
 def unfused_residual(step: Step) -> Iterator[Waste]:
     """Norms whose input is the result of an add, in a step without training.
 

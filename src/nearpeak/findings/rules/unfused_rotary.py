@@ -24,7 +24,7 @@ as they are in most models. On an H200, 2.3 in training Qwen3-MoE, 5 in training
 tensors."""
 
 
-@rule("unfused-rotary", needs=["storages"])
+@rule("unfused-rotary", needs=["storages"], compiles=True)
 def unfused_rotary(step: Step) -> Iterator[Waste]:
     """Sums of two multiplications of one tensor with smaller tables."""
     embeddings = {}

@@ -11,7 +11,7 @@ from nearpeak.ops.op import Op
 from nearpeak.units import quantity, seconds
 
 
-@rule("zeroed-then-overwritten", needs=["storages"])
+@rule("zeroed-then-overwritten", needs=["storages"], compiles=True)
 def zeroed_then_overwritten(step: Step) -> Iterator[Waste]:
     """Fills whose result is completely overwritten by the next op that touches it."""
     for storage, ops in step.touched_by.items():

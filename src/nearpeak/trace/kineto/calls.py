@@ -33,7 +33,7 @@ CallKind = Literal["operator", "inductor", "graph", "unknown"]
 
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-_OPTIMIZER_PREFIX = "Optimizer.step#"
+OPTIMIZER_PREFIX: Final = "Optimizer.step#"
 _KERNEL_LAUNCH = re.compile(r"\w*Launch(?:Cooperative)?Kernel|urEnqueueKernelLaunch")
 """Calls that make a kernel run. Copies and fills are none: those of no bytes make nothing run."""
 _STEP_PREFIX = "ProfilerStep#"
@@ -92,6 +92,8 @@ class OpCalls:
         """When CUDA graphs were captured."""
         self.host: list[HostCall] = []
         """Host activity that can leave the device idle."""
+        self.optimizers: list[Span] = []
+        """Steps of optimizers."""
         self.regions: list[Span] = []
         """Runs of compiled code."""
         self.marker_launches: dict[int, int] = {}
@@ -365,7 +367,9 @@ class _ThreadWalk(OpCalls):
             number = _number_after(_STEP_PREFIX, span.name)
             if number is not None:
                 self.steps.append(ProfilerStep(number, span.start, span.end))
-        if span.name.startswith(_OPTIMIZER_PREFIX) and frame.phase == "forward":
+        if span.name.startswith(OPTIMIZER_PREFIX):
+            self.optimizers.append(span)
+        if span.name.startswith(OPTIMIZER_PREFIX) and frame.phase == "forward":
             first = bisect_left(self._backward_starts, span.start)
             closure = first < len(self._backward_starts) and self._backward_starts[first] < span.end
             return frame._replace(phase="optimizer", closure=closure)

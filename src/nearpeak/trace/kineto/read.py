@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from nearpeak._files import InputFile
 from nearpeak.errors import UsageError, did_you_mean
-from nearpeak.ops.op import Trace
+from nearpeak.ops.op import SeenOptimizer, Trace
 from nearpeak.profiles.completeness import Completeness
 from nearpeak.trace.kineto.arguments import RecordedTensor
-from nearpeak.trace.kineto.calls import OpCall, OpCalls, ProfilerStep, find_op_calls, is_within
+from nearpeak.trace.kineto.calls import OPTIMIZER_PREFIX, OpCall, OpCalls, ProfilerStep, find_op_calls, is_within
 from nearpeak.trace.kineto.host import HostSpan, blocking_copies, busy_intervals, host_spans, overhead_calls
 from nearpeak.trace.kineto.kernels import (
     KernelRun,
@@ -34,7 +36,7 @@ from nearpeak.trace.kineto.kernels import (
 from nearpeak.trace.kineto.losses import find_losses
 from nearpeak.trace.kineto.markers import Marker, find_markers, marker_losses
 from nearpeak.trace.kineto.ops import RecordedOps, build_ops
-from nearpeak.trace.kineto.recording import DeviceSpan, Recording, load_recording
+from nearpeak.trace.kineto.recording import DeviceSpan, Recording, Span, load_recording
 from nearpeak.trace.kineto.truncated_lists import (
     KernelLaunch,
     TruncatedLists,
@@ -42,6 +44,7 @@ from nearpeak.trace.kineto.truncated_lists import (
     min_gathered,
     restore_lists,
 )
+from nearpeak.trace.recorder import seen_optimizer
 
 _GATHER_OPERATOR = "aten::index"
 
@@ -183,6 +186,9 @@ def read_trace(
             truncated=recording.truncated,
             guessed_storages=storages == "least",
             notes=notes,
+            optimizers=_optimizers(
+                span for span in calls.optimizers if chosen is None or chosen.start <= span.start < chosen.end
+            ),
         ),
         kernels=kernels,
         spans=tuple(((call.span.start - origin) / 1e6, (call.span.end - call.span.start) / 1e6) for call in inside),
@@ -201,6 +207,13 @@ def read_trace(
             region.name for region in calls.regions if chosen is None or chosen.start <= region.start < chosen.end
         ),
     )
+
+
+def _optimizers(spans: Iterable[Span]) -> tuple[SeenOptimizer, ...]:
+    """The classes of torch.optim that took a step; of others, the file has a name alone."""
+    names = dict.fromkeys(span.name.removeprefix(OPTIMIZER_PREFIX).partition(".")[0] for span in spans)
+    kinds = [getattr(torch.optim, name, None) for name in names]
+    return tuple(seen_optimizer(kind) for kind in kinds if isinstance(kind, type))
 
 
 def _is_whole(step: ProfilerStep, calls: OpCalls, launched: Sequence[tuple[float, OpCall | None]]) -> bool:
