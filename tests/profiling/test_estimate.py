@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nearpeak
-from nearpeak.errors import UnknownMachine, UsageError
+from nearpeak.errors import UnknownMachine
 
 A100 = "a100-pcie-80gb"
 
@@ -113,9 +113,9 @@ def test_a_machine_that_is_not_known_is_refused_before_anything_runs():
         nearpeak.estimate(pytest.fail, "was called", on="h100-sxn")
 
 
-def test_code_that_looks_at_values_is_told_what_to_do():
-    with pytest.raises(UsageError, match="live=True"):
-        nearpeak.estimate(lambda x: x if x.sum().item() > 0 else -x, torch.ones(4), on="h200-sxm")
+def test_what_is_assumed_about_values_is_said():
+    assumed = nearpeak.estimate(lambda x: x if x.sum().item() > 0 else -x, torch.empty(400, 400), on="h200-sxm")
+    assert "assumed: test_estimate.py:" in assumed.notes[0]
     found = nearpeak.estimate(lambda x: x if x.sum().item() > 0 else -x, torch.ones(4), on="h200-sxm", live=True)
     assert found.ops[0].name == "aten.sum.default"
 

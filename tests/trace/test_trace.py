@@ -380,24 +380,33 @@ def test_code_for_cuda_is_traced_where_there_is_none():
     assert any("CPU" in note for note in live.notes)
 
 
-@pytest.mark.parametrize(
-    ("function", "operator"),
-    [
-        (lambda x: x.sum().item(), "_local_scalar_dense"),
-        (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
-        (lambda x: x.nonzero(), "nonzero"),
-        (lambda x: x[x > 0], "nonzero"),
-    ],
-)
-def test_code_that_looks_at_values(function, operator):
-    with pytest.raises(UsageError) as caught:
-        trace(function, torch.ones(4))
-    message = str(caught.value)
-    assert message.startswith(f"test_trace.py:{function.__code__.co_firstlineno}: ")
-    assert operator in message
-    assert "live=True" in message
-    assert caught.value.__cause__ is None
-    assert names(trace(function, torch.ones(4), live=True))
+LOOKS_AT_VALUES = [
+    lambda x: x.sum().item(),
+    lambda x: x + 1 if x.sum() > 0 else x.cos(),
+    lambda x: x.nonzero(),
+    lambda x: x[x > 0],
+    lambda x: x.masked_select(x > 0),
+    lambda x: x * 2 if torch.equal(x, x) else x.cos(),
+    lambda x: torch.repeat_interleave(x, x.long()),
+    lambda x: x.unique(),
+]
+
+
+@pytest.mark.parametrize("function", LOOKS_AT_VALUES)
+def test_values_of_small_tensors_are_known(function):
+    recorded = trace(function, torch.ones(4))
+    assert not recorded.notes
+    assert [[*op.outputs] and op.outputs[0].shape for op in recorded.ops if op.outputs] == [
+        op.outputs[0].shape for op in trace(function, torch.ones(4), live=True).ops if op.outputs
+    ]
+
+
+@pytest.mark.parametrize("function", LOOKS_AT_VALUES[:6])
+def test_values_of_large_tensors_are_assumed_and_that_is_said(function):
+    recorded = trace(function, torch.empty(400, 400))
+    (note,) = recorded.notes
+    assert "assumed: test_trace.py:" in note
+    assert trace(function, torch.empty(400, 400)).notes == recorded.notes
 
 
 def test_live_does_everything():
@@ -536,3 +545,119 @@ def test_ops_of_a_closure_are_not_the_optimizers(wrap, by_name):
     assert phases["aten.addmm"] == "forward"
     assert phases["aten.mm"] == "backward"
     assert phases["aten.clone"] == "optimizer"  # the first momentum
+
+
+class Named(torch.Tensor):
+    """A class of tensors that fake ones are not of."""
+
+
+def test_a_tensor_that_becomes_one_of_another_class_is_refused_with_its_line():
+    with pytest.raises(UsageError, match=r"test_trace.py:\d+: fake tensors do not support this.*live=True.*Named"):
+        trace(lambda x: (x + 1).as_subclass(Named), torch.ones(3))
+
+
+def test_numbers_that_are_drawn_on_the_cpu_decide():
+    def step(x):
+        for _ in range(8):
+            if torch.rand([]) < 0.5:
+                x = x.cos()
+        return x
+
+    torch.manual_seed(0)
+    recorded = names(trace(step, torch.empty(400, 400)))
+    assert recorded == names(trace(step, torch.empty(400, 400)))
+    assert recorded == names(trace(step, torch.empty(400, 400), live=True))
+
+
+def test_guards_are_assumed_to_find_ordinary_values():
+    def step(x):
+        assert torch.isfinite(x).all()
+        if torch.isnan(x).any() or torch.isinf(x).any():
+            x = x.nan_to_num()
+        if (x > 65504).any().item():
+            x = x.clamp(max=65504)
+        return x.cos()
+
+    recorded = trace(step, torch.empty(400, 400))
+    assert not {"aten.nan_to_num", "aten.clamp"}.intersection(op.packet for op in recorded.ops)
+    (note,) = recorded.notes
+    assert note.count("a condition is") == 3
+
+
+def test_a_guard_that_refuses_what_was_assumed_is_tried_the_other_way():
+    def step(x):
+        if not (x > 0).any():
+            raise ValueError("all are negative")
+        return x.cos()
+
+    recorded = trace(step, torch.empty(400, 400))
+    assert recorded.ops[-1].packet == "aten.cos"
+    assert "a condition is True" in recorded.notes[0]
+
+    def always(x):
+        if (x > 0).any() or True:
+            raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match="of its own"):
+        trace(always, torch.empty(400, 400))
+
+
+def test_experts_are_assumed_to_get_the_same_share():
+    def experts(x, router):  # x: [512, 256], router: [256, 8]
+        mask = torch.nn.functional.one_hot((x @ router).topk(2, -1).indices, 8)
+        return [x[torch.where(mask[..., expert].bool())[0]].relu() for expert in range(8)]
+
+    recorded = trace(experts, torch.empty(512, 256), torch.empty(256, 8))
+    assert [op.outputs[0].shape for op in recorded.ops if op.packet == "aten.relu"] == [(128, 256)] * 8
+
+
+def test_sizes_that_small_tensors_hold_are_known():
+    sizes = torch.tensor([[1, 4, 6], [2, 3, 5]])
+
+    def step(x):  # as of images in patches
+        lengths = [frames * height * width for frames, height, width in sizes.tolist()]
+        cumulative = torch.cumsum(torch.repeat_interleave(sizes[:, 1] * sizes[:, 2], sizes[:, 0]), 0)
+        assert f"{cumulative[0]}" == "24"
+        return [x[:size].cos() for size in (int(cumulative[-1]), sum(lengths), int(sizes.numpy()[0, 1]))]
+
+    recorded = trace(step, torch.empty(100, 400))
+    assert [op.outputs[0].shape for op in recorded.ops if op.packet == "aten.cos"] == [(54, 400), (54, 400), (4, 400)]
+    assert not recorded.notes
+
+
+def test_masks_built_on_fake_tensors_keep_their_values():
+    with fake():
+        mask = torch.ones(2, 64)
+        mask[:, 48:] = 0
+        mask = mask.to(torch.long)
+    recorded = trace(lambda x: x[:, : int(mask.sum(-1).max())].cos(), torch.empty(2, 64, 512))
+    assert recorded.ops[-1].outputs[0].shape == (2, 48, 512)
+    assert not recorded.notes
+
+
+def asks_for_fakes(x):
+    from torch._subclasses.fake_tensor import FakeTensor as Imported
+
+    kinds = (Imported, FakeTensor, torch._subclasses.FakeTensor)
+    return x.cos() if any(isinstance(x, kind) for kind in kinds) else x.sin()
+
+
+def test_code_that_asks_for_fake_tensors_runs_as_it_would():
+    assert names(trace(asks_for_fakes, torch.ones(3))) == ["aten.sin.default"]
+    with fake():
+        x = torch.ones(3)
+    assert names(trace(asks_for_fakes, x)) == ["aten.sin.default"]
+    assert isinstance(x, FakeTensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_grouped_products_in_every_dtype(dtype):
+    def step(x, weights, ends):
+        torch._grouped_mm(x, weights, offs=ends).square().sum().backward()
+
+    x = torch.ones(64, 32, dtype=dtype, requires_grad=True)
+    weights = torch.ones(4, 32, 48, dtype=dtype, requires_grad=True)
+    recorded = trace(step, x, weights, torch.tensor([16, 32, 48, 64], dtype=torch.int32))
+    products = [op for op in recorded.ops if op.packet == "aten._grouped_mm"]
+    assert [op.outputs[0].shape for op in products] == [(64, 48), (4, 32, 48), (64, 32)]
+    assert {op.outputs[0].dtype for op in products} == {str(dtype).removeprefix("torch.")}

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from nearpeak.trace.known_values import BUILT_WITH, MAX_ELEMENTS, KnownValues
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
 from nearpeak.trace.patches.real_imports import real_imports
 from nearpeak.trace.patches.shared_patch import SharedPatch
@@ -64,7 +65,7 @@ def fake() -> Iterator[None]:
     >>> weights.untyped_storage().nbytes()
     140000000000
     """
-    with real_imports(), fake_mode(), DeepcopyMode(), _SmallRangesMode(), allow_building(), cuda_on_cpu():
+    with real_imports(), fake_mode(), PythonMode(), _SmallValuesMode(), allow_building(), cuda_on_cpu():
         yield
 
 
@@ -79,25 +80,46 @@ def fresh_conversions(mode: FakeTensorMode) -> Iterator[None]:
         mode.fake_tensor_converter = before
 
 
-class DeepcopyMode(TorchFunctionMode):
-    """Lets `copy.deepcopy` copy tensors, fake ones and real ones, to fake ones; torch would copy their data."""
+class PythonMode(TorchFunctionMode):
+    """What Python asks of a tensor itself.
+
+    `copy.deepcopy` copies tensors, fake ones and real ones, to fake ones; torch would copy their data. In a trace,
+    numbers are written as text, and small tensors become arrays of NumPy's, where their values are known.
+    """
+
+    def __init__(self, known: KnownValues | None = None) -> None:
+        super().__init__()
+        self._known = known
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not torch.Tensor.__deepcopy__ or not args[0].is_leaf or args[0].layout is not torch.strided:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            memo[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if _is_parameter(tensor) else copy
-        return memo[id(tensor)]
+        if func is torch.Tensor.__deepcopy__:
+            return _deepcopy(*args) if args[0].is_leaf and args[0].layout is torch.strided else func(*args)
+        if self._known is not None and func in _PYTHON_VALUES:
+            if func is torch.Tensor.__format__:
+                return format(args[0].item(), *args[1:]) if args[0].dim() == 0 else func(*args)
+            array = self._known.array(args[0])
+            if array is not None:
+                return array
+        return func(*args, **(kwargs or {}))
 
 
-class _SmallRangesMode(TorchFunctionMode):
-    """Keeps the values of short linear ranges, which constructors read: rates that grow from layer to layer.
+_PYTHON_VALUES = frozenset({torch.Tensor.__format__, torch.Tensor.numpy, torch.Tensor.__array__})
 
-    Tensors computed from such ranges alone have values too.
+
+def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if _is_parameter(tensor) else copy
+    return memo[id(tensor)]
+
+
+class _SmallValuesMode(TorchFunctionMode):
+    """Keeps the values of short linear ranges, which constructors read, and notes those of small tensors for traces.
+
+    Ranges are rates that grow from layer to layer; they and what is computed from them alone are real tensors. Masks
+    and sizes that are built from constants get a note of their values: see `known_values`.
     """
 
     def __torch_function__(
@@ -113,7 +135,61 @@ class _SmallRangesMode(TorchFunctionMode):
         if linear_range or small:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        noted = func in _FROM_CONSTANTS or (bool(tensors) and all(_built_with(value) is not None for value in tensors))
+        values = [(_real(value), value) for value in tensors] if noted else []
+        result = func(*args, **kwargs)
+        if (
+            noted
+            and not torch.is_inference_mode_enabled()
+            and (result is None or (type(result) is FakeTensor and result.numel() <= MAX_ELEMENTS))
+        ):
+            _note_values(func, args, kwargs, result, values)
+        return result
+
+
+_FROM_CONSTANTS = (torch.ones, torch.zeros, torch.full, torch.arange, torch.tensor, torch.eye)
+
+
+def _built_with(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a fake tensor that was built from constants and not changed since by an op that has no note."""
+    note = tensor.__dict__.get(BUILT_WITH) if type(tensor) is FakeTensor else None
+    return note[0] if note is not None and not tensor.is_inference() and note[1] == tensor._version else None
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _built_with(value)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _note_values(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: FakeTensor | None,
+    values: list[tuple[Any, torch.Tensor]],
+) -> None:
+    """Runs a function of torch on values too, and notes them at its result and at what it changed in place."""
+    real = {id(tensor): value for value, tensor in values}
+    try:
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            plain = {name: "cpu" if name == "device" else item for name, item in kwargs.items()}
+            value = func(
+                *[real.get(id(item), _real(item)) for item in args],
+                **{name: real.get(id(item), item) for name, item in plain.items()},
+            )
+    except Exception:  # of a kind that has no values here
+        return
+    for known, tensor in values:
+        tensor.__dict__[BUILT_WITH] = (known, tensor._version)
+    if (
+        result is not None
+        and type(value) is torch.Tensor
+        and (value.shape, value.stride(), value.dtype) == (result.shape, result.stride(), result.dtype)
+        and value.storage_offset() == 0 == result.storage_offset()
+        and not result.requires_grad
+    ):
+        result.__dict__[BUILT_WITH] = (value, result._version)
 
 
 @SharedPatch

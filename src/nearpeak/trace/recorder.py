@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -26,11 +27,13 @@ from nearpeak.machines.machine import Machine
 from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.ops.low_gc import low_gc
-from nearpeak.ops.op import Op, OpSignature, Phase, Storage, StorageKind, Trace, name_with_origin
+from nearpeak.ops.op import Op, OpSignature, Phase, SeenOptimizer, Storage, StorageKind, Trace, name_with_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
+from nearpeak.trace.fake_results import run_fake
 from nearpeak.trace.guard import Guard, is_capturing
+from nearpeak.trace.known_values import KnownValues
 from nearpeak.trace.memo import (
     CallSignature,
     CallSignatures,
@@ -44,7 +47,7 @@ from nearpeak.trace.memory import MemoryTracker
 from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
 from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.schema import OperatorSchema, schema_of
-from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines
+from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost
 
@@ -96,6 +99,7 @@ class Recorder(TorchDispatchMode):
         self._guard = Guard()
         self.modules = ModulePaths(self._add_root, self._guard if mode is None else None)
         self._optimizers_running = 0
+        self._optimizers: dict[type, SeenOptimizer] = {}
         self.graph_recorded = False
         """Whether autograd has recorded an op of a forward pass."""
         self.paused = False
@@ -105,8 +109,11 @@ class Recorder(TorchDispatchMode):
         self._snapshot = snapshot
         self._mode = mode
         self._limit = limit
-        self._copies = None if mode is None else FakeCopies(mode, snapshot)
         self._signatures = CallSignatures(self.storages, mode) if mode is not None and memo.can_memoize(mode) else None
+        self.known = None if self._signatures is None else KnownValues(self.storages)
+        self._copies = None if mode is None else FakeCopies(mode, snapshot, self.known)
+        if self.known is not None:
+            self.storages.on_input = self.known.add_from_outside
         self._locations = Locations(self.modules, snapshot)
         self._recompute = RecomputeDetector(self.modules)
         self._entered: list[ExitStack] = []
@@ -163,7 +170,7 @@ class Recorder(TorchDispatchMode):
             if signature is not None:
                 recipe = memo.recipes.get(signature.key)
                 if recipe is not None:
-                    return self._replay(schema, signature, recipe, signatures)
+                    return self._replay(schema, signature, recipe, signatures, func, args, kwargs)
                 if schema.by_rows:
                     rows = memoized_rows(func, schema, args, kwargs, signature, signatures)
                     if rows:
@@ -248,6 +255,8 @@ class Recorder(TorchDispatchMode):
             else:
                 result = func(*args, **kwargs)
             self.storages.value(result, "intermediate")
+            if self.known is not None and type(args[0]) is torch.Tensor:
+                self.known.add_copy(result, args[0])
             return result
         if len(self.ops) >= self._limit:
             raise LimitReached
@@ -259,31 +268,48 @@ class Recorder(TorchDispatchMode):
                     signature = signatures.sign(schema, args, kwargs)
                     recipe = memo.recipes.get(signature.key) if signature is not None else None
                     if signature is not None and recipe is not None:
-                        return restore_originals(self._replay(schema, signature, recipe, signatures), originals)
+                        replayed = self._replay(schema, signature, recipe, signatures, func, args, kwargs)
+                        return restore_originals(replayed, originals)
             arguments = signature.arguments if signature is not None else self._arguments(schema, args, kwargs)
             self._note_mutations(schema, arguments)
-            if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:
+            if func is _ITEM and type(args[0]) is FakeTensor and self.known is not None:
                 self._record(schema, arguments, ())
-                with torch._C._DisableTorchDispatch():
-                    return args[0].constant.item()
+                return self.known.truth(args[0], self._locations.line())
             if schema.by_rows and not func._schema.returns:
                 values = memo.constant_values(args)
                 if values is not None:  # counts of steps: they are kept by value, and count on
                     self._record(schema, arguments, ())
                     with torch._C._DisableTorchDispatch():
                         return func(*values, **kwargs)
-        result = func(*args, **kwargs)
+        result = NotImplemented
+        if schema.value_dependent and self.known is not None:
+            result = self.known.value_dependent(func, args, kwargs, self._locations.line())
+        if result is NotImplemented:
+            result = run_fake(func, args, kwargs)
+        else:
+            signature = None  # the next call may have other values
         with torch._C.DisableTorchFunction():
             if schema.mutated and not schema.memoizable:
                 drop_notes((*args, *kwargs.values()))
             if signature is not None and signature.key not in memo.recipes:
                 with torch._C._DisableTorchDispatch():
                     memo.memoize(signature.key, mode, signature.tensors, result)
-            self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
+            outputs = tuple(_flat_tensors(self.storages.value(result, "intermediate")))
+            self._record(schema, arguments, outputs)
+            if self.known is not None:
+                inputs = _flat_tensors(tuple(arguments.values()))
+                self.known.follow(func, schema, args, kwargs, arguments, inputs, outputs)
         return restore_originals(result, originals) if originals else result
 
     def _replay(
-        self, schema: OperatorSchema, signature: CallSignature, recipe: Recipe, signatures: CallSignatures
+        self,
+        schema: OperatorSchema,
+        signature: CallSignature,
+        recipe: Recipe,
+        signatures: CallSignatures,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The result of a memoized call, made without torch, and recorded."""
         if schema.mutated:
@@ -296,6 +322,8 @@ class Recorder(TorchDispatchMode):
         else:
             memo.replay(signature, recipe, signatures, results, outputs)
         self._record(schema, signature.arguments, tuple(outputs), (recipe.op_signature, tuple(signature.storages)))
+        if self.known is not None:
+            self.known.follow(func, schema, args, kwargs, signature.arguments, signature.plain, outputs)
         return results[0] if recipe.container is None else recipe.container(results)
 
     def _replay_rows(
@@ -322,6 +350,7 @@ class Recorder(TorchDispatchMode):
         """
         self._snapshot.optimizer(optimizer)
         self._optimizers_running += 1
+        self._optimizers.setdefault(type(optimizer), seen_optimizer(type(optimizer)))
         if not any(map(callable, (*args[1:], *kwargs.values()))):
             return None
         return (
@@ -387,6 +416,8 @@ class Recorder(TorchDispatchMode):
             pinned=frozenset(self.storages.pinned),
             graph_recorded=self.graph_recorded,
             replays=tuple(self.replays),
+            optimizers=tuple(self._optimizers.values()),
+            packages=package_files({op.source for op in self.ops}),
         )
         return dataclasses.replace(trace, **fields)
 
@@ -531,6 +562,14 @@ class Recorder(TorchDispatchMode):
             interrupts.run_pending()
 
 
+def seen_optimizer(kind: type) -> SeenOptimizer:
+    """What is known about a class of optimizers."""
+    options = {"fused", "foreach"}.intersection(inspect.signature(kind).parameters)
+    public = getattr(torch.optim, kind.__name__, None) is kind
+    name = f"torch.optim.{kind.__name__}" if public else f"{kind.__module__}.{kind.__qualname__}"
+    return SeenOptimizer(name=name, options=frozenset(options))
+
+
 def _any_requires_grad(values: Any) -> bool:
     """Whether any tensor of nested lists does. No reference to them stays: their lifetimes are tracked."""
     if isinstance(values, (list, tuple)):
@@ -621,8 +660,9 @@ def _keep_from_compiler() -> None:
 class FakeCopies:
     """The fake copies of real tensors within one trace: one for each."""
 
-    def __init__(self, mode: FakeTensorMode, snapshot: StateSnapshot) -> None:
+    def __init__(self, mode: FakeTensorMode, snapshot: StateSnapshot, known: KnownValues | None) -> None:
         self._mode = mode
+        self._known = known
         self._snapshot = snapshot
         self._fakes: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
         self.assigned: dict[int, torch.Tensor] = {}
@@ -649,6 +689,8 @@ class FakeCopies:
             with no_dispatch():  # torch warns about the gradient that a computed tensor does not have
                 source = tensor if tensor.is_leaf or type(tensor) is not torch.Tensor else tensor.detach()
             copy = self._mode.from_tensor(source)
+            if self._known is not None:
+                self._known.add_copy(copy, tensor)
         self._fakes[id(tensor)] = (tensor, copy)
         return copy
 
@@ -743,6 +785,10 @@ class Locations:
                 self._by_sequence[number] = location
             self._sequence = sequence
         return location
+
+    def line(self) -> str:
+        """The user's line that runs now."""
+        return self.lines.nearest(_frame_at(1))[0]
 
     def _behind_current_node(self) -> Location:
         node: Any = torch._C._current_autograd_node()

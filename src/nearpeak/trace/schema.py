@@ -39,6 +39,8 @@ class OperatorSchema(NamedTuple):
     composite: bool = False
     memoizable: bool = False
     """Its results follow from the signature of a call: torch is asked once for each signature."""
+    value_dependent: bool = False
+    """Its result, or the shape of it, depends on the values of tensors."""
     by_rows: bool = False
     """It does the same to each row of its lists of tensors: the result of a row follows from the row alone."""
     origin: Origin = "torch"
@@ -77,6 +79,7 @@ def _build_schema(operator: Any) -> OperatorSchema:
         lift=lift,
         composite=composite,
         memoizable=not (query or lift or composite) and _is_memoizable(operator),
+        value_dependent=any(getattr(torch.Tag, name, None) in operator.tags for name in _VALUE_DEPENDENT_TAGS[:2]),
         by_rows=operator.namespace == "aten" and operator._opname.startswith("_foreach_"),
     )
 

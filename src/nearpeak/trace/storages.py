@@ -103,6 +103,8 @@ class Storages:
         """The storage that was seen last at each address."""
         self._graph_memory: set[int] = set()
         """Addresses that replayed graphs use."""
+        self.on_input: Callable[[int, torch.Tensor], None] | None = None
+        """Is called with each tensor from outside whose storage is used for the first time."""
         self.on_host: set[int] = set()
         """Storages of real tensors in host memory."""
         self.pinned: set[int] = set()
@@ -144,6 +146,8 @@ class Storages:
             if kind == "input" and isinstance(tensor, torch.nn.Parameter):
                 kind = "parameter"
             self._kinds.append((kind, "") if kind == "intermediate" else self._known.get(address, (kind, "")))
+            if kind != "intermediate" and self.on_input is not None:
+                self.on_input(number, tensor)
             if self._on_new is not None:
                 self._on_new(number, storage, self._kinds[number][0])
                 if storage.device.type == "cpu":
@@ -158,6 +162,10 @@ class Storages:
     def count(self) -> int:
         """The number of storages."""
         return len(self._bytes)
+
+    def bytes_of(self, number: int) -> int:
+        """The size of a storage."""
+        return self._bytes[number]
 
     def existed(self, number: int) -> bool:
         """Whether a storage is older than the trace."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._subclasses import fake_tensor
@@ -28,7 +28,7 @@ from nearpeak.ops.op import Trace
 from nearpeak.trace import memo, objects, schema, state_snapshot, storages
 from nearpeak.trace.cuda_ops.lower import emulate_target
 from nearpeak.trace.cuda_ops.target import Target
-from nearpeak.trace.fake import DeepcopyMode, allow_building, fake_mode, fresh_conversions
+from nearpeak.trace.fake import PythonMode, allow_building, fake_mode, fresh_conversions
 from nearpeak.trace.graphs import record_replays
 from nearpeak.trace.interrupts import defer_signals
 from nearpeak.trace.modules import ReachableModules
@@ -36,6 +36,7 @@ from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.patches.assigned_data import follow_assigned_data
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
 from nearpeak.trace.patches.flex_attention import count_mask_pairs
+from nearpeak.trace.patches.hidden_fakes import hide_fake_tensors
 from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.keep_graphs import keep_graphs
@@ -52,6 +53,9 @@ from nearpeak.trace.storages import tensors_in
 
 MAX_OPS = 2_000_000
 """Ops after which a trace stops."""
+MAX_FLIPPED = 4
+"""Assumed truth values that are tried the other way if the code fails: it may have refused what was assumed."""
+MAX_SHOWN_ASSUMPTIONS = 8
 
 _MEMORY_ERRORS = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
 """How torch's errors begin if code accesses the memory of a fake tensor."""
@@ -90,11 +94,45 @@ def trace(
         target: The machine to trace for, as `cuda_ops.target.target_of(machine)` gives it: for a GPU, fake CPU tensors
             run the operators that torch's CUDA build runs on it. None is this machine. Not with `live`.
     """
-    named = dict(kwargs or {})
+    traced = _Traced(fn, args, dict(kwargs or {}), grad, live, keep_compiled, limit, target)
+    flipped: frozenset[int] = frozenset()
+    first_error: Exception | None = None
+    while True:
+        guesses: list[str] = []
+        try:
+            return _trace_once(traced, flipped, guesses)
+        except NearpeakError:
+            raise
+        except Exception as error:
+            first_error = first_error or error
+            untried = [place for place in range(len(guesses)) if place not in flipped]
+            if not untried or len(flipped) >= MAX_FLIPPED:
+                raise first_error from None
+            flipped |= {untried[-1]}
+
+
+class _Traced(NamedTuple):
+    """The arguments of `trace`."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool | None
+    live: bool
+    keep_compiled: bool
+    limit: int
+    target: Target | None
+
+
+def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) -> Trace:
+    """A trace. Guesses of truth values that `flipped` names are the other way; all are added to `guesses`."""
+    fn, args, named, grad, live, keep_compiled, limit, target = traced
     reachable = ReachableModules(fn, args, named)
     snapshot = StateSnapshot(live=live)
     mode = None if live else _find_fake_mode(args, named, reachable)
     recorder = Recorder(mode=mode, limit=limit, snapshot=snapshot)
+    if recorder.known is not None:
+        recorder.known.flipped, recorder.known.guesses = flipped, guesses
     truncated = False
     cuda_requests: Since | None = None
     compiled: Since | None = None
@@ -110,10 +148,11 @@ def trace(
             stack.enter_context(real_imports())
             stack.enter_context(follow_assigned_data())
             stack.enter_context(skip_shape_inference())
+            stack.enter_context(hide_fake_tensors())
             if snapshot.met_graph:
                 stack.enter_context(keep_graphs())
             stack.enter_context(mode)
-            stack.enter_context(DeepcopyMode())
+            stack.enter_context(PythonMode(recorder.known))
             stack.enter_context(allow_building())
             stack.enter_context(_no_duplicate_error_logs())
             cuda_requests = stack.enter_context(cuda_on_cpu())
@@ -150,7 +189,8 @@ def trace(
             failure = f"{type(recorder.failure).__name__}: {message_of(recorder.failure)}"
             raise UnrecordedOps(f"The call ran, but its ops could not be recorded: {failure}") from recorder.failure
         truncated = truncated or recorder.truncated
-        notes = tuple(_trace_notes(truncated, limit, cuda_requests, target, compiled))
+        assumptions = {} if recorder.known is None else recorder.known.assumptions
+        notes = tuple(_trace_notes(truncated, limit, cuda_requests, target, compiled, assumptions))
         finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)  # before states are restored
     if target is not None and target.kind == "cpu":  # where torch's flags for tf32 mean nothing
         finished = dataclasses.replace(finished, ops=without_tf32(recorder.ops))
@@ -217,7 +257,7 @@ def _no_duplicate_error_logs() -> Iterator[None]:
 _FAKE_TENSORS = str(Path(fake_tensor.__file__).parent)
 _BOOKKEEPING = tuple(str(module.__file__) for module in (memo, objects, schema, state_snapshot, storages))
 """Files whose code runs beside an op: an error there is none of the user's."""
-_LIMITS = ("'Meta' backend", "INTERNAL ASSERT FAILED")
+_LIMITS = ("'Meta' backend", "INTERNAL ASSERT FAILED", "python object of type FakeTensor")
 """Parts of what torch says where its own code does not expect fake tensors."""
 _LIVE = "pass live=True to run on real tensors"
 
@@ -280,12 +320,25 @@ def _why_not_traced(error: Exception, unusual: Sequence[str]) -> str | None:
 
 
 def _trace_notes(
-    truncated: bool, limit: int, cuda_requests: Since | None, target: Target | None, compiled: Since | None
+    truncated: bool,
+    limit: int,
+    cuda_requests: Since | None,
+    target: Target | None,
+    compiled: Since | None,
+    assumptions: Mapping[str, str],
 ) -> Iterator[str]:
     if truncated:
         yield f"Stopped at the limit of {limit} ops; what follows is not in the trace."
     if compiled is not None and compiled.happened:
         yield "Code that torch.compile was given is traced uncompiled: the ops are those of eager mode."
+    if assumptions:
+        shown = [f"{line or 'a line of torch'}: {text}" for line, text in assumptions.items()][:MAX_SHOWN_ASSUMPTIONS]
+        more = len(assumptions) - len(shown)
+        yield (
+            "The code asks for values that fake tensors do not have; assumed: "
+            + "; ".join(shown)
+            + (f"; and on {more} more lines." if more else ".")
+        )
     for_gpu = target is not None and target.kind == "gpu"
     if cuda_requests is not None and cuda_requests.happened and not for_gpu:
         yield "The code asks for CUDA; it is traced for a CPU, so the ops are those of the CPU."
