@@ -103,7 +103,7 @@ def test_flash_attention_moves_each_score_eight_times(
     assert total[0] == "all steps" and total[3] == "10.5 ms"
     assert [row[0] for row in steps.rows].count("cast") == 2 and steps.rows[-3][3] == steps.rows[3][3]
     up, softmax, down = (steps.rows[place] for place in (3, 5, 6))  # as many bytes up as down, by another kernel
-    assert float(down[4].split()[0]) < 0.6 * float(up[4].split()[0])
+    assert float(down[4].split()[0]) < 0.8 * float(up[4].split()[0])
     assert float(softmax[4].split()[0]) < 2 * float(softmax[3].split()[0])
     head = 4096 * 128 * 2
     assert [row[4] for row in loops.rows] == [pages.shown("B")(64 * head * (2 + 32 * each)) for each in (3, 2, 2)]
@@ -247,7 +247,7 @@ def test_asymptotics(predicting: Callable[[str], ExampleResult], only: Callable[
         if isinstance(part, PredictionTable)
     ]
     softmax, chunks, naive = curves
-    assert softmax[0] < chunks[0] and softmax[-1] > 4 * chunks[-1]  # type: ignore[operator]
+    assert softmax[0] < chunks[0] and softmax[-1] > 3 * chunks[-1]  # type: ignore[operator]
     assert all(slow > fast for slow, fast in zip(naive, softmax, strict=False))  # type: ignore[operator]
 
 

@@ -151,12 +151,12 @@ def model(*names: str) -> Callable[[Model], Model]:
 def kernel_seconds(op: Op, cost: Cost, missed: float, gpu: Gpu, constants: Constants) -> float:
     """The time of the kernels of an op.
 
-    The models are those of torch's own operators. A fused kernel, or an operator of another library, is one pass over
-    its operands, beside its products.
+    The models of families are those of torch's own operators. A fused kernel, or an operator of another library, is one
+    pass over its operands, beside its products.
     """
     chosen: Model | None = None
-    if op.origin == "torch" and op.packet.startswith("aten."):
-        chosen = _MODELS.get(op.packet) or _MODELS.get(cost.family)
+    if op.origin == "torch":
+        chosen = _MODELS.get(op.packet) or (_MODELS.get(cost.family) if op.packet.startswith("aten.") else None)
     return (chosen or _stream)(Kernel(op=op, cost=cost, gpu=gpu, missed=missed, constants=constants))
 
 
@@ -1014,6 +1014,13 @@ def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, passes: i
         cycles = kernel["depthwise.backward_result"] + kernel["depthwise.backward_tap"] * taps
     seconds = _both(kernel.memory(), kernel.cycles(results * cycles))
     return kernel["depthwise.fixed"] * max(1, 2 * passes) + max(1, passes) * seconds
+
+
+@model("nearpeak.linear_attention")
+def _linear_attention(kernel: Kernel) -> float:
+    """Chunks of tokens after each other, all heads beside each other."""
+    chunks = kernel.op.inputs[0].shape[-2] / kernel["linear_attention.chunk"]
+    return kernel["linear_attention.fixed"] + max(kernel.memory(), chunks * kernel["linear_attention.step"])
 
 
 @model("aten._local_scalar_dense")
