@@ -1,8 +1,8 @@
-"""Measures the efficiency of kernels on this machine and writes it into the table of the package.
+"""Measures the efficiency of kernels on this CPU and writes it into the table of the package.
 
     python -m benchmarks.estimates.reference_efficiency [--write FILE]
 
-The table has one GPU and one CPU; the entry of the other one is kept.
+The kernels of a GPU have models instead: see `fit_expected`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def main() -> None:
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         efficiency=machine.achievable.efficiency,
     )
-    table = json.loads(arguments.write.read_text()) if arguments.write.exists() else {}
-    table[machine.kind] = _rounded(to_json(reference))
-    arguments.write.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    arguments.write.write_text(json.dumps(_rounded(to_json(reference)), indent=1, sort_keys=True) + "\n")
     for kind, points in sorted(reference.efficiency.items()):
         print(f"{kind:55}" + "  ".join(f"{point.bound_seconds * 1e6:.1f} us x {point.ratio:.2f}" for point in points))
 

@@ -149,7 +149,7 @@ def test_a_machine_that_was_measured_is_taken_at_its_own_figures(addition):
 
 def test_a_cpu_that_was_not_is_taken_at_those_of_the_reference(addition):
     found = estimate_trace(addition, with_efficiency(on_a_cpu()))
-    assert found.expected_from == reference_efficiency("cpu").machine
+    assert found.expected_from == reference_efficiency().machine
     assert 1.0 <= found.expected_s / found.as_written_s < 4.0
 
 

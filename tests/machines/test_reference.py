@@ -1,12 +1,9 @@
-import pytest
-
 from nearpeak.bound.expected import CACHED
 from nearpeak.machines.reference import reference_efficiency
 
 
-@pytest.mark.parametrize("kind", ["gpu", "cpu"])
-def test_the_table_has_a_point_for_every_kind_in_order_of_size(kind):
-    found = reference_efficiency(kind)
+def test_the_table_has_a_point_for_every_kind_in_order_of_size():
+    found = reference_efficiency()
     assert {"any", "pointwise", "movement", "reduction", "normalization", "matrix/compute"} <= set(found.efficiency)
     for name, points in found.efficiency.items():
         assert points

@@ -158,7 +158,7 @@ class OpExpectations:
             self._gpu = Gpu.of(machine, constants.constants)
             self.measured_on = constants.machine
         elif not self._efficiency:
-            measured = reference_efficiency(machine.kind)
+            measured = reference_efficiency()
             self._efficiency, self.measured_on = measured.efficiency, measured.machine
 
     def seconds(self, op: Op, cost: Cost, times: ResourceSeconds) -> float | None:

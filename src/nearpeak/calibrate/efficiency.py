@@ -1,15 +1,14 @@
-"""`measure_efficiency`: what kernels reach of the ceilings on this machine, by kind of op and size.
+"""`measure_efficiency`: what kernels reach of the ceilings on this CPU, by kind of op and size.
 
 Each `KernelProbe` is one operator at some sizes. It stands for the kind of op that it runs, under the most special
 name that `bound.expected` has for it, and for more general kinds where it says so. Every call is one op, so that its
-time belongs to that op alone.
+time belongs to that op alone. The probes of a GPU serve the fit of its kernel models.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,11 +18,10 @@ from torch.nn import functional
 
 from nearpeak.bound.expected import CACHED, NARROW, kinds_of
 from nearpeak.bound.floors import as_written
-from nearpeak.calibrate.ceilings import Call, event_sampler
+from nearpeak.calibrate.ceilings import Call
 from nearpeak.devices.backends import is_gpu
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import EfficiencyPoint, Machine
-from nearpeak.measure.gpu import GpuInstrument, current_gpu
 from nearpeak.measure.options import Progress
 from nearpeak.measure.page_faults import MANY_FAULTS, freed_memory_kept, page_faults
 from nearpeak.measure.samplers import HostEviction, HostSampler
@@ -32,7 +30,6 @@ from nearpeak.ops.cost import cost_of
 from nearpeak.trace.cuda_ops.target import Target
 from nearpeak.trace.trace import trace
 
-BLOCKS = 5
 HOST_CALLS = 5
 MAX_SETTLING_CALLS = 10
 """Calls of a probe on a host before it is timed, at most."""
@@ -61,18 +58,16 @@ class KernelProbe:
 
 
 def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Machine:
-    """This machine with the efficiency of its kernels; `machine` has its ceilings. Caches are cold before each call.
+    """This CPU with the efficiency of its kernels; `machine` has its ceilings. Caches are cold before each call.
 
-    Everything runs in a burst, as the ceilings were measured. An operator that this torch lacks is left out.
+    An operator that this torch lacks is left out.
     """
     say = progress or (lambda line: None)
-    device = current_gpu() if machine.kind == "gpu" else None
-    timer = _host_timer() if device is None else partial(_gpu_seconds, device)
-    measurement = _Measurement(machine, timer)
-    with freed_memory_kept() if device is None else nullcontext(), torch.no_grad():
-        for number in range(HOST_ROUNDS if device is None else 1):
+    measurement = _Measurement(machine, _host_timer())
+    with freed_memory_kept(), torch.no_grad():
+        for number in range(HOST_ROUNDS):
             suffix = f", round {number + 1}" if number else ""
-            for probe in kernel_probes(torch.device("cpu") if device is None else device.device):
+            for probe in kernel_probes(torch.device("cpu")):
                 say(f"kernels: {probe.name}{suffix}")
                 try:
                     for size in probe.sizes:
@@ -125,7 +120,7 @@ class _Measurement:
 
     def _bound(self, probe: KernelProbe, call: Call) -> _ProbeBounds:
         machine = self._machine
-        recorded = trace(call, live=True, target=Target(kind="cpu") if machine.kind == "cpu" else None)
+        recorded = trace(call, live=True, target=Target(kind="cpu"))
         costs = [cost_of(op) for op in recorded.ops]
         bounds = as_written(recorded, costs, machine)
         slowest = max(range(len(bounds)), key=lambda index: bounds[index].seconds)
@@ -175,13 +170,6 @@ def _settle_memory(call: Call) -> None:
         call()
         if page_faults() - before < MANY_FAULTS:
             return
-
-
-def _gpu_seconds(device: GpuInstrument, call: Call, _build_second: Callable[[], Call]) -> tuple[float, float | None]:
-    """The median over a few blocks of cold calls. Eviction leaves the code of kernels where it is."""
-    sampler = event_sampler(device, call, "cold", enqueue_seconds=3e-5)
-    sampler.block()
-    return median([sampler.block().seconds for _ in range(BLOCKS)]), None
 
 
 class _Operands:

@@ -233,7 +233,7 @@ class Step:
         achievable = self.machine.achievable
         if achievable is not None and achievable.efficiency:
             return achievable.efficiency
-        return reference_efficiency(self.machine.kind).efficiency
+        return reference_efficiency().efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

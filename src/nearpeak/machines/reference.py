@@ -1,8 +1,8 @@
-"""The efficiency of kernels on reference machines, for machines whose own kernels were not measured.
+"""The efficiency of kernels on a reference CPU, for CPUs whose own kernels were not measured.
 
-`efficiency.json` is written by `benchmarks.estimates.reference_efficiency` on each of the machines that it names.
-The points are ratios to bounds, so that they carry over to a machine with other ceilings, as an assumption that is
-stated wherever it is used.
+`efficiency.json` is written by `benchmarks.estimates.reference_efficiency` on the machine that it names. The
+points are ratios to bounds, so that they carry over to a machine with other ceilings, as an assumption that is stated
+wherever it is used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal
 
 from nearpeak._records import from_json
 from nearpeak.machines.machine import EfficiencyPoint
@@ -29,11 +28,11 @@ class ReferenceEfficiency:
 
 
 @cache
-def reference_efficiency(kind: Literal["gpu", "cpu"]) -> ReferenceEfficiency:
-    """The reference GPU or the reference CPU.
+def reference_efficiency() -> ReferenceEfficiency:
+    """That of the reference CPU.
 
-    >>> reference_efficiency("gpu").machine
-    'h200-sxm'
+    >>> reference_efficiency().machine
+    'cpu-intel-xeon-2'
     """
     text = resources.files("nearpeak.machines").joinpath("efficiency.json").read_text(encoding="utf-8")
-    return from_json(ReferenceEfficiency, json.loads(text)[kind])
+    return from_json(ReferenceEfficiency, json.loads(text))
