@@ -169,6 +169,8 @@ class KnownValues:
         if packet == "aten.masked_select":
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].new_empty(self._indices(args[1].expand(shape), line).shape[1])
+        if packet in _SIZES_OF_UNKNOWN:
+            return _SIZES_OF_UNKNOWN[packet](lambda text: self._note(line, text), *args, **kwargs)
         if packet == "aten.index":
             indices: list[Any] = []
             for index in args[1]:
@@ -331,6 +333,43 @@ class KnownValues:
         if isinstance(other, float) and math.isinf(other):
             return packet == "aten.ne"
         return packet in _HOLD
+
+
+def _unique(
+    note: Callable[[str], None],
+    tensor: torch.Tensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    count = tensor.numel()
+    note(f"all {count} elements are different")
+    inverse = tensor.new_empty(tensor.shape if return_inverse or return_counts else (0,), dtype=torch.int64)
+    return tensor.new_empty(count), inverse, tensor.new_empty(count if return_counts else 0, dtype=torch.int64)
+
+
+def _bincount(
+    note: Callable[[str], None], tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor:
+    bins = max(minlength, 1)
+    note(f"the values are below {bins}")
+    dtype = torch.int64 if weights is None else weights.dtype if weights.dtype == torch.float32 else torch.float64
+    return tensor.new_empty(bins, dtype=dtype)
+
+
+def _repeats(note: Callable[[str], None], repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    count = repeats.numel() if output_size is None else output_size
+    if output_size is None:
+        note("each element is repeated once")
+    return torch.empty(count, dtype=torch.int64, device=repeats.device)
+
+
+_SIZES_OF_UNKNOWN: dict[str, Callable[..., Any]] = {
+    "aten._unique2": _unique,
+    "aten.bincount": _bincount,
+    "aten.repeat_interleave": _repeats,
+}
+"""Results of operators on tensors whose values are not known, with the assumption that their size rests on."""
 
 
 def _shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
