@@ -200,3 +200,10 @@ def test_the_garbage_collector_is_left_as_it_was():
 
     assert len(trace(run, torch.zeros(2)).ops) == 1
     assert gc.get_threshold() == before
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs weights packed by oneDNN")
+def test_ops_beside_packed_weights_on_a_cpu_are_not_of_another_host():
+    packed = torch.ones(4, 4).to_mkldnn()
+    traced = trace(lambda: (packed.to_dense() + 1).relu(), live=True)
+    assert {op.origin for op in traced.ops} == {"torch"}

@@ -27,7 +27,17 @@ from nearpeak.machines.machine import Machine
 from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.ops.low_gc import low_gc
-from nearpeak.ops.op import Op, OpSignature, Phase, SeenOptimizer, Storage, StorageKind, Trace, name_with_origin
+from nearpeak.ops.op import (
+    Op,
+    OpSignature,
+    Phase,
+    SeenOptimizer,
+    Storage,
+    StorageKind,
+    Trace,
+    name_with_origin,
+    name_without_origin,
+)
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
@@ -613,7 +623,8 @@ def _on_storages(value: Any, numbers: Mapping[int, int]) -> Any:
 
 
 def _as_host_op(op: Op) -> Op:
-    return dataclasses.replace(op, name=name_with_origin("host", op.packet.rpartition(".")[2]), origin="host")
+    name = op.packet.rpartition(".")[2] if op.origin == "torch" else name_without_origin(op.name)
+    return dataclasses.replace(op, name=name_with_origin("host", name), origin="host")
 
 
 _make_op = positional_constructor(Op)

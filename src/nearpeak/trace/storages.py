@@ -222,6 +222,8 @@ class Storages:
         if storage is None:
             self._bytes.append(0)
             self._kinds.append((kind, ""))
+            if self._on_new is not None and tensor.device.type == "cpu":  # packed weights, for example
+                self.on_host.add(len(self._bytes) - 1)
             return Tensor(shape=(0,), strides=(1,), dtype=dtype, storage=len(self._bytes) - 1)
         if tensor.is_nested:
             number = self.number(tensor, kind, storage)
