@@ -96,11 +96,21 @@ def lose_calls(content: dict[str, Any]) -> None:
     content["traceEvents"] = [event for event in events if id(event) not in {id(item) for item in launched[:9]}]
 
 
-def lose_stream(content: dict[str, Any]) -> None:
-    """All of a stream that the file names; a second one is there too."""
+def name_streams(content: dict[str, Any]) -> None:
+    """Two streams, of which one has events."""
     for stream in (7, 20):
         named = {"ph": "M", "name": "thread_name", "pid": 0, "tid": stream, "args": {"name": f"stream {stream} "}}
         content["traceEvents"].append(named)
+
+
+def lose_stream(content: dict[str, Any]) -> None:
+    """All kernels of a stream that the file names; their launches are there."""
+    lose_kernels(4)(content)
+    name_streams(content)
+
+
+def test_a_stream_of_an_earlier_recording_is_not_lost(tmp_path: Path):
+    assert planted("kineto_eager", name_streams, tmp_path).losses == ()
 
 
 def say(**fields: Any) -> Callable[[dict[str, Any]], None]:
