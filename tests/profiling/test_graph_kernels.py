@@ -125,8 +125,10 @@ def test_what_cannot_be_told_is_said(kernels: Any, nodes: Any, why: str):
 
 
 def compiled() -> Callable[[], Any]:
-    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.LayerNorm(256), torch.nn.GELU()).cuda()
-    call, x = torch.compile(model, mode="reduce-overhead"), torch.randn(64, 256, device="cuda")
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.LayerNorm(256), torch.nn.GELU()).to(
+        "cuda", torch.bfloat16
+    )
+    call, x = torch.compile(model, mode="reduce-overhead"), torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
         call(x).sum().backward()

@@ -82,6 +82,14 @@ def test_markers_are_no_part_of_the_step(read: Any, make: Any):
     assert found.free_from_s == 0.0
 
 
+def test_a_stream_of_an_earlier_recording_is_not_lost(read: Any, make: Any):
+    events, planted = recording(make)
+    name = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 99, "args": {"name": "stream 99 "}}
+    assert read([*events, name], planted).completeness.losses == ()
+    lossy = drop(lambda e: e["name"] == "kernel_of_add" and in_read_step(e))(events)
+    assert {loss.kind for loss in read([*lossy, name], planted, among=[READ]).completeness.losses} == {"kernels"}
+
+
 def drop(choose: Callable[[Event], bool]) -> Callable[[list[Event]], list[Event]]:
     return lambda events: [event for event in events if not choose(event)]
 

@@ -88,8 +88,8 @@ def find_losses(
     if unlaunched:
         text = f"{_count(unlaunched, 'kernel')} in the file without a launch, so that ops may be missing too."
         add("launches", unlaunched, True, text)
-    # Without launches that lack a kernel, an empty stream is one of an earlier recording: the profiler keeps their names.
-    if recording.empty_streams and missing:
+    # The profiler names streams of earlier recordings too: an empty one tells something if launches lack their kernel.
+    if recording.empty_streams and missing and not live:  # live, markers tell of streams
         text = f"{_count(recording.empty_streams, 'stream')} named in the file without anything that ran on it."
         add("streams", recording.empty_streams, True, text)
     launched = {span.correlation for span, _ in spans if span.correlation in calls.launches}
