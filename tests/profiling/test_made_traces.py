@@ -132,3 +132,20 @@ def test_a_device_that_is_not_known_is_an_error_that_says_how_to_go_on(tmp_path:
     with pytest.raises(UsageError, match=f"{' or '.join(names) or 'unknown device'}.* --on .*machine --list"):
         profile_trace(path)
     assert profile_trace(path, on="mi300x").machine == "mi300x"
+
+
+def test_the_device_waits_while_the_host_computes(tmp_path: Path):
+    """Ops on host tensors between launches: that is no slow launching, and a graph would not help."""
+    trace = MadeTrace()
+    for _ in range(5):
+        trace.op("aten::mm", MATRIX, MATRIX, us=300)
+        trace.op("aten::add", MATRIX, MATRIX, 1, us=None)
+        trace.events[-1]["dur"] = 4000.0
+        trace.now += 4000.0
+    trace.op("aten::mm", MATRIX, MATRIX, us=300)
+    found = profile_trace(trace.write(tmp_path / "trace.json"))
+    largest = found.idle[0]
+    assert (largest.cause, largest.what, largest.count) == ("host ops", "add", 5)
+    assert largest.seconds == pytest.approx(5 * 3.7e-3, rel=0.02)
+    assert "launch-bound" not in {finding.rule for finding in found.findings}
+    assert "Compute that on the device" in sentences(found)["Next"]

@@ -12,6 +12,7 @@ from nearpeak.ops.fast_init import fast_init
 CauseName = Literal[
     "synchronization",
     "input",
+    "host ops",
     "allocator",
     "garbage collection",
     "compilation",
@@ -23,6 +24,7 @@ CauseName = Literal[
 CAUSE_MEANINGS: Mapping[CauseName, str] = {
     "synchronization": "the host waited for the device, and had to catch up",
     "input": "the host waited for a data loader",
+    "host ops": "the host computed on tensors in its own memory",
     "allocator": "the host asked the driver for memory",
     "garbage collection": "Python collected garbage",
     "compilation": "code was compiled, or a kernel loaded",

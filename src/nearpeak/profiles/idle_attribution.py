@@ -34,7 +34,7 @@ from nearpeak.profiles.idle import (
 )
 from nearpeak.profiles.waterfall import Interval
 
-_PRIORITY = ("profiler", "compilation", "garbage collection", "input", "allocator", "synchronization")
+_PRIORITY = ("profiler", "compilation", "garbage collection", "input", "allocator", "synchronization", "host ops")
 """If several causes hold at an instant, the first of these counts."""
 _BLOCKING_CAUSES = ("synchronization", "allocator")
 """Causes that block the host until the device is done; freeing memory does too."""

@@ -524,7 +524,7 @@ def _describe_span(span: HostSpan, ops: Sequence[Op]) -> str:
         return "DataLoader with workers" if "_MultiProcessing" in span.name else "DataLoader"
     if span.kind == "garbage collection":
         return ""
-    if span.kind == "synchronization" and span.op is not None:
+    if span.kind in ("synchronization", "host ops") and span.op is not None:
         op = ops[span.op]
         if op.origin in ("partial", "unknown", "host"):
             return name_without_origin(op.name).removeprefix("aten::").removeprefix("aten.")

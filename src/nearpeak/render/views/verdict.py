@@ -135,6 +135,7 @@ def _fusion_saving(op: ProfiledOp) -> float:
 _IDLE_ADVICE: Mapping[CauseName, str] = {
     "synchronization": "Keep results on the device there, and read them once in many steps.",
     "input": "Load the next batch while this one runs: more workers, pinned memory, less work per sample.",
+    "host ops": "Compute that on the device, or in the data loader's workers.",
     "allocator": "Keep shapes the same from step to step, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     "garbage collection": "Call gc.freeze() after the first steps, or collect between steps with gc.collect().",
     "compilation": "Keep shapes and dtypes the same from step to step, and let more steps pass before measuring.",
@@ -157,12 +158,16 @@ def _idle(profile: Profile) -> tuple[str, str]:
     what = f" ({plain(worst.what, 40)})" if worst.what else ""
     where = f", most at {elide_start(worst.where)}" if worst.where else ""
     why = f"Its largest cause is {cause}{what}, {seconds(totals[cause])}: {CAUSES[cause]}{where}."
-    return why, _GRAPH_ADVICE if cause == "launching" and _is_in_graphs(profile) else _IDLE_ADVICE[cause]
+    return why, (_GRAPH_ADVICE if _is_in_graphs(profile) else _IDLE_ADVICE).get(cause, _IDLE_ADVICE[cause])
 
 
-_GRAPH_ADVICE = (
-    "CUDA graphs launch its kernels already. Put more of the step into one graph, or more work into each kernel."
-)
+_GRAPH_ADVICE: Mapping[CauseName, str] = {
+    "launching": "CUDA graphs launch its kernels already. Put more of the step into one graph, or more work into each "
+    "kernel.",
+    "python": "Take that work out of the step: graphs are launched late because of it.",
+    "unknown": "Keep the device busy between the graphs: no synchronization, faster input.",
+}
+"""Where CUDA graphs launch the kernels."""
 
 
 def _is_in_graphs(profile: Profile) -> bool:

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 
 from nearpeak.trace.kineto.recording import Recording, Span
 
-HostKind = Literal["profiler", "compilation", "garbage collection", "input", "allocator", "synchronization"]
+HostKind = Literal["profiler", "compilation", "garbage collection", "input", "allocator", "synchronization", "host ops"]
 
 GARBAGE_COLLECTION: Final = "nearpeak: garbage collection"
 """How the name of the range around a garbage collection begins; see `kineto/marks.py`."""

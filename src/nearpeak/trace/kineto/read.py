@@ -22,7 +22,7 @@ from nearpeak.ops.op import SeenOptimizer, Trace
 from nearpeak.profiles.completeness import Completeness
 from nearpeak.trace.kineto.arguments import RecordedTensor
 from nearpeak.trace.kineto.calls import OPTIMIZER_PREFIX, OpCall, OpCalls, ProfilerStep, find_op_calls, is_within
-from nearpeak.trace.kineto.host import HostSpan, blocking_copies, busy_intervals, host_spans, overhead_calls
+from nearpeak.trace.kineto.host import HostCall, HostSpan, blocking_copies, busy_intervals, host_spans, overhead_calls
 from nearpeak.trace.kineto.kernels import (
     KernelRun,
     LaunchedSpan,
@@ -158,6 +158,8 @@ def read_trace(
     kernels = kernel_runs(spans, indices, origin, calls)
     last = max([origin + wall * 1e6, *(span.end for span, _ in spans)])
     host = [*calls.host, *overhead_calls(recording), *blocking_copies(recording, calls.launches, calls.by_correlation)]
+    if not recording.truncated:
+        host += [HostCall("host ops", call.span, call) for call in inside if id(call) in on_host and _is_long(call)]
     partial = lost | (on_host if recording.truncated else set())
     cut = recording.truncated and not (chosen is not None and _is_whole(chosen, calls, launched))
     completeness = find_losses(
@@ -274,6 +276,14 @@ def _without_launch(calls: Sequence[OpCall], launching: Collection[int], lost: C
         if max((math.prod(tensor.shape) for tensor in tensors), default=0) >= _LEAST_ELEMENTS:
             found += [call for call in silent if id(call) not in lost]
     return found
+
+
+LONG_HOST_OP = 200.0
+"""Microseconds. Shorter ops on the host are the overhead of calling them."""
+
+
+def _is_long(call: OpCall) -> bool:
+    return call.span.end - call.span.start >= LONG_HOST_OP
 
 
 def _silent_calls(steps: Sequence[ProfilerStep], calls: OpCalls, launching: Collection[int]) -> dict[int, OpCall]:
