@@ -121,7 +121,8 @@ COMMON = 3
 
 NARRATION = re.compile(
     r"running |warming up|timing clean steps|starting the profiler|profiling a step|tracing a step"
-    r"|everything needed has been recorded|kept as @last|training begins|no step|wrote |nearpeak: "
+    r"|the stored calibration |everything needed has been recorded"
+    r"|kept as @last|training begins|no step|wrote |nearpeak: "
 )
 """Lines that nearpeak writes to stderr."""
 

@@ -5,6 +5,8 @@ The public names below are imported on first use, so that `import nearpeak` is f
 
 from __future__ import annotations
 
+import sys as _sys
+from contextlib import nullcontext as _nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +98,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'nearpeak' has no attribute {name!r}")
-    module = import_module(home)
+    torch = _sys.modules.get("torch")
+    # What is imported uses torch, and a mode of the program's would see that.
+    with _nullcontext() if torch is None else torch._C.DisableTorchFunction():
+        module = import_module(home)
     value = module if name in ("inputs", "kernels", "plan") else getattr(module, name)
     globals()[name] = value
     return value

@@ -223,3 +223,40 @@ def test_however_a_process_ends_its_run_is_kept(write, tmp_path, ending, monkeyp
     assert ended.returncode == status, ended.stderr
     assert main(["report", "@last"]) == 0
     assert capsys.readouterr().out.startswith("Verdict:")
+
+
+def test_a_function_mode_of_the_program_sees_its_own_calls_alone():
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    model, taken = torch.nn.Linear(4, 4), []
+
+    def step():
+        taken.append(None)
+        return model(torch.ones(2, 4)).sum()
+
+    step()
+    with Counting() as alone:
+        step()
+    taken.clear()
+    with Counting() as profiled:
+        nearpeak.profile(step, on="h200-sxm")
+    assert profiled.calls == alone.calls * len(taken)
+
+
+def test_a_step_on_another_thread_gives_no_line_of_the_profilers_library(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        TRAIN
+        + "import threading\nt = threading.Thread(target=lambda: [step() for _ in range(61)])\nt.start(); t.join()\n"
+    )
+    command = [sys.executable, "-m", "nearpeak", "profile", "--on", "h200-sxm", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0
+    assert "registerClient" not in ran.stderr

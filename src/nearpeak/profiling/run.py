@@ -16,6 +16,7 @@ from nearpeak.ops.op import Trace
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiling.session import Session
 from nearpeak.profiling.steps import StepDetector
+from nearpeak.profiling.torch_profiler import initialize_kineto
 from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.source import user_line
 from nearpeak.trace.trace import UnrecordedOps, trace
@@ -45,6 +46,7 @@ class ProfiledBlock:
     def __enter__(self) -> Self:
         if self._session.schedule.steps:
             raise UsageError("A block is profiled once: call nearpeak.profile() for each.")
+        initialize_kineto()
         self._opened.enter_context(self._steps.open())
         return self
 

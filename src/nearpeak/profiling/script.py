@@ -34,6 +34,7 @@ from nearpeak.profiles.profile import Profile
 from nearpeak.profiling.session import PHASE_MESSAGES, STEP_DEFINITION, Session, StopRun
 from nearpeak.profiling.step_function import STEP_DECORATOR, StepFunction
 from nearpeak.profiling.steps import detect_steps
+from nearpeak.profiling.torch_profiler import initialize_kineto
 from nearpeak.trace.interrupts import defer_signals
 from nearpeak.units import seconds
 
@@ -147,6 +148,7 @@ def profile_script(
         main = find_script(path) if path is not None else find_module(module or "")
         machine = _find_machine_early(on, progress)
         _import_before()
+        initialize_kineto()
         say(f"running {main.name}")
         say(PHASE_MESSAGES["warm-up"])
         watchdog = Watchdog(session, say, wait_s, abort_run)

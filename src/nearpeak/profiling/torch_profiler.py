@@ -21,7 +21,7 @@ from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nearpeak.devices.backends import gpu_in_use, profiler_activities
+from nearpeak.devices.backends import gpu_in_use, gpu_visible, profiler_activities
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
@@ -118,6 +118,25 @@ class Profiler:
             with suppress(Exception):
                 self._step.close()
                 torch._C._autograd._disable_profiler()
+
+
+def initialize_kineto() -> None:
+    """Starts and stops torch's profiler once, on the thread that imported torch.
+
+    If another thread is the first to start it, its library complains on stderr. Not where a GPU is visible: the library
+    would query the driver, after which a script cannot choose its GPUs, and slow all launches down.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    if here and not gpu_visible() and not torch._C._autograd._profiler_enabled():
+        with (
+            no_warnings(),
+            _no_kineto_log(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            suppress(RuntimeError),
+            torch_profile(activities=profiler_activities()),
+        ):
+            pass
 
 
 class _CallAtEnd:

@@ -169,12 +169,14 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
             stack.enter_context(count_mask_pairs())
         stack.enter_context(record_triton_kernels())
         stack.enter_context(track_functional_calls())
-        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
+        if not live or grad is not None:  # a live call that leaves it changed does so alone too
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
         stack.enter_context(_as_usage_errors(snapshot, live=live))
-        for name, module in reachable.roots():
-            recorder.modules.add_root(module, name)
-        for optimizer in reachable.optimizers:
-            snapshot.optimizer(optimizer)
+        with torch._C.DisableTorchFunction():  # a mode of the program's sees what the call does, and no more
+            for name, module in reachable.roots():
+                recorder.modules.add_root(module, name)
+            for optimizer in reachable.optimizers:
+                snapshot.optimizer(optimizer)
         stack.enter_context(recorder.modules.watching())
         stack.enter_context(_watch_optimizers(recorder))
         returned: Any = None
@@ -191,7 +193,8 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
         truncated = truncated or recorder.truncated
         assumptions = {} if recorder.known is None else recorder.known.assumptions
         notes = tuple(_trace_notes(truncated, limit, cuda_requests, target, compiled, assumptions))
-        finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)  # before states are restored
+        with torch._C.DisableTorchFunction():  # before states are restored
+            finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)
     if target is not None and target.kind == "cpu":  # where torch's flags for tf32 mean nothing
         finished = dataclasses.replace(finished, ops=without_tf32(recorder.ops))
     return finished
