@@ -67,3 +67,23 @@ def test_a_trace_without_a_device_says_what_to_do(tmp_path):
     profiler.export_chrome_trace(str(tmp_path / "cpu.json"))
     with pytest.raises(UsageError, match="no kernels of a device"):
         profile_trace(tmp_path / "cpu.json")
+
+
+def test_a_recording_that_began_while_the_device_was_behind():
+    """18 kernels and 18 fills of unrecorded steps, 6.1 ms of them, run at the start of the recorded one."""
+    found = profile_trace(DATA / "kineto_behind.json.gz")
+    assert found.modeled_share == 1.0
+    assert found.wall_s == pytest.approx(8.21e-3, rel=0.01)  # by the script's own clock 8.5 ms
+    assert device_seconds(DATA / "kineto_behind.json.gz") - found.kernel_s == pytest.approx(6.09e-3, rel=0.01)
+    assert found.completeness is not None and found.completeness.losses == ()
+    assert any("36 kernels of 6.094 ms were launched before the recording began" in note for note in found.notes)
+
+
+def test_a_recording_around_the_capture_of_a_graph():
+    """Eight layers run, are captured twenty times, and replayed once."""
+    found = profile_trace(DATA / "kineto_capture.json.gz")
+    assert sum(op.name == "aten.addmm.default" for op in found.ops) == 8
+    assert found.waterfall.broken == ()
+    assert found.completeness is not None and found.completeness.losses == ()
+    assert sum(kernel.in_graph for kernel in found.timeline) == 160
+    assert found.rates is not None and found.rates.mfu is not None and found.rates.mfu < 0.01
