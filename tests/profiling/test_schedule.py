@@ -68,13 +68,24 @@ def test_clean_steps_are_timed_again_where_the_script_has_them():
     assert found[17:19] == ["traced", "clean again"]
     assert len(schedule.later_walls) == AGAIN_STEPS
     assert found[-1] == "done"
-    assert schedule.wall_s == pytest.approx(0.02)  # of all of them the median
-    assert len(schedule.typical_walls) == 10 + AGAIN_STEPS
+    assert schedule.wall_s == pytest.approx(0.02)
+    assert schedule.clean_steps == AGAIN_STEPS  # those that come late alone, if they are as many as the first
     found, schedule = after([0.01] * 5)  # it ends
     assert (found[-1], schedule.wall_s) == ("clean again", pytest.approx(0.01))
+    assert schedule.clean_steps == 10 + 4
     found, schedule = after([0.01, 0.01, *[0.3] * 20])
     assert 1.0 <= sum(schedule.later_walls) < 1.3
     assert found[-1] == "done"
+
+
+def test_steps_of_a_device_that_are_timed_again_stand_beside_those_before():
+    _, schedule = run([(0.01, None, 0)] * 80, times_again=True, host_ahead=True)
+    assert schedule.clean_steps == 10  # kernels are those of steps at that clock
+    schedule.device_ended_again([0.5] * (AGAIN_STEPS - 1))  # one is missing
+    assert schedule.later_device_s is None
+    schedule.device_ended_again([0.5] * AGAIN_STEPS)
+    assert schedule.later_device_s == 0.5
+    assert schedule.wall_s == pytest.approx(0.01)
 
 
 def test_steps_of_another_kind_and_compilations_are_not_timed_again():

@@ -309,10 +309,11 @@ def test_times_of_steps_come_from_the_device_where_the_host_is_ahead(write, monk
 
     monkeypatch.setattr(torch_profiler, "_events", lambda count: [Mark() for _ in range(count)])
     monkeypatch.setattr(session, "synchronize", lambda: time.sleep(0.01))
-    ran = profile_script(write(LOOP), on="h200-sxm")
+    ran = profile_script(write(TRAIN + "for _ in range(120): step()\n"), on="h200-sxm")
     assert ran.profile is not None
     assert ran.profile.spread == 0.0  # all of them two seconds
     assert ran.profile.steps == 10
+    assert ran.profile.later_s == 2.0  # and those after the recording
 
 
 def test_a_profiler_that_sees_no_kernels_of_a_gpu_in_use_is_no_cpu_profile(write, monkeypatch):

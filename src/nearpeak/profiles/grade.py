@@ -8,6 +8,7 @@ Each fact has its own letter, and the worst is the profile's:
     time without CPU quota                            <= 1 %     <= 5 %     more       -
     another process computes on the GPU, or it is hot            yes
     clean steps: slowest less fastest                 <= 5 %     <= 20 %    more       -
+    steps after the recording, against those before   <= 3 %     <= 10 %    more       -
     fewer than 3 clean steps, or none                            yes
     ops found again in the traced step                >= 99 %    >= 95 %    >= 50 %    less
     kernel time with a bound                          >= 98 %    >= 90 %    >= 50 %    less
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nearpeak.units import percent, significant
+from nearpeak.units import percent, seconds, significant
 
 if TYPE_CHECKING:
     from nearpeak.profiles.profile import Profile
@@ -50,6 +51,8 @@ BUSY_GPU = 0.90
 """A GPU that is busy for this share of the step does not wait for its host."""
 THROTTLED = (0.01, 0.05)
 SPREAD = (0.05, 0.20)
+LATER = (0.03, 0.10)
+"""A GPU slows down within a second or so to the clock that its power limit lets it sustain."""
 MATCHED = (0.99, 0.95, 0.50)
 MODELED = (0.98, 0.90, 0.50)
 LOST = (0.0, 0.01, 0.10)
@@ -112,6 +115,11 @@ def _doubts(profile: Profile) -> Iterator[_Doubt]:
     spread = profile.spread
     if spread is not None and spread > SPREAD[0]:
         yield _Doubt(_letter_above(spread, SPREAD), f"steps {percent(spread, 0)} apart", QUIET)
+    if profile.later_s is not None and abs(profile.later_s / profile.wall_s - 1.0) > LATER[0]:
+        change = profile.later_s / profile.wall_s - 1.0
+        more = "longer" if change > 0.0 else "less"
+        reason = f"later steps took {percent(abs(change), 0)} {more}, {seconds(profile.later_s)}"
+        yield _Doubt(_letter_above(abs(change), LATER), reason, "Profile later steps: the first ones differ from them.")
     if profile.profiled_s is not None and profile.profiled_s > STRETCH[0] * profile.wall_s > 0.0:
         stretch = profile.profiled_s / profile.wall_s
         yield _Doubt(_letter_above(stretch, STRETCH), f"{significant(stretch, 2)} x as long under the profiler")

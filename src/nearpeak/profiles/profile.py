@@ -208,6 +208,9 @@ class Profile:
     """What the recording of the step is known to lack; None if it was not checked."""
     conditions: StepConditions | None = None
     """What else the machine did meanwhile; None for a trace file."""
+    later_s: Seconds | None = None
+    """The time of a step on a GPU that does not wait for its host, after everything was recorded: at the clock that it
+    sustains. None if there were no such steps."""
     grade: Grade | None = None
     """How far the profile can be trusted, in a file for its readers. `grade_profile` follows it from the rest."""
 

@@ -78,6 +78,8 @@ class StepRecords:
     notes: tuple[str, ...] = ()
     host_ahead: bool = False
     """Whether clean steps began while the device was still busy with the one before."""
+    later_s: float | None = None
+    """The time of a step after everything was recorded, on the clock of a device that does not wait for its host."""
     compiler: CompilerFacts | None = None
     """None if torch.compile was not used."""
     conditions: StepConditions | None = None
@@ -141,6 +143,7 @@ class StepRecords:
             compiler=self.compiler,
             completeness=completeness,
             conditions=self.conditions,
+            later_s=self.later_s,
             rank=self.rank,
             world_size=self.world_size,
         )

@@ -112,9 +112,12 @@ class Schedule:
     most_profiled: int = 1
     """The largest number of steps to profile."""
     times_again: bool = False
-    """Whether clean steps are timed again at the end. Not on a GPU: once a profiler ran, launches take longer there."""
+    """Whether clean steps are timed again at the end. Not where a GPU waits for its host: once a profiler ran, launches
+    take longer."""
     later_walls: list[float] = field(default_factory=list)
     """Of these clean steps."""
+    later_device_s: float | None = None
+    """The median of these steps on the clock of a device that does not wait for its host."""
     host_ahead: bool = False
     """Whether the device still had work when the last clean step was launched, so that none of them began with a wait
     for the host."""
@@ -210,6 +213,11 @@ class Schedule:
             self.ends_unseen = len(walls) != len(self.walls)
             self.walls = self.walls if self.ends_unseen else list(walls)
 
+    def device_ended_again(self, walls: Sequence[float]) -> None:
+        """The device has finished the steps that were timed again; `walls` are their times on its own clock."""
+        if len(walls) == len(self.later_walls) >= MIN_CLEAN:
+            self.later_device_s = median(list(walls))
+
     @property
     def wall_s(self) -> float | None:
         """The time of a clean step: the median. None without clean steps.
@@ -226,11 +234,23 @@ class Schedule:
     @property
     def typical_walls(self) -> list[float]:
         """The clean steps without outliers; all of them if only a host that is ahead saw their ends."""
-        if self.ends_unseen or not self.walls:
-            return self.walls
-        walls = [*self.walls, *self.later_walls]
+        walls = self._considered
+        if self.ends_unseen or not walls:
+            return walls
         typical = median(walls)
         return [wall for wall in walls if wall <= OUTLIER_RATIO * typical]
+
+    @property
+    def clean_steps(self) -> int:
+        """The number of clean steps behind the step time, outliers included."""
+        return len(self._considered)
+
+    @property
+    def _considered(self) -> list[float]:
+        """Steps that come late are of a program that has warmed up: they count alone if there are enough of them."""
+        if self.host_ahead or not self.later_walls:
+            return self.walls
+        return [*(self.walls if len(self.later_walls) < len(self.walls) else ()), *self.later_walls]
 
     def _warm_up(self, now: float, took: float | None, kind: StepKind, compiled: bool) -> None:
         if took is None or self._in_phase == 1:
@@ -514,6 +534,7 @@ class Session:
             traced=self._traced,
             untraced_reason=self._untraced_reason,
             host_ahead=self.schedule.host_ahead,
+            later_s=self.schedule.later_device_s,
             conditions=self._watch.conditions,
             notes=tuple(_notes(self.schedule)),
             compiler=self._compiler,
@@ -579,6 +600,10 @@ class Session:
             self._watch.end()
             self._compiler = read_compiler_facts(self._warm_graphs or 0)
         elif before == "clean again" and after != before:
+            if schedule.host_ahead:
+                self._events.record()
+                synchronize()
+                schedule.device_ended_again(self._events.seconds())
             self._watch.end()
         if self.problem:
             return
@@ -600,7 +625,7 @@ class Session:
             self._begin(after)
         if between is not None or (after in _CLEAN and (before != after or schedule.again)):
             self._resume()
-        if after == "clean":
+        if after in _CLEAN:
             self._events.record()
 
     def _evaluate_deferred(self) -> SchedulePhase:
@@ -626,14 +651,14 @@ class Session:
     def _resume(self) -> None:
         """Begins the next step now, with an idle device."""
         self._deferred_left = self.schedule.clean_steps_left
-        self._events.prepare(CLEAN_STEPS + 1)
+        again = self.schedule.phase == "clean again"
+        self._events.prepare((AGAIN_STEPS if again else CLEAN_STEPS) + 1)
         synchronize()
         self.schedule.resumes(self.guard.program_time())
-        if not self.schedule.walls:
+        if not (self.schedule.later_walls if again else self.schedule.walls):
             self._events.clear()
-        timed = self.schedule.later_walls if self.schedule.phase == "clean again" else self.schedule.walls
-        if self.schedule.phase in _CLEAN and not timed:
-            self._watch.begin(with_gpu=True)
+            if self.schedule.phase in _CLEAN:
+                self._watch.begin(with_gpu=not again)
 
     def _finish(self, now: float, kind: StepKind, graphs: int) -> bool:
         """Ends the profiling or tracing of the step that is over; returns whether the step can be used."""
@@ -703,7 +728,7 @@ class Session:
                 self._profiler = Profiler()
             # On a CPU, ops are the kernels, and there is no common clock to average over.
             self.schedule.most_profiled = PROFILED_STEPS if _gpu_was_used() else 1
-            self.schedule.times_again = not (self._stop or self.schedule.host_ahead or _gpu_was_used())
+            self.schedule.times_again = not self._stop and (self.schedule.host_ahead or not _gpu_was_used())
             if phase == "profiled" and not self._profiled:
                 self._watch.begin()
             self._step_start = self.guard.program_time()
@@ -737,9 +762,8 @@ def _quietly(say: Progress) -> Progress:
 
 def _notes(schedule: Schedule) -> list[str]:
     notes = []
-    clean_steps = len(schedule.walls) + len(schedule.later_walls)
-    left_out = clean_steps - len(schedule.typical_walls)
-    if left_out and not schedule.ends_unseen:
+    clean_steps, left_out = schedule.clean_steps, schedule.clean_steps - len(schedule.typical_walls)
+    if left_out:
         notes.append(
             f"{left_out} of {clean_steps} clean steps took more than {OUTLIER_RATIO:g} times the usual time "
             "and do not count."
