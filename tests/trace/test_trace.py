@@ -387,6 +387,7 @@ LOOKS_AT_VALUES = [
     lambda x: x[x > 0],
     lambda x: x.masked_select(x > 0),
     lambda x: x * 2 if torch.equal(x, x) else x.cos(),
+    lambda x: x * 2 if torch.allclose(x, x + 1e-9) else x.cos(),
     lambda x: torch.repeat_interleave(x.flatten(), x.long().flatten()),
     lambda x: x.unique(),
     lambda x: x.long().flatten().bincount(minlength=8),
@@ -623,6 +624,22 @@ def test_sizes_that_small_tensors_hold_are_known():
 
     recorded = trace(step, torch.empty(100, 400))
     assert [op.outputs[0].shape for op in recorded.ops if op.packet == "aten.cos"] == [(54, 400), (54, 400), (4, 400)]
+    assert not recorded.notes
+
+
+def test_a_mask_selects_everything_but_what_is_not_ordinary():
+    recorded = trace(lambda x: (x[x > 0].cos(), x[x.isnan()].sin()), torch.empty(400, 400))
+    shapes = {op.packet: op.outputs[0].shape for op in recorded.ops}
+    assert (shapes["aten.cos"], shapes["aten.sin"]) == ((160_000,), (0,))
+
+
+def test_packed_sequences_of_known_lengths():
+    lengths = torch.tensor([5, 3, 2])
+    recorded = trace(
+        lambda x: torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data.cos(),
+        torch.empty(3, 5, 600),
+    )
+    assert recorded.ops[-1].outputs[0].shape == (10, 600)
     assert not recorded.notes
 
 

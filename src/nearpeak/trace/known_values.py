@@ -35,6 +35,7 @@ BUILT_WITH = "nearpeak_value"
 _DISCRETE = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 _CPU = torch.device("cpu")
 _INDEX_OPERATORS = ("aten.topk", "aten.sort", "aten.argsort", "aten.argmax", "aten.argmin", "aten.multinomial")
+_COMPARISONS = ("aten.gt", "aten.lt", "aten.ge", "aten.le", "aten.eq", "aten.ne")
 _HOLD = ("aten.all", "aten.eq", "aten.equal", "aten.isfinite")
 """Operators of truth values that hold for ordinary values; the others do not: `isnan`, `any`, `gt`, `ne`."""
 
@@ -48,6 +49,9 @@ class KnownValues:
         """Real memory by the number of the storage that it stands for."""
         self._assumed: set[int] = set()
         """Storages whose values rest on an assumption."""
+        self._compared: set[int] = set()
+        """Storages of masks that hold where values of large tensors are above, below or equal to something: a condition
+        on all of them does not hold, but what a mask selects is taken to be everything."""
         self._uniform: dict[int, bool] = {}
         """The assumed value of all elements of large tensors of truth values."""
         self.assumptions: dict[str, str] = {}
@@ -151,45 +155,60 @@ class KnownValues:
         Call it where ops on fake tensors are not recorded.
         """
         packet = str(func).rpartition(".")[0]
-        if packet == "aten.index" and not any(map(_is_mask, args[1])):
-            return NotImplemented
-        tensors = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, torch.Tensor)]
-        if all(self.value(tensor) is not None for tensor in tensors):
-            with no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-                results = func(*map(self._real, args), **{key: self._real(item) for key, item in kwargs.items()})
-            assumed = any(self._storages.tensor(tensor, "input").storage in self._assumed for tensor in tensors)
-            shapes = [tuple(item.shape) for item in _flat(results) if isinstance(item, torch.Tensor)]
-            if assumed:
-                self._note(line, f"{packet} gives {_shapes_text(shapes)}" if shapes else f"{packet} gives {results}")
-            return self._as_fake(results, tensors[0], assumed=assumed)
-        if packet == "aten.equal":
-            return bool(self._guess(True, line))
         if packet == "aten.nonzero":
             return self._indices(args[0], line).movedim(0, -1)
         if packet == "aten.masked_select":
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].new_empty(self._indices(args[1].expand(shape), line).shape[1])
-        if packet in _SIZES_OF_UNKNOWN:
-            return _SIZES_OF_UNKNOWN[packet](lambda text: self._note(line, text), *args, **kwargs)
         if packet == "aten.index":
+            if not any(map(_is_mask, args[1])):
+                return NotImplemented
             indices: list[Any] = []
             for index in args[1]:
                 indices += self._indices(index, line).unbind() if _is_mask(index) else [index]
             return func(args[0], indices)
+        if packet == "aten._pack_padded_sequence":
+            return self._packed_sequence(func, *args, **kwargs)
+        tensors = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, torch.Tensor)]
+        if all(self.value(tensor) is not None for tensor in tensors):
+            with no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+                results = func(*map(self._real, args), **{key: self._real(item) for key, item in kwargs.items()})
+            assumed = self._is_assumed(tensors)
+            shapes = [tuple(item.shape) for item in _flat(results) if isinstance(item, torch.Tensor)]
+            if assumed:
+                self._note(line, f"{packet} gives {_shapes_text(shapes)}" if shapes else f"{packet} gives {results}")
+            return self._as_fake(results, tensors[0], assumed=assumed)
+        if packet in ("aten.equal", "aten.allclose"):
+            return self._guess(True, line)
+        if packet in _SIZES_OF_UNKNOWN:
+            return _SIZES_OF_UNKNOWN[packet](lambda text: self._note(line, text), *args, **kwargs)
         return NotImplemented
+
+    def _packed_sequence(self, func: Any, tensor: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+        """Padded sequences one after the other, without the padding; their lengths must be known."""
+        value = self.value(lengths)
+        if value is None:
+            return NotImplemented
+        with no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+            elements, batch_sizes = func(torch.empty(*tensor.shape[:2], 1), value, batch_first)
+        packed = tensor.new_empty(elements.shape[0], *tensor.shape[2:])
+        return packed, self._as_fake(batch_sizes, lengths, assumed=self._is_assumed([lengths]))
+
+    def _is_assumed(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return any(self._storages.tensor(tensor, "input").storage in self._assumed for tensor in tensors)
 
     def _indices(self, mask: torch.Tensor, line: str) -> torch.Tensor:
         """The places of the nonzero elements, a row for each dimension; of all or none where they are not known."""
-        value = self.value(mask)
+        number = self._storages.tensor(mask, "input").storage
+        value = None if number in self._compared else self.value(mask)
         if value is not None:
             with no_dispatch(), torch._C.DisableTorchFunction():
                 places = value.nonzero().t().contiguous()
-            assumed = self._storages.tensor(mask, "input").storage in self._assumed
+            assumed = number in self._assumed
             if assumed:
                 self._note(line, f"{places.shape[1]} of {mask.numel()} elements are nonzero")
             return self._as_fake(places, mask, assumed=assumed)  # type: ignore[no-any-return]
-        number = self._storages.tensor(mask, "input").storage
-        count = mask.numel() if self._uniform.get(number, True) else 0
+        count = mask.numel() if number in self._compared or self._uniform.get(number, True) else 0
         self._note(line, f"{count} of {mask.numel()} elements are nonzero")
         return torch.empty(mask.dim(), count, dtype=torch.int64, device=mask.device)
 
@@ -302,6 +321,9 @@ class KnownValues:
         """What an op with large inputs gives for ordinary values."""
         packet = name.rpartition(".")[0]
         truth = output.dtype == "bool" and self._usual_truth(packet, arguments, inputs)
+        other = arguments.get("other")
+        if packet in _COMPARISONS and not (isinstance(other, float) and math.isinf(other)):
+            self._compared.add(output.storage)
         if output.elements > MAX_ELEMENTS:
             if output.dtype == "bool":
                 self._uniform[output.storage] = truth

@@ -19,6 +19,8 @@ _PURE_NAMESPACES = frozenset({"aten", "prims"})
 """Namespaces of operators whose results follow from their arguments; those of a custom operator may not."""
 _VALUE_DEPENDENT_TAGS = ("data_dependent_output", "dynamic_output_shape", "inplace_view")
 """Tags of operators whose results depend on values, or that change the shape of an argument."""
+_UNTAGGED = frozenset({"aten._pack_padded_sequence.default"})
+"""Operators whose results depend on values, and that are not tagged so."""
 _BACKENDS = ("CPU", "CUDA", "MPS")
 _INDEXING = frozenset({"aten.index.Tensor"})
 """Tagged as dynamic, which it is for masks alone; these are excluded by dtype."""
@@ -79,7 +81,8 @@ def _build_schema(operator: Any) -> OperatorSchema:
         lift=lift,
         composite=composite,
         memoizable=not (query or lift or composite) and _is_memoizable(operator),
-        value_dependent=any(getattr(torch.Tag, name, None) in operator.tags for name in _VALUE_DEPENDENT_TAGS[:2]),
+        value_dependent=str(operator) in _UNTAGGED
+        or any(getattr(torch.Tag, name, None) in operator.tags for name in _VALUE_DEPENDENT_TAGS[:2]),
         by_rows=operator.namespace == "aten" and operator._opname.startswith("_foreach_"),
     )
 
