@@ -89,3 +89,12 @@ def test_calls_of_the_driver_for_memory_have_the_remedy_of_their_kind(calls, rem
     assert found.source == "train.py:2"
     assert remedy in found.remedy
     assert calls[0] in found.evidence
+
+
+def test_on_a_cpu_a_stretch_outside_of_torch_is_not_called_idle():
+    cause = idle("python", 8.0, where="train.py:3")
+    (on_gpu,) = findings("python-stretch", cause)
+    (on_cpu,) = findings("python-stretch", cause, machine=CPU)
+    assert "idle" in on_gpu.title
+    assert "idle" not in on_cpu.title
+    assert "cannot be told" in on_cpu.evidence

@@ -27,12 +27,18 @@ def python_stretch(step: Step) -> Iterator[Waste]:
         if step.machine.kind == "cpu" and not is_recurring_stall(profile, cause.seconds):
             continue
         lines = is_source_line(cause.where)
+        on_cpu = step.machine.kind == "cpu"
+        title = "Python runs for long outside of any op, and the device is idle."
+        seen = "no op ran on the host, and nothing on the device."
+        if on_cpu:  # there the host is the device, and other libraries compute on it too
+            title = "Code outside of torch runs for long."
+            seen = "no op of torch's ran. Whether Python ran or another library computed cannot be told."
         yield Waste(
-            title="Python runs for long outside of any op, and the device is idle.",
+            title=title,
             op=next((index for index, op in enumerate(step.ops) if op.source == cause.where), None) if lines else None,
             idle={"python": cause.seconds},
             evidence=f"{cause.count} {'stretch' if cause.count == 1 else 'stretches'} of {seconds(each)} in the step, "
-            f"before {cause.where}: no op ran on the host, and nothing on the device.",
+            f"before {cause.where}: {seen}",
             reasoning="Work that is not in the step costs it nothing: all of the stretch is saved.",
             remedy=f"Look at what runs before {cause.where}. Take it out of the step: compute it once before the first "
             "step, or in the data loader's workers; log and save once in many steps, in a thread. Loops over "

@@ -39,7 +39,8 @@ from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.recorder import active_recorder
 
 _CODE_CACHE = "torch._inductor.codecache"
-_AOT_PACKAGE = "torch._inductor.package.package"
+_AOT_PACKAGES = ("torch.export.pt2_archive._package", "torch._inductor.package.package")
+"""Where versions of torch have the class of models that were compiled ahead of time."""
 
 
 class CppKernel(NamedTuple):
@@ -55,7 +56,8 @@ class CppKernel(NamedTuple):
 def see_cpp_kernels() -> Iterator[None]:
     """Inside, calls of C++ kernels are recorded. Nothing is imported: who has kernels has imported it."""
     cache = getattr(sys.modules.get(_CODE_CACHE), "PyCodeCache", None)
-    model = getattr(sys.modules.get(_AOT_PACKAGE), "AOTICompiledModel", None)
+    models = (getattr(sys.modules.get(name), "AOTICompiledModel", None) for name in _AOT_PACKAGES)
+    model: Any = next((model for model in models if model is not None), None)
     with ExitStack() as stack:
         if cache is not None:
             for module in list(cache.modules):
