@@ -155,7 +155,7 @@ def test_the_list_fits_80_columns_and_has_a_line_per_machine():
     line = next(line for line in text.splitlines() if line.startswith("h100-sxm"))
     assert line.split() == [
         "h100-sxm",
-        "80.0",
+        "79.6",
         "GiB",
         "3.35",
         "TB/s",
