@@ -27,6 +27,7 @@ import nearpeak
 from benchmarks.estimates import soundness
 from benchmarks.estimates.expected_cases import draw_case
 from nearpeak.bound.dataflow import touches_in
+from nearpeak.bound.expected import SHORTEST_KERNEL
 from nearpeak.bound.floors import written_times
 from nearpeak.bound.fusion import does_anything
 from nearpeak.bound.kernel_models import Gpu, kernel_seconds
@@ -128,7 +129,8 @@ def rows_of(files: Sequence[Path], machine: Machine) -> Iterator[Row]:
 
 def expected(row: Row, gpu: Gpu, constants: dict[str, dict[str, float]]) -> float:
     seconds = [kernel_seconds(op, cost, missed, gpu, constants) for op, cost, missed in row.ops]
-    return sum(seconds) + constants["gpu"]["gap"] * max(0, len(seconds) - 1)
+    kernels = sum(value > SHORTEST_KERNEL for value in seconds)
+    return sum(seconds) + constants["gpu"]["gap"] * max(0, kernels - 1)
 
 
 def error(rows: Sequence[Row], gpu: Gpu, constants: dict[str, dict[str, float]]) -> float:

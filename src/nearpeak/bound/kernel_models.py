@@ -488,7 +488,7 @@ def _softmax_backward(kernel: Kernel) -> float:
 def _row_steps(kernel: Kernel, rows: float, width: float) -> float:
     """Rows of a block of 128 threads that take 4 elements each at a time, in two passes: seconds of all waves."""
     waves = max(1.0, rows / (kernel.gpu.processors * 12))
-    return waves * math.ceil(width / 512) * kernel["layer_norm.step"]
+    return waves * (kernel["layer_norm.row"] + width / 512 * kernel["layer_norm.step"])
 
 
 @model("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
@@ -733,6 +733,11 @@ def _pooling(kernel: Kernel) -> float:
     dimensions = 3 if "3d" in name else 1 if "1d" in name else 2
     if "upsample" in name:
         kind = "linear" if "linear" in name or "cubic" in name else "nearest"
+        if kind == "linear" and not backward and dimensions == 2 and out.strides[1] != 1:
+            # A thread for each place of an image goes through all images and channels.
+            planes, places = math.prod(out.shape[:2]), math.prod(out.shape[2:])
+            waves = math.ceil(places / (kernel.gpu.processors * 2048))
+            return kernel["pooling.fixed"] + max(kernel.memory(), waves * planes * kernel["pooling.plane"])
         many = source if backward else out
         cycles = kernel[f"pooling.{kind}{'_backward' * backward}"]
         fill = source.bytes / kernel.gpu.bandwidth if backward and kind == "linear" else 0.0
@@ -794,8 +799,8 @@ def _recurrent(kernel: Kernel) -> float:
     op, gpu = kernel.op, kernel.gpu
     source, network = op.tensor("input"), _network(op, kernel.constants)
     if network.resident:
-        rate = kernel["recurrent.resident_flops"] * (1.0 if source.dtype == "float32" else kernel["recurrent.half"])
-        step = kernel["recurrent.resident_step"] + 2.0 * network.batch * network.matrix / rate / gpu.clock
+        # Sequences are spread over multiprocessors, each of which goes through all weights.
+        step = kernel["recurrent.resident_step"] + network.matrix * kernel["recurrent.resident_weight"] / gpu.clock
     else:
         stored = network.matrix * source.item_bytes
         fits = stored * network.chains < kernel["recurrent.cached"]
@@ -815,6 +820,16 @@ def kernel_count(op: Op, constants: Constants) -> int:
     return 1 if network.resident else math.ceil(each * network.chains * network.steps)
 
 
+def _largest_prime(number: int) -> int:
+    """The largest prime factor."""
+    largest, factor = 1, 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            largest, number = factor, number // factor
+        factor += 1
+    return max(largest, number)
+
+
 @model("fourier")
 def _fourier(kernel: Kernel) -> float:
     """A pass for each dimension, two for long ones."""
@@ -823,6 +838,10 @@ def _fourier(kernel: Kernel) -> float:
     length = max(op.inputs[0].shape[int(dim)] for dim in dims) if op.inputs[0].shape else 1
     passes = len(dims) * (1.0 if length <= 8192 else kernel["fourier.long"])
     turned = kernel["fourier.inverse"] if "c2r" in op.packet else 1.0
+    size = int(op.arguments.get("last_dim_size") or length)
+    if _largest_prime(size) > 7:  # by convolution, with transforms of another length
+        turned *= kernel["fourier.odd"]
+        passes += kernel["fourier.odd_fixed"] / max(1e-9, kernel.memory() * kernel["fourier.bytes"] * turned)
     return kernel["fourier.fixed"] * len(dims) + passes * turned * kernel.memory() * kernel["fourier.bytes"]
 
 
@@ -862,10 +881,12 @@ def _product(
     own, the time of so many more steps to fill the pipeline and to store its results, and no step along the contraction
     is shorter than the latency of its loads. A contraction in parts adds the pass that sums them up.
     """
-    gpu = kernel.gpu
+    gpu, of_matrices = kernel.gpu, kernel.cost.family == "matrix"
     rate = gpu.matrix.get(dtype, gpu.vector) / gpu.processors * kernel[f"{kind}.rate"]
+    unaligned = 1.0
     if alignment < 16:
         rate *= kernel[f"matrix.aligned_{alignment}"]
+        unaligned = kernel["matrix.unaligned_step"] if alignment < 8 and of_matrices else 1.0
     half, depth = kernel[f"{kind}.half_tile"], int(kernel[f"{kind}.depth"])
     start, latency, fill = kernel[f"{kind}.tile_start"], kernel[f"{kind}.step"], kernel[f"{kind}.fill"]
     best = math.inf
@@ -877,14 +898,14 @@ def _product(
         tile_rate = rate * edge / (edge + half) * (85.3 + half) / 85.3
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         for split in _SPLITS:
-            if split > 1 and (k < split * kernel[f"{kind}.split_depth"] or 2 * tiles > gpu.processors):
+            if split > 1 and (batch > 1 or k < split * kernel[f"{kind}.split_depth"] or 2 * tiles > gpu.processors):
                 break
             steps = math.ceil(k / split / depth)
             waves: float = math.ceil(tiles * split / gpu.processors)
             if waves > 8:  # blocks start as others end
                 waves = tiles * split / gpu.processors + 0.5
             work = 2.0 * rows * columns * (steps * depth + fill) / tile_rate
-            seconds = waves * (max(work, steps * latency) + start)
+            seconds = waves * (max(work, steps * latency * unaligned) + start)
             if split > 1:
                 seconds += kernel[f"{kind}.split"] + 8.0 * split * m * n * batch / gpu.cache_bandwidth
             best = min(best, seconds)
@@ -941,7 +962,8 @@ def _matrix(kernel: Kernel) -> float:
     compute = _product(kernel, batch, m, n, k, dtype, kind=f"matrix_{engine}", alignment=aligned)
     if dtype == "int8":
         compute /= kernel["matrix.integers"]
-    return kernel[f"matrix_{engine}.fixed"] + _both(memory, compute)
+    fixed = kernel[f"matrix_{engine}.fixed"] + (kernel["matrix.unaligned_fixed"] if aligned < 8 else 0.0)
+    return fixed + _both(memory, compute)
 
 
 @model("convolution")
@@ -981,6 +1003,8 @@ def _convolution(kernel: Kernel) -> float:
     if backward and mask[1]:
         shapes.append((outer // groups, padded * taps, results))
     kind = f"convolution_{engine}"
+    fixed = kernel[f"{kind}.fixed" if taps > 1 or backward else f"matrix_{engine}.fixed"]
+    patches = not backward and channels < pad and min(weight.shape[2:], default=1) >= 14
     aligned = 16
     if not last and taps == 1 and engine != "vector":  # channels first as they are: rows are as long as an image
         while math.prod(data.shape[2:]) * data.item_bytes % aligned:
@@ -989,11 +1013,14 @@ def _convolution(kernel: Kernel) -> float:
     seconds = 0.0
     for m, n, k in shapes:
         product = _product(kernel, 1, m, n, k, dtype, kind=kind, alignment=aligned)
-        if channels < pad and not backward:
+        if patches:  # a kernel that looks up each of the many taps, with tiles of 128
+            waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) / kernel.gpu.processors)
+            product = waves * math.ceil(k / 64) * kernel["convolution.patch_step"]
+        if channels < pad and not backward and not patches:
             product *= kernel["convolution.thin"]
-        if dims == 2 and max(weight.shape[2:]) >= 5 and engine != "vector":  # kernels that look up each tap
-            product *= kernel["convolution.large"]
-        one = kernel[f"{kind}.fixed"] + product
+        if dims == 2 and 5 <= max(weight.shape[2:]) < 14 and engine != "vector":  # kernels that look up each tap
+            product *= kernel["convolution.large_backward" if backward else "convolution.large"]
+        one = fixed + product
         seconds += one if groups == 1 else groups * (kernel["convolution.group"] + product)
     memory = kernel.memory() * kernel["convolution.bytes"]
     if groups > 1:
@@ -1009,7 +1036,8 @@ def _convolution(kernel: Kernel) -> float:
 def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, passes: int) -> float:
     """No product: each result reads its taps."""
     kind = "depthwise_last" if last else "depthwise"
-    cycles = kernel[f"{kind}.result"] + kernel[f"{kind}.tap"] * taps
+    pairs = kernel["depthwise_last.half"] if last and kernel.op.inputs[0].item_bytes < 4 else 1.0
+    cycles = kernel[f"{kind}.result"] + kernel[f"{kind}.tap"] * taps * pairs
     if passes:
         cycles = kernel["depthwise.backward_result"] + kernel["depthwise.backward_tap"] * taps
     seconds = _both(kernel.memory(), kernel.cycles(results * cycles))
