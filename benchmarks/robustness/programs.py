@@ -144,6 +144,16 @@ ALLOWED: tuple[tuple[Way, str, bool, str], ...] = (
     ),
     ("script", r"end: torch / optimizer hooks", True, "after an evaluation, training may begin"),
     ("script", r"end: results / \w+ / attributes: \[\"step\"\]", False, "the end of an optimizer's step is seen"),
+    *(
+        (
+            way,
+            r"stderr lacks .*profiler_start",
+            True,
+            "torch's profiler logs its starts, unless the first was told not to",
+        )
+        for way in ("script", "block")
+    ),
+    ("script", r"stderr lacks .*KeyboardInterrupt'\]", True, "the report takes the place of the traceback"),
 )
 """Differences that are meant: the way, the place, whether also when steps are no longer looked for, and the reason."""
 

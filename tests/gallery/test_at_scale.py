@@ -13,6 +13,7 @@ import nearpeak
 from nearpeak.gallery.examples import collectives, memory_7b, mfu, moe_degrees, optimization, small_llama
 from nearpeak.gallery.parts import Drawing, Plot, PredictionTable, StackedBars
 from nearpeak.gallery.run import Context
+from nearpeak.profiles.grade import Grade
 from nearpeak.render.document import Table
 
 NAMES = ("moe_degrees", "collectives", "memory_7b", "mfu", "optimization")
@@ -129,7 +130,7 @@ def test_84_gigabytes(predicting, only, said):
     for part in ("weights", "gradients", "optimizer"):
         assert third[part] == pytest.approx(whole[part] / 8)
     assert third["activations"] == whole["activations"]
-    assert bars.limit == 80 * 2**30
+    assert bars.limit == nearpeak.machine("h100-sxm").memory_bytes
 
 
 def test_states_are_counted_exactly(measuring, small):
@@ -205,11 +206,12 @@ def test_an_optimization_from_verdict_to_proof(measuring, said, only, monkeypatc
     def pick(self, *, gpu, cpu):
         return _tiny() if isinstance(cpu, optimization.Sizes) else real(self, gpu=gpu, cpu=cpu)
 
-    timing = SimpleNamespace(seconds=1.0)
+    timing = SimpleNamespace(seconds=1.0, flags=())
     proof = SimpleNamespace(
         pairs=20, ratio=0.9, low=0.8, high=0.95, confidence=0.98, verdict="FASTER", a=timing, b=timing
     )
     monkeypatch.setattr(nearpeak, "compare", lambda *args, **options: proof)
+    monkeypatch.setattr(optimization, "grade_profile", lambda profile: Grade(letter="A"))  # whatever else runs here
     monkeypatch.setattr(Context, "pick", pick)
     result = measuring("optimization")
     assert "The verdict" in said(result)

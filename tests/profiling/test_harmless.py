@@ -260,3 +260,12 @@ def test_a_step_on_another_thread_gives_no_line_of_the_profilers_library(tmp_pat
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0
     assert "registerClient" not in ran.stderr
+
+
+def test_a_child_that_is_forked_before_the_profiler_starts_can_exit(tmp_path):
+    script = tmp_path / "script.py"
+    child = "import os, sys\nstep()\npid = os.fork()\nif not pid: sys.exit(3)\nprint(os.waitpid(pid, 0)[1] >> 8)\n"
+    script.write_text(TRAIN + child + LOOP)
+    command = [sys.executable, "-m", "nearpeak", "profile", "--on", "h200-sxm", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0 and ran.stdout.startswith("3\n")

@@ -101,7 +101,12 @@ def run() -> NoReturn:
     """
     code = main()
     if code == INTERRUPTED:
-        sys.excepthook = lambda *_: None  # everything is said
+        hook = sys.excepthook
+
+        def say_nothing(*_error: object) -> None:
+            sys.excepthook = hook  # what runs at exit finds its own
+
+        sys.excepthook = say_nothing
         raise KeyboardInterrupt
     sys.exit(code)
 

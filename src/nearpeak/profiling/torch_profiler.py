@@ -136,7 +136,7 @@ def initialize_kineto() -> None:
             suppress(RuntimeError),
             torch_profile(activities=profiler_activities()),
         ):
-            pass
+            _let_forked_children_exit()
 
 
 class _CallAtEnd:
@@ -165,6 +165,7 @@ def _no_kineto_log() -> Iterator[None]:
         os.unsetenv(_KINETO_LOG_LEVEL)
 
 
+@functools.cache
 @functools.cache
 def _let_forked_children_exit() -> None:
     """Keeps children that the program forks from now on from waiting for ever when they exit.
