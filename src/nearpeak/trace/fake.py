@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 
 from nearpeak.trace.known_values import BUILT_WITH, MAX_ELEMENTS, KnownValues
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
@@ -172,7 +173,8 @@ def _note_values(
     """Runs a function of torch on values too, and notes them at its result and at what it changed in place."""
     real = {id(tensor): value for value, tensor in values}
     try:
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        # Without the recorder too: this is no op of the program's.
+        with unset_fake_temporarily(), no_dispatch(), torch._C.DisableTorchFunction():
             plain = {name: "cpu" if name == "device" else item for name, item in kwargs.items()}
             value = func(
                 *[real.get(id(item), _real(item)) for item in args],
