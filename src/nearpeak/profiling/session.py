@@ -495,7 +495,7 @@ class Session:
             self._untraced_reason = traced
         else:
             self._set_trace(traced)
-        self.schedule.step_ended(self.guard.program_time())
+        self.schedule.step_ended(self.guard.program_time(), graphs=compiled_graph_count())
         if self.schedule.phase == "clean again":
             self._say(PHASE_MESSAGES["clean again"])
             self._resume()

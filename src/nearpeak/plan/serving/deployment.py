@@ -12,7 +12,7 @@ groups of `tp`, experts into `ep` parts of the experts, each cut `expert_tp` way
 (1.0, 'bfloat16')
 >>> room = cache_room(Deployment.of(get_model("llama-3-8b"), Cluster.of("h100-sxm x 1")))
 >>> room.tokens, round(room.sequences(8192), 1)
-(455823, 55.6)
+(453166, 55.3)
 """
 
 from __future__ import annotations
