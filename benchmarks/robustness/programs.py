@@ -143,7 +143,7 @@ ALLOWED: tuple[tuple[Way, str, bool, str], ...] = (
         for way in ("script", "block")
     ),
     ("script", r"end: torch / optimizer hooks", True, "after an evaluation, training may begin"),
-    ("script", r"end: results / \w+ / attributes: \[\"step\"\]", False, "the end of an optimizer's step is seen"),
+    ("script", r"(?s)end: results / .+ / attributes: \[\"step\"\]", False, "the end of an optimizer's step is seen"),
     *(
         (
             way,
