@@ -122,7 +122,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.xfail(reason="storages of real tensors are numbered in another order"))
+        pytest.param(name, marks=pytest.mark.xfail(reason="ops and storages differ; the cause is not known yet"))
         if name in ("real", "inference")
         else name
         for name in CASES
