@@ -119,15 +119,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="ops and storages differ; the cause is not known yet"))
-        if name in ("real", "inference")
-        else name
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_ops_with_and_without_memory(name, monkeypatch):
     run = CASES[name]()
     monkeypatch.setattr(memo, "recipes", {})

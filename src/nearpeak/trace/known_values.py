@@ -47,6 +47,8 @@ class KnownValues:
         self._storages = storages
         self._memory: dict[int, torch.UntypedStorage] = {}
         """Real memory by the number of the storage that it stands for."""
+        self._copied: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """The storages of copies that no op has used yet, with their real memory, by address."""
         self._assumed: set[int] = set()
         """Storages whose values rest on an assumption."""
         self._compared: set[int] = set()
@@ -76,13 +78,22 @@ class KnownValues:
             and not real.requires_grad
             and real.untyped_storage().nbytes() <= MAX_ELEMENTS * 8
         ):
-            number = self._storages.number(copy, "input")
-            if number not in self._memory:
+            number = self._storages.used(copy)
+            storage = copy.untyped_storage()
+            if number not in self._memory and storage._cdata not in self._copied:
                 with no_dispatch():
-                    self._memory[number] = real.untyped_storage().clone()
+                    values = real.untyped_storage().clone()
+                if number is None:  # numbered when an op uses it, as without known values
+                    self._copied[storage._cdata] = (storage, values)
+                else:
+                    self._memory[number] = values
 
     def add_from_outside(self, number: int, tensor: torch.Tensor) -> None:
-        """Notes the values that a fake tensor was built with, unless they were changed since."""
+        """Notes the values that a fake tensor was copied or built with, unless they were changed since."""
+        copied = self._copied.pop(tensor.untyped_storage()._cdata, None)
+        if copied is not None:
+            self._memory[number] = copied[1]
+            return
         built = tensor.__dict__.get(BUILT_WITH) if type(tensor) is FakeTensor else None
         if built is not None and not tensor.is_inference() and tensor._version == built[1]:
             with no_dispatch():
