@@ -151,19 +151,10 @@ def compiled_training() -> Model:
     return Model(step(graphed), step(plain))
 
 
-def captured_training() -> Model:
-    """Forward, backward and optimizer in one graph; gradients stay where they are."""
-    model = convolutions().to(DEVICE)
-    images, labels = torch.randn(32, 3, 128, 128, device=DEVICE), torch.randint(1000, (32,), device=DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=True, fused=True)
+def replaying_step(plain: Callable[[], Any], *, warm_up: int) -> Callable[[], None]:
+    """A step that replays a graph of `plain`, captured by hand in the first step, after so many calls of it."""
     graph = torch.cuda.CUDAGraph()
     captured = False
-
-    def plain() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        loss = functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
 
     def step() -> None:
         nonlocal captured
@@ -171,7 +162,7 @@ def captured_training() -> Model:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(3):
+                for _ in range(warm_up):
                     plain()
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph):
@@ -179,7 +170,22 @@ def captured_training() -> Model:
             captured = True
         graph.replay()
 
-    return Model(step, plain)
+    return step
+
+
+def captured_training() -> Model:
+    """Forward, backward and optimizer in one graph; gradients stay where they are."""
+    model = convolutions().to(DEVICE)
+    images, labels = torch.randn(32, 3, 128, 128, device=DEVICE), torch.randint(1000, (32,), device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=True, fused=True)
+
+    def plain() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        loss = functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return Model(replaying_step(plain, warm_up=3), plain)
 
 
 def graphed_callables() -> Model:
@@ -205,8 +211,6 @@ def captured_recurrent() -> Model:
     model = nn.LSTM(256, 256, num_layers=2, batch_first=True).to(DEVICE).eval()
     head = nn.Linear(256, 4096).to(DEVICE)
     x = torch.randn(16, 64, 256, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    captured = False
 
     @torch.no_grad()
     def plain() -> torch.Tensor:
@@ -214,20 +218,7 @@ def captured_recurrent() -> Model:
         side = torch.softmax(head(hidden), -1)
         return torch.topk(side, 4).values.cumsum(-1)
 
-    def step() -> None:
-        nonlocal captured
-        if not captured:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                plain()
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                plain()
-            captured = True
-        graph.replay()
-
-    return Model(step, plain)
+    return Model(replaying_step(plain, warm_up=1), plain)
 
 
 MODELS: dict[str, Callable[[], Model]] = {
