@@ -151,7 +151,7 @@ def compiled_training() -> Model:
     return Model(step(graphed), step(plain))
 
 
-def replaying_step(plain: Callable[[], Any], *, warm_up: int) -> Callable[[], None]:
+def capture_step(plain: Callable[[], Any], *, warm_up: int) -> Callable[[], None]:
     """A step that replays a graph of `plain`, captured by hand in the first step, after so many calls of it."""
     graph = torch.cuda.CUDAGraph()
     captured = False
@@ -185,7 +185,7 @@ def captured_training() -> Model:
         loss.backward()
         optimizer.step()
 
-    return Model(replaying_step(plain, warm_up=3), plain)
+    return Model(capture_step(plain, warm_up=3), plain)
 
 
 def graphed_callables() -> Model:
@@ -218,7 +218,7 @@ def captured_recurrent() -> Model:
         side = torch.softmax(head(hidden), -1)
         return torch.topk(side, 4).values.cumsum(-1)
 
-    return Model(replaying_step(plain, warm_up=1), plain)
+    return Model(capture_step(plain, warm_up=1), plain)
 
 
 MODELS: dict[str, Callable[[], Model]] = {
