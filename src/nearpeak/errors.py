@@ -15,8 +15,12 @@ ends with `exit_code`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+EXIT_INTERRUPTED = -signal.SIGINT
+"""The exit code after Ctrl-C, as `subprocess` has it: the interpreter ends by the signal."""
 
 
 class NearpeakError(Exception):

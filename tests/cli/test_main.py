@@ -163,7 +163,7 @@ def test_messages_show_no_control_characters(verb: Install, capsys: pytest.Captu
 
 def test_ctrl_c_ends_with_one_line(verb: Install, capsys: pytest.CaptureFixture[str]):
     verb(raising(KeyboardInterrupt()))
-    assert cli.main(["try"]) == cli.INTERRUPTED
+    assert cli.main(["try"]) == cli.EXIT_INTERRUPTED
     assert capsys.readouterr().err == "nearpeak: interrupted\n"
 
 

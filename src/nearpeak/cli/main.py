@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from nearpeak import __version__
 from nearpeak._display import printable
 from nearpeak.cli.output import Streams, narrate
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
-from nearpeak.errors import EnvironmentProblem, NearpeakError, message_of
+from nearpeak.errors import EXIT_INTERRUPTED, EnvironmentProblem, NearpeakError, message_of
 
 
 class Verb(Protocol):
@@ -43,7 +42,6 @@ VERBS: dict[str, Verb] = {
 }
 
 INTERNAL_ERROR = 5
-INTERRUPTED = -signal.SIGINT
 BROKEN_PIPE = 141
 LONGEST_MESSAGE = 4000
 
@@ -79,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, str(error), hint, error.exit_code)
     except KeyboardInterrupt:
         print("nearpeak: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has gone. Python flushes stdout once more at exit, which must not fail again.
         with suppress(AttributeError, OSError, ValueError):
@@ -100,7 +98,7 @@ def run() -> NoReturn:
     Ctrl-C ends it by the signal, as Python itself ends: a shell then stops the script that the command is part of.
     """
     code = main()
-    if code == INTERRUPTED:
+    if code == EXIT_INTERRUPTED:
         hook = sys.excepthook
 
         def say_nothing(*_error: object) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 from itertools import groupby, pairwise
 
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.profiles.completeness import Completeness, Loss
+from nearpeak.profiling.align import align
 from nearpeak.trace.kineto.kernels import KernelRun
 
 
@@ -43,9 +43,12 @@ def match_graph_kernels(kernels: Sequence[KernelRun], replays: Sequence[GraphRep
     ordered = sorted(launches)
     ops: dict[int, int] = {}
     lost = 0
-    for launched, replayed in _pairs([graph for _, graph in ordered], [replay.graph for replay in replays]):
+    counterparts = align([graph for _, graph in ordered], [replay.graph for replay in replays])
+    for launch, replayed in zip(ordered, counterparts, strict=True):
+        if replayed is None:
+            continue
         nodes = replays[replayed].nodes
-        indices, in_order = _in_node_order(kernels, launches[ordered[launched]])
+        indices, in_order = _in_node_order(kernels, launches[launch])
         lost += max(0, len(nodes) - len(indices))
         for place, node in _match_nodes([kernels[index] for index in indices], nodes, in_order=in_order):
             op = nodes[node].op
@@ -62,12 +65,6 @@ def add_graph_loss(completeness: Completeness, kernels: GraphKernels) -> Complet
     text = f"{kernels.lost} kernels that CUDA graphs were seen to run at their capture are not in the recording."
     loss = Loss(kind="kernels", count=kernels.lost - counted, in_step=True, text=text)
     return replace(completeness, losses=(*completeness.losses, loss))
-
-
-def _pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Positions of equal items, in the order of both."""
-    blocks = SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
-    return [(block.a + place, block.b + place) for block in blocks for place in range(block.size)]
 
 
 def _in_node_order(kernels: Sequence[KernelRun], indices: Sequence[int]) -> tuple[list[int], bool]:

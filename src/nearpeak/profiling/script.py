@@ -26,7 +26,7 @@ from nearpeak.calibrate.machine import known_machine
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.devices.backends import gpu_visible
 from nearpeak.devices.process_state import preserve_random_state
-from nearpeak.errors import NearpeakError, UsageError
+from nearpeak.errors import EXIT_INTERRUPTED, NearpeakError, UsageError
 from nearpeak.findings.engine import rules
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.options import Progress
@@ -39,8 +39,6 @@ from nearpeak.trace.interrupts import defer_signals
 from nearpeak.units import seconds
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
-EXIT_INTERRUPTED = -signal.SIGINT
-"""As `subprocess` has it: the interpreter ends by the signal."""
 FIRST_LINE_S = 60.0
 """Seconds without a step until the first line about it."""
 LINE_INTERVAL_GROWTH = 2.0
