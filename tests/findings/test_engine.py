@@ -10,6 +10,7 @@ import nearpeak
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.errors import UsageError
 from nearpeak.findings.engine import Waste, add_findings, add_rules, check_ignored_rules, find, forget_rule, rule, rules
+from nearpeak.findings.replay import HostPiece, ReplayedKernel, StepReplay, StepTimeline
 from nearpeak.findings.step import Step
 from nearpeak.machines.catalogue import find as find_machine
 from nearpeak.profiles.finding import Fix
@@ -124,6 +125,78 @@ def test_a_waste_of_launches_alone_is_one():
     rule("launches")(lambda step: [waste(0, gone=[0, 1])])
     (found,), _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
     assert found.saving_s == pytest.approx(1.8)
+
+
+READS = [IdleCause(cause="synchronization", seconds=1.0, count=1, where=f"a.py:{line}", what="item") for line in (1, 2)]
+
+
+def replayed(launch_s, kernel_s, *, waits=(), wall_s=10.0):
+    """The step of four ops with a made-up timeline: each op is launched for some time, then the host may wait."""
+    pieces = []
+    for op in range(4):
+        pieces.append(HostPiece(launch_s, 0, op, None, kernel=op))
+        pieces += [HostPiece(0.0, 0, None, (c.cause, c.where, c.what), wait=op) for c in waits if op == 1]
+    kernels = [ReplayedKernel(kernel_s, op, 0, 0.0, False, None, 0.0) for op in range(4)]
+    timeline = StepTimeline(pieces=pieces, kernels=kernels, launch_latency_s=0.0)
+    return dataclasses.replace(examined(idle=waits), replay=StepReplay(timeline, wall_s))
+
+
+def test_a_step_that_waits_for_its_host_gains_nothing_from_quicker_kernels_and_all_from_ops_that_go():
+    rule("quicker")(lambda step: [waste(0, {0: 0.9})])
+    rule("gone")(lambda step: [waste(2, {2: 1.0})])
+    found, _ = find(replayed(2.5, 1.0))
+    assert [(item.rule, item.saving_s, item.together_s) for item in found] == [
+        ("gone", pytest.approx(2.5), pytest.approx(2.5))
+    ]
+    assert found[0].reasoning.startswith("so A replay of the host and the device without it takes 7.50 s")
+
+
+def test_a_step_of_long_kernels_gains_nothing_from_launches_that_go():
+    rule("launches")(lambda step: [waste(0, launch_s=dict.fromkeys(range(4), 0.0), idle={"launching": 3.0})])
+    rule("quicker")(lambda step: [waste(0, {0: 0.5})])
+    step = replayed(1.0, 2.5)
+    step = dataclasses.replace(step, profile=dataclasses.replace(step.profile, idle=LAUNCHING))
+    (found,), _ = find(step)
+    assert (found.rule, found.saving_s) == ("quicker", pytest.approx(1.25))  # half of its kernel
+
+
+def test_lines_that_wait_for_the_same_share_what_they_cost_together():
+    rule("waits")(lambda step: [waste(None, idle={"synchronization": 1.0}, causes=[c], source=c.where) for c in READS])
+    found, _ = find(replayed(1.0, 2.0, waits=READS, wall_s=9.0))
+    assert [(item.source, item.saving_s) for item in found] == [
+        ("a.py:1", pytest.approx(0.5)),
+        ("a.py:2", pytest.approx(0.5)),
+    ]
+    assert [item.together_s for item in found] == [pytest.approx(0.0, abs=1e-3), pytest.approx(1.0)]
+
+
+def test_a_general_rule_saves_what_the_others_leave_and_all_together_are_known():
+    rule("graph", general=True)(
+        lambda step: [waste(None, launch_s=dict.fromkeys(range(4), 0.0), idle={"launching": 3.0})]
+    )
+    rule("gone")(lambda step: [waste(2, {2: 1.0}), waste(3, {3: 1.0})])
+    step = replayed(2.5, 1.0)
+    step = dataclasses.replace(step, profile=dataclasses.replace(step.profile, idle=LAUNCHING))
+    found, _ = find(step)
+    savings = [(item.rule, round(item.saving_s, 6)) for item in found]
+    assert savings == [("graph", 3.0), ("gone", 2.5), ("gone", 2.5)]
+    assert found[-1].together_s == pytest.approx(8.0)
+
+
+def test_idle_time_that_the_timeline_does_not_have_is_saved_as_it_is():
+    rule("input")(lambda step: [waste(None, idle={"input": 1.5})])
+    idle = (IdleCause(cause="input", seconds=2.0, count=1, where="", what=""),)
+    step = replayed(2.5, 1.0)
+    (found,), _ = find(dataclasses.replace(step, profile=dataclasses.replace(step.profile, idle=idle)))
+    assert found.saving_s == pytest.approx(1.5)
+
+
+def test_a_replay_that_misses_the_clean_step_is_not_used_and_said():
+    rule("quicker")(lambda step: [waste(0, {0: 0.9})])
+    step = replayed(0.5, 1.0)
+    profile = add_findings(step.profile, step.trace, step.machine, step.knows, replay=step.replay)
+    assert profile.findings[0].saving_s == pytest.approx(0.9)
+    assert profile.notes[-1].startswith("The replay of the host and the device takes 4.00 s where a clean step takes")
 
 
 def test_idle_time_is_worth_less_where_products_cannot_keep_their_speed():

@@ -1,7 +1,8 @@
 """The engine: a registry of rules, and `find`, which runs them on a step.
 
-A rule yields a `Waste` for each place. The engine merges these by line into findings, ranks them by their saving, and
-makes sure that no time is claimed twice.
+A rule yields a `Waste` for each place. The engine makes sure that no time is claimed twice, merges the claims by line
+into findings, and ranks these by their saving. Where the host and the device were recorded, the saving is what a replay
+of both without the claims gives; else it is the sum of the claims.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nearpeak.errors import NearpeakError, UsageError, did_you_mean, message_of
+from nearpeak.findings.replay import Cause, Change, StepReplay, combine
 from nearpeak.findings.step import Step, StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.op import Trace
 from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, Fix, is_ignored
+from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.profile import Profile
 from nearpeak.units import percent, seconds
 
@@ -25,6 +28,8 @@ MIN_SAVED_SHARE = 0.001
 """Of the wall time. Findings that save less are not part of a profile."""
 _MAX_MENTIONED_IDLE_VALUE = 0.95
 """The reasoning mentions the clock if a second of idle time is worth less than this."""
+_SAME_SAVING = 0.05
+"""The reasoning mentions the replay if it differs from the sum of the claims by more than this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,12 @@ class Waste:
     gone: Collection[int] = ()
     """Ops whose whole time is gained need not be listed here."""
     idle: Mapping[str, float] = field(default_factory=dict)
+    causes: Collection[IdleCause] = ()
+    """The idle time that `idle` is part of, so that a replay knows which waits or stretches go; without them, all of
+    the named causes."""
+    launch_s: Mapping[int, float] = field(default_factory=dict)
+    """For a replay: the seconds of the host that remain of each launch of an op, 0 in a CUDA graph. `idle` has what
+    that saves."""
     evidence: str
     reasoning: str
     remedy: str
@@ -173,16 +184,25 @@ def find(
                     failures.append(f"The rule {item.name} failed: {type(error).__name__}: {message_of(error)}")
     wastes = [(name, waste) for name, waste in wastes if not is_ignored(name, _source_line(step, waste), ignore)]
     least_s = least_share * step.profile.wall_s
-    findings = [item for item in _merge_claims(step, list(_claims(step, wastes))) if item.saving_s >= least_s]
-    return tuple(sorted(findings, key=lambda item: -item.saving_s)), undecided
+    groups = _predict(step, _merge_claims(step, list(_claims(step, wastes))))
+    groups = sorted((group for group in groups if group.saving_s >= least_s), key=lambda group: -group.saving_s)
+    return tuple(_finding(step, group) for group in _predict_together(step, groups)), undecided
 
 
-def add_findings(profile: Profile, trace: Trace, machine: Machine, knows: frozenset[StepFact]) -> Profile:
+def add_findings(
+    profile: Profile, trace: Trace, machine: Machine, knows: frozenset[StepFact], *, replay: StepReplay | None = None
+) -> Profile:
     """The profile with the findings in the traced ops behind it, including those that are too small to be shown."""
-    step = Step(trace=trace, profile=profile, machine=machine, knows=knows)
-    failures: list[str] = []
-    findings, undecided = find(step, least_share=MIN_SAVED_SHARE, failures=failures)
-    return dataclasses.replace(profile, findings=findings, undecided=undecided, notes=(*profile.notes, *failures))
+    notes = []
+    if replay is not None and not replay.is_good:
+        notes.append(
+            f"The replay of the host and the device takes {seconds(replay.unchanged.seconds)} where a clean step takes "
+            f"{seconds(profile.wall_s)}: savings are sums of times, and may overlap."
+        )
+        replay = None
+    step = Step(trace=trace, profile=profile, machine=machine, knows=knows, replay=replay)
+    findings, undecided = find(step, least_share=MIN_SAVED_SHARE, failures=notes)
+    return dataclasses.replace(profile, findings=findings, undecided=undecided, notes=(*profile.notes, *notes))
 
 
 def _saves_time(step: Step, waste: Waste) -> bool:
@@ -197,14 +217,18 @@ class _Claim:
     rule: str
     waste: Waste
     saving_s: float
+    """The sum of what is claimed."""
     idle_s: float
     """The idle time in the saving."""
+    change: Change
+    """The same for a replay."""
 
 
 def _claims(step: Step, wastes: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
     """Claims in the order of their size, general rules last. The time of an op, and each idle time, is claimed once."""
     left = [op.measured_s for op in step.measured]
     launch_wait = [op.launch_wait_s for op in step.measured]
+    removed: set[int] = set()
     idle: dict[str, float] = {"communication": step.profile.communication_s}
     for cause in step.profile.idle:
         idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
@@ -223,26 +247,70 @@ def _claims(step: Step, wastes: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]
 
     for name, waste in sorted(wastes, key=order):
         busy_s = idle_s = 0.0
+        shorter: dict[int, float] = {}
         for index, gain in waste.gains.items():
             if registry[name].general and index in claimed_by_special:
                 continue
             claimed_s = min(max(gain, 0.0), left[index])
             left[index] -= claimed_s
             busy_s += claimed_s
-        for index in _removed_ops(step, waste):
+            if claimed_s:
+                shorter[index] = claimed_s / step.time(index)
+        now_removed = set(_removed_ops(step, waste)) - removed
+        removed |= now_removed
+        for index in now_removed:
             for cause_name in ("launching", "python"):
                 claimed_s = claim_idle(cause_name, launch_wait[index])
                 launch_wait[index] -= claimed_s
                 idle_s += claimed_s
-        for cause_name, gain in waste.idle.items():
-            claimed_s = claim_idle(cause_name, max(gain, 0.0))
+        claimed_idle = {cause: claim_idle(cause, max(gain, 0.0)) for cause, gain in waste.idle.items()}
+        for cause_name, claimed_s in claimed_idle.items():
             if cause_name == "communication":
                 busy_s += claimed_s
             else:
                 idle_s += claimed_s
         if not registry[name].general:
             claimed_by_special.update(waste.gains)
-        yield _Claim(rule=name, waste=waste, saving_s=busy_s + idle_s * step.idle_value, idle_s=idle_s)
+        yield _Claim(
+            rule=name,
+            waste=waste,
+            saving_s=busy_s + idle_s * step.idle_value,
+            idle_s=idle_s,
+            change=_change(step, waste, shorter, now_removed, claimed_idle),
+        )
+
+
+def _change(
+    step: Step, waste: Waste, shorter: Mapping[int, float], removed: Collection[int], idle: Mapping[str, float]
+) -> Change:
+    """What a claim changes in a replay."""
+    if step.replay is None:
+        return Change()
+    timeline = step.replay.timeline
+    causes: dict[Cause, float] = {}
+    other_s = 0.0
+    for name, claimed_s in idle.items():
+        if name == "communication" or not claimed_s or (waste.launch_s and name in ("launching", "python")):
+            continue
+        named = [cause for cause in waste.causes or step.profile.idle if cause.cause == name]
+        total_s = sum(cause.seconds for cause in named)
+        for cause in named:
+            key = (cause.cause, cause.where, cause.what)
+            if key in timeline.causes:
+                causes[key] = min(1.0, claimed_s / total_s)
+            else:
+                other_s += claimed_s * cause.seconds / total_s
+    exposed_s = step.profile.communication_s
+    return Change(
+        shorter=shorter,
+        launch_s={
+            **{index: left_s for index, left_s in waste.launch_s.items() if index not in timeline.waiting_ops},
+            **dict.fromkeys(removed, 0.0),
+        },
+        causes=causes,
+        communication=idle.get("communication", 0.0) / exposed_s if exposed_s else 0.0,
+        idle_s=other_s,
+    )
 
 
 def _removed_ops(step: Step, waste: Waste) -> Iterator[int]:
@@ -254,32 +322,113 @@ def _removed_ops(step: Step, waste: Waste) -> Iterator[int]:
             yield index
 
 
-def _merge_claims(step: Step, claims: Sequence[_Claim]) -> Iterator[Finding]:
-    """One finding for each rule and line. Its texts are those of the place with the largest saving."""
-    groups: dict[tuple[str, str, str], list[_Claim]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """The claims of one rule at one line: a finding to be."""
+
+    rule: str
+    source: str
+    claims: Sequence[_Claim]
+    change: Change
+    saving_s: float
+    idle_s: float
+    """The idle time in the saving."""
+    together_s: float = 0.0
+    """The saving of this one and of all before it at once."""
+
+
+def _merge_claims(step: Step, claims: Sequence[_Claim]) -> list[_Group]:
+    """One group for each rule and line, with sums of savings."""
+    by_line: dict[tuple[str, str, str], list[_Claim]] = {}
     for claim in claims:
         line = _source_line(step, claim.waste)
-        groups.setdefault((claim.rule, line, claim.waste.title if not line else ""), []).append(claim)
-    for (name, line, _), group in groups.items():
-        largest = max(group, key=lambda claim: claim.waste.saving_s).waste
-        saving = sum(claim.saving_s for claim in group)
-        ops = tuple(sorted({index for claim in group for index in claim.waste.gains}))
-        places = [claim.waste.op for claim in group if claim.waste.op is not None]
-        modules = tuple(dict.fromkeys(step.ops[index].module for index in sorted(places)))
-        yield Finding(
+        by_line.setdefault((claim.rule, line, claim.waste.title if not line else ""), []).append(claim)
+    return [
+        _Group(
             rule=name,
-            title=largest.title,
             source=line,
-            modules=modules,
-            places=len(group),
-            saving_s=saving,
-            share=saving / step.profile.wall_s if step.profile.wall_s else 0.0,
-            evidence=largest.evidence,
-            reasoning=largest.reasoning + _idle_note(step, group),
-            remedy=largest.remedy + _remedy_outside(step, name, line, modules),
-            fix=None if largest.fix is None else dataclasses.replace(largest.fix, ops=ops, modules=modules),
-            ops=ops,
+            claims=group,
+            change=combine(claim.change for claim in group),
+            saving_s=sum(claim.saving_s for claim in group),
+            idle_s=sum(claim.idle_s for claim in group),
         )
+        for (name, line, _), group in by_line.items()
+    ]
+
+
+def _predict(step: Step, groups: Sequence[_Group]) -> list[_Group]:
+    """The groups with the savings of a replay, if there is one.
+
+    Those of a rule sum to what all of them save at once: two waits in a row cost little each, and much together. A
+    general rule gets what is left when everything else has gone.
+    """
+    if step.replay is None:
+        return list(groups)
+    by_rule: dict[str, list[_Group]] = {}
+    for group in groups:
+        by_rule.setdefault(group.rule, []).append(group)
+    special = combine(group.change for group in groups if not rules()[group.rule].general)
+    predicted: list[_Group] = []
+    for name, own in by_rule.items():
+        after = special if rules()[name].general else Change()
+        alone = [_replayed(step, step.replay, group.change, after) for group in own]
+        if len(own) == 1:
+            together = alone[0]
+        else:
+            together = _replayed(step, step.replay, combine(group.change for group in own), after)
+        total_s, sums_s = sum(saving for saving, _ in alone), sum(group.saving_s for group in own)
+        more_s = max(0.0, together[0] - total_s)
+        less = min(1.0, together[0] / total_s) if total_s > 0.0 else 1.0
+        for group, (saving_s, idle_s) in zip(own, alone, strict=True):
+            extra_s = more_s * group.saving_s / sums_s if sums_s else 0.0
+            predicted.append(
+                dataclasses.replace(group, saving_s=saving_s * less + extra_s, idle_s=idle_s * less + extra_s)
+            )
+    return predicted
+
+
+def _replayed(step: Step, replay: StepReplay, change: Change, after: Change) -> tuple[float, float]:
+    """What a change saves after another one, and the idle time in it."""
+    saving = replay.saving(change, after=after)
+    idle_s = saving.seconds - saving.busy_s
+    # Where the device did not wait before and waits now, all of that is lost.
+    return max(0.0, saving.busy_s + idle_s * (step.idle_value if idle_s > 0.0 else 1.0)), max(0.0, idle_s)
+
+
+def _predict_together(step: Step, groups: Sequence[_Group]) -> Iterator[_Group]:
+    """The groups with the saving of each and of all before it."""
+    changes: list[Change] = []
+    together_s = 0.0
+    for group in groups:
+        changes.append(group.change)
+        if step.replay is None:
+            together_s += group.saving_s
+        else:
+            together_s = _replayed(step, step.replay, combine(changes), Change())[0]
+        yield dataclasses.replace(group, together_s=together_s)
+
+
+def _finding(step: Step, group: _Group) -> Finding:
+    """Its texts are those of the place with the largest saving."""
+    largest = max(group.claims, key=lambda claim: claim.waste.saving_s).waste
+    ops = tuple(sorted({index for claim in group.claims for index in claim.waste.gains}))
+    places = [claim.waste.op for claim in group.claims if claim.waste.op is not None]
+    modules = tuple(dict.fromkeys(step.ops[index].module for index in sorted(places)))
+    return Finding(
+        rule=group.rule,
+        title=largest.title,
+        source=group.source,
+        modules=modules,
+        places=len(group.claims),
+        saving_s=group.saving_s,
+        share=group.saving_s / step.profile.wall_s if step.profile.wall_s else 0.0,
+        evidence=largest.evidence,
+        reasoning=largest.reasoning + _idle_note(step, group),
+        remedy=largest.remedy + _remedy_outside(step, group.rule, group.source, modules),
+        fix=None if largest.fix is None else dataclasses.replace(largest.fix, ops=ops, modules=modules),
+        ops=ops,
+        together_s=group.together_s,
+    )
 
 
 def _remedy_outside(step: Step, rule_name: str, line: str, modules: Sequence[str]) -> str:
@@ -297,15 +446,18 @@ def _remedy_outside(step: Step, rule_name: str, line: str, modules: Sequence[str
     return f"{text} look for a setting of {package}, or ask its authors."
 
 
-def _idle_note(step: Step, claims: Sequence[_Claim]) -> str:
-    """A note for the reasoning about idle time that the rule itself does not mention."""
-    idle_s = sum(claim.idle_s for claim in claims)
-    if idle_s < 0.01 * step.profile.wall_s:
-        return ""
+def _idle_note(step: Step, group: _Group) -> str:
+    """A note for the reasoning about idle time that the rule itself does not mention, and about the replay."""
     note = ""
-    if not any(claim.waste.idle for claim in claims):
+    claimed_s = sum(claim.saving_s for claim in group.claims)
+    if step.replay is not None and abs(group.saving_s - claimed_s) > _SAME_SAVING * claimed_s:
+        left_s = step.profile.wall_s - group.saving_s
+        note += f" A replay of the host and the device without it takes {seconds(left_s)} for the step."
+    if group.idle_s < 0.01 * step.profile.wall_s:
+        return note
+    if not any(claim.waste.idle for claim in group.claims):
         what = "between these ops" if step.machine.kind == "cpu" else "in which the device waited for their launches"
-        note += f" {seconds(idle_s)} {what} go too."
+        note += f" {seconds(group.idle_s)} {what} go too."
     if step.idle_value < _MAX_MENTIONED_IDLE_VALUE:
         note += (
             f" {percent(1 - step.idle_value, 0)} less of the waiting is counted: without rests, products do not keep "

@@ -12,6 +12,7 @@ from nearpeak.bound.dataflow import Touches, touches_in
 from nearpeak.bound.expected import OpExpectations, interpolate
 from nearpeak.bound.kernel_models import kernel_constants, work_seconds
 from nearpeak.bound.roofline import KernelStream, ResourceSeconds, limiting_resource
+from nearpeak.findings.replay import StepReplay
 from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.machines.reference import reference_efficiency
 from nearpeak.ops.cost import Access, Cost, cost_of, costs_of
@@ -40,6 +41,8 @@ class Step:
     knows: frozenset[StepFact]
     claimed: frozenset[int] = frozenset()
     """For a general rule, which runs last: the ops that other rules claim."""
+    replay: StepReplay | None = None
+    """The model of the host and the device; None if what the host did is not known, or if the host is the device."""
 
     def after(self, claimed: Iterable[int]) -> Step:
         """The same step after other rules have run. Cached properties are shared."""

@@ -40,7 +40,7 @@ class Finding:
     places: Count
     """The number of occurrences in the step."""
     saving_s: Seconds
-    """The predicted saving per step, without what another finding claims of the same ops."""
+    """The predicted saving per step if this alone is changed, without what another finding claims of the same ops."""
     share: Amount
     """The saving over the wall time."""
     evidence: str
@@ -53,6 +53,9 @@ class Finding:
     """What nearpeak offers for it."""
     ops: tuple[Count, ...] = ()
     """Indices into the ops of the profile."""
+    together_s: Seconds | None = None
+    """The saving of this finding and of all larger ones at once; None for profiles that were saved before they had
+    it."""
 
     @property
     def module(self) -> str:

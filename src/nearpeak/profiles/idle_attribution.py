@@ -57,6 +57,10 @@ class DeviceActivity(NamedTuple):
     """When the host had launched it; None if that is not known, and the host is charged until it starts."""
     where: str = ""
     op: int | None = None
+    stream: int = 0
+    communication: bool = False
+    in_graph: bool = False
+    """Whether a CUDA graph launched it, which is one launch for all of its kernels."""
 
 
 class HostActivity(NamedTuple):
@@ -67,6 +71,8 @@ class HostActivity(NamedTuple):
     end_s: float
     where: str = ""
     what: str = ""
+    op: int | None = None
+    """The op around it."""
 
 
 class _Pause(NamedTuple):
@@ -157,7 +163,7 @@ class _Attribution:
         self.charged: dict[tuple[CauseName, str, str], _ChargedTime] = {}
         self.launch_wait: dict[int, _ChargedTime] = {}
         self._host = host
-        self._timeline = list(_host_timeline(host))
+        self._timeline = list(host_timeline(host))
         self._host_ops = host_ops
         self._slowdown = slowdown
         self._blocking = sorted(
@@ -310,7 +316,7 @@ def _pauses(device: Sequence[DeviceActivity], window: Interval) -> Iterator[_Pau
         yield _Pause(covered, end, None)
 
 
-def _host_timeline(host: Sequence[HostActivity]) -> Iterator[tuple[float, float, int]]:
+def host_timeline(host: Sequence[HostActivity]) -> Iterator[tuple[float, float, int]]:
     """Disjoint pieces of time in order, each with the activity of the highest priority."""
     starts = sorted((span.start_s, index) for index, span in enumerate(host) if span.end_s > span.start_s)
     times = sorted({time for span in host for time in (span.start_s, span.end_s)})

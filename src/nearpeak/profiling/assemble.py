@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.findings.engine import add_findings
+from nearpeak.findings.replay import StepReplay, step_timeline
 from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.statistics import median
@@ -147,7 +148,16 @@ class StepRecords:
             rank=self.rank,
             world_size=self.world_size,
         )
-        return add_findings(profile, traced, machine, LIVE_FACTS if self.traced is not None else UNTRACED_FACTS)
+        return add_findings(
+            profile,
+            traced,
+            machine,
+            LIVE_FACTS if self.traced is not None else UNTRACED_FACTS,
+            # On a CPU the host is the device: nothing overlaps, and times sum up.
+            replay=_replay(self.recorded, kernels, traced.ops, to_traced, profile.wall_s)
+            if self.recorded.kernels
+            else None,
+        )
 
 
 def spread_of(walls: Sequence[float], wall_s: float) -> float:
@@ -379,6 +389,26 @@ def attribute_idle(
         traced: The ops of another run of the step, which have source lines.
         to_traced: For each op of the recording its index there.
     """
+    device, host = _activities(recorded, traced, to_traced)
+    start = max(min((activity.start_s for activity in device), default=0.0), 0.0)
+    end = max(max((activity.end_s for activity in device), default=0.0), recorded.wall_s)
+    return attribute(
+        device,
+        host,
+        recorded.host_working if recorded.kernels else None,
+        window=(start if host_ahead else min(recorded.free_from_s, start), end),
+        idle_s=idle_s,
+        clean=clean,
+    )
+
+
+def _activities(
+    recorded: KinetoTrace,
+    traced: Sequence[Op] | None,
+    to_traced: Sequence[int | None] | None,
+    kernels: Sequence[DeviceKernel] = (),
+) -> tuple[list[DeviceActivity], list[HostActivity]]:
+    """What the device and the host did, with the lines and indices of traced ops; `kernels` are the profile's."""
     ops = recorded.trace.ops
 
     def index_of(op: int | None) -> int | None:
@@ -399,9 +429,12 @@ def attribute_idle(
                 kernel.start_s + kernel.seconds,
                 kernel.launched_s,
                 "" if kernel.op is None else places[kernel.op],
-                index_of(kernel.op),
+                kernels[number].op if kernels else index_of(kernel.op),
+                kernel.stream,
+                kernels[number].communication if kernels else False,
+                kernel.in_graph,
             )
-            for kernel in recorded.kernels
+            for number, kernel in enumerate(recorded.kernels)
         ]
     else:  # on a CPU, the ops are the kernels
         device = [
@@ -415,19 +448,31 @@ def attribute_idle(
             span.start_s + span.seconds,
             line_of_mark(span.name) or place_of(span.op),
             _describe_span(span, ops),
+            index_of(span.op),
         )
         for span in recorded.host
     ]
-    start = max(min((activity.start_s for activity in device), default=0.0), 0.0)
-    end = max(max((activity.end_s for activity in device), default=0.0), recorded.wall_s)
-    return attribute(
+    return device, host
+
+
+def _replay(
+    recorded: KinetoTrace,
+    kernels: Sequence[DeviceKernel],
+    traced: Sequence[Op],
+    to_traced: Sequence[int | None],
+    wall_s: float,
+) -> StepReplay:
+    """The model of the host and the device of the recorded step, calibrated to the clean one."""
+    device, host = _activities(recorded, traced, to_traced, kernels)
+    timeline = step_timeline(
         device,
         host,
-        recorded.host_working if recorded.kernels else None,
-        window=(start if host_ahead else min(recorded.free_from_s, start), end),
-        idle_s=idle_s,
-        clean=clean,
+        recorded.host_working,
+        recorded.host_events,
+        host_end_s=recorded.host_end_s,
+        device_free_s=recorded.free_from_s,
     )
+    return StepReplay(timeline, wall_s)
 
 
 def _describe_span(span: HostSpan, ops: Sequence[Op]) -> str:

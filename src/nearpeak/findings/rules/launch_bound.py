@@ -43,6 +43,7 @@ def launch_bound(step: Step) -> Iterator[Waste]:
         title="The device waits for the host: ops are launched more slowly than they run.",
         op=None,
         idle=split_saving(late, clean_s - remains_s),
+        launch_s={index: 0.0 for index, op in enumerate(profile.ops) if op.kernels and index not in inside},
         evidence=f"{kernels:,} kernels ran for {seconds(profile.kernel_s)}, "
         f"{seconds(profile.kernel_s / max(1, kernels))} each; the device was idle for {seconds(idle_s)} of "
         f"{seconds(profile.wall_s)} because the next was not launched yet{_slowest_place(late)}.",
@@ -141,6 +142,7 @@ def graph_breaks(step: Step) -> Iterator[Waste]:
         op=None,
         source=first.source,
         idle=split_saving(late, saving),
+        launch_s={index: launch for index, op in enumerate(profile.ops) if op.kernels},
         evidence=f"torch.compile breaks its graphs at {len(breaks)} lines: {named}. The device was idle for "
         f"{seconds(idle_s)} of {seconds(profile.wall_s)} because the next kernel was not launched yet.",
         reasoning=f"In one graph the host launches a kernel in {seconds(launch)}. Beside {seconds(profile.kernel_s)} "

@@ -37,6 +37,7 @@ def python_stretch(step: Step) -> Iterator[Waste]:
             title=title,
             op=next((index for index, op in enumerate(step.ops) if op.source == cause.where), None) if lines else None,
             idle={"python": cause.seconds},
+            causes=[cause],
             evidence=f"{cause.count} {'stretch' if cause.count == 1 else 'stretches'} of {seconds(each)} in the step, "
             f"before {cause.where}: {seen}",
             reasoning="Work that is not in the step costs it nothing: all of the stretch is saved.",

@@ -31,11 +31,12 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
     for where, indices in _copies_by_place(step).items():
         pageable = [index for index in indices if not _is_pinned(step, step.ops[index])]
         moved = {index: sum(tensor.bytes for tensor in _copy_sources(step.ops[index])) for index in indices}
-        waited = sum(
-            cause.seconds
+        waits = [
+            cause
             for cause in step.profile.idle
             if cause.cause == "synchronization" and cause.what == "copy" and cause.where == where
-        )
+        ]
+        waited = sum(cause.seconds for cause in waits)
         small = all(size <= SMALL_COPY_BYTES for size in moved.values())
         gains = {index: max(0.0, step.time(index) - (0.0 if small else moved[index] / rate)) for index in pageable}
         took, total = step.seconds(indices), sum(moved.values())
@@ -45,6 +46,7 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
             source=where if is_source_line(where) else "",
             gains=gains,
             idle={"synchronization": waited} if waited else {},
+            causes=waits,
             evidence=f"{quantity(total, 'B')} are copied to the device in {seconds(took)}"
             + (f", {quantity(total / took, 'B/s')}" if took and not small else "")
             + (f"; for {seconds(waited)} nothing ran because the host waited for it." if waited else "."),
@@ -184,6 +186,7 @@ def synchronization(step: Step) -> Iterator[Waste]:
             gains=goes,
             gone=goes,
             idle={"synchronization": cause.seconds - stays_s},
+            causes=[cause],
             evidence=f"{cause.what or 'A call'} made the host wait {_times(cause.count)} in the step; for "
             f"{seconds(cause.seconds)} nothing ran on the device because of it.",
             reasoning="Without the wait the host launches what follows while the device still works: the idle time "

@@ -179,3 +179,21 @@ def busy_intervals(threads: Iterable[Sequence[Span]], start: float, end: float) 
         elif last > first:
             disjoint.append((first, last))
     return tuple(disjoint)
+
+
+def event_starts(threads: Iterable[Sequence[Span]], start: float, end: float) -> tuple[float, ...]:
+    """When the ops, ranges and calls of the runtime of all threads began, in seconds from the start of the window."""
+    return tuple(
+        sorted(
+            (span.start - start) / 1e6
+            for spans in threads
+            for span in spans
+            if start <= span.start < end and span.kind != "python"
+        )
+    )
+
+
+def host_end(threads: Iterable[Sequence[Span]], start: float, end: float) -> float:
+    """When the host was done with a step, in seconds: nearpeak waits for the device after it."""
+    waits = [span.start for spans in threads for span in spans if span.name == STEP_END_WAIT]
+    return (max((time for time in waits if start <= time < end), default=end) - start) / 1e6

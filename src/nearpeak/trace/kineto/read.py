@@ -22,7 +22,16 @@ from nearpeak.ops.op import SeenOptimizer, Trace
 from nearpeak.profiles.completeness import Completeness
 from nearpeak.trace.kineto.arguments import RecordedTensor
 from nearpeak.trace.kineto.calls import OPTIMIZER_PREFIX, OpCall, OpCalls, ProfilerStep, find_op_calls, is_within
-from nearpeak.trace.kineto.host import HostCall, HostSpan, blocking_copies, busy_intervals, host_spans, overhead_calls
+from nearpeak.trace.kineto.host import (
+    HostCall,
+    HostSpan,
+    blocking_copies,
+    busy_intervals,
+    event_starts,
+    host_end,
+    host_spans,
+    overhead_calls,
+)
 from nearpeak.trace.kineto.kernels import (
     KernelRun,
     LaunchedSpan,
@@ -76,6 +85,10 @@ class KinetoTrace:
     """Host activity that can leave the device idle, in the order of time."""
     host_working: tuple[tuple[float, float], ...] = ()
     """When any thread was inside of an op or a call of the device's runtime: starts and ends, disjoint, in order."""
+    host_events: tuple[float, ...] = ()
+    """When the events began that the profiler recorded on the host, in order."""
+    host_end_s: float = 0.0
+    """When the host was done with the step."""
     free_from_s: float = 0.0
     """When the device had finished what was launched before."""
     compiled_regions: frozenset[str] = frozenset()
@@ -202,6 +215,8 @@ def read_trace(
         partial=frozenset(indices[number] for number in partial if number in indices),
         host=host_spans(host, indices, origin, last),
         host_working=busy_intervals(recording.threads.values(), origin, last),
+        host_events=event_starts(recording.threads.values(), origin, last),
+        host_end_s=host_end(recording.threads.values(), origin, origin + wall * 1e6 if chosen is None else chosen.end),
         free_from_s=free_from,
         repeats=() if middle is None else tuple(middle.seconds[id(span)] for span, _ in spans),
         completeness=completeness,

@@ -1,0 +1,476 @@
+"""`StepReplay`: a discrete-event model of a step, which tells how long the step takes without some of its work.
+
+The host runs its pieces one after the other: work, launches of kernels, and waits for a kernel. A kernel starts when it
+has been launched and the kernel before it on its stream has ended. Steps follow each other without a synchronization,
+so the time of a step is the time between the ends of two of them. A step whose device is always busy gains kernel time
+alone, one whose device waits for the host gains host time alone, and a wait costs what the host cannot do meanwhile.
+
+The recording is of a step under the profiler, which takes some time for every event that it records on the host. That
+time is solved for: without it, the replay of the unchanged step takes as long as a clean step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+from typing import NamedTuple
+
+from nearpeak.profiles.idle import AFTER_LAST_KERNEL, CauseName
+from nearpeak.profiles.idle_attribution import (
+    CLOCK_SKEW,
+    LONG_PYTHON,
+    DeviceActivity,
+    HostActivity,
+    host_timeline,
+)
+from nearpeak.profiles.waterfall import Interval
+
+EVERYTHING_BEFORE = -1
+"""As the kernel that the host waits for: all that was launched in earlier steps."""
+_LAUNCH_LATENCY_S = 3e-6
+"""From a launch to the start of its kernel, if the recording does not show it."""
+_QUEUED_GAP_S = 1e-6
+"""Between two queued kernels, if the recording does not show it."""
+_MAX_QUEUED_GAP_S = 2e-5
+"""After a longer gap, a queued kernel waited for something else than the one before it."""
+_TYPICAL_EVENT_S = 2e-6
+"""Seconds of the profiler per event on the host, where the time of the step does not tell."""
+_MAX_EVENT_S = 1e-4
+_LEAST_OF_PIECE = 0.15
+"""The share of recorded host time that remains at least without the profiler."""
+_ROUNDS = 6
+"""Steps in a row, at most, until the time of a step does not change any more."""
+_SAME_STEP_TIME = 1e-4
+"""The relative difference below which two step times are the same."""
+_CALIBRATED = 0.005
+"""The relative difference to the clean step at which the time per event is found."""
+MAX_RESIDUAL = 0.15
+"""A replay that misses the time of the clean step by more of it does not describe the step."""
+
+Cause = tuple[CauseName, str, str]
+"""The cause, `where` and `what` of an `IdleCause`."""
+
+
+class ReplayedKernel(NamedTuple):
+    """A kernel, copy or fill."""
+
+    seconds: float
+    op: int | None
+    stream: int
+    gap_s: float
+    """After the kernel before it on its stream."""
+    communication: bool
+    after: int | None
+    """A kernel of another stream that it was seen to wait for."""
+    after_s: float
+    """From the end of that kernel to its start."""
+
+
+class HostPiece(NamedTuple):
+    """Something that the host does. First it waits for `wait`, then it works, then it launches `kernel`."""
+
+    seconds: float
+    """Of work, under the profiler."""
+    events: int
+    """What the profiler recorded meanwhile."""
+    op: int | None
+    """The op that the work is for; without the op, the piece goes."""
+    cause: Cause | None
+    """A named stretch of work, or the call that waits; None for calling and launching ops."""
+    kernel: int | None = None
+    wait: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeline:
+    """What the host and the device did in a profiled step."""
+
+    pieces: Sequence[HostPiece]
+    kernels: Sequence[ReplayedKernel]
+    """By the number that pieces have; in the order of their launches."""
+    launch_latency_s: float
+    """From a launch to the start of its kernel on an idle device."""
+
+    @cached_property
+    def causes(self) -> frozenset[Cause]:
+        """The named stretches and waits of the host."""
+        return frozenset(piece.cause for piece in self.pieces if piece.cause is not None)
+
+    @cached_property
+    def waiting_ops(self) -> frozenset[int]:
+        """Ops in which the host waits."""
+        return frozenset(piece.op for piece in self.pieces if piece.wait is not None and piece.op is not None)
+
+
+def step_timeline(
+    device: Sequence[DeviceActivity],
+    host: Sequence[HostActivity],
+    host_ops: Sequence[Interval],
+    host_events: Sequence[float],
+    *,
+    host_end_s: float,
+    device_free_s: float = 0.0,
+) -> StepTimeline:
+    """The timeline of a step from what was recorded, on one clock that starts with the step.
+
+    Args:
+        device: Everything that ran on the device.
+        host: Named activities of the host.
+        host_ops: When the host was inside of an op or a launch, disjoint and in order.
+        host_events: When the events began that the profiler recorded on the host, in order.
+        host_end_s: When the host had done its part of the step.
+        device_free_s: When the device had finished what was launched before.
+    """
+    named = list(host_timeline(host))
+    spans = [span for span in named if host[span[2]].cause != "profiler"]
+    profiler = [(start, end) for start, end, index in named if host[index].cause == "profiler"]
+    issued = [_issue_time(activity, spans, host) for activity in device]
+    order = sorted(range(len(device)), key=lambda index: (issued[index], device[index].start_s))
+    device, issued = [device[index] for index in order], [issued[index] for index in order]
+
+    marks = [(time, 1, number) for number, time in enumerate(issued)]
+    for number, (start, end, _) in enumerate(spans):
+        marks += [(start, 2, number), (end, 0, number)]
+    marks.sort()
+
+    pieces: list[HostPiece] = []
+    now, launched = 0.0, 0
+    by_stream: dict[int, list[int]] = {}
+    """The kernels that were launched."""
+    open_span: int | None = None
+
+    def work(until: float, waiting_op: int | None = None) -> Iterator[HostPiece]:
+        """The pieces from `now` on, without what they launch: for the op that waits next, or is launched next."""
+        seconds = until - now - _overlap(profiler, now, until)
+        if seconds <= 0.0:
+            return
+        following = device[launched] if launched < len(device) else None
+        op = None if following is None or following.in_graph else following.op
+        op = op if waiting_op is None else waiting_op
+        events = bisect_left(host_events, until) - bisect_left(host_events, now)
+        if open_span is not None:
+            activity = host[spans[open_span][2]]
+            yield HostPiece(seconds, events, None, (activity.cause, activity.where, activity.what))
+            return
+        outside = seconds - min(seconds, _overlap(host_ops, now, until))
+        if outside >= LONG_PYTHON:
+            what, where = (AFTER_LAST_KERNEL, "") if following is None else ("", following.where)
+            yield HostPiece(outside, 0, None, ("python", where, what))
+            seconds -= outside
+        if seconds > 0.0:
+            yield HostPiece(seconds, events, op, None)
+
+    for time, kind, number in marks:
+        if time >= host_end_s and kind == 2:
+            continue
+        until = min(max(time, now), max(host_end_s, now))
+        if open_span is None or not _is_wait(host[spans[open_span][2]]):
+            pieces.extend(work(until, host[spans[number][2]].op if kind == 2 else None))
+        now = max(now, until)
+        if kind == 0:
+            open_span = None
+        elif kind == 1:
+            pieces.append(HostPiece(0.0, 0, None, None, kernel=number))
+            launched = number + 1
+            by_stream.setdefault(device[number].stream, []).append(number)
+        else:
+            open_span = number
+            start, end, index = spans[number]
+            if _is_wait(host[index]):
+                pieces.append(_wait_piece(host[index], (start, min(end, host_end_s)), device, by_stream))
+    pieces.extend(work(max(host_end_s, now)))
+    kernels, latency_s = _kernels(device, issued, device_free_s)
+    return StepTimeline(pieces=_merge_pieces(pieces), kernels=kernels, launch_latency_s=latency_s)
+
+
+def _is_wait(activity: HostActivity) -> bool:
+    return activity.cause in ("synchronization", "allocator")
+
+
+def _issue_time(
+    activity: DeviceActivity, spans: Sequence[tuple[float, float, int]], host: Sequence[HostActivity]
+) -> float:
+    """When the host launched it. A call that copies and waits for the copy launches it at its beginning."""
+    time = max(0.0, activity.start_s if activity.launched_s is None else min(activity.launched_s, activity.start_s))
+    position = bisect_right(spans, (time, float("inf"), 0)) - 1
+    if position >= 0 and time <= spans[position][1] and _is_wait(host[spans[position][2]]):
+        return max(0.0, spans[position][0])
+    return time
+
+
+def _wait_piece(
+    activity: HostActivity, span: Interval, device: Sequence[DeviceActivity], launched: Mapping[int, Sequence[int]]
+) -> HostPiece:
+    """A call that may wait: for the last of the launched kernels that had ended when it returned.
+
+    Freeing memory waits for all of them, and allocating for none. `launched` has the numbers of kernels by stream.
+    """
+    start, end = span
+    cause = (activity.cause, activity.where, activity.what)
+    last, waits_for_all = EVERYTHING_BEFORE, True
+    for numbers in launched.values():
+        position = len(numbers) - 1
+        while position >= 0 and device[numbers[position]].end_s > end + CLOCK_SKEW:
+            position -= 1
+        waits_for_all &= position == len(numbers) - 1
+        if position >= 0 and (last < 0 or device[numbers[position]].end_s > device[last].end_s):
+            last = numbers[position]
+    if activity.cause == "allocator" and not waits_for_all:
+        return HostPiece(end - start, 0, activity.op, cause)
+    if last < 0:
+        return HostPiece(end - start if launched else 0.0, 0, activity.op, cause, wait=last)
+    return HostPiece(end - min(max(start, device[last].end_s), end), 0, activity.op, cause, wait=last)
+
+
+def _merge_pieces(pieces: Sequence[HostPiece]) -> list[HostPiece]:
+    """The same pieces, with a launch as part of the work before it."""
+    merged: list[HostPiece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        is_work = last is not None and last.kernel is None and last.cause is None and piece.cause is None
+        if last is not None and is_work and (piece.seconds == 0.0 or last.op == piece.op):
+            seconds, events = last.seconds + piece.seconds, last.events + piece.events
+            merged[-1] = last._replace(seconds=seconds, events=events, kernel=piece.kernel)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def _kernels(
+    device: Sequence[DeviceActivity], issued: Sequence[float], device_free_s: float
+) -> tuple[list[ReplayedKernel], float]:
+    """The kernels in the order of their launches, and the latency of a launch on an idle device."""
+    ends: dict[int, float] = {}
+    latest: list[tuple[float, int, int]] = []
+    """Ends of kernels with their numbers and streams, while there are several streams."""
+    streams = {activity.stream for activity in device}
+    gaps: list[float | None] = []
+    latencies: list[float] = []
+    waits_for: list[tuple[int, float] | None] = []
+    for number, activity in enumerate(device):
+        free = ends.get(activity.stream, device_free_s)
+        ready = max(free, issued[number])
+        late = max(0.0, activity.start_s - ready)
+        other = None
+        if len(streams) > 1 and late > 2 * CLOCK_SKEW:
+            before = [item for item in latest[-64:] if item[2] != activity.stream and item[0] <= activity.start_s]
+            if before and max(before)[0] > ready:
+                other = max(before)
+        waits_for.append(None if other is None else (other[1], activity.start_s - other[0]))
+        queued = issued[number] < free
+        gaps.append(late if queued and late <= _MAX_QUEUED_GAP_S else None)
+        if not queued and other is None:
+            latencies.append(late)
+        ends[activity.stream] = max(free, activity.end_s)
+        latest.append((activity.end_s, number, activity.stream))
+    known = [gap for gap in gaps if gap is not None]
+    gap_s = median(known) if known else _QUEUED_GAP_S
+    kernels = [
+        ReplayedKernel(
+            seconds=activity.end_s - activity.start_s,
+            op=activity.op,
+            stream=activity.stream,
+            gap_s=gap_s if gap is None else gap,
+            communication=activity.communication,
+            after=None if other is None else other[0],
+            after_s=0.0 if other is None else other[1],
+        )
+        for activity, gap, other in zip(device, gaps, waits_for, strict=True)
+    ]
+    return kernels, median(latencies) if latencies else _LAUNCH_LATENCY_S
+
+
+def _overlap(intervals: Sequence[Interval], start: float, end: float) -> float:
+    first = max(0, bisect_right(intervals, (start, float("inf"))) - 1)
+    last = bisect_left(intervals, (end, -float("inf")))
+    return sum(max(0.0, min(finish, end) - max(begin, start)) for begin, finish in intervals[first:last])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What becomes of a step."""
+
+    shorter: Mapping[int, float] = field(default_factory=dict)
+    """The share of the kernel time of an op that goes, by the index of the op."""
+    launch_s: Mapping[int, float] = field(default_factory=dict)
+    """What the host still takes for a launch of an op. With 0, another op does its work: the host does not call it, and
+    what remains of its kernels is part of the kernel before."""
+    causes: Mapping[Cause, float] = field(default_factory=dict)
+    """The share of a named stretch of the host that goes. A wait goes as a whole."""
+    communication: float = 0.0
+    """The share of the time of communication that goes."""
+    idle_s: float = 0.0
+    """Idle time that goes and is not in the timeline."""
+
+
+def combine(changes: Iterable[Change]) -> Change:
+    """All of the changes at once."""
+    shorter: dict[int, float] = {}
+    launch_s: dict[int, float] = {}
+    causes: dict[Cause, float] = {}
+    communication = idle_s = 0.0
+    for change in changes:
+        for op, share in change.shorter.items():
+            shorter[op] = min(1.0, shorter.get(op, 0.0) + share)
+        for op, seconds in change.launch_s.items():
+            launch_s[op] = min(seconds, launch_s.get(op, seconds))
+        for cause, share in change.causes.items():
+            causes[cause] = min(1.0, causes.get(cause, 0.0) + share)
+        communication = min(1.0, communication + change.communication)
+        idle_s += change.idle_s
+    return Change(shorter=shorter, launch_s=launch_s, causes=causes, communication=communication, idle_s=idle_s)
+
+
+UNCHANGED = Change()
+
+
+class StepTime(NamedTuple):
+    """The time of one of many steps in a row."""
+
+    seconds: float
+    busy_s: float
+    """Of it, the time in which a kernel ran."""
+
+
+_Instruction = tuple[int | None, float, int | None, float, int, float, int | None, float]
+"""The kernel to wait for, seconds of work, the kernel to launch, and of that its seconds, stream, gap, the kernel of
+another stream that it follows, and at what distance. A plain tuple: most of the time of a replay goes into the loop
+over these."""
+
+
+class StepReplay:
+    """A timeline that reproduces a clean step, and predicts the step with changes.
+
+    >>> launch = [HostPiece(4.0, 0, op, None, kernel=op) for op in range(2)]
+    >>> kernels = [ReplayedKernel(1.0, op, 0, 0.0, False, None, 0.0) for op in range(2)]
+    >>> replay = StepReplay(StepTimeline(pieces=launch, kernels=kernels, launch_latency_s=0.0), wall_s=8.0)
+    >>> replay.step(Change(shorter={1: 0.5})).seconds, replay.step(Change(launch_s={1: 0.0})).seconds
+    (8.0, 4.0)
+    """
+
+    def __init__(self, timeline: StepTimeline, wall_s: float) -> None:
+        self.timeline = timeline
+        self.wall_s = wall_s
+        self.event_s = self._solve_event_seconds()
+        """What the profiler takes for an event on the host."""
+        self._clean = self._clean_seconds(self.event_s)
+        self.unchanged = self._run(UNCHANGED, self._clean)
+
+    @property
+    def residual(self) -> float:
+        """The replayed time of the unchanged step relative to the clean one, less 1."""
+        return self.unchanged.seconds / self.wall_s - 1.0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the replay describes the step."""
+        return abs(self.residual) <= MAX_RESIDUAL
+
+    def step(self, change: Change) -> StepTime:
+        """The time of the step with a change."""
+        time = self._run(change, self._clean)
+        return StepTime(max(time.busy_s, time.seconds - change.idle_s), time.busy_s)
+
+    def saving(self, change: Change, *, after: Change = UNCHANGED) -> StepTime:
+        """What a change saves of the clean step, after another one.
+
+        Time of the step that the replay does not have is not saved; where the replay takes longer than the step, all of
+        it is shortened.
+        """
+        before = self.unchanged if after == UNCHANGED else self.step(after)
+        changed = self.step(change if after == UNCHANGED else combine([after, change]))
+        scale = min(1.0, self.wall_s / self.unchanged.seconds) if self.unchanged.seconds else 1.0
+        return StepTime((before.seconds - changed.seconds) * scale, (before.busy_s - changed.busy_s) * scale)
+
+    def _clean_seconds(self, event_s: float) -> list[float]:
+        return [
+            max(_LEAST_OF_PIECE * piece.seconds, piece.seconds - event_s * piece.events)
+            for piece in self.timeline.pieces
+        ]
+
+    def _solve_event_seconds(self) -> float:
+        """The time per event with which the step takes `wall_s`; a typical one where the device alone decides."""
+
+        def step_s(event_s: float) -> float:
+            return self._run(UNCHANGED, self._clean_seconds(event_s)).seconds
+
+        wanted = max(self.wall_s, step_s(_MAX_EVENT_S))
+        typical = step_s(_TYPICAL_EVENT_S)
+        if abs(typical - wanted) <= _CALIBRATED * wanted:
+            return _TYPICAL_EVENT_S
+        low, high = (0.0, _TYPICAL_EVENT_S) if typical < wanted else (_TYPICAL_EVENT_S, _MAX_EVENT_S)
+        for _ in range(20):
+            middle = (low + high) / 2
+            time = step_s(middle)
+            if abs(time - wanted) <= _CALIBRATED * wanted / 5:
+                return middle
+            low, high = (middle, high) if time > wanted else (low, middle)
+        return (low + high) / 2
+
+    def _run(self, change: Change, host_seconds: Sequence[float]) -> StepTime:
+        """Replays steps in a row until their time does not change any more."""
+        program = self._program(change, host_seconds)
+        latency_s = self.timeline.launch_latency_s
+        ends = [0.0] * len(self.timeline.kernels)
+        free: dict[int, float] = {}
+        host = last_end = last_step = covered = 0.0
+        step_s = busy_s = 0.0
+        for number in range(_ROUNDS):
+            busy_s = 0.0
+            for wait, seconds, kernel, kernel_s, stream, gap_s, after, after_s in program:
+                if wait is not None:
+                    until = max(free.values(), default=0.0) if wait == EVERYTHING_BEFORE else ends[wait]
+                    if until > host:
+                        host = until
+                host += seconds
+                if kernel is None:
+                    continue
+                before = free.get(stream, 0.0)
+                if kernel_s <= 0.0:
+                    ends[kernel] = before
+                    continue
+                start = max(host + latency_s, before + gap_s)
+                if after is not None:
+                    start = max(start, ends[after] + after_s)
+                end = start + kernel_s
+                ends[kernel] = free[stream] = end
+                if end > covered:
+                    busy_s += end - max(start, covered)
+                    covered = end
+            free = dict.fromkeys(free, covered)  # the next step needs the results of this one
+            now = max(host, covered)
+            step_s, last_end = now - last_end, now
+            if number > 1 and abs(step_s - last_step) <= _SAME_STEP_TIME * step_s:
+                break
+            last_step = step_s
+        return StepTime(step_s, busy_s)
+
+    def _program(self, change: Change, host_seconds: Sequence[float]) -> list[_Instruction]:
+        """The pieces with the change applied."""
+        program: list[_Instruction] = []
+        gone = {op for op, share in change.shorter.items() if share > 1.0 - 1e-9}
+        for piece, clean_s in zip(self.timeline.pieces, host_seconds, strict=True):
+            wait, seconds = piece.wait, clean_s
+            launch_s = None if piece.op is None else 0.0 if piece.op in gone else change.launch_s.get(piece.op)
+            if launch_s == 0.0:
+                wait, seconds = None, 0.0
+            elif piece.cause is not None:
+                share = change.causes.get(piece.cause, 0.0)
+                wait, seconds = (None, 0.0) if wait is not None and share > 0.0 else (wait, seconds * (1.0 - share))
+            elif launch_s is not None:
+                seconds = min(seconds, launch_s)
+            if piece.kernel is None:
+                program.append((wait, seconds, None, 0.0, 0, 0.0, None, 0.0))
+                continue
+            kernel = self.timeline.kernels[piece.kernel]
+            kernel_s, gap_s = kernel.seconds, kernel.gap_s
+            if kernel.op is not None and kernel.op in change.shorter:
+                kernel_s = 0.0 if kernel.op in gone else kernel_s * (1.0 - change.shorter[kernel.op])
+                gap_s = 0.0 if change.launch_s.get(kernel.op) == 0.0 else gap_s
+            if kernel.communication:
+                kernel_s *= 1.0 - change.communication
+            program.append((wait, seconds, piece.kernel, kernel_s, kernel.stream, gap_s, kernel.after, kernel.after_s))
+        return program
