@@ -1,6 +1,7 @@
 """The tables of docs/findings.md are those of the runs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,10 @@ def test_what_was_realized_on_real_models_is_the_median_of_the_rounds():
         assert row["ratio"] == pytest.approx(row["predicted_s"] / row["realized_s"])
 
 
-def test_every_planted_waste_was_run():
+def test_every_planted_waste_was_run_or_is_said_not_to_be():
     rows = json.loads((ROOT / RESULT).read_text(encoding="utf-8"))["rows"]
-    assert {row["name"] for row in rows} == {path.stem for path in (ROOT / "tests" / "corpus").glob("*.py")}
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    (later,) = re.findall(r"Planted after this run, and not yet measured on a GPU: (.*?)\.\n", page, re.DOTALL)
+    not_run = set(re.findall(r"\*(\w+)\*", later))
+    assert {row["name"] for row in rows} | not_run == {path.stem for path in (ROOT / "tests" / "corpus").glob("*.py")}
+    assert not not_run & {row["name"] for row in rows}

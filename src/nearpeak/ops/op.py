@@ -184,6 +184,19 @@ class SeenOptimizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """A batch of sequences that were padded to one length, by the values that were seen."""
+
+    rows: int
+    length: int
+    """Of every row, padding included."""
+    longest: int
+    """The length of the longest row without its padding."""
+    mean: float
+    """The mean length of the rows without their padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The ops of a step in order, the storages that they touch, and which storages are its results."""
 
@@ -215,5 +228,7 @@ class Trace:
     """The CUDA graphs that were launched, whose ops are among the ops; in order."""
     optimizers: tuple[SeenOptimizer, ...] = ()
     """Each class once."""
+    padding: Mapping[int, Padding] = field(default_factory=dict)
+    """Of ops that really ran: batches of sequences with padding, by their storages."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""

@@ -30,6 +30,7 @@ from nearpeak.ops.low_gc import low_gc
 from nearpeak.ops.op import (
     Op,
     OpSignature,
+    Padding,
     Phase,
     SeenOptimizer,
     Storage,
@@ -56,6 +57,7 @@ from nearpeak.trace.memo import (
 from nearpeak.trace.memory import MemoryTracker
 from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
 from nearpeak.trace.objects import named_tensors
+from nearpeak.trace.padding import SEQUENCE_READERS, padding_of
 from nearpeak.trace.schema import OperatorSchema, schema_of
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
@@ -126,6 +128,8 @@ class Recorder(TorchDispatchMode):
             self.storages.on_input = self.known.add_from_outside
         self._locations = Locations(self.modules, snapshot)
         self._recompute = RecomputeDetector(self.modules)
+        self._sequences: dict[int, Padding | None] = {}
+        """The padding of batches of sequences whose values were looked at, by their storages."""
         self._entered: list[ExitStack] = []
 
     @property
@@ -206,6 +210,8 @@ class Recorder(TorchDispatchMode):
             self.truncated = True
             return func(*args, **kwargs)
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
+        if arguments is not None and schema.name in SEQUENCE_READERS:
+            self._guard.call(self._note_padding, schema, arguments, args)
         self.launch_begins()
         result = func(*args, **kwargs)
         if arguments is not None:
@@ -237,6 +243,13 @@ class Recorder(TorchDispatchMode):
         if not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
             self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
         return arguments
+
+    def _note_padding(self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
+        """Looks at the values of a batch of sequences, once: on a device, this waits for them."""
+        position = SEQUENCE_READERS[schema.name]
+        batch = arguments.get(schema.arguments[position])
+        if len(args) > position and isinstance(batch, Tensor) and batch.storage not in self._sequences:
+            self._sequences[batch.storage] = padding_of(args[position])
 
     def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
         self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
@@ -427,6 +440,7 @@ class Recorder(TorchDispatchMode):
             graph_recorded=self.graph_recorded,
             replays=tuple(self.replays),
             optimizers=tuple(self._optimizers.values()),
+            padding={storage: padding for storage, padding in self._sequences.items() if padding is not None},
             packages=package_files({op.source for op in self.ops}),
         )
         return dataclasses.replace(trace, **fields)

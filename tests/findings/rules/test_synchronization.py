@@ -18,6 +18,7 @@ def matrices():
         ("nonzero", "`nonzero`", "torch.where"),
         ("masked_select", "`nonzero`", "torch.where"),
         ("copy", "A copy between", "torch.full"),
+        ("print", "A tensor is printed", "print(loss.item())"),
         ("cudaDeviceSynchronize", "torch.cuda.synchronize()", "Leave the call out"),
         ("_unique2", "_unique2 makes", "shape does not depend"),
     ],
@@ -117,3 +118,21 @@ def test_the_copy_of_a_number_that_is_not_read_goes_too():
 def test_a_step_without_waits_has_none():
     idle = [cause("python", 3e-4), cause("launching", 3e-4)]
     assert list(synchronization(stalled(torch.mm, *matrices(), idle=idle))) == []
+
+
+def clips(parameters, checks):
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=checks)
+
+
+def line_of(fn, *args, packet):
+    return next(op.source for op in stalled(fn, *args).ops if op.packet == packet)
+
+
+def test_a_check_that_gradients_are_finite_is_named_as_such():
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    weight.grad = torch.ones(64, 64)
+    line = line_of(clips, [weight], True, packet="aten._local_scalar_dense")
+    idle = [cause("synchronization", 3e-4, where=line, what="item")]
+    (found,) = synchronization(stalled(clips, [weight], True, idle=idle))
+    assert "finite" in found.title
+    assert "without error_if_nonfinite" in found.remedy

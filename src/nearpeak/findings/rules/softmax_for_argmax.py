@@ -20,7 +20,7 @@ def softmax_for_argmax(step: Step) -> Iterator[Waste]:
         if op.packet not in SOFTMAXES:
             continue
         readers = step.flow.consumers[index]
-        if not readers or _is_kept(step, index, op.outputs[0]):
+        if not readers or is_kept(step, index, op.outputs[0]):
             continue
         if not all(_asks_for_order(step, reader, op) for reader in readers):
             continue
@@ -61,12 +61,12 @@ def _asks_for_order(step: Step, index: int, softmax: Op) -> bool:
 def _values_unused(step: Step, index: int) -> bool:
     """Whether the values, which are probabilities, are unused."""
     values = step.ops[index].outputs[0]
-    if _is_kept(step, index, values):
+    if is_kept(step, index, values):
         return False
     return not any(values.storage in step.flow.read_by[reader] for reader in step.flow.consumers[index])
 
 
-def _is_kept(step: Step, index: int, tensor: Tensor) -> bool:
+def is_kept(step: Step, index: int, tensor: Tensor) -> bool:
     """Whether a result of an op outlives the step: returned, stored, or saved by autograd."""
     size = step.trace.storages[tensor.storage].bytes
     lives = step.trace.lives.lives if step.trace.lives is not None else ()

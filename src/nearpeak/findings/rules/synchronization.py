@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.rules.convolution_search import searched_convolutions
 from nearpeak.findings.step import Step, is_source_line
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Op
@@ -139,6 +140,21 @@ _READ = _Form(
     "    if step % 100 == 0:\n"
     "        print(total.item() / 100)",
 )
+_FINITE = _Form(
+    "Gradients are checked to be finite, and the host waits for the answer.",
+    "norm = torch.nn.utils.clip_grad_norm_(parameters, most)  # without error_if_nonfinite=True; it stays there:\n"
+    "    if step % 100 == 0 and not norm.isfinite():\n"
+    "        raise RuntimeError(...)",
+)
+_SCALER = _Form(
+    "The gradient scaler reads whether gradients are finite, and the host waits for it.",
+    "An optimizer with fused=True decides on the device; and with bfloat16 no scaler is needed:\n"
+    "    with torch.autocast('cuda', dtype=torch.bfloat16): ...",
+)
+_PRINTED = _Form(
+    "A tensor is printed, and the host waits for its values.",
+    "Print every so many steps, and numbers in place of tensors:\n    if step % 100 == 0:\n        print(loss.item())",
+)
 _SELECT = _Form(
     "A boolean mask or `nonzero` makes the host wait: it must know how many elements there are.",
     "Keep the shape, so that nobody need count:\n"
@@ -166,14 +182,18 @@ _EXPLICIT = _Form(
 _SAME_TIME_S = 1e-9
 """Times that are closer than this are equal."""
 _READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
+_NORMS = frozenset({"aten._foreach_norm", "aten.linalg_vector_norm", "aten.norm", "aten._foreach_powsum"})
 _SELECTS = ("nonzero", "index", "index_put", "index_put_", "_index_put_impl_", "masked_select", "argwhere")
 
 
 @rule("synchronization", needs=["host"])
 def synchronization(step: Step) -> Iterator[Waste]:
     """Lines at which the host waits for the device, and the device is idle because of it."""
+    searched = {step.ops[index].place for index in searched_convolutions(step)}  # waits for its own measurements
     for cause in step.profile.idle:
-        if cause.cause != "synchronization" or (cause.what == "copy" and copies_from_host(step, cause.where)):
+        if cause.cause != "synchronization" or cause.where in searched:
+            continue
+        if cause.what == "copy" and copies_from_host(step, cause.where):
             continue
         form = _form(step, cause)
         goes = _removed_work(step, cause.where, form)
@@ -200,7 +220,7 @@ def _removed_work(step: Step, where: str, form: _Form) -> dict[int, float]:
     """The time of ops at a line that are no longer needed: counting, or copying a number to the host."""
     if form is _SELECT:
         return _mask_counting_seconds(step, where)
-    if form is _READ:
+    if form in (_READ, _FINITE, _SCALER):
         return {
             index: step.time(index) for index, op in enumerate(step.ops) if op.packet in _READS and op.place == where
         }
@@ -247,8 +267,10 @@ def _mask_counting_seconds(step: Step, where: str) -> dict[int, float]:
 
 def _form(step: Step, cause: IdleCause) -> _Form:
     what = cause.what.partition(".")[0]
+    if what == "print":
+        return _PRINTED
     if what == "item":
-        return _READ
+        return _number_form(step, cause.where)
     if what in _SELECTS:
         return _SELECT
     if what == "copy":
@@ -260,6 +282,19 @@ def _form(step: Step, cause: IdleCause) -> _Form:
         "Its result has a size or a value that the host must know. Use a form whose shape does not depend on the data, "
         "or do it once before the steps.",
     )
+
+
+def _packets_at(step: Step, where: str) -> set[str]:
+    """The operators that ran at a place."""
+    return {op.packet for op in step.ops if op.place == where and where}
+
+
+def _number_form(step: Step, where: str) -> _Form:
+    """What a number is read for, by the ops at its line."""
+    packets = _packets_at(step, where)
+    if any("_amp_" in packet for packet in packets):
+        return _SCALER
+    return _FINITE if "aten.logical_or" in packets and packets & _NORMS else _READ
 
 
 def _times(count: int) -> str:

@@ -1,0 +1,66 @@
+"""cuDNN searches for the fastest algorithm of a convolution in the step, since its images have a new size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.rules.channels_first import is_conversion
+from nearpeak.findings.step import Step, shape_text
+from nearpeak.ops.tensor import Tensor
+from nearpeak.units import seconds
+
+_LEAST_KERNELS = 16
+"""Kernels of one convolution. With conversions of layouts, one algorithm has at most ten."""
+_LEAST_ALGORITHMS = 3
+"""Different kernels of one convolution, conversions not counted."""
+_WAITS = ("synchronization", "allocator")
+
+
+@rule("convolution-search")
+def convolution_search(step: Step) -> Iterator[Waste]:
+    """Convolutions that ran the kernels of many algorithms one after the other; one waste for all, by one setting."""
+    searched = searched_convolutions(step)
+    if not searched:
+        return
+    gains = {}
+    for index in searched:
+        expected = step.expected(step.ops[index])
+        if expected is not None and expected < step.time(index):
+            gains[index] = step.time(index) - expected
+    places = {step.ops[index].place for index in searched}
+    idle: dict[str, float] = {}
+    for cause in step.profile.idle:
+        if cause.cause in _WAITS and cause.where in places:
+            idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
+    largest = max(searched, key=lambda index: (bool(step.ops[index].source), step.time(index)))
+    op = step.ops[largest]
+    images = next(tensor for tensor in op.inputs if isinstance(tensor, Tensor))
+    yield Waste(
+        title="cuDNN searches for the fastest algorithms of convolutions again, since sizes change.",
+        op=largest,
+        gains=gains,
+        gone=searched,
+        idle=idle,
+        evidence=f"{len(searched)} convolutions, the longest of {shape_text(images.shape)}, ran "
+        f"{sum(step.measured[index].kernels for index in searched)} kernels of several algorithms in "
+        f"{seconds(step.seconds(searched))}"
+        + (f"; the device was idle for {seconds(sum(idle.values()))} meanwhile." if idle else "."),
+        reasoning="One algorithm each remains, at the time of a good kernel. Each size is searched for once: a size "
+        "that comes again costs nothing.",
+        remedy="torch.backends.cudnn.benchmark = False  # where sizes always change; or\n"
+        "pad images to a few sizes, multiples of 32 or 64, so that each is searched for once",
+    )
+
+
+def searched_convolutions(step: Step) -> list[int]:
+    """The convolutions that ran several algorithms."""
+    names: dict[int, list[str]] = {}
+    for kernel in step.profile.timeline:
+        if kernel.op is not None and step.costs[kernel.op].family == "convolution" and not is_conversion(kernel.name):
+            names.setdefault(kernel.op, []).append(kernel.name)
+    return [
+        index
+        for index, kernels in names.items()
+        if step.measured[index].kernels >= _LEAST_KERNELS and len(set(kernels)) >= _LEAST_ALGORITHMS
+    ]
