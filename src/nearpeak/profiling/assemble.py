@@ -41,7 +41,7 @@ from nearpeak.profiles.rates import step_rates
 from nearpeak.profiling.align import OpKey, align_ops
 from nearpeak.profiling.graph_kernels import add_graph_loss, match_graph_kernels
 from nearpeak.profiling.steps import is_similar_size
-from nearpeak.trace.kineto.host import HostSpan, line_of_mark
+from nearpeak.trace.kineto.host import PRINTED_TENSOR, HostSpan, line_of_mark
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.recorder import without_tf32
 
@@ -416,7 +416,9 @@ def _activities(
 
     def place_of(op: int | None) -> str:
         index = index_of(op)
-        return "" if index is None else (ops if traced is None else traced)[index].place
+        if index is None:  # in a range of nearpeak's, the line is known all the same
+            return "" if op is None else ops[op].source
+        return (ops if traced is None else traced)[index].place
 
     # Ops inside of `torch.tensor` and the like are in no trace: the next op that is has nearly the same line.
     places = [place_of(op) for op in range(len(ops))]
@@ -480,6 +482,8 @@ def _describe_span(span: HostSpan, ops: Sequence[Op]) -> str:
         return "DataLoader with workers" if "_MultiProcessing" in span.name else "DataLoader"
     if span.kind == "garbage collection":
         return ""
+    if span.name.startswith(PRINTED_TENSOR):
+        return "print"
     if span.kind in ("synchronization", "host ops") and span.op is not None:
         op = ops[span.op]
         if op.origin in ("partial", "unknown", "host"):

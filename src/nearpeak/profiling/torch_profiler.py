@@ -26,7 +26,12 @@ from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
 from nearpeak.trace.kineto.markers import MarkerPlanter
-from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections, mark_replays
+from nearpeak.trace.kineto.marks import (
+    mark_data_loading,
+    mark_garbage_collections,
+    mark_replays,
+    mark_unseen_ops,
+)
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
 from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.shared_patch import no_warnings
@@ -60,6 +65,7 @@ class Profiler:
             _let_forked_children_exit()
             self._patches.enter_context(mark_garbage_collections())
             self._patches.enter_context(mark_data_loading())
+            self._patches.enter_context(mark_unseen_ops(constructors=not compiled_graph_count()))
             self._patches.enter_context(see_cpp_kernels())
             self._patches.enter_context(mark_replays())
             self._patches.enter_context(self._markers.watch_streams())

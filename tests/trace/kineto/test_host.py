@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from nearpeak.trace.kineto.host import STEP_END_WAIT, kind_of_range, kind_of_runtime_call
+from nearpeak.profiling.assemble import attribute_idle
+from nearpeak.trace.kineto.host import STEP_END_WAIT, kind_of_range, kind_of_runtime_call, line_of_mark
 from nearpeak.trace.kineto.read import read_trace
 
 Write = Callable[..., Path]
@@ -101,6 +102,25 @@ def test_kernels_of_the_step_before_keep_the_device_busy(write_trace: Write, mak
     path = write_trace(*events)
     assert read_trace(path).free_from_s == pytest.approx(40e-6)
     assert read_trace(path, step=0).free_from_s == 0.0
+
+
+def test_a_printed_tensor_is_one_wait_with_its_line(write_trace: Write, make: Any):
+    path = write_trace(
+        make.span("ProfilerStep#0", 100, 900, "user_annotation"),
+        make.tensor_op("aten::exp", 200, 40, MATRIX, **{"External id": 1}),
+        make.span("cudaLaunchKernel", 220, 10, "cuda_runtime", correlation=10),
+        make.span("nearpeak: printed tensor at train.py:41", 300, 300, "cpu_op"),
+        make.tensor_op("aten::_to_copy", 310, 60, MATRIX, **{"External id": 4}),
+        make.span("cudaMemcpyAsync", 320, 10, "cuda_runtime", correlation=13),
+        make.span("cudaStreamSynchronize", 335, 20, "cuda_runtime", correlation=14),
+        make.kernel("exp", 230, 100, correlation=10, **{"External id": 1}),
+        make.kernel("Memcpy DtoH (Device -> Pageable)", 340, 2, "gpu_memcpy", correlation=13, bytes=256),
+    )
+    recorded = read_trace(path)
+    assert [(span.kind, line_of_mark(span.name)) for span in recorded.host] == [("synchronization", "train.py:41")]
+    assert [op.source for op in recorded.trace.ops] == ["", "train.py:41"]
+    causes = attribute_idle(recorded, idle_s=4e-4, clean=False).causes
+    assert ("synchronization", "train.py:41", "print") in {(item.cause, item.where, item.what) for item in causes}
 
 
 def test_what_the_compiler_runs_is_no_op(write_trace: Write, make: Any):

@@ -9,7 +9,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from nearpeak.profiling.torch_profiler import Profiler
 from nearpeak.trace.kineto.host import line_of_mark
-from nearpeak.trace.kineto.marks import mark_garbage_collections
+from nearpeak.trace.kineto.marks import mark_garbage_collections, mark_unseen_ops
 from nearpeak.trace.kineto.read import read_trace
 
 FILE = Path(__file__).name
@@ -52,3 +52,24 @@ def test_a_loader_that_ends_ends_as_before():
     profiler = Profiler()
     assert [batch.shape for batch in batches] == [(2, 4)]
     profiler.discard()
+
+
+def test_printed_tensors_and_new_ones_have_their_line():
+    printed, new = torch._tensor_str._str, torch.tensor
+    profiler = Profiler()
+    assert torch.tensor([1.0, 2.0]).exp().shape == (2,)
+    line = sys._getframe().f_lineno - 1
+    assert "meta" in str(torch.empty(2, device="meta"))
+    assert str(torch.ones(2)) == "tensor([1., 1.])"  # of the host: nobody waits for it
+    recorded = profiler.stop()
+    assert (torch._tensor_str._str, torch.tensor) == (printed, new)
+    waits = [line_of_mark(span.name) for span in recorded.host if span.kind == "synchronization"]
+    assert waits == [f"{FILE}:{line + 2}"]
+    sources = {op.source for op in recorded.trace.ops if op.source}
+    assert sources == {f"{FILE}:{line}"}
+
+
+def test_a_compiled_program_keeps_its_constructors():
+    new = torch.tensor
+    with mark_unseen_ops(constructors=False):
+        assert torch.tensor is new

@@ -21,10 +21,13 @@ from nearpeak.trace.kineto.host import (
     GARBAGE_COLLECTION,
     GRAPH_REPLAY,
     MARKER,
+    NEW_TENSOR,
+    PRINTED_TENSOR,
     STEP_END_WAIT,
     HostCall,
     kind_of_range,
     kind_of_runtime_call,
+    line_of_mark,
 )
 from nearpeak.trace.kineto.operators import RecordedOperator, find_operator
 from nearpeak.trace.kineto.recording import Recording, Span
@@ -244,6 +247,8 @@ class _ThreadWalk(OpCalls):
             self.regions.append(span)
         if span.name.startswith((_COMPILED_GRAPH_PREFIX, AOT_CALL)) and frame.owner is None and not frame.hidden:
             self._compiled_graphs.append((self._thread, frame))
+        if span.name.startswith((PRINTED_TENSOR, NEW_TENSOR)):
+            return frame._replace(source=line_of_mark(span.name) or frame.source)
         if span.name.startswith(GRAPH_REPLAY):
             return frame._replace(graph=_number_after(GRAPH_REPLAY, span.name))
         if span.name.startswith(MARKER):

@@ -23,6 +23,11 @@ MARKER: Final = "nearpeak: marker "
 GRAPH_REPLAY: Final = "nearpeak: replay of graph "
 """How the name of the range around a replay of a CUDA graph begins; its number follows."""
 
+PRINTED_TENSOR: Final = "nearpeak: printed tensor"
+"""How the name of the range around the printing of a device's tensor begins: it waits for the values."""
+NEW_TENSOR: Final = "nearpeak: new tensor"
+"""How the name of the range around `torch.tensor` begins: no trace sees the ops inside of it."""
+
 _WAIT_CALLS = re.compile(r"\w*Synchronize|(?:cuda|cu|hip)Memcpy(?!\w*Async)|ur(?:EventWait|QueueFinish)")
 """Calls that block until the device has finished something. On AMD, torch reads numbers with hipMemcpyWithStream."""
 _ALLOCATION_CALLS = re.compile(
@@ -92,6 +97,8 @@ def kind_of_range(name: str) -> HostKind | None:
         return "compilation"
     if name.startswith(DATA_LOADER_RANGE):
         return "input"
+    if name.startswith(PRINTED_TENSOR):
+        return "synchronization"
     return "garbage collection" if name.startswith(GARBAGE_COLLECTION) else None
 
 

@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,14 @@ from torch.autograd.profiler import record_function
 
 from nearpeak.trace.graphs import number_of
 from nearpeak.trace.guard import Guard, OwnThread
-from nearpeak.trace.kineto.host import DATA_LOADER_RANGE, GARBAGE_COLLECTION, GRAPH_REPLAY, LINE_SEPARATOR
+from nearpeak.trace.kineto.host import (
+    DATA_LOADER_RANGE,
+    GARBAGE_COLLECTION,
+    GRAPH_REPLAY,
+    LINE_SEPARATOR,
+    NEW_TENSOR,
+    PRINTED_TENSOR,
+)
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.source import user_line
 
@@ -94,3 +101,34 @@ def mark_data_loading() -> Iterator[None]:
         yield
     finally:
         loader_iterator.__next__ = original
+
+
+@contextmanager
+def mark_unseen_ops(*, constructors: bool = True) -> Iterator[None]:
+    """Inside, printing a device's tensor and `torch.tensor` are ranges with the user's line: traces do not see the ops
+    of these.
+
+    Without `constructors`, `torch.tensor` stays as it is: torch.compile must not meet another function in its place.
+    """
+    guard = Guard()
+
+    def marked(function: Any, name: str, *, prints: bool) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if prints and args[0].device.type == "cpu":
+                return function(*args, **kwargs)
+            found = guard.call(user_line, sys._getframe(1))
+            if not found or not found[0]:
+                return function(*args, **kwargs)
+            with _RecordFunctionFast(f"{name}{LINE_SEPARATOR}{found[0]}"):
+                return function(*args, **kwargs)
+
+        return run
+
+    printing: Any = torch._tensor_str
+    with ExitStack() as patches:
+        patches.enter_context(patch_attribute(printing, "_str", marked(printing._str, PRINTED_TENSOR, prints=True)))
+        for name in ("tensor", "as_tensor") if constructors else ():
+            function = marked(getattr(torch, name), NEW_TENSOR, prints=False)
+            patches.enter_context(patch_attribute(torch, name, function))
+        yield
