@@ -108,6 +108,7 @@ def __getattr__(name: str) -> Any:
 
 
 # What renders a result is imported when a result is first shown or written.
+_display.report = lambda result: str(import_module("nearpeak.render.results").report(result))
 _display.card = lambda result: str(import_module("nearpeak.render.notebook").card(result))
 _display.write = lambda result, path: import_module("nearpeak.render.report").write(result, path)
 
@@ -118,4 +119,4 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -1,7 +1,7 @@
-"""How a result shows itself: `card` gives its HTML for a notebook, `write` writes it to a file; and `printable`.
+"""How a result shows itself: `Result` for its class, `headline` for its `repr`; and `printable`.
 
 Results are data, and the code that renders them is above them in the order of imports. `nearpeak/__init__.py`, which is
-imported before any other module, sets both functions.
+imported before any other module, sets the functions that render: `report`, `card` and `write`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+report: Callable[[Any], str]
+"""A result as text."""
 card: Callable[[Any], str]
+"""A result as HTML for a notebook."""
 write: Callable[[Any, str | Path], None]
+"""Writes a result to a file."""
+
+LONGEST_HEADLINE = 100
+
+
+class Result:
+    """What a public function returns: `report()` is its text, and a notebook shows its card.
+
+    `render/results.py` has the view of each class; its `repr` is a `headline`.
+    """
+
+    __slots__ = ()
+
+    def report(self) -> str:
+        """The report as text of 80 columns, as the command line prints it."""
+        return report(self)  # noqa: F821  # `nearpeak/__init__.py` sets it
+
+    def _repr_html_(self) -> str:
+        """The card that a notebook shows."""
+        return card(self)  # noqa: F821  # the same
+
+
+def headline(text: str) -> str:
+    """The `repr` of a result: one line of at most 100 characters, all of which can be seen.
+
+    >>> headline("Profile of train.py: 12 ms a step")
+    '<Profile of train.py: 12 ms a step>'
+    >>> len(headline("x" * 1000))
+    100
+    """
+    line = printable(" ".join(text.split()))
+    room = LONGEST_HEADLINE - 2
+    if len(line) > room:  # names begin it, figures end it
+        line = f"{line[: room // 2 - 2]}...{line[room // 2 + 1 - room :]}"
+    return f"<{line}>"
+
 
 _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Letters and marks, to Unicode, that show nothing."""

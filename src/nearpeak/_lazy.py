@@ -22,4 +22,4 @@ def lazy_names(
         value = namespace[name] = getattr(import_module(f"{package}.{home}"), name)
         return value
 
-    return find, lambda: sorted({*namespace, *namespace["__all__"]})
+    return find, lambda: sorted(namespace["__all__"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +18,7 @@ from nearpeak._display import printable
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.errors import NearpeakError, UsageError, did_you_mean
 from nearpeak.render.html.markup import element, visible
+from nearpeak.render.results import VIEWS
 
 
 @contextmanager
@@ -262,21 +263,10 @@ def _raise_usage_error(message: str) -> NoReturn:
     raise import_module("IPython.core.error").UsageError(printable(message)) from None
 
 
-def _text_printer(module: str) -> Callable[[Any, Any, bool], None]:
-    """A printer for IPython. It imports the renderer when the first result is shown."""
+def _print_report(result: Any, printer: Any, cycle: bool) -> None:
+    """IPython's protocol of a printer."""
+    printer.text(result.report())
 
-    def show(result: Any, printer: Any, cycle: bool) -> None:
-        printer.text(import_module("nearpeak.render.text").text(import_module(module).document(result)))
-
-    return show
-
-
-TEXT_PRINTERS: Mapping[tuple[str, str], Callable[[Any, Any, bool], None]] = {
-    ("nearpeak.measure.timing", "Timing"): _text_printer("nearpeak.render.views.timing"),
-    ("nearpeak.bound.estimate", "Estimate"): _text_printer("nearpeak.render.views.estimate"),
-    ("nearpeak.profiles.profile", "Profile"): _text_printer("nearpeak.render.views.profile"),
-}
-"""By the module and the name of the result's class."""
 
 __all__ = ["load_ipython_extension", "progress"]
 
@@ -287,5 +277,5 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magic_function(magics.line, magic_kind="line", magic_name="nearpeak")
     shell.register_magic_function(magics.cell, magic_kind="cell", magic_name="nearpeak")
     formatter = shell.display_formatter.formatters["text/plain"]
-    for (module, name), show in TEXT_PRINTERS.items():
-        formatter.for_type_by_name(module, name, show)
+    for module, name in VIEWS:
+        formatter.for_type_by_name(f"nearpeak.{module}", name, _print_report)

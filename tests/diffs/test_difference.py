@@ -240,3 +240,47 @@ def test_a_profile_without_ops_and_without_time():
     empty = replace(made_up(), ops=(), wall_s=0.0, kernel_s=0.0)
     for other in (empty, made_up()):
         assert difference(empty, other).verdict == difference(other, empty).verdict == "same"
+
+
+def resized(profile, factor):
+    """The same program on another batch: all shapes, FLOPs and times change."""
+    ops = tuple(
+        replace(
+            op,
+            shapes=tuple(tuple(factor * size for size in shape) for shape in op.shapes),
+            flops=factor * op.flops,
+            measured_s=factor * op.measured_s,
+        )
+        for op in profile.ops
+    )
+    return replace(profile, ops=ops, flops=factor * profile.flops)
+
+
+@pytest.mark.parametrize("names", [("train.py", "train.py"), ("runs/vit.py", "moe.py")])
+@pytest.mark.parametrize("models", [("vit_first", "moe_first"), ("moe_first", "vit_compiled")])
+def test_two_models_are_different_programs(models, names):
+    runs = [replace(real(model), source=name) for model, name in zip(models, names, strict=True)]
+    found = difference(*runs)
+    assert found.verdict == "different programs"
+    assert max(found.common_shares) < 0.1
+
+
+def test_a_changed_program_is_not_another_one():
+    first = replace(real("vit_first"), source="slow.py")
+    one_layer = replace(first, ops=tuple(op for op in first.ops if ".layer.1" not in op.module), flops=1.0)
+    sorted_too = replace(first.ops[0], name="aten.sort.default", module="", source="slow.py:9", measured_s=9.0)
+    for before, after in (
+        (first, resized(real("vit_second"), 20)),  # other shapes, and times that are not comparable
+        (first, resized(real("vit_compiled"), 2)),
+        (first, one_layer),
+        (replace(first, ops=(*first.ops, sorted_too)), replace(first, source="fast.py", flops=1.0)),  # a waste is gone
+        (first, replace(real("moe_first"), flops=1.01 * first.flops)),  # the same work in other ops: rewritten
+    ):
+        after = replace(after, source="fast.py")
+        assert difference(before, after).verdict != "different programs"
+        assert difference(after, before).verdict != "different programs"
+
+
+def test_runs_without_kernels_are_not_called_different():
+    empty = replace(made_up(), ops=())
+    assert difference(empty, empty).common_shares == (1.0, 1.0)

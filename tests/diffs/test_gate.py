@@ -53,3 +53,8 @@ def test_runs_that_are_too_noisy():
 def test_what_is_not_comparable():
     assert gate(difference(RUN, replace(slower(1.2), device="other")), 0.03).outcome == "not known"
     assert gate(difference(replace(RUN, steps=0, walls=(), spread=None), RUN), 0.03).outcome == "not known"
+
+
+def test_different_programs_cannot_pass_or_fail():
+    result = gate(difference(real("vit_first"), real("moe_first")), 0.03)
+    assert (result.outcome, result.reason) == ("not known", "the runs are of different programs")

@@ -52,6 +52,11 @@ class EstimatedOp:
     """The time of a good kernel; None where nothing like it was measured."""
     origin: Origin = "torch"
 
+    def __repr__(self) -> str:
+        at = f" at {self.source}" if self.source else ""
+        bound = "no bound" if self.model == "none" else f"bound {seconds(self.seconds)} ({self.limiter})"
+        return _display.headline(f"{self.name} {self.phase}{at}: {bound}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
@@ -67,7 +72,7 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(_display.Result):
     """What the hardware allows for a piece of code. Three floors, each at or below the one before."""
 
     machine: str
@@ -99,14 +104,9 @@ class Estimate:
     """The part of `bytes` that the last-level cache does not serve: the least that crosses memory."""
 
     def __repr__(self) -> str:
-        """One line, without the ops."""
         times = (("as written", self.as_written_s), ("fused", self.fused_s), ("ideal", self.ideal_s))
         floors = ", ".join(f"{name} {seconds(value)}" for name, value in times)
-        return _display.printable(f"<Estimate of {len(self.ops)} ops on {self.machine}: {floors}>")
-
-    def _repr_html_(self) -> str:
-        """As a notebook shows it."""
-        return _display.card(self)
+        return _display.headline(f"Estimate of {len(self.ops)} ops on {self.machine}: {floors}")
 
     @property
     def flops(self) -> float:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from statistics import median
 from typing import Literal
 
-from nearpeak.diffs.match import Match, Relation, match_ops, operator_name
+from nearpeak._display import Result, headline
+from nearpeak.diffs.match import Match, Relation, common_shares, match_ops, operator_name
 from nearpeak.diffs.significance import (
     CPU_PRIOR,
     GPU_PRIOR,
@@ -34,9 +36,10 @@ from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.idle import CauseName, IdleCause
 from nearpeak.profiles.profile import Profile, ProfiledOp
 from nearpeak.profiles.waterfall import PartName
-from nearpeak.units import percent, quantity
+from nearpeak.units import percent, quantity, seconds
 
 Verdict = Literal["slower", "faster", "same"]
+StepVerdict = Literal[Verdict, "different programs"]
 
 MIN_OP_SHARE = 0.0005
 """Of the wall time. Smaller changes of ops are not listed."""
@@ -53,6 +56,13 @@ MIN_IDLE_CHANGE = 0.25
 """Of the larger time. Idle time of a cause that changes by less is considered unchanged."""
 MIN_WORK_CHANGE = 0.01
 """Of the FLOPs. A step whose FLOPs change by more does different work."""
+MIN_COMMON_SHARE = 0.5
+"""Of the kernel time of one of the runs at least. With less in ops that both have, the runs are of different programs;
+a change of one program leaves most of the ops of the faster run in both."""
+MIN_COMMON_SHARE_SAME_NAME = 0.15
+"""The same where both runs are of a file of one name, which may have been rewritten."""
+MAX_WORK_CHANGE_REWRITTEN = 0.05
+"""Of the FLOPs. A program that was rewritten has other ops and does the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +148,12 @@ class IdleChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Result):
     """Two profiles, the later relative to the earlier."""
 
     before: RunSummary
     after: RunSummary
-    verdict: Verdict
+    verdict: StepVerdict
     ratio: float
     """Of the step times."""
     noise: float
@@ -169,7 +179,13 @@ class Difference:
     """False if the clean steps of a run are so far apart that its ops say nothing: ops are not compared one to one."""
     doubts: tuple[str, ...] = ()
     """Why nothing can be said about the step time with confidence."""
+    common_shares: tuple[float, float] = (1.0, 1.0)
+    """Of the kernel time of each run, the share of ops that the other run has too."""
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        step = f"{seconds(self.before.step_s)} -> {seconds(self.after.step_s)} a step, {100 * self.change:+.1f} %"
+        return headline(f"Difference of {self.before.source} and {self.after.source}: {self.verdict}, {step}")
 
     @property
     def change(self) -> float:
@@ -202,10 +218,12 @@ def difference(before: Profile, after: Profile) -> Difference:
     if significant and model.clock is not None and abs(math.log(ratio)) <= MAX_CLOCK_CHANGE:
         accounted_s = beyond_s + sum(change.change_s for change in idle)
         by_clock = accounted_s / changed_s < EXPLAINED_RANGE[0]
+    shares = common_shares(before, after)
+    verdict: StepVerdict = "same" if by_clock or not significant else "slower" if ratio > 1.0 else "faster"
     return Difference(
         before=runs[0],
         after=runs[1],
-        verdict="same" if by_clock or not significant else "slower" if ratio > 1.0 else "faster",
+        verdict="different programs" if _are_different_programs(before, after, max(shares)) else verdict,
         ratio=ratio,
         noise=noise,
         explained=explained,
@@ -222,7 +240,16 @@ def difference(before: Profile, after: Profile) -> Difference:
         gone=_findings_only_in(before, after),
         steady=steady,
         doubts=tuple(_doubts(before, after)),
+        common_shares=shares,
         notes=tuple(_notes(before, after)),
+    )
+
+
+def _are_different_programs(before: Profile, after: Profile, common_share: float) -> bool:
+    names = [PurePath(profile.source.replace("\\", "/")).name for profile in (before, after)]
+    is_same_work = before.flops and abs(after.flops / before.flops - 1.0) <= MAX_WORK_CHANGE_REWRITTEN
+    return not is_same_work and common_share < (
+        MIN_COMMON_SHARE_SAME_NAME if names[0] == names[1] else MIN_COMMON_SHARE
     )
 
 

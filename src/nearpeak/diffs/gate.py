@@ -27,6 +27,8 @@ def gate(difference: Difference, limit: float) -> Gate:
     allowed = f"{percent(limit)} is allowed"
     if difference.doubts:
         return Gate(outcome="not known", reason=f"{change}, but {'; '.join(difference.doubts)}")
+    if difference.verdict == "different programs":
+        return Gate(outcome="not known", reason="the runs are of different programs")
     noise = math.expm1(difference.noise)
     if difference.change > limit and difference.verdict == "slower":
         return Gate(outcome="failed", reason=f"{change}, and {allowed}; noise is {percent(noise)} at most")

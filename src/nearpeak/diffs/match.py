@@ -89,6 +89,36 @@ def match_ops(before: Profile, after: Profile) -> list[Match]:
     return matches
 
 
+def common_shares(before: Profile, after: Profile) -> tuple[float, float]:
+    """Of the kernel time of each run, the share of ops that the other has too, whatever their number and time.
+
+    The other run has an op if it has the operator on the same shapes, or on any shapes in the same module or, outside
+    of modules, file. If one run is compiled, only products are compared, by the model: fusion leaves no other op.
+    """
+    runs, identities = [_device_ops(before), _device_ops(after)], _identities
+    if any(map(_is_compiled, runs[0])) != any(map(_is_compiled, runs[1])):
+        runs, identities = [[op for op in ops if _is_product(op)] for ops in runs], _model_identities
+    keys = [{key for op in ops for key in identities(op)} for ops in runs]
+    shares = []
+    for ops, others in zip(runs, reversed(keys), strict=True):
+        total_s = sum(op.compared_s for op in ops)
+        common_s = sum(op.compared_s for op in ops if not others.isdisjoint(identities(op)))
+        shares.append(common_s / total_s if total_s else 1.0)
+    return shares[0], shares[1]
+
+
+def _identities(op: ProfiledOp) -> Iterator[Hashable]:
+    name = operator_name(op)
+    yield name, op.phase, _operands(op)
+    if op.module or op.source:
+        yield name, op.phase, module_pattern(op) if op.module else op.source.rpartition(":")[0]
+
+
+def _model_identities(op: ProfiledOp) -> Iterator[Hashable]:
+    yield op.family, op.phase, op.flops
+    yield op.family, op.phase, op.module.partition(".")[0] or op.source.rpartition(":")[0]
+
+
 def operator_name(op: ProfiledOp) -> str:
     """An operator without its overload; a kernel of Inductor's without its number in one compilation."""
     if op.origin == "inductor":

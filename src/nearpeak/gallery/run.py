@@ -120,7 +120,7 @@ class Context:
         if not self.measures:
             return None
         options = {"max_seconds": MEASURE_SECONDS, "warmup_seconds": 0.05, "other_kinds": False, **options}
-        timing = nearpeak.bench(fn, *args, machine=self.machine, **options)
+        timing = nearpeak.bench(fn, *args, on=self.machine, **options)
         self.flags.append(timing.flags)
         return timing.seconds
 

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nearpeak._display import Result, headline
 from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.units import quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class Achievable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Result):
     """What one processor can do. `theoretical` is None for a CPU, `achievable` is None before calibration."""
 
     id: str
@@ -140,6 +142,16 @@ class Machine:
     achievable: Achievable | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from, by field name."""
+
+    def __repr__(self) -> str:
+        ceilings = self.achievable or self.theoretical
+        if ceilings is None:
+            return headline(f"Machine {self.id}: {self.name}, not calibrated")
+        how = ceilings.how if isinstance(ceilings, Achievable) else "datasheet"
+        rates = {**ceilings.vector, **ceilings.matrix}
+        dtype = next((name for name in ("bfloat16", "float32") if name in rates), next(iter(rates), None))
+        peak = f", {dtype} {quantity(rates[dtype], 'FLOP/s')}" if dtype else ""
+        return headline(f"Machine {self.id}: {quantity(ceilings.bandwidth, 'B/s')}{peak} ({how})")
 
     def ridge(self, dtype: str) -> float:
         """FLOP per byte above which `dtype` matrix work is limited by compute rather than memory."""

@@ -18,6 +18,7 @@ import nearpeak
 from nearpeak.bound.roofline import bound
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import UntrustworthyMeasurement
+from nearpeak.machines import catalogue
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.case import Case, as_case, case_errors
@@ -47,7 +48,7 @@ def bench(
     work: Work | None = None,
     reset: Callable[[], Any] | None = None,
     name: str = "",
-    machine: Machine | None = None,
+    on: str | Machine | None = None,
     strict: bool = False,
     progress: Progress | None = None,
     **options: Any,
@@ -62,7 +63,8 @@ def bench(
         work: The least work of a call; with it the result has a bound.
         reset: Called before each call, outside the timed region.
         name: For reports; the function's name otherwise.
-        machine: Whose ceilings give the bound; this machine's calibrated or catalogued ones otherwise.
+        on: The machine whose ceilings give the bound: one of the catalogue by name, a `Machine`, or None for this
+            machine's calibrated or catalogued ones.
         strict: Raise `UntrustworthyMeasurement` when the grade is C or F.
         progress: Called with a line of text now and then.
         options: kind ("auto", "device", "graph", "pipelined", "latency", "enqueue", "cpu"), method ("auto", "events",
@@ -81,7 +83,7 @@ def bench(
     say = progress or (lambda line: None)
     say(f"{case.name}: probing")
     prepared = prepare(case, chosen)
-    limit = case_bound(prepared, machine)
+    limit = case_bound(prepared, on)
     with _on_device(prepared), quiet_collector():
         say(f"{case.name}: warming up ({prepared.sampler.method})")
         with case_errors(case.name, "while warming up"):
@@ -214,11 +216,14 @@ class CaseBound:
         return comparable and high < ROOFLINE_SLACK * self.seconds
 
 
-def case_bound(prepared: PreparedCase, machine: Machine | None = None) -> CaseBound | None:
+def case_bound(prepared: PreparedCase, on: str | Machine | None = None) -> CaseBound | None:
     """The bound of the stated work; None where no work is stated or the machine is not known."""
+    machine = catalogue.find(on) if isinstance(on, str) else on  # a misspelled name is an error, with work and without
     work = prepared.case.work
-    machine = machine or (known_machine(prepared.device) if work is not None else None)
-    if work is None or machine is None or machine.achievable is None:
+    if work is None:
+        return None
+    machine = machine or known_machine(prepared.device)
+    if machine is None or machine.achievable is None:
         return None
     roofline = bound(work, machine)
     return CaseBound(seconds=roofline.seconds, limiter=roofline.limiter, ceilings=machine.achievable.how)

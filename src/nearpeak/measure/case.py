@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from nearpeak._display import headline
 from nearpeak.errors import CaseError, NearpeakError, UsageError, did_you_mean, message_of
 from nearpeak.ops.work import Work
 
@@ -83,6 +84,11 @@ class Case:
             ("resampled", tuple(resampled)),
         ):
             object.__setattr__(self, attribute, value)
+
+    def __repr__(self) -> str:
+        """Without its arguments, which may be large tensors."""
+        parameters = "".join(f", {name}={value}" for name, value in self.parameters.items())
+        return headline(f"Case {self.name}: {len(self.args) + len(self.kwargs)} arguments{parameters}")
 
     def call(self) -> Any:
         """Runs it once."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import UntrustworthyMeasurement, UsageError
+from nearpeak.machines.machine import Machine
 from nearpeak.measure.bench import case_bound, explain, make_timing, measured_block, quiet_collector, warm_up
 from nearpeak.measure.case import Case, as_case, case_errors
 from nearpeak.measure.options import Options, Progress, options_from
@@ -35,6 +36,7 @@ def compare(
     work: Any = None,
     reset: Callable[[], Any] | None = None,
     names: tuple[str, str] = ("", ""),
+    on: str | Machine | None = None,
     strict: bool = False,
     progress: Progress | None = None,
     **options: Any,
@@ -46,8 +48,8 @@ def compare(
 
     The verdict is about b: FASTER or SLOWER when the interval of the ratio excludes 1 and is not within `margin`;
     EQUIVALENT when the whole interval is within `margin`; INCONCLUSIVE otherwise. `detectable` is the smallest
-    difference that the run would have seen four times out of five. Options are those of `bench`, with a `confidence` of
-    0.98 by default.
+    difference that the run would have seen four times out of five. `on` and the options are those of `bench`, with a
+    `confidence` of 0.98 by default.
 
     >>> import torch
     >>> result = compare(torch.sin, torch.cos, torch.randn(20_000), max_seconds=0.1, warmup_seconds=0.01)
@@ -72,7 +74,7 @@ def compare(
             f"{case_a.name} gives a {kinds[0]} time on {pair[0].device_name}, {case_b.name} a {kinds[1]} time on "
             f"{pair[1].device_name}: these cannot be compared. Ask for one kind, for example kind='latency'."
         )
-    limits = [case_bound(prepared) for prepared in pair]
+    limits = [case_bound(prepared, on) for prepared in pair]
     with quiet_collector():
         for prepared in pair:
             with case_errors(prepared.case.name, "while warming up"):

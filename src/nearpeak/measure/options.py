@@ -57,6 +57,8 @@ def options_from(options: dict[str, Any]) -> Options:
     """Options from keyword arguments, with a helpful error for a name that does not exist."""
     valid = [field.name for field in fields(Options)]
     for name in options:
+        if name == "machine":
+            raise UsageError("The machine whose ceilings give the bound is `on`: bench(fn, x, on=machine).")
         if name not in valid:
             raise UsageError(
                 f"There is no option {name!r}. {did_you_mean(name, valid)} Keyword arguments of the timed function go "

@@ -745,7 +745,7 @@ def _impossible(place: Place) -> Timing:
         known = find("h200-sxm")
         assert known.achievable is not None
         machine = replace(known, achievable=replace(known.achievable, how="measured"))
-    return bench(torch.exp, _data(place), work=Work(bytes_read=1e12), machine=machine, **{**_QUICK, "cache": "cold"})
+    return bench(torch.exp, _data(place), work=Work(bytes_read=1e12), on=machine, **{**_QUICK, "cache": "cold"})
 
 
 def _no_time(place: Place) -> Timing:

@@ -30,7 +30,7 @@ def sweep(
     grid: Mapping[str, Sequence[Any]],
     *,
     name: str = "",
-    machine: Machine | None = None,
+    on: str | Machine | None = None,
     strict: bool = False,
     progress: Progress | None = None,
     point: PointDone | None = None,
@@ -46,7 +46,7 @@ def sweep(
         build: Takes the parameters and returns what to time: a `Case`, a callable, or a tuple (callable, *arguments).
         grid: The values of each parameter.
         name: For reports; the function's name otherwise.
-        machine: Whose ceilings give the bounds, as in `bench`.
+        on: The machine whose ceilings give the bounds, as in `bench`.
         strict: Raise `UntrustworthyMeasurement` at the first point whose grade is C or F.
         progress: Called with a line of text now and then.
         point: Called before each point and after the last with how many are done, how many there are, and the point.
@@ -73,9 +73,7 @@ def sweep(
         say(f"[{done + 1}/{len(points)}] {where}")
         try:
             # The case is not stored: its tensors are freed before the next point is built.
-            timings.append(
-                bench(builder.build(**parameters), machine=machine, strict=strict, progress=progress, **options)
-            )
+            timings.append(bench(builder.build(**parameters), on=on, strict=strict, progress=progress, **options))
         except KeyboardInterrupt:
             if not timings:
                 raise

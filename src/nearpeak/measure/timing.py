@@ -37,7 +37,7 @@ Grade = Literal["A", "B", "C", "F"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(_display.Result):
     """One measurement. `seconds` is the median over blocks, `low` to `high` its confidence interval within this run."""
 
     name: str
@@ -98,9 +98,10 @@ class Timing:
             text += f", {percent(self.share_of_bound)} of the {self.bound_limiter} bound"
         return f"{text}, grade {self.grade}"
 
-    def _repr_html_(self) -> str:
-        """As a notebook shows it."""
-        return _display.card(self)
+    def __repr__(self) -> str:
+        interval = seconds_between(self.seconds, self.low, self.high)
+        share = "" if self.share_of_bound is None else f", {percent(self.share_of_bound)} of the bound"
+        return _display.headline(f"Timing of {self.name}: {interval} {self.kind} time{share}, grade {self.grade}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(_display.Result):
     """Two cases timed in interleaved pairs of blocks. `ratio` is the time of `b` over the time of `a`."""
 
     a: Timing
@@ -152,9 +153,13 @@ class Comparison:
             f"[{self.low:.4f}, {self.high:.4f}], {self.pairs} pairs, could see {percent(self.detectable, 2)}"
         )
 
+    def __repr__(self) -> str:
+        ratio = f"{self.ratio:.3f} x the time [{self.low:.3f}, {self.high:.3f}]"
+        return _display.headline(f"Comparison: {self.b.name} is {self.verdict} against {self.a.name}, {ratio}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(_display.Result):
     """The timings of a grid of parameters, in the grid's order."""
 
     name: str
@@ -164,6 +169,11 @@ class Sweep:
     """Grid points that could not be measured, with the reason."""
     partial: bool = False
     schema: int = SCHEMA
+
+    def __repr__(self) -> str:
+        grid = " x ".join(f"{len(values)} {name}" for name, values in self.parameters.items())
+        failures = f", {len(self.failures)} failed" if self.failures else ""
+        return _display.headline(f"Sweep of {self.name} over {grid}: {len(self.timings)} timings{failures}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from nearpeak._display import Result, headline
 from nearpeak._records import Amount, Count, Seconds
+from nearpeak.units import percent, seconds
 
 MIN_SHOWN_SHARE = 0.01
 """Of the wall time. Findings that save less are not shown."""
@@ -26,7 +28,7 @@ class Fix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Result):
     """One kind of waste at one line of the user's code, at all places where that line runs."""
 
     rule: str
@@ -56,6 +58,10 @@ class Finding:
     together_s: Seconds | None = None
     """The saving of this finding and of all larger ones at once; None for profiles that were saved before they had
     it."""
+
+    def __repr__(self) -> str:
+        where = self.source or self.module or "the step"
+        return headline(f"{self.rule} at {where}: saves {seconds(self.saving_s)}, {percent(self.share)}")
 
     @property
     def module(self) -> str:

@@ -19,6 +19,7 @@ from nearpeak.ops.fast_init import fast_init
 from nearpeak.ops.op import Origin
 from nearpeak.profiles.completeness import Completeness
 from nearpeak.profiles.conditions import StepConditions
+from nearpeak.profiles.excerpt import SourceExcerpt
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.grade import Grade
 from nearpeak.profiles.idle import Gap, IdleCause, IdleTime
@@ -64,6 +65,11 @@ class ProfiledOp:
     slowest_s: Seconds | None = None
     """Its time in the profiled step with the largest kernel time."""
     origin: Origin = "torch"
+
+    def __repr__(self) -> str:
+        bound = f", bound {seconds_text(self.bound_s)} ({self.limiter})" if self.modeled else ", no bound"
+        at = f" at {self.source}" if self.source else ""
+        return _display.headline(f"{self.name} {self.phase}{at}: {seconds_text(self.measured_s)}{bound}")
 
     @property
     def compared_s(self) -> float:
@@ -146,7 +152,7 @@ class CompilerFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(_display.Result):
     """One step of a run."""
 
     schema: int
@@ -211,6 +217,9 @@ class Profile:
     later_s: Seconds | None = None
     """The time of a step on a GPU that does not wait for its host, after everything was recorded: at the clock that it
     sustains. None if there were no such steps."""
+    excerpts: tuple[SourceExcerpt, ...] = ()
+    """The text of the source lines that findings, idle time and the ops that lose most name, read when the step ran;
+    none for a trace file."""
     grade: Grade | None = None
     """How far the profile can be trusted, in a file for its readers. `grade_profile` follows it from the rest."""
 
@@ -238,15 +247,8 @@ class Profile:
         _display.write(self, path)
 
     def __repr__(self) -> str:
-        """One line, without the ops."""
-        return _display.printable(
-            f"<Profile of {self.source} on {self.device}: {seconds_text(self.wall_s)} a step, as written "
-            f"{seconds_text(self.as_written_s)}, ideal {seconds_text(self.ideal_s)}>"
-        )
-
-    def _repr_html_(self) -> str:
-        """The card that a notebook shows."""
-        return _display.card(self)
+        times = f"{seconds_text(self.wall_s)} a step, ideal {seconds_text(self.ideal_s)}"
+        return _display.headline(f"Profile of {self.source} on {self.device}: {times}")
 
 
 def build_profile(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nearpeak.bound.estimate import estimate_trace
@@ -44,6 +44,7 @@ from nearpeak.profiling.steps import is_similar_size
 from nearpeak.trace.kineto.host import PRINTED_TENSOR, HostSpan, line_of_mark
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.recorder import without_tf32
+from nearpeak.trace.source import read_excerpts
 
 LIVE_FACTS: frozenset[StepFact] = frozenset({"storages", "lines", "host", "memory"})
 """What is known about the steps of a live run."""
@@ -148,7 +149,7 @@ class StepRecords:
             rank=self.rank,
             world_size=self.world_size,
         )
-        return add_findings(
+        profile = add_findings(
             profile,
             traced,
             machine,
@@ -158,6 +159,17 @@ class StepRecords:
             if self.recorded.kernels
             else None,
         )
+        return dataclasses.replace(profile, excerpts=read_excerpts(_lines_of_interest(profile)))
+
+
+def _lines_of_interest(profile: Profile) -> Iterator[str]:
+    """The lines that reports name: of findings, of idle time, and of ops, those that lose most first."""
+    yield from (finding.source for finding in profile.findings)
+    yield from (cause.where for cause in profile.idle)
+    lost: dict[str, float] = {}
+    for op in profile.ops:
+        lost[op.source] = lost.get(op.source, 0.0) + op.lost_s
+    yield from sorted(lost, key=lambda source: -lost[source])
 
 
 def spread_of(walls: Sequence[float], wall_s: float) -> float:

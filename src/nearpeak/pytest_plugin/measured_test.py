@@ -528,8 +528,8 @@ class MeasuredTest:
         from nearpeak.measure import bench
 
         has_work = options.get("work") is not None or (isinstance(fn, Case) and fn.work is not None)
-        if self.bars.of_bound is not None and has_work and options.get("machine") is None:
-            options["machine"] = self._machine()
+        if self.bars.of_bound is not None and has_work and options.get("on") is None:
+            options["on"] = self._machine()
         try:
             measured = bench.bench(fn, *args, **options)
         except EnvironmentProblem as error:

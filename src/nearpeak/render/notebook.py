@@ -1,4 +1,4 @@
-"""A profile, an estimate and a timing as a fragment of HTML for a notebook: a `Document` with styles of its own.
+"""A result as a fragment of HTML for a notebook: a `Document` with styles of its own.
 
 A fragment has no script, no style sheet, no id and no link, so that it neither changes the page that it is shown in nor
 needs anything from it. It has no colors of its own: what is drawn has the color of the text, on a light page and on a
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from nearpeak.bound.estimate import Estimate
-from nearpeak.measure.timing import Timing
-from nearpeak.profiles.profile import Profile
+from nearpeak._display import Result
 from nearpeak.render.document import (
     Block,
     CodeBlock,
@@ -26,8 +24,8 @@ from nearpeak.render.document import (
     printable_document,
 )
 from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
+from nearpeak.render.results import document_of
 from nearpeak.render.text import cell_text
-from nearpeak.render.views import estimate, profile, timing
 
 LONGEST = 600
 LONGEST_CELL = 80
@@ -45,11 +43,9 @@ _NO_MATHEMATICS = "tex2jax_ignore mathjax_ignore"
 """Names of ops and files may have dollar signs in them, and a notebook would typeset what is between two."""
 
 
-def card(result: Profile | Estimate | Timing) -> str:
+def card(result: Result) -> str:
     """What a notebook shows for a result."""
-    if isinstance(result, Profile):
-        return fragment(profile.document(result))
-    return fragment(estimate.document(result) if isinstance(result, Estimate) else timing.document(result))
+    return fragment(document_of(result))
 
 
 def fragment(document: Document) -> str:

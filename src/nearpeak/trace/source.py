@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sys
 import sysconfig
@@ -11,6 +12,8 @@ from types import CodeType, FrameType, TracebackType
 
 import torch
 from torch.autograd.graph import _engine_run_backward
+
+from nearpeak.profiles.excerpt import MOST_EXCERPTS, SourceExcerpt, excerpt
 
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -57,6 +60,20 @@ def package_files(sources: Iterable[str]) -> dict[str, str]:
             package = _PACKAGE_FILE.match(path)
             packages.setdefault(name, set()).add(package[1].removesuffix(".py") if package else "")
     return {name: found.pop() for name, found in packages.items() if len(found) == 1 and "" not in found}
+
+
+def read_excerpts(sources: Iterable[str]) -> tuple[SourceExcerpt, ...]:
+    """The text around source lines, as far as their files can be read and their names are those of one file."""
+    paths: dict[str, list[str]] = {}
+    for path, name in _user_file_names.items():
+        paths.setdefault(name, []).append(path)
+    excerpts = []
+    for source in dict.fromkeys(sources):
+        same_name = paths.get(source.rpartition(":")[0], [])
+        found = excerpt(source, linecache.getlines(same_name[0])) if len(same_name) == 1 else None
+        if found is not None:
+            excerpts.append(found)
+    return tuple(excerpts[:MOST_EXCERPTS])
 
 
 def is_standard_file(filename: str) -> bool:

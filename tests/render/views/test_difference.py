@@ -158,3 +158,11 @@ def test_names_from_outside_are_only_text():
     assert len(comment) < 65_536
     widths = {line.count("|") for line in comment.splitlines() if line.startswith("| ")}
     assert widths <= {6, 7, 8}
+
+
+def test_two_programs_are_called_so_before_anything_else():
+    found = difference(real("vit_first"), real("moe_first"))
+    said = text(found).partition("Before:")[0].replace("\n         ", " ")
+    assert said.startswith("Verdict: These are different programs: ops that both have take 4 % of the kernel time of ")
+    assert not re.search("faster|slower", said, re.IGNORECASE)
+    assert markdown(found).partition("\n")[0].endswith("the runs are of different programs")

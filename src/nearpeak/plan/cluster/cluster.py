@@ -5,7 +5,7 @@ it a GPU has `link_bandwidth` to any other; what leaves it goes over `network_ba
 one direction. `clusters.toml` is the catalogue of systems, with sources.
 
 >>> Cluster.of("h100-sxm x 64")
-Cluster: 64 x NVIDIA H100 SXM5 80GB, 8 nodes of 8, NVLink 4 x18 450 GB/s, InfiniBand NDR 400 50.0 GB/s per GPU
+<Cluster of 64 x h100-sxm: 8 nodes of 8, NVLink 4 x18 450 GB/s, network 50.0 GB/s>
 >>> Cluster.of("gb200 x 144").domain_size, Cluster.of("h100-sxm", gpus=16, network="ethernet-200").network_bandwidth
 (72, 25000000000.0)
 """
@@ -20,6 +20,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
 
+from nearpeak._display import Result, headline
 from nearpeak._files import parse_toml
 from nearpeak._records import brief, build, to_json
 from nearpeak.errors import FileProblem, UnknownMachine, UsageError, did_you_mean
@@ -39,7 +40,7 @@ end to end, RoCE about 5, EFA about 15 (AWS gave 15.5 us for the first EFA)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Cluster:
+class Cluster(Result):
     """GPUs of one kind in equal nodes. `Cluster.of` builds one from names; every field can also be set directly."""
 
     machine: Machine
@@ -211,6 +212,12 @@ class Cluster:
         return min(alone, per_domain / senders)
 
     def __repr__(self) -> str:
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {min(self.gpus, self.gpus_per_node)}"
+        network = f", network {quantity(self.network_bandwidth, 'B/s')}" if self.domains > 1 else ""
+        link = f"{self.link_name} {quantity(self.link_bandwidth, 'B/s')}"
+        return headline(f"Cluster of {self.gpus} x {self.machine.id}: {nodes}, {link}{network}")
+
+    def __str__(self) -> str:
         network = f", {self.network_name} {quantity(self.network_bandwidth, 'B/s')} per GPU" if self.domains > 1 else ""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {min(self.gpus, self.gpus_per_node)}"
         link = f"{self.link_name} {quantity(self.link_bandwidth, 'B/s')}"

@@ -38,16 +38,18 @@ from importlib import resources
 from statistics import fmean
 from typing import Any, Literal
 
+from nearpeak._display import Result, headline
 from nearpeak._records import from_json
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.provenance import Provenance, weakest
+from nearpeak.units import quantity
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class Collective(Result):
     """The time of one collective and what it is made of: `latency_seconds + bandwidth_seconds = seconds`."""
 
     op: str
@@ -60,6 +62,11 @@ class Collective:
     protocol: str
     limiter: Literal["latency", "link", "network", "nothing"]
     provenance: Provenance
+
+    def __repr__(self) -> str:
+        what = f"{self.op} of {quantity(self.bytes, 'B')} over {self.ranks} GPUs"
+        how = f"{self.algorithm}, {self.protocol}, limited by {self.limiter}"
+        return headline(f"Collective {what}: {quantity(self.seconds, 's')} ({how})")
 
     @property
     def latency_seconds(self) -> float:

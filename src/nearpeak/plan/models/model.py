@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from nearpeak._display import Result, headline
 from nearpeak.errors import UsageError
 from nearpeak.plan.legal import largest_divisor
 
@@ -33,7 +34,7 @@ FEEDS = {"D": "dense", "E": "experts", "-": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(Result):
     """The shape of a network, from which its weights, FLOPs and memory follow; 0 where it has no such part."""
 
     name: str
@@ -145,6 +146,11 @@ class Model:
                 f"{self.name}: `active_experts` is {self.active_experts}, more than the {self.experts} experts; "
                 f"nearest {self.experts}."
             )
+
+    def __repr__(self) -> str:
+        active = f", {self.active_parameters / 1e9:.3g} B active" if self.is_moe else ""
+        weights = f"{self.parameters / 1e9:.3g} B weights{active}"
+        return headline(f"Model {self.name}: {weights}, {self.layers} layers of {self.hidden}")
 
     def __hash__(self) -> int:
         """Hash of a few fields, which is fast; equality compares all."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nearpeak._display import Result, headline
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.legal import require_positive
@@ -36,6 +37,7 @@ from nearpeak.plan.serving.serve import (
     speculate,
 )
 from nearpeak.plan.serving.step import StepTime, serving_rates, step_time
+from nearpeak.units import seconds
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LARGEST_BATCH = 1 << 16
@@ -67,7 +69,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingPlan:
+class ServingPlan(Result):
     """A model served on a cluster: both phases, latency and throughput, room for the cache."""
 
     model: Model
@@ -92,6 +94,12 @@ class ServingPlan:
     """Layouts and loads that none beats both per GPU and per user; none where the layout was given."""
     disaggregated: Disaggregated | None = None
     speculative: Speculative | None = None
+
+    def __repr__(self) -> str:
+        where = f"{self.cluster.gpus} x {self.cluster.machine.id}"
+        rate = f"{self.replica.tokens_per_second * self.replicas:,.0f} tokens/s"
+        latency = f"first after {seconds(self.replica.ttft)}, then {seconds(self.replica.tpot)} each"
+        return headline(f"ServingPlan of {self.model.name} on {where}: {rate}, {latency}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

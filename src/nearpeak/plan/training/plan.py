@@ -27,6 +27,7 @@ from importlib import resources
 from itertools import combinations, product
 from typing import Any
 
+from nearpeak._display import Result, headline
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import Machine
 from nearpeak.plan.cluster.cluster import Cluster
@@ -39,6 +40,7 @@ from nearpeak.plan.training.job import Job
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import StageMemory, memory, memory_by_stage
 from nearpeak.plan.training.time import Planner, TrainingTime
+from nearpeak.units import quantity, seconds_between
 
 NEGLIGIBLE_SHARE = 0.005
 """Share of a step below which the provenance of a part is left out."""
@@ -49,7 +51,7 @@ FEWEST_RUNS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class MemoryPlan(Result):
     """Memory of a training job on each rank of each pipeline stage, and whether it fits a GPU."""
 
     job: Job
@@ -64,6 +66,12 @@ class MemoryPlan:
     changes: tuple[Change, ...]
     """Changes after which it fits, the fastest first; empty where it fits."""
 
+    def __repr__(self) -> str:
+        room = "" if self.capacity is None else f" of {quantity(self.capacity, 'B')}"
+        fits = "" if self.fits is None else ", fits" if self.fits else ", does not fit"
+        need = f"{quantity(self.fullest.total, 'B')}{room} on the fullest of {self.job.layout.gpus} GPUs{fits}"
+        return headline(f"MemoryPlan of {self.job.model.name}: {need}")
+
     @property
     def fullest(self) -> StageMemory:
         """The stage that needs the most."""
@@ -76,7 +84,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
+class TrainingPlan(Result):
     """A training job on a cluster: memory, the time of a step by part, cost, energy, and the error bar."""
 
     job: Job
@@ -93,6 +101,12 @@ class TrainingPlan:
     provenance: Provenance
     """The weakest of `provenances`."""
     provenances: tuple[Provenance, ...]
+
+    def __repr__(self) -> str:
+        where = f"{self.cluster.gpus} x {self.cluster.machine.id}"
+        interval = seconds_between(self.time.seconds, self.low, self.high)
+        fits = "" if self.memory.fits else ", does not fit"
+        return headline(f"TrainingPlan of {self.job.model.name} on {where}: {interval} a step{fits}")
 
     @property
     def low(self) -> float:

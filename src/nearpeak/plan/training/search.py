@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from nearpeak._display import Result, headline
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.model import Model
@@ -25,6 +26,7 @@ from nearpeak.plan.training.layout import Layout, Sharding
 from nearpeak.plan.training.memory import memory_by_stage, peak
 from nearpeak.plan.training.plan import TrainingPlan, training_plan
 from nearpeak.plan.training.time import Planner, TrainingTime
+from nearpeak.units import seconds
 
 STEP_TOKENS = 2**22
 """Tokens of one training step where no batch is given."""
@@ -39,7 +41,7 @@ FIELDS = ("tp", "cp", "pp", "virtual", "ep", "microbatch", "sharding", "recomput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchPlan:
+class SearchPlan(Result):
     """The best layout of a model on a cluster: the search, and the winner as a plan."""
 
     model: Model
@@ -53,6 +55,14 @@ class SearchPlan:
     """The fastest layout of the front whose `StageMemory.safe` fits, too; None where none does."""
     conditions: tuple[Condition, ...] = ()
     """Winners under other conditions; empty where the search takes long."""
+
+    def __repr__(self) -> str:
+        where = f"{self.cluster.gpus} x {self.cluster.machine.id}"
+        best = "no layout fits" if self.search.best is None else f"{seconds(self.search.best.seconds)} a step at best"
+        return headline(
+            f"SearchPlan of {self.model.name} on {where}: {best}, {self.search.fitting:,} of {self.search.legal:,} "
+            "layouts fit"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

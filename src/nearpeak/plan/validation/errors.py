@@ -8,7 +8,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Literal
 
+from nearpeak._display import Result, headline
 from nearpeak.errors import UsageError
+from nearpeak.units import percent
 
 ValidationKind = Literal["training", "inference", "collectives", "pairs"]
 
@@ -58,7 +60,7 @@ class SkippedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
+class Validation(Result):
     """Errors of one file of measurements."""
 
     kind: ValidationKind
@@ -75,6 +77,10 @@ class Validation:
     """Rows that cannot be planned: id and reason."""
     right: float | None = None
     """Pairs: share with the right winner."""
+
+    def __repr__(self) -> str:
+        errors = ", ".join(f"{group.name} {percent(group.mean_absolute)}" for group in self.whole)
+        return headline(f"Validation of {self.kind} in {self.path}: {len(self.rows)} rows, mean error {errors}")
 
 
 def summarize_errors(name: str, errors: Sequence[float]) -> ErrorGroup:

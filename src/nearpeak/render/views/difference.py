@@ -28,7 +28,7 @@ STEP_AND_WALL = 0.005
 MEMORY_CHANGE = 0.005
 MARKER = "<!-- nearpeak diff -->"
 """The first line of a comment on a pull request, by which a workflow finds its own comment again."""
-_COLORS: dict[str, Color] = {"slower": "red", "faster": "green", "same": "bold"}
+_COLORS: dict[str, Color] = {"slower": "red", "faster": "green", "same": "bold", "different programs": "yellow"}
 
 
 def document(
@@ -39,6 +39,7 @@ def document(
         "same": "no change of the step that noise does not explain",
         "slower": f"the step is slower, {signed_percent(difference.change)}",
         "faster": f"the step is faster, {signed_percent(difference.change)}",
+        "different programs": "the runs are of different programs",
     }
     return Document(
         title=f"nearpeak: {titles[difference.verdict]}",
@@ -81,6 +82,13 @@ def verdict(difference: Difference) -> str:
     """Whether the step changed, by how much, and whether that is real, in one sentence."""
     before_s, after_s = difference.before.step_s, difference.after.step_s
     times = f"{seconds(after_s)} a step against {seconds(before_s)}, {signed_percent(difference.change)}"
+    if difference.verdict == "different programs":
+        first, second = (percent(share, 0) for share in difference.common_shares)
+        return (
+            f"These are different programs: ops that both have take {first} of the kernel time of the first and "
+            f"{second} of that of the second. {seconds(after_s)} a step against {seconds(before_s)} is no change of "
+            "one program."
+        )
     noise = percent(math.expm1(difference.noise))
     if difference.by_clock:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.cluster.collectives import Collective
@@ -29,6 +30,17 @@ def document(collectives: Sequence[Collective], cluster: Cluster, ranks: int) ->
                 title="Time by size",
                 svg=picture(collectives, ops, f"Collectives over {ranks} x {cluster.machine.name}"),
             ),
+        ),
+    )
+
+
+def collective_document(collective: Collective) -> Document:
+    """One collective."""
+    return Document(
+        title=f"{collective.op} over {collective.ranks} GPUs",
+        parts=(
+            replace(_by_size([collective], collective.op), title=""),
+            Paragraph(text=weakest_sentence(collective.provenance), kind="small"),
         ),
     )
 

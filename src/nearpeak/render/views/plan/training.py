@@ -420,8 +420,8 @@ def steps_picture(times: list[tuple[str, TrainingTime]], model: str, subtitle: s
     return svg(stacked_bars(bars, title=f"Where a training step of {model} goes", subtitle=subtitle, shown=seconds))
 
 
-def search_document(answer: SearchPlan, top: int) -> Document:
-    """The report."""
+def search_document(answer: SearchPlan, top: int = 5) -> Document:
+    """The report, with the `top` layouts."""
     search, cluster = answer.search, answer.cluster
     fact = (
         f"{search.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}, {search.fitting:,} fit; "

@@ -1,0 +1,20 @@
+"""One finding as a document."""
+
+from __future__ import annotations
+
+from nearpeak.profiles.finding import Finding
+from nearpeak.render.document import Document
+from nearpeak.render.text import elide_start
+from nearpeak.render.views.profile import finding_blocks
+from nearpeak.units import percent, seconds
+
+
+def document(finding: Finding) -> Document:
+    """What is wasted, where, why, and what to write instead."""
+    where = elide_start(finding.source) or elide_start(finding.module) or "the step"
+    places = f", {finding.places:,} places" if finding.places > 1 else ""
+    return Document(
+        title=f"{finding.rule} at {where}{places}",
+        facts=(f"Predicted saving: {seconds(finding.saving_s)} a step, {percent(finding.share)}",),
+        parts=tuple(finding_blocks(finding)),
+    )

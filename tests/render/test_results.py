@@ -1,0 +1,170 @@
+"""Every public result has a short `repr`, a text report and a notebook card."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+
+import pytest
+from estimates import addition, estimate, product  # type: ignore[import-not-found]
+from real_runs import real  # type: ignore[import-not-found]
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pytest_plugin"))
+
+from figures import FINDING, timing  # type: ignore[import-not-found]
+
+import nearpeak
+from nearpeak import plan
+from nearpeak._display import Result, headline
+from nearpeak.diffs.difference import difference
+from nearpeak.machines import catalogue
+from nearpeak.machines.machine import Ceiling
+from nearpeak.measure.timing import Comparison, Sweep
+from nearpeak.plan.validation.errors import ComparedRow, Validation, summarize_errors
+from nearpeak.render.results import VIEWS, document_of
+
+
+def machine():
+    """As calibrated: with hundreds of measured ceilings."""
+    made = catalogue.find("h200-sxm")
+    ceilings = {f"matrix.{i}": Ceiling(value=1.0, spread=0.0, how="measured") for i in range(300)}
+    return replace(made, achievable=replace(made.achievable, ceilings=ceilings))
+
+
+def comparison():
+    return Comparison(
+        a=timing(name="plain"),
+        b=timing(name="fused"),
+        ratio=0.5,
+        low=0.49,
+        high=0.51,
+        confidence=0.98,
+        verdict="FASTER",
+        margin=0.01,
+        detectable=0.01,
+        pairs=40,
+    )
+
+
+def sweep():
+    timings = tuple(timing(parameters={"rows": rows}) for rows in ("64", "128"))
+    return Sweep(name="copy", parameters={"rows": ("64", "128", "256")}, timings=timings, failures={"rows=256": "no"})
+
+
+def job():
+    layout = plan.Layout(gpus=8, global_batch=64, sharding="zero3")
+    return plan.Job(model=plan.find_model("llama-3-8b"), layout=layout, sequence=8192)
+
+
+def cluster():
+    return plan.Cluster.of("h100-sxm x 8")
+
+
+def serving():
+    load = plan.Load(prompt=1024, output=128, concurrency=8)
+    return plan.serving_plan(plan.find_model("llama-3-8b"), cluster(), load, layout=plan.ServingLayout(tp=8))
+
+
+def validation():
+    row = ComparedRow(
+        id="1", what="step", unit="s", source="a paper", about="a run", measured=1.0, predicted=1.1, why=""
+    )
+    return Validation(
+        kind="training",
+        path="runs.csv",
+        left_out=True,
+        whole=(summarize_errors("step", [0.1]),),
+        by={},
+        worst=(row,),
+        rows=(row,),
+        skipped=(),
+    )
+
+
+MADE = {
+    "Machine": (machine, "<Machine h200-sxm: 4.70 TB/s, bfloat16 930 TFLOP/s (derated)>"),
+    "Timing": (timing, "<Timing of softmax: 10.00 us [9.90, 10.10] device time, 50.0 % of the bound, grade A>"),
+    "Comparison": (comparison, "<Comparison: fused is FASTER against plain, 0.500 x the time [0.490, 0.510]>"),
+    "Sweep": (sweep, "<Sweep of copy over 3 rows: 2 timings, 1 failed>"),
+    "Estimate": (lambda: estimate([product(), addition()]), "<Estimate of 2 ops on toy: as written 2.00 ms, fused "),
+    "Profile": (lambda: real("vit_second"), "<Profile of train.py on NVIDIA H200: 50.4 ms a step, ideal 0 s>"),
+    "Finding": (lambda: FINDING, "<unfused-norm at model.py:41: saves 800 ms, 8.0 %>"),
+    "Difference": (
+        lambda: difference(real("vit_first"), real("vit_second")),
+        "<Difference of train.py and train.py: same, 51.1 ms -> 50.4 ms a step, -1.4 %>",
+    ),
+    "Model": (lambda: plan.find_model("llama-3-8b"), "<Model llama-3-8b: 8.03 B weights, 32 layers of 4096>"),
+    "Cluster": (cluster, "<Cluster of 8 x h100-sxm: 1 node of 8, NVLink 4 x18 450 GB/s>"),
+    "Collective": (
+        lambda: plan.collective_seconds("all_reduce", 2**30, 8, cluster()),
+        "<Collective all_reduce of 1.07 GB over 8 GPUs: ",
+    ),
+    "MemoryPlan": (lambda: plan.memory_plan(job()), "<MemoryPlan of llama-3-8b: "),
+    "TrainingPlan": (lambda: plan.training_plan(job(), cluster()), "<TrainingPlan of llama-3-8b on 8 x h100-sxm: "),
+    "SearchPlan": (
+        lambda: plan.search_plan(plan.find_model("llama-3-8b"), cluster(), sequence=8192),
+        "<SearchPlan of llama-3-8b on 8 x h100-sxm: ",
+    ),
+    "ServingPlan": (serving, "<ServingPlan of llama-3-8b on 8 x h100-sxm: "),
+    "Validation": (validation, "<Validation of training in runs.csv: 1 rows, mean error step 10.0 %>"),
+}
+
+
+def test_every_class_with_a_view_is_tried_here():
+    assert {name for _, name in VIEWS} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_result_shows_itself_in_three_ways(name: str):
+    make, begins = MADE[name]
+    result = make()
+    assert type(result).__name__ == name and isinstance(result, Result)
+    line = repr(result)
+    assert line.startswith(begins) and line.endswith(">")
+    assert len(line) <= 100 and "\n" not in line
+    document = document_of(result)
+    assert " ".join(result.report().split()).startswith(document.title) or not document.is_titled
+    assert len(result.report().splitlines()) > 2
+    assert result._repr_html_().startswith("<div")
+
+
+def returned_classes():
+    """The classes that public functions say they return."""
+    functions = [getattr(nearpeak, name) for name in nearpeak.__all__ if name[0].islower()]
+    functions += [getattr(plan, name) for name in plan.__all__ if name[0].islower() and name != "precision_named"]
+    for function in functions:
+        if callable(function):
+            returned = typing.get_type_hints(function).get("return")
+            yield from (each for each in typing.get_args(returned) or (returned,) if is_dataclass(each))
+
+
+def test_every_public_function_returns_something_that_shows_itself():
+    classes = set(returned_classes())
+    assert {each.__name__ for each in classes} >= {
+        "Machine",
+        "Timing",
+        "Comparison",
+        "Sweep",
+        "Estimate",
+        "Profile",
+    }
+    assert [each for each in classes if not issubclass(each, Result)] == []
+
+
+@pytest.mark.parametrize("name", ["a" * 500, "a\nb\u202e" * 30, ""])
+def test_names_from_outside_do_not_make_a_headline_long(name: str):
+    for line in (repr(replace(real("vit_second"), source=name)), repr(timing(name=name)), headline(name)):
+        assert len(line) <= 100 and line.isprintable()
+
+
+def test_ops_are_one_line_each():
+    profile = real("vit_second")
+    assert repr(max(profile.ops, key=lambda op: op.measured_s)).startswith("<aten.")
+    assert max(len(repr(op)) for op in profile.ops) <= 100
+    assert repr(product()) == "<aten.mm.default forward at /home/me/train.py:41: bound 1.00 ms (compute)>"
+
+
+def test_a_case_does_not_print_its_arguments():
+    assert repr(nearpeak.Case(sum, [1] * 1000, name="total")) == "<Case total: 1 arguments>"
