@@ -107,7 +107,7 @@ def test_all_that_can_be_used_has_a_name(opened):
         """() => [...document.querySelectorAll('button, input, select, summary, a, canvas, [role], [tabindex]')]
             .filter((each) => !['presentation', 'row', 'gridcell'].includes(each.getAttribute('role')))
             .filter((each) => !each.matches('pre, #tip, [role=status]'))
-            .filter((each) => !(each.getAttribute('aria-label') || each.getAttribute('aria-labeledby')
+            .filter((each) => !(each.getAttribute('aria-label') || each.getAttribute('aria-labelledby')
                 || each.textContent.trim() || (each.labels && each.labels.length)))
             .map((each) => each.outerHTML.slice(0, 100))"""
     )

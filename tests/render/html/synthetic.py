@@ -5,6 +5,7 @@ import random
 
 from made_up import profile as tiny  # type: ignore[import-not-found]
 
+from nearpeak.profiles.excerpt import SourceExcerpt
 from nearpeak.profiles.finding import Finding, Fix
 from nearpeak.profiles.idle import Gap, IdleCause
 from nearpeak.profiles.memory import PeakMemory
@@ -98,6 +99,13 @@ def profile(ops: int = 400, *, name: str = "{}", seed: int = 0) -> Profile:
         timeline=timeline,
         gaps=gaps,
         ceilings=ProfileCeilings(bandwidth=4.7e12),
+        excerpts=(
+            SourceExcerpt(
+                source=name.format("modeling.py:113"),
+                first_line=112,
+                lines=(name.format("    def forward(self, x):"), name.format("        x = x.float()"), ""),
+            ),
+        ),
     )
 
 

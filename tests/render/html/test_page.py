@@ -109,7 +109,7 @@ def test_scripts_write_no_markup_and_run_no_text(name):
 
 def test_the_sentences_are_those_of_the_terminal():
     made = profile(300)
-    text = " ".join(" ".join(Parsed(profile_page(made)).text).split())
+    text = " ".join("".join(Parsed(profile_page(made)).text).split())
     for sentence in sentences(made, made.findings).values():
         assert " ".join(sentence.split()) in text
 
@@ -117,7 +117,7 @@ def test_the_sentences_are_those_of_the_terminal():
 def test_every_part_of_the_waterfall_is_there():
     content = profile_page(profile(300))
     for name in ("ideal", "traffic", "fusion", "slow kernels", "not modeled", "communication", "idle", "wall"):
-        assert f'<th scope="row">{name}</th>' in content
+        assert re.search(rf'<th scope="row"><span class="term" tabindex="0" title="[^"]+">{name}</span></th>', content)
 
 
 def test_a_part_below_zero_is_called_wrong():
@@ -136,6 +136,57 @@ def test_findings_have_their_remedy_as_code_and_a_link_to_their_ops():
     assert '<pre class="scroll" tabindex="0"><code>x = norm(x)\n    # indented</code></pre>' in content
     assert 'data-finding="0">Show its 30 ops in the table</button>' in content
     assert data_of(content)["findings"][0]["ops"][:4] == [6, 1, 9, 1]
+
+
+def test_findings_have_the_lines_of_code_that_the_profile_has():
+    content = profile_page(profile(300))
+    line = "<mark><i>113</i>        x = x.float()</mark>"
+    excerpt = f'<pre class="excerpt scroll" tabindex="0"><code><span><i>112</i>    def forward(self, x):</span>{line}'
+    assert content.count(excerpt) == 2
+    assert data_of(content)["excerpts"]["modeling.py:113"]["lines"][1] == "        x = x.float()"
+    assert "<mark>" not in profile_page(dataclasses.replace(profile(300), excerpts=()))
+
+
+def test_no_file_is_read_for_a_page(tmp_path, monkeypatch):
+    (tmp_path / "modeling.py").write_text("secret\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    assert "secret" not in profile_page(dataclasses.replace(profile(300), excerpts=()))
+
+
+REMEDY = """\
+Keep it on the device, and read it every so many steps:
+    total += loss.detach()
+    if step % 100 == 0:
+        print(total.item())
+Or pad batches to a few lengths."""
+
+
+def test_sentences_of_a_remedy_are_not_code():
+    made = profile(300)
+    finding = dataclasses.replace(made.findings[0], remedy=REMEDY)
+    content = profile_page(made, findings=[finding])
+    assert '<p class="said plain">Keep it on the device, and read it every so many steps:</p>' in content
+    assert "<code>total += loss.detach()\nif step % 100 == 0:\n    print(total.item())</code>" in content
+    assert '<p class="said plain">Or pad batches to a few lengths.</p>' in content
+
+
+def test_idle_time_is_folded_by_cause():
+    made = profile(300)
+    cause = made.idle[0]
+    places = [dataclasses.replace(cause, seconds=cause.seconds / 60, where=f"train.py:{line}") for line in range(30)]
+    content = profile_page(dataclasses.replace(made, idle=(*places, made.idle[1])))
+    idle = content.partition("<h3>Idle</h3>")[2].partition("</section>")[0]
+    assert idle.count('<details class="finding cause">') == 2 and "<details open" not in idle
+    assert idle.count("train.py:") == 20 and "10 places" in idle
+    assert "90 times" in idle
+
+
+def test_words_are_explained_where_they_first_stand_and_in_a_list():
+    parsed = Parsed(profile_page(profile(300)))
+    terms = [attributes for tag, attributes in parsed.tags if attributes.get("class") == "term"]
+    assert len(terms) > 10 and all(each["title"] and each["tabindex"] == "0" for each in terms)
+    for word in ("waterfall", "as written", "fused", "bound", "expected", "launch wait"):
+        assert f"<dt>{word}</dt>" in profile_page(profile(300))
 
 
 def test_findings_to_show_can_be_chosen():

@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -24,7 +24,6 @@ from nearpeak.render.document import (
     CodeBlock,
     Details,
     Document,
-    Fact,
     Facts,
     Items,
     Name,
@@ -144,39 +143,60 @@ def _characters(part: Table) -> int:
     return sum(3 + max(len(cell) for cell in column) for column in columns)
 
 
-def blocks_html(blocks: Iterable[Block], table_class: str = "plan") -> Iterator[Markup]:
-    """Blocks as elements; tables have a class."""
+def code_parts(text: str) -> list[str | Markup]:
+    """A text on one line in parts: what stands between backticks is code."""
+    parts = visible(text, LONGEST_TEXT).split("`")
+    if len(parts) % 2 == 0:  # one without its partner
+        return ["`".join(parts)]
+    return [element("code", part) if index % 2 else part for index, part in enumerate(parts)]
+
+
+def prose(text: str) -> Markup:
+    """A text on one line as markup.
+
+    >>> prose("pass `x < y` itself")
+    'pass <code>x &lt; y</code> itself'
+    """
+    return joined(*code_parts(text))
+
+
+Writer = Callable[[str], str | Markup]
+
+
+def blocks_html(blocks: Iterable[Block], table_class: str = "plan", write: Writer = prose) -> Iterator[Markup]:
+    """Blocks as elements; tables have a class, and `write` writes sentences and the names of rows."""
     for block in blocks:
         if isinstance(block, Paragraph):
-            yield element("p", visible(block.text, LONGEST_TEXT), class_=f"said {block.kind}")
+            yield element("p", write(block.text), class_=f"said {block.kind}")
         elif isinstance(block, Facts):
-            yield element("dl", *map(_fact, block.facts), class_="sentences")
+            facts = [
+                joined(
+                    element("dt", fact.label.rstrip(":")), element("dd", write(f"{fact.text} {fact.advice}".strip()))
+                )
+                for fact in block.facts
+            ]
+            yield element("dl", *facts, class_="sentences")
         elif isinstance(block, Items):
             if block.title:
-                yield element("p", visible(block.title, LONGEST_TEXT))
-            items = [element("li", visible(item, LONGEST_TEXT)) for item in block.items]
-            yield element("ul", *items, class_="notes")
+                yield element("p", write(block.title))
+            yield element("ul", *(element("li", write(item)) for item in block.items), class_="notes")
         elif isinstance(block, CodeBlock):
-            yield element("pre", element("code", visible_lines(block.text)), class_="scroll", tabindex="0")
+            code = element("pre", element("code", visible_lines(block.text)), class_="scroll", tabindex="0")
+            yield element("div", code, class_="code")
         elif isinstance(block, Details):
             summary = element("summary", visible(block.summary))
-            yield element("details", summary, *blocks_html(block.blocks, table_class), class_="finding")
+            yield element("details", summary, *blocks_html(block.blocks, table_class, write), class_="finding")
         elif isinstance(block, Section):
             if block.title:
                 yield element("h2", visible(block.title, 200))
-            yield from blocks_html(block.blocks, table_class)
+            yield from blocks_html(block.blocks, table_class, write)
         elif isinstance(block, Table) and block.rows:
-            yield _table(block, table_class)
+            yield _table(block, table_class, write)
         elif isinstance(block, Picture):
             yield _picture(block)
 
 
-def _fact(fact: Fact) -> Markup:
-    text = f"{fact.text} {fact.advice}".strip()
-    return joined(element("dt", fact.label.rstrip(":")), element("dd", visible(text, 1000)))
-
-
-def _table(part: Table, class_: str) -> Markup:
+def _table(part: Table, class_: str, write: Writer) -> Markup:
     longest = max(part.bars, default=0.0) or 1.0
     bars: list[str | Markup] = [_bar(0.0, share / longest, "fusion") for share in part.bars]
     bars += [_span(span) for span in part.spans]
@@ -184,7 +204,9 @@ def _table(part: Table, class_: str) -> Markup:
     rows = []
     for number, row in enumerate(part.rows):
         cells = [
-            element("td" if i else "th", _cell(cell), class_=kind, scope=None if i else "row")
+            element(
+                "td" if i else "th", _cell(cell) if i else write(_cell(cell)), class_=kind, scope=None if i else "row"
+            )
             for i, (cell, kind) in enumerate(zip(row, kinds, strict=True))
         ]
         if bars:

@@ -8,22 +8,35 @@ whichever is shortest. Times are nanoseconds with four digits.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import math
-from collections.abc import Hashable, Iterable, Sequence
+import textwrap
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.low_gc import low_gc
+from nearpeak.profiles.excerpt import LONGEST_LINE, MOST_EXCERPTS, NEIGHBORS, SourceExcerpt
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.grade import grade_profile
+from nearpeak.profiles.idle import CauseName, IdleCause
 from nearpeak.profiles.profile import DeviceKernel, Profile, ProfiledOp
-from nearpeak.render.document import Document, Section, Table
+from nearpeak.render.document import Block, CodeBlock, Document, Paragraph, Section, Table
 from nearpeak.render.html.document import PART_CLASSES, asset, blocks_html, fill_page, join_scripts
-from nearpeak.render.html.markup import Markup, element, joined, visible
+from nearpeak.render.html.glossary import Explainer, glossary_list, term
+from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
 from nearpeak.render.text import count, short_name
-from nearpeak.render.views.profile import OP_COLUMNS, ReportOptions, document, finding_blocks, select_findings
+from nearpeak.render.views.profile import (
+    OP_COLUMNS,
+    SMALLEST_CAUSE,
+    ReportOptions,
+    document,
+    finding_blocks,
+    select_findings,
+)
 from nearpeak.render.views.profile_roofs import ProfileRoofs, catalogue_machine, profile_roofs
 from nearpeak.units import gibibytes, percent, quantity, seconds, significant
 
@@ -43,12 +56,15 @@ SCRIPTS = (
     "timeline_paint.js",
     "timeline.js",
     "findings.js",
+    "glossary.js",
+    "copy.js",
     "theme.js",
     "main.js",
 )
 """In the order in which they are joined."""
 OPEN_FINDINGS = 3
 MOST_CAUSES = 20
+"""Places of one cause of idle time."""
 MOST_SPANS = 60_000
 """Of a timeline. Of more, the shortest neighbors are drawn as one."""
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -65,7 +81,7 @@ def profile_page(profile: Profile, *, machine: Machine | None = None, findings: 
     shown = select_findings(profile) if findings is None else tuple(findings)
     machine = catalogue_machine(profile) if machine is None else machine
     with low_gc():  # a large profile makes many objects, and none of them garbage
-        options = ReportOptions(findings=shown, most_findings=0, most_causes=MOST_CAUSES)
+        options = ReportOptions(findings=shown, most_findings=0)
         report = document(profile, options)
         roofs = profile_roofs(profile, machine)
         return fill_page(
@@ -77,11 +93,12 @@ def profile_page(profile: Profile, *, machine: Machine | None = None, findings: 
                 "head": _head(profile),
                 "card": _verdict(profile, report),
                 "waterfall": joined(*_section(report, "waterfall")),
-                "idle": joined(*_section(report, "idle", "No cause of idle time is known.")),
-                "findings": _findings(report, shown, with_saving=grade_profile(profile).is_trusted),
+                "idle": _idle(profile),
+                "findings": _findings(profile, report, shown),
                 "memory": joined(*_section(report, "memory", "Not known: the step did not run under a trace here.")),
                 "machine": _machine(profile, machine, roofs),
                 "measurement": _measurement(profile, report),
+                "glossary": glossary_list(),
                 "data": data_json(profile, shown, roofs),
             },
         )
@@ -91,7 +108,7 @@ def _section(report: Document, id: str, missing: str = "") -> list[Markup]:
     """The blocks of a section; a note where the document has none."""
     for part in report.parts:
         if isinstance(part, Section) and part.id == id:
-            return [*blocks_html(part.blocks, id)]
+            return [*blocks_html(part.blocks, id, Explainer())]
     return [element("p", missing, class_="note")] if missing else []
 
 
@@ -109,30 +126,78 @@ def _verdict(profile: Profile, document: Document) -> Markup:
     loss = profile.waterfall.largest_loss
     mfu = None if profile.rates is None else profile.rates.mfu
     share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
+    lost = joined("lost to ", term(loss.name))
     tiles = [
         _tile("a step", seconds(profile.wall_s)),
-        _tile("ideal", seconds(profile.ideal_s)),
+        _tile(term("ideal"), seconds(profile.ideal_s)),
         _tile("the ideal", ratio),
-        _tile(f"lost to {loss.name}", percent(share, 0), PART_CLASSES.get(loss.name, loss.name)),
-        *([_tile("MFU", percent(mfu))] if mfu is not None else []),
-        _tile("grade of the measurement", grade.letter, f"grade-{grade.letter.lower()}"),
+        _tile(lost, percent(share, 0), PART_CLASSES.get(loss.name, loss.name)),
+        *([_tile(term("MFU"), percent(mfu))] if mfu is not None else []),
+        _tile(term("grade", "grade of the measurement"), grade.letter, f"grade-{grade.letter.lower()}"),
     ]
     return joined(element("div", *tiles, class_="tiles"), *_section(document, "verdict"))
 
 
-def _tile(label: str, value: str, class_: str = "") -> Markup:
+def _tile(label: str | Markup, value: str, class_: str = "") -> Markup:
     return element("div", element("b", value), element("span", label), class_=f"tile {class_}".strip())
 
 
-def _findings(report: Document, findings: Sequence[Finding], *, with_saving: bool) -> Markup:
+def _idle(profile: Profile) -> Markup:
+    """The causes of idle time, each with its places folded below it."""
+    causes: dict[CauseName, list[IdleCause]] = {}
+    for cause in profile.idle:
+        causes.setdefault(cause.cause, []).append(cause)
+    totals = {name: sum(place.seconds for place in places) for name, places in causes.items()}
+    parts = [
+        _idle_cause(profile, name, causes[name])
+        for name in sorted(totals, key=lambda name: -totals[name])
+        if totals[name] > SMALLEST_CAUSE * profile.wall_s
+    ]
+    return joined(*parts) if parts else element("p", "No cause of idle time is known.", class_="note")
+
+
+def _idle_cause(profile: Profile, name: CauseName, places: Sequence[IdleCause]) -> Markup:
+    total_s = sum(place.seconds for place in places)
+    times = sum(place.count for place in places)
+    summary = element(
+        "summary",
+        element("span", term(name), class_="rule"),
+        element("span", seconds(total_s), class_="saving"),
+        element("span", percent(total_s / profile.wall_s), class_="share"),
+        element("span", f"{times:,} times" if times > 1 else "", class_="where"),
+    )
+    rows = [
+        (
+            seconds(place.seconds),
+            percent(place.seconds / profile.wall_s),
+            f"{place.count:,}" if place.count else "-",
+            place.where or "-",
+            place.what or "-",
+        )
+        for place in places[:MOST_CAUSES]
+    ]
+    rest = places[MOST_CAUSES:]
+    if rest:
+        rest_s = sum(place.seconds for place in rest)
+        rows.append((seconds(rest_s), percent(rest_s / profile.wall_s), f"{len(rest):,} places", "other", ""))
+    table = Table(headers=("time", "share", "times", "where", "what"), rows=tuple(rows), align="rrrll")
+    return element("details", summary, *blocks_html([table], "places"), class_="finding cause")
+
+
+def _findings(profile: Profile, report: Document, findings: Sequence[Finding]) -> Markup:
     """Each with what it saves, where it is, why, and what to write instead."""
-    parts = [_finding(number, finding, with_saving=with_saving) for number, finding in enumerate(findings)]
+    with_saving = grade_profile(profile).is_trusted
+    excerpts = {excerpt.source: excerpt for excerpt in profile.excerpts}
+    parts = [
+        _finding(number, finding, excerpts.get(finding.source), with_saving=with_saving)
+        for number, finding in enumerate(findings)
+    ]
     if not parts:
         parts = [element("p", "No rule found a waste that is worth a change.", class_="note")]
     return joined(*parts, *_section(report, "undecided"))
 
 
-def _finding(number: int, finding: Finding, *, with_saving: bool) -> Markup:
+def _finding(number: int, finding: Finding, excerpt: SourceExcerpt | None, *, with_saving: bool) -> Markup:
     where = visible(finding.source or finding.module, 80) or "the step"
     places = f", {finding.places:,} places" if finding.places > 1 else ""
     summary = element(
@@ -143,11 +208,58 @@ def _finding(number: int, finding: Finding, *, with_saving: bool) -> Markup:
         element("span", visible(finding.rule, 60), class_="rule"),
         element("code", f"{where}{places}", class_="where"),
     )
-    body = [*blocks_html(finding_blocks(finding))]
+    blocks = [part for block in finding_blocks(finding) for part in _without_prose(block)]
+    body = [*blocks_html(blocks, write=Explainer())]
+    if excerpt is not None:
+        body.insert(1, _excerpt(excerpt))
     if finding.ops:
         label = f"Show its {count(len(finding.ops), 'op')} in the table"
         body.append(element("button", label, type="button", class_="show-ops", data_finding=number))
     return element("details", summary, *body, class_="finding", open=number < OPEN_FINDINGS)
+
+
+def _excerpt(excerpt: SourceExcerpt) -> Markup:
+    """The lines with their numbers, the one that is named marked."""
+    named = excerpt.source.rpartition(":")[2]
+    lines = [
+        element("mark" if str(number) == named else "span", element("i", str(number)), text)
+        for number, text in enumerate(_excerpt_lines(excerpt), excerpt.first_line)
+    ]
+    return element("pre", element("code", *lines), class_="excerpt scroll", tabindex="0")
+
+
+def _excerpt_lines(excerpt: SourceExcerpt) -> list[str]:
+    """As text of one line each; a file may hold anything."""
+    lines = excerpt.lines[: 2 * NEIGHBORS + 1]
+    return [visible_lines(line[:LONGEST_LINE].replace("\n", " ")) or " " for line in lines]
+
+
+def _without_prose(block: Block) -> Iterator[Block]:
+    """A block of code without its sentences, which become paragraphs and wrap; any other block as it is."""
+    if not isinstance(block, CodeBlock):
+        yield block
+        return
+    for is_prose, lines in itertools.groupby(block.text.split("\n"), _is_prose):
+        text = "\n".join(lines)
+        if is_prose:
+            yield Paragraph(text=text)
+        elif text.strip():
+            yield CodeBlock(text=textwrap.dedent(text).strip("\n"), language=block.language)
+
+
+def _is_prose(line: str) -> bool:
+    """Whether a line is a sentence: it begins at the margin, has no comment of code, and is no Python.
+
+    >>> [_is_prose(line) for line in ("Keep the shape:", "with graph:", "    x = y", "PATH=a python  # runs it")]
+    [True, False, False, False]
+    """
+    if not line[:1].isalpha() or "  #" in line:
+        return False
+    try:
+        ast.parse(f"{line} pass" if line.endswith(":") else line)
+    except (SyntaxError, ValueError):
+        return True
+    return False
 
 
 def _machine(profile: Profile, machine: Machine | None, roofs: ProfileRoofs) -> Markup:
@@ -183,6 +295,10 @@ def data_json(profile: Profile, findings: Sequence[Finding], roofs: ProfileRoofs
     """The data as JSON that can stand inside of a script element: no end of it can be written in it."""
     data = {
         "wall": _round4(profile.wall_s * 1e9),
+        "excerpts": {
+            visible(excerpt.source): {"first": excerpt.first_line, "lines": _excerpt_lines(excerpt)}
+            for excerpt in profile.excerpts[:MOST_EXCERPTS]
+        },
         "ops": _op_columns(profile.ops),
         "timeline": _timeline_columns(profile),
         "findings": [{"rule": visible(finding.rule), "ops": _index_runs(finding.ops)} for finding in findings],

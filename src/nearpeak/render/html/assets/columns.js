@@ -38,7 +38,7 @@ function rate(amount, time, unit) {
   return amount > 0 && time > 0 ? quantity(amount / time, unit) : "-";
 }
 
-// Each: id, label, width in pixels or as CSS has it, key to sort by, text of a cell, and `full` where that is cut.
+// Each: id, label, width in pixels, key to sort by, text of a cell, and `full` where that is cut.
 // Times are in one unit, so that they can be compared.
 function columnsOf(model, view) {
   const ranks = {};
@@ -56,7 +56,7 @@ function columnsOf(model, view) {
     {
       id: "op",
       label: "op",
-      width: "clamp(130px, 14vw, 250px)",
+      width: widthOf(model.short.values, 110, 190),
       sortText: true,
       key: () => byText("short"),
       text: shown("short"),
@@ -66,7 +66,7 @@ function columnsOf(model, view) {
       id: "lost",
       label: "lost",
       timed: true,
-      width: 88,
+      width: 80,
       number: true,
       about: "measured less bound",
       key: () => (row) => {
@@ -85,7 +85,7 @@ function columnsOf(model, view) {
       key: () => figure("measured"),
       text: time("measured"),
     },
-    { id: "bar", label: "", width: 110, about: "measured, of which the bound is dark" },
+    { id: "bar", label: "", width: 90, about: "measured, of which the bound is dark" },
     {
       id: "share",
       label: "share",
@@ -127,24 +127,25 @@ function columnsOf(model, view) {
       },
     },
     {
-      id: "fused",
-      label: "fused",
-      timed: true,
-      width: 84,
-      number: true,
-      about: "its share of the floor of the group that it can be fused into",
-      key: () => figure("fused"),
-      text: time("fused"),
+      id: "line",
+      label: "line",
+      width: widthOf(model.source.values, 70, 180),
+      sortText: true,
+      key: () => byText("source"),
+      text: (row) => ending(shown("source")(row), 26),
+      full: shown("source"),
     },
     {
-      id: "expected",
-      label: "expected",
-      timed: true,
-      width: 98,
-      number: true,
-      about: "what good kernels take",
-      key: () => figure("expected"),
-      text: time("expected"),
+      id: "module",
+      label: "module",
+      width: widthOf(model.modules, 90, 380),
+      sortText: true,
+      key: () => {
+        const order = moduleRanks();
+        return (row) => order[view.figures.module(row)];
+      },
+      text: (row) => ending(view.moduleText(row) || "-", 58),
+      full: (row) => view.moduleText(row) || "-",
     },
     {
       id: "limiter",
@@ -159,25 +160,24 @@ function columnsOf(model, view) {
       text: (row) => limiterOf(model, view.figures.kind(row)),
     },
     {
-      id: "line",
-      label: "line",
-      width: 200,
-      sortText: true,
-      key: () => byText("source"),
-      text: (row) => ending(shown("source")(row), 28),
-      full: shown("source"),
+      id: "expected",
+      label: "expected",
+      timed: true,
+      width: 98,
+      number: true,
+      about: "what good kernels take",
+      key: () => figure("expected"),
+      text: time("expected"),
     },
     {
-      id: "module",
-      label: "module",
-      width: 260,
-      sortText: true,
-      key: () => {
-        const order = moduleRanks();
-        return (row) => order[view.figures.module(row)];
-      },
-      text: (row) => ending(view.moduleText(row) || "-", 37),
-      full: (row) => view.moduleText(row) || "-",
+      id: "fused",
+      label: "fused",
+      timed: true,
+      width: 84,
+      number: true,
+      about: "its share of the floor of the group that it can be fused into",
+      key: () => figure("fused"),
+      text: time("fused"),
     },
     { id: "shapes", label: "shapes", width: 220, sortText: true, key: () => byText("shapes"), text: shown("shapes") },
     {
@@ -200,6 +200,14 @@ function columnsOf(model, view) {
     { id: "family", label: "family", width: 100, sortText: true, key: () => byText("family"), text: shown("family") },
   ];
 }
+
+// The width in pixels of a column of texts, the longest of which it shows whole where there is room.
+function widthOf(texts, least, most) {
+  const longest = texts.reduce((length, text) => Math.max(length, text.length), 0);
+  return Math.min(most, Math.max(least, Math.ceil(18 + CHARACTER * longest)));
+}
+
+const CHARACTER = 7.3; // pixels at the size of these columns
 
 // A path without its beginning where it is too long: what tells it from others is at its end.
 function ending(text, most) {

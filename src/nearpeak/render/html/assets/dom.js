@@ -110,6 +110,16 @@ function onWidth(element, draw) {
   }).observe(element);
 }
 
+// Lines of code with their numbers, the one that is named marked.
+function excerptOf(excerpt, source) {
+  const lines = excerpt.lines.map((text, at) => {
+    const number = String(excerpt.first + at);
+    const marked = source.endsWith(`:${number}`);
+    return make(marked ? "mark" : "span", {}, make("i", { text: number }), text || " ");
+  });
+  return make("pre", { class: "excerpt scroll", tabindex: "0" }, make("code", {}, ...lines));
+}
+
 // Beyond its room a text ends with dots; digits and letters are about 0.56 of the font's size wide.
 function fitted(text, width, size = 12) {
   const most = Math.floor(width / (0.56 * size));

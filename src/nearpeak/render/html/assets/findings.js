@@ -1,4 +1,4 @@
-// Findings are written by the server's side; here their buttons show their ops in the table.
+// Findings are part of the page already; here their buttons show their ops in the table.
 
 function findings(root, filters, table) {
   root.addEventListener("click", (event) => {

@@ -6,6 +6,8 @@ function main() {
   const table = opTable(model, byId("op-table"));
   const filters = filterBar(model, table, byId("op-filters"));
   findings(byId("findings"), filters, table);
+  glossary(document.body);
+  copyButtons(byId("findings"));
   roofline(model, byId("roofline-plot"), byId("roofline-tools"), filters.goTo);
   icicle(model, byId("module-plot"), byId("module-tools"), (module) => {
     filters.set({ module });

@@ -45,7 +45,7 @@ function readModel(data) {
   const ops = data.ops;
   const texts = ["name", "family", "phase", "source", "shapes", "limiter"];
   const shorts = new Map(Object.entries(ops.short));
-  const model = { wall: data.wall * 1e-9, roofs: data.roofs, timeline: data.timeline };
+  const model = { wall: data.wall * 1e-9, roofs: data.roofs, timeline: data.timeline, excerpts: data.excerpts };
   for (const name of texts) model[name] = textsOf(ops[name]);
   model.short = { values: model.name.values.map((name) => shorts.get(name)), index: model.name.index };
   model.what = Uint32Array.from(sumsOf(ops.what));

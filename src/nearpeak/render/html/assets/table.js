@@ -44,9 +44,8 @@ function opTable(model, root) {
   view.members = () => (view.membership = view.membership || membersOf(model, view.ops));
   const columns = columnsOf(model, view);
   grid.setAttribute("aria-colcount", columns.length);
-  const widths = columns.map((column) => (typeof column.width === "number" ? `${column.width}px` : column.width));
-  grid.style.setProperty("--columns", widths.join(" "));
-  grid.style.setProperty("--width", `calc(${widths.join(" + ")})`);
+  grid.style.setProperty("--columns", columns.map((column) => `${column.width}px`).join(" "));
+  grid.style.setProperty("--width", `${columns.reduce((sum, column) => sum + column.width, 0)}px`);
 
   const heads = columns.map((column, number) => {
     const cell = make("div", {
@@ -206,6 +205,8 @@ function opTable(model, root) {
       facts.append(make("dt", { text: column.label }), make("dd", { text }));
     }
     detail.append(facts);
+    const excerpt = model.excerpts[whatText(model, "source", view.figures.what(row))];
+    if (excerpt) detail.append(excerptOf(excerpt, whatText(model, "source", view.figures.what(row))));
     if (view.mode === "groups" && view.figures.ops(row) > 1) {
       detail.append(button(`Show its ${count(view.figures.ops(row))} ops one by one`, () => api.onSingle(row)));
     }
