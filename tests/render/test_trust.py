@@ -23,7 +23,8 @@ def made(**changes):
 
 
 def shown(found, ending):
-    return re.sub(r"\s+", " ", card(found) if ending == "card" else content(found, ending).decode())
+    text = re.sub(r"\s+", " ", card(found) if ending == "card" else content(found, ending).decode())
+    return re.sub(r'<span class="term"[^>]*>([^<]*)</span>', r"\1", text)  # words that the page explains
 
 
 READABLE = [".txt", ".md", ".html", "card", ".svg"]
