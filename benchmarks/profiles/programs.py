@@ -349,11 +349,11 @@ class Process:
 class ProfileJob:
     """A program under `nearpeak profile`."""
 
-    def __init__(self, program: Program, device: Device, folder: Path) -> None:
+    def __init__(self, program: Program, device: Device, folder: Path, stop: bool) -> None:
         self._saved = folder / f"{program.name}.json.gz"
         self._saved.unlink(missing_ok=True)
         command = ["-m", "nearpeak", "profile", "--no-keep", "--save", str(self._saved)]
-        command += [str(program.path.resolve()), *program.arguments[device]]
+        command += ["--stop"] * stop + [str(program.path.resolve()), *program.arguments[device]]
         self.processes = [Process(command, folder / f"{program.name}.txt", device)]
 
     def run(self) -> ProfileResult:
@@ -508,6 +508,20 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
     return Result(program=data["program"], profile=profile, rows=rows, others=seen(data["others"]), error=data["error"])
 
 
+def fill_compiler_cache(programs: Sequence[Program], device: Device, folder: Path) -> None:
+    """Runs programs that compile for two steps, all at once, so that they find their kernels later."""
+    processes = []
+    for program in programs:
+        if "--compile" in program.arguments[device]:
+            command = [str(program.path.resolve()), *program.arguments[device], "--steps", "2"]
+            processes.append(Process(command, folder / f"{program.name}.compile.log", device))
+    for process in processes:
+        process.tell("start")
+    for process in processes:
+        process.wait()
+        process.close()
+
+
 def run_all(programs: Sequence[Program], arguments: argparse.Namespace, folder: Path) -> Iterator[Result]:
     """The programs one after the other; processes of the next jobs import torch meanwhile."""
     device: Device = arguments.device
@@ -524,7 +538,7 @@ def run_all(programs: Sequence[Program], arguments: argparse.Namespace, folder: 
         for number, (program, part) in enumerate(wanted):
             for later, its_part in wanted[len(jobs) : number + 1 + arguments.ahead]:
                 jobs.append(
-                    ProfileJob(later, device, folder)
+                    ProfileJob(later, device, folder, arguments.stop)
                     if its_part == "profile"
                     else SavingsJob(later, device, folder, arguments.turns)
                 )
@@ -558,6 +572,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=("profile", "savings"), default=("profile", "savings"))
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--ahead", type=int, help="jobs whose processes import torch already (2; 0 with few cores)")
+    parser.add_argument("--stop", action="store_true", help="end a profiled program when its step was captured")
     parser.add_argument("--json", type=Path, help="write the results here, as they come")
     parser.add_argument("--keep", type=Path, help="keep profiles, terminal outputs and variants here")
     parser.add_argument("--show", type=Path, help="print the report of an earlier run")
@@ -579,6 +594,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        fill_compiler_cache(programs, arguments.device, folder)
         for result in run_all(programs, arguments, folder):
             results.append(result)
             for row in result.rows:

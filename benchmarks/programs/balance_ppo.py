@@ -1,7 +1,7 @@
 """Learns to balance a pole by proximal policy optimization, with many environments simulated as tensors."""
 
-# cpu: --environments 64 --horizon 32 --hidden 128 --epochs 2
-# cuda: --environments 1024 --horizon 64 --hidden 1024 --epochs 4
+# cpu: --environments 32 --horizon 16 --hidden 256 --epochs 2
+# cuda: --environments 128 --horizon 32 --hidden 1024 --epochs 4
 
 import argparse
 
@@ -83,8 +83,8 @@ def advantages(rewards, values, ends, discount=0.99, trace=0.95):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--environments", type=int, default=1024)
-    parser.add_argument("--horizon", type=int, default=64)
+    parser.add_argument("--environments", type=int, default=128)
+    parser.add_argument("--horizon", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--clip", type=float, default=0.2)

@@ -23,7 +23,7 @@ def double_conv(inputs, outputs):
 
 
 class UNet(nn.Module):
-    def __init__(self, width, depth=3):
+    def __init__(self, width, depth=2):
         super().__init__()
         sizes = [width * 2**level for level in range(depth + 1)]
         self.first = double_conv(1, width)
@@ -61,7 +61,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--smallest", type=int, default=192)
     parser.add_argument("--largest", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     random.seed(0)
     torch.manual_seed(0)

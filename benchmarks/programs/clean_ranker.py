@@ -1,7 +1,7 @@
 """Trains a ranker with sparse gradients of its table and a deep tower, as it should be done."""
 
 # cpu: --items 50000 --width 512 --batch-size 512
-# cuda: --items 5000000 --width 4096 --batch-size 8192 --compile
+# cuda: --items 5000000 --width 8192 --batch-size 8192 --compile
 
 import argparse
 
@@ -34,7 +34,7 @@ def main():
     parser.add_argument("--items", type=int, default=5_000_000)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--history", type=int, default=16)
-    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=8192)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=40)

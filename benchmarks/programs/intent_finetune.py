@@ -1,7 +1,7 @@
 """Fine-tunes a small encoder on intents, with clipped gradients and a log of every step."""
 
 # cpu: --width 128 --layers 3 --batch-size 8 --length 32
-# cuda: --width 384 --layers 12 --batch-size 64 --length 64
+# cuda: --width 768 --layers 12 --batch-size 64 --length 128
 
 import argparse
 import csv
@@ -46,10 +46,10 @@ class Log:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--intents", type=int, default=64)
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "intents.csv")

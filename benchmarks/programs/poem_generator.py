@@ -24,7 +24,7 @@ class Attention(nn.Module):
             cache[0, :, :, position : position + length] = k
             cache[1, :, :, position : position + length] = v
             k, v = cache[:, :, :, : position + length]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)  # waste: no-cache
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 

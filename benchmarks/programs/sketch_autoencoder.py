@@ -1,11 +1,10 @@
 """Trains an autoencoder on a small set of sketches, for many short epochs."""
 
-# cpu: --hidden 512 --batch-size 64 --sketches 768 --steps 60
-# cuda: --hidden 4096 --batch-size 256 --sketches 4096 --steps 80
+# cpu: --hidden 512 --batch-size 64 --sketches 768 --workers 2 --steps 60
+# cuda: --hidden 8192 --batch-size 256 --sketches 3072 --workers 4
 # block: 24
 
 import argparse
-import math
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +13,21 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Sketches(Dataset):
-    """Sketches of a circle each, drawn when they are asked for."""
+    """Sketches of a circle each."""
 
     def __init__(self, count, side=28):
-        self.count = count
         line = torch.linspace(-1.0, 1.0, side)
-        self.y, self.x = torch.meshgrid(line, line, indexing="ij")
+        y, x = torch.meshgrid(line, line, indexing="ij")
+        angle = 2.4 * torch.arange(count)[:, None, None]
+        radius = torch.linspace(0.2, 0.7, count)[:, None, None]
+        distance = ((x - 0.3 * angle.cos()) ** 2 + (y - 0.3 * angle.sin()) ** 2).sqrt()
+        self.sketches = torch.exp(-40 * (distance - radius) ** 2).flatten(1)
 
     def __len__(self):
-        return self.count
+        return len(self.sketches)
 
     def __getitem__(self, index):
-        angle, radius = 2.4 * index, 0.2 + 0.5 * (index / self.count)
-        dx, dy = 0.3 * math.cos(angle), 0.3 * math.sin(angle)
-        distance = ((self.x - dx) ** 2 + (self.y - dy) ** 2).sqrt()
-        return torch.exp(-40 * (distance - radius) ** 2).flatten()
+        return self.sketches[index]
 
 
 class Autoencoder(nn.Module):
@@ -47,11 +46,11 @@ class Autoencoder(nn.Module):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--code", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--sketches", type=int, default=4096)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--sketches", type=int, default=3072)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=80)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Writes stories: samples from the nucleus of a language model with a recurrent state."""
 
 # cpu: --width 192 --batch-size 8 --new-tokens 300 --vocabulary 32000
-# cuda: --width 1024 --batch-size 128 --new-tokens 2000 --vocabulary 128256
+# cuda: --width 1024 --batch-size 128 --new-tokens 600 --vocabulary 128256
 
 import argparse
 
@@ -53,7 +53,7 @@ def main():
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=2000)
+    parser.add_argument("--new-tokens", type=int, default=600)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--top-p", type=float, default=0.9)
     parser.add_argument("--steps", type=int, default=1, help="batches of stories")

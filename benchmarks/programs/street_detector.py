@@ -1,7 +1,7 @@
 """Serves a detector of objects in street scenes: a convolutional network, then non-maximum suppression."""
 
-# cpu: --batch-size 2 --resolution 128 --width 16 --candidates 120
-# cuda: --batch-size 16 --resolution 512 --width 48 --candidates 400
+# cpu: --batch-size 2 --resolution 128 --width 8 --candidates 64
+# cuda: --batch-size 8 --resolution 384 --width 48 --candidates 100
 
 import argparse
 
@@ -73,10 +73,10 @@ def suppress(scores, boxes, candidates, threshold=0.5):
 @torch.inference_mode()
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--resolution", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--resolution", type=int, default=384)
     parser.add_argument("--width", type=int, default=48)
-    parser.add_argument("--candidates", type=int, default=400)
+    parser.add_argument("--candidates", type=int, default=100)
     parser.add_argument("--steps", type=int, default=40, help="batches of images")
     args = parser.parse_args()
     args.candidates = min(args.candidates, (args.resolution // 16) ** 2)
