@@ -10,6 +10,7 @@ what is planted, and how the program reads without it:
     # cpu: --width 128               its arguments on a CPU and on a GPU; --steps N is one that every program has
     # cuda: --width 1024
     # block: 24                      steps that are timed in a row, where some steps are unlike others (an epoch)
+    # rules: NAME RULE RULE          findings of other rules are not about this waste (all are, if this is not given)
 
     x = torch.sort(logits)           # waste: NAME       a line that a finding should name
     # instead: x = logits.topk(50)                       what that line becomes when NAME is mended
@@ -72,6 +73,16 @@ class BadProgram(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A finding of a profile."""
+
+    rule: str
+    source: str
+    share: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Lines of a program, and what is written instead when a waste is mended."""
 
@@ -94,6 +105,8 @@ class Program:
     marks: Mapping[str, tuple[int, ...]]
     """The lines that a finding should name, by waste; numbers start at 1."""
     regions: tuple[Region, ...]
+    rules: Mapping[str, tuple[str, ...]]
+    """The rules whose findings may be about a waste, where not all may."""
 
     @property
     def name(self) -> str:
@@ -122,10 +135,11 @@ class Program:
         around = [span for span in spans if span[0] <= line <= span[1]]
         return min(around, key=lambda span: span[1] - span[0], default=(1, len(self.lines)))
 
-    def place_of(self, source: str, waste: str) -> tuple[Place, int]:
+    def place_of(self, finding: Seen, waste: str) -> tuple[Place, int]:
         """How near a finding's source ("train.py:41") is to a waste, and the lines between them."""
-        file, _, number = source.rpartition(":")
-        if Path(file).name != self.path.name or not number.isdecimal():
+        file, _, number = finding.source.rpartition(":")
+        is_about = finding.rule in self.rules.get(waste, (finding.rule,))
+        if Path(file).name != self.path.name or not number.isdecimal() or not is_about:
             return "elsewhere", len(self.lines)
         line = int(number)
         distance = min(abs(line - mark) for mark in self.marks[waste])
@@ -144,14 +158,18 @@ def read_program(path: Path) -> Program:
     marks: dict[str, list[int]] = {}
     regions: list[Region] = []
     arguments: dict[str, tuple[str, ...]] = {}
+    rules: dict[str, tuple[str, ...]] = {}
     block: int | None = None
     opened: tuple[str, int] | None = None
     indent = ""
     """Of the line that opened the region: a comment below an `if` is indented like its block."""
     for number, line in enumerate(lines, 1):
-        if header := re.fullmatch(r"# (cpu|cuda|block):(.*)", line):
+        if header := re.fullmatch(r"# (cpu|cuda|block|rules):(.*)", line):
             if header[1] == "block":
                 block = int(header[2])
+            elif header[1] == "rules":
+                waste, *named = header[2].split()
+                rules[waste] = tuple(named)
             else:
                 arguments[header[1]] = tuple(shlex.split(header[2]))
         elif opening := re.fullmatch(r"(\s*)# mend: (\S+)", line):
@@ -175,6 +193,8 @@ def read_program(path: Path) -> Program:
                 raise BadProgram(f"{path.name}:{number}: '# instead:' of no waste")
     if opened:
         raise BadProgram(f"{path.name}: {opened[0]} of line {opened[1]} has no '# instead:'")
+    if unknown := set(rules) - set(marks):
+        raise BadProgram(f"{path.name}: '# rules:' of {sorted(unknown)}, which no line has")
     if set(marks) != {region.waste for region in regions}:
         raise BadProgram(f"{path.name}: marked are {sorted(marks)}, mended {sorted({r.waste for r in regions})}")
     if sum(line.strip() == "# step" for line in lines) != 1:
@@ -188,17 +208,8 @@ def read_program(path: Path) -> Program:
         block=block,
         marks={waste: tuple(numbers) for waste, numbers in marks.items()},
         regions=tuple(regions),
+        rules=rules,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A finding of a profile."""
-
-    rule: str
-    source: str
-    share: float
-    title: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +279,7 @@ def attribute(program: Program, findings: Sequence[Seen]) -> tuple[dict[str, tup
     by_waste: dict[str, list[tuple[Place, Seen]]] = {waste: [] for waste in program.marks}
     others = []
     for finding in findings:
-        places = {waste: program.place_of(finding.source, waste) for waste in program.marks}
+        places = {waste: program.place_of(finding, waste) for waste in program.marks}
         nearest = min(places, key=lambda waste: (PLACES.index(places[waste][0]), places[waste][1]), default=None)
         if nearest is None or places[nearest][0] == "elsewhere":
             others.append(finding)

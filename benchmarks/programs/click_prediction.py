@@ -2,6 +2,7 @@
 
 # cpu: --rows 60000 --tables 4 --batch-size 512 --dim 32
 # cuda: --rows 1000000 --tables 12 --batch-size 16384 --dim 64
+# rules: dense-bag-gradients dense-embedding-gradient
 
 import argparse
 

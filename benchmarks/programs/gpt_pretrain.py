@@ -2,6 +2,7 @@
 
 # cpu: --width 128 --layers 2 --batch-size 2 --length 64 --vocabulary 8011
 # cuda: --width 768 --layers 6 --batch-size 16 --length 1024
+# rules: odd-vocabulary ragged-product
 
 import argparse
 import math

@@ -1,6 +1,6 @@
 """Trains a classifier of reviews, most of which are short."""
 
-# cpu: --width 96 --layers 2 --batch-size 8 --longest 200
+# cpu: --width 96 --layers 2 --batch-size 8 --longest 200 --vocabulary 4000 --reviews 2000
 # cuda: --width 512 --layers 6 --batch-size 128 --longest 512
 
 import argparse

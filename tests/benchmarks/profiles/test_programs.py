@@ -107,6 +107,7 @@ def test_a_variant_has_what_is_mended_and_ticks(tmp_path):
         ("    # instead: ordered = top(logits)\n", "", "mended"),
         ("    ordered = sort(logits)  # waste: sorted\n", "    ordered = sort(logits)\n", "of no waste"),
         ("        # step\n", "", "# step"),
+        ("# block: 12\n", "# rules: sold some-rule\n", "which no line has"),
         ("# cuda: --width 64\n", "", "# cuda:"),
         ("        # instead: loss = keep(loss)\n", "", "has no"),
     ],
@@ -129,7 +130,14 @@ def test_marks_that_do_not_fit_are_refused(tmp_path, old, new, complaint):
     ],
 )
 def test_a_place_is_the_line_or_beside_it_or_in_its_function(tmp_path, source, place):
-    assert read_program(written(tmp_path)).place_of(source, "sorted")[0] == place
+    assert read_program(written(tmp_path)).place_of(seen(source), "sorted")[0] == place
+
+
+def test_findings_of_other_rules_are_not_about_a_waste_that_names_its_rules(tmp_path):
+    program = read_program(written(tmp_path, SCRIPT.replace("# block: 12", "# rules: sorted sort-rule top-rule")))
+    assert program.place_of(seen("train.py:7", rule="top-rule"), "sorted")[0] == "line"
+    assert program.place_of(seen("train.py:7"), "sorted")[0] == "elsewhere"
+    assert program.place_of(seen("train.py:23"), "read")[0] == "line"
 
 
 def test_a_finding_belongs_to_the_nearest_waste_and_those_in_the_function_only_where_no_other_is_near(tmp_path):
