@@ -135,6 +135,18 @@ def test_the_time_of_the_profiler_is_found_from_the_clean_step():
     assert step.saving(Change(launch_s=dict.fromkeys(range(50), 0.0))).seconds == pytest.approx(300e-6, rel=0.05)
 
 
+def test_where_the_device_decides_the_host_is_taken_to_be_ahead_of_it():
+    pieces = [work(10e-6, op, kernel=op, events=4) for op in range(100)]
+    step = replay(pieces, [9e-6] * 100, wall_s=900e-6)
+    assert step.event_s == pytest.approx(1.5e-6)  # the host takes 4 us of 10
+    assert step.saving(Change(shorter=dict.fromkeys(range(100), 0.5))).seconds == pytest.approx(450e-6)
+
+
+def test_kernels_of_a_graph_follow_each_other_more_closely():
+    step = replay(launches(4, 9e-6), [1e-6] * 4, gap_s=1.5e-6)
+    assert step.step(Change(launch_s=dict.fromkeys(range(4), 0.0))).seconds == pytest.approx(4 * 1.4e-6)
+
+
 def test_python_without_events_keeps_its_time_beside_ops_that_the_profiler_slows_down():
     pieces = [piece for op in range(100) for piece in (work(10e-6, op, kernel=op, events=5), stretch(10e-6))]
     step = replay(pieces, [1e-6] * 100, wall_s=100 * 14e-6)

@@ -18,7 +18,7 @@ from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
-from nearpeak.profiles.idle import AFTER_LAST_KERNEL, CauseName
+from nearpeak.profiles.idle import AFTER_LAST_KERNEL, PROFILER_SLOWDOWN, CauseName
 from nearpeak.profiles.idle_attribution import (
     CLOCK_SKEW,
     LONG_PYTHON,
@@ -36,8 +36,8 @@ _QUEUED_GAP_S = 1e-6
 """Between two queued kernels, if the recording does not show it."""
 _MAX_QUEUED_GAP_S = 2e-5
 """After a longer gap, a queued kernel waited for something else than the one before it."""
-_TYPICAL_EVENT_S = 2e-6
-"""Seconds of the profiler per event on the host, where the time of the step does not tell."""
+_GRAPH_GAP_S = 4e-7
+"""Between two kernels of a CUDA graph: the median of three recordings on an H200, where queued launches had 1.5 us."""
 _MAX_EVENT_S = 1e-4
 _LEAST_OF_PIECE = 0.15
 """The share of recorded host time that remains at least without the profiler."""
@@ -296,8 +296,8 @@ class Change:
     shorter: Mapping[int, float] = field(default_factory=dict)
     """The share of the kernel time of an op that goes, by the index of the op."""
     launch_s: Mapping[int, float] = field(default_factory=dict)
-    """What the host still takes for a launch of an op. With 0, another op does its work: the host does not call it, and
-    what remains of its kernels is part of the kernel before."""
+    """What the host still takes for a launch of an op. With 0 the host does not call it: its kernels are in a CUDA
+    graph, or, if they are shorter too, part of the kernel before."""
     causes: Mapping[Cause, float] = field(default_factory=dict)
     """The share of a named stretch of the host that goes. A wait goes as a whole."""
     communication: float = 0.0
@@ -392,16 +392,23 @@ class StepReplay:
         ]
 
     def _solve_event_seconds(self) -> float:
-        """The time per event with which the step takes `wall_s`; a typical one where the device alone decides."""
+        """The time per event with which the step takes `wall_s`.
+
+        Where the device alone decides, all times do with which the host keeps ahead of it: then it is the one with
+        which the profiler slows down the host as much as it usually does.
+        """
 
         def step_s(event_s: float) -> float:
             return self._run(UNCHANGED, self._clean_seconds(event_s)).seconds
 
         wanted = max(self.wall_s, step_s(_MAX_EVENT_S))
-        typical = step_s(_TYPICAL_EVENT_S)
-        if abs(typical - wanted) <= _CALIBRATED * wanted:
-            return _TYPICAL_EVENT_S
-        low, high = (0.0, _TYPICAL_EVENT_S) if typical < wanted else (_TYPICAL_EVENT_S, _MAX_EVENT_S)
+        events = sum(piece.events for piece in self.timeline.pieces)
+        slowed_s = sum(piece.seconds for piece in self.timeline.pieces if piece.events)
+        typical = min(_MAX_EVENT_S, slowed_s * (1.0 - 1.0 / PROFILER_SLOWDOWN) / max(1, events))
+        time = step_s(typical)
+        if abs(time - wanted) <= _CALIBRATED * wanted:
+            return typical
+        low, high = (0.0, typical) if time < wanted else (typical, _MAX_EVENT_S)
         for _ in range(20):
             middle = (low + high) / 2
             time = step_s(middle)
@@ -467,9 +474,10 @@ class StepReplay:
                 continue
             kernel = self.timeline.kernels[piece.kernel]
             kernel_s, gap_s = kernel.seconds, kernel.gap_s
-            if kernel.op is not None and kernel.op in change.shorter:
-                kernel_s = 0.0 if kernel.op in gone else kernel_s * (1.0 - change.shorter[kernel.op])
-                gap_s = 0.0 if change.launch_s.get(kernel.op) == 0.0 else gap_s
+            if kernel.op is not None:
+                kernel_s = 0.0 if kernel.op in gone else kernel_s * (1.0 - change.shorter.get(kernel.op, 0.0))
+                if change.launch_s.get(kernel.op) == 0.0:
+                    gap_s = 0.0 if kernel.op in change.shorter else min(gap_s, _GRAPH_GAP_S)
             if kernel.communication:
                 kernel_s *= 1.0 - change.communication
             program.append((wait, seconds, piece.kernel, kernel_s, kernel.stream, gap_s, kernel.after, kernel.after_s))

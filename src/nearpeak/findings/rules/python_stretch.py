@@ -12,6 +12,8 @@ LEAST = 0.03
 """Of the step, at one line. Less may be the overhead of calling ops, or another process."""
 STRETCH = 5e-4
 """Seconds. Shorter stretches are the overhead of calling ops."""
+LOOP, STRETCH_IN_LOOP = 4, 1.5e-4
+"""So many stretches at one line are a loop, of which shorter ones count; on a GPU, whose host shows each of them."""
 
 
 @rule("python-stretch", needs=["host"])
@@ -22,7 +24,8 @@ def python_stretch(step: Step) -> Iterator[Waste]:
         if cause.cause != "python" or cause.what or not cause.where:
             continue  # without a next op it may be the end of the step
         each = cause.seconds / max(1, cause.count)
-        if each < STRETCH or cause.seconds < LEAST * profile.wall_s:
+        is_loop = step.machine.kind == "gpu" and cause.count >= LOOP
+        if each < (STRETCH_IN_LOOP if is_loop else STRETCH) or cause.seconds < LEAST * profile.wall_s:
             continue
         if step.machine.kind == "cpu" and not is_recurring_stall(profile, cause.seconds):
             continue

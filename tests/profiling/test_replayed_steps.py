@@ -1,0 +1,153 @@
+"""Profiles of simulated steps on a GPU: what findings predict is what the steps without the wastes take.
+
+A program is a list of what the host does. It is run twice on a simulated host and device: with the events and the
+overhead of a profiler, as a trace file, and without, in many steps for the clean time. The twin without the waste is
+run as well, and tells what the waste costs.
+"""
+
+import json
+
+import pytest
+
+from nearpeak.machines.catalogue import find as machine_of
+from nearpeak.profiling.assemble import StepRecords
+from nearpeak.trace.kineto.read import read_trace
+
+H200 = machine_of("h200-sxm")
+LAUNCH_US, LATENCY_US, GAP_US, RETURN_US = 2.0, 2.0, 1.0, 6.0
+PROFILED_OP_US, PROFILED_CALL_US = 4.0, 2.5
+"""What the profiler adds to an op and to a call of the runtime."""
+
+
+def op(kernel_us, *, host_us=6.0, line=1):
+    return ("op", kernel_us, host_us, line)
+
+
+def read(line=2):
+    """A number that is read: a copy of 1 us, and the host waits for it."""
+    return ("read", 1.0, 6.0, line)
+
+
+def python(us):
+    return ("python", us, 0.0, 0)
+
+
+class Simulation:
+    """A host and a device with one stream, on a clock in microseconds."""
+
+    def __init__(self, *, profiled=False):
+        self.now = self.free = 0.0
+        self.profiled = profiled
+        self.events = []
+
+    def run(self, program):
+        for number, (kind, us, host_us, line) in enumerate(program):
+            if kind == "python":
+                self.now += us
+                continue
+            self.now += 0.2
+            begin = self.now
+            self.now += host_us / 2 + (PROFILED_OP_US if self.profiled else 0.0)
+            name = "cudaLaunchKernel" if kind == "op" else "cudaMemcpyAsync"
+            launched = self.now
+            self.now += LAUNCH_US + (PROFILED_CALL_US if self.profiled else 0.0)
+            start = max(self.now + LATENCY_US, self.free + GAP_US)
+            self.free = start + us
+            self._event(name, launched, self.now - launched, "cuda_runtime", correlation=number + 1)
+            device = {"correlation": number + 1, "stream": 7, "device": 0}
+            if kind == "op":
+                self._event("exp_kernel", start, us, "kernel", **device)
+            else:
+                self._event("Memcpy DtoH (Device -> Pinned)", start, us, "gpu_memcpy", **device)
+                waited = self.now
+                self.now = max(self.now, self.free) + RETURN_US
+                self._event(
+                    "cudaStreamSynchronize", waited, self.now - waited, "cuda_runtime", correlation=10**6 + number
+                )
+            self.now += host_us / 2
+            facts = {"Input Dims": [[8]], "Input Strides": [[1]], "Input type": ["float"], "Concrete Inputs": [""]}
+            called = "aten::exp" if kind == "op" else "aten::_local_scalar_dense"
+            self._event(called, begin, self.now - begin, "cpu_op", **facts, **{"External id": number + 1})
+            self._event(f"train.py({line}): step", begin - 0.1, self.now - begin + 0.2, "python_function")
+            self.now += 0.2
+
+    def _event(self, name, start, took, category, **args):
+        facts = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": took, "args": args}
+        on_device = category in ("kernel", "gpu_memcpy")
+        self.events.append({**facts, "pid": 0 if on_device else 1, "tid": 7 if on_device else 1})
+
+
+def clean_seconds(program):
+    """The time of one of many steps in a row."""
+    simulation = Simulation()
+    ends = []
+    for _ in range(30):
+        simulation.run(program)
+        ends.append(max(simulation.now, simulation.free))
+    return (ends[-1] - ends[-11]) / 10 * 1e-6
+
+
+def profiled(program, folder):
+    simulation = Simulation(profiled=True)
+    simulation.run(program)
+    (folder / "step.json").write_text(json.dumps({"traceEvents": simulation.events}))
+    recorded = read_trace(folder / "step.json")
+    records = StepRecords(
+        source="train.py",
+        walls=[clean_seconds(program)] * 5,
+        recorded=recorded,
+        profiled_wall=recorded.wall_s,
+        traced=None,
+        untraced_reason="simulated",
+    )
+    return records.profile(H200)
+
+
+def saved(program, twin):
+    """The share of the step that is saved."""
+    return 1.0 - clean_seconds(twin) / clean_seconds(program)
+
+
+def predicted(profile, *rules):
+    found = [finding for finding in profile.findings if finding.rule in rules]
+    return {finding.source: finding.share for finding in found}
+
+
+LONG, SHORT = 50.0, 2.0
+
+
+@pytest.mark.parametrize("kernel_us", [LONG, 12.0, SHORT])
+@pytest.mark.parametrize("every", [1, 4, 20])
+def test_a_number_that_is_read_costs_what_the_step_without_it_saves(tmp_path, kernel_us, every):
+    block = [op(kernel_us)] * every
+    program, twin = [*block, read()] * (60 // every), block * (60 // every)
+    share = predicted(profiled(program, tmp_path), "synchronization")
+    assert share == {"train.py:2": pytest.approx(saved(program, twin), abs=0.02, rel=0.1)}
+
+
+def test_python_between_waits_is_saved_beside_them(tmp_path):
+    """Spans that Python decodes: a number is read, Python works, and an op follows."""
+    program = [op(20.0), read(), python(300.0), op(20.0, line=3)] * 12
+    profile = profiled(program, tmp_path)
+    without_python = [piece for piece in program if piece[0] != "python"]
+    share = predicted(profile, "python-stretch")
+    assert share == {"train.py:3": pytest.approx(saved(program, without_python), rel=0.05)}
+    both = [finding for finding in profile.findings if finding.rule in ("python-stretch", "synchronization")]
+    neither = [piece for piece in without_python if piece[0] != "read"]
+    assert both[-1].together_s == pytest.approx(saved(program, neither) * profile.wall_s, rel=0.1)
+
+
+def test_a_step_that_waits_for_its_host_and_reads_numbers_saves_all_but_its_kernels_together(tmp_path):
+    """Experts one after the other, with a wait for each count."""
+    program = [op(3.0), op(3.0), read(), op(4.0), op(4.0)] * 16
+    profile = profiled(program, tmp_path)
+    rules = [finding.rule for finding in profile.findings]
+    assert sorted(rules) == ["launch-bound", "synchronization"]
+    kernels = [op(piece[1], host_us=0.0) for piece in program if piece[0] == "op"]
+    kernels_s = sum(piece[1] + 0.4 for piece in kernels) * 1e-6
+    assert profile.findings[-1].together_s == pytest.approx(profile.wall_s - kernels_s, rel=0.05)
+    assert sum(finding.saving_s for finding in profile.findings) <= profile.wall_s
+
+
+def test_a_step_whose_device_is_always_busy_has_no_finding_about_its_host(tmp_path):
+    assert profiled([op(LONG)] * 60, tmp_path).findings == ()
