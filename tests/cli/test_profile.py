@@ -11,11 +11,30 @@ EAGER = str(Path(__file__).parents[1] / "data" / "kineto_eager.json.gz")
 
 
 def test_a_trace_file_gives_the_card_and_the_waterfall(capsys):
-    assert main(["profile", "--trace", EAGER, "--top", "3"]) == 0
+    assert main(["profile", "--trace", EAGER]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Verdict:")
-    for part in ("ideal", "slow kernels", "idle", "wall"):
+    assert out.startswith("Step:    kineto_eager.json.gz: one step\nVerdict:")
+    for part in ("ideal", "slow kernels", "idle", "step"):
         assert f"\n{part}" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "has_findings", "has_ranking"),
+    [
+        ([], False, False),
+        (["--findings", "2"], True, False),
+        (["--by", "module"], False, True),
+        (["--top", "3"], False, True),
+        (["--full"], True, True),
+    ],
+)
+def test_options_that_ask_for_more_get_the_section_that_they_name(options, has_findings, has_ranking, capsys):
+    assert main(["profile", "--trace", EAGER, *options]) == 0
+    out = capsys.readouterr().out
+    assert ("Findings, by what they would save:" in out) == has_findings
+    assert ("measured  written" in out) == has_ranking
+    assert ("Modeled: " in out) == (options == ["--full"])
+    assert len(out.splitlines()) <= 35 or options
 
 
 def test_a_saved_profile_is_shown_again(tmp_path, capsys):

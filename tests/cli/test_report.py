@@ -17,6 +17,7 @@ from nearpeak.profiles import file, history
 from nearpeak.render.report import PROFILE_FORMATS
 from nearpeak.render.text import text
 from nearpeak.render.views.profile import document
+from nearpeak.render.views.screen import screen
 
 EAGER = str(Path(__file__).parents[1] / "data" / "kineto_eager.json.gz")
 LARGE = 7000
@@ -31,11 +32,12 @@ def run(tmp_path):
 
 
 def test_without_a_file_it_is_the_report_of_the_terminal(run, capsys):
-    assert main(["report", run]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == text(document(profile(300))) + "\n"
-    assert captured.err == ""
-    assert max(map(len, captured.out.splitlines())) <= 80
+    for options, view in (([], screen), (["--full"], document)):
+        assert main(["report", run, *options]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == text(view(profile(300))) + "\n"
+        assert captured.err == ""
+        assert max(map(len, captured.out.splitlines())) <= 80
 
 
 def test_it_shows_what_profile_shows(run, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import runpy
+import sys
 
 import pytest
 import torch
@@ -332,12 +333,12 @@ def test_a_line_of_an_installed_package_gets_a_remedy_for_the_model():
         file = seen.ops[0].source.rpartition(":")[0]
         inside = dataclasses.replace(seen, trace=dataclasses.replace(seen.trace, packages={file: "blocks"}))
         both = set(rules()) - {"first-op", "second-op"}
-        assert {item.remedy for item in find(seen, ignore=both)[0]} == {"Write it so."}
-        found = {item.rule: item.remedy for item in find(inside, ignore=both)[0]}
-        assert "is in the package blocks" in found["first-op"]
-        assert "model.compile()" in found["first-op"]
-        assert "model.compile()" not in found["second-op"]
-        assert "Without changing it" in found["second-op"]
+        assert {(item.remedy, item.library) for item in find(seen, ignore=both)[0]} == {("Write it so.", "")}
+        found = {item.rule: item for item in find(inside, ignore=both)[0]}
+        assert found["first-op"].remedy.startswith("model.compile()  # blocks writes these ops")
+        assert found["second-op"].remedy.startswith("Write it so.\n# This is code of blocks: look for a setting of it")
+        assert {item.library for item in found.values()} == {"blocks"}
+        assert found["first-op"].inside == seen.ops[0].source
     finally:
         forget_rule("first-op")
         forget_rule("second-op")
@@ -353,3 +354,111 @@ def test_which_files_are_of_installed_packages(tmp_path):
     ]
     traced = trace(lambda x: [function(x) for function in functions], torch.ones(3))
     assert traced.packages == {"layer.py": "blocks"}  # train.py is the user's own too
+
+
+BLOCKS = """
+import torch
+
+def scale(x):
+    return x * 2
+
+def shift(x):
+    return scale(x) + 1
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 2
+"""
+SCRIPT = """
+import blocks
+
+def run(x):
+    a = blocks.shift(x)
+    b = blocks.scale(a)
+    return b + blocks.Double.apply(b)
+"""
+
+
+@pytest.fixture
+def own_and_installed(tmp_path, monkeypatch):
+    """A function of the user's own that calls an installed package."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "blocks.py").write_text(BLOCKS)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(str(site))
+    yield runpy.run_path(str(tmp_path / "script.py"))["run"]
+    sys.modules.pop("blocks", None)
+
+
+def test_ops_of_an_installed_package_have_the_line_of_the_users_own_that_calls_it(own_and_installed):
+    ops = trace(own_and_installed, torch.ones(3), live=True).ops
+    assert [(op.source, op.caller) for op in ops] == [
+        ("blocks.py:5", "script.py:5"),
+        ("blocks.py:8", "script.py:5"),
+        ("blocks.py:5", "script.py:6"),
+        ("blocks.py:13", "script.py:7"),
+        ("script.py:7", ""),
+    ]
+
+
+def test_ops_of_a_backward_pass_have_the_caller_of_their_forward(own_and_installed):
+    def step(x):
+        own_and_installed(x).sum().backward()
+
+    ops = trace(step, torch.ones(3, requires_grad=True), live=True).ops
+    scaled = [(op.source, op.caller) for op in ops if op.phase == "backward" and op.name.startswith("aten.mul.")]
+    here = f"test_engine.py:{step.__code__.co_firstlineno + 1}"
+    # the package's own backward is called by the line that starts the pass
+    assert scaled == [("blocks.py:17", here), ("blocks.py:5", "script.py:6"), ("blocks.py:5", "script.py:5")]
+
+
+def test_findings_in_an_installed_package_are_grouped_under_the_line_that_calls_it(own_and_installed):
+    rule("multiplies", compiles=True)(
+        lambda step: [waste(index, {index: 0.5}) for index, op in enumerate(step.ops) if "mul" in op.name]
+    )
+    traced = trace(own_and_installed, torch.ones(3), live=True)
+    machine = find_machine("h200-sxm")
+    kernels = [DeviceKernel(name=op.name, start_s=i, seconds=1.0, op=i) for i, op in enumerate(traced.ops)]
+    profile = build_profile(estimate_trace(traced, machine), kernels, wall_s=10.0, source="", date="", device="")
+    profile = add_findings(profile, traced, machine, frozenset({"lines"}))
+    assert sorted((item.source, item.inside, item.library, item.places) for item in profile.findings) == [
+        ("script.py:5", "blocks.py:5", "blocks", 1),
+        ("script.py:6", "blocks.py:5", "blocks", 1),
+        ("script.py:7", "blocks.py:13", "blocks", 1),
+    ]
+    assert profile.callers["blocks.py:8"] == "script.py:5"
+
+
+def test_ops_of_one_module_of_torchs_are_changed_from_outside():
+    class Reader(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = torch.nn.GRUCell(4, 4)
+            self.layer = torch.nn.TransformerEncoderLayer(4, 1, 8, norm_first=True)
+            self.own = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+
+        def forward(self, x):
+            return self.cell(x) + self.own(x) * 2, self.layer(x)
+
+    @rule("all-of-a-module", compiles=True)
+    def all_of_a_module(step):
+        for path in sorted({op.module.split(".")[0] for op in step.ops} - {""}):
+            indices = [index for index, op in enumerate(step.ops) if op.module.split(".")[0] == path]
+            yield waste(indices[0], dict.fromkeys(indices, 0.9))
+
+    traced = trace(Reader(), torch.ones(3, 4), live=True)
+    machine = find_machine("h200-sxm")
+    kernels = [DeviceKernel(name=op.name, start_s=i, seconds=1.0, op=i) for i, op in enumerate(traced.ops)]
+    profile = build_profile(estimate_trace(traced, machine), kernels, wall_s=1.0, source="", date="", device="")
+    found, _ = find(Step(trace=traced, profile=profile, machine=machine, knows=frozenset()))
+    remedies = {item.library: item.remedy for item in found}
+    assert set(remedies) == {"torch.nn.GRUCell", "torch.nn.TransformerEncoderLayer", ""}
+    assert remedies["torch.nn.GRUCell"].startswith("torch.nn.GRU(...)")
+    assert remedies["torch.nn.TransformerEncoderLayer"].startswith("model.compile()")
+    assert remedies[""] == "less"  # the user has put these modules beside each other

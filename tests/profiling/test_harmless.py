@@ -198,7 +198,7 @@ def test_what_is_captured_is_saved_while_the_script_still_runs(write, tmp_path, 
     finally:
         os.environ.update(before)
     captured = capsys.readouterr()
-    assert captured.out.startswith("seen\nVerdict:")
+    assert captured.out.startswith("seen\nStep:")
     assert saved.exists()
     assert captured.err.count("kept as @last") == 1
 
@@ -222,7 +222,7 @@ def test_however_a_process_ends_its_run_is_kept(write, tmp_path, ending, monkeyp
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == status, ended.stderr
     assert main(["report", "@last"]) == 0
-    assert capsys.readouterr().out.startswith("Verdict:")
+    assert capsys.readouterr().out.startswith("Step:")
 
 
 def test_a_function_mode_of_the_program_sees_its_own_calls_alone():

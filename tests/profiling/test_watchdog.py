@@ -68,4 +68,4 @@ def test_code_that_cannot_be_interrupted_is_ended_with_its_report(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("steps taken\nVerdict:")
+    assert ended.stdout.startswith("steps taken\nStep:")

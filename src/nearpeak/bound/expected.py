@@ -213,6 +213,35 @@ def _kinds(op: Op, cost: Cost, limiter: str) -> Iterator[str]:
     yield "any"
 
 
+_LIKE_ADDITION = frozenset(
+    f"aten.{name}"
+    for name in """add add_ sub sub_ rsub mul mul_ neg neg_ abs relu relu_ clamp clamp_ clamp_min clamp_min_ maximum
+    minimum where threshold_backward hardtanh hardtanh_ eq ne lt le gt ge logical_and logical_or logical_not bitwise_and
+    bitwise_or masked_fill masked_fill_ addcmul addcmul_ lerp lerp_ square leaky_relu leaky_relu_""".split()
+)
+_OWN_PROBE = frozenset(
+    f"aten.{name}"
+    for name in """bernoulli_ native_dropout embedding embedding_dense_backward index_add_ cumsum topk avg_pool2d mean
+    sum _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data native_layer_norm
+    native_layer_norm_backward nll_loss_forward nll_loss_backward""".split()
+)
+
+
+def is_like_measured(name: str, family: str) -> bool:
+    """Whether the expectation of an op on a CPU is that of a kernel that does the same work.
+
+    An expectation comes from a kernel that stands for many: an addition for all pointwise ops, an average for all
+    pooling. Kernels with more arithmetic per element, such as gelu_backward, take many times as long, and are not slow.
+
+    >>> is_like_measured("aten.mul.Tensor", "pointwise"), is_like_measured("aten.gelu_backward.default", "pointwise")
+    (True, False)
+    """
+    packet = name.rpartition(".")[0]
+    if family == "attention":
+        return "scaled_dot_product" in packet
+    return family in ("matrix", "convolution", "movement", "creation") or packet in _LIKE_ADDITION | _OWN_PROBE
+
+
 def expected_seconds(op: Op, cost: Cost, times: ResourceSeconds, efficiency: Efficiency) -> float | None:
     """The time of a good kernel; 0 for an op that costs nothing, None where nothing like it was measured.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nearpeak.machines.machine import Machine
@@ -121,7 +122,27 @@ def tiling(op: Op, machine: Machine) -> Tiling | None:
     >>> tiles.tile, tiles.tiles, tiles.waves, round(tiles.efficiency, 2)
     ((256, 128, 64), 512, 4, 0.97)
     """
-    sizes = product_sizes(op)
+    return _tiling(product_sizes(op), machine)
+
+
+def tiling_of_shapes(name: str, shapes: Sequence[Sequence[int]], machine: Machine) -> Tiling | None:
+    """As `tiling`, for a product of which the name and the shapes of its tensors are known.
+
+    >>> from nearpeak.machines.catalogue import find
+    >>> tiling_of_shapes("aten.addmm.default", [(4096,), (4096, 4096), (4096, 4096)], find("h100-sxm")).tiles
+    512
+    """
+    packet = name.rpartition(".")[0]
+    if packet not in ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm") or len(shapes) < 2:
+        return None
+    left, right = shapes[1:3] if "add" in packet else shapes[:2]
+    if len(left) < 2 or len(left) != len(right):
+        return None
+    sizes = (math.prod(left[:-2]), left[-2], right[-1], left[-1])
+    return _tiling(sizes if math.prod(sizes) else None, machine)
+
+
+def _tiling(sizes: tuple[int, int, int, int] | None, machine: Machine) -> Tiling | None:
     tiles = TILES.get(machine.architecture, ()) if machine.kind == "gpu" else ()
     if sizes is None or not tiles or not machine.processors:
         return None

@@ -202,7 +202,13 @@ def add_findings(
         replay = None
     step = Step(trace=trace, profile=profile, machine=machine, knows=knows, replay=replay)
     findings, undecided = find(step, least_share=MIN_SAVED_SHARE, failures=notes)
-    return dataclasses.replace(profile, findings=findings, undecided=undecided, notes=(*profile.notes, *notes))
+    return dataclasses.replace(
+        profile,
+        findings=findings,
+        undecided=undecided,
+        notes=(*profile.notes, *notes),
+        callers=step.callers,
+    )
 
 
 def _saves_time(step: Step, waste: Waste) -> bool:
@@ -328,6 +334,7 @@ class _Group:
 
     rule: str
     source: str
+    library: str
     claims: Sequence[_Claim]
     change: Change
     saving_s: float
@@ -338,21 +345,22 @@ class _Group:
 
 
 def _merge_claims(step: Step, claims: Sequence[_Claim]) -> list[_Group]:
-    """One group for each rule and line, with sums of savings."""
-    by_line: dict[tuple[str, str, str], list[_Claim]] = {}
+    """One group for each rule, line and library, with sums of savings."""
+    by_line: dict[tuple[str, str, str, str], list[_Claim]] = {}
     for claim in claims:
-        line = _source_line(step, claim.waste)
-        by_line.setdefault((claim.rule, line, claim.waste.title if not line else ""), []).append(claim)
+        line, library = _source_line(step, claim.waste), _library(step, claim)
+        by_line.setdefault((claim.rule, line, library, claim.waste.title if not line else ""), []).append(claim)
     return [
         _Group(
             rule=name,
             source=line,
+            library=library,
             claims=group,
             change=combine(claim.change for claim in group),
             saving_s=sum(claim.saving_s for claim in group),
             idle_s=sum(claim.idle_s for claim in group),
         )
-        for (name, line, _), group in by_line.items()
+        for (name, line, library, _), group in by_line.items()
     ]
 
 
@@ -424,26 +432,50 @@ def _finding(step: Step, group: _Group) -> Finding:
         share=group.saving_s / step.profile.wall_s if step.profile.wall_s else 0.0,
         evidence=largest.evidence,
         reasoning=largest.reasoning + _idle_note(step, group),
-        remedy=largest.remedy + _remedy_outside(step, group.rule, group.source, modules),
+        remedy=_remedy_outside(group, largest.remedy, modules) if group.library else largest.remedy,
         fix=None if largest.fix is None else dataclasses.replace(largest.fix, ops=ops, modules=modules),
         ops=ops,
         together_s=group.together_s,
+        idle_s=min(group.idle_s, group.saving_s),
+        library=group.library,
+        inside=_innermost_line(step, largest) if group.library and not group.library.startswith("torch.") else "",
     )
 
 
-def _remedy_outside(step: Step, rule_name: str, line: str, modules: Sequence[str]) -> str:
-    """What to do about a line in an installed package, which its user does not change."""
-    package = step.trace.packages.get(line.rpartition(":")[0])
-    if package is None:
+def _library(step: Step, claim: _Claim) -> str:
+    """The installed package that a place is in, or the class of torch's whose own ops would be fused; "" for others."""
+    package = step.trace.packages.get(_innermost_line(step, claim.waste).rpartition(":")[0])
+    if package is not None or not rules()[claim.rule].compiles:
+        return package or ""
+    paths = {step.ops[index].module for index in claim.waste.gains}
+    if len(claim.waste.gains) < 2 or "" in paths:
         return ""
+    # The user writes a module's calls: ops of one module of torch's, or of modules below one, are torch's to write.
+    shared: tuple[str, ...] = ()
+    for names in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(names)) > 1:
+            break
+        shared = (*shared, names[0])
+    return step.trace.torch_modules.get(".".join(shared), "")
+
+
+_OVER_A_SEQUENCE = {f"torch.nn.{name}Cell": f"torch.nn.{name}" for name in ("LSTM", "GRU", "RNN")}
+"""Classes of torch's that run one step of a sequence, and those that run all steps in a few kernels."""
+
+
+def _remedy_outside(group: _Group, remedy: str, modules: Sequence[str]) -> str:
+    """What to do about code of a library, which its user does not change: first what is done from outside."""
+    library = group.library
     module = next((name for name in modules if name), "")
-    which = f" (here {module})" if module else ""
-    text = f"\n# {line} is in the package {package}. Without changing it:"
-    if rules()[rule_name].compiles:
-        return f"{text}\nmodel.compile()  # or only the modules that run the line{which}: module.compile()"
-    if module:
-        return f"{text} give the model another module in place of {module} (model.set_submodule), with what is above."
-    return f"{text} look for a setting of {package}, or ask its authors."
+    which = f" ({module})" if module else ""
+    swap = f"give the model another module in place of {module} (model.set_submodule)" if module else ""
+    if library in _OVER_A_SEQUENCE:
+        return f"{_OVER_A_SEQUENCE[library]}(...)  # in place of {library}{which}, where all inputs are known before"
+    if rules()[group.rule].compiles:
+        other = f"\n# or {swap}, with:\n{remedy}" if swap else ""
+        return f"model.compile()  # {library} writes these ops; or only the module{which}: module.compile(){other}"
+    advice = f"or {swap}" if swap else "or ask its authors"
+    return f"{remedy}\n# This is code of {library}: look for a setting of it, {advice}."
 
 
 def _idle_note(step: Step, group: _Group) -> str:
@@ -467,6 +499,14 @@ def _idle_note(step: Step, group: _Group) -> str:
 
 
 def _source_line(step: Step, waste: Waste) -> str:
+    """The line of the user's own: in an installed package, the one that calls it."""
+    line = _innermost_line(step, waste)
+    if waste.op is not None and step.ops[waste.op].source == line:
+        return step.ops[waste.op].caller or line
+    return step.callers.get(line, line)
+
+
+def _innermost_line(step: Step, waste: Waste) -> str:
     if waste.source or waste.op is None:
         return waste.source
     return step.ops[waste.op].source

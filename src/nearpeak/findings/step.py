@@ -66,6 +66,11 @@ class Step:
         return any(op.phase != "forward" for op in self.trace.ops)
 
     @cached_property
+    def callers(self) -> Mapping[str, str]:
+        """The line of the user's own that calls an installed package, by the line in that package."""
+        return {op.source: op.caller for op in self.trace.ops if op.caller}
+
+    @cached_property
     def costs(self) -> tuple[Cost, ...]:
         """The least work of each op: family, reads and writes by storage, FLOPs."""
         return costs_of(self.trace.ops)

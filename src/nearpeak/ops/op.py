@@ -107,7 +107,7 @@ class Op(_HasSignature):
     module: str = ""
     """Path of the module that ran it: "model.layers.0.mlp"."""
     source: str = ""
-    """The line of the user's code: "train.py:41"."""
+    """The line of the user's code, or of an installed package: "train.py:41"."""
     tf32_products: bool = False
     """Whether float32 matrix products ran in tf32, by torch's flags at that moment."""
     tf32_convolutions: bool = True
@@ -115,6 +115,8 @@ class Op(_HasSignature):
     """Whether it ran a forward again inside a backward pass, as activation checkpointing does; False in a trace file,
     which does not tell."""
     origin: Origin = "torch"
+    caller: str = ""
+    """Where `source` is of an installed package: the line of the user's own that called the package."""
 
     @property
     def place(self) -> str:
@@ -232,3 +234,5 @@ class Trace:
     """Of ops that really ran: batches of sequences with padding, by their storages."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
+    torch_modules: Mapping[str, str] = field(default_factory=dict)
+    """The classes of torch's own modules, containers apart, by their paths: {"encoder.cell": "torch.nn.LSTMCell"}."""

@@ -59,10 +59,17 @@ def clock_loss_s(profile: Profile) -> float | None:
     The ceilings were reached at a clock of their own. Kernels that are limited by compute take longer in proportion to
     a lower one, and no kernel loses more to it than it loses at all. Those that are limited by memory do not count.
     """
-    ceilings, conditions = profile.ceilings, profile.conditions
-    if ceilings is None or ceilings.clock_hz is None or conditions is None or conditions.clock_hz is None:
+    share = clock_share(profile)
+    if share is None:
         return None
-    share = max(0.0, 1.0 - conditions.clock_hz / ceilings.clock_hz)
     return sum(
         min(max(0.0, op.lost_s), share * op.measured_s) for op in profile.ops if op.modeled and op.limiter == "compute"
     )
+
+
+def clock_share(profile: Profile) -> float | None:
+    """By what share the clock was below that of the ceilings; None if one of the two is not known."""
+    ceilings, conditions = profile.ceilings, profile.conditions
+    if ceilings is None or ceilings.clock_hz is None or conditions is None or conditions.clock_hz is None:
+        return None
+    return max(0.0, 1.0 - conditions.clock_hz / ceilings.clock_hz)

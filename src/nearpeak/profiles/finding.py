@@ -36,7 +36,7 @@ class Finding(Result):
     title: str
     """What is wrong, in one sentence."""
     source: str
-    """The line to change: "train.py:41"; "" if it is not known."""
+    """The line to change, or the line of the user's own that calls a library: "train.py:41"; "" if it is not known."""
     modules: tuple[str, ...]
     """The paths of the modules that it is in, in the order of the step."""
     places: Count
@@ -58,6 +58,12 @@ class Finding(Result):
     together_s: Seconds | None = None
     """The saving of this finding and of all larger ones at once; None for profiles that were saved before they had
     it."""
+    idle_s: Seconds = 0.0
+    """The part of the saving in which nothing ran on the device."""
+    library: str = ""
+    """Whose code it is in: an installed package, or a class of torch's ("torch.nn.LSTMCell"); "" for the user's own."""
+    inside: str = ""
+    """The line of that package: "modeling_llama.py:210"."""
 
     def __repr__(self) -> str:
         where = self.source or self.module or "the step"

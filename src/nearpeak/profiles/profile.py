@@ -181,6 +181,8 @@ class Profile(_display.Result):
     notes: tuple[str, ...] = ()
     idle: tuple[IdleCause, ...] = ()
     """The causes of idle time, the largest first; they sum to the idle part of the waterfall."""
+    step: str = ""
+    """What was taken as a step: "a training step, up to the step of AdamW"; "" if it is not known."""
     steps: Count = 0
     """The number of clean steps behind the wall time; 0 if it is that of the profiled step itself."""
     walls: tuple[MeasuredSeconds, ...] = ()
@@ -220,6 +222,8 @@ class Profile(_display.Result):
     excerpts: tuple[SourceExcerpt, ...] = ()
     """The text of the source lines that findings, idle time and the ops that lose most name, read when the step ran;
     none for a trace file."""
+    callers: Mapping[str, str] = field(default_factory=dict)
+    """The line of the user's own that calls an installed package, by the line in that package."""
     grade: Grade | None = None
     """How far the profile can be trusted, in a file for its readers. `grade_profile` follows it from the rest."""
 

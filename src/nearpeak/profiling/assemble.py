@@ -69,6 +69,8 @@ class StepRecords:
     """The wall times of clean steps, one profiled step, and one traced step."""
 
     source: str
+    step: str = ""
+    """What was taken as a step, for people."""
     walls: Sequence[float]
     recorded: KinetoTrace
     profiled_wall: float
@@ -134,6 +136,7 @@ class StepRecords:
         )
         profile = dataclasses.replace(
             add_idle(profile, idle),
+            step=self.step,
             steps=len(self.walls),
             walls=tuple(self.walls),
             spread=spread_of(self.walls, wall),

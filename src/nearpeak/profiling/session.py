@@ -375,6 +375,8 @@ class Session:
         self._profiled_wall = 0.0
         self._profiled_step = 0
         """The number of steps before the profiled one."""
+        self._step = ""
+        """What the profiled step was, for people."""
         self._profiled: dict[int, tuple[float, int]] = {}
         """The wall time of profiled steps, and the number of steps before each, by the profiler's step number."""
         self._traced: Trace | None = None
@@ -527,6 +529,7 @@ class Session:
         rank, world_size = self._rank or (None, None)
         return StepRecords(
             source="",
+            step=self._step,
             walls=tuple(self.schedule.typical_walls),
             wall_s=self.schedule.wall_s,
             recorded=self._recorded,
@@ -708,7 +711,7 @@ class Session:
                 "other profiler may run at the same time."
             )
             return False
-        self._recorded = recorded
+        self._recorded, self._step = recorded, kind.words
         self._rank = distributed_rank()
         last = now - self._step_start, self.schedule.steps  # without kernels, the last step is read
         self._profiled_wall, self._profiled_step = walls.get(-1 if recorded.step is None else recorded.step, last)

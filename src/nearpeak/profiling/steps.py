@@ -56,6 +56,8 @@ class StepKind:
     """Whether the code ran a profiler of its own."""
     captured: bool = False
     """Whether it captured a graph, whose ops do not run."""
+    words: str = ""
+    """What it is, for people: "a call of Net without gradients"."""
 
     def is_similar(self, other: StepKind) -> bool:
         """Whether a step of this kind may stand for one of the other."""
@@ -102,6 +104,7 @@ class StepDetector:
         self.is_open = False
         self.has_step_function = False
         """Whether a function is the step; then no other steps are detected."""
+        self._function_name = ""
         self.calls = TopLevelCalls(self._before_module, self._after_module, self._guard)
         self._listener = listener
         self._first: torch.optim.Optimizer | None = None
@@ -131,6 +134,7 @@ class StepDetector:
     def mark(self, function: Any) -> Any:
         """Wraps a function so that each of its calls is a step; of nested calls only the outer one."""
         self.has_step_function = True
+        self._function_name = str(getattr(function, "__qualname__", "the function"))
         return wrap_step_function(function, self._guard.wrap(self._after_function))
 
     @contextmanager
@@ -177,7 +181,7 @@ class StepDetector:
 
     def _after_function(self) -> None:
         if self.is_open:
-            self._listener.step_ends(StepKind())
+            self._listener.step_ends(StepKind(words=f"a call of {self._function_name}"))
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         replaced = self._listener.optimizer_begins(optimizer, args, kwargs)
@@ -221,7 +225,9 @@ class StepDetector:
             self._evaluated += 1
             if self._first is None and not self.has_step_function:
                 self._trained = self._evaluated = 0
-                self._listener.step_ends(StepKind(module=id(module), shape=_smallest_shape((*args, *kwargs.values()))))
+                shape = _smallest_shape((*args, *kwargs.values()))
+                words = f"a call of {type(module).__name__} without gradients"
+                self._listener.step_ends(StepKind(module=id(module), shape=shape, words=words))
 
     def _report_after(self, optimizer: torch.optim.Optimizer) -> None:
         """Replaces `step` of an optimizer, so that steps end after it and not in its hooks.
@@ -244,7 +250,8 @@ class StepDetector:
         self._own_step = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _step_ended(self) -> None:
-        kind = StepKind(trained=self._trained, evaluated=self._evaluated)
+        words = f"a training step, up to the step of {type(self._first).__name__}"
+        kind = StepKind(trained=self._trained, evaluated=self._evaluated, words=words)
         self._trained = self._evaluated = 0
         if kind.trained + kind.evaluated > MAX_CALLS:
             self.calls.close()

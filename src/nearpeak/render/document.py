@@ -35,6 +35,8 @@ class Fact:
     advice: str = ""
     share: float | None = None
     color: Color | None = None
+    most_lines: int | None = None
+    """On a terminal; what does not fit is cut off."""
 
     def __str__(self) -> str:
         return f"{self.label}: {self.text}"
@@ -58,6 +60,8 @@ class Items:
     hanging: int = 2
     """Columns by which the further lines of an item are indented."""
     spaced: bool = False
+    most_lines: int | None = None
+    """Of an item on a terminal, which then keeps its own indentation; what does not fit is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,10 @@ class Table:
     """Whether headers without rows are shown."""
     wide: tuple[int, ...] = ()
     """Columns that a terminal has no room for."""
+    beside: int | None = None
+    """A column that a terminal shows beside the spans, which are half as long then."""
+    is_headed: bool = True
+    """Whether a terminal shows the headers."""
 
     @property
     def sides(self) -> str:

@@ -257,6 +257,8 @@ def _paragraph(block: Paragraph, style: Style) -> str:
 def _fact(fact: Fact, width: int, style: Style) -> str:
     """The label is painted after wrapping: its codes have no width."""
     line = wrap(f"{fact.label:<{width}}{plain(fact.text)}", width)
+    if fact.most_lines is not None:
+        line = _cut(line, fact.most_lines)
     if fact.color is not None:
         line = style.paint(fact.label, fact.color) + line[len(fact.label) :]
     return f"{line}\n{wrap(f'-> {plain(fact.advice)}', 3, width)}" if fact.advice else line
@@ -264,9 +266,26 @@ def _fact(fact: Fact, width: int, style: Style) -> str:
 
 def _items(block: Items) -> str:
     indent = len(block.marker) - len(block.marker.lstrip())
-    lines = [wrap(block.marker.lstrip() + plain(item), block.hanging, indent) for item in block.items]
+    if block.most_lines is not None:
+        lines = [_cut(_indented(item), block.most_lines) for item in block.items]
+    else:
+        lines = [wrap(block.marker.lstrip() + plain(item), block.hanging, indent) for item in block.items]
     title = [wrap(plain(block.title))] if block.title else []
     return ("\n\n" if block.spaced else "\n").join([*title, *lines])
+
+
+def _indented(item: str) -> str:
+    """An item in lines with its own indentation; a number at its beginning hangs."""
+    indent = len(item) - len(item.lstrip())
+    return wrap(_spaced(item.lstrip()), 0 if indent else INDENT, indent)
+
+
+def _cut(lines: str, most: int) -> str:
+    """Lines of text, without those beyond `most`."""
+    if lines.count("\n") < most:
+        return lines
+    *first, last = lines.split("\n")[:most]
+    return "\n".join([*first, f"{last[: WIDTH - 4].rstrip(' .,:;')} ..."])
 
 
 def _code(block: CodeBlock, indent: int) -> str:
@@ -292,7 +311,7 @@ def _details(block: Details, style: Style) -> str:
 
 
 def _table(part: Table, style: Style) -> str:
-    columns = [i for i in range(len(part.headers)) if i != part.below and i not in part.wide]
+    columns = [i for i in range(len(part.headers)) if i not in (part.below, part.beside, *part.wide)]
     headers = [part.headers[i] for i in columns]
     align = "".join(part.sides[i] for i in columns)
     scale, unit, digits = _common_unit(part)
@@ -301,16 +320,23 @@ def _table(part: Table, style: Style) -> str:
     cells = [[_cell(row[i], scale, digits) for i in columns] for row in part.rows]
     rows = _fit_names(headers, cells)
     rows = _fit_width(headers, rows, align)
-    bars = [_span(span, style) for span in part.spans]
+    beside = [] if part.beside is None else [plain(str(row[part.beside])) for row in part.rows]
+    span_columns = SPAN_COLUMNS if part.beside is None else SPAN_COLUMNS // 2
+    bars = [_span(span, style, span_columns) for span in part.spans]
     if part.bars:
         longest = max(part.bars) or 1.0
         room = WIDTH - len(table(headers, rows, align).split("\n")[1]) - 2
         bars = [style.bar(BAR_COLUMNS * share / longest) for share in part.bars] if room >= BAR_COLUMNS else []
     lines = table(headers, rows, align).split("\n")
+    if beside:
+        blank = " " * (span_columns + 2)
+        bars = [f"{bar}{text}" for bar, text in zip((*bars, *[blank] * (len(rows) - len(bars))), beside, strict=True)]
     if bars:
         bars = ["", "", *bars, *[""] * (len(rows) - len(bars))]
         width = max(map(len, lines))
         lines = [f"{line:<{width}}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
+    if not part.is_headed:
+        lines = lines[2:]
     if part.totals and not part.spans:
         lines[-part.totals :] = [style.paint(line, "bold") for line in lines[-part.totals :]]
     if part.below is not None:
@@ -363,11 +389,17 @@ def _fit_name(name: Name, room: int) -> str:
     return f"{shown} {suffix}".strip()
 
 
-def _span(span: Span, style: Style) -> str:
+def _span(span: Span, style: Style, columns: int) -> str:
+    """A bar, or the text in its place; before a text beside it, filled up with spaces."""
     if span.text:
-        return style.paint(f"({span.text})", "red")
-    begin = round(SPAN_COLUMNS * min(max(span.begin, 0.0), 1.0))
-    return " " * begin + style.paint(style.bar(SPAN_COLUMNS * min(span.length, 1.0)), span.color)
+        return style.paint(f"({span.text})", "red") + ("  " if columns < SPAN_COLUMNS else "")
+    begin = round(columns * min(max(span.begin, 0.0), 1.0))
+    bar = style.bar(columns * min(span.length, 1.0))
+    if columns == SPAN_COLUMNS:
+        return " " * begin + style.paint(bar, span.color)
+    begin = min(begin, columns - 1)
+    bar = bar[: columns - begin]
+    return " " * begin + style.paint(bar, span.color) + " " * (columns - begin - len(bar) + 2)
 
 
 def _fit_width(headers: list[str], rows: list[list[str]], align: str) -> list[list[str]]:

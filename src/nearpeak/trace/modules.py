@@ -122,6 +122,7 @@ if sys.version_info >= (3, 12):
 else:
     _call_events = SharedPatch(_patched_call)
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _MAX_DEPTH = 4
 """How deep to search containers and objects."""
 
@@ -141,13 +142,19 @@ class ModulePaths:
         self.stack: list[tuple[int, str, int]] = []
         """Id and path of each running module, the innermost last, and the backward pass in which it was called."""
         self._roots: set[str] = set()
+        self.torch_classes: dict[str, str] = {}
+        """The classes of torch's own modules by their paths, without containers, whose content is the user's."""
 
     def add_root(self, module: nn.Module, name: str) -> None:
         """Sets the paths of a module and of all below it; paths are relative to a root without a name."""
         self._modules.append(module)
         self._roots.add(name)
         for path, part in submodules(module, name):
-            self._paths.setdefault(id(part), strip_compile_wrapper(path))
+            path = strip_compile_wrapper(path)
+            self._paths.setdefault(id(part), path)
+            kind = type(part)
+            if kind.__module__.startswith("torch.nn.") and kind not in _CONTAINERS:
+                self.torch_classes[path] = f"torch.nn.{kind.__name__}"
         self._on_root(module, name)
 
     def meet(self, module: nn.Module) -> None:

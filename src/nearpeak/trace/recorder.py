@@ -442,6 +442,7 @@ class Recorder(TorchDispatchMode):
             optimizers=tuple(self._optimizers.values()),
             padding={storage: padding for storage, padding in self._sequences.items() if padding is not None},
             packages=package_files({op.source for op in self.ops}),
+            torch_modules=dict(self.modules.torch_classes),
         )
         return dataclasses.replace(trace, **fields)
 
@@ -505,7 +506,7 @@ class Recorder(TorchDispatchMode):
             return
         graph_task = _current_graph_task()
         phase = self._phase(graph_task)
-        module, source = self._locations.current(graph_task)
+        module, source, caller = self._locations.current(graph_task)
         numbers: dict[int, int] = {}
         first = len(self.ops)
         for op in graph.ops:
@@ -519,6 +520,7 @@ class Recorder(TorchDispatchMode):
                 op,
                 module=op.module or ("" if op.source else module),
                 source=op.source or source,
+                caller=op.caller if op.source else caller,
                 phase=phase if op.phase == "forward" else op.phase,
             )
             for name in op.mutated:
@@ -570,12 +572,12 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         graph_task = _current_graph_task()
         phase = self._phase(graph_task)
-        module, source = self._locations.current(graph_task)
+        module, source, caller = self._locations.current(graph_task)
         products, convolutions = tf32_flags()
         again = graph_task != -1 and self._recompute.is_recomputing(graph_task)
         op = _make_op(
             *(schema.name, arguments, outputs, schema.mutated, phase, module, source),
-            *(products, convolutions, again, schema.origin),
+            *(products, convolutions, again, schema.origin, caller),
         )
         if signature is not None:
             _set_field(op, "form", signature)
@@ -765,8 +767,9 @@ def keeps_its_value(tensor: torch.Tensor) -> bool:
     )
 
 
-Location = tuple[str, str]
-"""Where an op comes from: the path of its module and the user's line."""
+Location = tuple[str, str, str]
+"""Where an op comes from: the path of its module, the line, and where that is of an installed package the user's own
+line that calls it."""
 
 
 class Locations:
@@ -780,7 +783,7 @@ class Locations:
         self._snapshot = snapshot
         self._sequence: int = torch._C._autograd._get_sequence_nr()
         self._by_sequence: dict[int, Location] = {}
-        self._last_backward: Location = ("", "")
+        self._last_backward: Location = ("", "", "")
 
     def share_lines(self, by_sequence: dict[int, Location]) -> None:
         """Takes part in the lines of other traces on this thread, whose graphs may be run backward in this one."""
@@ -796,14 +799,15 @@ class Locations:
             self.lines.forget()  # the frame of a finished pass would keep tensors alive
         stack = self._modules.stack
         module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
-        line, crossed = self.lines.nearest(_frame_at(2))  # the caller of the one that records the op
+        line, crossed, caller = self.lines.nearest(_frame_at(2))  # the caller of the one that records the op
         if graph_task != -1 and (crossed or module is None):
             behind = self._behind_current_node()
             module = behind[0] if module is None else module
-            line = behind[1] or line if crossed else line
-            location = self._last_backward = (module, line)
+            if crossed and behind[1]:
+                line, caller = behind[1:]
+            location = self._last_backward = (module, line, caller)
         else:
-            location = (module or "", line)
+            location = (module or "", line, caller)
         sequence = _next_sequence_number()
         if sequence > self._sequence:
             for number in range(self._sequence, sequence):
@@ -824,7 +828,7 @@ class Locations:
             self._snapshot.leaf(variable)
             name = self.parameters.get(id(variable))
             module = self._last_backward[0] if name is None else name.rpartition(".")[0]
-            return (module, self._last_backward[1])
+            return (module, *self._last_backward[1:])
         return self._by_sequence.get(node._sequence_nr(), self._last_backward)
 
 

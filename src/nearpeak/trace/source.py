@@ -21,8 +21,9 @@ _SCRIPTS = sysconfig.get_paths()["scripts"]
 AUTOGRAD_ENGINE_CODE = _engine_run_backward.__code__
 _user_file_names: dict[str, str] = {}
 """Results of `_user_file`, which is asked for every frame of every op."""
-_user_lines: dict[tuple[int, int], tuple[CodeType, str]] = {}
-"""Lines by code and instruction, since `f_lineno` searches a table. The code is stored to keep its id unique."""
+_user_lines: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
+"""Lines by code and instruction, since `f_lineno` searches a table, and whether they are of an installed package. The
+code is stored to keep its id unique."""
 
 
 def _user_file(filename: str) -> str:
@@ -98,7 +99,7 @@ def user_line(frame: FrameType | None = None) -> tuple[str, bool]:
 
     Without a frame, the caller's.
     """
-    return UserLines().nearest(frame or sys._getframe(1))
+    return UserLines().nearest(frame or sys._getframe(1))[:2]
 
 
 class UserLines:
@@ -106,16 +107,22 @@ class UserLines:
 
     def __init__(self) -> None:
         self._engine: FrameType | None = None
-        self._above = ""
+        self._above = ("", "")
 
-    def nearest(self, frame: FrameType | None) -> tuple[str, bool]:
-        """As `user_line`."""
+    def nearest(self, frame: FrameType | None) -> tuple[str, bool, str]:
+        """As `user_line`; and where that line is of an installed package, the nearest line of the user's own above it.
+
+        The last is "" for a line of the user's own, and where no such line called the package.
+        """
+        line = ""
         while frame is not None:
             code = frame.f_code
             if code is AUTOGRAD_ENGINE_CODE:
                 if frame is not self._engine:  # its caller stays at one line for the whole backward pass
-                    self._engine, self._above = frame, UserLines().nearest(frame.f_back)[0]
-                return self._above, True
+                    above = UserLines().nearest(frame.f_back)
+                    self._engine, self._above = frame, (above[0], above[2])
+                called, caller = self._above
+                return (line, False, caller or called) if line else (called, True, caller)
             name = _user_file_names.get(code.co_filename)
             if name is None:
                 name = _user_file_names[code.co_filename] = _user_file(code.co_filename)
@@ -123,10 +130,13 @@ class UserLines:
                 instruction = (id(code), frame.f_lasti)
                 cached = _user_lines.get(instruction)
                 if cached is None:
-                    cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno}")
-                return cached[1], False
+                    installed = _PACKAGE_FILE.match(code.co_filename) is not None
+                    cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno}", installed)
+                if not cached[2]:
+                    return (line, False, cached[1]) if line else (cached[1], False, "")
+                line = line or cached[1]
             frame = frame.f_back
-        return "", True  # a thread of the engine
+        return line, not line, ""  # without a line: a thread of the engine
 
     def forget(self) -> None:
         """Drops the frame, which keeps its local variables alive."""

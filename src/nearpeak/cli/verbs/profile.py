@@ -215,9 +215,12 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 def add_choices(output: argparse._ArgumentGroup) -> None:
     """Add the options for the content of a report."""
-    output.add_argument("--by", choices=("op", "module", "line", "phase", "family"), default="op", help="what to rank")
-    output.add_argument("--top", type=int, default=12, help="how many rows the ranking has at most (12)")
-    output.add_argument("--findings", type=int, default=5, metavar="N", help="how many findings to show at most (5)")
+    output.add_argument("--full", action="store_true", help="print all tables, not one screen of them")
+    output.add_argument(
+        "--by", choices=("op", "module", "line", "phase", "family"), help="rank what is lost, by this (op)"
+    )
+    output.add_argument("--top", type=int, metavar="N", help="rank what is lost, in at most N rows (12)")
+    output.add_argument("--findings", type=int, metavar="N", help="explain at most N findings (5)")
     output.add_argument("--least", type=float, default=1.0, metavar="PERCENT", help="of the step, for a finding (1)")
     output.add_argument(
         "--ignore", action="append", default=[], metavar="RULE", help="do not show it; RULE@train.py:41 for one line"
@@ -241,23 +244,26 @@ def check_choices(arguments: argparse.Namespace) -> None:
     """Checks numbers and file names; raises UsageError."""
     from nearpeak.render.report import check_path
 
-    if arguments.top < 1:
+    if arguments.top is not None and arguments.top < 1:
         raise UsageError(f"--top {arguments.top}: a table has at least one row.")
-    if arguments.findings < 0 or not arguments.least >= 0.0:
+    if (arguments.findings or 0) < 0 or not arguments.least >= 0.0:
         raise UsageError("--findings and --least are not below zero.")
     for path in arguments.save:
         check_path(path)
 
 
-def options_of(profile: Profile, arguments: argparse.Namespace) -> ReportOptions:
-    """The options of the command line as options of the report."""
-    from nearpeak.render.views.profile import ReportOptions, select_findings
+def options_of(profile: Profile, arguments: argparse.Namespace, again: str = "") -> ReportOptions:
+    """The options of the command line as options of the report; `again` is the command that shows it again."""
+    from nearpeak.render.views.profile import MOST_FINDINGS, MOST_RANKED, ReportOptions, select_findings
 
+    asked = {"findings": arguments.findings is not None, "ops": bool(arguments.by or arguments.top)}
     return ReportOptions(
         findings=select_findings(profile, arguments.least / 100, arguments.ignore),
-        most_findings=arguments.findings,
-        top=arguments.top,
-        by=arguments.by,
+        most_findings=MOST_FINDINGS if arguments.findings is None else arguments.findings,
+        top=arguments.top or MOST_RANKED,
+        by=arguments.by or "op",
+        sections=frozenset(section for section, is_asked in asked.items() if is_asked),
+        again=again,
     )
 
 
@@ -276,6 +282,11 @@ class ResultFiles:
         self._arguments, self._keep = arguments, keep and not arguments.no_keep and history.is_enabled()
         self._kept: Path | None = None
         self._written: Profile | None = None
+
+    @property
+    def again(self) -> str:
+        """The command that shows the run again; "" if it was not kept."""
+        return "" if self._kept is None else "nearpeak report @last"
 
     def write(self, profile: Profile) -> None:
         """Writes all files; once for each profile."""
@@ -315,17 +326,19 @@ def show_profile(profile: Profile, arguments: argparse.Namespace, files: ResultF
     from nearpeak.profiles.file import with_grade
 
     files.write(profile)
-    options = options_of(profile, arguments)
-    print_text(json_text(with_grade(profile)) if arguments.json == "-" else report_text(profile, options))
+    options = options_of(profile, arguments, files.again)
+    printed = with_grade(profile) if arguments.json == "-" else None
+    print_text(report_text(profile, options, full=arguments.full) if printed is None else json_text(printed))
     return (show_page(profile, arguments.save, options) if arguments.open else 0) or files.code
 
 
-def report_text(profile: Profile, options: ReportOptions) -> str:
-    """The report as text, in the style of the terminal."""
+def report_text(profile: Profile, options: ReportOptions, *, full: bool) -> str:
+    """The report as text, in the style of the terminal: one screen, or all of it."""
     from nearpeak.render.text import text
     from nearpeak.render.views.profile import document
+    from nearpeak.render.views.screen import screen
 
-    return text(document(profile, options), terminal_style(Streams.stdout()))
+    return text((document if full else screen)(profile, options), terminal_style(Streams.stdout()))
 
 
 def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions, *, opened: bool) -> int:

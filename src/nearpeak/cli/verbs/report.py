@@ -9,7 +9,7 @@ record_shapes=True. The end of a file's name says what is written:
   .svg, .png                   the waterfall, or --picture roofline
   .perfetto.json, .trace.json  the timeline with what is known of each op, for ui.perfetto.dev; also .gz
   .json, .json.gz              the profile itself
-  .txt                         what is printed without -o
+  .txt                         what --full prints
 
 examples:
   nearpeak report run.json -o run.html
@@ -69,8 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     known = {finding.rule for finding in profile.findings}  # some may be rules of the user's own
     check_ignored_rules(item for item in arguments.ignore if item.partition("@")[0] not in known)
     options = dataclasses.replace(
-        options_of(profile, arguments), picture=arguments.picture or "waterfall", dark=arguments.dark
+        options_of(profile, arguments),
+        picture=arguments.picture or "waterfall",
+        dark=arguments.dark,
     )
     if arguments.json or not (arguments.save or arguments.open):
-        print_result(report_text(profile, options), with_grade(profile), arguments.json)
+        print_result(report_text(profile, options, full=arguments.full), with_grade(profile), arguments.json)
     return write_reports(profile, arguments.save, options, opened=arguments.open)

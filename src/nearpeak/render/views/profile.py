@@ -40,11 +40,12 @@ from nearpeak.units import GIB, gibibytes, percent, quantity, seconds, significa
 
 MOST_FINDINGS = 5
 MOST_CAUSES = 8
+MOST_RANKED = 12
 MOST_ROWS = 100
 SMALLEST_CAUSE = 0.001
 """Of the wall time."""
 LABEL = 9
-_PART_COLORS: Mapping[PartName, Color] = {
+PART_COLORS: Mapping[PartName, Color] = {
     "ideal": "green",
     "traffic": "cyan",
     "fusion": "blue",
@@ -65,8 +66,12 @@ class ReportOptions:
     """The findings to show; None for those that save enough."""
     most_findings: int = MOST_FINDINGS
     most_causes: int = MOST_CAUSES
-    top: int = 12
+    top: int = MOST_RANKED
     by: GroupBy = "op"
+    sections: frozenset[str] = frozenset()
+    """The sections that one screen has whole: "findings", "ops"."""
+    again: str = ""
+    """The command that shows the profile again: "nearpeak report @last"."""
     picture: Literal["waterfall", "roofline"] = "waterfall"
     dark: bool = False
     """A PNG for a dark page; all other formats follow the reader's."""
@@ -187,10 +192,8 @@ def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions
     idle = _idle(profile, options.most_causes)
     if idle.rows:
         yield Section(id="idle", title="Idle time", blocks=(idle,), is_folded=True)
-    yield from _findings(profile, findings, options.most_findings)
-    ranked = _ranking(profile, min(options.top, MOST_ROWS), options.by)
-    if ranked.rows:
-        yield Section(id="ops", title=f"Where most is lost, by {options.by}", blocks=(ranked,), is_folded=True)
+    yield from findings_sections(profile, findings, options.most_findings)
+    yield from ranking_section(profile, options)
     rates = tuple(_rates(profile.rates)) if profile.rates is not None else ()
     if rates:
         yield Section(id="rates", title="Rates", blocks=(Items(items=rates, hanging=0),), is_folded=True)
@@ -208,7 +211,7 @@ def _waterfall(profile: Profile) -> Table:
         share = part.seconds / profile.wall_s if profile.wall_s else 0.0
         wrong = f"below zero: {broken_reason(profile)}" if part in profile.waterfall.broken else ""
         rows.append((part.name, seconds(part.seconds), percent(share), PART_MEANINGS[part.name]))
-        spans.append(Span(begin=reached, length=share, kind=part.name, color=_PART_COLORS[part.name], text=wrong))
+        spans.append(Span(begin=reached, length=share, kind=part.name, color=PART_COLORS[part.name], text=wrong))
         reached += share
     rows.append(("wall", seconds(profile.wall_s), "100.0 %", ""))
     return Table(
@@ -243,7 +246,8 @@ def _idle(profile: Profile, most: int) -> Table:
     return Table(headers=("idle because of", "time", "share", "times", "where"), rows=tuple(rows), align="lrrrl")
 
 
-def _findings(profile: Profile, findings: Sequence[Finding], most: int) -> Iterator[Section]:
+def findings_sections(profile: Profile, findings: Sequence[Finding], most: int) -> Iterator[Section]:
+    """The findings with their evidence and remedies, and the rules that could not be decided."""
     trusted = grade_profile(profile).is_trusted
     blocks: list[Block] = [
         _finding(number, finding, with_saving=trusted) for number, finding in enumerate(findings[:most], 1)
@@ -268,6 +272,8 @@ def _findings(profile: Profile, findings: Sequence[Finding], most: int) -> Itera
 def _finding(number: int, finding: Finding, *, with_saving: bool) -> Details:
     places = f", {finding.places} places" if finding.places > 1 else ""
     where = elide_start(finding.source) or elide_start(finding.module) or "the step"
+    if finding.library:
+        where += f" (in {plain(' '.join((finding.library, finding.inside)).strip(), 60)})"
     saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}: " if with_saving else ""
     return Details(
         summary=f"{number}.  {saving}{plain(finding.rule, 40)} at {where}{places}",
@@ -288,6 +294,13 @@ def finding_blocks(finding: Finding) -> Iterator[Block]:
         yield CodeBlock(text=remedy, language="python")
     if finding.fix:
         yield Paragraph(text=f"nearpeak has it: {finding.fix.usage}", kind="advice")
+
+
+def ranking_section(profile: Profile, options: ReportOptions) -> Iterator[Section]:
+    """The ranking, where there is one."""
+    ranked = _ranking(profile, min(options.top, MOST_ROWS), options.by)
+    if ranked.rows:
+        yield Section(id="ops", title=f"Where most is lost, by {options.by}", blocks=(ranked,), is_folded=True)
 
 
 def _ranking(profile: Profile, top: int, by: GroupBy) -> Table:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from nearpeak.bound.expected import is_like_measured
+from nearpeak.bound.tiles import tiling_of_shapes
 from nearpeak.ops.custom_schemas import custom_schemas
 from nearpeak.ops.op import is_graph_launch, name_without_origin
-from nearpeak.profiles.conditions import clock_loss_s
+from nearpeak.profiles.conditions import clock_loss_s, clock_share
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.grade import LEAST_TRUSTED, grade_profile
 from nearpeak.profiles.idle import CAUSE_MEANINGS as CAUSES
 from nearpeak.profiles.idle import CauseName
 from nearpeak.profiles.profile import Profile, ProfiledOp
-from nearpeak.profiles.ranking import RankedOps, ranking
-from nearpeak.profiles.waterfall import PART_MEANINGS, PartName
+from nearpeak.profiles.waterfall import PART_MEANINGS, Part, PartName
 from nearpeak.render.text import count, elide, elide_start, plain, short_name
+from nearpeak.render.views.profile_roofs import catalogue_machine
 from nearpeak.units import percent, seconds, significant
 
 SMALL_LOSS = 0.05
@@ -23,23 +26,37 @@ SMALL_CLOCK_LOSS = 0.002
 """Of the step. Less is not told apart from the scatter of the clock."""
 TYPICAL_RATIO = 1.25
 """Kernels that take at most this multiple of the expected time are not called slow."""
+ANSWER_SHARE = 0.25
+"""Findings that save less than this share of the largest loss are no answer to it."""
+SHORT_KERNEL = 5e-6
+"""Seconds. Much of a shorter kernel on a GPU is its start and its end."""
+SHORT_CPU_OP = 1e-5
+"""Seconds. Much of a shorter op on a CPU is its call."""
 
 
 def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, str]:
-    """Verdict, why, and what to do next: the finding that saves most, if there is one and the profile is trusted."""
+    """Verdict, why, and what to do next about the loss that "Why" names."""
     grade = grade_profile(profile)
     loss = profile.waterfall.largest_loss
-    why, next_ = _ADVICE[loss.name](profile)
+    why, advice = _ADVICE[loss.name](profile)
     share = loss.seconds / profile.wall_s if profile.wall_s else 0.0
     lost = f"{loss.name}: {seconds(loss.seconds)}, {percent(share)} of the step ({PART_MEANINGS[loss.name]})."
     if share < SMALL_LOSS:
-        next_ = "Little is left to gain with the same work: do less of it, in a lower precision or on another machine."
-    if findings:
-        first = findings[0]
-        where = f" at {elide_start(first.source)}" if first.source else ""
-        saves = f" saves {seconds(first.saving_s)}, {percent(first.share)}" if grade.is_trusted else ""
-        changing = f"Changing that{where}{saves}" if saves else f"See{where}"
-        next_ = f"{plain(first.title)} {changing}: {plain(first.rule, 40)} below."
+        advice = "Little is left to gain with the same work: do less of it, in a lower precision or on another machine."
+    answer = next_finding(profile, findings)
+    if answer is not None:
+        next_ = _finding_sentence(answer, with_saving=grade.is_trusted)
+        ops = [profile.ops[index] for index in answer.ops]
+        if loss.name == "slow kernels" and (lost_s := sum(op.lost_s for op in ops)) > _largest_group_loss(profile):
+            why = f"{seconds(lost_s)} of it are in {count(len(ops), 'op')}{_at(answer)}."
+        if grade.is_trusted and not _answers(profile, answer, loss):
+            part = max(PART_MEANINGS, key=lambda name: _saved_of(profile, answer, name))
+            why = f"{why} Most can be saved of another part, {part}: {seconds(answer.saving_s)}.".strip()
+    else:
+        next_ = advice
+        if findings and grade.is_trusted:
+            best = findings[0]
+            next_ += f" The largest saving known is {percent(best.share)}: {plain(best.rule, 40)}{_at(best)}."
     if grade.is_trusted:
         return {"Verdict": verdict_sentence(profile), "Why": f"Most is lost to {lost} {why}".strip(), "Next": next_}
     untold = f"Below grade {LEAST_TRUSTED}, no multiple of the ideal and no savings are told."
@@ -49,6 +66,56 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         "Why": f"{untold} As measured, most is lost to {lost} {why}".strip(),
         "Next": grade.remedy or next_,
     }
+
+
+def next_finding(profile: Profile, findings: Sequence[Finding]) -> Finding | None:
+    """The finding to begin with; None where findings are no answer to the largest loss.
+
+    It is the largest of those that save time of the largest loss, if these save a good part of it together. Otherwise
+    it is the largest of all, if it saves as much.
+    """
+    loss = profile.waterfall.largest_loss
+    enough_s = ANSWER_SHARE * loss.seconds
+    answers = [finding for finding in findings if _answers(profile, finding, loss)]
+    if answers and sum(_saved_of(profile, finding, loss.name) for finding in answers) >= enough_s:
+        return answers[0]
+    return findings[0] if findings and findings[0].saving_s >= enough_s else None
+
+
+def _answers(profile: Profile, finding: Finding, loss: Part) -> bool:
+    """Whether most of what a finding saves is time of this part."""
+    return 2.0 * _saved_of(profile, finding, loss.name) >= finding.saving_s > 0.0
+
+
+def _saved_of(profile: Profile, finding: Finding, part: PartName) -> float:
+    """What a finding saves of one part of the wall time, at most."""
+    ops = [profile.ops[index] for index in finding.ops]
+    idle_s = max(finding.idle_s, finding.saving_s - sum(op.measured_s for op in ops)) if ops else finding.idle_s
+    if not ops and not idle_s and not profile.communication_s:  # saved before findings had their idle time
+        idle_s = finding.saving_s
+    if part == "idle":
+        return idle_s
+    if part == "communication":
+        return 0.0 if ops else finding.saving_s - idle_s
+    lost_of: Mapping[str, Callable[[ProfiledOp], float]] = {
+        "ideal": lambda op: 0.0,
+        "slow kernels": lambda op: max(0.0, op.lost_s),
+        "fusion": _fusion_saving,
+        "traffic": lambda op: op.bound_s if op.fused_s is None else op.fused_s,
+        "not modeled": lambda op: 0.0 if op.modeled else op.measured_s,
+    }
+    return max(0.0, min(finding.saving_s - idle_s, sum(map(lost_of[part], ops))))
+
+
+def _finding_sentence(finding: Finding, *, with_saving: bool) -> str:
+    saves = f" saves {seconds(finding.saving_s)}, {percent(finding.share)}" if with_saving else ""
+    changing = f"Changing that{_at(finding)}{saves}" if saves else f"See{_at(finding)}"
+    return f"{plain(finding.title)} {changing}: {plain(finding.rule, 40)} below."
+
+
+def _at(finding: Finding) -> str:
+    inside = f" (in {plain(finding.library, 30)})" if finding.library else ""
+    return f" at {elide_start(finding.source)}{inside}" if finding.source else inside
 
 
 def verdict_sentence(profile: Profile) -> str:
@@ -62,7 +129,7 @@ def verdict_sentence(profile: Profile) -> str:
     graded = f"Grade {grade.letter}{f': {reasons}' if reasons else ''}."
     if profile.ideal_s <= 0.0:
         return f"{step} on {machine}, of which nothing has a bound. {graded}"
-    times = significant(profile.wall_s / profile.ideal_s)
+    times = significant(ratio) if (ratio := profile.wall_s / profile.ideal_s) < 1e4 else "over 10,000"
     return f"{step}, {times} x the ideal {seconds(profile.ideal_s)} on {machine}. {graded}"
 
 
@@ -84,47 +151,150 @@ def clock_sentence(profile: Profile) -> str:
 
 
 def _slow_kernels(profile: Profile) -> tuple[str, str]:
-    ranks = [rank for rank in ranking(profile, "op") if rank.modeled and rank.lost_s > 0.0]
-    if not ranks:
-        return "", "Look at the top of the ranking."
-    worst = ranks[0]
-    ops = [op for op in profile.ops if f"{op.name} {op.phase}" == worst.key]
-    name = elide(short_name(ops[0].name), 48)
-    where = _costliest(ops, lambda op: op.source, lambda op: op.lost_s)
-    where = where or _costliest(ops, lambda op: op.module, lambda op: op.lost_s)
+    """The ops with the largest loss; and those that are slower than good kernels are, or why nothing is known to do."""
+    groups = [group for group in _op_groups(profile) if group.lost_s > 0.0]
+    if not groups:
+        return "", "Look at the top of the ranking: --by op."
+    worst = groups[0]
     times = f", {significant(worst.measured_s / worst.bound_s, 2)} x the bound" if worst.bound_s > 0.0 else ""
-    why = f"{name} ({plain(ops[0].phase, 12)}) loses most: {seconds(worst.lost_s)} in {count(worst.ops, 'op')}{times}."
+    why = f"{worst.name} loses most: {seconds(worst.lost_s)} in {count(len(worst.ops), 'op')}{times}."
     if (lost_s := clock_loss_s(profile)) is not None and lost_s >= SMALL_CLOCK_LOSS * profile.wall_s:
         why = f"{seconds(lost_s)} of it are a lower clock. {why}"
-    place = f" at {elide_start(where)}" if where else ""
-    return why, f"Begin with {name}{place}: {_slow_kernel_remedy(worst)}"
-
-
-def _slow_kernel_remedy(worst: RankedOps) -> str:
-    if worst.expected_s is None:
-        return "try another backend, layout or shape for it."
-    if worst.measured_s <= TYPICAL_RATIO * worst.expected_s:
-        return (
-            f"its kernels are as fast as such kernels are ({seconds(worst.expected_s)} expected). Fuse it with its "
-            "neighbors, or change its shape or dtype."
-        )
-    return (
-        f"good kernels take {seconds(worst.expected_s)} for {'it' if worst.ops == 1 else f'all {worst.ops:,}'}, these "
-        f"took {seconds(worst.measured_s)}. Try another backend, layout or shape."
+    slow = max(groups, key=lambda group: group.beyond_expected_s)
+    if worst.is_slow:
+        slow = worst
+    elif slow.beyond_expected_s < SMALL_LOSS * profile.wall_s:
+        return why, f"No remedy is known for {worst.name}{worst.place}: {_no_remedy(profile, worst)}"
+    expected_s = slow.expected_s or 0.0
+    other = "" if slow is worst else f"No faster kernel is known for {worst.name}. "
+    return why, (
+        f"{other}Begin with {slow.name}{slow.place}: good kernels take {seconds(expected_s)} for "
+        f"{'it' if len(slow.ops) == 1 else f'all {len(slow.ops):,}'}, these took {seconds(slow.measured_s)}. "
+        f"{_FAMILY_ADVICE.get(slow.ops[0].family, 'Try another backend, layout or shape.')}"
     )
+
+
+_FAMILY_ADVICE: Mapping[str, str] = {
+    "convolution": "Try another layout (channels-last), dtype or shape.",
+    "matrix": "Try another dtype, contiguous operands, or sizes in multiples of 64.",
+    "attention": "Try another backend of scaled_dot_product_attention, or another size of the heads.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpGroup:
+    """All ops of one operator and phase."""
+
+    name: str
+    place: str
+    """The line or module with most of the loss, after " at "; "" if none is known."""
+    ops: Sequence[ProfiledOp]
+    measured_s: float
+    bound_s: float
+    expected_s: float | None
+    """What good kernels take; None where none like them were measured."""
+
+    @property
+    def lost_s(self) -> float:
+        return self.measured_s - self.bound_s
+
+    @property
+    def beyond_expected_s(self) -> float:
+        """What they take longer than good kernels; 0 for kernels that are as fast as others, and without a figure."""
+        return self.measured_s - (self.expected_s or 0.0) if self.is_slow else 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.expected_s is not None and self.measured_s > TYPICAL_RATIO * self.expected_s
+
+
+def _op_groups(profile: Profile) -> list[_OpGroup]:
+    """The ops with a bound, grouped, the largest loss first."""
+    members: dict[tuple[str, str], list[ProfiledOp]] = {}
+    for op in profile.ops:
+        if op.modeled and (op.kernels or op.bound_s > 0.0):
+            members.setdefault((op.name, op.phase), []).append(op)
+    groups = [_op_group(profile, ops) for ops in members.values()]
+    return sorted(groups, key=lambda group: -group.lost_s)
+
+
+def _largest_group_loss(profile: Profile) -> float:
+    return max((group.lost_s for group in _op_groups(profile)), default=0.0)
+
+
+def _op_group(profile: Profile, ops: Sequence[ProfiledOp]) -> _OpGroup:
+    where = _costliest(ops, lambda op: _own_line(profile, op.source), lambda op: op.lost_s)
+    where = where or _costliest(ops, lambda op: op.module, lambda op: op.lost_s)
+    expected = [op.expected_s for op in ops if op.expected_s is not None]
+    is_known = len(expected) == len(ops) and (profile.device != "cpu" or is_like_measured(ops[0].name, ops[0].family))
+    return _OpGroup(
+        name=f"{elide(short_name(ops[0].name), 48)} ({plain(ops[0].phase, 12)})",
+        place=f" at {elide_start(where)}" if where else "",
+        ops=ops,
+        measured_s=sum(op.measured_s for op in ops),
+        bound_s=sum(op.bound_s for op in ops),
+        expected_s=sum(expected) if is_known else None,
+    )
+
+
+def _no_remedy(profile: Profile, group: _OpGroup) -> str:
+    """Why nothing is known to do about a group of ops: how near good kernels are, and what the loss consists of."""
+    limiter = max(group.ops, key=lambda op: op.bound_s).limiter
+    rate = {"compute": "the compute rate", "memory": "the memory bandwidth", "cache": "the cache's bandwidth"}
+    reached = percent(group.bound_s / group.measured_s if group.measured_s else 0.0, 0)
+    own = "it is a kernel of nearpeak's; " if group.ops[0].name.startswith("nearpeak.") else ""
+    if group.expected_s is None:
+        near = "no kernel like it was measured on this machine, so how near it is to the best is not known"
+    else:
+        near = f"good kernels take {seconds(group.expected_s)}, these {seconds(group.measured_s)}"
+    parts = [f"{seconds(value)} {name}" for name, value in _loss_parts(profile, group).items() if value > 0.0]
+    consists = f"; of the loss {' and '.join(parts)}" if parts else ""
+    return f"{own}{near}. They reach {reached} of {rate.get(limiter, 'their bound')}{consists}."
+
+
+def _loss_parts(profile: Profile, group: _OpGroup) -> dict[str, float]:
+    """What a loss is seen to consist of, or follows from shapes; in seconds, each of at least a twentieth of it."""
+    clock_s = waves_s = short_s = 0.0
+    slower = clock_share(profile) or 0.0
+    machine = catalogue_machine(profile)
+    shortest = SHORT_CPU_OP if profile.device == "cpu" else SHORT_KERNEL
+    for op in group.ops:
+        left = max(0.0, op.lost_s)
+        if op.measured_s < shortest * max(op.kernels, 1):
+            short_s += left
+            continue
+        if op.limiter == "compute":
+            clock_s += (part := min(left, slower * op.measured_s))
+            left -= part
+            tiles = None if machine is None else tiling_of_shapes(op.name, op.shapes, machine)
+            waves_s += 0.0 if tiles is None else min(left, op.measured_s * (1.0 - tiles.efficiency))
+    short = (
+        "in calls of a few us each" if profile.device == "cpu" else "in kernels of a few us each, mostly their start"
+    )
+    parts = {"at a lower clock": clock_s, "in tiles and waves that are not full": waves_s, short: short_s}
+    return {name: value for name, value in parts.items() if value >= 0.05 * group.lost_s}
+
+
+def _own_line(profile: Profile, line: str) -> str:
+    """The line of the user's own that calls an installed package, for a line in that package."""
+    return profile.callers.get(line, line)
 
 
 def _fusion(profile: Profile) -> tuple[str, str]:
     """The line with the largest saving from fusion, or the module where lines are not known."""
     advice = "torch.compile fuses them, or fused kernels for norms, activations and the loss do."
     known = [op for op in profile.ops if op.fused_s is not None]
-    line = _costliest(known, lambda op: op.source, _fusion_saving)
+    line = _costliest(known, lambda op: _own_line(profile, op.source), _fusion_saving)
     module = _costliest(known, lambda op: op.module, _fusion_saving)
     if not line and not module:
         return "", f"Fuse the ops in between: {advice}"
-    same = [op for op in known if (op.source == line if line else op.module == module)]
+    same = [op for op in known if (_own_line(profile, op.source) == line if line else op.module == module)]
     where = elide_start(line) if line else plain(module, 40)
-    why = f"{where} has most of it: {seconds(sum(map(_fusion_saving, same)))} in {count(len(same), 'op')}."
+    saving_s = sum(map(_fusion_saving, same))
+    why = f"{where} has most of it: {seconds(saving_s)} in {count(len(same), 'op')}."
+    fused_s = sum(_fusion_saving(op) for op in same if op.origin == "inductor" or op.name.startswith("nearpeak."))
+    if 2.0 * fused_s > saving_s:
+        return why, f"No remedy is known: the kernels at {where} are fused ones already, of torch.compile or nearpeak."
     return why, f"Fuse the ops at {where}: {advice}"
 
 
@@ -142,7 +312,8 @@ _IDLE_ADVICE: Mapping[CauseName, str] = {
     "profiler": "This is the profiler's own time: a script that nearpeak runs itself has clean steps without it.",
     "launching": "Launch less: torch.compile, CUDA graphs (mode='reduce-overhead'), fused optimizers, larger batches.",
     "python": "Take that work out of the step, or compile the step with torch.compile.",
-    "unknown": "Keep the device busy: CUDA graphs or torch.compile, no synchronization, faster input.",
+    "unknown": "What it is was not seen: clean steps took longer than all that the profiler shows of one. Measure "
+    "again while nothing else runs, with more steps.",
 }
 
 
@@ -152,11 +323,12 @@ def _idle(profile: Profile) -> tuple[str, str]:
     for entry in profile.idle:
         totals[entry.cause] = totals.get(entry.cause, 0.0) + entry.seconds
     if not totals:
-        return "", _IDLE_ADVICE["unknown"]
+        return "", "What the host did meanwhile was not recorded: profile the code itself with nearpeak."
     cause = max(totals, key=lambda name: totals[name])
     worst = max((entry for entry in profile.idle if entry.cause == cause), key=lambda entry: entry.seconds)
     what = f" ({plain(worst.what, 40)})" if worst.what else ""
-    where = f", most at {elide_start(worst.where)}" if worst.where else ""
+    line = elide_start(_own_line(profile, worst.where))
+    where = f", most at {line}" if line else ""
     why = f"Its largest cause is {cause}{what}, {seconds(totals[cause])}: {CAUSES[cause]}{where}."
     return why, (_GRAPH_ADVICE if _is_in_graphs(profile) else _IDLE_ADVICE).get(cause, _IDLE_ADVICE[cause])
 
@@ -165,7 +337,6 @@ _GRAPH_ADVICE: Mapping[CauseName, str] = {
     "launching": "CUDA graphs launch its kernels already. Put more of the step into one graph, or more work into each "
     "kernel.",
     "python": "Take that work out of the step: graphs are launched late because of it.",
-    "unknown": "Keep the device busy between the graphs: no synchronization, faster input.",
 }
 """Where CUDA graphs launch the kernels."""
 

@@ -1,0 +1,157 @@
+"""A profile on one screen: at most 35 lines of 80 columns, for a terminal.
+
+What was taken as a step, the verdict, the parts of the wall time, the findings that save most with their lines, what to
+do next, and which command shows the rest. Options that ask for more of one section get that section whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.grade import grade_profile
+from nearpeak.profiles.profile import Profile
+from nearpeak.profiles.waterfall import PartName
+from nearpeak.render.document import Block, Document, Fact, Facts, Items, Paragraph, Section, Span, Table
+from nearpeak.render.text import WIDTH, elide_start, plain, text
+from nearpeak.render.views.profile import (
+    LABEL,
+    PART_COLORS,
+    ReportOptions,
+    findings_sections,
+    ranking_section,
+    select_findings,
+)
+from nearpeak.render.views.verdict import next_finding, sentences
+from nearpeak.units import percent, seconds
+
+MOST_LINES = 35
+MOST_FINDINGS = 3
+SMALLEST_PART = 0.0005
+"""Of the wall time. Smaller parts get no bar."""
+_LINES: Mapping[str, int] = {"Step": 1, "Verdict": 4, "Why": 5, "Next": 5}
+"""How many lines each sentence has at most; with bars, findings and the last two lines they make `MOST_LINES`."""
+_MEANINGS: Mapping[PartName, str] = {
+    "ideal": "cannot be avoided",
+    "traffic": "memory traffic it needs",
+    "fusion": "saved by fusing ops",
+    "slow kernels": "slower than the hardware",
+    "not modeled": "no bound is known",
+    "communication": "between devices, alone",
+    "idle": "nothing runs",
+}
+
+
+def screen(profile: Profile, options: ReportOptions | None = None) -> Document:
+    """The report that a terminal shows without being asked for more."""
+    options = options or ReportOptions()
+    roomy = _document(profile, options, remedy_lines=2)
+    return roomy if text(roomy).count("\n") < MOST_LINES else _document(profile, options, remedy_lines=1)
+
+
+def _document(profile: Profile, options: ReportOptions, remedy_lines: int) -> Document:
+    findings = select_findings(profile) if options.findings is None else options.findings
+    return Document(
+        title=f"Profile of {profile.source.rpartition('/')[2] or 'a step'} on {profile.device}",
+        parts=tuple(_parts(profile, findings, options, remedy_lines)),
+        is_titled=False,
+    )
+
+
+def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions, remedy_lines: int) -> Iterator[Block]:
+    said = {"Step": _step(profile), **sentences(profile, findings)}
+    facts = tuple(
+        Fact(label=f"{label}:", text=sentence, color="bold", most_lines=_LINES[label])
+        for label, sentence in said.items()
+    )
+    yield Section(id="verdict", blocks=(Facts(facts=facts, width=LABEL),))
+    yield Section(id="waterfall", blocks=(_bars(profile),))
+    if "findings" in options.sections:
+        yield from findings_sections(profile, findings, options.most_findings)
+    elif findings:
+        yield Section(id="findings", blocks=(_first_findings(profile, findings, remedy_lines),))
+    if "ops" in options.sections:
+        yield from ranking_section(profile, options)
+    yield Paragraph(text=_rest(findings, options))
+
+
+def _step(profile: Profile) -> str:
+    name = plain(profile.source.rpartition("/")[2] or "a callable", 30)
+    what = f"{plain(profile.step, 60)}" if profile.step else "one step"
+    timed = f"; {profile.steps} timed" if profile.steps else ""
+    return f"{name}: {what}{timed}"
+
+
+def _bars(profile: Profile) -> Table:
+    """Each bar begins where the one before it ended."""
+    rows: list[tuple[str, ...]] = []
+    spans: list[Span] = []
+    reached = 0.0
+    for part in profile.waterfall.parts:
+        share = part.seconds / profile.wall_s if profile.wall_s else 0.0
+        if abs(share) >= SMALLEST_PART:
+            wrong = "below zero" if part in profile.waterfall.broken else ""
+            rows.append((part.name, seconds(part.seconds), percent(share), _MEANINGS[part.name]))
+            spans.append(Span(begin=reached, length=share, kind=part.name, color=PART_COLORS[part.name], text=wrong))
+        reached += share
+    rows.append(("step", seconds(profile.wall_s), "100.0 %", ""))
+    return Table(
+        headers=("part", "time", "share", "meaning"),
+        rows=tuple(rows),
+        align="lrrl",
+        spans=tuple(spans),
+        beside=3,
+        is_headed=False,
+    )
+
+
+def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines: int) -> Items:
+    """For each what is saved and where, in one line, and what to write there."""
+    trusted = grade_profile(profile).is_trusted
+    first = next_finding(profile, findings)
+    groups = list(_by_library(findings))
+    shown = groups[:MOST_FINDINGS]
+    if first is not None and not any(first in group for group in shown):
+        shown[-1] = next(group for group in groups if first in group)
+    items = [
+        line
+        for number, group in enumerate(shown, 1)
+        for line in (f"{number}.  {_what_and_where(group, trusted)}"[:WIDTH], f"    {_remedy(group)}")
+    ]
+    title = "What would save most:" if trusted else "Findings:"
+    return Items(title=title, items=tuple(items), most_lines=remedy_lines)
+
+
+def _by_library(findings: Sequence[Finding]) -> Iterator[list[Finding]]:
+    """Findings in one library that one line calls are one; all others are by themselves. The largest first."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        key = (finding.source, finding.library) if finding.library else (number,)
+        groups.setdefault(key, []).append(finding)
+    yield from sorted(groups.values(), key=lambda group: -sum(finding.saving_s for finding in group))
+
+
+def _what_and_where(group: Sequence[Finding], trusted: bool) -> str:
+    first = group[0]
+    saved_s, share = sum(finding.saving_s for finding in group), sum(finding.share for finding in group)
+    saving = f"{seconds(saved_s)}, {percent(share)}: " if trusted else ""
+    where = elide_start(first.source) or elide_start(first.module) or "the step"
+    inside = f" (in {plain(first.library, 24)})" if first.library else ""
+    what = plain(first.rule, 40) if len(group) == 1 else f"{len(group)} findings"
+    return f"{saving}{what} at {where}{inside}"
+
+
+def _remedy(group: Sequence[Finding]) -> str:
+    """The first line of the remedy that is no comment."""
+    lines = [line.strip() for line in group[0].remedy.strip().split("\n")]
+    remedy = next((line for line in lines if line and not line.startswith("#")), lines[0])
+    names = ", ".join(dict.fromkeys(plain(finding.rule, 40) for finding in group))
+    return f"{remedy.partition('  #')[0]}  # {names}" if len(group) > 1 else remedy
+
+
+def _rest(findings: Sequence[Finding], options: ReportOptions) -> str:
+    """Which options show what is not here."""
+    again = f"`{options.again} --full`" if options.again else "--full"
+    page = f"`{options.again} --open`" if options.again else "--open"
+    more = f"; --findings {len(findings)} explains the findings" if findings else ""
+    return f"{again} prints all tables{more}; {page} shows the page."

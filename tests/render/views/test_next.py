@@ -1,0 +1,147 @@
+"""Next answers Why: it is about the largest loss, or says that nothing is known to do about it."""
+
+import dataclasses
+
+import pytest
+from made_up import profile  # type: ignore[import-not-found]
+
+from nearpeak.profiles.conditions import StepConditions
+from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.idle import IdleCause
+from nearpeak.profiles.profile import ProfileCeilings, ProfiledOp
+from nearpeak.profiles.waterfall import build_waterfall
+from nearpeak.render.views.verdict import next_finding, sentences
+
+FLOORS = {"ideal_s": 1.0, "fused_s": 1.0, "as_written_s": 1.0}
+
+
+def op(name="aten.convolution.default", family="convolution", measured_s=8.0, bound_s=0.5, expected_s=7.5, **fields):
+    made = {"phase": "forward", "module": "net", "source": "model.py:8", "shapes": (), "kernels": 1, "flops": 1.0}
+    made |= {"bytes": 1.0, "modeled": True, "limiter": "compute"} | fields
+    return ProfiledOp(name=name, family=family, measured_s=measured_s, bound_s=bound_s, expected_s=expected_s, **made)
+
+
+SGD = op("aten._foreach_add_.List", "optimizer", 0.6, 0.4, 0.5, phase="optimizer", source="train.py:30")
+
+
+def losing(*ops, kernel_s=9.5, **fields):
+    """A step of ten seconds whose kernels are slow for eight and a half of them."""
+    falls = build_waterfall(wall_s=10.0, **FLOORS, modeled_s=kernel_s, kernel_s=kernel_s)
+    made = dataclasses.replace(profile(), steps=7, spread=0.01, modeled_share=1.0, communication_s=0.0)
+    return dataclasses.replace(made, ops=ops, waterfall=falls, device="NVIDIA H200", **fields)
+
+
+def finding(rule, saving_s, ops=(), **fields):
+    return Finding(
+        rule=rule,
+        title=f"It is {rule}.",
+        source="train.py:30",
+        modules=(),
+        places=1,
+        saving_s=saving_s,
+        share=saving_s / 10.0,
+        evidence="",
+        reasoning="",
+        remedy="x",
+        ops=ops,
+        **fields,
+    )
+
+
+def test_a_small_finding_elsewhere_is_no_answer_to_slow_convolutions():
+    made = losing(op(expected_s=2.0), SGD)
+    small = finding("unfused-optimizer", 0.35, ops=(1,))
+    said = sentences(made, [small])
+    assert "convolution (forward) loses most" in said["Why"]
+    assert said["Next"].startswith("Begin with convolution (forward) at model.py:8: good kernels take 2.00 s for it")
+    assert said["Next"].endswith("The largest saving known is 3.5 %: unfused-optimizer at train.py:30.")
+    assert next_finding(made, [small]) is None
+
+
+def test_a_finding_about_the_convolutions_is_the_answer():
+    made = losing(op(expected_s=2.0), SGD)
+    answer = finding("channels-first", 4.0, ops=(0,))
+    assert sentences(made, [finding("unfused-optimizer", 4.5, ops=(1,)), answer])["Next"].startswith("It is channels-")
+
+
+def test_many_small_answers_are_one_together():
+    ops = [op(f"aten.op{number}.default", measured_s=1.0, bound_s=0.1, expected_s=0.9) for number in range(9)]
+    small = [finding(f"rule-{number}", 0.5, ops=(number,)) for number in range(9)]
+    assert next_finding(losing(*ops), small) is small[0]
+
+
+def test_where_no_faster_kernel_is_known_next_says_so_and_what_the_loss_consists_of():
+    ceilings = ProfileCeilings(bandwidth=1e12, clock_hz=2.0e9)
+    made = losing(op(), SGD, ceilings=ceilings, conditions=StepConditions(clock_hz=1.5e9))
+    said = sentences(made)["Next"]
+    assert said.startswith(
+        "No remedy is known for convolution (forward) at model.py:8: good kernels take 7.50 s, these"
+    )
+    assert said.endswith("They reach 6 % of the compute rate; of the loss 2.00 s at a lower clock.")
+
+
+def test_waves_of_tiles_follow_from_shapes():
+    product = op("aten.mm.default", "matrix", 8.0, 2.0, 7.9, shapes=((129, 4096), (4096, 128 * 67)))
+    said = sentences(losing(product, machine="h200-sxm"))["Next"]
+    assert "in tiles and waves that are not full" in said
+
+
+def test_kernels_of_a_few_microseconds_are_told():
+    many = [op("aten.mul.Tensor", "pointwise", 3e-6, 1e-7, 3e-6, limiter="memory") for _ in range(50)]
+    assert "in kernels of a few us each, mostly their start" in sentences(losing(*many))["Next"]
+
+
+def test_a_kernel_of_nearpeaks_is_not_to_be_fused():
+    made = losing(op("nearpeak.rms_norm.default", "normalization", limiter="memory"))
+    said = sentences(made)["Next"]
+    assert "it is a kernel of nearpeak's" in said
+    assert "use it with" not in said
+    falls = build_waterfall(wall_s=10.0, ideal_s=1.0, fused_s=1.0, as_written_s=9.0, modeled_s=9.0, kernel_s=9.0)
+    fused = [dataclasses.replace(each, bound_s=8.0, fused_s=1.0) for each in made.ops]
+    said = sentences(dataclasses.replace(made, waterfall=falls, ops=tuple(fused)))["Next"]
+    assert said.startswith("No remedy is known: the kernels at model.py:8 are fused ones already")
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "accused"),
+    [("aten.gelu_backward.default", "pointwise", False), ("aten.mm.default", "matrix", True)],
+)
+def test_an_expectation_of_another_kind_of_kernel_accuses_no_op_on_a_cpu(name, family, accused):
+    slow = op(name, family, 9.4, 0.1, 0.157, limiter="memory")
+    made = dataclasses.replace(losing(slow), device="cpu")
+    said = sentences(made)["Next"]
+    assert ("good kernels take 157 ms" in said) == accused
+    assert ("no kernel like it was measured on this machine" in said) != accused
+
+
+def test_idle_python_is_answered_by_what_to_do_about_python():
+    idle = (IdleCause(cause="python", seconds=6.4, count=400, where="utils.py:9", what="between ops"),)
+    falls = build_waterfall(wall_s=10.0, **FLOORS, modeled_s=3.6, kernel_s=3.6)
+    made = dataclasses.replace(losing(op(), SGD), waterfall=falls, idle=idle, callers={"utils.py:9": "generate.py:12"})
+    small = finding("unfused-norm", 0.18, ops=(1,))
+    said = sentences(made, [small])
+    assert "most at generate.py:12" in said["Why"]  # and not the line in the installed package
+    assert "compile" in said["Next"]
+    assert said["Next"].endswith("The largest saving known is 1.8 %: unfused-norm at train.py:30.")
+    answer = finding("launch-bound", 5.0, idle_s=5.0)
+    assert sentences(made, [answer, small])["Next"].startswith("It is launch-bound.")
+
+
+def test_a_larger_saving_of_another_part_is_next_and_why_says_so():
+    falls = build_waterfall(wall_s=10.0, **FLOORS, modeled_s=5.0, kernel_s=5.0)
+    idle = (IdleCause(cause="synchronization", seconds=4.5, count=1, where="train.py:9", what="item"),)
+    wait = finding("synchronization", 4.0, idle_s=4.0)
+    made = dataclasses.replace(losing(op(measured_s=5.0)), idle=idle)
+    slower = build_waterfall(wall_s=10.0, **FLOORS, modeled_s=6.0, kernel_s=6.0)
+    said = sentences(dataclasses.replace(made, waterfall=slower), [wait])
+    assert "Most is lost to slow kernels" in said["Why"]
+    assert said["Why"].endswith("Most can be saved of another part, idle: 4.00 s.")
+    assert said["Next"].startswith("It is synchronization.")
+    assert "another part" not in sentences(dataclasses.replace(made, waterfall=falls), [wait])["Why"]
+
+
+def test_idle_time_that_was_not_seen_gets_no_story():
+    idle = (IdleCause(cause="unknown", seconds=6.0, count=0, where="", what=""),)
+    falls = build_waterfall(wall_s=10.0, **FLOORS, modeled_s=3.0, kernel_s=3.0)
+    said = sentences(dataclasses.replace(losing(op()), waterfall=falls, idle=idle))["Next"]
+    assert said.startswith("What it is was not seen")
