@@ -286,3 +286,73 @@ def test_text_can_be_read_without_javascript(opened):
     assert page.get_by_text("A norm is written as 5 ops").first.is_visible()
     assert page.get_by_text("need JavaScript").is_visible()
     assert page.locator("#ops").is_hidden()
+
+
+def test_words_are_explained_under_the_pointer_and_for_the_keyboard(opened):
+    page = opened(CONTENT)
+    word = page.locator(".waterfall .term", has_text="slow kernels").first
+    word.hover()
+    assert tip(page).split("\n") == ["slow kernels", "Kernels slower than their bounds."]
+    page.mouse.move(0, 0)
+    assert page.locator("#tip").is_hidden()
+    word.focus()
+    assert "Kernels slower" in tip(page)
+    page.keyboard.press("Escape")
+    assert page.locator("#tip").is_hidden()
+    assert word.get_attribute("title") is None and word.get_attribute("aria-description")
+
+
+def test_code_is_copied(opened):
+    page = opened(CONTENT, permissions=("clipboard-read", "clipboard-write"))
+    page.locator(".code .copy").first.click()
+    page.wait_for_function("document.querySelector('.copy').textContent === 'Copied'")
+    assert page.evaluate("navigator.clipboard.readText()") == "x = norm(x)\n    # indented"
+
+
+def test_code_is_copied_without_a_clipboard(opened):
+    page = opened(CONTENT)
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.evaluate("document.addEventListener('copy', () => { window.taken = String(window.getSelection()); })")
+    page.locator(".code .copy").first.click()
+    page.wait_for_function("window.taken !== undefined")
+    assert page.evaluate("window.taken").splitlines() == ["x = norm(x)", "    # indented"]
+
+
+def test_the_module_column_is_whole_at_1440_pixels(opened):
+    page = opened(CONTENT, width=1440)
+    page.wait_for_selector("html.ready")
+    right = page.evaluate(
+        """() => {
+            const grid = document.querySelector('.grid').getBoundingClientRect();
+            const cells = [...document.querySelectorAll('.body .row:not([hidden]) .c-module')];
+            return [grid.right - cells[0].getBoundingClientRect().right,
+                    cells.filter((cell) => cell.scrollWidth > cell.clientWidth).length];
+        }"""
+    )
+    assert right[0] >= 0 and right[1] == 0
+
+
+def test_an_op_shows_its_source_line(opened):
+    page = opened(CONTENT)
+    choose(page, "Line", "modeling.py:113")
+    page.locator(".body .row:not([hidden])").first.click()
+    assert page.locator(".detail .excerpt mark").inner_text() == "113        x = x.float()"
+
+
+def test_idle_time_unfolds_to_its_places(opened):
+    page = opened(CONTENT)
+    cause = page.locator(".cause", has_text="python")
+    assert not cause.locator("table").is_visible()
+    cause.locator(".saving").click()
+    assert "train.py:9" in cause.locator("table").inner_text()
+
+
+@pytest.mark.parametrize("width", [420, 1024, 1440])
+def test_sentences_wrap_at_every_width(opened, width):
+    long = "Keep the shapes the same from step to step, and read results once in many steps. " * 5
+    finding = dataclasses.replace(MADE.findings[0], remedy=f"{long}\nx = y")
+    page = opened(rendered(MADE, findings=[finding]), width=width)
+    page.wait_for_selector("html.ready")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    wide = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.textContent)"
+    assert page.locator("main p, main dd, main li").evaluate_all(wide) == []

@@ -8,9 +8,9 @@ function findings(root, filters, table) {
     table.grid.focus({ preventScroll: true });
     byId("ops").scrollIntoView({ block: "start" });
   });
-  const closed = [];
+  const closed = []; // of the whole page: nothing is folded on paper
   window.addEventListener("beforeprint", () => {
-    for (const each of root.querySelectorAll("details:not([open])")) {
+    for (const each of document.querySelectorAll("details:not([open])")) {
       closed.push(each);
       each.open = true;
     }
