@@ -20,3 +20,8 @@ def test_what_is_no_line_has_no_excerpt():
 
 def test_long_lines_are_cut():
     assert len(excerpt("train.py:1", ["x" * 1000]).lines[0]) == LONGEST_LINE
+
+
+def test_empty_lines_at_its_ends_are_left_out():
+    found = excerpt("train.py:3", ["a", "", "b", " ", "", "c"])
+    assert (found.first_line, found.lines) == (1, ("a", "", "b"))

@@ -26,7 +26,7 @@ class SourceExcerpt:
 
 
 def excerpt(source: str, lines: Sequence[str]) -> SourceExcerpt | None:
-    """The excerpt of a file with these lines; None if it has no such line, or an empty one.
+    """The excerpt of a file with these lines, without empty ones at its ends; None if it has no such line.
 
     >>> excerpt("train.py:2", ["import torch", "x = torch.ones(3)", "", "y = x + 1"]).lines
     ('import torch', 'x = torch.ones(3)', '', 'y = x + 1')
@@ -35,9 +35,13 @@ def excerpt(source: str, lines: Sequence[str]) -> SourceExcerpt | None:
     index = int(number) - 1 if number.isdecimal() else -1
     if not 0 <= index < len(lines) or not lines[index].strip():
         return None
-    first = max(0, index - NEIGHBORS)
+    first, last = max(0, index - NEIGHBORS), min(len(lines), index + NEIGHBORS + 1)
+    while not lines[first].strip():
+        first += 1
+    while not lines[last - 1].strip():
+        last -= 1
     return SourceExcerpt(
         source=source,
         first_line=first + 1,
-        lines=tuple(line.rstrip()[:LONGEST_LINE] for line in lines[first : index + NEIGHBORS + 1]),
+        lines=tuple(line.rstrip()[:LONGEST_LINE] for line in lines[first:last]),
     )

@@ -170,6 +170,15 @@ def test_sentences_of_a_remedy_are_not_code():
     assert '<p class="said plain">Or pad batches to a few lengths.</p>' in content
 
 
+def test_a_remedy_of_one_line_is_code_or_a_sentence():
+    made = profile(300)
+    for remedy, shown in (
+        ("model.eval()  # once", '<p class="said advice">Instead:</p><div class="code">'),
+        ("Leave `x.clone()` out.", '<p class="said advice">Instead: Leave <code>x.clone()</code> out.</p>'),
+    ):
+        assert shown in profile_page(made, findings=[dataclasses.replace(made.findings[0], remedy=remedy)])
+
+
 def test_idle_time_is_folded_by_cause():
     made = profile(300)
     cause = made.idle[0]

@@ -18,8 +18,9 @@ GLOSSARY: Mapping[str, str] = {
     "kernel": "A function that runs on the device; on a CPU, the code of one op.",
     "op": "One operation of torch: a matrix product, an addition, a copy.",
     "bound": "The least time that the hardware allows for the work of an op: no run of it on this machine is faster.",
-    "as written": "The bounds of all ops in the order written, summed.",
-    "fused": "The same where ops that can be joined are one kernel: what lies between them need not go through memory.",
+    "as written": "As a time: the bounds of all ops in the order written, summed.",
+    "fused": "Joined into one kernel, so that what lies between ops need not go through memory. As a time: the bound of "
+    "the step with all ops joined that can be.",
     "expected": "The time of a good kernel for an op, as it was measured or modeled. It is longer than the bound.",
     "lost": "The measured time less the bound.",
     "limit": "What makes the bound what it is: memory traffic, cache traffic, arithmetic, or the launch of a kernel.",
@@ -28,15 +29,27 @@ GLOSSARY: Mapping[str, str] = {
     "phase": "Forward pass, backward pass, or optimizer.",
     "module": "The path of the torch.nn.Module that an op belongs to; a star stands for parts that differ.",
     "MFU": "Model FLOP utilization: the FLOPs that the model needs, over what the datasheet allows in that time.",
-    "HFU": "Hardware FLOP utilization: the same with FLOPs that are computed again in the backward pass.",
+    "HFU": "Hardware FLOP utilization: as MFU, with FLOPs that are computed again in the backward pass.",
     "grade": "How far the measurement can be trusted, from A to F. Below B, the report tells no ratios and no savings.",
     "measured ceilings": "Rates of memory and arithmetic as they were measured on this machine.",
     "derated": "Ceilings that are the datasheet's figures times a factor.",
     **{name: f"{meaning[0].upper()}{meaning[1:]}." for name, meaning in PART_MEANINGS.items()},
     **{name: f"{meaning[0].upper()}{meaning[1:]}." for name, meaning in CAUSE_MEANINGS.items() if name != "unknown"},
 }
-COMMON_WORDS = {"step", "kernel", "op", "python", "input", "module", "phase", "limit", "wall", "lost", "compilation"}
-"""Words that readers know, or that are common: they are explained where they are a label, and not in sentences."""
+LABELS = {
+    "step",
+    "kernel",
+    "op",
+    "module",
+    "phase",
+    "limit",
+    "wall",
+    "lost",
+    "traffic",
+    "communication",
+    *CAUSE_MEANINGS,
+}
+"""Words that readers know, or that have a wider meaning in a sentence: they are explained where they are a label."""
 
 
 def term(word: str, text: str = "") -> str | Markup:
@@ -49,7 +62,7 @@ class Explainer:
     """Writes the texts of one section: the first occurrence of each word of the glossary is explained."""
 
     def __init__(self) -> None:
-        self._left = sorted(GLOSSARY.keys() - COMMON_WORDS, key=lambda word: (-len(word), word))
+        self._left = sorted(GLOSSARY.keys() - LABELS, key=lambda word: (-len(word), word))
 
     def __call__(self, text: str) -> str | Markup:
         if text in GLOSSARY:  # a label

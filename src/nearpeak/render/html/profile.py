@@ -14,6 +14,7 @@ import json
 import math
 import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -235,7 +236,13 @@ def _excerpt_lines(excerpt: SourceExcerpt) -> list[str]:
 
 
 def _without_prose(block: Block) -> Iterator[Block]:
-    """A block of code without its sentences, which become paragraphs and wrap; any other block as it is."""
+    """Code and sentences apart: sentences among code become paragraphs, which wrap, and code after "Instead:" a block."""
+    if isinstance(block, Paragraph) and block.kind == "advice":
+        label, _, rest = block.text.partition(": ")
+        if rest and not _is_prose(rest):
+            yield replace(block, text=f"{label}:")
+            yield CodeBlock(text=rest, language="python")
+            return
     if not isinstance(block, CodeBlock):
         yield block
         return
