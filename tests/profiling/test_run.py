@@ -46,6 +46,8 @@ def test_a_step_that_is_given_is_accounted_for():
     product = next(op for op in found.ops if op.name == "aten.addmm.default")
     assert product.measured_s > 0
     assert product.source.startswith("test_run.py:")
+    excerpt = next(each for each in found.excerpts if each.source == product.source)
+    assert excerpt.lines[1].strip() == "model(x).square().sum().backward()"
     assert found.modeled_share > 0.95
     assert lines == ["warming up", "timing clean steps", "starting the profiler", *lines[3:]]
     again = ["timing clean steps again", "everything needed has been recorded"]

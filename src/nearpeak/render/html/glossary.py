@@ -19,8 +19,8 @@ GLOSSARY: Mapping[str, str] = {
     "op": "One operation of torch: a matrix product, an addition, a copy.",
     "bound": "The least time that the hardware allows for the work of an op: no run of it on this machine is faster.",
     "as written": "As a time: the bounds of all ops in the order written, summed.",
-    "fused": "Joined into one kernel, so that what lies between ops need not go through memory. As a time: the bound of "
-    "the step with all ops joined that can be.",
+    "fused": "Joined into one kernel, so that what lies between ops need not go through memory. As a time: the bound "
+    "of the step with all ops joined that can be.",
     "expected": "The time of a good kernel for an op, as it was measured or modeled. It is longer than the bound.",
     "lost": "The measured time less the bound.",
     "limit": "What makes the bound what it is: memory traffic, cache traffic, arithmetic, or the launch of a kernel.",

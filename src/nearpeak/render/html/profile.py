@@ -236,7 +236,7 @@ def _excerpt_lines(excerpt: SourceExcerpt) -> list[str]:
 
 
 def _without_prose(block: Block) -> Iterator[Block]:
-    """Code and sentences apart: sentences among code become paragraphs, which wrap, and code after "Instead:" a block."""
+    """Sentences among code as paragraphs, which wrap; code after "Instead:" as a block, which can be copied."""
     if isinstance(block, Paragraph) and block.kind == "advice":
         label, _, rest = block.text.partition(": ")
         if rest and not _is_prose(rest):
