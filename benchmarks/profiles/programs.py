@@ -79,6 +79,9 @@ class Seen:
     rule: str
     source: str
     share: float
+    """What it saves alone, of the step."""
+    added_share: float
+    """What it adds to the saving of all larger findings."""
     title: str
 
 
@@ -369,6 +372,7 @@ class ProfileJob:
 
     def run(self) -> ProfileResult:
         import nearpeak
+        from nearpeak.profiles.finding import MIN_SHOWN_SHARE
         from nearpeak.profiles.grade import grade_profile
 
         start = time.perf_counter()
@@ -378,11 +382,19 @@ class ProfileJob:
         if not self._saved.exists():
             raise self.processes[0].failure(f"ended with code {code}")
         profile = nearpeak.load(self._saved)
-        findings = [
-            Seen(rule=finding.rule, source=finding.source, share=float(finding.share), title=finding.title)
-            for finding in profile.findings
-            if finding.share >= 0.01
-        ]
+        findings, before_s = [], 0.0
+        for finding in profile.findings:
+            after_s = before_s + finding.saving_s if finding.together_s is None else finding.together_s
+            seen = Seen(
+                rule=finding.rule,
+                source=finding.source,
+                share=float(finding.share),
+                added_share=(after_s - before_s) / profile.wall_s,
+                title=finding.title,
+            )
+            before_s = after_s
+            if seen.share >= MIN_SHOWN_SHARE:
+                findings.append(seen)
         return ProfileResult(
             findings=tuple(findings),
             wall_s=profile.wall_s,
@@ -450,7 +462,7 @@ def rows_of(program: Program, profile: ProfileResult | None, savings: Mapping[st
             program=program.name,
             waste="all",
             measured=savings.get("all"),
-            predicted=sum(finding.share for finding in together),
+            predicted=sum(finding.added_share for finding in together),
             place="elsewhere" if profile else "not profiled",
             findings=together,
         )

@@ -61,7 +61,7 @@ class Classifier(nn.Module):
 
     def forward(self, ids):
         seen = ids != 0
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]  # waste: padded-to-the-longest
         mask = seen[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
         for layer in self.layers:
             x = layer(x, mask)

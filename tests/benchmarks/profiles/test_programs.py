@@ -63,8 +63,9 @@ def written(folder, text=SCRIPT, name="train.py"):
     return path
 
 
-def seen(source, share=0.1, rule="some-rule"):
-    return Seen(rule=rule, source=source, share=share, title="something is slow")
+def seen(source, share=0.1, rule="some-rule", added=None):
+    added_share = share if added is None else added
+    return Seen(rule=rule, source=source, share=share, added_share=added_share, title="something is slow")
 
 
 def test_marks_are_read(tmp_path):
@@ -151,7 +152,7 @@ def test_a_finding_belongs_to_the_nearest_waste_and_those_in_the_function_only_w
 def test_rows_predict_each_waste_and_all_together(tmp_path):
     program = read_program(written(tmp_path))
     profile = ProfileResult(
-        findings=(seen("train.py:7", 0.25), seen("train.py:8", 0.05), seen("train.py:23", 0.2)),
+        findings=(seen("train.py:7", 0.25), seen("train.py:8", 0.05), seen("train.py:23", 0.2, added=0.3)),
         wall_s=0.1,
         grade="A",
         seconds=3.0,
@@ -165,8 +166,8 @@ def test_rows_predict_each_waste_and_all_together(tmp_path):
     assert not by_waste["read"].is_waste
     assert by_waste["read"].error is None
     assert by_waste["asked"].place == "missed"
-    assert by_waste["all"].predicted == pytest.approx(0.5)
-    assert by_waste["all"].error == pytest.approx(0.0)
+    assert by_waste["all"].predicted == pytest.approx(0.6)
+    assert by_waste["all"].error == pytest.approx(0.2)
 
 
 def test_the_report_names_what_was_missed_and_what_is_false():
