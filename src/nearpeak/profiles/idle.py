@@ -37,6 +37,8 @@ LAUNCHED_LATE = "launched late"
 BETWEEN_QUEUED_KERNELS = "between queued kernels"
 BETWEEN_OPS = "between ops"
 AFTER_LAST_KERNEL = "after the last kernel"
+WORKERS_STARTED = "workers are started"
+"""What an idle cause is called whose count is the number of steps of an epoch."""
 PROFILER_SLOWDOWN = 2.5
 """The factor by which the profiler slows down ops on the host."""
 

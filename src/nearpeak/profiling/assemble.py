@@ -25,7 +25,7 @@ from nearpeak.ops.cost import costs_of
 from nearpeak.ops.op import Op, Trace, name_with_origin, name_without_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.conditions import StepConditions
-from nearpeak.profiles.idle import IdleTime
+from nearpeak.profiles.idle import WORKERS_STARTED, IdleCause, IdleTime
 from nearpeak.profiles.idle_attribution import DeviceActivity, HostActivity, attribute
 from nearpeak.profiles.memory import peak_memory
 from nearpeak.profiles.profile import (
@@ -40,16 +40,20 @@ from nearpeak.profiles.profile import (
 from nearpeak.profiles.rates import step_rates
 from nearpeak.profiling.align import OpKey, align_ops
 from nearpeak.profiling.graph_kernels import add_graph_loss, match_graph_kernels
+from nearpeak.profiling.loader_starts import WorkerStarts
 from nearpeak.profiling.steps import is_similar_size
 from nearpeak.trace.kineto.host import PRINTED_TENSOR, HostSpan, line_of_mark
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.recorder import without_tf32
 from nearpeak.trace.source import read_excerpts
+from nearpeak.units import seconds
 
 LIVE_FACTS: frozenset[StepFact] = frozenset({"storages", "lines", "host", "memory"})
 """What is known about the steps of a live run."""
 UNTRACED_FACTS: frozenset[StepFact] = frozenset({"host"})
 """What is known without a trace."""
+MIN_STARTED_SHARE = 0.02
+"""Of the step: worker processes that cost less at the ends of epochs are not mentioned."""
 _UNTRACED_NOTE = (
     "The step was profiled and not traced: ops have neither source lines nor modules, and bounds follow from the "
     "shapes that the profiler recorded"
@@ -91,12 +95,18 @@ class StepRecords:
     rank: int | None = None
     """Of the process in its torch.distributed group; None if there is no group."""
     world_size: int | None = None
+    worker_starts: WorkerStarts | None = None
+    """What a data loader without persistent workers costs at the ends of epochs."""
 
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The profile: kernel times of the profiled step at the ops of the traced step."""
         traced = self.traced
         to_traced, matched = _align_steps(self.recorded, traced)
         wall = self.wall_s or median(list(self.walls))
+        starts = self.worker_starts
+        started_s = starts.seconds_per_step if starts is not None else 0.0
+        if started_s < MIN_STARTED_SHARE * wall:
+            started_s = 0.0
         notes = self.notes
         if traced is None:
             traced = self.recorded.trace
@@ -119,7 +129,7 @@ class StepRecords:
         profile = build_profile(
             estimate,
             kernels,
-            wall_s=wall,
+            wall_s=wall + started_s,
             source=self.source,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=self.recorded.device,
@@ -128,12 +138,19 @@ class StepRecords:
         profile = add_step_spread(profile, kernels, self.recorded.repeats)
         idle = attribute_idle(
             self.recorded,
-            idle_s=profile.waterfall.seconds("idle"),
+            idle_s=max(0.0, profile.waterfall.seconds("idle") - started_s),
             clean=True,
             host_ahead=self.host_ahead,
             traced=traced.ops,
             to_traced=to_traced,
         )
+        if starts is not None and started_s:
+            idle = _with_worker_starts(idle, starts)
+            notes = (
+                *notes,
+                f"Every {starts.epoch_steps:.0f} steps a data loader ends its workers and starts others, for "
+                f"{seconds(starts.start_s)}: the time of a step has {seconds(started_s)} of it.",
+            )
         profile = dataclasses.replace(
             add_idle(profile, idle),
             step=self.step,
@@ -173,6 +190,17 @@ def _lines_of_interest(profile: Profile) -> Iterator[str]:
     for op in profile.ops:
         lost[op.source] = lost.get(op.source, 0.0) + op.lost_s
     yield from sorted(lost, key=lambda source: -lost[source])
+
+
+def _with_worker_starts(idle: IdleTime, starts: WorkerStarts) -> IdleTime:
+    cause = IdleCause(
+        cause="input",
+        seconds=starts.seconds_per_step,
+        count=round(starts.epoch_steps),
+        where=starts.line,
+        what=WORKERS_STARTED,
+    )
+    return idle._replace(causes=tuple(sorted((*idle.causes, cause), key=lambda item: -item.seconds)))
 
 
 def spread_of(walls: Sequence[float], wall_s: float) -> float:

@@ -48,6 +48,7 @@ class ProfiledBlock:
             raise UsageError("A block is profiled once: call nearpeak.profile() for each.")
         initialize_kineto()
         self._opened.enter_context(self._steps.open())
+        self._opened.enter_context(self._session.loaders.watching())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -110,7 +111,7 @@ def profile(
     if case.reset is not None:
         case.reset()
     try:
-        with remember_graphs():
+        with remember_graphs(), session.loaders.watching():
             while session.schedule.phase != "traced" and not session.problem:
                 case.call()
                 session.step_ends(between=case.reset)

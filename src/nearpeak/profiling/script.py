@@ -162,6 +162,7 @@ def profile_script(
         try:
             with ExitStack() as stack:
                 steps = session.steps = stack.enter_context(detect_steps(session, session.guard))
+                stack.enter_context(session.loaders.watching())
                 step_function = None if step is None else StepFunction(step, steps.mark)
                 if step_function is not None:
                     steps.has_step_function = True

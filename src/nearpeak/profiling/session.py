@@ -24,6 +24,7 @@ from nearpeak.ops.op import Trace
 from nearpeak.profiles.profile import CompilerFacts
 from nearpeak.profiling.assemble import StepRecords
 from nearpeak.profiling.conditions import ConditionsWatch
+from nearpeak.profiling.loader_starts import LoaderStarts
 from nearpeak.profiling.steps import StepDetector, StepKind
 from nearpeak.profiling.torch_profiler import (
     Profiler,
@@ -364,6 +365,8 @@ class Session:
     ) -> None:
         self.guard = Guard(lambda error: self._give_up(_error_text(error)))
         self.schedule = Schedule()
+        self.loaders = LoaderStarts(self.guard)
+        """What data loaders do at the ends of epochs, while it is watched."""
         self.steps: StepDetector | None = None
         """Finds the steps. While steps are timed, it looks for no new ones."""
         self.last_end = time.monotonic()
@@ -449,6 +452,7 @@ class Session:
         What ends while a graph is captured is no step: it did not run.
         """
         with self.guard.own_time():
+            self.loaders.steps += 1
             self._step_ends(kind, between)
 
     def _step_ends(self, kind: StepKind | None, between: Callable[[], object] | None) -> None:
@@ -482,6 +486,8 @@ class Session:
         seen, before = self.schedule.steps, self.schedule.phase
         self.guard.call(self._advance, kind, between)
         self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
+        if self.is_done:
+            self.loaders.stop()
         if self.is_done and self.steps is not None and not self._follows:
             self.steps.stop(until_training=True)
         if self.is_done or (self.schedule.phase == "clean again" and before == "traced"):
@@ -541,6 +547,7 @@ class Session:
             conditions=self._watch.conditions,
             notes=tuple(_notes(self.schedule)),
             compiler=self._compiler,
+            worker_starts=self.loaders.costs(),
             rank=rank,
             world_size=world_size,
         )

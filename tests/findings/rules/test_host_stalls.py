@@ -100,3 +100,12 @@ def test_on_a_cpu_a_stretch_outside_of_torch_is_not_called_idle():
     assert "idle" in on_gpu.title
     assert "idle" not in on_cpu.title
     assert "cannot be told" in on_cpu.evidence
+
+
+def test_workers_that_are_started_in_every_epoch_are_no_slow_loader():
+    started = idle("input", 4.0, count=8, where="train.py:12", what="workers are started")
+    (found,) = findings("workers-restarted", started)
+    assert (found.saving_s, found.source) == (4.0, "train.py:12")
+    assert "once in 8 steps" in found.evidence
+    assert "persistent_workers=True" in found.remedy
+    assert not findings("input-stall", started)

@@ -29,10 +29,10 @@ def convolution_search(step: Step) -> Iterator[Waste]:
         if expected is not None and expected < step.time(index):
             gains[index] = step.time(index) - expected
     places = {step.ops[index].place for index in searched}
+    causes = tuple(cause for cause in step.profile.idle if cause.cause in _WAITS and cause.where in places)
     idle: dict[str, float] = {}
-    for cause in step.profile.idle:
-        if cause.cause in _WAITS and cause.where in places:
-            idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
+    for cause in causes:
+        idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
     largest = max(searched, key=lambda index: (bool(step.ops[index].source), step.time(index)))
     op = step.ops[largest]
     images = next(tensor for tensor in op.inputs if isinstance(tensor, Tensor))
@@ -42,6 +42,7 @@ def convolution_search(step: Step) -> Iterator[Waste]:
         gains=gains,
         gone=searched,
         idle=idle,
+        causes=causes,
         evidence=f"{len(searched)} convolutions, the longest of {shape_text(images.shape)}, ran "
         f"{sum(step.measured[index].kernels for index in searched)} kernels of several algorithms in "
         f"{seconds(step.seconds(searched))}"

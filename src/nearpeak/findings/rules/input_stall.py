@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, is_source_line
+from nearpeak.profiles.idle import WORKERS_STARTED
 from nearpeak.units import seconds
 
 HANDOVER = 2e-4
@@ -17,7 +18,7 @@ MOST_WORKERS = 16
 @rule("input-stall", needs=["host"])
 def input_stall(step: Step) -> Iterator[Waste]:
     """Idle time in a data loader, beyond the time to receive a batch from a worker."""
-    stalls = step.idle_causes("input")
+    stalls = [cause for cause in step.idle_causes("input") if cause.what != WORKERS_STARTED]
     idle_s = sum(cause.seconds for cause in stalls)
     batches = sum(cause.count for cause in stalls)
     saving = idle_s - batches * HANDOVER
@@ -31,6 +32,7 @@ def input_stall(step: Step) -> Iterator[Waste]:
         op=None,
         source=places[0].where if places else "",
         idle={"input": saving},
+        causes=tuple(stalls),
         evidence=f"The loader was asked for {batches} {'batch' if batches == 1 else 'batches'}, and the device was "
         f"idle for {seconds(idle_s)} until it had {'it' if batches == 1 else 'them'}; the rest of the step takes "
         f"{seconds(rest_s)}. "
