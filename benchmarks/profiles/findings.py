@@ -92,6 +92,7 @@ def one(name: str, device: str, folder: Path | None) -> dict[str, Any]:
         "realized": median(realized),
         "ratio": median(predicted) / median(realized) if median(realized) > 0 else None,
         "each": list(zip(predicted, realized, strict=True)),
+        "residual": None if profile.replayed_s is None else profile.replayed_s / profile.wall_s - 1.0,
         "found": median(predicted) > 0.0,
         "source": findings[0].source if findings else "",
         "others": [finding.rule for finding in shown(profile) if finding not in findings],

@@ -171,6 +171,12 @@ def test_lines_that_wait_for_the_same_share_what_they_cost_together():
     assert [item.together_s for item in found] == [pytest.approx(0.0, abs=1e-3), pytest.approx(1.0)]
 
 
+def test_a_part_of_the_waiting_that_no_rule_names_is_saved_as_it_is():
+    rule("some")(lambda step: [waste(None, idle={"synchronization": 0.5})])
+    (found,), _ = find(replayed(1.0, 2.0, waits=READS, wall_s=9.0))
+    assert found.saving_s == pytest.approx(0.5)
+
+
 def test_a_general_rule_saves_what_the_others_leave_and_all_together_are_known():
     rule("graph", general=True)(
         lambda step: [waste(None, launch_s=dict.fromkeys(range(4), 0.0), idle={"launching": 3.0})]

@@ -28,6 +28,8 @@ MIN_SAVED_SHARE = 0.001
 """Of the wall time. Findings that save less are not part of a profile."""
 _MAX_MENTIONED_IDLE_VALUE = 0.95
 """The reasoning mentions the clock if a second of idle time is worth less than this."""
+_WHOLE = 0.9
+"""The share of the idle time of a cause from which all of it is claimed."""
 _SAME_SAVING = 0.05
 """The reasoning mentions the replay if it differs from the sum of the claims by more than this share."""
 
@@ -208,6 +210,7 @@ def add_findings(
         undecided=undecided,
         notes=(*profile.notes, *notes),
         callers=step.callers,
+        replayed_s=None if replay is None else replay.unchanged.seconds,
     )
 
 
@@ -302,7 +305,8 @@ def _change(
         total_s = sum(cause.seconds for cause in named)
         for cause in named:
             key = (cause.cause, cause.where, cause.what)
-            if key in timeline.causes:
+            # A wait goes as a whole, so one that a rule does not name must be claimed as a whole.
+            if key in timeline.causes and (waste.causes or claimed_s > _WHOLE * total_s or key not in timeline.waits):
                 causes[key] = min(1.0, claimed_s / total_s)
             else:
                 other_s += claimed_s * cause.seconds / total_s

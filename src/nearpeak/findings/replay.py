@@ -100,6 +100,11 @@ class StepTimeline:
         return frozenset(piece.cause for piece in self.pieces if piece.cause is not None)
 
     @cached_property
+    def waits(self) -> frozenset[Cause]:
+        """Those in which the host waits for the device."""
+        return frozenset(piece.cause for piece in self.pieces if piece.wait is not None and piece.cause is not None)
+
+    @cached_property
     def waiting_ops(self) -> frozenset[int]:
         """Ops in which the host waits."""
         return frozenset(piece.op for piece in self.pieces if piece.wait is not None and piece.op is not None)

@@ -224,6 +224,8 @@ class Profile(_display.Result):
     none for a trace file."""
     callers: Mapping[str, str] = field(default_factory=dict)
     """The line of the user's own that calls an installed package, by the line in that package."""
+    replayed_s: Seconds | None = None
+    """The time of the step in the replay of host and device that its savings come from; None if they are sums."""
     grade: Grade | None = None
     """How far the profile can be trusted, in a file for its readers. `grade_profile` follows it from the rest."""
 
