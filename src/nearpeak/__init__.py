@@ -108,7 +108,7 @@ def __getattr__(name: str) -> Any:
 
 
 # What renders a result is imported when a result is first shown or written.
-_display.report = lambda result: str(import_module("nearpeak.render.results").report(result))
+_display.report = lambda result, full: str(import_module("nearpeak.render.results").report(result, full=full))
 _display.card = lambda result: str(import_module("nearpeak.render.notebook").card(result))
 _display.write = lambda result, path: import_module("nearpeak.render.report").write(result, path)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-report: Callable[[Any], str]
-"""A result as text."""
+report: Callable[[Any, bool], str]
+"""A result as text: in full, or no more than one screen."""
 card: Callable[[Any], str]
 """A result as HTML for a notebook."""
 write: Callable[[Any, str | Path], None]
@@ -31,9 +31,9 @@ class Result:
 
     __slots__ = ()
 
-    def report(self) -> str:
-        """The report as text of 80 columns, as the command line prints it."""
-        return report(self)  # noqa: F821  # `nearpeak/__init__.py` sets it
+    def report(self, *, full: bool = False) -> str:
+        """The report as text of 80 columns, as the command line prints it; `full` has all tables of a profile."""
+        return report(self, full)  # noqa: F821  # `nearpeak/__init__.py` sets it
 
     def _repr_html_(self) -> str:
         """The card that a notebook shows."""

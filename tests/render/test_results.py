@@ -159,6 +159,14 @@ def test_names_from_outside_do_not_make_a_headline_long(name: str):
         assert len(line) <= 100 and line.isprintable()
 
 
+def test_a_profile_reports_one_screen_unless_all_is_asked_for():
+    profile = real("vit_second")
+    screen, full = profile.report(), profile.report(full=True)
+    assert len(screen.splitlines()) <= 35 < len(full.splitlines())
+    assert "Verdict:" in screen and "Grade:" not in screen and "Grade:" in full
+    assert screen.splitlines()[-1] == 'report(full=True) has all tables; save("run.html") writes the page.'
+
+
 def test_ops_are_one_line_each():
     profile = real("vit_second")
     assert repr(max(profile.ops, key=lambda op: op.measured_s)).startswith("<aten.")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self, TypeVar, overload
 
+from nearpeak._display import headline
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.errors import EnvironmentProblem, UsageError
@@ -37,6 +38,9 @@ class ProfiledBlock:
         self._session.steps = self._steps = StepDetector(self._session, self._session.guard)
         self._opened = ExitStack()
         self._profile: Profile | None = None
+
+    def __repr__(self) -> str:
+        return headline(f"ProfiledBlock {self._name}: {self._session.steps_seen} steps; its result is `.profile`")
 
     def step(self, function: F) -> F:
         """Declares a function: each call inside the block is a step, and no others are detected."""

@@ -1,6 +1,6 @@
 """The view of each class of results: `document_of` makes a document of any of them, `report` its text.
 
-Classes and views are named by text, so that neither an import of this module nor a card loads the views of the others.
+Classes and views are named by text, so that neither an import of this module nor a card loads the views of all others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from importlib import import_module
 from typing import Any
 
 from nearpeak._display import Result
+from nearpeak.profiles.profile import Profile
 from nearpeak.render.document import Document
 from nearpeak.render.text import text
+from nearpeak.render.views.profile import ReportOptions
+from nearpeak.render.views.screen import screen
 
 VIEWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("machines.machine", "Machine"): ("machine", "document"),
@@ -42,6 +45,8 @@ def document_of(result: Result) -> Document:
     return document
 
 
-def report(result: Any) -> str:
-    """A result as text."""
+def report(result: Any, *, full: bool = False) -> str:
+    """A result as text. A profile has one screen of it, unless it is asked for in full."""
+    if isinstance(result, Profile) and not full:
+        return text(screen(result, ReportOptions(is_in_python=True)))
     return text(document_of(result))

@@ -72,6 +72,8 @@ class ReportOptions:
     """The sections that one screen has whole: "findings", "ops"."""
     again: str = ""
     """The command that shows the profile again: "nearpeak report @last"."""
+    is_in_python: bool = False
+    """Whether the reader is in Python, where methods and not options of a command show more."""
     picture: Literal["waterfall", "roofline"] = "waterfall"
     dark: bool = False
     """A PNG for a dark page; all other formats follow the reader's."""

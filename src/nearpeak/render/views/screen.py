@@ -150,7 +150,9 @@ def _remedy(group: Sequence[Finding]) -> str:
 
 
 def _rest(findings: Sequence[Finding], options: ReportOptions) -> str:
-    """Which options show what is not here."""
+    """What shows what is not here."""
+    if options.is_in_python:
+        return 'report(full=True) has all tables; save("run.html") writes the page.'
     again = f"`{options.again} --full`" if options.again else "--full"
     page = f"`{options.again} --open`" if options.again else "--open"
     more = f"; --findings {len(findings)} explains the findings" if findings else ""
