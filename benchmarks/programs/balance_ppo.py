@@ -1,7 +1,7 @@
 """Learns to balance a pole by proximal policy optimization, with many environments simulated as tensors."""
 
 # cpu: --environments 32 --horizon 16 --hidden 256 --epochs 2
-# cuda: --environments 128 --horizon 32 --hidden 1024 --epochs 4
+# cuda: --environments 64 --horizon 32 --hidden 1024 --epochs 4
 
 import argparse
 
